@@ -1,0 +1,308 @@
+//! The bookkeeping of one cache, and the life of its sequences.
+
+use crate::error::{Error, Result};
+use crate::extents::Arena;
+use crate::fence::Epochs;
+use crate::ids::{GroupId, PageId, SequenceId, TicketId, Tier};
+use crate::limits;
+use crate::pages::Pages;
+use crate::plan::Ticket;
+use crate::step::Step;
+use crate::table::{Sequences, Table};
+use std::ops::Range;
+
+/// One layer group: what its blocks are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Group {
+    /// Bytes of a block, on every tier.
+    pub block_bytes: u64,
+    /// What a block holds.
+    pub kind: GroupKind,
+}
+
+/// What a block of a group holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GroupKind {
+    /// `page_size` consecutive tokens.
+    Paged {
+        /// Tokens in a page.
+        page_size: u32,
+    },
+    /// One version of a fixed state per sequence: every step reads the last one and writes the next.
+    State,
+}
+
+/// The memory of one tier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TierMemory {
+    /// Bytes of the arena; 0 for a tier that is absent.
+    pub bytes: u64,
+    /// Bytes of an extent, the unit in which groups share the arena.
+    pub extent_bytes: u64,
+}
+
+/// How many blocks of a group a tier has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BlockCounts {
+    /// Could be taken now.
+    pub free: u64,
+    /// Hold a page.
+    pub used: u64,
+    /// Wait for a fence.
+    pub draining: u64,
+}
+
+/// The bookkeeping of one cache. Not synchronised: one call at a time.
+#[derive(Debug)]
+pub struct Cache {
+    pub(crate) groups: Vec<Group>,
+    pub(crate) arenas: [Arena; Tier::COUNT],
+    pub(crate) pages: Pages,
+    pub(crate) sequences: Sequences,
+    pub(crate) step: Step,
+    pub(crate) epochs: Epochs,
+    pub(crate) tickets: Vec<Ticket>,
+    pub(crate) tickets_minted: u32,
+    pub(crate) failures: Vec<(TicketId, Error)>,
+    /// Per group: changes whenever a page changes the tier that it is read from.
+    pub(crate) placement: Vec<u32>,
+    /// Bytes copied, by source and target tier.
+    pub(crate) moved_bytes: [[u64; Tier::COUNT]; Tier::COUNT],
+    #[cfg(feature = "broken-fences")]
+    pub(crate) broken: Option<crate::plan::Fence>,
+}
+
+impl Cache {
+    /// An empty cache for the given layer groups, over one arena per tier.
+    pub fn new(groups: &[Group], tiers: [TierMemory; Tier::COUNT]) -> Result<Self> {
+        if groups.is_empty() || groups.len() > limits::GROUPS_MAX {
+            return Err(Error::invalid("groups", groups.len(), format!("from 1 to {}", limits::GROUPS_MAX)));
+        }
+        for group in groups {
+            if let GroupKind::Paged { page_size } = group.kind
+                && (page_size == 0 || page_size > limits::PAGE_SIZE_MAX)
+            {
+                let limit = format!("from 1 to {}", limits::PAGE_SIZE_MAX);
+                return Err(Error::invalid("page_size", page_size, limit));
+            }
+        }
+        let sizes: Vec<u64> = groups.iter().map(|group| group.block_bytes).collect();
+        let arena =
+            |tier: Tier| Arena::new(tiers[tier.index()].bytes, tiers[tier.index()].extent_bytes, &sizes);
+        Ok(Self {
+            groups: groups.to_vec(),
+            arenas: [arena(Tier::Device)?, arena(Tier::Host)?, arena(Tier::Disk)?],
+            pages: Pages::default(),
+            sequences: Sequences::default(),
+            step: Step::default(),
+            epochs: Epochs::default(),
+            tickets: Vec::new(),
+            tickets_minted: 0,
+            failures: Vec::new(),
+            placement: vec![0; groups.len()],
+            moved_bytes: Default::default(),
+            #[cfg(feature = "broken-fences")]
+            broken: None,
+        })
+    }
+
+    /// A new, empty sequence.
+    pub fn create(&mut self) -> Result<SequenceId> {
+        let tables = self.placement.iter().map(|&placement| Table::new(placement)).collect();
+        self.sequences.insert(0, tables)
+    }
+
+    /// A sequence with the same tokens, over the same pages. No byte is copied until one of the two is appended to.
+    pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {
+        let sequence = self.sequences.get_idle(id)?;
+        let (len, tables) = (sequence.len, sequence.tables.clone());
+        let child = self.sequences.insert(len, tables)?;
+        for page in self.sequences[child].tables.iter().flat_map(|table| &table.pages) {
+            self.pages.add_reference(*page);
+        }
+        Ok(child)
+    }
+
+    /// Tokens in a sequence.
+    pub fn token_count(&self, id: SequenceId) -> Result<u64> {
+        Ok(self.sequences.get(id)?.len)
+    }
+
+    /// The position that the next token of a sequence is to be stored with.
+    pub fn next_position(&self, id: SequenceId) -> Result<u64> {
+        Ok(self.sequences.get(id)?.tables[0].last().end_position())
+    }
+
+    /// The least length that `truncate` takes besides 0. States keep no history: they cannot be rewound.
+    pub fn rewind_limit(&self, id: SequenceId) -> Result<u64> {
+        let len = self.sequences.get(id)?.len;
+        Ok(if self.has_states() { len } else { 0 })
+    }
+
+    /// Takes the tokens from `len` on back, as if they had never been appended.
+    pub fn truncate(&mut self, id: SequenceId, len: u64) -> Result<()> {
+        self.settle();
+        let limit = self.rewind_limit(id)?;
+        let sequence = self.sequences.get_idle(id)?;
+        if len > sequence.len || (len < limit && len > 0) {
+            let limit = if limit > 0 {
+                format!("0 or {limit}: states cannot be rewound")
+            } else {
+                format!("at most {}", sequence.len)
+            };
+            return Err(Error::invalid("len", len, limit));
+        }
+        sequence.len = len;
+        for group in self.group_ids() {
+            self.sequences[id].tables[group.index()].shorten(len);
+            self.pop_surplus_pages(id, group);
+        }
+        Ok(())
+    }
+
+    /// Takes the tokens `range` out of the middle: a context shift. No byte moves; positions only grow.
+    pub fn drop_tokens(&mut self, id: SequenceId, range: Range<u64>) -> Result<()> {
+        self.settle();
+        let states = self.has_states();
+        let sequence = self.sequences.get_idle(id)?;
+        if range.start > range.end || range.end > sequence.len {
+            let value = format!("({}, {})", range.start, range.end);
+            return Err(Error::invalid("range", value, format!("a range within 0..{}", sequence.len)));
+        }
+        if states && !range.is_empty() {
+            return Err(Error::invalid(
+                "range",
+                format!("({}, {})", range.start, range.end),
+                "empty: a state cannot forget",
+            ));
+        }
+        if range.is_empty() {
+            return Ok(());
+        }
+        sequence.len -= range.end - range.start;
+        for group in self.group_ids() {
+            let GroupKind::Paged { page_size } = self.groups[group.index()].kind else {
+                unreachable!("no states")
+            };
+            let table = &mut self.sequences[id].tables[group.index()];
+            let cut = table.without(range.start, range.end, page_size);
+            let before = std::mem::replace(table, cut);
+            for index in 0..self.sequences[id].tables[group.index()].pages.len() {
+                self.pages.add_reference(self.sequences[id].tables[group.index()].pages[index]);
+            }
+            before.pages.into_iter().for_each(|page| self.release_page(page));
+        }
+        Ok(())
+    }
+
+    /// Ends a sequence. Pages that no other sequence holds become free when their fences allow.
+    pub fn release(&mut self, id: SequenceId) -> Result<()> {
+        self.settle();
+        self.sequences.get_idle(id)?;
+        for table in self.sequences.remove(id) {
+            table.pages.into_iter().for_each(|page| self.release_page(page));
+        }
+        Ok(())
+    }
+
+    /// Block counts of one group on one tier.
+    pub fn block_counts(&mut self, tier: Tier, group: GroupId) -> BlockCounts {
+        self.settle();
+        let (arena, draining) = (&self.arenas[tier.index()], self.draining(tier, group));
+        BlockCounts { free: arena.available(group), used: arena.taken(group) - draining, draining }
+    }
+
+    /// Bytes copied so far, by source and target tier.
+    pub fn moved_bytes(&self) -> [[u64; Tier::COUNT]; Tier::COUNT] {
+        self.moved_bytes
+    }
+
+    /// Pages that more than one table entry refers to.
+    pub fn shared_pages(&self) -> u64 {
+        self.pages.iter().filter(|(id, _)| self.pages.references(*id) > 1).count() as u64
+    }
+
+    /// Rows of pages that no sequence's span covers: what `drop` and `truncate` left behind.
+    pub fn dead_rows(&self) -> u64 {
+        let mut used = std::collections::HashMap::<PageId, Vec<Range<u32>>>::new();
+        for (_, sequence) in self.sequences.iter() {
+            for (group, table) in self.groups.iter().zip(&sequence.tables) {
+                let GroupKind::Paged { page_size } = group.kind else { continue };
+                for span in &table.spans {
+                    for index in 0..span.rows().div_ceil(page_size) {
+                        let rows =
+                            (index * page_size).max(span.skip)..((index + 1) * page_size).min(span.rows());
+                        let page = table.pages[(span.first_page + index) as usize];
+                        used.entry(page)
+                            .or_default()
+                            .push(rows.start - index * page_size..rows.end - index * page_size);
+                    }
+                }
+            }
+        }
+        let dead = used.iter_mut().map(|(page, ranges)| {
+            ranges.sort_by_key(|r| r.start);
+            let covered = ranges
+                .iter()
+                .fold((0, 0), |(end, sum), r| (end.max(r.end), sum + r.end.saturating_sub(end.max(r.start))));
+            u64::from(self.pages[*page].fill.saturating_sub(covered.1))
+        });
+        dead.sum()
+    }
+
+    /// Byte ranges of a tier that became empty since last asked: the owner of the memory may give them back.
+    pub fn reclaim(&mut self, tier: Tier) -> impl Iterator<Item = Range<u64>> + '_ {
+        self.settle();
+        self.arenas[tier.index()].reclaim()
+    }
+
+    pub(crate) fn group_ids(&self) -> impl Iterator<Item = GroupId> + use<> {
+        (0..self.groups.len() as u8).map(GroupId)
+    }
+
+    fn has_states(&self) -> bool {
+        self.groups.iter().any(|group| group.kind == GroupKind::State)
+    }
+
+    /// Table indices of the pages that hold tokens of `range`.
+    pub(crate) fn table_pages(&self, table: &Table, group: GroupId, range: Range<u64>) -> Vec<usize> {
+        match self.groups[group.index()].kind {
+            GroupKind::Paged { page_size } => table.pages_of(range, page_size),
+            GroupKind::State if range.is_empty() => Vec::new(),
+            GroupKind::State => (0..table.pages.len()).collect(),
+        }
+    }
+
+    /// Releases the pages past the end of a table's last span.
+    pub(crate) fn pop_surplus_pages(&mut self, id: SequenceId, group: GroupId) {
+        let table = &self.sequences[id].tables[group.index()];
+        let pages = match self.groups[group.index()].kind {
+            GroupKind::Paged { page_size } => {
+                table.last().first_page + table.last().rows().div_ceil(page_size)
+            }
+            GroupKind::State => u32::from(table.last().count > 0),
+        };
+        let shrinks = (pages as usize) < table.pages.len();
+        while self.sequences[id].tables[group.index()].pages.len() > pages as usize {
+            let table = &mut self.sequences[id].tables[group.index()];
+            table.row.pop();
+            let page = table.pages.pop().expect("longer than its spans");
+            self.release_page(page);
+        }
+        if shrinks {
+            let table = &mut self.sequences[id].tables[group.index()];
+            table.version = table.version.wrapping_add(1);
+        }
+    }
+
+    pub(crate) fn release_page(&mut self, page: PageId) {
+        if self.pages.drop_reference(page) == 0 {
+            self.close_page(page);
+        }
+    }
+
+    /// Blocks of a group that wait for an epoch.
+    pub(crate) fn draining(&self, tier: Tier, group: GroupId) -> u64 {
+        self.epochs.draining().filter(|d| d.tier == tier && d.group == group).count() as u64
+    }
+}

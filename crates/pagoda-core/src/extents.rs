@@ -1,0 +1,286 @@
+//! The block allocator: one arena per tier, cut into extents, an extent into blocks of one group.
+//!
+//! Groups of different block sizes share the arena: an extent belongs to a group while it holds one of its blocks, and
+//! to nobody otherwise. A group's block `i` lies at `i * block_bytes` from the arena base, so an extent holds the
+//! blocks that lie wholly inside it, and a slot across a border stays unused.
+
+use crate::bitmap::Bitmap;
+use crate::error::{Error, Result};
+use crate::ids::{BlockId, GroupId};
+use crate::limits;
+
+/// The memory of one tier.
+#[derive(Debug)]
+pub struct Arena {
+    bytes: u64,
+    extent_bytes: u64,
+    groups: Vec<GroupBlocks>,
+    extents: Vec<Extent>,
+    /// Extents that no group holds.
+    unowned: Bitmap,
+}
+
+/// What one group has of an arena.
+#[derive(Debug)]
+struct GroupBlocks {
+    block_bytes: u64,
+    /// Free blocks in extents of the group.
+    free: u64,
+    /// Blocks in extents of the group.
+    held: u64,
+    /// The extent that blocks are taken from until it is full.
+    filling: Option<u32>,
+}
+
+#[derive(Debug, Default)]
+struct Extent {
+    owner: Option<GroupId>,
+    first_block: u32,
+    blocks: Bitmap,
+    /// Whether blocks were handed out since the memory was last given back.
+    touched: bool,
+}
+
+impl Arena {
+    /// An arena of `bytes`, of which an extent takes `extent_bytes` (the last may be shorter), for groups with the given
+    /// block sizes. An arena of 0 bytes is an absent tier.
+    pub fn new(bytes: u64, extent_bytes: u64, block_bytes: &[u64]) -> Result<Self> {
+        if bytes > limits::ARENA_BYTES_MAX {
+            return Err(Error::invalid("bytes", bytes, format!("at most {}", limits::ARENA_BYTES_MAX)));
+        }
+        if extent_bytes == 0 || bytes.div_ceil(extent_bytes) > limits::EXTENTS_MAX {
+            let limit = format!("positive, and at most {} extents in {bytes} bytes", limits::EXTENTS_MAX);
+            return Err(Error::invalid("extent_bytes", extent_bytes, limit));
+        }
+        for &size in block_bytes {
+            if size == 0 || size > extent_bytes || bytes / size > limits::BLOCKS_PER_GROUP_MAX {
+                let limit = format!(
+                    "from 1 to the extent's {extent_bytes} bytes, and at most {} blocks in {bytes} bytes",
+                    limits::BLOCKS_PER_GROUP_MAX
+                );
+                return Err(Error::invalid("block_bytes", size, limit));
+            }
+        }
+        let count = bytes.div_ceil(extent_bytes) as u32;
+        let mut unowned = Bitmap::default();
+        unowned.reset(count);
+        let group = |&block_bytes| GroupBlocks { block_bytes, free: 0, held: 0, filling: None };
+        Ok(Self {
+            bytes,
+            extent_bytes,
+            groups: block_bytes.iter().map(group).collect(),
+            extents: std::iter::repeat_with(Extent::default).take(count as usize).collect(),
+            unowned,
+        })
+    }
+
+    /// Bytes of the arena.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Takes a free block: the lowest of the extent being filled, then of the fullest extent of the group that has
+    /// one, then of a fresh extent.
+    pub fn take(&mut self, group: GroupId) -> Option<BlockId> {
+        loop {
+            let extent = match self.groups[group.index()].filling {
+                Some(extent) => extent,
+                None => self.next_extent(group)?,
+            };
+            let slot = &mut self.extents[extent as usize];
+            if let Some(local) = slot.blocks.take_lowest() {
+                self.groups[group.index()].free -= 1;
+                slot.touched = true;
+                return Some(BlockId::new(slot.first_block + local));
+            }
+            self.groups[group.index()].filling = None;
+        }
+    }
+
+    /// Gives a block back. An extent without blocks in use leaves its group.
+    pub fn give(&mut self, group: GroupId, block: BlockId) {
+        let extent = self.extent_of(group, block);
+        let slot = &mut self.extents[extent as usize];
+        debug_assert_eq!(slot.owner, Some(group), "block {block:?} given back to another group");
+        slot.blocks.give(block.index() - slot.first_block);
+        let blocks = &mut self.groups[group.index()];
+        blocks.free += 1;
+        if slot.blocks.is_all_free() {
+            let len = u64::from(slot.blocks.len());
+            slot.owner = None;
+            blocks.free -= len;
+            blocks.held -= len;
+            if blocks.filling == Some(extent) {
+                blocks.filling = None;
+            }
+            self.unowned.give(extent);
+        }
+    }
+
+    /// Whether `block` is handed out to `group`.
+    pub fn is_taken(&self, group: GroupId, block: BlockId) -> bool {
+        let slot = &self.extents[self.extent_of(group, block) as usize];
+        slot.owner == Some(group) && !slot.blocks.contains(block.index() - slot.first_block)
+    }
+
+    /// Blocks of `group` handed out.
+    pub fn taken(&self, group: GroupId) -> u64 {
+        let blocks = &self.groups[group.index()];
+        blocks.held - blocks.free
+    }
+
+    /// Blocks that `take` could hand out to `group` now, if no other group takes any.
+    pub fn available(&self, group: GroupId) -> u64 {
+        let fresh = (0..self.extents.len() as u32).filter(|&e| self.unowned.contains(e));
+        self.groups[group.index()].free + fresh.map(|e| self.span_of(group, e).1).sum::<u64>()
+    }
+
+    /// Byte ranges that hold no block and did since they were last asked for; their memory may be given back.
+    pub fn reclaim(&mut self) -> impl Iterator<Item = std::ops::Range<u64>> + '_ {
+        let (extent_bytes, bytes) = (self.extent_bytes, self.bytes);
+        self.extents.iter_mut().enumerate().filter_map(move |(e, slot)| {
+            let idle = slot.owner.is_none() && std::mem::take(&mut slot.touched);
+            let start = e as u64 * extent_bytes;
+            idle.then(|| start..bytes.min(start + extent_bytes))
+        })
+    }
+
+    fn extent_of(&self, group: GroupId, block: BlockId) -> u32 {
+        (u64::from(block.index()) * self.groups[group.index()].block_bytes / self.extent_bytes) as u32
+    }
+
+    /// First block and number of blocks of `group` that lie wholly inside an extent.
+    fn span_of(&self, group: GroupId, extent: u32) -> (u64, u64) {
+        let size = self.groups[group.index()].block_bytes;
+        let start = u64::from(extent) * self.extent_bytes;
+        let end = self.bytes.min(start + self.extent_bytes);
+        let first = start.div_ceil(size);
+        (first, (end / size).saturating_sub(first))
+    }
+
+    /// Finds the extent to fill next. The search is paid once per extent, not per block.
+    fn next_extent(&mut self, group: GroupId) -> Option<u32> {
+        let own =
+            self.extents.iter().enumerate().filter(|(_, e)| e.owner == Some(group) && e.blocks.free() > 0);
+        let fullest = own.min_by_key(|(_, e)| e.blocks.free()).map(|(e, _)| e as u32);
+        let chosen = fullest.or_else(|| self.claim(group))?;
+        self.groups[group.index()].filling = Some(chosen);
+        Some(chosen)
+    }
+
+    /// Hands the lowest unowned extent that can hold a block to `group`.
+    fn claim(&mut self, group: GroupId) -> Option<u32> {
+        let extent = self.unowned.take_lowest()?;
+        let (first, len) = self.span_of(group, extent);
+        if len == 0 {
+            let next = self.claim(group);
+            self.unowned.give(extent);
+            return next;
+        }
+        let slot = &mut self.extents[extent as usize];
+        slot.owner = Some(group);
+        slot.first_block = first as u32;
+        slot.blocks.reset(len as u32);
+        let blocks = &mut self.groups[group.index()];
+        blocks.held += len;
+        blocks.free += len;
+        Some(extent)
+    }
+
+    /// Checks the counters against the extents.
+    pub(crate) fn audit(&self) -> Result<()> {
+        for (index, blocks) in self.groups.iter().enumerate() {
+            let own = self.extents.iter().filter(|e| e.owner == Some(GroupId(index as u8)));
+            let (free, held) = own.fold((0, 0), |(free, held), e| {
+                (free + u64::from(e.blocks.free()), held + u64::from(e.blocks.len()))
+            });
+            if (free, held) != (blocks.free, blocks.held) {
+                return Err(Error::Invariant(format!(
+                    "group {index} counts {} free of {} blocks, its extents have {free} of {held}",
+                    blocks.free, blocks.held
+                )));
+            }
+        }
+        for (index, extent) in self.extents.iter().enumerate() {
+            if extent.owner.is_none() != self.unowned.contains(index as u32) {
+                return Err(Error::Invariant(format!("extent {index} is both owned and not")));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn fills_the_fullest_extent_first_and_lowest_first_within_it() {
+        let group = GroupId(0);
+        let mut arena = Arena::new(40, 10, &[1]).unwrap();
+        let blocks: Vec<_> = (0..30).map(|_| arena.take(group).unwrap()).collect();
+        assert!(blocks.iter().map(|b| b.index()).eq(0..30));
+        for index in [3, 11, 12, 21, 22, 23] {
+            arena.give(group, BlockId::new(index));
+        }
+        let refilled: Vec<_> = (0..7).map(|_| arena.take(group).unwrap().index()).collect();
+        assert_eq!(refilled[0], 21, "the extent that was being filled goes on");
+        assert_eq!(refilled[3..], [3, 11, 12, 30], "then the fullest, then a fresh one");
+    }
+
+    #[test]
+    fn an_empty_extent_changes_hands() {
+        let mut arena = Arena::new(64, 32, &[8, 32]).unwrap();
+        let (small, large) = (GroupId(0), GroupId(1));
+        let held: Vec<_> = (0..5).map(|_| arena.take(small).unwrap()).collect();
+        assert_eq!((arena.available(small), arena.available(large)), (3, 0));
+        arena.give(small, held[4]);
+        assert_eq!(arena.available(large), 1);
+        assert!(arena.reclaim().eq(std::iter::once(32..64)));
+        assert_eq!(arena.take(large).map(|b| b.index()), Some(1));
+        assert_eq!(arena.reclaim().count(), 0);
+    }
+
+    proptest! {
+        #[test]
+        fn blocks_of_all_groups_never_overlap(
+            bytes in 1u64..4000,
+            extent_bytes in 97u64..400,
+            sizes in proptest::collection::vec(1u64..97, 1..4),
+            ops in proptest::collection::vec((any::<u8>(), any::<u16>()), 0..400),
+        ) {
+            let mut arena = Arena::new(bytes, extent_bytes, &sizes).unwrap();
+            let mut live: Vec<(GroupId, BlockId)> = Vec::new();
+            let mut owner = vec![false; bytes as usize];
+            let range = |(g, b): (GroupId, BlockId)| {
+                let size = sizes[g.index()];
+                (u64::from(b.index()) * size) as usize..((u64::from(b.index()) + 1) * size) as usize
+            };
+            for (kind, pick) in ops {
+                if kind % 3 > 0 {
+                    let group = GroupId((u32::from(kind) % sizes.len() as u32) as u8);
+                    let could = arena.available(group);
+                    match arena.take(group) {
+                        Some(block) => {
+                            prop_assert!(could > 0);
+                            for byte in &mut owner[range((group, block))] {
+                                prop_assert!(!std::mem::replace(byte, true), "two blocks on one byte");
+                            }
+                            live.push((group, block));
+                        }
+                        None => prop_assert_eq!(could, 0),
+                    }
+                } else if !live.is_empty() {
+                    let gone = live.swap_remove(pick as usize % live.len());
+                    owner[range(gone)].fill(false);
+                    arena.give(gone.0, gone.1);
+                }
+                arena.audit().unwrap();
+            }
+            let distinct: HashSet<_> = live.iter().copied().collect();
+            prop_assert_eq!(distinct.len(), live.len());
+        }
+    }
+}

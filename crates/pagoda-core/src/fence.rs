@@ -1,0 +1,94 @@
+//! What a block waits for before it may be used again: the copies that touch it, and the steps that may read it.
+
+use crate::ids::{BlockId, Epoch, GroupId, Tier};
+use crate::sync::{Arc, AtomicU64, Ordering};
+use std::collections::VecDeque;
+
+const PENDING: u64 = u64::MAX;
+
+/// The one word through which a copying thread tells the core that it is done.
+///
+/// The thread writes the bytes, then finishes the completion; the core looks, then hands the bytes out. The store
+/// releases what the load acquires, so whoever sees the flag sees the bytes.
+#[derive(Clone, Debug)]
+pub struct Completion(Arc<AtomicU64>);
+
+impl Completion {
+    /// A completion that has not finished.
+    pub fn new() -> Self {
+        Self(Arc::new(AtomicU64::new(PENDING)))
+    }
+
+    /// Says that the first `copied` copies of the plan arrived and no other will.
+    pub fn finish(&self, copied: u32) {
+        self.0.store(u64::from(copied), Ordering::Release);
+    }
+
+    /// How many copies arrived, once no other will.
+    pub fn copied(&self) -> Option<u32> {
+        match self.0.load(Ordering::Acquire) {
+            PENDING => None,
+            copied => Some(copied as u32),
+        }
+    }
+}
+
+impl Default for Completion {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// The order of steps, and the blocks that wait for one to retire.
+#[derive(Debug, Default)]
+pub(crate) struct Epochs {
+    minted: Epoch,
+    retired: Epoch,
+    draining: VecDeque<Draining>,
+}
+
+/// A block that belongs to no page any more but may still be read.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Draining {
+    pub(crate) epoch: Epoch,
+    pub(crate) tier: Tier,
+    pub(crate) group: GroupId,
+    pub(crate) block: BlockId,
+}
+
+impl Epochs {
+    /// A new epoch, to be retired when the work of all steps so far has.
+    pub(crate) fn mint(&mut self) -> Epoch {
+        self.minted.0 += 1;
+        self.minted
+    }
+
+    pub(crate) fn minted(&self) -> Epoch {
+        self.minted
+    }
+
+    /// Whether work that was issued may still touch memory.
+    pub(crate) fn pending(&self) -> bool {
+        self.retired < self.minted
+    }
+
+    /// Keeps a block until every epoch minted so far has retired.
+    pub(crate) fn drain(&mut self, tier: Tier, group: GroupId, block: BlockId) {
+        self.draining.push_back(Draining { epoch: self.minted, tier, group, block });
+    }
+
+    /// Marks `epoch` and all before it as retired.
+    pub(crate) fn retire(&mut self, epoch: Epoch) {
+        self.retired = self.retired.max(epoch);
+    }
+
+    /// The next block whose epoch has retired.
+    pub(crate) fn pop_retired(&mut self) -> Option<Draining> {
+        self.draining.pop_front_if(|d| d.epoch <= self.retired)
+    }
+
+    /// Blocks still waiting.
+    pub(crate) fn draining(&self) -> impl Iterator<Item = &Draining> {
+        self.draining.iter()
+    }
+}

@@ -1,0 +1,18 @@
+//! Every capacity has a name here and is checked where it enters.
+
+use crate::ids::BlockRef;
+
+/// Layer groups in a cache.
+pub const GROUPS_MAX: usize = 64;
+/// Tokens in a page.
+pub const PAGE_SIZE_MAX: u32 = 1 << 15;
+/// Tokens in a sequence, dropped ones included.
+pub const TOKENS_PER_SEQUENCE_MAX: u64 = 1 << 31;
+/// Live sequences.
+pub const SEQUENCES_MAX: usize = 1 << 24;
+/// Bytes in the arena of one tier.
+pub const ARENA_BYTES_MAX: u64 = 1 << 48;
+/// Blocks of one group in one tier: what a `BlockRef` can name.
+pub const BLOCKS_PER_GROUP_MAX: u64 = 1 << BlockRef::INDEX_BITS;
+/// Extents in one arena.
+pub const EXTENTS_MAX: u64 = 1 << 20;

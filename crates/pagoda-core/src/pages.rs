@@ -1,0 +1,123 @@
+//! Pages and the state of their blocks: the one source of truth about what may be read where.
+
+use crate::ids::{BlockId, BlockRef, GroupId, PageId, TicketId, Tier};
+
+/// What a page has on one tier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Slot {
+    /// Nothing.
+    Empty,
+    /// A block that a copy is writing; nobody reads it.
+    Filling { block: BlockId, ticket: TicketId },
+    /// A block with the page's bytes.
+    Ready { block: BlockId },
+}
+
+/// A page. With its reference count, a table entry and a row entry it costs 60 bytes.
+#[derive(Debug)]
+pub(crate) struct Page {
+    /// How often this slot was handed out or its bytes were reopened: what a plan names, so that it cannot go stale
+    /// unnoticed.
+    pub(crate) generation: u32,
+    /// Valid tokens.
+    pub(crate) fill: u32,
+    /// Copies in flight that read or write a block of the page.
+    pub(crate) copies: u16,
+    pub(crate) group: GroupId,
+    /// Full and never written again, until reopened under a new generation.
+    pub(crate) sealed: bool,
+    pub(crate) slots: [Slot; Tier::COUNT],
+}
+
+const _: () = assert!(size_of::<Page>() <= 48, "a page must stay within its 64 bytes of metadata");
+
+impl Page {
+    /// The fastest copy that can be read.
+    pub(crate) fn fastest(&self) -> Option<BlockRef> {
+        Tier::ALL.into_iter().find_map(|tier| Some(BlockRef::new(tier, self.ready(tier)?)))
+    }
+
+    /// The block on `tier`, if it can be read.
+    pub(crate) fn ready(&self, tier: Tier) -> Option<BlockId> {
+        match self.slots[tier.index()] {
+            Slot::Ready { block } => Some(block),
+            Slot::Empty | Slot::Filling { .. } => None,
+        }
+    }
+
+    /// Whether an append may write into the page where it lies.
+    pub(crate) fn only_on_device(&self) -> bool {
+        matches!(self.slots, [Slot::Ready { .. }, Slot::Empty, Slot::Empty])
+    }
+}
+
+/// Every page of a cache. Reference counts lie apart from the rest: a fork touches nothing else.
+#[derive(Debug, Default)]
+pub(crate) struct Pages {
+    pages: Vec<Page>,
+    references: Vec<u32>,
+    vacant: Vec<PageId>,
+}
+
+impl Pages {
+    /// A new open page with one reference and a block on the device tier.
+    pub(crate) fn open(&mut self, group: GroupId, block: BlockId) -> PageId {
+        let slots = [Slot::Ready { block }, Slot::Empty, Slot::Empty];
+        if let Some(id) = self.vacant.pop() {
+            let page = &mut self.pages[id.index() as usize];
+            *page = Page { generation: page.generation + 1, fill: 0, copies: 0, group, sealed: false, slots };
+            self.references[id.index() as usize] = 1;
+            return id;
+        }
+        let id = PageId::new(self.pages.len() as u32);
+        self.pages.push(Page { generation: 0, fill: 0, copies: 0, group, sealed: false, slots });
+        self.references.push(1);
+        id
+    }
+
+    /// Forgets a page that nobody refers to and no copy touches. Its blocks are the caller's to free.
+    pub(crate) fn close(&mut self, id: PageId) {
+        debug_assert!(self.references(id) == 0 && self[id].copies == 0);
+        self[id].slots = [Slot::Empty; Tier::COUNT];
+        self.vacant.push(id);
+    }
+
+    pub(crate) fn references(&self, id: PageId) -> u32 {
+        self.references[id.index() as usize]
+    }
+
+    pub(crate) fn add_reference(&mut self, id: PageId) {
+        self.references[id.index() as usize] += 1;
+    }
+
+    /// Drops a reference and says how many are left.
+    pub(crate) fn drop_reference(&mut self, id: PageId) -> u32 {
+        let count = &mut self.references[id.index() as usize];
+        *count -= 1;
+        *count
+    }
+
+    /// Every page that holds a block.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (PageId, &Page)> {
+        let all = self.pages.iter().enumerate().map(|(index, page)| (PageId::new(index as u32), page));
+        all.filter(|(_, page)| page.slots != [Slot::Empty; Tier::COUNT])
+    }
+
+    pub(crate) fn get(&self, id: PageId) -> Option<&Page> {
+        self.pages.get(id.index() as usize)
+    }
+}
+
+impl std::ops::Index<PageId> for Pages {
+    type Output = Page;
+
+    fn index(&self, id: PageId) -> &Page {
+        &self.pages[id.index() as usize]
+    }
+}
+
+impl std::ops::IndexMut<PageId> for Pages {
+    fn index_mut(&mut self, id: PageId) -> &mut Page {
+        &mut self.pages[id.index() as usize]
+    }
+}

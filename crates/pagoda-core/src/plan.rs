@@ -1,0 +1,315 @@
+//! Migrations between tiers: deciding is a pure function, starting and finishing are bookkeeping, copying is not here.
+
+use crate::cache::Cache;
+use crate::error::{Error, Result};
+use crate::fence::Completion;
+use crate::ids::{BlockId, GroupId, PageId, SequenceId, TicketId, Tier};
+use crate::pages::Slot;
+use crate::step::Phase;
+use std::ops::Range;
+
+/// What to move. It stays valid as long as its pages do not change or move; executing a stale one is refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    /// The sequence it was made for.
+    pub sequence: SequenceId,
+    /// Where the pages go.
+    pub to: Tier,
+    /// Whether the pages keep the copy that they are read from today.
+    pub keep: bool,
+    /// One entry per page: those that copy, in token order within each layer group, then those that only drop a copy.
+    pub(crate) moves: Vec<Move>,
+}
+
+/// One page of a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Move {
+    /// The page.
+    pub page: PageId,
+    /// Its generation when the plan was made.
+    pub generation: u32,
+    /// Its layer group.
+    pub group: GroupId,
+    /// The tier it is read from.
+    pub from: Tier,
+    /// Bytes to copy: 0 when the target tier holds a copy already.
+    pub bytes: u64,
+}
+
+impl Plan {
+    /// What happens to each page.
+    pub fn moves(&self) -> &[Move] {
+        &self.moves
+    }
+
+    /// Bytes that executing it copies.
+    pub fn bytes(&self) -> u64 {
+        self.moves.iter().map(|m| m.bytes).sum()
+    }
+}
+
+/// One copy of one block, for whoever moves bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockCopy {
+    /// Layer group of both blocks.
+    pub group: GroupId,
+    /// Where the bytes are.
+    pub from: (Tier, BlockId),
+    /// Where they go.
+    pub to: (Tier, BlockId),
+    /// How many: the block size of the group, or less where only the start of a block matters.
+    pub bytes: u64,
+}
+
+/// A plan under way.
+#[derive(Debug)]
+pub(crate) struct Ticket {
+    pub(crate) id: TicketId,
+    pub(crate) completion: Completion,
+    pub(crate) to: Tier,
+    pub(crate) keep: bool,
+    /// Moves that copy, in the order of the `BlockCopy`s; then moves that only drop their source.
+    pub(crate) moves: Vec<Move>,
+    pub(crate) copies: u32,
+}
+
+impl Cache {
+    /// Plans to move the sealed pages that hold tokens of `tokens` to tier `to`, in the given layer groups.
+    ///
+    /// Open pages, pages already read from there and pages with a copy in flight are left out. `keep` leaves the copy
+    /// that a page is read from today where it is, so that moving it back later costs nothing.
+    pub fn plan(
+        &self,
+        id: SequenceId,
+        to: Tier,
+        tokens: Range<u64>,
+        groups: &[GroupId],
+        keep: bool,
+    ) -> Result<Plan> {
+        let sequence = self.sequences.get(id)?;
+        if tokens.start > tokens.end || tokens.end > sequence.len {
+            let value = format!("({}, {})", tokens.start, tokens.end);
+            return Err(Error::invalid("tokens", value, format!("a range within 0..{}", sequence.len)));
+        }
+        if self.arenas[to.index()].bytes() == 0 {
+            return Err(Error::invalid("to", to, "a tier that the cache has memory on"));
+        }
+        let mut moves = Vec::new();
+        for &group in groups {
+            let table = &sequence.tables[group.index()];
+            for index in self.table_pages(table, group, tokens.clone()) {
+                let id = table.pages[index];
+                let page = &self.pages[id];
+                let from = page.fastest().map(|r| r.tier()).filter(|&from| from != to);
+                let Some(from) = from.filter(|_| page.sealed && page.copies == 0) else { continue };
+                let bytes = if page.ready(to).is_some() { 0 } else { self.groups[group.index()].block_bytes };
+                moves.push(Move { page: id, generation: page.generation, group, from, bytes });
+            }
+        }
+        // A page that a drop has split stands in the table twice, side by side.
+        moves.dedup_by_key(|m| m.page);
+        moves.sort_by_key(|m| m.bytes == 0);
+        Ok(Plan { sequence: id, to, keep, moves })
+    }
+
+    /// Starts a plan: takes its blocks and hands out the copies to make. All or nothing; refused when the plan is stale.
+    ///
+    /// Whoever copies finishes the completion; the pages move at the next call after that which finds no step open.
+    pub fn execute(&mut self, plan: &Plan) -> Result<(TicketId, Completion, Vec<BlockCopy>)> {
+        self.settle();
+        self.sequences.get_idle(plan.sequence)?;
+        for m in &plan.moves {
+            let fresh = self.pages.get(m.page).is_some_and(|page| {
+                let held = self.pages.references(m.page) > 0 && page.generation == m.generation;
+                let copies = if m.bytes > 0 {
+                    page.slots[plan.to.index()] == Slot::Empty
+                } else {
+                    page.ready(plan.to).is_some()
+                };
+                held && page.sealed && page.copies == 0 && page.ready(m.from).is_some() && copies
+            });
+            if !fresh {
+                return Err(Error::invalid(
+                    "plan",
+                    format!("page {}", m.page.index()),
+                    "a plan made since its pages last changed",
+                ));
+            }
+        }
+        let id = TicketId::new(self.tickets_minted);
+        let mut copies = Vec::with_capacity(plan.moves.len());
+        for m in plan.moves.iter().filter(|m| m.bytes > 0) {
+            let Some(block) = self.arenas[plan.to.index()].take(m.group) else {
+                let wanted = plan.moves.iter().filter(|o| o.bytes > 0 && o.group == m.group).count() as u64;
+                let got = copies.iter().filter(|c: &&BlockCopy| c.group == m.group).count() as u64;
+                copies.iter().for_each(|c| self.arenas[plan.to.index()].give(c.group, c.to.1));
+                let blocks_short = wanted - got;
+                return Err(Error::OutOfBlocks {
+                    tier: plan.to,
+                    group: m.group,
+                    blocks_short,
+                    bytes_short: blocks_short * m.bytes,
+                    draining: self.draining(plan.to, m.group),
+                });
+            };
+            let from = self.pages[m.page].ready(m.from).expect("checked above");
+            copies.push(BlockCopy {
+                group: m.group,
+                from: (m.from, from),
+                to: (plan.to, block),
+                bytes: m.bytes,
+            });
+        }
+        for (m, copy) in plan.moves.iter().zip(&copies) {
+            self.pages[m.page].slots[plan.to.index()] = Slot::Filling { block: copy.to.1, ticket: id };
+        }
+        for m in &plan.moves {
+            self.pages[m.page].copies += 1;
+        }
+        self.tickets_minted += 1;
+        let completion = Completion::new();
+        if copies.is_empty() {
+            completion.finish(0);
+        }
+        self.tickets.push(Ticket {
+            id,
+            completion: completion.clone(),
+            to: plan.to,
+            keep: plan.keep,
+            moves: plan.moves.clone(),
+            copies: copies.len() as u32,
+        });
+        self.settle();
+        Ok((id, completion, copies))
+    }
+
+    /// Whether a ticket's copies have arrived and its pages have moved. A failure is told once: here, or by
+    /// `take_failure`.
+    pub fn ticket_done(&mut self, id: TicketId) -> Result<bool> {
+        self.settle();
+        if let Some(at) = self.failures.iter().position(|(failed, _)| *failed == id) {
+            return Err(self.failures.remove(at).1);
+        }
+        Ok(self.tickets.iter().all(|ticket| ticket.id != id))
+    }
+
+    /// The oldest failure that nobody has been told of: what became of a ticket that was dropped.
+    pub fn take_failure(&mut self) -> Option<Error> {
+        self.settle();
+        (!self.failures.is_empty()).then(|| self.failures.remove(0).1)
+    }
+
+    /// Lets finished copies take effect. Does nothing inside a step: its tables stay as they were handed out.
+    pub(crate) fn settle(&mut self) {
+        if self.step.phase != Phase::Closed && self.keeps(Fence::Step) {
+            return;
+        }
+        let mut at = 0;
+        while at < self.tickets.len() {
+            match self.tickets[at].completion.copied() {
+                Some(copied) => {
+                    let ticket = self.tickets.swap_remove(at);
+                    self.finish(&ticket, copied);
+                }
+                None => at += 1,
+            }
+        }
+        while let Some(block) = self.epochs.pop_retired() {
+            self.arenas[block.tier.index()].give(block.group, block.block);
+        }
+    }
+
+    fn finish(&mut self, ticket: &Ticket, copied: u32) {
+        if copied < ticket.copies {
+            let error = Error::CopyFailed {
+                ticket: ticket.id,
+                copied,
+                planned: ticket.copies,
+                reason: "the copy was cut short".into(),
+            };
+            self.failures.push((ticket.id, error));
+        }
+        for (index, m) in ticket.moves.iter().enumerate() {
+            let index = index as u32;
+            let arrived = index < copied || index >= ticket.copies;
+            self.pages[m.page].copies -= 1;
+            if let Slot::Filling { block, ticket: by } = self.pages[m.page].slots[ticket.to.index()]
+                && by == ticket.id
+            {
+                let slot = &mut self.pages[m.page].slots[ticket.to.index()];
+                if arrived {
+                    *slot = Slot::Ready { block };
+                    self.moved_bytes[m.from.index()][ticket.to.index()] += m.bytes;
+                } else {
+                    *slot = Slot::Empty;
+                    self.free_block(ticket.to, m.group, block);
+                }
+            }
+            if self.pages.references(m.page) == 0 {
+                self.close_page(m.page);
+            } else if arrived {
+                if !ticket.keep {
+                    let source =
+                        std::mem::replace(&mut self.pages[m.page].slots[m.from.index()], Slot::Empty);
+                    if let Slot::Ready { block } = source {
+                        self.free_block(m.from, m.group, block);
+                    }
+                }
+                self.placement[m.group.index()] = self.placement[m.group.index()].wrapping_add(1);
+            }
+        }
+    }
+
+    /// Forgets a page without references, once no copy touches it.
+    pub(crate) fn close_page(&mut self, id: PageId) {
+        if self.pages[id].copies > 0 && self.keeps(Fence::Copies) {
+            return;
+        }
+        let group = self.pages[id].group;
+        for tier in Tier::ALL {
+            if let Slot::Ready { block } | Slot::Filling { block, .. } = self.pages[id].slots[tier.index()] {
+                self.free_block(tier, group, block);
+            }
+        }
+        self.pages.close(id);
+    }
+
+    /// Frees a block once the steps that may still touch it have retired.
+    fn free_block(&mut self, tier: Tier, group: GroupId, block: BlockId) {
+        let waits = self.epochs.pending() && self.step.phase != Phase::Entering;
+        if waits && self.keeps(Fence::Epochs) {
+            self.epochs.drain(tier, group, block);
+        } else {
+            self.arenas[tier.index()].give(group, block);
+        }
+    }
+}
+
+/// The fences that keep a block from being reused too early.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fence {
+    /// A freed block waits for the steps that may read it.
+    Epochs,
+    /// A released page waits for the copies that touch it.
+    Copies,
+    /// Pages do not move while a step uses its tables.
+    Step,
+}
+
+impl Cache {
+    #[cfg(not(feature = "broken-fences"))]
+    pub(crate) fn keeps(&self, _: Fence) -> bool {
+        true
+    }
+
+    #[cfg(feature = "broken-fences")]
+    pub(crate) fn keeps(&self, fence: Fence) -> bool {
+        self.broken != Some(fence)
+    }
+
+    /// Takes a fence away, to show that a test notices.
+    #[cfg(feature = "broken-fences")]
+    pub fn break_fence(&mut self, fence: Fence) {
+        self.broken = Some(fence);
+    }
+}

@@ -1,0 +1,343 @@
+//! One forward pass over a ragged batch: reserve, then (outside) append and attend, then commit or roll back.
+
+use crate::cache::{Cache, GroupKind};
+use crate::error::{Error, Result};
+use crate::ids::{BlockId, BlockRef, Epoch, GroupId, PageId, SequenceId, Tier};
+use crate::limits;
+use crate::plan::BlockCopy;
+use crate::table::SpanView;
+
+/// The open step, and the memory that steps reuse.
+#[derive(Debug, Default)]
+pub(crate) struct Step {
+    pub(crate) phase: Phase,
+    pub(crate) entries: Vec<Entry>,
+    /// What to take back if the step fails: one per entry and layer group.
+    pub(crate) undo: Vec<Undo>,
+    copies: Vec<BlockCopy>,
+    /// What was missing so far: the first group, blocks and bytes of all groups.
+    short: Option<(GroupId, u64, u64)>,
+}
+
+/// Where a step stands.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// There is none.
+    #[default]
+    Closed,
+    /// Being reserved: no kernel has seen its blocks.
+    Entering,
+    /// Between reserve and commit.
+    Open,
+}
+
+/// One sequence of the batch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Entry {
+    pub(crate) sequence: SequenceId,
+    pub(crate) new_tokens: u32,
+}
+
+/// How one table was before the step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Undo {
+    pub(crate) pages: u32,
+    /// The tail page that a copy has taken the place of. It keeps its reference until the step ends.
+    pub(crate) replaced: Option<PageId>,
+}
+
+impl Cache {
+    /// Opens a step: pages for `new_tokens` more tokens of each sequence, tables to reach them, and the copies of shared
+    /// open pages to make before the first append. All or nothing, from free blocks only.
+    pub fn reserve(&mut self, batch: &[(SequenceId, u32)]) -> Result<()> {
+        if self.step.phase != Phase::Closed {
+            return Err(Error::invalid(
+                "step",
+                "open",
+                "one open step per cache: commit or roll it back first",
+            ));
+        }
+        self.settle();
+        self.step.entries.clear();
+        self.step.undo.clear();
+        self.step.copies.clear();
+        self.step.phase = Phase::Entering;
+        let result = self.enter(batch);
+        if result.is_err() {
+            self.leave(None);
+        } else {
+            self.step.phase = Phase::Open;
+        }
+        result
+    }
+
+    fn enter(&mut self, batch: &[(SequenceId, u32)]) -> Result<()> {
+        for &(sequence, new_tokens) in batch {
+            let slot = self.sequences.get_idle(sequence)?;
+            let end = slot.tables[0].last().end_position() + u64::from(new_tokens);
+            if end > limits::TOKENS_PER_SEQUENCE_MAX {
+                let limit = format!("at most {} positions in a sequence", limits::TOKENS_PER_SEQUENCE_MAX);
+                return Err(Error::invalid("new_tokens", new_tokens, limit));
+            }
+            slot.stepping = true;
+            self.step.entries.push(Entry { sequence, new_tokens });
+        }
+        for index in 0..self.step.entries.len() {
+            let Entry { sequence, new_tokens } = self.step.entries[index];
+            for group in self.group_ids() {
+                self.refresh_row(sequence, group);
+                let table = &self.sequences[sequence].tables[group.index()];
+                self.step.undo.push(Undo { pages: table.pages.len() as u32, replaced: None });
+                if new_tokens > 0 {
+                    match self.groups[group.index()].kind {
+                        GroupKind::Paged { page_size } => self.extend(sequence, group, new_tokens, page_size),
+                        GroupKind::State => self.push_pages(sequence, group, 1),
+                    }
+                }
+            }
+        }
+        match self.step.short.take() {
+            None => Ok(()),
+            Some((group, blocks_short, bytes_short)) => {
+                let (tier, draining) = (Tier::Device, self.draining(Tier::Device, group));
+                Err(Error::OutOfBlocks { tier, group, blocks_short, bytes_short, draining })
+            }
+        }
+    }
+
+    /// Makes room for `new_tokens` at the end of a table.
+    fn extend(&mut self, sequence: SequenceId, group: GroupId, new_tokens: u32, page_size: u32) {
+        let table = &self.sequences[sequence].tables[group.index()];
+        let room = table.last_pages() * page_size - table.last().rows();
+        if room > 0 {
+            let tail = table.pages[table.pages.len() - 1];
+            self.open_tail(sequence, group, tail, page_size - room);
+        }
+        self.push_pages(sequence, group, new_tokens.saturating_sub(room).div_ceil(page_size));
+    }
+
+    /// Makes the tail page of a table writable after its first `used` tokens: in place when nobody else can see it, in
+    /// a copy otherwise.
+    fn open_tail(&mut self, sequence: SequenceId, group: GroupId, tail: PageId, used: u32) {
+        let sole = self.pages.references(tail) == 1;
+        let page = &mut self.pages[tail];
+        if sole && page.copies == 0 && page.only_on_device() {
+            if page.fill != used {
+                page.generation += 1;
+                page.fill = used;
+                page.sealed = false;
+            }
+            return;
+        }
+        let from = page.fastest().expect("a referenced page can be read");
+        let Some(block) = self.take_device_block(group) else { return };
+        let bytes = self.groups[group.index()].block_bytes;
+        let (from, to) = ((from.tier(), from.block()), (Tier::Device, block));
+        self.step.copies.push(BlockCopy { group, from, to, bytes });
+        let copy = self.pages.open(group, block);
+        self.pages[copy].fill = used;
+        let table = &mut self.sequences[sequence].tables[group.index()];
+        let last = table.pages.len() - 1;
+        table.pages[last] = copy;
+        table.row[last] = BlockRef::new(Tier::Device, block);
+        table.version = table.version.wrapping_add(1);
+        self.step.undo.last_mut().expect("pushed by enter").replaced = Some(tail);
+    }
+
+    fn push_pages(&mut self, sequence: SequenceId, group: GroupId, count: u32) {
+        for _ in 0..count {
+            let Some(block) = self.take_device_block(group) else { continue };
+            let page = self.pages.open(group, block);
+            let table = &mut self.sequences[sequence].tables[group.index()];
+            table.pages.push(page);
+            table.row.push(BlockRef::new(Tier::Device, block));
+        }
+    }
+
+    /// A block for the step, or a note that one was missing.
+    fn take_device_block(&mut self, group: GroupId) -> Option<BlockId> {
+        let block = self.arenas[Tier::Device.index()].take(group);
+        if block.is_none() {
+            let (_, blocks, bytes) = self.step.short.get_or_insert((group, 0, 0));
+            *blocks += 1;
+            *bytes += self.groups[group.index()].block_bytes;
+        }
+        block
+    }
+
+    /// Brings a row up to date after pages of its group have moved.
+    fn refresh_row(&mut self, sequence: SequenceId, group: GroupId) {
+        let placement = self.placement[group.index()];
+        let table = &mut self.sequences[sequence].tables[group.index()];
+        if table.placement == placement {
+            return;
+        }
+        for (at, page) in table.row.iter_mut().zip(&table.pages) {
+            *at = self.pages[*page].fastest().expect("a referenced page can be read");
+        }
+        table.placement = placement;
+        table.version = table.version.wrapping_add(1);
+    }
+
+    /// Closes the step. Of each sequence's new tokens the first `accepted` stay (all, if `None`); full pages are sealed.
+    ///
+    /// Returns an epoch: tell `retire` when the step's kernels have ended.
+    pub fn commit(&mut self, accepted: Option<&[u32]>) -> Result<Epoch> {
+        self.require_step()?;
+        if let Some(accepted) = accepted {
+            if accepted.len() != self.step.entries.len() {
+                let limit = format!("one entry for each of {} sequences", self.step.entries.len());
+                return Err(Error::invalid("accepted", format!("{} entries", accepted.len()), limit));
+            }
+            let states = self.groups.iter().any(|group| group.kind == GroupKind::State);
+            for (entry, &count) in self.step.entries.iter().zip(accepted) {
+                if count > entry.new_tokens || (states && count < entry.new_tokens) {
+                    let limit = if states { "exactly" } else { "at most" };
+                    let limit = format!(
+                        "{limit} the {} new tokens of sequence {}",
+                        entry.new_tokens, entry.sequence.index
+                    );
+                    return Err(Error::invalid("accepted", count, limit));
+                }
+            }
+        }
+        Ok(self.leave(Some(accepted)))
+    }
+
+    /// Closes the step as if it had never been opened.
+    pub fn rollback(&mut self) -> Result<Epoch> {
+        self.require_step()?;
+        Ok(self.leave(None))
+    }
+
+    /// Says that the work of every step up to `epoch` has ended: blocks that waited for it become free.
+    pub fn retire(&mut self, epoch: Epoch) -> Result<()> {
+        if epoch > self.epochs.minted() {
+            return Err(Error::invalid(
+                "epoch",
+                epoch.0,
+                format!("at most {}, the last one minted", self.epochs.minted().0),
+            ));
+        }
+        self.epochs.retire(epoch);
+        self.settle();
+        Ok(())
+    }
+
+    /// Ends the step: with tokens accepted (`Some`), or undone (`None`).
+    fn leave(&mut self, committed: Option<Option<&[u32]>>) -> Epoch {
+        // A step that was refused ran no kernel: its blocks need not drain.
+        let epoch = if self.step.phase == Phase::Open { self.epochs.mint() } else { self.epochs.minted() };
+        let mut undo = std::mem::take(&mut self.step.undo);
+        let mut undone = undo.drain(..);
+        for index in 0..self.step.entries.len() {
+            let Entry { sequence, new_tokens } = self.step.entries[index];
+            let accepted = committed.map(|accepted| accepted.map_or(new_tokens, |counts| counts[index]));
+            self.sequences[sequence].stepping = false;
+            self.sequences[sequence].len += u64::from(accepted.unwrap_or(0));
+            for group in self.group_ids() {
+                // A reserve that failed half way has no undo for the tables it did not reach.
+                let Some(before) = undone.next() else { break };
+                match accepted {
+                    Some(count) => self.seal(sequence, group, count, before),
+                    None => self.restore(sequence, group, before),
+                }
+            }
+        }
+        drop(undone);
+        self.step.undo = undo;
+        self.step.phase = Phase::Closed;
+        epoch
+    }
+
+    /// Takes `count` new tokens into a table, and gives back what the step reserved beyond them.
+    fn seal(&mut self, sequence: SequenceId, group: GroupId, count: u32, before: Undo) {
+        let table = &mut self.sequences[sequence].tables[group.index()];
+        table.last_mut().count += count;
+        match self.groups[group.index()].kind {
+            GroupKind::Paged { page_size } => {
+                self.pop_surplus_pages(sequence, group);
+                let table = &self.sequences[sequence].tables[group.index()];
+                let (span, len) = (table.last(), table.pages.len() as u32);
+                let touched = before.pages.saturating_sub(1).max(span.first_page);
+                for index in touched..if count > 0 { len } else { touched } {
+                    let page = &mut self.pages[table.pages[index as usize]];
+                    let fill = page_size.min(span.rows() - (index - span.first_page) * page_size);
+                    // A sealed page that was full before the step is somebody's already.
+                    if !page.sealed {
+                        page.fill = fill;
+                        page.sealed = fill == page_size;
+                    }
+                }
+                if let Some(tail) = before.replaced {
+                    self.release_page(tail);
+                }
+            }
+            GroupKind::State if count > 0 => {
+                let table = &mut self.sequences[sequence].tables[group.index()];
+                let written = table.pages[table.pages.len() - 1];
+                self.pages[written].sealed = true;
+                self.pages[written].fill = 1;
+                if before.pages > 0 {
+                    table.version = table.version.wrapping_add(1);
+                    table.row.swap_remove(0);
+                    let last = table.pages.swap_remove(0);
+                    self.release_page(last);
+                }
+            }
+            GroupKind::State => {}
+        }
+    }
+
+    /// Gives a table back the pages it had before the step.
+    fn restore(&mut self, sequence: SequenceId, group: GroupId, before: Undo) {
+        while self.sequences[sequence].tables[group.index()].pages.len() > before.pages as usize {
+            let table = &mut self.sequences[sequence].tables[group.index()];
+            table.row.pop();
+            let page = table.pages.pop().expect("longer than before");
+            table.version = table.version.wrapping_add(1);
+            self.release_page(page);
+        }
+        if let Some(tail) = before.replaced {
+            let at = self.pages[tail].fastest().expect("a referenced page can be read");
+            let table = &mut self.sequences[sequence].tables[group.index()];
+            let last = table.pages.len() - 1;
+            let copy = std::mem::replace(&mut table.pages[last], tail);
+            table.row[last] = at;
+            table.version = table.version.wrapping_add(1);
+            self.release_page(copy);
+        }
+    }
+
+    fn require_step(&self) -> Result<()> {
+        if self.step.phase == Phase::Open {
+            return Ok(());
+        }
+        Err(Error::invalid("step", "closed", "an open step: call reserve first"))
+    }
+
+    /// The copies of shared open pages to make before the first append of the open step.
+    pub fn step_copies(&self) -> &[BlockCopy] {
+        &self.step.copies
+    }
+
+    /// The batch of the open step: each sequence with its number of new tokens.
+    pub fn step_batch(&self) -> impl ExactSizeIterator<Item = (SequenceId, u32)> + '_ {
+        self.step.entries.iter().map(|entry| (entry.sequence, entry.new_tokens))
+    }
+
+    /// Where the pages of the `index`-th sequence of the open step are read from, new ones included. For a state: the
+    /// version to read, if there is one, then the version to write.
+    ///
+    /// With `version`, the row's own: while that stays the same, the row has only grown.
+    pub fn step_row(&self, index: usize, group: GroupId) -> (&[BlockRef], u32) {
+        let table = &self.sequences[self.step.entries[index].sequence].tables[group.index()];
+        (&table.row, table.version)
+    }
+
+    /// The spans of the `index`-th sequence of the open step, new tokens included.
+    pub fn step_spans(&self, index: usize, group: GroupId) -> impl Iterator<Item = SpanView> + '_ {
+        let entry = self.step.entries[index];
+        self.sequences[entry.sequence].tables[group.index()].views(entry.new_tokens)
+    }
+}

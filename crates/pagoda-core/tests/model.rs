@@ -1,0 +1,653 @@
+//! The core against a naive model, byte by byte.
+//!
+//! A fake machine holds one word per token slot of every block. Kernels run late and in order, as on a stream; copies run
+//! whenever they like, in pieces; those off the device wait for the steps that may have written what they read. Every word names the token that wrote it, so
+//! a stale, foreign or torn page is recognised wherever it is read. The model is a list of tokens per sequence.
+//!
+//! `PAGODA_MODEL_OPS` sets the number of operations (default 1 000 000); proptest prints the seed of a failure.
+
+use pagoda_core::cache::{Group, GroupKind, TierMemory};
+use pagoda_core::fence::Completion;
+use pagoda_core::ids::{BlockId, Epoch, GroupId, SequenceId, Tier};
+use pagoda_core::plan::{BlockCopy, Fence, Plan};
+use pagoda_core::{Cache, Error};
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestCaseError, TestRunner};
+use std::collections::{HashMap, VecDeque};
+
+const OPS_PER_CASE: usize = 250;
+
+/// One operation. Picks are taken modulo what there is to pick from when it runs.
+#[derive(Clone, Debug)]
+enum Op {
+    Create,
+    Fork(u16),
+    Release(u16),
+    Truncate(u16, u16),
+    Drop(u16, u16, u16),
+    Reserve(Vec<(u16, u8)>),
+    Commit(Option<Vec<u8>>),
+    Rollback,
+    Retire(u8),
+    Migrate { sequence: u16, to: u8, from: u16, until: u16, keep: bool, stale: bool },
+    CopyWords(u8, u8),
+    Finish { ticket: u8, fail: bool },
+}
+
+fn ops() -> impl Strategy<Value = Vec<Op>> {
+    let op = prop_oneof![
+        2 => Just(Op::Create),
+        3 => any::<u16>().prop_map(Op::Fork),
+        2 => any::<u16>().prop_map(Op::Release),
+        2 => any::<(u16, u16)>().prop_map(|(s, n)| Op::Truncate(s, n)),
+        2 => any::<(u16, u16, u16)>().prop_map(|(s, a, b)| Op::Drop(s, a, b)),
+        11 => proptest::collection::vec((any::<u16>(), 0u8..10), 1..5).prop_map(Op::Reserve),
+        11 => proptest::option::weighted(0.3, proptest::collection::vec(any::<u8>(), 5)).prop_map(Op::Commit),
+        2 => Just(Op::Rollback),
+        4 => any::<u8>().prop_map(Op::Retire),
+        8 => any::<(u16, u8, u16, u16, bool, bool)>().prop_map(|(sequence, to, from, until, keep, stale)| {
+            Op::Migrate { sequence, to, from, until, keep, stale }
+        }),
+        8 => any::<(u8, u8)>().prop_map(|(t, n)| Op::CopyWords(t, n)),
+        6 => (any::<u8>(), proptest::bool::weighted(0.1)).prop_map(|(ticket, fail)| Op::Finish { ticket, fail }),
+    ];
+    proptest::collection::vec(op, 1..2 * OPS_PER_CASE)
+}
+
+/// The shape of a cache under test.
+#[derive(Clone, Debug)]
+struct Shape {
+    groups: Vec<Group>,
+    blocks: [u64; Tier::COUNT],
+    extent_bytes: u64,
+}
+
+fn shapes() -> impl Strategy<Value = Shape> {
+    let paged = (1u32..6, 1u64..4).prop_map(|(page_size, scale)| Group {
+        block_bytes: u64::from(page_size) * 8 * scale,
+        kind: GroupKind::Paged { page_size },
+    });
+    let state = (1u64..60).prop_map(|block_bytes| Group { block_bytes, kind: GroupKind::State });
+    let groups = (proptest::collection::vec(paged, 1..3), proptest::option::weighted(0.15, state));
+    let groups = groups.prop_map(|(mut paged, state)| {
+        paged.extend(state);
+        paged
+    });
+    (groups, [8u64..60, 0u64..60, 0u64..40], 1u64..5).prop_map(|(groups, blocks, per_extent)| {
+        let largest = groups.iter().map(|g| g.block_bytes).max().unwrap();
+        Shape { groups, blocks, extent_bytes: largest * per_extent }
+    })
+}
+
+/// One appended token: a number nobody else has, and the position it was stored with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Token {
+    name: u64,
+    position: u64,
+}
+
+#[derive(Clone, Debug)]
+struct Modelled {
+    id: SequenceId,
+    tokens: Vec<Token>,
+    next_position: u64,
+    /// What the state of every state group must be.
+    state: u64,
+}
+
+type Place = (Tier, GroupId, BlockId);
+
+/// Work on the compute stream.
+#[derive(Clone, Debug)]
+enum Kernel {
+    CopyBlock(BlockCopy),
+    Write {
+        at: Place,
+        row: u32,
+        word: u64,
+    },
+    /// Rows that must read these words.
+    Read {
+        at: Place,
+        rows: Vec<(u32, u64)>,
+    },
+    Retired(Epoch),
+}
+
+struct InFlight {
+    plan: Plan,
+    completion: Completion,
+    copies: Vec<BlockCopy>,
+    /// The step that the copies wait for.
+    behind: u64,
+    /// Words copied so far, over all copies.
+    words: usize,
+}
+
+/// Whether a call was refused for this argument.
+fn refused<T>(result: &Result<T, Error>, argument: &str) -> bool {
+    matches!(result, Err(Error::InvalidArgument { argument: named, .. }) if *named == argument)
+}
+
+struct Machine {
+    cache: Cache,
+    shape: Shape,
+    words: HashMap<Place, Vec<u64>>,
+    stream: VecDeque<Kernel>,
+    retired: u64,
+    minted: u64,
+    tickets: Vec<InFlight>,
+    model: Vec<Modelled>,
+    /// The batch of the open step: index in `model`, and the tokens that it appends.
+    step: Option<Vec<(usize, Vec<Token>)>>,
+    next_name: u64,
+    seen: Seen,
+}
+
+/// How often the things happened that the test is about.
+#[derive(Clone, Copy, Debug, Default)]
+struct Seen {
+    operations: u64,
+    steps: u64,
+    refused_steps: u64,
+    copies_on_write: u64,
+    rejected_tokens: u64,
+    words_read: u64,
+    pages_moved: u64,
+    moves_inside_step: u64,
+    failed_tickets: u64,
+}
+
+impl Seen {
+    fn add(&mut self, other: Self) {
+        let Self { operations, steps, refused_steps, copies_on_write, .. } = other;
+        self.operations += operations;
+        self.steps += steps;
+        self.refused_steps += refused_steps;
+        self.copies_on_write += copies_on_write;
+        self.rejected_tokens += other.rejected_tokens;
+        self.words_read += other.words_read;
+        self.pages_moved += other.pages_moved;
+        self.moves_inside_step += other.moves_inside_step;
+        self.failed_tickets += other.failed_tickets;
+    }
+}
+
+type Outcome = Result<(), TestCaseError>;
+
+impl Machine {
+    fn new(shape: &Shape) -> Self {
+        let largest = shape.groups.iter().map(|g| g.block_bytes).max().unwrap();
+        let memory = |blocks: u64| TierMemory { bytes: blocks * largest, extent_bytes: shape.extent_bytes };
+        Self {
+            cache: Cache::new(&shape.groups, shape.blocks.map(memory)).unwrap(),
+            shape: shape.clone(),
+            words: HashMap::new(),
+            stream: VecDeque::new(),
+            retired: 0,
+            minted: 0,
+            tickets: Vec::new(),
+            model: Vec::new(),
+            step: None,
+            next_name: 1,
+            seen: Seen::default(),
+        }
+    }
+
+    fn rows(&self, group: GroupId) -> usize {
+        match self.shape.groups[group.index()].kind {
+            GroupKind::Paged { page_size } => page_size as usize,
+            GroupKind::State => 1,
+        }
+    }
+
+    fn has_states(&self) -> bool {
+        self.shape.groups.iter().any(|g| g.kind == GroupKind::State)
+    }
+
+    fn block(&mut self, at: Place) -> &mut Vec<u64> {
+        let rows = self.rows(at.1);
+        self.words.entry(at).or_insert_with(|| vec![0; rows])
+    }
+
+    /// Runs the compute stream up to and with `epoch`.
+    fn run_stream(&mut self, epoch: u64) -> Outcome {
+        while self.retired < epoch {
+            match self.stream.pop_front().expect("an epoch ends each step") {
+                Kernel::CopyBlock(copy) => {
+                    let bytes = self.block((copy.from.0, copy.group, copy.from.1)).clone();
+                    *self.block((copy.to.0, copy.group, copy.to.1)) = bytes;
+                }
+                Kernel::Write { at, row, word } => self.block(at)[row as usize] = word,
+                Kernel::Read { at, rows } => {
+                    for (row, word) in rows {
+                        self.seen.words_read += 1;
+                        let found = self.block(at)[row as usize];
+                        prop_assert_eq!(found, word, "row {} of {:?} holds a foreign token", row, at);
+                    }
+                }
+                Kernel::Retired(epoch) => self.retired = epoch.0,
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies `count` more words of a ticket. What a kernel wrote is read once the steps it was issued behind have run;
+    /// the target is written at once, for it was free.
+    fn copy_words(&mut self, ticket: usize, count: usize) -> Outcome {
+        for _ in 0..count {
+            let flight = &self.tickets[ticket];
+            let mut word = flight.words;
+            let copy = flight.copies.iter().find(|copy| {
+                let rows = self.rows(copy.group);
+                let here = word < rows;
+                word = if here { word } else { word - rows };
+                here
+            });
+            let Some(&copy) = copy else { return Ok(()) };
+            if copy.from.0 == Tier::Device {
+                self.run_stream(self.tickets[ticket].behind)?;
+            }
+            let value = self.block((copy.from.0, copy.group, copy.from.1))[word];
+            self.block((copy.to.0, copy.group, copy.to.1))[word] = value;
+            self.tickets[ticket].words += 1;
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self, ticket: usize, fail: bool) -> Outcome {
+        let planned = self.tickets[ticket].copies.len();
+        let copied = if fail { planned / 2 } else { planned };
+        self.seen.failed_tickets += u64::from(copied < planned);
+        self.seen.pages_moved += copied as u64;
+        self.seen.moves_inside_step += u64::from(self.step.is_some() && copied > 0);
+        let words: usize = self.tickets[ticket].copies[..copied].iter().map(|c| self.rows(c.group)).sum();
+        self.copy_words(ticket, words.saturating_sub(self.tickets[ticket].words))?;
+        self.tickets.swap_remove(ticket).completion.finish(copied as u32);
+        Ok(())
+    }
+
+    fn pick(&self, pick: u16) -> Option<usize> {
+        (!self.model.is_empty()).then(|| pick as usize % self.model.len())
+    }
+
+    fn stepping(&self, index: usize) -> bool {
+        self.step.as_ref().is_some_and(|step| step.iter().any(|(at, _)| *at == index))
+    }
+
+    /// Whether the core refused an operation on a sequence exactly because a step uses it.
+    fn expect_idle<T>(&self, index: usize, result: Result<T, Error>) -> Result<Option<T>, TestCaseError> {
+        prop_assert_eq!(result.is_err(), self.stepping(index), "refused or not: {:?}", result.err());
+        Ok(result.ok())
+    }
+
+    fn apply(&mut self, op: &Op) -> Outcome {
+        self.seen.operations += 1;
+        match *op {
+            Op::Create if self.model.len() < 12 => {
+                let id = self.cache.create().unwrap();
+                self.model.push(Modelled { id, tokens: Vec::new(), next_position: 0, state: 0 });
+            }
+            Op::Fork(pick) if self.model.len() < 12 => {
+                let Some(index) = self.pick(pick) else { return Ok(()) };
+                let result = self.cache.fork(self.model[index].id);
+                if let Some(id) = self.expect_idle(index, result)? {
+                    self.model.push(Modelled { id, ..self.model[index].clone() });
+                }
+            }
+            Op::Create | Op::Fork(_) => {}
+            Op::Release(pick) => {
+                let Some(index) = self.pick(pick) else { return Ok(()) };
+                let id = self.model[index].id;
+                let result = self.cache.release(id);
+                if self.expect_idle(index, result)?.is_some() {
+                    let moved = self.model.len() - 1;
+                    self.model.swap_remove(index);
+                    for (at, _) in self.step.iter_mut().flatten().filter(|(at, _)| *at == moved) {
+                        *at = index;
+                    }
+                    prop_assert_eq!(self.cache.release(id), Err(Error::UseAfterRelease { id }));
+                }
+            }
+            Op::Truncate(pick, len) => {
+                let Some(index) = self.pick(pick) else { return Ok(()) };
+                let len = len as usize % (self.model[index].tokens.len() + 1);
+                let result = self.cache.truncate(self.model[index].id, len as u64);
+                if self.has_states() && len > 0 && len < self.model[index].tokens.len() {
+                    prop_assert!(refused(&result, "len") || self.stepping(index));
+                } else if self.expect_idle(index, result)?.is_some() {
+                    let sequence = &mut self.model[index];
+                    if len < sequence.tokens.len() {
+                        sequence.next_position = sequence.tokens[len].position;
+                    }
+                    // A cut back to the end of an older span goes on right after it.
+                    if let Some(last) = sequence.tokens[..len].last().filter(|_| len < sequence.tokens.len())
+                    {
+                        sequence.next_position = last.position + 1;
+                    }
+                    sequence.tokens.truncate(len);
+                    sequence.state = if len == 0 { 0 } else { sequence.state };
+                }
+            }
+            Op::Drop(pick, a, b) => {
+                let Some(index) = self.pick(pick) else { return Ok(()) };
+                let count = self.model[index].tokens.len() + 1;
+                let (a, b) = (a as usize % count, b as usize % count);
+                let (start, stop) = (a.min(b), a.max(b));
+                let result = self.cache.drop_tokens(self.model[index].id, start as u64..stop as u64);
+                if self.has_states() && start < stop {
+                    prop_assert!(refused(&result, "range") || self.stepping(index));
+                } else if self.expect_idle(index, result)?.is_some() {
+                    self.model[index].tokens.drain(start..stop);
+                }
+            }
+            Op::Reserve(ref batch) => self.reserve(batch)?,
+            Op::Commit(ref accepted) => self.commit(accepted.as_deref())?,
+            Op::Rollback => {
+                if self.step.take().is_some() {
+                    let epoch = self.cache.rollback().unwrap();
+                    self.minted = epoch.0;
+                    self.stream.push_back(Kernel::Retired(epoch));
+                } else {
+                    prop_assert!(self.cache.rollback().is_err());
+                }
+            }
+            Op::Retire(pick) => {
+                let epoch = self.retired + u64::from(pick) % (self.minted - self.retired + 1);
+                self.run_stream(epoch)?;
+                self.cache.retire(Epoch(epoch)).unwrap();
+                prop_assert!(self.cache.retire(Epoch(self.minted + 1)).is_err());
+            }
+            Op::Migrate { sequence, to, from, until, keep, stale } => {
+                let Some(index) = self.pick(sequence) else { return Ok(()) };
+                let count = self.model[index].tokens.len() + 1;
+                let (a, b) = (from as u64 % count as u64, until as u64 % count as u64);
+                self.migrate(index, Tier::ALL[to as usize % Tier::COUNT], a.min(b)..a.max(b), keep, stale)?;
+            }
+            Op::CopyWords(ticket, count) if !self.tickets.is_empty() => {
+                self.copy_words(ticket as usize % self.tickets.len(), count as usize % 16)?;
+            }
+            Op::Finish { ticket, fail } if !self.tickets.is_empty() => {
+                self.finish(ticket as usize % self.tickets.len(), fail)?;
+            }
+            Op::CopyWords(..) | Op::Finish { .. } => {}
+        }
+        while let Some(error) = self.cache.take_failure() {
+            let copy_failed = matches!(error, Error::CopyFailed { .. });
+            prop_assert!(copy_failed);
+        }
+        self.cache.audit().map_err(|error| TestCaseError::fail(format!("after {op:?}: {error}")))?;
+        for sequence in &self.model {
+            prop_assert_eq!(self.cache.token_count(sequence.id).unwrap(), sequence.tokens.len() as u64);
+            prop_assert_eq!(self.cache.next_position(sequence.id).unwrap(), sequence.next_position);
+        }
+        Ok(())
+    }
+
+    fn migrate(
+        &mut self,
+        index: usize,
+        to: Tier,
+        tokens: std::ops::Range<u64>,
+        keep: bool,
+        stale: bool,
+    ) -> Outcome {
+        let id = self.model[index].id;
+        let groups: Vec<GroupId> = (0..self.shape.groups.len() as u8).map(GroupId).collect();
+        let plan = self.cache.plan(id, to, tokens, &groups, keep);
+        let Ok(plan) = plan else {
+            prop_assert_eq!(self.shape.blocks[to.index()], 0, "{:?}", plan);
+            return Ok(());
+        };
+        let result = self.cache.execute(&plan);
+        match result {
+            Ok((_, completion, copies)) => {
+                prop_assert!(!self.stepping(index));
+                prop_assert_eq!(copies.iter().map(|c| c.bytes).sum::<u64>(), plan.bytes());
+                if stale && !plan.moves().is_empty() && !copies.is_empty() {
+                    let again = self.cache.execute(&plan);
+                    prop_assert!(
+                        matches!(again, Err(Error::InvalidArgument { argument: "plan", .. })),
+                        "{:?}",
+                        again
+                    );
+                }
+                self.tickets.push(InFlight { plan, completion, copies, behind: self.minted, words: 0 });
+            }
+            Err(Error::OutOfBlocks { tier, group, blocks_short, .. }) => {
+                prop_assert_eq!(tier, to);
+                prop_assert!(blocks_short > 0);
+                let wanted = plan.moves().iter().filter(|m| m.bytes > 0 && m.group == group).count() as u64;
+                prop_assert!(wanted >= blocks_short);
+            }
+            Err(Error::InvalidArgument { argument: "sequence", .. }) => prop_assert!(self.stepping(index)),
+            Err(error) => return Err(TestCaseError::fail(format!("{error} of {plan:?}"))),
+        }
+        Ok(())
+    }
+
+    fn reserve(&mut self, picks: &[(u16, u8)]) -> Outcome {
+        let mut batch: Vec<(usize, u32)> = Vec::new();
+        for &(pick, count) in picks {
+            let Some(index) = self.pick(pick) else { return Ok(()) };
+            if batch.iter().all(|(at, _)| *at != index) {
+                batch.push((index, u32::from(count)));
+            }
+        }
+        let request: Vec<_> = batch.iter().map(|&(at, count)| (self.model[at].id, count)).collect();
+        let free_before = self.free_blocks();
+        let result = self.cache.reserve(&request);
+        if self.step.is_some() {
+            prop_assert!(refused(&result, "step"));
+            return Ok(());
+        }
+        match result {
+            Ok(()) => {}
+            Err(Error::OutOfBlocks { tier: Tier::Device, blocks_short, .. }) => {
+                prop_assert!(blocks_short > 0);
+                self.seen.refused_steps += 1;
+                prop_assert_eq!(free_before, self.free_blocks(), "a refused step changed something");
+                return Ok(());
+            }
+            Err(error) => return Err(TestCaseError::fail(error.to_string())),
+        }
+        self.seen.steps += 1;
+        for copy in self.cache.step_copies() {
+            self.seen.copies_on_write += 1;
+            self.stream.push_back(Kernel::CopyBlock(*copy));
+        }
+        let mut step = Vec::new();
+        for (index, &(at, count)) in batch.iter().enumerate() {
+            let start = self.model[at].next_position;
+            let new: Vec<_> = (0..u64::from(count))
+                .map(|i| Token { name: self.next_name + i, position: start + i })
+                .collect();
+            self.next_name += u64::from(count);
+            for group in (0..self.shape.groups.len() as u8).map(GroupId) {
+                self.issue(index, at, group, &new)?;
+            }
+            step.push((at, new));
+        }
+        self.step = Some(step);
+        Ok(())
+    }
+
+    fn free_blocks(&mut self) -> Vec<u64> {
+        let groups = self.shape.groups.len() as u8;
+        let places = Tier::ALL.into_iter().flat_map(|tier| (0..groups).map(move |g| (tier, GroupId(g))));
+        places.map(|(tier, group)| self.cache.block_counts(tier, group).free).collect()
+    }
+
+    /// Issues the appends and the reads of one sequence in one group, by the core's row and spans.
+    fn issue(&mut self, index: usize, at: usize, group: GroupId, new: &[Token]) -> Outcome {
+        let sequence = &self.model[at];
+        let row = self.cache.step_row(index, group).0.to_vec();
+        let place = |page: usize| (row[page].tier(), group, row[page].block());
+        if self.shape.groups[group.index()].kind == GroupKind::State {
+            let mut row = row.iter().map(|at| (at.tier(), group, at.block()));
+            if !sequence.tokens.is_empty() {
+                let at = row.next().expect("a state to read");
+                self.stream.push_back(Kernel::Read { at, rows: vec![(0, sequence.state)] });
+            }
+            if let Some(last) = new.last() {
+                let at = row.next().expect("a state to write");
+                self.stream.push_back(Kernel::Write { at, row: 0, word: last.name });
+            }
+            prop_assert_eq!(row.next(), None);
+            return Ok(());
+        }
+        let page_size = self.rows(group) as u32;
+        let expected: Vec<Token> = sequence.tokens.iter().chain(new).copied().collect();
+        let end = sequence.next_position + new.len() as u64;
+        let mut token = 0;
+        let mut last_offset = None;
+        let mut reads = Vec::new();
+        for span in self.cache.step_spans(index, group) {
+            for i in 0..span.count {
+                let (page, r) = ((span.skip + i) / page_size, (span.skip + i) % page_size);
+                let at = place((span.first_page + page) as usize);
+                let want = expected[token];
+                let seen_at = end - (expected.len() - token) as u64;
+                prop_assert_eq!(want.position + span.offset, seen_at, "token {} of {:?}", token, span);
+                if token >= sequence.tokens.len() {
+                    prop_assert_eq!(at.0, Tier::Device);
+                    self.stream.push_back(Kernel::Write { at, row: r, word: want.name });
+                }
+                reads.push(Kernel::Read { at, rows: vec![(r, want.name)] });
+                token += 1;
+            }
+            last_offset = Some(span.offset);
+        }
+        prop_assert_eq!((token, last_offset), (expected.len(), Some(0)));
+        self.stream.extend(reads);
+        Ok(())
+    }
+
+    fn commit(&mut self, accepted: Option<&[u8]>) -> Outcome {
+        let Some(step) = self.step.take() else {
+            prop_assert!(self.cache.commit(None).is_err());
+            return Ok(());
+        };
+        let counts: Option<Vec<u32>> = accepted.filter(|_| !self.has_states()).map(|accepted| {
+            step.iter().zip(accepted).map(|((_, new), a)| u32::from(*a) % (new.len() as u32 + 1)).collect()
+        });
+        let too_many: Vec<u32> = step.iter().map(|(_, new)| new.len() as u32 + 1).collect();
+        prop_assert!(step.is_empty() || self.cache.commit(Some(&too_many)).is_err());
+        let epoch = self.cache.commit(counts.as_deref()).unwrap();
+        self.minted = epoch.0;
+        self.stream.push_back(Kernel::Retired(epoch));
+        for (index, (at, new)) in step.into_iter().enumerate() {
+            let count = counts.as_ref().map_or(new.len(), |counts| counts[index] as usize);
+            let sequence = &mut self.model[at];
+            self.seen.rejected_tokens += (new.len() - count) as u64;
+            sequence.tokens.extend(&new[..count]);
+            sequence.next_position += count as u64;
+            sequence.state = new.last().map_or(sequence.state, |last| last.name);
+        }
+        Ok(())
+    }
+
+    /// Ends everything: nothing may be left.
+    fn wind_up(&mut self) -> Outcome {
+        self.apply(&Op::Rollback)?;
+        while !self.tickets.is_empty() {
+            prop_assert!(!self.tickets[0].plan.moves().is_empty() || self.tickets[0].copies.is_empty());
+            self.finish(0, false)?;
+        }
+        self.apply(&Op::Reserve((0..self.model.len() as u16).map(|i| (i, 0)).collect()))?;
+        self.apply(&Op::Commit(None))?;
+        self.run_stream(self.minted)?;
+        while !self.model.is_empty() {
+            self.apply(&Op::Release(0))?;
+        }
+        self.cache.retire(Epoch(self.minted)).unwrap();
+        for tier in Tier::ALL {
+            for group in (0..self.shape.groups.len() as u8).map(GroupId) {
+                let counts = self.cache.block_counts(tier, group);
+                prop_assert_eq!((counts.used, counts.draining), (0, 0));
+            }
+        }
+        self.cache.audit().map_err(|error| TestCaseError::fail(error.to_string()))
+    }
+}
+
+fn run(shape: &Shape, ops: &[Op], broken: Option<Fence>) -> Result<Seen, TestCaseError> {
+    let mut machine = Machine::new(shape);
+    if let Some(fence) = broken {
+        machine.cache.break_fence(fence);
+    }
+    ops.iter().try_for_each(|op| machine.apply(op))?;
+    machine.wind_up()?;
+    Ok(machine.seen)
+}
+
+fn operations() -> u64 {
+    std::env::var("PAGODA_MODEL_OPS").map_or(1_000_000, |ops| ops.parse().expect("a number of operations"))
+}
+
+#[test]
+fn the_core_agrees_with_a_naive_model() {
+    let seen = std::cell::Cell::new(Seen::default());
+    let cases = operations().div_ceil(OPS_PER_CASE as u64 * 9 / 10) as u32;
+    let mut runner = TestRunner::new(Config {
+        cases,
+        failure_persistence: None,
+        max_shrink_iters: 50_000,
+        ..Config::default()
+    });
+    let result = runner.run(&(shapes(), ops()), |(shape, ops)| {
+        let mut total = seen.get();
+        total.add(run(&shape, &ops, None)?);
+        seen.set(total);
+        Ok(())
+    });
+    if let Err(error) = result {
+        panic!("{error}");
+    }
+    let seen = seen.into_inner();
+    println!("{seen:?}");
+    assert!(seen.operations >= operations());
+    let Seen {
+        operations,
+        steps,
+        refused_steps,
+        copies_on_write,
+        rejected_tokens,
+        words_read,
+        pages_moved,
+        ..
+    } = seen;
+    let often = [steps, refused_steps, copies_on_write, rejected_tokens, words_read, pages_moved];
+    assert!(often.iter().all(|&count| count > operations / 1000), "the operations miss the point: {seen:?}");
+    assert!(seen.moves_inside_step > 0 && seen.failed_tickets > 0, "{seen:?}");
+}
+
+/// Negative control: without the fence, the same test must fail.
+fn notices_that_it_is_gone(fence: Fence) {
+    let mut runner = TestRunner::new(Config {
+        cases: 4000,
+        failure_persistence: None,
+        max_shrink_iters: 0,
+        ..Config::default()
+    });
+    let hook = std::panic::take_hook();
+    std::panic::set_hook(Box::new(|_| {}));
+    let result = runner.run(&(shapes(), ops()), |(shape, ops)| run(&shape, &ops, Some(fence)).map(|_| ()));
+    std::panic::set_hook(hook);
+    assert!(result.is_err(), "4000 runs without the fence {fence:?} went unnoticed");
+}
+
+#[test]
+fn a_missing_epoch_fence_is_noticed() {
+    notices_that_it_is_gone(Fence::Epochs);
+}
+
+#[test]
+fn a_missing_copy_fence_is_noticed() {
+    notices_that_it_is_gone(Fence::Copies);
+}
+
+#[test]
+fn a_missing_step_fence_is_noticed() {
+    notices_that_it_is_gone(Fence::Step);
+}
