@@ -22,7 +22,7 @@ impl Bitmap {
     }
 
     /// How many integers the set ranges over.
-    pub fn len(&self) -> u32 {
+    pub fn size(&self) -> u32 {
         self.len
     }
 

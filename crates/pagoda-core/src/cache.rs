@@ -109,14 +109,14 @@ impl Cache {
     /// A new, empty sequence.
     pub fn create(&mut self) -> Result<SequenceId> {
         let tables = self.placement.iter().map(|&placement| Table::new(placement)).collect();
-        self.sequences.insert(0, tables)
+        self.sequences.insert(0, self.epochs.minted(), tables)
     }
 
     /// A sequence with the same tokens, over the same pages. No byte is copied until one of the two is appended to.
     pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {
         let sequence = self.sequences.get_idle(id)?;
         let (len, tables) = (sequence.len, sequence.tables.clone());
-        let child = self.sequences.insert(len, tables)?;
+        let child = self.sequences.insert(len, self.epochs.minted(), tables)?;
         for page in self.sequences[child].tables.iter().flat_map(|table| &table.pages) {
             self.pages.add_reference(*page);
         }
@@ -205,11 +205,25 @@ impl Cache {
         Ok(())
     }
 
+    /// The sequences outside of the open step, the one that rested longest first.
+    pub fn by_recency(&self) -> Vec<SequenceId> {
+        let mut idle: Vec<_> = self.sequences.iter().filter(|(_, sequence)| !sequence.stepping).collect();
+        idle.sort_by_key(|(_, sequence)| sequence.stepped);
+        idle.into_iter().map(|(id, _)| id).collect()
+    }
+
     /// Block counts of one group on one tier.
     pub fn block_counts(&mut self, tier: Tier, group: GroupId) -> BlockCounts {
         self.settle();
         let (arena, draining) = (&self.arenas[tier.index()], self.draining(tier, group));
         BlockCounts { free: arena.available(group), used: arena.taken(group) - draining, draining }
+    }
+
+    /// Blocks of each group that a tier could hand out now, if the other groups took none.
+    pub fn free_blocks(&mut self, tier: Tier) -> impl Iterator<Item = u64> + '_ {
+        self.settle();
+        let arena = &self.arenas[tier.index()];
+        self.group_ids().map(|group| arena.available(group))
     }
 
     /// Bytes copied so far, by source and target tier.

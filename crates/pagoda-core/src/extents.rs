@@ -8,6 +8,7 @@ use crate::bitmap::Bitmap;
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, GroupId};
 use crate::limits;
+use std::ops::Range;
 
 /// The memory of one tier.
 #[derive(Debug)]
@@ -18,6 +19,8 @@ pub struct Arena {
     extents: Vec<Extent>,
     /// Extents that no group holds.
     unowned: Bitmap,
+    /// Extents that lost their last block since `reclaim`; some may have an owner again.
+    emptied: Vec<u32>,
 }
 
 /// What one group has of an arena.
@@ -37,8 +40,6 @@ struct Extent {
     owner: Option<GroupId>,
     first_block: u32,
     blocks: Bitmap,
-    /// Whether blocks were handed out since the memory was last given back.
-    touched: bool,
 }
 
 impl Arena {
@@ -71,6 +72,7 @@ impl Arena {
             groups: block_bytes.iter().map(group).collect(),
             extents: std::iter::repeat_with(Extent::default).take(count as usize).collect(),
             unowned,
+            emptied: Vec::with_capacity(count as usize),
         })
     }
 
@@ -90,7 +92,6 @@ impl Arena {
             let slot = &mut self.extents[extent as usize];
             if let Some(local) = slot.blocks.take_lowest() {
                 self.groups[group.index()].free -= 1;
-                slot.touched = true;
                 return Some(BlockId::new(slot.first_block + local));
             }
             self.groups[group.index()].filling = None;
@@ -106,7 +107,7 @@ impl Arena {
         let blocks = &mut self.groups[group.index()];
         blocks.free += 1;
         if slot.blocks.is_all_free() {
-            let len = u64::from(slot.blocks.len());
+            let len = u64::from(slot.blocks.size());
             slot.owner = None;
             blocks.free -= len;
             blocks.held -= len;
@@ -114,6 +115,9 @@ impl Arena {
                 blocks.filling = None;
             }
             self.unowned.give(extent);
+            if !self.emptied.contains(&extent) {
+                self.emptied.push(extent);
+            }
         }
     }
 
@@ -136,12 +140,12 @@ impl Arena {
     }
 
     /// Byte ranges that hold no block and did since they were last asked for; their memory may be given back.
-    pub fn reclaim(&mut self) -> impl Iterator<Item = std::ops::Range<u64>> + '_ {
+    pub fn reclaim(&mut self) -> impl Iterator<Item = Range<u64>> + '_ {
         let (extent_bytes, bytes) = (self.extent_bytes, self.bytes);
-        self.extents.iter_mut().enumerate().filter_map(move |(e, slot)| {
-            let idle = slot.owner.is_none() && std::mem::take(&mut slot.touched);
-            let start = e as u64 * extent_bytes;
-            idle.then(|| start..bytes.min(start + extent_bytes))
+        let idle = self.emptied.drain(..).filter(|&e| self.extents[e as usize].owner.is_none());
+        idle.map(move |e| {
+            let start = u64::from(e) * extent_bytes;
+            start..bytes.min(start + extent_bytes)
         })
     }
 
@@ -192,7 +196,7 @@ impl Arena {
         for (index, blocks) in self.groups.iter().enumerate() {
             let own = self.extents.iter().filter(|e| e.owner == Some(GroupId(index as u8)));
             let (free, held) = own.fold((0, 0), |(free, held), e| {
-                (free + u64::from(e.blocks.free()), held + u64::from(e.blocks.len()))
+                (free + u64::from(e.blocks.free()), held + u64::from(e.blocks.size()))
             });
             if (free, held) != (blocks.free, blocks.held) {
                 return Err(Error::Invariant(format!(

@@ -21,6 +21,21 @@ pub struct Plan {
     pub(crate) moves: Vec<Move>,
 }
 
+/// Which of a sequence's pages a plan takes, and how.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Selection {
+    /// Pages that hold one of these tokens (token axis).
+    pub tokens: Range<u64>,
+    /// Layer groups.
+    pub groups: Vec<GroupId>,
+    /// Leaves the copy that a page is read from today where it is, so that moving it back later costs nothing.
+    pub keep: bool,
+    /// Starts at the end of the sequence instead of at its beginning.
+    pub newest_first: bool,
+    /// At most so many pages of each group.
+    pub pages_max: usize,
+}
+
 /// One page of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Move {
@@ -74,18 +89,11 @@ pub(crate) struct Ticket {
 }
 
 impl Cache {
-    /// Plans to move the sealed pages that hold tokens of `tokens` to tier `to`, in the given layer groups.
+    /// Plans to move sealed pages of a sequence to tier `to`.
     ///
-    /// Open pages, pages already read from there and pages with a copy in flight are left out. `keep` leaves the copy
-    /// that a page is read from today where it is, so that moving it back later costs nothing.
-    pub fn plan(
-        &self,
-        id: SequenceId,
-        to: Tier,
-        tokens: Range<u64>,
-        groups: &[GroupId],
-        keep: bool,
-    ) -> Result<Plan> {
+    /// Open pages, pages already read from there and pages with a copy in flight are left out.
+    pub fn plan(&self, id: SequenceId, to: Tier, selection: &Selection) -> Result<Plan> {
+        let Selection { tokens, groups, keep, newest_first, pages_max } = selection;
         let sequence = self.sequences.get(id)?;
         if tokens.start > tokens.end || tokens.end > sequence.len {
             let value = format!("({}, {})", tokens.start, tokens.end);
@@ -94,22 +102,30 @@ impl Cache {
         if self.arenas[to.index()].bytes() == 0 {
             return Err(Error::invalid("to", to, "a tier that the cache has memory on"));
         }
+        if let Some(group) = groups.iter().find(|group| group.index() >= self.groups.len()) {
+            return Err(Error::invalid("groups", group.0, format!("below {}", self.groups.len())));
+        }
         let mut moves = Vec::new();
         for &group in groups {
             let table = &sequence.tables[group.index()];
-            for index in self.table_pages(table, group, tokens.clone()) {
-                let id = table.pages[index];
-                let page = &self.pages[id];
-                let from = page.fastest().map(|r| r.tier()).filter(|&from| from != to);
-                let Some(from) = from.filter(|_| page.sealed && page.copies == 0) else { continue };
-                let bytes = if page.ready(to).is_some() { 0 } else { self.groups[group.index()].block_bytes };
-                moves.push(Move { page: id, generation: page.generation, group, from, bytes });
+            let mut indices = self.table_pages(table, group, tokens.clone());
+            if *newest_first {
+                indices.reverse();
             }
+            let mut candidates = indices.into_iter().map(|index| table.pages[index]).collect::<Vec<_>>();
+            // A page that a drop has split stands in the table twice, side by side.
+            candidates.dedup();
+            let movable = candidates.into_iter().filter_map(|id| {
+                let page = &self.pages[id];
+                let from = page.fastest().map(|at| at.tier()).filter(|&from| from != to)?;
+                let bytes = if page.ready(to).is_some() { 0 } else { self.groups[group.index()].block_bytes };
+                let m = Move { page: id, generation: page.generation, group, from, bytes };
+                (page.sealed && page.copies == 0).then_some(m)
+            });
+            moves.extend(movable.take(*pages_max));
         }
-        // A page that a drop has split stands in the table twice, side by side.
-        moves.dedup_by_key(|m| m.page);
         moves.sort_by_key(|m| m.bytes == 0);
-        Ok(Plan { sequence: id, to, keep, moves })
+        Ok(Plan { sequence: id, to, keep: *keep, moves })
     }
 
     /// Starts a plan: takes its blocks and hands out the copies to make. All or nothing; refused when the plan is stale.
@@ -183,14 +199,11 @@ impl Cache {
         Ok((id, completion, copies))
     }
 
-    /// Whether a ticket's copies have arrived and its pages have moved. A failure is told once: here, or by
-    /// `take_failure`.
-    pub fn ticket_done(&mut self, id: TicketId) -> Result<bool> {
+    /// What became of a ticket, if it failed. A failure is told once: here, or by `take_failure`.
+    pub fn ticket_failure(&mut self, id: TicketId) -> Option<Error> {
         self.settle();
-        if let Some(at) = self.failures.iter().position(|(failed, _)| *failed == id) {
-            return Err(self.failures.remove(at).1);
-        }
-        Ok(self.tickets.iter().all(|ticket| ticket.id != id))
+        let at = self.failures.iter().position(|(failed, _)| *failed == id)?;
+        Some(self.failures.remove(at).1)
     }
 
     /// The oldest failure that nobody has been told of: what became of a ticket that was dropped.

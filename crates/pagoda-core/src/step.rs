@@ -234,6 +234,7 @@ impl Cache {
             let Entry { sequence, new_tokens } = self.step.entries[index];
             let accepted = committed.map(|accepted| accepted.map_or(new_tokens, |counts| counts[index]));
             self.sequences[sequence].stepping = false;
+            self.sequences[sequence].stepped = epoch;
             self.sequences[sequence].len += u64::from(accepted.unwrap_or(0));
             for group in self.group_ids() {
                 // A reserve that failed half way has no undo for the tables it did not reach.
@@ -314,6 +315,11 @@ impl Cache {
             return Ok(());
         }
         Err(Error::invalid("step", "closed", "an open step: call reserve first"))
+    }
+
+    /// Whether a step is open.
+    pub fn step_is_open(&self) -> bool {
+        self.step.phase == Phase::Open
     }
 
     /// The copies of shared open pages to make before the first append of the open step.

@@ -1,7 +1,7 @@
 //! Sequences, and per layer group the table that leads from a token to its page.
 
 use crate::error::{Error, Result};
-use crate::ids::{BlockRef, PageId, SequenceId};
+use crate::ids::{BlockRef, Epoch, PageId, SequenceId};
 use crate::limits;
 
 /// A run of pages whose tokens are contiguous, as a kernel reads it.
@@ -178,6 +178,8 @@ pub(crate) struct Sequence {
     /// Inside the open step.
     pub(crate) stepping: bool,
     pub(crate) len: u64,
+    /// The epoch at which it last stepped.
+    pub(crate) stepped: Epoch,
     /// One per layer group.
     pub(crate) tables: Vec<Table>,
 }
@@ -190,12 +192,13 @@ pub(crate) struct Sequences {
 }
 
 impl Sequences {
-    pub(crate) fn insert(&mut self, len: u64, tables: Vec<Table>) -> Result<SequenceId> {
+    pub(crate) fn insert(&mut self, len: u64, stepped: Epoch, tables: Vec<Table>) -> Result<SequenceId> {
         let live = self.slots.len() - self.vacant.len();
         if live >= limits::SEQUENCES_MAX {
             return Err(Error::invalid("sequences", live + 1, format!("at most {}", limits::SEQUENCES_MAX)));
         }
-        let sequence = |generation| Sequence { generation, live: true, stepping: false, len, tables };
+        let sequence =
+            |generation| Sequence { generation, live: true, stepping: false, len, stepped, tables };
         if let Some(index) = self.vacant.pop() {
             let generation = self.slots[index as usize].generation;
             self.slots[index as usize] = sequence(generation);

@@ -9,7 +9,7 @@
 use pagoda_core::cache::{Group, GroupKind, TierMemory};
 use pagoda_core::fence::Completion;
 use pagoda_core::ids::{BlockId, Epoch, GroupId, SequenceId, Tier};
-use pagoda_core::plan::{BlockCopy, Fence, Plan};
+use pagoda_core::plan::{BlockCopy, Fence, Plan, Selection};
 use pagoda_core::{Cache, Error};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
@@ -393,8 +393,10 @@ impl Machine {
         stale: bool,
     ) -> Outcome {
         let id = self.model[index].id;
-        let groups: Vec<GroupId> = (0..self.shape.groups.len() as u8).map(GroupId).collect();
-        let plan = self.cache.plan(id, to, tokens, &groups, keep);
+        let groups = (0..self.shape.groups.len() as u8).map(GroupId).collect();
+        let pages_max = if stale { usize::MAX } else { 3 };
+        let selection = Selection { tokens, groups, keep, newest_first: stale, pages_max };
+        let plan = self.cache.plan(id, to, &selection);
         let Ok(plan) = plan else {
             prop_assert_eq!(self.shape.blocks[to.index()], 0, "{:?}", plan);
             return Ok(());
@@ -605,7 +607,6 @@ fn the_core_agrees_with_a_naive_model() {
         panic!("{error}");
     }
     let seen = seen.into_inner();
-    println!("{seen:?}");
     assert!(seen.operations >= operations());
     let Seen {
         operations,

@@ -1,0 +1,66 @@
+# One verb a chore. Every target installs what it needs into .venv; nothing else is touched.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-rust test-python test-long loom check format bench clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export VIRTUAL_ENV := $(CURDIR)/$(VENV)
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Lets tests take fences away, to show that they notice.
+FEATURES := pagoda-core/broken-fences
+RUST_SOURCES := Cargo.toml Cargo.lock $(shell find crates -name '*.rs' -o -name Cargo.toml)
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
+
+$(VENV)/built: pyproject.toml $(RUST_SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip "maturin>=1.12,<2"
+	$(BIN)/maturin develop --release --quiet --extras dev
+	@touch $@
+
+setup: $(VENV)/built  ## make .venv and build the module into it
+
+demo: setup  ## a language model reads a long text and writes on, its pages over two tiers
+	$(BIN)/pagoda generate --tokens 200 --device-memory 10% --host-memory 1GiB
+
+test: test-rust test-python  ## every test that fits on two cores
+
+test-rust:  ## the Rust tests
+	if cargo nextest --version >/dev/null 2>&1; then \
+		cargo nextest run --workspace --features $(FEATURES); \
+	else \
+		cargo test --quiet --workspace --features $(FEATURES); \
+	fi
+
+test-python: setup  ## the Python tests
+	$(BIN)/python -m pytest -q -m "not long"
+
+test-long: setup  ## the tests that take minutes
+	$(BIN)/python -m pytest -q -m long
+
+loom:  ## every interleaving of a copying thread with the core
+	RUSTFLAGS="--cfg loom" cargo test -q -p pagoda-core --test loom --target-dir target/loom
+
+check: setup  ## format, lints, types, stubs
+	cargo fmt --check
+	cargo clippy --workspace --all-targets --features $(FEATURES) -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
+	$(BIN)/ruff format --check python tests benches tools
+	$(BIN)/ruff check python tests benches tools
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest pagoda._core --allowlist tests/stubtest.allowlist
+
+format:  ## put everything into shape
+	cargo fmt
+	$(BIN)/ruff format python tests benches tools
+	$(BIN)/ruff check --fix python tests benches tools
+
+bench: setup  ## the figures of docs/benchmarks, on this machine
+	cargo bench -p pagoda-cpu --bench decode
+	cargo bench -p pagoda-core --bench bookkeeping
+	$(BIN)/pagoda bench
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) target dist

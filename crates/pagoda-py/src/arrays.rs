@@ -1,0 +1,140 @@
+//! NumPy arrays as the rows that the CPU backend reads and writes: shapes, types and strides are checked here.
+
+use crate::errors::invalid;
+use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
+use pagoda_core::layout::RowFormat;
+use pagoda_cpu::{Rows, RowsMut};
+use pyo3::prelude::*;
+
+/// The name of a row format, as in Python.
+pub(crate) fn format_named(name: &str) -> Option<RowFormat> {
+    match name {
+        "f32" => Some(RowFormat::F32),
+        "f16" => Some(RowFormat::F16),
+        "bf16" => Some(RowFormat::Bf16),
+        _ => None,
+    }
+}
+
+/// Shape and strides that an array was checked for.
+struct Checked {
+    data: *mut u8,
+    element: RowFormat,
+    strides: [isize; 3],
+    writeable: bool,
+}
+
+/// Checks that `array` is `[tokens, heads, dim]` of an element type with a contiguous last dimension.
+fn check(
+    name: &str,
+    array: &Bound<'_, PyUntypedArray>,
+    shape: [usize; 3],
+    bits: Option<RowFormat>,
+) -> PyResult<Checked> {
+    let py = array.py();
+    if array.shape() != shape {
+        return Err(invalid(py, name, format_args!("shape {:?}", array.shape()), format_args!("{shape:?}")));
+    }
+    let descr = array.dtype();
+    let named =
+        |name: &str| descr.getattr("name").is_ok_and(|n| n.extract::<&str>().is_ok_and(|n| n == name));
+    let element = match (descr.kind(), descr.itemsize()) {
+        (b'f', 4) => RowFormat::F32,
+        (b'f', 2) => RowFormat::F16,
+        (b'u', 2) if bits == Some(RowFormat::Bf16) => RowFormat::Bf16,
+        (_, 2) if named("bfloat16") => RowFormat::Bf16,
+        _ => {
+            let limit = "float32, float16, bfloat16, or uint16 with dtype=\"bf16\"";
+            return Err(invalid(py, name, format_args!("dtype {descr}"), limit));
+        }
+    };
+    if bits.is_some_and(|bits| bits != element) || descr.is_native_byteorder() == Some(false) {
+        return Err(invalid(
+            py,
+            "dtype",
+            format_args!("{bits:?} for {name} of {descr}"),
+            "the array's own, native",
+        ));
+    }
+    let strides = [array.strides()[0], array.strides()[1], array.strides()[2]];
+    let item = descr.itemsize() as isize;
+    if array.len() > 0 && strides[2] != item {
+        let limit = format_args!("a contiguous last dimension: {item} bytes from one element to the next")
+            .to_string();
+        return Err(invalid(py, name, format_args!("strides {strides:?}"), limit));
+    }
+    // SAFETY: `array` is a live ndarray, so its header may be read.
+    let (data, flags) =
+        unsafe { ((*array.as_array_ptr()).fields.data, (*array.as_array_ptr()).fields.flags) };
+    if !(data as usize).is_multiple_of(item as usize) {
+        return Err(invalid(
+            py,
+            name,
+            format_args!("address {data:p}"),
+            format_args!("a multiple of {item}"),
+        ));
+    }
+    let writeable = flags & numpy::npyffi::flags::NPY_ARRAY_WRITEABLE != 0;
+    Ok(Checked { data: data.cast(), element, strides, writeable })
+}
+
+/// Rows to read.
+pub(crate) fn rows(
+    name: &str,
+    array: &Bound<'_, PyUntypedArray>,
+    shape: [usize; 3],
+    bits: Option<RowFormat>,
+) -> PyResult<Rows> {
+    let Checked { data, element, strides, .. } = check(name, array, shape, bits)?;
+    Ok(Rows { ptr: data, element, token_stride: strides[0], head_stride: strides[1] })
+}
+
+/// Rows to write: of the element type of `like`, not overlapping each other or `like`.
+pub(crate) fn rows_mut(
+    name: &str,
+    array: &Bound<'_, PyUntypedArray>,
+    shape: [usize; 3],
+    bits: Option<RowFormat>,
+    like: &Bound<'_, PyUntypedArray>,
+) -> PyResult<RowsMut> {
+    let py = array.py();
+    let Checked { data, element, strides, writeable } = check(name, array, shape, bits)?;
+    if !writeable {
+        return Err(invalid(py, name, "read-only", "a writeable array"));
+    }
+    if !array.dtype().is_equiv_to(&like.dtype()) {
+        return Err(invalid(
+            py,
+            name,
+            format_args!("dtype {}", array.dtype()),
+            format_args!("{}", like.dtype()),
+        ));
+    }
+    let row = shape[2] * array.dtype().itemsize();
+    // Heads within tokens, or tokens within heads; an axis of one entry overlaps nothing.
+    let step = |axis: usize| if shape[axis] == 1 { usize::MAX } else { strides[axis].unsigned_abs() };
+    let (inner, outer) = if step(1) <= step(0) { (1, 0) } else { (0, 1) };
+    let apart = step(inner) >= row && step(outer) >= shape[inner].saturating_mul(step(inner));
+    if array.len() > 0 && !apart {
+        return Err(invalid(py, name, format_args!("strides {strides:?}"), "rows that do not overlap"));
+    }
+    let (ours, theirs) = (extent(array), extent(like));
+    if ours.start < theirs.end && theirs.start < ours.end {
+        return Err(invalid(py, name, "memory of q", "memory of its own"));
+    }
+    Ok(RowsMut { ptr: data, element, token_stride: strides[0], head_stride: strides[1] })
+}
+
+/// The addresses between the lowest and the highest byte of an array.
+fn extent(array: &Bound<'_, PyUntypedArray>) -> std::ops::Range<isize> {
+    if array.len() == 0 {
+        return 0..0;
+    }
+    // SAFETY: `array` is a live ndarray, so its header may be read.
+    let data = unsafe { (*array.as_array_ptr()).fields.data } as isize;
+    let reach = |(&len, &stride): (&usize, &isize)| (len as isize - 1) * stride;
+    let reaches = || array.shape().iter().zip(array.strides()).map(reach);
+    let low: isize = reaches().filter(|&r| r < 0).sum();
+    let high: isize = reaches().filter(|&r| r > 0).sum();
+    data + low..data + high + array.dtype().itemsize() as isize
+}

@@ -1,0 +1,652 @@
+//! `pagoda._core.Cache`: the bookkeeping, the memory and the CPU kernels behind one lock.
+
+use crate::arrays::{format_named, rows, rows_mut};
+use crate::errors::{core, cpu, invalid, invalid_because, released, unavailable};
+use crate::fork;
+use crate::layers::{LayerArguments, PlacedLayer, place};
+use crate::tables::{self, Tables};
+use crate::ticket::{Plan, Ticket};
+use numpy::{PyArray1, PyArrayMethods, PyReadonlyArray1, PyUntypedArray};
+use pagoda_core::cache::TierMemory;
+use pagoda_core::ids::{BlockId, GroupId, SequenceId, Tier};
+use pagoda_core::plan::{BlockCopy, Selection};
+use pagoda_core::table::SpanView;
+use pagoda_cpu::{Arenas, Backend, Isa, SequenceTable};
+use pagoda_store::{Mover, Place, Slab, Transfer};
+use pyo3::prelude::*;
+use pyo3::sync::MutexExt;
+use pyo3::types::PyDict;
+use std::mem::ManuallyDrop;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// The tiers that this build has memory on, in the order of their slabs.
+const TIERS: [Tier; 2] = [Tier::Device, Tier::Host];
+
+/// Bookkeeping, memory and CPU kernels of one cache. Its methods may be called from any thread; they take turns.
+#[pyclass(frozen, module = "pagoda._core")]
+pub(crate) struct Cache {
+    inner: Mutex<Option<ManuallyDrop<Inner>>>,
+    /// The process that made it: threads and memory do not survive a fork.
+    process: u64,
+}
+
+pub(crate) struct Inner {
+    pub(crate) core: pagoda_core::Cache,
+    pub(crate) layers: Vec<PlacedLayer>,
+    block_bytes: Vec<u64>,
+    slabs: Vec<Arc<Slab>>,
+    pub(crate) arenas: Arenas,
+    pub(crate) mover: Mover,
+    backend: Backend,
+    checked: bool,
+    step: StepState,
+    pub(crate) tables: Tables,
+}
+
+/// What the open step adds to the core's own.
+#[derive(Default)]
+struct StepState {
+    spans: Vec<SpanView>,
+    /// Per layer group, then per sequence: its part of `spans`.
+    ranges: Vec<Range<usize>>,
+    new_tokens: usize,
+    /// Per layer: whether its rows of the new tokens are written, or the caller does so through the tables.
+    written: Vec<bool>,
+    /// Memory for the tables of one call.
+    sequences: Vec<SequenceTable<'static>>,
+}
+
+impl StepState {
+    /// Lays out the spans of the step that `core` has just opened.
+    fn enter(&mut self, core: &pagoda_core::Cache, groups: usize, layers: usize) {
+        self.spans.clear();
+        self.ranges.clear();
+        for group in 0..groups as u8 {
+            for index in 0..core.step_batch().len() {
+                let start = self.spans.len();
+                self.spans.extend(core.step_spans(index, GroupId(group)));
+                self.ranges.push(start..self.spans.len());
+            }
+        }
+        self.new_tokens = core.step_batch().map(|(_, new_tokens)| new_tokens as usize).sum();
+        self.written.clear();
+        self.written.resize(layers, self.new_tokens == 0);
+    }
+}
+
+impl Cache {
+    pub(crate) fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Option<ManuallyDrop<Inner>>>> {
+        if self.process != fork::process() {
+            return Err(released(py, "cache: made by another process; open one after the fork"));
+        }
+        let guard = match self.inner.try_lock() {
+            Ok(guard) => guard,
+            Err(_) => self.inner.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner),
+        };
+        if guard.is_none() {
+            return Err(released(py, "cache: closed"));
+        }
+        Ok(guard)
+    }
+
+    /// Runs a call of the core.
+    pub(crate) fn with<T>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut Inner) -> pagoda_core::Result<T>,
+    ) -> PyResult<T> {
+        let mut guard = self.lock(py)?;
+        call(guard.as_mut().expect("locked open")).map_err(|error| core(py, &error))
+    }
+}
+
+/// A sequence handle as Python holds it.
+pub(crate) fn sequence_id(handle: u64) -> SequenceId {
+    SequenceId { index: handle as u32, generation: (handle >> 32) as u32 }
+}
+
+fn handle(id: SequenceId) -> u64 {
+    u64::from(id.generation) << 32 | u64::from(id.index)
+}
+
+pub(crate) fn tier_named(py: Python<'_>, argument: &str, name: &str) -> PyResult<Tier> {
+    let tier = Tier::ALL.into_iter().find(|tier| tier.to_string() == name);
+    tier.ok_or_else(|| invalid(py, argument, format_args!("{name:?}"), "\"device\", \"host\" or \"disk\""))
+}
+
+impl Inner {
+    fn place(&self, group: GroupId, (tier, block): (Tier, BlockId)) -> Place {
+        Place { slab: tier.index(), offset: u64::from(block.index()) * self.block_bytes[group.index()] }
+    }
+
+    pub(crate) fn transfer(&self, copy: &BlockCopy) -> Transfer {
+        let (from, to) = (self.place(copy.group, copy.from), self.place(copy.group, copy.to));
+        Transfer { from, to, bytes: copy.bytes }
+    }
+
+    /// Gives memory without blocks back to the system.
+    pub(crate) fn trim(&mut self) {
+        for tier in TIERS {
+            for range in self.core.reclaim(tier) {
+                // SAFETY: the core says that no block lies here, so nobody reads or writes it. A refusal leaves the
+                // memory where it is, which is no error.
+                let _ = unsafe { self.slabs[tier.index()].give_back(range) };
+            }
+        }
+    }
+
+    fn end_step(&mut self, epoch: pagoda_core::ids::Epoch) -> pagoda_core::Result<()> {
+        // The kernels of this backend have ended when their calls return.
+        self.core.retire(epoch)?;
+        self.trim();
+        Ok(())
+    }
+
+    fn layer(&self, py: Python<'_>, layer: usize) -> PyResult<&PlacedLayer> {
+        let limit = format_args!("from 0 to {}", self.layers.len() - 1).to_string();
+        self.layers.get(layer).ok_or_else(|| invalid(py, "layer", layer, limit))
+    }
+
+    fn require_step(&self, py: Python<'_>) -> PyResult<()> {
+        if self.core.step_is_open() {
+            return Ok(());
+        }
+        Err(invalid_because(py, "step = closed: an open step; reserve first"))
+    }
+}
+
+/// The tables of one layer group of the open step, in memory that is reused.
+fn sequence_tables<'a>(
+    core: &'a pagoda_core::Cache,
+    step: &'a StepState,
+    group: GroupId,
+    memory: Vec<SequenceTable<'static>>,
+) -> Vec<SequenceTable<'a>> {
+    let mut tables = recycle(memory);
+    let first = group.index() * core.step_batch().len();
+    tables.extend(core.step_batch().enumerate().map(|(index, (_, new_tokens))| SequenceTable {
+        row: core.step_row(index, group).0,
+        spans: &step.spans[step.ranges[first + index].clone()],
+        new_tokens,
+    }));
+    tables
+}
+
+/// The same allocation, empty, for tables of another lifetime.
+fn recycle<'a>(mut tables: Vec<SequenceTable<'_>>) -> Vec<SequenceTable<'a>> {
+    tables.clear();
+    tables.into_iter().map(|_| unreachable!("cleared")).collect()
+}
+
+#[pymethods]
+impl Cache {
+    #[new]
+    #[pyo3(signature = (layers, *, page_size, k_dtype, v_dtype, memory, threads, deterministic, checked, isa))]
+    fn new(
+        py: Python<'_>,
+        layers: Vec<LayerArguments>,
+        page_size: u32,
+        k_dtype: &str,
+        v_dtype: &str,
+        memory: [(u64, u64); 2],
+        threads: usize,
+        deterministic: bool,
+        checked: bool,
+        isa: Option<&str>,
+    ) -> PyResult<Self> {
+        let (groups, layers) = place(py, &layers, page_size, k_dtype, v_dtype)?;
+        let absent = TierMemory { bytes: 0, extent_bytes: u64::MAX };
+        let [device, host] = memory.map(|(bytes, extent_bytes)| TierMemory { bytes, extent_bytes });
+        let core =
+            pagoda_core::Cache::new(&groups, [device, host, absent]).map_err(|error| core(py, &error))?;
+        let isa_named = |name: &str| {
+            let found = Isa::ALL.into_iter().find(|isa| isa.to_string() == name);
+            found.ok_or_else(|| {
+                invalid(py, "isa", format_args!("{name:?}"), format_args!("one of {:?}", Isa::ALL))
+            })
+        };
+        let isa = isa.map(isa_named).transpose()?;
+        let slab = |bytes: u64| {
+            let slab = Slab::new(bytes as usize);
+            slab.map(Arc::new)
+                .map_err(|error| unavailable(py, format_args!("{bytes} bytes of memory: {error}")))
+        };
+        let slabs = vec![slab(memory[0].0)?, slab(memory[1].0)?];
+        let mut base = [std::ptr::null_mut(); Tier::COUNT];
+        TIERS.iter().for_each(|tier| base[tier.index()] = slabs[tier.index()].base());
+        let mover = Mover::new(slabs.clone())
+            .map_err(|error| unavailable(py, format_args!("a thread to move pages: {error}")))?;
+        let inner = Inner {
+            core,
+            block_bytes: groups.iter().map(|group| group.block_bytes).collect(),
+            layers,
+            slabs,
+            arenas: Arenas { base },
+            mover,
+            backend: Backend::new(threads, deterministic, isa).map_err(|error| cpu(py, &error))?,
+            checked,
+            step: StepState::default(),
+            tables: Tables::default(),
+        };
+        Ok(Self { inner: Mutex::new(Some(ManuallyDrop::new(inner))), process: fork::process() })
+    }
+
+    /// A new, empty sequence.
+    fn create(&self, py: Python<'_>) -> PyResult<u64> {
+        self.with(py, |inner| inner.core.create()).map(handle)
+    }
+
+    /// A sequence over the same pages.
+    fn fork(&self, py: Python<'_>, sequence: u64) -> PyResult<u64> {
+        self.with(py, |inner| inner.core.fork(sequence_id(sequence))).map(handle)
+    }
+
+    /// Ends a sequence.
+    fn release(&self, py: Python<'_>, sequence: u64) -> PyResult<()> {
+        self.with(py, |inner| {
+            inner.core.release(sequence_id(sequence))?;
+            inner.trim();
+            Ok(())
+        })
+    }
+
+    /// Takes tokens back from the end.
+    fn truncate(&self, py: Python<'_>, sequence: u64, length: u64) -> PyResult<()> {
+        self.with(py, |inner| {
+            inner.core.truncate(sequence_id(sequence), length)?;
+            inner.trim();
+            Ok(())
+        })
+    }
+
+    /// Takes tokens out of the middle.
+    fn drop(&self, py: Python<'_>, sequence: u64, start: u64, stop: u64) -> PyResult<()> {
+        self.with(py, |inner| {
+            inner.core.drop_tokens(sequence_id(sequence), start..stop)?;
+            inner.trim();
+            Ok(())
+        })
+    }
+
+    /// Tokens in a sequence.
+    fn length(&self, py: Python<'_>, sequence: u64) -> PyResult<u64> {
+        self.with(py, |inner| inner.core.token_count(sequence_id(sequence)))
+    }
+
+    /// The least length to truncate to, besides 0.
+    fn rewind_limit(&self, py: Python<'_>, sequence: u64) -> PyResult<u64> {
+        self.with(py, |inner| inner.core.rewind_limit(sequence_id(sequence)))
+    }
+
+    /// Opens a step; shared open pages are copied before it returns.
+    fn reserve(
+        &self,
+        py: Python<'_>,
+        sequences: PyReadonlyArray1<'_, u64>,
+        new_tokens: PyReadonlyArray1<'_, i64>,
+    ) -> PyResult<()> {
+        let (sequences, new_tokens) = (sequences.as_slice()?, new_tokens.as_slice()?);
+        if sequences.len() != new_tokens.len() {
+            let limit = format!("one entry for each of {} sequences", sequences.len());
+            return Err(invalid(py, "new_tokens", format_args!("{} entries", new_tokens.len()), limit));
+        }
+        let counts = new_tokens.iter().map(|&count| u32::try_from(count).map_err(|_| count));
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        if let Some(error) = inner.core.take_failure() {
+            return Err(core(py, &error));
+        }
+        let mut batch = Vec::with_capacity(sequences.len());
+        for (&sequence, count) in sequences.iter().zip(counts) {
+            let count = count.map_err(|count| invalid(py, "new_tokens", count, "from 0 to 4294967295"))?;
+            batch.push((sequence_id(sequence), count));
+        }
+        inner.core.reserve(&batch).map_err(|error| core(py, &error))?;
+        for copy in inner.core.step_copies() {
+            // SAFETY: the source is Ready, so nobody writes it, and the target is this step's alone.
+            unsafe { inner.mover.copy_now(&inner.transfer(copy)) };
+        }
+        let Inner { core, layers, step, block_bytes, .. } = &mut **inner;
+        step.enter(core, block_bytes.len(), layers.len());
+        Ok(())
+    }
+
+    /// Writes K and V of the new tokens of one layer.
+    #[pyo3(signature = (layer, k, v, dtype=None))]
+    fn append(
+        &self,
+        py: Python<'_>,
+        layer: usize,
+        k: &Bound<'_, PyUntypedArray>,
+        v: &Bound<'_, PyUntypedArray>,
+        dtype: Option<&str>,
+    ) -> PyResult<()> {
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.require_step(py)?;
+        let placed = inner.layer(py, layer)?;
+        let bits = bits(py, dtype)?;
+        let geometry = placed.layer.geometry;
+        let shape = |dim: u32| [inner.step.new_tokens, geometry.num_kv_heads as usize, dim as usize];
+        let keys = rows("k", k, shape(geometry.head_dim), bits)?;
+        let values = rows("v", v, shape(geometry.v_head_dim), bits)?;
+        if inner.step.written[layer] && inner.step.new_tokens > 0 {
+            return Err(invalid(py, "layer", layer, "a layer that this step has not appended to"));
+        }
+        let Inner { core, layers, arenas, backend, checked, step, .. } = &mut **inner;
+        let memory = std::mem::take(&mut step.sequences);
+        let tables = sequence_tables(core, step, layers[layer].group, memory);
+        let result = py.detach(|| {
+            // SAFETY: the core has given the new rows to this step alone, and the arrays were checked; Python keeps them
+            // alive for the call.
+            unsafe { backend.append(arenas, &layers[layer].layer, &tables, keys, values, *checked) }
+        });
+        step.sequences = recycle(tables);
+        result.map_err(|error| cpu(py, &error))?;
+        step.written[layer] = true;
+        Ok(())
+    }
+
+    /// Attention of the new tokens of one layer, into `out` and `lse`.
+    #[pyo3(signature = (layer, q, out, lse=None, dtype=None))]
+    fn attend(
+        &self,
+        py: Python<'_>,
+        layer: usize,
+        q: &Bound<'_, PyUntypedArray>,
+        out: &Bound<'_, PyUntypedArray>,
+        lse: Option<&Bound<'_, PyArray1<f32>>>,
+        dtype: Option<&str>,
+    ) -> PyResult<()> {
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.require_step(py)?;
+        let placed = inner.layer(py, layer)?;
+        let bits = bits(py, dtype)?;
+        let heads = placed.layer.num_q_heads as usize;
+        let shape = |dim: u32| [inner.step.new_tokens, heads, dim as usize];
+        let queries = rows("q", q, shape(placed.layer.geometry.head_dim), bits)?;
+        let outputs = rows_mut("out", out, shape(placed.layer.geometry.v_head_dim), bits, q)?;
+        if !inner.step.written[layer] {
+            return Err(invalid(py, "layer", layer, "a layer that this step has appended to"));
+        }
+        let mut lse = lse.map(|lse| lse.readwrite());
+        let lse = match &mut lse {
+            Some(lse) => {
+                let slice = lse.as_slice_mut()?;
+                if slice.len() != inner.step.new_tokens * heads {
+                    let limit = inner.step.new_tokens * heads;
+                    return Err(invalid(py, "lse", format_args!("{} elements", slice.len()), limit));
+                }
+                Some(Address(slice.as_mut_ptr()))
+            }
+            None => None,
+        };
+        let Inner { core, layers, arenas, backend, step, .. } = &mut **inner;
+        let memory = std::mem::take(&mut step.sequences);
+        let tables = sequence_tables(core, step, layers[layer].group, memory);
+        let result = py.detach(|| {
+            let lse = lse.map(|address| address.get());
+            // SAFETY: pages do not move or change while the step is open, and the arrays were checked; Python keeps them
+            // alive for the call.
+            unsafe { backend.attend(arenas, &layers[layer].layer, &tables, queries, outputs, lse) }
+        });
+        step.sequences = recycle(tables);
+        result.map_err(|error| cpu(py, &error))
+    }
+
+    /// Closes the step; of each sequence's new tokens the first `accepted` stay.
+    #[pyo3(signature = (accepted=None))]
+    fn commit(&self, py: Python<'_>, accepted: Option<PyReadonlyArray1<'_, i64>>) -> PyResult<()> {
+        let accepted = match &accepted {
+            None => None,
+            Some(counts) => {
+                let counts = counts.as_slice()?.iter().map(|&count| {
+                    u32::try_from(count).map_err(|_| invalid(py, "accepted", count, "from 0 to 4294967295"))
+                });
+                Some(counts.collect::<PyResult<Vec<u32>>>()?)
+            }
+        };
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.require_step(py)?;
+        if let Some(layer) = inner.step.written.iter().position(|&written| !written) {
+            return Err(invalid(
+                py,
+                "layer",
+                layer,
+                "appended to before commit, or written through step.table(layer)",
+            ));
+        }
+        let epoch = inner.core.commit(accepted.as_deref()).map_err(|error| core(py, &error))?;
+        inner.end_step(epoch).map_err(|error| core(py, &error))
+    }
+
+    /// Closes the step as if it had never been opened.
+    fn rollback(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, |inner| {
+            let epoch = inner.core.rollback()?;
+            inner.end_step(epoch)
+        })
+    }
+
+    /// int64 `[sum(new)]`: the position of every new token.
+    fn positions<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.require_step(py)?;
+        let mut positions = Vec::with_capacity(inner.step.new_tokens);
+        for (sequence, new_tokens) in inner.core.step_batch() {
+            let start = inner.core.next_position(sequence).map_err(|error| core(py, &error))? as i64;
+            positions.extend(start..start + i64::from(new_tokens));
+        }
+        Ok(PyArray1::from_vec(py, positions))
+    }
+
+    /// int32 `[B + 1]`: where each sequence's new tokens begin.
+    fn cu_seqlens<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.require_step(py)?;
+        let mut ends = vec![0];
+        ends.extend(inner.core.step_batch().scan(0, |end, (_, new_tokens)| {
+            *end += new_tokens as i32;
+            Some(*end)
+        }));
+        Ok(PyArray1::from_vec(py, ends))
+    }
+
+    /// The tables of one layer as arrays; from then on writing the layer's rows is the caller's.
+    fn table<'py>(&self, py: Python<'py>, layer: usize) -> PyResult<Bound<'py, PyDict>> {
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.require_step(py)?;
+        inner.layer(py, layer)?;
+        inner.step.written[layer] = true;
+        tables::export(py, inner, layer)
+    }
+
+    /// `(kv_indptr, kv_indices, kv_last_page_len)` of one layer, int32, where they can be expressed.
+    fn csr_table<'py>(&self, py: Python<'py>, layer: usize) -> PyResult<tables::Csr<'py>> {
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.require_step(py)?;
+        inner.layer(py, layer)?;
+        tables::csr(py, inner, layer)
+    }
+
+    /// What moving pages would copy.
+    #[pyo3(signature = (sequence, to, tokens, groups, *, keep=false, newest_first=false, pages_max=None))]
+    fn plan(
+        &self,
+        py: Python<'_>,
+        sequence: u64,
+        to: &str,
+        tokens: (u64, u64),
+        groups: Vec<u8>,
+        keep: bool,
+        newest_first: bool,
+        pages_max: Option<usize>,
+    ) -> PyResult<Plan> {
+        let to = tier_named(py, "to", to)?;
+        let selection = Selection {
+            tokens: tokens.0..tokens.1,
+            groups: groups.into_iter().map(GroupId).collect(),
+            keep,
+            newest_first,
+            pages_max: pages_max.unwrap_or(usize::MAX),
+        };
+        self.with(py, |inner| inner.core.plan(sequence_id(sequence), to, &selection)).map(Plan)
+    }
+
+    /// Starts a plan in the background.
+    fn execute(&self, py: Python<'_>, plan: &Plan) -> PyResult<Ticket> {
+        self.with(py, |inner| {
+            let (id, completion, copies) = inner.core.execute(&plan.0)?;
+            if !copies.is_empty() {
+                let transfers = copies.iter().map(|copy| inner.transfer(copy)).collect();
+                // SAFETY: sources are Ready and pinned by the ticket, targets are Filling: nobody else touches either.
+                unsafe { inner.mover.send(transfers, completion.clone()) };
+            }
+            inner.trim();
+            Ok(Ticket { id, completion })
+        })
+    }
+
+    /// Whether a ticket's copies have arrived; raises if they failed.
+    fn ticket_done(&self, py: Python<'_>, ticket: &Ticket) -> PyResult<bool> {
+        if ticket.completion.copied().is_none() {
+            return Ok(false);
+        }
+        self.with(py, |inner| {
+            let failure = inner.core.ticket_failure(ticket.id);
+            inner.trim();
+            failure.map_or(Ok(true), Err)
+        })
+    }
+
+    /// Sleeps until a ticket's copies have arrived, or `seconds` have passed; says which. Python signals are seen.
+    fn wait(&self, py: Python<'_>, ticket: &Ticket, seconds: f64) -> PyResult<bool> {
+        let guard = self.lock(py)?;
+        let mover = guard.as_ref().expect("locked open").mover.waiter();
+        drop(guard);
+        let limit = Duration::try_from_secs_f64(seconds)
+            .map_err(|_| invalid(py, "timeout", seconds, "from 0 to 1.8e19 seconds"))?;
+        let start = std::time::Instant::now();
+        loop {
+            let left = limit.saturating_sub(start.elapsed());
+            let slice = left.min(Duration::from_millis(50));
+            if py.detach(|| mover.wait(&ticket.completion, slice)) {
+                return Ok(true);
+            }
+            py.check_signals()?;
+            if left.is_zero() {
+                return Ok(false);
+            }
+        }
+    }
+
+    /// Blocks of each group that a tier could hand out now.
+    fn free_blocks(&self, py: Python<'_>, tier: &str) -> PyResult<Vec<u64>> {
+        let tier = tier_named(py, "tier", tier)?;
+        self.with(py, |inner| Ok(inner.core.free_blocks(tier).collect()))
+    }
+
+    /// Sequences that are not in a step, the one that rested longest first.
+    fn by_recency(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        self.with(py, |inner| Ok(inner.core.by_recency().into_iter().map(handle).collect()))
+    }
+
+    /// Block counts by tier and group, and counters.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        let stats = PyDict::new(py);
+        let blocks = PyDict::new(py);
+        for tier in TIERS {
+            let counts = (0..inner.block_bytes.len() as u8).map(|group| {
+                let counts = inner.core.block_counts(tier, GroupId(group));
+                (counts.free, counts.used, counts.draining)
+            });
+            blocks.set_item(tier.to_string(), counts.collect::<Vec<_>>())?;
+        }
+        stats.set_item("blocks", blocks)?;
+        stats.set_item("block_bytes", inner.block_bytes.clone())?;
+        stats.set_item("shared_pages", inner.core.shared_pages())?;
+        stats.set_item("dead_rows", inner.core.dead_rows())?;
+        let moved = PyDict::new(py);
+        for (from, to) in [(Tier::Device, Tier::Host), (Tier::Host, Tier::Device)] {
+            moved.set_item(
+                (from.to_string(), to.to_string()),
+                inner.core.moved_bytes()[from.index()][to.index()],
+            )?;
+        }
+        stats.set_item("moved_bytes", moved)?;
+        Ok(stats)
+    }
+
+    /// Checks the whole bookkeeping.
+    fn audit(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, |inner| inner.core.audit())
+    }
+
+    /// Ends the cache: waits for copies under way, then gives everything back. Closing twice is no error.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        if self.process != fork::process() {
+            return Ok(());
+        }
+        let inner = self.inner.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(inner) = inner {
+            py.detach(|| drop(ManuallyDrop::into_inner(inner)));
+        }
+        Ok(())
+    }
+
+    /// The instruction set that the kernels use.
+    #[getter]
+    fn isa(&self, py: Python<'_>) -> PyResult<String> {
+        self.with(py, |inner| Ok(inner.backend.isa().to_string()))
+    }
+
+    /// CPU workers, the caller's thread included.
+    #[getter]
+    fn threads(&self, py: Python<'_>) -> PyResult<usize> {
+        self.with(py, |inner| Ok(inner.backend.threads()))
+    }
+}
+
+impl Drop for Cache {
+    fn drop(&mut self) {
+        // In a forked child the threads do not exist and the memory is the parent's: leave both alone.
+        if self.process == fork::process()
+            && let Some(inner) = self.inner.get_mut().unwrap_or_else(PoisonError::into_inner).take()
+        {
+            drop(ManuallyDrop::into_inner(inner));
+        }
+    }
+}
+
+/// The meaning of 16-bit integers, if the caller says so.
+fn bits(py: Python<'_>, dtype: Option<&str>) -> PyResult<Option<pagoda_core::layout::RowFormat>> {
+    let named = |name| {
+        format_named(name).ok_or_else(|| invalid(py, "dtype", format_args!("{name:?}"), "f32, f16 or bf16"))
+    };
+    dtype.map(named).transpose()
+}
+
+/// An address that another thread may write to.
+#[derive(Clone, Copy)]
+struct Address(*mut f32);
+
+// SAFETY: only the backend's workers use it, for disjoint elements, while the array is borrowed.
+unsafe impl Send for Address {}
+// SAFETY: as above.
+unsafe impl Sync for Address {}
+
+impl Address {
+    fn get(self) -> *mut f32 {
+        self.0
+    }
+}

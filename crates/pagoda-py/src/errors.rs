@@ -1,0 +1,68 @@
+//! The one map from Rust errors to the exceptions of `pagoda.errors`.
+
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{IntoPyDict, PyType};
+use std::fmt::Display;
+
+/// An exception of `pagoda.errors`, by its name there.
+fn exception(py: Python<'_>, name: &str, message: impl Display, fields: &[(&str, u64)]) -> PyErr {
+    static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
+    let build = || -> PyResult<PyErr> {
+        let module = MODULE.get_or_try_init(py, || py.import("pagoda.errors").map(Bound::unbind))?;
+        let class = module.bind(py).getattr(name)?.cast_into::<PyType>()?;
+        let fields = fields.into_py_dict(py)?;
+        Ok(PyErr::from_value(class.call((message.to_string(),), Some(&fields))?))
+    };
+    build().unwrap_or_else(|error| error)
+}
+
+/// `argument = value: limit`, as an `InvalidArgument`.
+pub(crate) fn invalid(
+    py: Python<'_>,
+    argument: impl Display,
+    value: impl Display,
+    limit: impl Display,
+) -> PyErr {
+    exception(py, "InvalidArgument", format_args!("{argument} = {value}: {limit}"), &[])
+}
+
+/// An `InvalidArgument` with a message that names everything already.
+pub(crate) fn invalid_because(py: Python<'_>, reason: impl Display) -> PyErr {
+    exception(py, "InvalidArgument", reason, &[])
+}
+
+/// A handle that is no longer good.
+pub(crate) fn released(py: Python<'_>, what: impl Display) -> PyErr {
+    exception(py, "UseAfterRelease", what, &[])
+}
+
+/// Something that this machine or build does not have.
+pub(crate) fn unavailable(py: Python<'_>, what: impl Display) -> PyErr {
+    exception(py, "BackendUnavailable", what, &[])
+}
+
+/// An error of the core.
+pub(crate) fn core(py: Python<'_>, error: &pagoda_core::Error) -> PyErr {
+    use pagoda_core::Error;
+    match error {
+        Error::InvalidArgument { .. } => exception(py, "InvalidArgument", error, &[]),
+        Error::OutOfBlocks { blocks_short, bytes_short, draining, .. } => {
+            let fields =
+                [("blocks_short", *blocks_short), ("bytes_short", *bytes_short), ("draining", *draining)];
+            exception(py, "OutOfBlocks", error, &fields)
+        }
+        Error::UseAfterRelease { .. } => exception(py, "UseAfterRelease", error, &[]),
+        Error::CopyFailed { .. } => exception(py, "TierIOError", error, &[]),
+        Error::Invariant(_) => exception(py, "InvariantError", error, &[]),
+        _ => exception(py, "PagodaError", error, &[]),
+    }
+}
+
+/// An error of the CPU backend.
+pub(crate) fn cpu(py: Python<'_>, error: &pagoda_cpu::Error) -> PyErr {
+    match error {
+        pagoda_cpu::Error::Unsupported(_) => unavailable(py, error),
+        _ => invalid_because(py, error),
+    }
+}

@@ -1,0 +1,37 @@
+//! The Python module `pagoda._core`: a thin door to the Rust layers. What it checks are arrays; what it decides is nothing.
+
+mod arrays;
+mod cache;
+mod errors;
+mod fork;
+mod layers;
+mod tables;
+mod ticket;
+
+use pagoda_cpu::Isa;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// How this module was built, and what it found on this machine.
+#[pyfunction]
+fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let info = PyDict::new(py);
+    let isas = Isa::ALL.into_iter().filter(|isa| isa.is_supported());
+    info.set_item("version", env!("CARGO_PKG_VERSION"))?;
+    info.set_item("debug", cfg!(debug_assertions))?;
+    info.set_item("isa", Isa::detect().to_string())?;
+    info.set_item("isas", isas.map(|isa| isa.to_string()).collect::<Vec<_>>())?;
+    Ok(info)
+}
+
+/// The compiled part of Pagoda.
+#[pymodule]
+fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_function(wrap_pyfunction!(build_info, module)?)?;
+    module.add_function(wrap_pyfunction!(fork::after_fork_in_child, module)?)?;
+    module.add_class::<cache::Cache>()?;
+    module.add_class::<ticket::Plan>()?;
+    module.add_class::<ticket::Ticket>()?;
+    Ok(())
+}

@@ -1,0 +1,148 @@
+//! The tables of the open step as NumPy arrays, for kernels that are not ours. Names and types are the field's.
+
+use crate::cache::Inner;
+use crate::errors::invalid_because;
+use numpy::{PyArray1, PyArray2, PyArrayMethods};
+use pagoda_core::ids::{BlockRef, GroupId, SequenceId, Tier};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// `kv_indptr`, `kv_indices`, `kv_last_page_len`.
+pub(crate) type Csr<'py> = (Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<i32>>);
+
+/// The block tables handed out last, per layer group: only rows that changed are written again.
+#[derive(Default)]
+pub(crate) struct Tables(Vec<GroupTable>);
+
+#[derive(Default)]
+struct GroupTable {
+    /// With room to grow.
+    blocks: Option<Py<PyArray2<i32>>>,
+    pointers: Option<Py<PyArray2<u64>>>,
+    rows: usize,
+    columns: usize,
+    /// What each row holds: a sequence, the version of its table, and how many pages of it.
+    stamps: Vec<Option<(SequenceId, u32, usize)>>,
+}
+
+impl GroupTable {
+    /// Makes the arrays at least `rows` by `columns`.
+    fn grow(&mut self, py: Python<'_>, rows: usize, columns: usize) {
+        if rows <= self.rows && columns <= self.columns && self.blocks.is_some() {
+            return;
+        }
+        self.rows = rows.max(self.rows);
+        self.columns = columns.next_power_of_two().max(self.columns);
+        let shape = [self.rows, self.columns];
+        self.blocks = Some(PyArray2::zeros(py, shape, false).unbind());
+        self.pointers = Some(PyArray2::zeros(py, shape, false).unbind());
+        self.stamps = vec![None; self.rows];
+    }
+}
+
+/// `block_table` int32 and `pointers` uint64 `[B, pages]`, `slot_mapping` int64 `[sum(new)]`.
+///
+/// Entries past a sequence's pages are -1 and 0; pages that are not on the device tier are -1 in `block_table`.
+pub(crate) fn export<'py>(py: Python<'py>, inner: &mut Inner, layer: usize) -> PyResult<Bound<'py, PyDict>> {
+    let group = inner.layers[layer].group;
+    let page_size = inner.layers[layer].layer.page_size;
+    let block_bytes = inner.layers[layer].layer.block_bytes;
+    let batch: Vec<_> = inner.core.step_batch().collect();
+    let pages = (0..batch.len()).map(|index| inner.core.step_row(index, group).0.len()).max().unwrap_or(0);
+    let base = inner.arenas.base.map(|address| address as u64);
+
+    if inner.tables.0.len() <= group.index() {
+        inner.tables.0.resize_with(group.index() + 1, GroupTable::default);
+    }
+    let table = &mut inner.tables.0[group.index()];
+    table.grow(py, batch.len(), pages);
+    let blocks = table.blocks.as_ref().expect("grown").bind(py);
+    let pointers = table.pointers.as_ref().expect("grown").bind(py);
+    {
+        // SAFETY: only views that are marked read-only were handed out, and no Python code runs meanwhile.
+        let (block_rows, pointer_rows) = unsafe { (blocks.as_slice_mut()?, pointers.as_slice_mut()?) };
+        for (index, &(sequence, _)) in batch.iter().enumerate() {
+            let (row, version) = inner.core.step_row(index, group);
+            let clean = match table.stamps[index] {
+                Some((id, stamped, pages)) if id == sequence && stamped == version && pages <= row.len() => {
+                    pages
+                }
+                _ => {
+                    let all = index * table.columns..(index + 1) * table.columns;
+                    block_rows[all.clone()].fill(-1);
+                    pointer_rows[all].fill(0);
+                    0
+                }
+            };
+            let start = index * table.columns;
+            for (column, at) in row.iter().enumerate().skip(clean) {
+                block_rows[start + column] = device_block(*at);
+                pointer_rows[start + column] =
+                    base[at.tier().index()] + u64::from(at.block().index()) * block_bytes;
+            }
+            table.stamps[index] = Some((sequence, version, row.len()));
+        }
+    }
+    let slice = |array: &Bound<'py, PyAny>| -> PyResult<Bound<'py, PyAny>> {
+        let view = array.get_item((
+            pyo3::types::PySlice::new(py, 0, batch.len() as isize, 1),
+            pyo3::types::PySlice::new(py, 0, pages as isize, 1),
+        ))?;
+        view.call_method1("setflags", (false,))?;
+        Ok(view)
+    };
+    let result = PyDict::new(py);
+    result.set_item("block_table", slice(blocks.as_any())?)?;
+    result.set_item("pointers", slice(pointers.as_any())?)?;
+    result.set_item("slot_mapping", PyArray1::from_vec(py, slot_mapping(inner, group, page_size)))?;
+    Ok(result)
+}
+
+fn device_block(at: BlockRef) -> i32 {
+    if at.tier() == Tier::Device { at.block().index() as i32 } else { -1 }
+}
+
+/// `block * page_size + row` of every new token.
+fn slot_mapping(inner: &Inner, group: GroupId, page_size: u32) -> Vec<i64> {
+    let mut slots = Vec::new();
+    for (index, (_, new_tokens)) in inner.core.step_batch().enumerate() {
+        let row = inner.core.step_row(index, group).0;
+        let Some(span) = inner.core.step_spans(index, group).last() else { continue };
+        let end = span.skip + span.count;
+        slots.extend((end - new_tokens..end).map(|r| {
+            let block = row[(span.first_page + r / page_size) as usize].block();
+            i64::from(block.index()) * i64::from(page_size) + i64::from(r % page_size)
+        }));
+    }
+    slots
+}
+
+/// The CSR form that FlashInfer takes, of pages on the device tier.
+pub(crate) fn csr<'py>(py: Python<'py>, inner: &Inner, layer: usize) -> PyResult<Csr<'py>> {
+    let group = inner.layers[layer].group;
+    let page_size = inner.layers[layer].layer.page_size;
+    let (mut indptr, mut indices, mut last_page_len) = (vec![0], Vec::new(), Vec::new());
+    for (index, _) in inner.core.step_batch().enumerate() {
+        let spans: Vec<_> = inner.core.step_spans(index, group).filter(|span| span.count > 0).collect();
+        if spans.len() > 1 || spans.iter().any(|span| span.skip > 0) {
+            let what =
+                format!("kv_indices = sequence {index} of the batch: one whole span; drop() has cut it");
+            return Err(invalid_because(py, what));
+        }
+        let row = inner.core.step_row(index, group).0;
+        if row.iter().any(|at| at.tier() != Tier::Device) {
+            let what =
+                format!("kv_indices = sequence {index} of the batch: all pages on the device; promote them");
+            return Err(invalid_because(py, what));
+        }
+        let tokens = spans.first().map_or(0, |span| span.count);
+        indices.extend(row.iter().map(|at| device_block(*at)));
+        indptr.push(indices.len() as i32);
+        last_page_len.push(if tokens == 0 { 0 } else { ((tokens - 1) % page_size + 1) as i32 });
+    }
+    Ok((
+        PyArray1::from_vec(py, indptr),
+        PyArray1::from_vec(py, indices),
+        PyArray1::from_vec(py, last_page_len),
+    ))
+}

@@ -1,0 +1,34 @@
+//! Plans and tickets, as Python holds them.
+
+use pagoda_core::fence::Completion;
+use pagoda_core::ids::TicketId;
+use pyo3::prelude::*;
+
+/// What to move; see `pagoda.Plan`.
+#[pyclass(frozen, module = "pagoda._core")]
+pub(crate) struct Plan(pub(crate) pagoda_core::plan::Plan);
+
+#[pymethods]
+impl Plan {
+    /// `(page, group, from, to, bytes)` of every page, in the order in which they are copied.
+    #[getter]
+    fn copies(&self) -> Vec<(u32, u8, String, String, u64)> {
+        let moves = self.0.moves().iter();
+        moves
+            .map(|m| (m.page.index(), m.group.0, m.from.to_string(), self.0.to.to_string(), m.bytes))
+            .collect()
+    }
+
+    /// Bytes to copy.
+    #[getter]
+    fn bytes(&self) -> u64 {
+        self.0.bytes()
+    }
+}
+
+/// A plan under way; see `pagoda.Ticket`.
+#[pyclass(frozen, module = "pagoda._core")]
+pub(crate) struct Ticket {
+    pub(crate) id: TicketId,
+    pub(crate) completion: Completion,
+}
