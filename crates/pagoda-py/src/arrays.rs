@@ -48,13 +48,11 @@ fn check(
             return Err(invalid(py, name, format_args!("dtype {descr}"), limit));
         }
     };
-    if bits.is_some_and(|bits| bits != element) || descr.is_native_byteorder() == Some(false) {
-        return Err(invalid(
-            py,
-            "dtype",
-            format_args!("{bits:?} for {name} of {descr}"),
-            "the array's own, native",
-        ));
+    if descr.is_native_byteorder() == Some(false) {
+        return Err(invalid(py, name, format_args!("dtype {descr}"), "native byte order"));
+    }
+    if bits.is_some_and(|bits| bits != element) {
+        return Err(invalid(py, "dtype", format_args!("{bits:?} for {name} of {descr}"), "the array's own"));
     }
     let strides = [array.strides()[0], array.strides()[1], array.strides()[2]];
     let item = descr.itemsize() as isize;

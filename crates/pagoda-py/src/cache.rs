@@ -6,7 +6,7 @@ use crate::fork;
 use crate::layers::{LayerArguments, PlacedLayer, place};
 use crate::tables::{self, Tables};
 use crate::ticket::{Plan, Ticket};
-use numpy::{PyArray1, PyArrayMethods, PyReadonlyArray1, PyUntypedArray};
+use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
 use pagoda_core::cache::TierMemory;
 use pagoda_core::ids::{BlockId, GroupId, SequenceId, Tier};
 use pagoda_core::plan::{BlockCopy, Selection};
@@ -357,7 +357,7 @@ impl Cache {
         layer: usize,
         q: &Bound<'_, PyUntypedArray>,
         out: &Bound<'_, PyUntypedArray>,
-        lse: Option<&Bound<'_, PyArray1<f32>>>,
+        lse: Option<&Bound<'_, PyArray2<f32>>>,
         dtype: Option<&str>,
     ) -> PyResult<()> {
         let mut guard = self.lock(py)?;
@@ -372,18 +372,7 @@ impl Cache {
         if !inner.step.written[layer] {
             return Err(invalid(py, "layer", layer, "a layer that this step has appended to"));
         }
-        let mut lse = lse.map(|lse| lse.readwrite());
-        let lse = match &mut lse {
-            Some(lse) => {
-                let slice = lse.as_slice_mut()?;
-                if slice.len() != inner.step.new_tokens * heads {
-                    let limit = inner.step.new_tokens * heads;
-                    return Err(invalid(py, "lse", format_args!("{} elements", slice.len()), limit));
-                }
-                Some(Address(slice.as_mut_ptr()))
-            }
-            None => None,
-        };
+        let lse = lse.map(|lse| lse_address(lse, [inner.step.new_tokens, heads])).transpose()?;
         let Inner { core, layers, arenas, backend, step, .. } = &mut **inner;
         let memory = std::mem::take(&mut step.sequences);
         let tables = sequence_tables(core, step, layers[layer].group, memory);
@@ -634,6 +623,20 @@ fn bits(py: Python<'_>, dtype: Option<&str>) -> PyResult<Option<pagoda_core::lay
         format_named(name).ok_or_else(|| invalid(py, "dtype", format_args!("{name:?}"), "f32, f16 or bf16"))
     };
     dtype.map(named).transpose()
+}
+
+/// The memory of a contiguous float32 array of the given shape.
+fn lse_address(lse: &Bound<'_, PyArray2<f32>>, shape: [usize; 2]) -> PyResult<Address> {
+    let mut array = lse.try_readwrite()?;
+    if lse.shape() != shape {
+        return Err(invalid(
+            lse.py(),
+            "lse",
+            format_args!("shape {:?}", lse.shape()),
+            format_args!("{shape:?}"),
+        ));
+    }
+    Ok(Address(array.as_slice_mut()?.as_mut_ptr()))
 }
 
 /// An address that another thread may write to.

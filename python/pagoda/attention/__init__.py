@@ -1,0 +1,1 @@
+"""Attention in plain NumPy: what every backend is checked against."""

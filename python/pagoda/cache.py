@@ -1,0 +1,526 @@
+"""The cache: sequences of tokens, their K and V in pages, and steps that append and attend.
+
+This is the file to read first. Everything here is a thin, checked face of `pagoda._core`, which holds the bookkeeping
+(crates/pagoda-core), the memory (crates/pagoda-store) and the CPU kernels (crates/pagoda-cpu).
+
+    cache = pagoda.Cache(spec)                       # budgets per tier, row formats
+    sequence = cache.create()
+    with cache.step([sequence], [n]) as step:        # pages for n more tokens, or OutOfBlocks and nothing changed
+        for layer in range(len(spec.layers)):
+            step.append(layer, k, v)                 # written into their pages
+            out = step.attend(layer, q)              # over every page, wherever it lies
+    # leaving the block commits; an exception rolls back to before the step
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Sequence as Collection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda import _core, placement
+from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, UseAfterRelease
+from pagoda.geometry import core_layers, group_layers, tier_memory
+from pagoda.sizes import parse_size
+from pagoda.spec import ModelSpec
+from pagoda.stats import Stats
+
+Array = npt.NDArray[Any]
+
+__all__ = ["Batch", "Cache", "Plan", "Sequence", "Step", "Table", "Ticket"]
+
+os.register_at_fork(after_in_child=_core.after_fork_in_child)
+
+
+class Sequence:
+    """One request, beam or branch: a list of tokens whose K and V the cache holds. Made by `Cache.create` and `fork`.
+
+    A sequence that is garbage collected releases itself at the cache's next step.
+    """
+
+    __slots__ = ("__weakref__", "_cache", "_finalizer", "_handle")
+
+    def __init__(self, cache: Cache, handle: int) -> None:
+        self._cache = cache
+        self._handle: int | None = handle
+        self._finalizer = weakref.finalize(self, cache._abandoned.append, handle)
+        self._finalizer.atexit = False
+
+    @property
+    def id(self) -> int:
+        """A number that no other live sequence of the cache has. Raises UseAfterRelease."""
+        if self._handle is None:
+            raise UseAfterRelease("sequence: released")
+        return self._handle
+
+    def __len__(self) -> int:
+        return self._cache._core.length(self.id)
+
+    @property
+    def rewind_limit(self) -> int:
+        """The least length, besides 0, that `truncate` takes."""
+        return self._cache._core.rewind_limit(self.id)
+
+    def fork(self) -> Sequence:
+        """A second sequence with the same tokens over the same pages. No byte is copied until one of them is appended to."""
+        return self._cache._adopt(self._cache._core.fork(self.id))
+
+    def truncate(self, length: int) -> None:
+        """Takes the tokens from `length` on back, as if they had never been appended.
+
+        Raises InvalidArgument unless `length` is 0 or from `rewind_limit` to `len(self)`.
+        """
+        self._cache._core.truncate(self.id, _natural("length", length))
+
+    def drop(self, start: int, stop: int) -> None:
+        """Takes the tokens [start, stop) out: a context shift. No byte moves.
+
+        Positions only grow: later tokens keep the positions they were stored with, and tokens before the gap are seen
+        as if they stood right before it (`AttentionLayer.rope` says how to rotate queries for that).
+        """
+        self._cache._core.drop(self.id, _natural("start", start), _natural("stop", stop))
+
+    def release(self) -> None:
+        """Ends the sequence; pages that no other one holds become free. Releasing twice raises UseAfterRelease."""
+        self._cache._core.release(self.id)
+        self._finalizer.detach()
+        self._handle = None
+
+    def __enter__(self) -> Sequence:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handle is not None:
+            self.release()
+
+    def __repr__(self) -> str:
+        return "<Sequence released>" if self._handle is None else f"<Sequence {self._handle}>"
+
+
+class Batch:
+    """A fixed list of sequences, so that a step does not look each of them up again. Made by `Cache.batch`."""
+
+    __slots__ = ("ids", "sequences")
+
+    def __init__(self, sequences: Collection[Sequence]) -> None:
+        self.sequences = tuple(sequences)
+        self.ids = np.fromiter((sequence.id for sequence in self.sequences), np.uint64, len(self.sequences))
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+
+class Table:
+    """The page table of one layer of an open step, as arrays under their usual names. Valid until the step ends.
+
+    Taking a table takes over the writing of the layer's new rows: `append` is not required any more.
+    """
+
+    __slots__ = ("_core", "_layer", "block_table", "pointers", "slot_mapping")
+
+    def __init__(self, core: _core.Cache, layer: int) -> None:
+        self._core, self._layer = core, layer
+        arrays = core.table(layer)
+        self.block_table: npt.NDArray[np.int32] = arrays["block_table"]
+        """int32 [B, pages]: device block of each page; -1 past the end and for pages on another tier."""
+        self.pointers: npt.NDArray[np.uint64] = arrays["pointers"]
+        """uint64 [B, pages]: address of each page's block; 0 past the end."""
+        self.slot_mapping: npt.NDArray[np.int64] = arrays["slot_mapping"]
+        """int64 [sum(new)]: device block * page_size + row of each new token."""
+
+    @property
+    def csr(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """`(kv_indptr, kv_indices, kv_last_page_len)`, int32, as FlashInfer takes them.
+
+        Raises InvalidArgument where that form cannot say what the table says: dropped tokens, pages off the device.
+        """
+        return self._core.csr_table(self._layer)
+
+    @property
+    def kv_indptr(self) -> npt.NDArray[np.int32]:
+        """int32 [B + 1]: where each sequence's pages begin in `kv_indices`."""
+        return self.csr[0]
+
+    @property
+    def kv_indices(self) -> npt.NDArray[np.int32]:
+        """int32: the device blocks of all sequences, one after the other."""
+        return self.csr[1]
+
+    @property
+    def kv_last_page_len(self) -> npt.NDArray[np.int32]:
+        """int32 [B]: tokens in each sequence's last page."""
+        return self.csr[2]
+
+
+class Step:
+    """One forward pass over a ragged batch: a context manager made by `Cache.step`.
+
+    Entering reserves pages for the new tokens, all or nothing. Leaving commits them; an exception rolls back.
+    """
+
+    __slots__ = ("_cache", "_core", "_counts", "_open", "batch")
+
+    def __init__(self, cache: Cache, batch: Batch, counts: npt.NDArray[np.int64]) -> None:
+        self._cache, self._core = cache, cache._core
+        self.batch, self._counts = batch, counts
+        self._open = False
+
+    def __enter__(self) -> Step:
+        self._cache._reserve(self.batch, self._counts)
+        self._open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._open:
+            return
+        if kind is not None:
+            self._open = False
+            self._core.rollback()
+        else:
+            self.commit()
+
+    def __del__(self) -> None:
+        if self._open:
+            self._cache._unfinished = True
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """int64 [sum(new)]: the positions to rotate the new queries and keys with."""
+        return self._core.positions()
+
+    @property
+    def cu_seqlens(self) -> npt.NDArray[np.int32]:
+        """int32 [B + 1]: where each sequence's new tokens begin."""
+        return self._core.cu_seqlens()
+
+    def table(self, layer: int) -> Table:
+        """The page table of a layer, for kernels that are not ours."""
+        return Table(self._core, layer)
+
+    def append(self, layer: int, k: Array, v: Array, *, dtype: str | None = None) -> None:
+        """Writes K and V of the new tokens of one layer into their pages, converted to the row formats of the cache.
+
+        k: [sum(new), num_kv_heads, head_dim] and v: [.., v_head_dim], float32, float16 or bfloat16 (or its bits as
+        uint16 with dtype="bf16"), any strides with a contiguous last dimension. Rounds to nearest even; what f16 cannot
+        hold is stored as +-65504, or raises InvalidArgument in a cache with checked=True.
+        """
+        self._core.append(layer, k, v, dtype)
+
+    def attend(
+        self,
+        layer: int,
+        q: Array,
+        *,
+        out: Array | None = None,
+        return_lse: bool = False,
+        dtype: str | None = None,
+    ) -> Any:
+        """Attention of the new tokens over everything up to them, causal, within the layer's window.
+
+        q: [sum(new), num_q_heads, head_dim] in the types of `append`. Returns [sum(new), num_q_heads, v_head_dim] in q's
+        type, in `out` if given; with return_lse a pair with the float32 natural log-sum-exp [sum(new), num_q_heads].
+        A query that sees nothing gets 0 and -inf. `append` comes first.
+        """
+        if out is None:
+            if not isinstance(q, np.ndarray) or q.ndim != 3:
+                raise InvalidArgument(f"q = {type(q).__name__} {np.shape(q)}: an array [tokens, heads, dim]")
+            out = np.empty((*q.shape[:2], self._cache._v_head_dim(layer)), q.dtype)
+        if not return_lse:
+            self._core.attend(layer, q, out, None, dtype)
+            return out
+        lse = np.empty(q.shape[:2], np.float32)
+        self._core.attend(layer, q, out, lse, dtype)
+        return out, lse
+
+    def forward(
+        self,
+        layer: int,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        out: Array | None = None,
+        return_lse: bool = False,
+        dtype: str | None = None,
+    ) -> Any:
+        """`append`, then `attend`."""
+        self.append(layer, k, v, dtype=dtype)
+        return self.attend(layer, q, out=out, return_lse=return_lse, dtype=dtype)
+
+    def commit(self, accepted: Collection[int] | npt.NDArray[np.int64] | None = None) -> None:
+        """Ends the step. Of each sequence's new tokens the first `accepted` stay, all by default.
+
+        Raises InvalidArgument, and leaves the step open, when a layer was not appended to or a count is too large.
+        """
+        counts = None if accepted is None else _counts("accepted", accepted)
+        self._core.commit(counts)
+        self._open = False
+        self._cache._spill.ahead()
+
+
+class Plan:
+    """Copies that would move pages; made by `Cache.plan`. Executing it is refused once its pages have changed or moved."""
+
+    __slots__ = ("_core",)
+
+    def __init__(self, core: _core.Plan) -> None:
+        self._core = core
+
+    @property
+    def copies(self) -> list[tuple[int, int, str, str, int]]:
+        """`(page, layer group, from, to, bytes)` of each page; 0 bytes where the target tier holds a copy already."""
+        return self._core.copies
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that executing it copies."""
+        return self._core.bytes
+
+    def __len__(self) -> int:
+        return len(self._core.copies)
+
+
+class Ticket:
+    """A plan under way. Dropping it cancels nothing: a failure then surfaces at the cache's next step."""
+
+    __slots__ = ("_cache", "_core", "plan")
+
+    def __init__(self, cache: Cache, plan: Plan, core: _core.Ticket) -> None:
+        self._cache, self.plan, self._core = cache, plan, core
+
+    def done(self) -> bool:
+        """Whether the copies have arrived. Raises TierIOError if they failed: the pages are where they were."""
+        return self._cache._core.ticket_done(self._core)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Sleeps until `done`, or for `timeout` seconds; says which."""
+        arrived = self._cache._core.wait(self._core, 1e9 if timeout is None else timeout)
+        return arrived and self.done()
+
+
+class Cache:
+    """A tiered, paged KV cache.
+
+    spec: the model's layers. page_size: tokens in a page, a power of two from 8 to 4096. k_dtype, v_dtype: "f32", "f16"
+    or "bf16". device: "cpu", or "auto", which is the same until there is another backend. device_memory, host_memory:
+    budgets, in bytes or like "512MiB"; memory is taken as it is used. threads: CPU workers, all cores by default.
+    deterministic: the bits of a result depend on the sequence alone, not on batch, chunks, threads or where pages lie.
+    checked: values that do not fit their row format, infinities and NaN raise in `append`. spill: when the device tier is
+    full, the oldest pages go to the host tier by themselves.
+
+    Raises InvalidArgument (also a ValueError) for what does not fit together, BackendUnavailable for what is not there.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        page_size: int = 64,
+        k_dtype: str = "f16",
+        v_dtype: str = "f16",
+        device: str = "auto",
+        device_memory: int | str = "2GiB",
+        host_memory: int | str = "8GiB",
+        disk: str | Path | None = None,
+        disk_memory: int | str = 0,
+        resume: bool = False,
+        threads: int | None = None,
+        deterministic: bool = False,
+        checked: bool = False,
+        spill: bool = True,
+    ) -> None:
+        if device not in ("auto", "cpu"):
+            raise BackendUnavailable(f'device = {device!r}: this version has "cpu" (and "auto", which is the same)')
+        if disk is not None or resume or parse_size(disk_memory, "disk_memory"):
+            raise BackendUnavailable(f"disk = {disk!r}: the disk tier is not there yet; use host_memory")
+        threads = os.cpu_count() or 1 if threads is None else threads
+        if not isinstance(threads, int) or not 1 <= threads <= 1024:
+            raise InvalidArgument(f"threads = {threads!r}: from 1 to 1024")
+        if not isinstance(page_size, int) or page_size not in {1 << n for n in range(3, 13)}:
+            raise InvalidArgument(f"page_size = {page_size!r}: a power of two from 8 to 4096")
+        self.spec, self.page_size, self.k_dtype, self.v_dtype = spec, page_size, k_dtype, v_dtype
+        self.deterministic = deterministic
+        self._groups = group_layers(spec)
+        layers = core_layers(spec)
+        self._v_head_dims = [layer["v_head_dim"] for layer in layers]
+        memory = tier_memory(
+            spec,
+            page_size,
+            (k_dtype, v_dtype),
+            parse_size(device_memory, "device_memory"),
+            parse_size(host_memory, "host_memory"),
+        )
+        self._core = _core.Cache(
+            layers,
+            page_size=page_size,
+            k_dtype=k_dtype,
+            v_dtype=v_dtype,
+            memory=memory,
+            threads=threads,
+            deterministic=deterministic,
+            checked=checked,
+            isa=os.environ.get("PAGODA_CPU_ISA"),
+        )
+        self._abandoned: deque[int] = deque()
+        self._unfinished = False
+        self._spill = placement.Spill(self, enabled=spill and memory[1][0] > 0)
+
+    def create(self) -> Sequence:
+        """A new, empty sequence."""
+        return self._adopt(self._core.create())
+
+    def batch(self, sequences: Collection[Sequence]) -> Batch:
+        """A fixed batch for `step`."""
+        return Batch(self._check_ours(sequences))
+
+    def step(
+        self, batch: Batch | Collection[Sequence], new_tokens: Collection[int] | npt.NDArray[np.int64], *, stream: None = None
+    ) -> Step:
+        """A step that appends `new_tokens[i]` tokens to the i-th sequence; enter it with `with`.
+
+        Entering raises OutOfBlocks, and changes nothing, when the device tier has too few blocks and none can be spilled.
+        stream: for GPU backends; None here.
+        """
+        if stream is not None:
+            raise InvalidArgument(f"stream = {stream!r}: None on the CPU backend")
+        if not isinstance(batch, Batch):
+            batch = self.batch(batch)
+        return Step(self, batch, _counts("new_tokens", new_tokens))
+
+    def plan(
+        self,
+        sequence: Sequence,
+        to: str,
+        tokens: tuple[int, int] | None = None,
+        layers: Collection[int] | None = None,
+        *,
+        keep: bool = False,
+    ) -> Plan:
+        """What moving the sealed pages that hold tokens [start, stop) to tier `to` would copy. Changes nothing.
+
+        layers: whole layer groups; all by default. keep: leave the copy that is read today where it is.
+        """
+        self._check_ours([sequence])
+        start, stop = (0, len(sequence)) if tokens is None else tokens
+        span = (_natural("tokens", start), _natural("tokens", stop))
+        return Plan(self._core.plan(sequence.id, to, span, self._groups_of(layers), keep=keep))
+
+    def execute(self, plan: Plan) -> Ticket:
+        """Starts a plan in the background. All or nothing: OutOfBlocks when the target tier is full."""
+        return Ticket(self, plan, self._core.execute(plan._core))
+
+    def demote(self, sequence: Sequence, tokens: tuple[int, int] | None = None, to: str = "host") -> Ticket:
+        """Moves pages to a slower tier, in the background."""
+        return self.execute(self.plan(sequence, to, tokens))
+
+    def promote(self, sequence: Sequence, tokens: tuple[int, int] | None = None, to: str = "device") -> Ticket:
+        """Moves pages to a faster tier, in the background."""
+        return self.execute(self.plan(sequence, to, tokens))
+
+    def prefetch(self, sequence: Sequence) -> Ticket:
+        """Copies the newest pages to the device tier, as many as have room there, in the background.
+
+        The slower copies stay, so that demoting these pages again moves no bytes.
+        """
+        self._check_ours([sequence])
+        room = min(self._core.free_blocks("device")) // len(self._groups)
+        core = self._core.plan(
+            sequence.id,
+            "device",
+            (0, len(sequence)),
+            self._groups_of(None),
+            keep=True,
+            newest_first=True,
+            pages_max=room,
+        )
+        return self.execute(Plan(core))
+
+    def save(self, sequence: Sequence, key: str, tokens: tuple[int, int] | None = None, meta: bytes = b"") -> None:
+        """Keeps a sequence on disk under a name. Raises BackendUnavailable: there is no disk tier yet."""
+        raise BackendUnavailable(f"save({key!r}): the disk tier is not there yet")
+
+    def load(self, key: str) -> Sequence | None:
+        """Opens what `save` kept. Raises BackendUnavailable: there is no disk tier yet."""
+        raise BackendUnavailable(f"load({key!r}): the disk tier is not there yet")
+
+    def stats(self) -> Stats:
+        """Blocks and bytes by tier, and counters. Walks every page: not for the inner loop."""
+        return Stats.from_core(self._core.stats())
+
+    def audit(self) -> None:
+        """Checks the whole bookkeeping. Raises InvariantError with the first broken invariant."""
+        self._core.audit()
+
+    def close(self) -> None:
+        """Ends the cache and gives its memory back; copies under way finish first. Later calls raise UseAfterRelease."""
+        self._core.close()
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _adopt(self, handle: int) -> Sequence:
+        return Sequence(self, handle)
+
+    def _reserve(self, batch: Batch, counts: npt.NDArray[np.int64]) -> None:
+        if self._unfinished or self._abandoned:
+            self._clean_up()
+        try:
+            self._core.reserve(batch.ids, counts)
+        except OutOfBlocks as error:
+            self._spill.make_room(error, lambda: self._core.reserve(batch.ids, counts))
+
+    def _clean_up(self) -> None:
+        """Does what finalisers must not: they may run in the middle of any call."""
+        if self._unfinished:
+            self._unfinished = False
+            self._core.rollback()
+        while self._abandoned:
+            self._core.release(self._abandoned.popleft())
+
+    def _check_ours(self, sequences: Collection[Sequence]) -> Collection[Sequence]:
+        for index, sequence in enumerate(sequences):
+            if not isinstance(sequence, Sequence) or sequence._cache is not self:
+                raise InvalidArgument(f"sequences[{index}] = {sequence!r}: a sequence of this cache")
+        return sequences
+
+    def _groups_of(self, layers: Collection[int] | None) -> list[int]:
+        if layers is None:
+            return list(range(len(self._groups)))
+        wanted = set(layers)
+        chosen = [group for group, members in enumerate(self._groups) if wanted & set(members)]
+        whole = {layer for group in chosen for layer in self._groups[group]}
+        if whole != wanted:
+            raise InvalidArgument(f"layers = {sorted(wanted)}: whole layer groups, of {self._groups}")
+        return chosen
+
+    def _v_head_dim(self, layer: int) -> int:
+        if not 0 <= layer < len(self._v_head_dims):
+            raise InvalidArgument(f"layer = {layer}: from 0 to {len(self._v_head_dims) - 1}")
+        return self._v_head_dims[layer]
+
+
+def _natural(name: str, value: int) -> int:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+        raise InvalidArgument(f"{name} = {value!r}: an integer from 0 to 2**63 - 1")
+    return int(value)
+
+
+def _counts(name: str, values: Collection[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    array = np.asarray(values)
+    if array.size == 0:
+        return np.zeros(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidArgument(f"{name} = {array.dtype} {array.shape}: a list of integers, one a sequence")
+    return np.ascontiguousarray(array, np.int64)

@@ -1,0 +1,51 @@
+"""What `Cache.stats` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """Blocks of one layer group on one tier."""
+
+    free: int
+    used: int
+    draining: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A snapshot of a cache."""
+
+    block_bytes: tuple[int, ...]
+    """Bytes of a block, by layer group."""
+    device: tuple[BlockCounts, ...]
+    """Blocks of the device tier, by layer group."""
+    host: tuple[BlockCounts, ...]
+    """Blocks of the host tier, by layer group."""
+    shared_pages: int
+    """Pages that more than one place in the page tables refers to."""
+    dead_rows: int
+    """Tokens in pages that no sequence sees any more, left behind by `drop` and `truncate`."""
+    moved_bytes: dict[tuple[str, str], int]
+    """Bytes copied so far, by (source, target) tier."""
+
+    @classmethod
+    def from_core(cls, stats: dict[str, Any]) -> Stats:
+        """From the dict that `_core` returns."""
+        tiers = {tier: tuple(BlockCounts(*counts) for counts in rows) for tier, rows in stats["blocks"].items()}
+        return cls(
+            block_bytes=tuple(stats["block_bytes"]),
+            device=tiers["device"],
+            host=tiers["host"],
+            shared_pages=stats["shared_pages"],
+            dead_rows=stats["dead_rows"],
+            moved_bytes=stats["moved_bytes"],
+        )
+
+    def used_bytes(self, tier: str) -> int:
+        """Bytes of the blocks in use on "device" or "host"."""
+        rows: tuple[BlockCounts, ...] = getattr(self, tier)
+        return sum(size * counts.used for size, counts in zip(self.block_bytes, rows, strict=True))

@@ -1,0 +1,33 @@
+"""Settings of all tests: seeds are printed, machines without a GPU skip aloud."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+
+hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("PAGODA_HYPOTHESIS", "default"))
+
+
+@pytest.fixture(autouse=True)
+def _gpu_or_skip(request: pytest.FixtureRequest) -> None:
+    """Skips a test marked `gpu` where there is none, unless PAGODA_REQUIRE_GPU=1 says that there must be."""
+    if request.node.get_closest_marker("gpu") is None:
+        return
+    reason = _why_no_gpu()
+    if reason is None:
+        return
+    if os.environ.get("PAGODA_REQUIRE_GPU") == "1":
+        pytest.fail(f"PAGODA_REQUIRE_GPU=1, but {reason}")
+    pytest.skip(reason)
+
+
+def _why_no_gpu() -> str | None:
+    try:
+        import cupy
+    except ImportError:
+        return "CuPy is not installed"
+    return None if cupy.cuda.is_available() else "CuPy finds no CUDA device"

@@ -1,0 +1,147 @@
+"""A naive cache beside the real one: lists of rows, rounded as the row formats say, attended to in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+import pagoda
+from pagoda.attention.reference import attention
+
+Array = npt.NDArray[Any]
+
+DTYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
+"""What a value becomes when it is stored: rounding by NumPy and ml_dtypes, not by us."""
+
+TOLERANCE = 3e-6
+"""Float32 arithmetic against float64 on the same stored values, relative to the largest value."""
+
+
+def layer(**changes: Any) -> pagoda.AttentionLayer:
+    """A small attention layer."""
+    fields: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    return pagoda.AttentionLayer(**(fields | changes))
+
+
+@dataclass
+class Tokens:
+    """One sequence: per layer the K and V rows that were accepted."""
+
+    sequence: pagoda.Sequence
+    k: list[Array]
+    v: list[Array]
+
+    def __len__(self) -> int:
+        return len(self.k[0])
+
+    def fork(self) -> Tokens:
+        return replace(self, sequence=self.sequence.fork(), k=list(self.k), v=list(self.v))
+
+    def keep(self, tokens: npt.NDArray[np.bool_]) -> None:
+        self.k = [rows[tokens] for rows in self.k]
+        self.v = [rows[tokens] for rows in self.v]
+
+
+@dataclass
+class Mirror:
+    """A cache and what it must hold."""
+
+    cache: pagoda.Cache
+    rng: np.random.Generator
+    live: list[Tokens] = field(default_factory=list)
+
+    def create(self) -> Tokens:
+        spec = self.cache.spec
+        empty = [np.zeros((0, layer.num_kv_heads, layer.head_dim)) for layer in self._layers()]
+        values = [np.zeros((0, layer.num_kv_heads, layer.v_head_dim or layer.head_dim)) for layer in self._layers()]
+        assert len(empty) == len(spec.layers)
+        tokens = Tokens(self.cache.create(), empty, values)
+        self.live.append(tokens)
+        return tokens
+
+    def fork(self, tokens: Tokens) -> Tokens:
+        child = tokens.fork()
+        self.live.append(child)
+        return child
+
+    def release(self, tokens: Tokens) -> None:
+        tokens.sequence.release()
+        self.live.remove(tokens)
+
+    def step(self, batch: list[Tokens], new: list[int], accepted: list[int] | None = None, junk: int = 0) -> None:
+        """Appends random rows and checks what attention makes of everything.
+
+        `junk` more tokens of NaN follow the new ones of each sequence and are rejected: they poison the rows that nobody
+        may read.
+        """
+        counts = [count + junk for count in new]
+        keep = accepted or new
+        with self.cache.step([tokens.sequence for tokens in batch], counts) as step:
+            assert step.cu_seqlens.tolist() == [0, *np.cumsum(counts).tolist()]
+            bounds = step.cu_seqlens
+            for index, layer in enumerate(self._layers()):
+                k, v, q = self._rows(layer, int(bounds[-1]))
+                for number, count in enumerate(new):
+                    k[bounds[number] + count : bounds[number + 1]] = np.nan
+                    v[bounds[number] + count : bounds[number + 1]] = np.nan
+                out, lse = step.forward(index, q, k, v, return_lse=True)
+                k, v = (self._stored(rows, dtype) for rows, dtype in zip((k, v), self._dtypes(), strict=True))
+                for number, tokens in enumerate(batch):
+                    part = slice(bounds[number], bounds[number] + new[number])
+                    keys = np.concatenate([tokens.k[index], k[part]])
+                    values = np.concatenate([tokens.v[index], v[part]])
+                    expected = attention(q[part], keys, values, scale=layer.scale, window=layer.window)
+                    check(out[part], lse[part], *expected)
+                    kept = slice(bounds[number], bounds[number] + keep[number])
+                    tokens.k[index] = np.concatenate([tokens.k[index], k[kept]])
+                    tokens.v[index] = np.concatenate([tokens.v[index], v[kept]])
+            if junk or accepted is not None:
+                step.commit(accepted=keep)
+        self.cache.audit()
+
+    def look(self) -> None:
+        """Attends with a token that is then rejected: nothing but a check of every sequence."""
+        if self.live:
+            self.step(self.live, [1] * len(self.live), accepted=[0] * len(self.live))
+            for tokens in self.live:
+                assert len(tokens.sequence) == len(tokens)
+
+    def truncate(self, tokens: Tokens, length: int) -> None:
+        tokens.sequence.truncate(length)
+        tokens.keep(np.arange(len(tokens)) < length)
+
+    def drop(self, tokens: Tokens, start: int, stop: int) -> None:
+        tokens.sequence.drop(start, stop)
+        at = np.arange(len(tokens))
+        tokens.keep((at < start) | (at >= stop))
+
+    def _layers(self) -> list[pagoda.AttentionLayer]:
+        return [layer for layer in self.cache.spec.layers if isinstance(layer, pagoda.AttentionLayer)]
+
+    def _dtypes(self) -> tuple[str, str]:
+        return self.cache.k_dtype, self.cache.v_dtype
+
+    def _rows(self, layer: pagoda.AttentionLayer, count: int) -> tuple[Array, Array, Array]:
+        def rows(heads: int, dim: int) -> Array:
+            return self.rng.standard_normal((count, heads, dim), np.float32)
+
+        k = rows(layer.num_kv_heads, layer.head_dim)
+        v = rows(layer.num_kv_heads, layer.v_head_dim or layer.head_dim)
+        return k, v, rows(layer.num_q_heads, layer.head_dim)
+
+    @staticmethod
+    def _stored(rows: Array, dtype: str) -> Array:
+        stored: Array = rows.astype(DTYPES[dtype]).astype(np.float64)
+        return stored
+
+
+def check(out: Array, lse: Array, expected: Array, expected_lse: Array) -> None:
+    """Holds an attention result against the reference."""
+    assert out.shape == expected.shape
+    assert lse.shape == expected_lse.shape
+    np.testing.assert_allclose(out, expected, rtol=0, atol=TOLERANCE * max(1.0, np.abs(expected).max(initial=0)))
+    np.testing.assert_allclose(lse, expected_lse, rtol=TOLERANCE, atol=TOLERANCE)

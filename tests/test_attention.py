@@ -1,0 +1,192 @@
+"""Attention over pages against the float64 reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mirror import DTYPES, Mirror, check, layer
+
+import pagoda
+from pagoda.attention.reference import attention
+
+SEED = st.integers(0, 2**32 - 1)
+
+
+def small_cache(layers: list[pagoda.AttentionLayer], **options: Any) -> pagoda.Cache:
+    defaults: dict[str, Any] = {"device_memory": "8MiB", "host_memory": "8MiB", "threads": 2}
+    return pagoda.Cache(pagoda.ModelSpec(layers=layers), **(defaults | options))
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> pagoda.AttentionLayer:
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    return layer(
+        num_q_heads=kv_heads * draw(st.sampled_from([1, 2, 3, 4, 5, 8, 16])),
+        num_kv_heads=kv_heads,
+        head_dim=8 * draw(st.integers(1, 20)),
+        v_head_dim=8 * draw(st.integers(1, 20)),
+        window=draw(st.none() | st.integers(1, 150)),
+        scale=draw(st.none() | st.floats(0.01, 0.5)),
+    )
+
+
+@given(
+    layers=st.lists(layers(), min_size=1, max_size=3),
+    page_size=st.sampled_from([8, 16, 32, 64, 128]),
+    dtypes=st.tuples(st.sampled_from(list(DTYPES)), st.sampled_from(list(DTYPES))),
+    steps=st.lists(st.lists(st.sampled_from([0, 1, 2, 7, -1, 0x10, 0x11]), min_size=2, max_size=2), min_size=1, max_size=5),
+    junk=st.integers(0, 9),
+    seed=SEED,
+)
+def test_tiled_attention_matches_full_attention(
+    layers: list[pagoda.AttentionLayer],
+    page_size: int,
+    dtypes: tuple[str, str],
+    steps: list[list[int]],
+    junk: int,
+    seed: int,
+) -> None:
+    """Random shapes, formats and windows; ragged lengths of 0, 1, page - 1, page, page + 1 and others; NaN beyond the end."""
+    lengths = {-1: page_size - 1, 0x10: page_size, 0x11: page_size + 1}
+    with small_cache(layers, page_size=page_size, k_dtype=dtypes[0], v_dtype=dtypes[1], device_memory="64MiB") as cache:
+        mirror = Mirror(cache, np.random.default_rng(seed))
+        batch = [mirror.create(), mirror.create()]
+        for counts in steps:
+            mirror.step(batch, [lengths.get(count, count) for count in counts], junk=junk)
+
+
+@pytest.mark.parametrize("page_size", [8, 64, 256])
+def test_paged_matches_monolithic(page_size: int) -> None:
+    """One prefill of 1,000 tokens over pages equals attention over one array."""
+    rng = np.random.default_rng(0)
+    shape = layer(num_q_heads=8, num_kv_heads=2, head_dim=64)
+    q, k, v = (rng.standard_normal((1000, heads, 64), np.float32) for heads in (8, 2, 2))
+    with small_cache([shape], page_size=page_size, k_dtype="f32", v_dtype="f32") as cache:
+        with cache.step([cache.create()], [1000]) as step:
+            out, lse = step.forward(0, q, k, v, return_lse=True)
+        check(out, lse, *attention(q, k, v))
+
+
+def test_blocks_of_32_tokens_match_blocks_of_256() -> None:
+    """The size of a page changes where rows lie, not what attention sees."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((700, heads, 32), np.float32) for heads in (4, 2, 2))
+    results = []
+    for page_size in (32, 256):
+        with small_cache([layer(head_dim=32)], page_size=page_size, deterministic=True) as cache:
+            with cache.step([cache.create()], [700]) as step:
+                results.append(step.forward(0, q, k, v))
+    np.testing.assert_array_equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_arrays_of_every_type_and_stride(dtype: Any) -> None:
+    """K, V and Q may be slices of one fused array; the result has the type of Q."""
+    rng = np.random.default_rng(2)
+    fused = rng.standard_normal((50, 8, 24), np.float32).astype(dtype)
+    q, k, v = fused[:, :4, :16], fused[:, 4:6, 8:], fused[::-1, 6:, :16]
+    with small_cache([layer()], k_dtype="f32", v_dtype="f32") as cache, cache.step([cache.create()], [50]) as step:
+        out = step.forward(0, q, k, v)
+        expected, _ = attention(q, k, v)
+        assert out.dtype == dtype
+        bits = {2: 3e-3 if dtype == np.float16 else 2e-2, 4: 3e-6}[np.dtype(dtype).itemsize]
+        np.testing.assert_allclose(out.astype(np.float64), expected, rtol=0, atol=bits)
+
+
+def test_bits_of_bfloat16_come_as_uint16() -> None:
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((20, heads, 16), np.float32).astype(ml_dtypes.bfloat16) for heads in (4, 2, 2))
+    results = []
+    for as_bits in (False, True):
+        arrays = [rows.view(np.uint16) if as_bits else rows for rows in (q, k, v)]
+        with small_cache([layer()]) as cache, cache.step([cache.create()], [20]) as step:
+            out = step.forward(0, *arrays, dtype="bf16" if as_bits else None)
+            results.append(out.view(np.uint16))
+    np.testing.assert_array_equal(results[0], results[1])
+
+
+def test_what_f16_cannot_hold_saturates_or_is_refused() -> None:
+    k = np.full((1, 2, 16), 1e6, np.float32)
+    q, v = np.full((1, 4, 16), 1e-6, np.float32), np.ones((1, 2, 16), np.float32)
+    with small_cache([layer()]) as cache, cache.step([cache.create()], [1]) as step:
+        _, lse = step.forward(0, q, k, v, return_lse=True)
+        np.testing.assert_allclose(lse, 65504e-6 * 16 * 16**-0.5, rtol=1e-5)
+    with small_cache([layer()], checked=True) as cache:
+        for bad in (k, np.full_like(k, np.nan), np.full_like(k, -np.inf)):
+            with pytest.raises(pagoda.InvalidArgument), cache.step([cache.create()], [1]) as step:
+                step.append(0, bad, v)
+        cache.audit()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_context_shift_rotates_queries_not_keys(interleaved: bool) -> None:
+    """After `drop`, tokens before the gap are seen as if they stood right before it, though no key was touched."""
+    rng = np.random.default_rng(4)
+    rope = pagoda.Rope(theta=100.0, interleaved=interleaved)
+    shape = layer(head_dim=16, rope=rope)
+    inv_freq = 100.0 ** (-np.arange(8) / 8)
+
+    def rotate(rows: Any, positions: Any) -> Any:
+        pairs = (rows[..., 0::2], rows[..., 1::2]) if interleaved else (rows[..., :8], rows[..., 8:])
+        angle = positions[:, None, None] * inv_freq
+        turned = (
+            pairs[0] * np.cos(angle) - pairs[1] * np.sin(angle),
+            pairs[1] * np.cos(angle) + pairs[0] * np.sin(angle),
+        )
+        return np.stack(turned, -1).reshape(rows.shape) if interleaved else np.concatenate(turned, -1)
+
+    k, v = (rng.standard_normal((101, 2, 16)) for _ in range(2))
+    q = rng.standard_normal((101, 4, 16))
+    at = np.arange(101)
+    with small_cache([shape], k_dtype="f32", v_dtype="f32", page_size=16) as cache:
+        sequence = cache.create()
+        with cache.step([sequence], [100]) as step:
+            step.append(0, *(rows[:100].astype(np.float32) for rows in (rotate(k, at), v)))
+        sequence.drop(10, 40)
+        sequence.drop(30, 33)
+        with cache.step([sequence], [1]) as step:
+            assert step.positions.tolist() == [100]
+            new = [rows[100:].astype(np.float32) for rows in (rotate(q, at), rotate(k, at), v)]
+            out, lse = step.forward(0, *new, return_lse=True)
+    left = np.r_[0:10, 40:60, 63:101]
+    shifted = np.r_[33:43, 43:63, 63:101]
+    check(out, lse, *attention(rotate(q[100:], at[100:]), rotate(k[left], shifted), v[left]))
+
+
+@given(seed=SEED, chunks=st.lists(st.integers(1, 300), min_size=1, max_size=4), threads=st.integers(1, 3))
+def test_deterministic_bits_do_not_depend_on_chunks_batch_threads_or_tiers(
+    seed: int, chunks: list[int], threads: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    total = sum(chunks)
+    layers = [layer(num_q_heads=6, num_kv_heads=2, head_dim=24, window=window) for window in (None, 100)]
+    rows = [[rng.standard_normal((total, heads, 24), np.float32) for heads in (6, 2, 2)] for _ in layers]
+
+    def run(pieces: list[int], threads: int, crowd: int, migrate: bool) -> list[Any]:
+        with small_cache(layers, page_size=16, threads=threads, deterministic=True, device_memory="32MiB") as cache:
+            others = [cache.create() for _ in range(crowd)]
+            sequence = cache.create()
+            outs: list[list[Any]] = [[], []]
+            start = 0
+            for piece in pieces:
+                with cache.step([*others, sequence], [3] * crowd + [piece]) as step:
+                    for index in range(2):
+                        noise = [rng.standard_normal((3 * crowd, *part.shape[1:]), np.float32) for part in rows[index]]
+                        part = [p[start : start + piece] for p in rows[index]]
+                        both = [np.concatenate(pair) for pair in zip(noise, part, strict=True)]
+                        outs[index].append(step.forward(index, *both)[3 * crowd :])
+                start += piece
+                if migrate:
+                    cache.demote(sequence, (0, int(rng.integers(0, start + 1)))).wait()
+                    cache.promote(sequence, (0, int(rng.integers(0, start + 1)))).wait()
+            return [np.concatenate(out) for out in outs]
+
+    once = run([total], 2, 0, False)
+    again = run(chunks, threads, 2, True)
+    np.testing.assert_array_equal(once[0], again[0])
+    np.testing.assert_array_equal(once[1], again[1])

@@ -1,0 +1,186 @@
+"""What bad input gets: a typed error that names the argument, and a cache that is as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from mirror import Mirror, layer
+
+import pagoda
+
+SPEC = pagoda.ModelSpec(layers=[layer()])
+
+
+def rows(*shape: int, dtype: Any = np.float32) -> Any:
+    return np.zeros(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"page_size": 0}, "page_size"),
+        ({"page_size": 48}, "page_size"),
+        ({"page_size": 1 << 13}, "page_size"),
+        ({"page_size": 64.0}, "page_size"),
+        ({"k_dtype": "f15"}, "k_dtype"),
+        ({"v_dtype": ""}, "v_dtype"),
+        ({"device_memory": 100}, "device_memory"),
+        ({"device_memory": -1}, "device_memory"),
+        ({"device_memory": float("nan")}, "device_memory"),
+        ({"device_memory": "lots"}, "device_memory"),
+        ({"host_memory": 100}, "host_memory"),
+        ({"host_memory": 1 << 63}, "host_memory"),
+        ({"threads": 0}, "threads"),
+        ({"threads": 1 << 20}, "threads"),
+    ],
+)
+def test_a_cache_that_cannot_be(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(pagoda.InvalidArgument, match=named):
+        pagoda.Cache(SPEC, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"device": "cuda"}, {"device": "tpu"}, {"disk": "/tmp/x"}, {"resume": True}, {"k_dtype": "q8_0"}]
+)
+def test_what_is_not_there_yet(options: dict[str, Any]) -> None:
+    with pytest.raises(pagoda.BackendUnavailable):
+        pagoda.Cache(SPEC, **options)
+
+
+@pytest.mark.parametrize("change", [{"softcap": 30.0}, {"sinks": True}])
+def test_layers_that_the_cache_does_not_do_yet(change: dict[str, Any]) -> None:
+    with pytest.raises(pagoda.BackendUnavailable, match=next(iter(change))):
+        pagoda.Cache(pagoda.ModelSpec(layers=[layer(**change)]))
+
+
+Call = Callable[[pagoda.Cache, pagoda.Sequence, pagoda.Step], object]
+
+CALLS: list[tuple[str, Call]] = [
+    ("k = shape", lambda c, s, step: step.append(0, rows(3, 2, 16), rows(2, 2, 16))),
+    ("k = shape", lambda c, s, step: step.append(0, rows(2, 2, 8), rows(2, 2, 16))),
+    ("v = shape", lambda c, s, step: step.append(0, rows(2, 2, 16), rows(2, 16))),
+    ("k = dtype", lambda c, s, step: step.append(0, rows(2, 2, 16, dtype=np.float64), rows(2, 2, 16))),
+    ("k = dtype", lambda c, s, step: step.append(0, rows(2, 2, 16, dtype=np.uint16), rows(2, 2, 16))),
+    ("k = dtype", lambda c, s, step: step.append(0, rows(2, 2, 16, dtype=np.dtype(">f4")), rows(2, 2, 16))),
+    ("dtype", lambda c, s, step: step.append(0, rows(2, 2, 16), rows(2, 2, 16), dtype="int4")),
+    ("k = strides", lambda c, s, step: step.append(0, rows(2, 2, 32)[:, :, ::2], rows(2, 2, 16))),
+    ("layer = 1", lambda c, s, step: step.append(1, rows(2, 2, 16), rows(2, 2, 16))),
+    ("layer = 0", lambda c, s, step: step.attend(0, rows(2, 4, 16))),
+    ("layer = 0", lambda c, s, step: step.commit()),
+    ("q = shape", lambda c, s, step: step.forward(0, rows(2, 3, 16), rows(2, 2, 16), rows(2, 2, 16))),
+    ("q = list", lambda c, s, step: step.attend(0, [[1.0]])),  # type: ignore[arg-type]
+    ("out = shape", lambda c, s, step: step.attend(0, rows(2, 4, 16), out=rows(2, 4, 8))),
+    ("out = dtype", lambda c, s, step: step.attend(0, rows(2, 4, 16), out=rows(2, 4, 16, dtype=np.float16))),
+    ("out = strides", lambda c, s, step: step.attend(0, rows(2, 4, 16), out=np.lib.stride_tricks.as_strided(rows(16), (2, 4, 16), (0, 0, 4)))),
+    ("step = open", lambda c, s, step: c.step([s], [1]).__enter__()),
+    ("sequence", lambda c, s, step: s.release()),
+    ("sequence", lambda c, s, step: s.truncate(0)),
+    ("sequence", lambda c, s, step: s.drop(0, 1)),
+    ("sequence", lambda c, s, step: s.fork()),
+    ("sequence", lambda c, s, step: c.execute(c.plan(s, "host"))),
+    ("accepted", lambda c, s, step: step.commit(accepted=[1, 1])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("named", "call"), CALLS)
+def test_refused_inside_a_step(named: str, call: Call) -> None:
+    with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=1) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [40])
+        before = cache.stats()
+        with pytest.raises(pagoda.InvalidArgument, match=named), cache.step([tokens.sequence], [2]) as step:
+            if named == "accepted" or named.startswith("out"):
+                step.append(0, rows(2, 2, 16), rows(2, 2, 16))
+            call(cache, tokens.sequence, step)
+        assert cache.stats() == before
+        mirror.look()
+
+
+def test_out_must_be_writeable_and_apart_from_q() -> None:
+    with pagoda.Cache(SPEC, threads=1) as cache, cache.step([cache.create()], [2]) as step:
+        step.append(0, rows(2, 2, 16), rows(2, 2, 16))
+        q = rows(2, 4, 16)
+        frozen = rows(2, 4, 16)
+        frozen.setflags(write=False)
+        for out in (frozen, q, q[::-1]):
+            with pytest.raises(pagoda.InvalidArgument, match="out"):
+                step.attend(0, q, out=out)
+        backwards = rows(2, 4, 16)[::-1, ::-1]
+        assert step.attend(0, q, out=backwards) is backwards
+
+
+@pytest.mark.parametrize(
+    ("error", "call"),
+    [
+        (pagoda.InvalidArgument, lambda c, s: s.truncate(41)),
+        (pagoda.InvalidArgument, lambda c, s: s.truncate(-1)),
+        (pagoda.InvalidArgument, lambda c, s: s.truncate(1.5)),
+        (pagoda.InvalidArgument, lambda c, s: s.truncate(1 << 64)),
+        (pagoda.InvalidArgument, lambda c, s: s.drop(3, 2)),
+        (pagoda.InvalidArgument, lambda c, s: s.drop(0, 41)),
+        (pagoda.InvalidArgument, lambda c, s: c.plan(s, "moon")),
+        (pagoda.InvalidArgument, lambda c, s: c.plan(s, "disk")),
+        (pagoda.InvalidArgument, lambda c, s: c.plan(s, "host", (0, 41))),
+        (pagoda.InvalidArgument, lambda c, s: c.plan(s, "host", (2, 1))),
+        (pagoda.InvalidArgument, lambda c, s: c.plan(s, "host", layers=[1])),
+        (pagoda.InvalidArgument, lambda c, s: c.step([s], [1, 2]).__enter__()),
+        (pagoda.InvalidArgument, lambda c, s: c.step([s, s], [1, 2]).__enter__()),
+        (pagoda.InvalidArgument, lambda c, s: c.step([s], [-1]).__enter__()),
+        (pagoda.InvalidArgument, lambda c, s: c.step([s], [1 << 40]).__enter__()),
+        (pagoda.InvalidArgument, lambda c, s: c.step([s], [1 << 31]).__enter__()),
+        (pagoda.InvalidArgument, lambda c, s: c.step([s], [0.5]).__enter__()),
+        (pagoda.InvalidArgument, lambda c, s: c.step([s], [float("nan")]).__enter__()),
+        (pagoda.InvalidArgument, lambda c, s: c.step(["s"], [1])),
+        (pagoda.InvalidArgument, lambda c, s: c.step([s], [1], stream=1)),
+        (pagoda.OutOfBlocks, lambda c, s: c.step([s], [1 << 20]).__enter__()),
+        (pagoda.BackendUnavailable, lambda c, s: c.save(s, "name")),
+        (pagoda.BackendUnavailable, lambda c, s: c.load("name")),
+    ],
+)
+def test_refused_between_steps(error: type[Exception], call: Callable[[Any, Any], object]) -> None:
+    with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=1) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [40])
+        with pytest.raises(error):
+            call(cache, tokens.sequence)
+        mirror.look()
+
+
+def test_released_foreign_and_closed() -> None:
+    with pagoda.Cache(SPEC, threads=1) as cache, pagoda.Cache(SPEC, threads=1) as other:
+        sequence = cache.create()
+        with pytest.raises(pagoda.InvalidArgument, match="of this cache"):
+            other.step([sequence], [1])
+        with pytest.raises(pagoda.InvalidArgument, match="of this cache"):
+            other.plan(sequence, "host")
+        sequence.release()
+        for call in (sequence.release, sequence.fork, sequence.__len__, lambda: cache.step([sequence], [1])):
+            with pytest.raises(pagoda.UseAfterRelease):
+                call()
+        batch = cache.batch([kept := cache.create()])
+        kept.release()
+        with pytest.raises(pagoda.UseAfterRelease):
+            cache.step(batch, [1]).__enter__()
+        cache.audit()
+    for call in (cache.create, cache.audit, cache.stats):
+        with pytest.raises(pagoda.UseAfterRelease):
+            call()
+    cache.close()
+
+
+def test_out_of_blocks_says_how_many_and_changes_nothing() -> None:
+    spec = pagoda.ModelSpec(layers=[layer(), layer(window=8)])
+    size = 16 * 2 * 2 * 16 * 2
+    with pagoda.Cache(spec, page_size=16, device_memory=20 * size, host_memory=0, threads=1) as cache:
+        a, b = cache.create(), cache.create()
+        before = cache.stats()
+        with pytest.raises(pagoda.OutOfBlocks, match="lacks 4 block") as caught:
+            cache.step([a, b], [16 * 8, 16 * 4]).__enter__()
+        assert (caught.value.blocks_short, caught.value.bytes_short) == (4, 4 * size)
+        assert cache.stats() == before
+        cache.audit()

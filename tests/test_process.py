@@ -1,0 +1,113 @@
+"""Forked processes, signals, threads and the end of the interpreter."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+from mirror import Mirror, layer
+
+import pagoda
+
+PRELUDE = """
+import os, signal, sys, time
+import numpy as np
+import pagoda
+spec = pagoda.ModelSpec(layers=[pagoda.AttentionLayer(num_q_heads=4, num_kv_heads=2, head_dim=16)])
+cache = pagoda.Cache(spec, threads=2, device_memory="64MiB", host_memory="64MiB")
+sequence = cache.create()
+def run(count):
+    rows = np.ones((count, 2, 16), np.float32)
+    with cache.step([sequence], [count]) as step:
+        step.forward(0, np.ones((count, 4, 16), np.float32), rows, rows)
+run(500)
+"""
+
+
+def run(script: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", PRELUDE + script], capture_output=True, text=True, timeout=timeout)
+
+
+def test_a_forked_child_raises_and_the_parent_goes_on() -> None:
+    script = """
+child = os.fork()
+if child == 0:
+    calls = [cache.create, cache.audit, sequence.fork, sequence.__len__, lambda: run(1), sequence.release]
+    for call in calls:
+        try:
+            call()
+        except pagoda.UseAfterRelease:
+            continue
+        os._exit(1)
+    cache.close()
+    fresh = pagoda.Cache(spec, threads=2)
+    fresh.create()
+    fresh.close()
+    del sequence, cache
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+run(7)
+cache.audit()
+print(len(sequence))
+"""
+    done = run(script)
+    assert (done.returncode, done.stdout.strip()) == (0, "507"), done.stderr
+
+
+def test_ctrl_c_leaves_no_deadlock() -> None:
+    script = """
+done = 0
+while done < 20:
+    signal.setitimer(signal.ITIMER_REAL, 0.02 + 0.001 * done)
+    try:
+        while True:
+            run(300)
+            cache.demote(sequence).wait()
+            sequence.truncate(0)
+    except KeyboardInterrupt:
+        done += 1
+        cache.audit()
+run(1)
+print("fine")
+"""
+    script = "signal.signal(signal.SIGALRM, signal.default_int_handler)" + script
+    done = run(script)
+    assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
+
+
+def test_the_interpreter_ends_with_copies_under_way() -> None:
+    done = run("ticket = cache.demote(sequence)\nsequence.release()\n")
+    assert done.returncode == 0, done.stderr
+
+
+def test_threads_take_turns() -> None:
+    """Calls from several threads on one cache do not disturb each other."""
+    spec = pagoda.ModelSpec(layers=[layer()])
+    with pagoda.Cache(spec, page_size=16, device_memory="8MiB", host_memory="8MiB", threads=2) as cache:
+        turn = threading.Lock()
+        failures: list[BaseException] = []
+
+        def work(seed: int) -> None:
+            try:
+                mirror = Mirror(cache, np.random.default_rng(seed))
+                tokens = mirror.create()
+                for _ in range(20):
+                    with turn:  # One open step per cache: steps take turns, everything else need not.
+                        mirror.step([tokens], [30])
+                    ticket = cache.demote(tokens.sequence)
+                    cache.audit()
+                    tokens.sequence.fork().release()
+                    ticket.wait()
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+    assert signal.getsignal(signal.SIGINT) is not None

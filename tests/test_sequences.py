@@ -1,0 +1,149 @@
+"""Forks, truncation, context shift and speculative steps: who sees which tokens, and what gets copied."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+from mirror import Mirror, layer
+
+import pagoda
+
+
+@pytest.fixture
+def mirror() -> Any:
+    spec = pagoda.ModelSpec(layers=[layer(), layer(window=24)])
+    with pagoda.Cache(spec, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=2) as cache:
+        yield Mirror(cache, np.random.default_rng(0))
+
+
+def used(mirror: Mirror) -> int:
+    return sum(counts.used for counts in mirror.cache.stats().device)
+
+
+def test_copy_on_write_shares_until_the_first_write(mirror: Mirror) -> None:
+    parent = mirror.create()
+    mirror.step([parent], [40])
+    blocks = used(mirror)
+    child = mirror.fork(parent)
+    assert used(mirror) == blocks
+    assert mirror.cache.stats().shared_pages == blocks
+    mirror.step([child], [1])
+    assert used(mirror) == blocks + 2, "one copy of the open page in each layer group"
+    mirror.step([parent], [1])
+    assert used(mirror) == blocks + 2, "the parent is alone on its page now and writes in place"
+    mirror.look()
+    mirror.release(parent)
+    mirror.look()
+
+
+def test_both_sides_of_a_fork_in_one_step(mirror: Mirror) -> None:
+    parent = mirror.create()
+    mirror.step([parent], [20])
+    children = [mirror.fork(parent) for _ in range(3)]
+    mirror.step([parent, *children], [5, 1, 0, 30])
+    mirror.look()
+
+
+def test_context_shift_moves_no_bytes(mirror: Mirror) -> None:
+    tokens = mirror.create()
+    mirror.step([tokens], [100])
+    table = mirror.cache.stats()
+    mirror.drop(tokens, 7, 50)
+    after = mirror.cache.stats()
+    assert after.moved_bytes == table.moved_bytes
+    assert len(tokens.sequence) == 57
+    assert after.dead_rows == 2 * 43 - 2 * 32, "whole pages are freed, rows of cut pages stay behind"
+    mirror.step([tokens], [1])
+    mirror.drop(tokens, 0, 58)
+    assert len(tokens.sequence) == 0
+    mirror.step([tokens], [3])
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 3, 4, 5, 19, 20, 21, 40])
+def test_speculative_accept_and_reject_across_page_borders(mirror: Mirror, accepted: int) -> None:
+    tokens = mirror.create()
+    mirror.step([tokens], [12])
+    before = used(mirror)
+    mirror.step([tokens], [40], accepted=[accepted])
+    assert len(tokens.sequence) == 12 + accepted
+    pages = -(-(12 + accepted) // 16)
+    assert used(mirror) - before == 2 * (pages - 1)
+    mirror.look()
+    mirror.step([tokens], [17])
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 63, 64])
+def test_truncation_and_growth(mirror: Mirror, length: int) -> None:
+    tokens = mirror.create()
+    mirror.step([tokens], [64])
+    fork = mirror.fork(tokens)
+    mirror.truncate(tokens, length)
+    mirror.step([tokens], [5])
+    mirror.truncate(fork, max(0, length - 1))
+    mirror.step([fork, tokens], [20, 1])
+    mirror.look()
+
+
+def test_an_exception_rolls_back_to_before_reserve(mirror: Mirror) -> None:
+    tokens = mirror.create()
+    mirror.step([tokens], [10])
+    child = mirror.fork(tokens)
+    before = mirror.cache.stats()
+    with pytest.raises(KeyboardInterrupt), mirror.cache.step([tokens.sequence, child.sequence], [30, 5]) as step:
+        step.append(0, *[np.full((35, 2, 16), np.nan, np.float32)] * 2)
+        raise KeyboardInterrupt
+    assert mirror.cache.stats() == before
+    mirror.look()
+
+
+def test_a_forgotten_step_rolls_back_and_a_forgotten_sequence_is_released(mirror: Mirror) -> None:
+    sequence = mirror.cache.create()
+    mirror.cache.step([sequence], [10]).__enter__()
+    gc.collect()
+    tokens = mirror.create()
+    mirror.step([tokens], [1])
+    assert len(sequence) == 0
+    with mirror.cache.step([sequence], [16]) as step:
+        for index in range(2):
+            step.append(index, *[np.zeros((16, 2, 16), np.float32)] * 2)
+    blocks = used(mirror)
+    del sequence, step
+    gc.collect()
+    mirror.step([tokens], [1])
+    assert used(mirror) == blocks - 2
+
+
+def test_tables_name_the_blocks_that_attention_reads(mirror: Mirror) -> None:
+    a, b = mirror.create(), mirror.create()
+    mirror.step([a, b], [33, 16])
+    pair = [a.sequence, b.sequence]
+    with mirror.cache.step(pair, [1, 2]) as step:
+        table = step.table(0)
+        assert step.table(1).block_table.shape == (2, 3)
+        assert table.block_table.dtype == np.int32
+        assert (table.block_table[1] >= 0).tolist() == [True, True, False]
+        offset = np.array([33, 16, 17])
+        blocks = table.block_table[[0, 1, 1], offset // 16]
+        assert table.slot_mapping.tolist() == (blocks.astype(np.int64) * 16 + offset % 16).tolist()
+        size = mirror.cache.stats().block_bytes[0]
+        addresses = table.pointers[table.block_table >= 0]
+        assert set((addresses - addresses.min()) % size) == {0}
+        assert table.kv_indptr.tolist() == [0, 3, 5]
+        assert table.kv_indices.tolist() == table.block_table[table.block_table >= 0].tolist()
+        assert table.kv_last_page_len.tolist() == [2, 2]
+        with pytest.raises(ValueError, match="read-only"):
+            table.block_table[0, 0] = 1
+        step.commit(accepted=[0, 0])
+    mirror.cache.demote(a.sequence, (0, 16)).wait()
+    with mirror.cache.step(pair, [0, 0]) as step:
+        table = step.table(0)
+        assert table.block_table[0].tolist()[0] == -1
+        assert table.pointers[0, 0] != 0
+        with pytest.raises(pagoda.InvalidArgument, match="on the device"):
+            _ = table.csr
+    mirror.drop(b, 0, 3)
+    with mirror.cache.step([b.sequence], [0]) as step, pytest.raises(pagoda.InvalidArgument, match="one whole span"):
+        _ = step.table(0).kv_indices

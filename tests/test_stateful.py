@@ -1,0 +1,162 @@
+"""Random calls on the Python API against the naive mirror: after each, audit; whenever tokens are looked at, float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from mirror import Mirror, Tokens, layer
+
+import pagoda
+
+FRACTION = st.floats(0, 1)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Sequences come, fork, grow, shrink and go while pages move between two small tiers."""
+
+    mirror: Mirror
+
+    @initialize(
+        seed=st.integers(0, 2**32 - 1),
+        page_size=st.sampled_from([8, 16, 32]),
+        dtypes=st.tuples(*[st.sampled_from(["f32", "f16", "bf16"])] * 2),
+        spill=st.booleans(),
+        deterministic=st.booleans(),
+    )
+    def open(self, seed: int, page_size: int, dtypes: tuple[str, str], spill: bool, deterministic: bool) -> None:
+        layers = [layer(), layer(window=20), layer(), layer(window=20, num_kv_heads=4)]
+        cache = pagoda.Cache(
+            pagoda.ModelSpec(layers=layers),
+            page_size=page_size,
+            k_dtype=dtypes[0],
+            v_dtype=dtypes[1],
+            device_memory="384KiB",
+            host_memory="256KiB",
+            threads=2,
+            deterministic=deterministic,
+            spill=spill,
+        )
+        self.mirror = Mirror(cache, np.random.default_rng(seed))
+        self.tickets: list[pagoda.Ticket] = []
+
+    def pick(self, fraction: float) -> Tokens:
+        live = self.mirror.live
+        return live[min(int(fraction * len(live)), len(live) - 1)]
+
+    @precondition(lambda self: len(self.mirror.live) < 6)
+    @rule()
+    def create(self) -> None:
+        self.mirror.create()
+
+    @precondition(lambda self: 0 < len(self.mirror.live) < 6)
+    @rule(which=FRACTION)
+    def fork(self, which: float) -> None:
+        self.mirror.fork(self.pick(which))
+
+    @precondition(lambda self: self.mirror.live)
+    @rule(which=FRACTION)
+    def release(self, which: float) -> None:
+        tokens = self.pick(which)
+        self.mirror.release(tokens)
+        with pytest.raises(pagoda.UseAfterRelease):
+            tokens.sequence.fork()
+
+    @precondition(lambda self: self.mirror.live)
+    @rule(which=FRACTION, length=FRACTION)
+    def truncate(self, which: float, length: float) -> None:
+        tokens = self.pick(which)
+        self.mirror.truncate(tokens, int(length * len(tokens)))
+
+    @precondition(lambda self: self.mirror.live)
+    @rule(which=FRACTION, ends=st.tuples(FRACTION, FRACTION))
+    def drop(self, which: float, ends: tuple[float, float]) -> None:
+        tokens = self.pick(which)
+        start, stop = sorted(int(end * len(tokens)) for end in ends)
+        before = self.mirror.cache.stats().moved_bytes
+        self.mirror.drop(tokens, start, stop)
+        assert self.mirror.cache.stats().moved_bytes == before
+
+    @precondition(lambda self: self.mirror.live)
+    @rule(
+        which=st.sets(FRACTION, min_size=1, max_size=3),
+        new=st.lists(st.integers(0, 40), min_size=3, max_size=3),
+        junk=st.integers(0, 12),
+        accepted=st.none() | st.lists(FRACTION, min_size=3, max_size=3),
+    )
+    def step(self, which: set[float], new: list[int], junk: int, accepted: list[float] | None) -> None:
+        batch = list({id(tokens): tokens for tokens in map(self.pick, which)}.values())
+        counts = new[: len(batch)]
+        keep = accepted and [int(part * count) for part, count in zip(accepted, counts, strict=False)]
+        try:
+            self.mirror.step(batch, counts, keep or None, junk)
+        except pagoda.OutOfBlocks as error:
+            assert error.blocks_short > 0
+            assert error.bytes_short > 0
+
+    @precondition(lambda self: self.mirror.live)
+    @rule(which=FRACTION, new=st.integers(0, 30), layers=st.integers(0, 4))
+    def fail_inside_a_step(self, which: float, new: int, layers: int) -> None:
+        tokens = self.pick(which)
+        with pytest.raises((ZeroDivisionError, pagoda.OutOfBlocks)):  # noqa: PT012, SIM117
+            with self.mirror.cache.step([tokens.sequence], [new]) as step:
+                for index in range(layers):
+                    shape = self.mirror.cache.spec.layers[index]
+                    rows = np.full((new, shape.num_kv_heads, 16), np.nan, np.float32)
+                    step.append(index, rows, rows)
+                raise ZeroDivisionError
+
+    @precondition(lambda self: self.mirror.live)
+    @rule(which=FRACTION, ends=st.tuples(FRACTION, FRACTION), how=st.sampled_from(["demote", "promote", "prefetch", "keep"]))
+    def move(self, which: float, ends: tuple[float, float], how: str) -> None:
+        tokens, cache = self.pick(which), self.mirror.cache
+        start, stop = sorted(int(end * len(tokens)) for end in ends)
+        try:
+            if how == "prefetch":
+                ticket = cache.prefetch(tokens.sequence)
+            elif how == "keep":
+                ticket = cache.execute(cache.plan(tokens.sequence, "host", (start, stop), keep=True))
+            else:
+                ticket = getattr(cache, how)(tokens.sequence, (start, stop))
+        except pagoda.OutOfBlocks:
+            return
+        self.tickets.append(ticket)
+
+    @precondition(lambda self: self.tickets)
+    @rule()
+    def wait(self) -> None:
+        assert self.tickets.pop().wait(60)
+
+    @precondition(lambda self: self.mirror.live)
+    @rule()
+    def look(self) -> None:
+        try:
+            self.mirror.look()
+        except pagoda.OutOfBlocks:
+            # Not even one token fits: look at each sequence without new ones.
+            self.mirror.step(self.mirror.live, [0] * len(self.mirror.live))
+
+    @invariant()
+    def audit(self) -> None:
+        if hasattr(self, "mirror"):
+            self.mirror.cache.audit()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "mirror"):
+            return
+        cache = self.mirror.cache
+        for tokens in list(self.mirror.live):
+            self.mirror.release(tokens)
+        for ticket in self.tickets:
+            ticket.wait(60)
+        stats: Any = cache.stats()
+        assert stats.used_bytes("device") == stats.used_bytes("host") == 0
+        cache.close()
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40)

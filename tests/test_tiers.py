@@ -1,0 +1,150 @@
+"""Pages on the move between the device and the host tier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from mirror import Mirror, layer
+
+import pagoda
+
+SPEC = pagoda.ModelSpec(layers=[layer(), layer(), layer(window=40)])
+
+
+@pytest.fixture
+def mirror() -> Any:
+    with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=2) as cache:
+        yield Mirror(cache, np.random.default_rng(0))
+
+
+def test_demote_and_promote_move_whole_pages_and_no_byte_changes(mirror: Mirror) -> None:
+    tokens = mirror.create()
+    mirror.step([tokens], [100])
+    cache = mirror.cache
+    sizes = cache.stats().block_bytes
+    plan = cache.plan(tokens.sequence, "host", (0, 40))
+    assert plan.bytes == 3 * sum(sizes), "the pages that hold tokens 0 to 39"
+    assert [copy[2:4] for copy in plan.copies] == [("device", "host")] * 6
+    ticket = cache.execute(plan)
+    assert ticket.wait(60)
+    assert ticket.done()
+    assert cache.stats().used_bytes("host") == plan.bytes
+    mirror.look()
+    assert cache.plan(tokens.sequence, "host", (0, 40)).copies == []
+    assert cache.promote(tokens.sequence).wait(60)
+    assert cache.stats().used_bytes("host") == 0
+    assert cache.stats().moved_bytes == {("device", "host"): plan.bytes, ("host", "device"): plan.bytes}
+    mirror.look()
+
+
+def test_an_open_page_stays(mirror: Mirror) -> None:
+    tokens = mirror.create()
+    mirror.step([tokens], [20])
+    assert len(mirror.cache.plan(tokens.sequence, "host")) == 2
+    mirror.step([tokens], [12])
+    assert len(mirror.cache.plan(tokens.sequence, "host")) == 4
+
+
+def test_prefetch_keeps_the_slower_copy_so_that_demoting_again_is_free(mirror: Mirror) -> None:
+    tokens = mirror.create()
+    mirror.step([tokens], [64])
+    cache = mirror.cache
+    assert cache.demote(tokens.sequence).wait(60)
+    assert cache.prefetch(tokens.sequence).wait(60)
+    moved = cache.stats().moved_bytes
+    assert cache.stats().used_bytes("device") == cache.stats().used_bytes("host")
+    plan = cache.plan(tokens.sequence, "host")
+    assert plan.bytes == 0
+    assert len(plan) == 8
+    assert cache.execute(plan).wait(60)
+    mirror.look()
+    assert cache.stats().moved_bytes == moved
+
+
+def test_a_stale_plan_is_refused(mirror: Mirror) -> None:
+    tokens = mirror.create()
+    mirror.step([tokens], [64])
+    plan = mirror.cache.plan(tokens.sequence, "host")
+    mirror.truncate(tokens, 60)
+    mirror.step([tokens], [1])
+    with pytest.raises(pagoda.InvalidArgument, match="plan"):
+        mirror.cache.execute(plan)
+    mirror.look()
+
+
+def test_releasing_pages_under_way_is_safe(mirror: Mirror) -> None:
+    for _ in range(20):
+        tokens = mirror.create()
+        mirror.step([tokens], [300])
+        ticket = mirror.cache.demote(tokens.sequence)
+        mirror.release(tokens)
+        mirror.cache.audit()
+        assert ticket.wait(60)
+    stats = mirror.cache.stats()
+    assert stats.used_bytes("device") == stats.used_bytes("host") == 0
+
+
+def test_a_full_host_tier_refuses_and_changes_nothing() -> None:
+    with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="256KiB", threads=1) as cache:
+        mirror = Mirror(cache, np.random.default_rng(3))
+        batch = [mirror.create(), mirror.create()]
+        mirror.step(batch, [500, 500])
+        assert cache.demote(batch[0].sequence).wait()
+        before = cache.stats()
+        with pytest.raises(pagoda.OutOfBlocks, match="tier host"):
+            cache.demote(batch[1].sequence)
+        assert cache.stats() == before
+        mirror.look()
+
+
+def test_a_context_larger_than_the_device_spills_and_is_attended_to_in_full() -> None:
+    with pagoda.Cache(SPEC, page_size=16, device_memory="256KiB", host_memory="4MiB", threads=2) as cache:
+        mirror = Mirror(cache, np.random.default_rng(1))
+        tokens = mirror.create()
+        for _ in range(40):
+            mirror.step([tokens], [70])
+        stats = cache.stats()
+        assert stats.used_bytes("host") > 2 * stats.used_bytes("device")
+        mirror.step([tokens], [1])
+    with pagoda.Cache(SPEC, page_size=16, device_memory="256KiB", host_memory="4MiB", threads=2, spill=False) as cache:
+        mirror = Mirror(cache, np.random.default_rng(1))
+        tokens = mirror.create()
+        with pytest.raises(pagoda.OutOfBlocks):
+            mirror.step([tokens], [3000])
+        cache.audit()
+
+
+def test_spilling_takes_the_sequence_that_rested_longest() -> None:
+    with pagoda.Cache(SPEC, page_size=16, device_memory="256KiB", host_memory="4MiB", threads=1) as cache:
+        mirror = Mirror(cache, np.random.default_rng(2))
+        idle, busy = mirror.create(), mirror.create()
+        mirror.step([idle], [160])
+        for _ in range(12):
+            mirror.step([busy], [60])
+        assert not cache.plan(idle.sequence, "host").copies, "all of it has left"
+        assert cache.plan(busy.sequence, "host").copies
+        mirror.look()
+
+
+def test_memory_follows_the_context() -> None:
+    """The arenas are reserved at once, but touched as they are used, and given back."""
+    spec = pagoda.ModelSpec(layers=[layer(num_q_heads=8, num_kv_heads=8, head_dim=128)] * 4)
+    process = psutil.Process()
+    with pagoda.Cache(spec, device_memory="1GiB", host_memory="8GiB", threads=1) as cache:
+        empty = process.memory_info().rss
+        sequence = cache.create()
+        rows = np.ones((1024, 8, 128), np.float32)
+        for _ in range(8):
+            with cache.step([sequence], [1024]) as step:
+                for index in range(4):
+                    step.append(index, rows, rows)
+        held = 8192 * 4 * 2 * 8 * 128 * 2
+        grown = process.memory_info().rss - empty
+        assert 0.9 * held < grown < 1.6 * held + (16 << 20)
+        sequence.truncate(1024)
+        assert process.memory_info().rss - empty < 0.5 * grown
+        sequence.release()
+        assert process.memory_info().rss - empty < 0.25 * grown
