@@ -8,7 +8,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-
 import pagoda
 from pagoda.attention.reference import attention
 
@@ -57,7 +56,7 @@ class Mirror:
     def create(self) -> Tokens:
         spec = self.cache.spec
         empty = [np.zeros((0, layer.num_kv_heads, layer.head_dim)) for layer in self._layers()]
-        values = [np.zeros((0, layer.num_kv_heads, layer.v_head_dim or layer.head_dim)) for layer in self._layers()]
+        values = [np.zeros((0, layer.num_kv_heads, layer.v_dim)) for layer in self._layers()]
         assert len(empty) == len(spec.layers)
         tokens = Tokens(self.cache.create(), empty, values)
         self.live.append(tokens)
@@ -130,7 +129,7 @@ class Mirror:
             return self.rng.standard_normal((count, heads, dim), np.float32)
 
         k = rows(layer.num_kv_heads, layer.head_dim)
-        v = rows(layer.num_kv_heads, layer.v_head_dim or layer.head_dim)
+        v = rows(layer.num_kv_heads, layer.v_dim)
         return k, v, rows(layer.num_q_heads, layer.head_dim)
 
     @staticmethod

@@ -6,12 +6,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pagoda
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mirror import DTYPES, Mirror, check, layer
-
-import pagoda
 from pagoda.attention.reference import attention
 
 SEED = st.integers(0, 2**32 - 1)
@@ -39,7 +38,11 @@ def layers(draw: st.DrawFn) -> pagoda.AttentionLayer:
     layers=st.lists(layers(), min_size=1, max_size=3),
     page_size=st.sampled_from([8, 16, 32, 64, 128]),
     dtypes=st.tuples(st.sampled_from(list(DTYPES)), st.sampled_from(list(DTYPES))),
-    steps=st.lists(st.lists(st.sampled_from([0, 1, 2, 7, -1, 0x10, 0x11]), min_size=2, max_size=2), min_size=1, max_size=5),
+    steps=st.lists(
+        st.lists(st.sampled_from([0, 1, 2, 7, -1, 0x10, 0x11]), min_size=2, max_size=2),
+        min_size=1,
+        max_size=5,
+    ),
     junk=st.integers(0, 9),
     seed=SEED,
 )
@@ -90,7 +93,10 @@ def test_arrays_of_every_type_and_stride(dtype: Any) -> None:
     rng = np.random.default_rng(2)
     fused = rng.standard_normal((50, 8, 24), np.float32).astype(dtype)
     q, k, v = fused[:, :4, :16], fused[:, 4:6, 8:], fused[::-1, 6:, :16]
-    with small_cache([layer()], k_dtype="f32", v_dtype="f32") as cache, cache.step([cache.create()], [50]) as step:
+    with (
+        small_cache([layer()], k_dtype="f32", v_dtype="f32") as cache,
+        cache.step([cache.create()], [50]) as step,
+    ):
         out = step.forward(0, q, k, v)
         expected, _ = attention(q, k, v)
         assert out.dtype == dtype

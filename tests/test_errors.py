@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pagoda
 import pytest
 from mirror import Mirror, layer
-
-import pagoda
 
 SPEC = pagoda.ModelSpec(layers=[layer()])
 
@@ -43,7 +42,8 @@ def test_a_cache_that_cannot_be(options: dict[str, Any], named: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"device": "cuda"}, {"device": "tpu"}, {"disk": "/tmp/x"}, {"resume": True}, {"k_dtype": "q8_0"}]
+    "options",
+    [{"device": "cuda"}, {"device": "tpu"}, {"disk": "/tmp/x"}, {"resume": True}, {"k_dtype": "q8_0"}],
 )
 def test_what_is_not_there_yet(options: dict[str, Any]) -> None:
     with pytest.raises(pagoda.BackendUnavailable):

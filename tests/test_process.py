@@ -8,9 +8,8 @@ import sys
 import threading
 
 import numpy as np
-from mirror import Mirror, layer
-
 import pagoda
+from mirror import Mirror, layer
 
 PRELUDE = """
 import os, signal, sys, time

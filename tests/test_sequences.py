@@ -6,10 +6,9 @@ import gc
 from typing import Any
 
 import numpy as np
+import pagoda
 import pytest
 from mirror import Mirror, layer
-
-import pagoda
 
 
 @pytest.fixture
@@ -92,7 +91,10 @@ def test_an_exception_rolls_back_to_before_reserve(mirror: Mirror) -> None:
     mirror.step([tokens], [10])
     child = mirror.fork(tokens)
     before = mirror.cache.stats()
-    with pytest.raises(KeyboardInterrupt), mirror.cache.step([tokens.sequence, child.sequence], [30, 5]) as step:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        mirror.cache.step([tokens.sequence, child.sequence], [30, 5]) as step,
+    ):
         step.append(0, *[np.full((35, 2, 16), np.nan, np.float32)] * 2)
         raise KeyboardInterrupt
     assert mirror.cache.stats() == before
@@ -145,5 +147,8 @@ def test_tables_name_the_blocks_that_attention_reads(mirror: Mirror) -> None:
         with pytest.raises(pagoda.InvalidArgument, match="on the device"):
             _ = table.csr
     mirror.drop(b, 0, 3)
-    with mirror.cache.step([b.sequence], [0]) as step, pytest.raises(pagoda.InvalidArgument, match="one whole span"):
+    with (
+        mirror.cache.step([b.sequence], [0]) as step,
+        pytest.raises(pagoda.InvalidArgument, match="one whole span"),
+    ):
         _ = step.table(0).kv_indices

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pagoda
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mirror import Mirror, Tokens, layer
-
-import pagoda
 
 FRACTION = st.floats(0, 1)
 
@@ -102,7 +101,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(which=FRACTION, new=st.integers(0, 30), layers=st.integers(0, 4))
     def fail_inside_a_step(self, which: float, new: int, layers: int) -> None:
         tokens = self.pick(which)
-        with pytest.raises((ZeroDivisionError, pagoda.OutOfBlocks)):  # noqa: PT012, SIM117
+        with pytest.raises((ZeroDivisionError, pagoda.OutOfBlocks)):
             with self.mirror.cache.step([tokens.sequence], [new]) as step:
                 for index in range(layers):
                     shape = self.mirror.cache.spec.layers[index]
@@ -111,7 +110,11 @@ class CacheMachine(RuleBasedStateMachine):
                 raise ZeroDivisionError
 
     @precondition(lambda self: self.mirror.live)
-    @rule(which=FRACTION, ends=st.tuples(FRACTION, FRACTION), how=st.sampled_from(["demote", "promote", "prefetch", "keep"]))
+    @rule(
+        which=FRACTION,
+        ends=st.tuples(FRACTION, FRACTION),
+        how=st.sampled_from(["demote", "promote", "prefetch", "keep"]),
+    )
     def move(self, which: float, ends: tuple[float, float], how: str) -> None:
         tokens, cache = self.pick(which), self.mirror.cache
         start, stop = sorted(int(end * len(tokens)) for end in ends)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pagoda
 import psutil
 import pytest
 from mirror import Mirror, layer
-
-import pagoda
 
 SPEC = pagoda.ModelSpec(layers=[layer(), layer(), layer(window=40)])
 

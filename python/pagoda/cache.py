@@ -383,7 +383,11 @@ class Cache:
         return Batch(self._check_ours(sequences))
 
     def step(
-        self, batch: Batch | Collection[Sequence], new_tokens: Collection[int] | npt.NDArray[np.int64], *, stream: None = None
+        self,
+        batch: Batch | Collection[Sequence],
+        new_tokens: Collection[int] | npt.NDArray[np.int64],
+        *,
+        stream: None = None,
     ) -> Step:
         """A step that appends `new_tokens[i]` tokens to the i-th sequence; enter it with `with`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 from pagoda.errors import BackendUnavailable, InvalidArgument
-from pagoda.formats import FORMATS
+from pagoda.formats import row_format
 from pagoda.spec import AttentionLayer, ModelSpec
 
 EXTENT_BYTES = 32 << 20
@@ -13,8 +13,6 @@ EXTENT_BYTES = 32 << 20
 
 TIER_BYTES_MAX = 1 << 48
 """The largest arena: `limits::ARENA_BYTES_MAX` of the core."""
-
-CORE_FORMATS = ("f32", "f16", "bf16")
 
 
 class CoreLayer(TypedDict):
@@ -43,17 +41,21 @@ def core_layers(spec: ModelSpec) -> list[CoreLayer]:
 
 def _core_layer(index: int, layer: object, group: int) -> CoreLayer:
     if not isinstance(layer, AttentionLayer):
-        raise BackendUnavailable(f"layers[{index}] = {type(layer).__name__}: the cache has attention layers only so far")
+        raise BackendUnavailable(
+            f"layers[{index}] = {type(layer).__name__}: the cache has attention layers only so far"
+        )
     for name in ("softcap", "sinks", "v_alias", "kv_owner"):
         if getattr(layer, name) not in (None, False):
-            raise BackendUnavailable(f"layers[{index}].{name} = {getattr(layer, name)!r}: not supported by the cache yet")
+            raise BackendUnavailable(
+                f"layers[{index}].{name} = {getattr(layer, name)!r}: not supported by the cache yet"
+            )
     rope = layer.rope
     return {
         "group": group,
         "num_q_heads": layer.num_q_heads,
         "num_kv_heads": layer.num_kv_heads,
         "head_dim": layer.head_dim,
-        "v_head_dim": layer.v_head_dim or layer.head_dim,
+        "v_head_dim": layer.v_dim,
         "window": layer.window,
         "scale": layer.head_dim**-0.5 if layer.scale is None else layer.scale,
         "rope": None if rope is None else (rope.inv_freq(layer.head_dim).tolist(), rope.interleaved),
@@ -63,21 +65,13 @@ def _core_layer(index: int, layer: object, group: int) -> CoreLayer:
 def block_bytes(spec: ModelSpec, page_size: int, dtypes: tuple[str, str]) -> list[int]:
     """Bytes of a block of each layer group: `page_size` rows of K and V of all its layers."""
     for name, dtype in zip(("k_dtype", "v_dtype"), dtypes, strict=True):
-        if dtype not in CORE_FORMATS:
-            known = BackendUnavailable if dtype in FORMATS else InvalidArgument
-            raise known(f"{name} = {dtype!r}: one of {', '.join(CORE_FORMATS)}")
-    sizes = []
-    for members in group_layers(spec):
-        layers = [spec.layers[index] for index in members]
-        sizes.append(
-            sum(
-                page_size * layer.num_kv_heads * dim * FORMATS[dtype].bits // 8
-                for layer in layers
-                if isinstance(layer, AttentionLayer)
-                for dim, dtype in zip((layer.head_dim, layer.v_head_dim or layer.head_dim), dtypes, strict=True)
-            )
-        )
-    return sizes
+        if not row_format(dtype, name).stored:
+            raise BackendUnavailable(f"{name} = {dtype!r}: the cache stores f32, f16 and bf16 so far")
+    attention = {index: layer for index, layer in enumerate(spec.layers) if isinstance(layer, AttentionLayer)}
+    return [
+        page_size * sum(attention[index].bytes_per_token(*dtypes) for index in members)
+        for members in group_layers(spec)
+    ]
 
 
 def tier_memory(

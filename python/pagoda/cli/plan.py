@@ -1,0 +1,168 @@
+"""`pagoda plan`: how much memory a model's context takes, and what fits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pagoda.errors import InvalidArgument
+from pagoda.formats import FORMATS
+from pagoda.planner import Planner
+from pagoda.sizes import format_size, format_tokens, parse_size, parse_tokens
+from pagoda.spec import ModelSpec
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+CARDS = ("8GiB", "12GiB", "16GiB", "24GiB")
+"""Budgets shown when none is given: the memory of common cards."""
+
+BAR_WIDTH = 40
+
+
+def register(commands: Commands) -> None:
+    """Adds the command."""
+    parser = commands.add_parser("plan", help="memory by context, tier and format")
+    parser.add_argument("model", help="a preset such as llama-3.1-8b, or the path of a config.json or its folder")
+    parser.add_argument("--context", default="32k,200k,1m", help="tokens, comma-separated; k is 1024, m 1024 * 1024")
+    parser.add_argument("--cache-type-k", default="f16", choices=FORMATS, help="row format of K")
+    parser.add_argument("--cache-type-v", default="f16", choices=FORMATS, help="row format of V")
+    parser.add_argument("--page-size", type=int, default=64, help="tokens in a page")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of that length")
+    parser.add_argument("--device-memory", help="budget of the device tier for KV, like 12GiB")
+    parser.add_argument("--host-memory", default="0", help="budget of the host tier")
+    parser.add_argument("--disk-memory", default="0", help="budget of the disk tier")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def load_spec(model: str) -> ModelSpec:
+    """A preset, or a config.json."""
+    return ModelSpec.from_config(model) if Path(model).exists() else ModelSpec.preset(model)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the plan."""
+    spec = load_spec(arguments.model)
+    planner = Planner(spec, arguments.cache_type_k, arguments.cache_type_v, arguments.page_size)
+    contexts = [parse_tokens(part, "--context") for part in arguments.context.split(",")]
+    if not all(contexts):
+        raise InvalidArgument(f"--context = {arguments.context!r}: numbers of tokens above 0")
+    budgets = {
+        name: parse_size(getattr(arguments, f"{name}_memory") or "0", f"--{name}-memory")
+        for name in ("device", "host", "disk")
+    }
+    document = describe(planner, contexts, arguments.batch, budgets)
+    if arguments.json:
+        print(json.dumps(document, indent=2))
+    else:
+        draw(document, Console())
+    return 0
+
+
+def describe(planner: Planner, contexts: list[int], batch: int, budgets: dict[str, int]) -> dict[str, Any]:
+    """Everything that is printed, as JSON would have it. All sizes in bytes."""
+    spec, formats = planner.spec, (planner.k_dtype, planner.v_dtype)
+    devices = (
+        {format_size(budgets["device"]): budgets["device"]}
+        if budgets["device"]
+        else {card: parse_size(card, "card") for card in CARDS}
+    )
+    below = budgets["host"] + budgets["disk"]
+    rows = []
+    for context in contexts:
+        footprint = planner.footprint(context, batch)
+        splits = {
+            name: planner.split(footprint, size, budgets["host"], budgets["disk"]) for name, size in devices.items()
+        }
+        rows.append(
+            {
+                "tokens": context,
+                "paged_bytes": footprint.paged_bytes,
+                "paged_bytes_with_rings": footprint.ring_bytes,
+                "state_bytes": footprint.state_bytes,
+                "total_bytes": footprint.total_bytes,
+                "by_format": {
+                    name: Planner(spec, name, name, planner.page_size).footprint(context, batch).paged_bytes
+                    for name in FORMATS
+                },
+                "budgets": {
+                    name: {
+                        "device_bytes": split.device_bytes,
+                        "host_bytes": split.host_bytes,
+                        "disk_bytes": split.disk_bytes,
+                        "lacking_bytes": split.lacking_bytes,
+                    }
+                    for name, split in splits.items()
+                },
+            }
+        )
+    return {
+        "model": spec.name,
+        "k_dtype": planner.k_dtype,
+        "v_dtype": planner.v_dtype,
+        "page_size": planner.page_size,
+        "batch": batch,
+        "layers": {
+            "full": sum(layer.window is None and layer.kv_owner is None for layer in spec.attention_layers),
+            "windowed": sum(layer.window is not None and layer.kv_owner is None for layer in spec.attention_layers),
+            "sharing": sum(layer.kv_owner is not None for layer in spec.attention_layers),
+            "recurrent": len(spec.layers) - len(spec.attention_layers),
+        },
+        "bytes_per_token": spec.bytes_per_token(*formats),
+        "full_bytes_per_token": spec.full_bytes_per_token(*formats),
+        "window_bytes": spec.window_bytes(*formats),
+        "state_bytes": spec.state_bytes(),
+        "longest_context": {name: planner.longest_context(size + below, batch) for name, size in devices.items()},
+        "contexts": rows,
+    }
+
+
+def draw(document: dict[str, Any], console: Console) -> None:
+    """Prints it for people."""
+    layers = ", ".join(f"{count} {kind}" for kind, count in document["layers"].items() if count)
+    formats = f"K {document['k_dtype']}, V {document['v_dtype']}, pages of {document['page_size']} tokens"
+    console.print(f"[bold]{document['model']}[/]: {layers} layers; {formats}")
+    full = document["full_bytes_per_token"]
+    console.print(f"{document['bytes_per_token']:,} bytes a token, {full:,} of them in layers without a window")
+    if document["state_bytes"]:
+        console.print(f"{format_size(document['state_bytes'])} of recurrent state a sequence")
+    windowed = document["layers"]["windowed"] > 0
+    if windowed:
+        console.print(
+            f"Windowed layers need {format_size(document['window_bytes'])} a sequence, but their older pages still "
+            "count against the budget: the cache skips them and does not free them yet."
+        )
+    devices = document["longest_context"]
+    table = Table("context", "memory", *(["with rings"] if windowed else []), *(f"in {name}" for name in devices))
+    for row in document["contexts"]:
+        rings = [format_size(row["paged_bytes_with_rings"] + row["state_bytes"])] if windowed else []
+        table.add_row(
+            format_tokens(row["tokens"]),
+            format_size(row["total_bytes"]),
+            *rings,
+            *map(_place, row["budgets"].values()),
+        )
+    table.add_section()
+    table.add_row("longest", "", *([""] if windowed else []), *(f"{tokens:,}" for tokens in devices.values()))
+    console.print(table)
+    table = Table("context", *FORMATS, title="K and V both in")
+    for row in document["contexts"]:
+        table.add_row(format_tokens(row["tokens"]), *(format_size(size) for size in row["by_format"].values()))
+    console.print(table)
+    most = max(row["total_bytes"] for row in document["contexts"])
+    for row in document["contexts"]:
+        bar = "█" * max(1, round(BAR_WIDTH * row["total_bytes"] / max(most, 1)))
+        console.print(f"{format_tokens(row['tokens']):>8} [cyan]{bar}[/] {format_size(row['total_bytes'])}")
+
+
+def _place(split: dict[str, int]) -> str:
+    if split["lacking_bytes"]:
+        return f"[red]lacks {format_size(split['lacking_bytes'])}[/]"
+    below = [f"{format_size(split[f'{tier}_bytes'])} on {tier}" for tier in ("host", "disk") if split[f"{tier}_bytes"]]
+    return f"{format_size(split['device_bytes'])} + {' + '.join(below)}" if below else "[green]fits[/]"

@@ -1,0 +1,41 @@
+"""The exceptions of Pagoda. Every message names the argument, the value and the limit."""
+
+
+class PagodaError(Exception):
+    """Anything that Pagoda raises on purpose."""
+
+
+class OutOfBlocks(PagodaError):
+    """A tier has too few free blocks."""
+
+    def __init__(self, message: str = "", *, blocks_short: int = 0, bytes_short: int = 0, draining: int = 0) -> None:
+        super().__init__(message)
+        self.blocks_short, self.bytes_short, self.draining = blocks_short, bytes_short, draining
+
+
+class InvalidArgument(PagodaError, ValueError):
+    """An argument is outside of what the call takes."""
+
+
+class UseAfterRelease(PagodaError):
+    """A handle that was released."""
+
+
+class CorruptPage(PagodaError):
+    """Stored bytes do not verify."""
+
+
+class TierIOError(PagodaError):
+    """A copy between tiers failed."""
+
+
+class GeometryMismatch(PagodaError):
+    """Stored pages are of another model or format."""
+
+
+class BackendUnavailable(PagodaError):
+    """Not in this build or on this machine."""
+
+
+class InvariantError(PagodaError):
+    """The bookkeeping is broken."""

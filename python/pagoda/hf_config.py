@@ -1,0 +1,280 @@
+"""Hugging Face config.json files, read as layers. Keys and defaults are those of transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pagoda.errors import InvalidArgument
+from pagoda.rope import Rope, scaling_from_config
+from pagoda.spec import AttentionLayer, Layer, StateLayer
+
+CONFIG_BYTES_MAX = 16 << 20
+
+
+def read_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
+    """The content of a config.json, given as content, file or folder; of a multimodal model, its text part."""
+    if isinstance(config, str | Path):
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            if path.stat().st_size > CONFIG_BYTES_MAX:
+                raise InvalidArgument(f"config = {str(path)!r}: at most {CONFIG_BYTES_MAX} bytes")
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise InvalidArgument(f"config = {str(path)!r}: a readable config.json ({error})") from error
+    if not isinstance(config, dict):
+        raise InvalidArgument(f"config = {type(config).__name__}: a JSON object")
+    text = config.get("text_config")
+    return {"model_type": config.get("model_type"), **text} if isinstance(text, dict) else config
+
+
+def layers_of(config: dict[str, Any]) -> list[Layer]:
+    """The layers of a config. Raises InvalidArgument for an unknown model_type and for missing or absurd numbers."""
+    reader = Config(config)
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in _FAMILIES:
+        raise InvalidArgument(f"config.model_type = {kind!r}: one of {', '.join(sorted(_FAMILIES))}")
+    return _FAMILIES[kind](reader)
+
+
+class Config:
+    """Checked access to the keys of a config."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self.content = content
+
+    def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = 1 << 31) -> int:
+        """An integer key; JSON's null counts as absent."""
+        value = self.content.get(key)
+        if value is None:
+            value = default
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise InvalidArgument(f"config.{key} = {value!r}: an integer from {low} to {high}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A finite number above 0."""
+        value = self.content.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+            raise InvalidArgument(f"config.{key} = {value!r}: a finite number above 0")
+        return float(value)
+
+    def sequence(self, key: str, length: int) -> list[Any] | None:
+        """A list of `length` entries, or None when absent."""
+        value = self.content.get(key)
+        if value is not None and (not isinstance(value, list) or len(value) != length):
+            raise InvalidArgument(f"config.{key} = {value!r}: a list of {length}")
+        return value
+
+    @property
+    def layer_count(self) -> int:
+        """num_hidden_layers."""
+        return self.integer("num_hidden_layers", high=4096)
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, K/V heads and the size of a head."""
+        queries = self.integer("num_attention_heads", high=4096)
+        own = self.content.get("head_dim") is not None
+        head_dim = self.integer("head_dim", high=4096) if own else self.integer("hidden_size") // queries
+        return queries, self.integer("num_key_value_heads", queries, high=4096), head_dim
+
+    def layer_types(self) -> list[str] | None:
+        """The entry of each layer in `layer_types`."""
+        types = self.sequence("layer_types", self.layer_count)
+        known = ("full_attention", "sliding_attention", "linear_attention")
+        if any(kind not in known for kind in types or ()):
+            raise InvalidArgument(f"config.layer_types = {types!r}: of {', '.join(known)}")
+        return types
+
+    def rope(
+        self, layer_type: str = "full_attention", *, theta_key: str = "rope_theta", theta: float = 10000.0
+    ) -> Rope:
+        """The rotation of one kind of layer."""
+        parameters = self.content.get("rope_parameters") or self.content.get("rope_scaling") or {}
+        if not isinstance(parameters, dict):
+            raise InvalidArgument(f"config.rope_scaling = {parameters!r}: a JSON object")
+        if isinstance(parameters.get(layer_type), dict):
+            parameters = parameters[layer_type]
+        source = Config(
+            {
+                **self.content,
+                **({"rope_theta": parameters["rope_theta"]} if "rope_theta" in parameters else {}),
+            }
+        )
+        _, _, head_dim = self.heads
+        partial = parameters.get("partial_rotary_factor", self.content.get("partial_rotary_factor", 1.0))
+        if not isinstance(partial, int | float) or not 0 < partial <= 1:
+            raise InvalidArgument(f"config.partial_rotary_factor = {partial!r}: above 0, at most 1")
+        key = theta_key if "rope_theta" not in parameters else "rope_theta"
+        rotary = None if partial == 1 else int(head_dim * partial)
+        return Rope(source.number(key, theta), rotary, scaling=scaling_from_config(parameters))
+
+
+def _uniform(config: Config, windows: list[int | None], **changes: Any) -> list[Layer]:
+    queries, kv_heads, head_dim = config.heads
+    rope = config.rope()
+    return [AttentionLayer(queries, kv_heads, head_dim, window=window, rope=rope, **changes) for window in windows]
+
+
+def _windows(config: Config, *, default: int | None = None) -> list[int | None]:
+    """The window of each layer: by `layer_types` where there are any, of all layers otherwise."""
+    types = config.layer_types()
+    window = config.content.get("sliding_window", default)
+    if types is None:
+        return [window] * config.layer_count
+    if "sliding_attention" in types:
+        window = config.integer("sliding_window", default)
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def _llama(config: Config) -> list[Layer]:
+    return _uniform(config, [None] * config.layer_count)
+
+
+def _mistral(config: Config) -> list[Layer]:
+    return _uniform(config, _windows(config))
+
+
+def _qwen(config: Config) -> list[Layer]:
+    if config.content.get("use_sliding_window") is not True:
+        return _llama(config)
+    if config.layer_types() is not None:
+        return _mistral(config)
+    # transformers: layers from max_window_layers on are windowed.
+    first = config.integer("max_window_layers", 28, low=0)
+    window = config.integer("sliding_window")
+    return _uniform(config, [window if index >= first else None for index in range(config.layer_count)])
+
+
+def _smollm3(config: Config) -> list[Layer]:
+    windowed = config.content.get("use_sliding_window") is True
+    layers = _uniform(config, _windows(config) if windowed else [None] * config.layer_count)
+    rotates = config.sequence("no_rope_layers", config.layer_count)
+    if rotates is None:
+        interval = config.integer("no_rope_layer_interval", 4)
+        rotates = [int((index + 1) % interval != 0) for index in range(config.layer_count)]
+    # 1 means that the layer does rotate, whatever the name says.
+    return [
+        layer if rotate else AttentionLayer(layer.num_q_heads, layer.num_kv_heads, layer.head_dim, window=layer.window)
+        for layer, rotate in zip(layers, rotates, strict=True)
+        if isinstance(layer, AttentionLayer)
+    ]
+
+
+def _gemma3(config: Config) -> list[Layer]:
+    types = config.layer_types()
+    if types is None:
+        pattern = config.integer("sliding_window_pattern", 6)
+        count = config.layer_count
+        types = ["full_attention" if (index + 1) % pattern == 0 else "sliding_attention" for index in range(count)]
+    queries, kv_heads, head_dim = config.heads
+    window = config.integer("sliding_window", 4096)
+    scale = config.number("query_pre_attn_scalar", 256.0) ** -0.5
+    ropes = {
+        "full_attention": config.rope("full_attention", theta=1e6),
+        "sliding_attention": config.rope("sliding_attention", theta_key="rope_local_base_freq"),
+    }
+    return [
+        AttentionLayer(
+            queries,
+            kv_heads,
+            head_dim,
+            window=window if kind == "sliding_attention" else None,
+            scale=scale,
+            rope=ropes[kind],
+        )
+        for kind in types
+    ]
+
+
+def _gemma4(config: Config) -> list[Layer]:
+    """Full layers have heads of their own, and the last layers may read the K and V of earlier ones.
+
+    With attention_k_eq_v, K and V of a full layer come from one projection, but what is cached differs: both are stored.
+    """
+    count = config.layer_count
+    types = config.layer_types() or ["sliding_attention"] * count
+    queries, kv_heads, head_dim = config.heads
+    window = config.integer("sliding_window", 1024)
+    full_dim = config.integer("global_head_dim", 512)
+    full_heads = config.integer("num_global_key_value_heads", kv_heads)
+    shared = config.integer("num_kv_shared_layers", 0, low=0, high=count - 1)
+    owners: dict[str, int] = {}
+    layers: list[Layer] = []
+    for index, kind in enumerate(types):
+        owner = owners.get(kind) if index >= count - shared else None
+        if owner is None:
+            owners[kind] = index
+        full = kind == "full_attention"
+        layers.append(
+            AttentionLayer(
+                queries,
+                full_heads if full else kv_heads,
+                full_dim if full else head_dim,
+                window=None if full else window,
+                scale=1.0,
+                kv_owner=owner,
+            )
+        )
+    return layers
+
+
+def _gpt_oss(config: Config) -> list[Layer]:
+    types = config.layer_types()
+    if types is None:
+        types = ["sliding_attention" if index % 2 == 0 else "full_attention" for index in range(config.layer_count)]
+    window = config.integer("sliding_window", 128)
+    return _uniform(config, [window if kind == "sliding_attention" else None for kind in types], sinks=True)
+
+
+def _gated_delta_net(config: Config) -> list[Layer]:
+    """Qwen3-Next and Qwen3.5: full attention every few layers, gated delta networks between."""
+    count = config.layer_count
+    types = config.layer_types()
+    if types is None:
+        interval = config.integer("full_attention_interval", 4)
+        types = ["full_attention" if (index + 1) % interval == 0 else "linear_attention" for index in range(count)]
+    queries, kv_heads, head_dim = config.heads
+    full = AttentionLayer(queries, kv_heads, head_dim, rope=config.rope())
+    k_heads, v_heads = config.integer("linear_num_key_heads"), config.integer("linear_num_value_heads")
+    k_dim, v_dim = config.integer("linear_key_head_dim", 128), config.integer("linear_value_head_dim", 128)
+    kernel = config.integer("linear_conv_kernel_dim", 4)
+    channels = 2 * k_heads * k_dim + v_heads * v_dim
+    state = StateLayer(v_heads * k_dim * v_dim, channels * (kernel - 1))
+    return [full if kind == "full_attention" else state for kind in types]
+
+
+def _deepseek(config: Config) -> list[Layer]:
+    """Multi-head latent attention: one row of kv_lora_rank + qk_rope_head_dim a token, of which V is the first part."""
+    latent, rotated = config.integer("kv_lora_rank"), config.integer("qk_rope_head_dim")
+    queries = config.integer("num_attention_heads", high=4096)
+    scale = (config.integer("qk_nope_head_dim") + rotated) ** -0.5
+    layer = AttentionLayer(queries, 1, latent + rotated, latent, scale=scale, v_alias=True)
+    return [layer] * config.layer_count
+
+
+_FAMILIES: dict[str, Callable[[Config], list[Layer]]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen,
+    "qwen3": _qwen,
+    "qwen3_moe": _qwen,
+    "qwen3_next": _gated_delta_net,
+    "qwen3_5": _gated_delta_net,
+    "qwen3_5_text": _gated_delta_net,
+    "qwen3_5_moe": _gated_delta_net,
+    "qwen3_5_moe_text": _gated_delta_net,
+    "smollm3": _smollm3,
+    "gemma3": _gemma3,
+    "gemma3_text": _gemma3,
+    "gemma4": _gemma4,
+    "gemma4_text": _gemma4,
+    "gpt_oss": _gpt_oss,
+    "deepseek_v3": _deepseek,
+}

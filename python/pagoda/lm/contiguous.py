@@ -1,0 +1,130 @@
+"""The monolithic cache: one array per sequence and layer. What pages are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.formats import row_format
+from pagoda.lm.checkpoint import bf16_to_f32, f32_to_bf16
+from pagoda.spec import ModelSpec
+
+Float32 = npt.NDArray[np.float32]
+
+SCORES_BYTES = 64 << 20
+"""Queries are taken in pieces whose scores fit into this."""
+
+
+@dataclass
+class ContiguousSequence:
+    """One sequence: per layer, K and V with room to grow."""
+
+    keys: list[Float32]
+    values: list[Float32]
+    length: int = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class ContiguousCache:
+    """Does what `pagoda.Cache` does for a forward pass, in plain NumPy and float32, over contiguous memory.
+
+    Rows are rounded to the row formats, as the paged cache would. It neither forks nor moves anything.
+    """
+
+    def __init__(self, spec: ModelSpec, *, k_dtype: str = "f16", v_dtype: str = "f16") -> None:
+        row_format(k_dtype, "k_dtype")
+        row_format(v_dtype, "v_dtype")
+        self.spec, self.k_dtype, self.v_dtype = spec, k_dtype, v_dtype
+
+    def create(self) -> ContiguousSequence:
+        """A new, empty sequence."""
+        layers = self.spec.attention_layers
+        return ContiguousSequence(
+            [np.zeros((0, layer.num_kv_heads, layer.head_dim), np.float32) for layer in layers],
+            [np.zeros((0, layer.num_kv_heads, layer.v_dim), np.float32) for layer in layers],
+        )
+
+    def step(self, batch: Collection[ContiguousSequence], new_tokens: Collection[int]) -> ContiguousStep:
+        """A step that appends `new_tokens[i]` tokens to the i-th sequence."""
+        return ContiguousStep(self, list(batch), [int(count) for count in new_tokens])
+
+
+@dataclass
+class ContiguousStep:
+    """One forward pass; leaving it without an exception commits."""
+
+    cache: ContiguousCache
+    batch: list[ContiguousSequence]
+    new_tokens: list[int]
+    cu_seqlens: npt.NDArray[np.int32] = field(init=False)
+    positions: npt.NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cu_seqlens = np.cumsum([0, *self.new_tokens]).astype(np.int32)
+        ranges = [np.arange(len(s), len(s) + n) for s, n in zip(self.batch, self.new_tokens, strict=True)]
+        self.positions = np.concatenate([np.zeros(0, np.int64), *ranges])
+
+    def __enter__(self) -> ContiguousStep:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            for sequence, count in zip(self.batch, self.new_tokens, strict=True):
+                sequence.length += count
+
+    def forward(self, layer: int, q: Float32, k: Float32, v: Float32) -> Float32:
+        """Appends K and V and attends: [tokens, heads, dim] each, as `pagoda.Step.forward`."""
+        out = np.empty((*q.shape[:2], v.shape[2]), np.float32)
+        for index, (sequence, count) in enumerate(zip(self.batch, self.new_tokens, strict=True)):
+            part = slice(self.cu_seqlens[index], self.cu_seqlens[index + 1])
+            end = len(sequence) + count
+            keys = _store(sequence.keys, layer, len(sequence), k[part], self.cache.k_dtype)[:end]
+            values = _store(sequence.values, layer, len(sequence), v[part], self.cache.v_dtype)[:end]
+            self._attend(layer, q[part], keys, values, out[part])
+        return out
+
+    def _attend(self, layer: int, q: Float32, keys: Float32, values: Float32, out: Float32) -> None:
+        shape = self.cache.spec.attention_layers[layer]
+        group, end = shape.num_q_heads // shape.num_kv_heads, len(keys)
+        scale = np.float32(shape.head_dim**-0.5 if shape.scale is None else shape.scale)
+        rows = max(1, SCORES_BYTES // (4 * group * max(1, end)))
+        for start in range(0, len(q), rows):
+            piece = q[start : start + rows]
+            last = end - len(q) + start + len(piece)
+            first = 0 if shape.window is None else max(0, last - len(piece) + 1 - shape.window)
+            at = np.arange(last - len(piece), last)[:, None]
+            key = np.arange(first, last)[None, :]
+            hidden = key > at if shape.window is None else (key > at) | (key <= at - shape.window)
+            for head in range(shape.num_kv_heads):
+                heads = slice(head * group, (head + 1) * group)
+                scores = np.einsum("qgd,kd->gqk", piece[:, heads] * scale, keys[first:last, head], optimize=True)
+                scores[:, hidden] = -np.inf
+                scores -= scores.max(axis=2, keepdims=True)
+                np.exp(scores, out=scores)
+                scores /= scores.sum(axis=2, keepdims=True)
+                mixed = np.einsum("gqk,kd->qgd", scores, values[first:last, head], optimize=True)
+                out[start : start + rows, heads] = mixed
+
+
+def _store(arrays: list[Float32], layer: int, start: int, rows: Float32, dtype: str) -> Float32:
+    """Writes rows from `start` on, as their row format would keep them, into an array that doubles when it is full."""
+    array, end = arrays[layer], start + len(rows)
+    if end > len(array):
+        grown = np.zeros((max(2 * len(array), end), *array.shape[1:]), np.float32)
+        grown[:start] = array[:start]
+        arrays[layer] = array = grown
+    array[start:end] = _rounded(rows, dtype)
+    return array
+
+
+def _rounded(rows: Float32, dtype: str) -> Any:
+    if dtype == "f16":
+        limit = np.float32(65504)
+        return np.clip(rows, -limit, limit).astype(np.float16)
+    return bf16_to_f32(f32_to_bf16(np.ascontiguousarray(rows))) if dtype == "bf16" else rows

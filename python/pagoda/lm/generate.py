@@ -1,0 +1,69 @@
+"""The decoding loop: reads a prompt in chunks, then writes token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.errors import InvalidArgument
+from pagoda.lm.model import LanguageModel
+from pagoda.lm.sampling import Sampler
+
+CHUNK = 512
+"""Tokens a step reads."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """Part of the prompt is in the cache."""
+
+    tokens: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """A token was chosen. It enters the cache with the next step."""
+
+    token: int
+    text: str
+    logits: npt.NDArray[np.float32]
+    """float32 [vocab]: what it was chosen by."""
+
+
+def generate(
+    model: LanguageModel,
+    cache: Any,
+    sequence: Any,
+    prompt: npt.NDArray[np.int64],
+    new_tokens: int,
+    sampler: Sampler,
+    *,
+    chunk: int = CHUNK,
+) -> Iterator[Read | Written]:
+    """Appends `prompt` to a sequence of a `pagoda.Cache` or `ContiguousCache`, then writes `new_tokens` tokens.
+
+    Yields what happens as it happens; stopping early is fine. Raises InvalidArgument for an empty prompt.
+    """
+    if not len(prompt):
+        raise InvalidArgument("prompt = 0 tokens: at least 1")
+    if chunk < 1:
+        raise InvalidArgument(f"chunk = {chunk}: at least 1")
+    decoder = model.tokenizer.decoder()
+    done = 0
+    while done < len(prompt):
+        part = prompt[done : done + chunk]
+        with cache.step([sequence], [len(part)]) as step:
+            logits = model.forward(part, step)
+        done += len(part)
+        yield Read(done, len(prompt))
+    for index in range(new_tokens):
+        token = sampler.pick(logits[0])
+        yield Written(token, decoder.feed(token), logits[0])
+        if index + 1 < new_tokens:
+            with cache.step([sequence], [1]) as step:
+                logits = model.forward(np.array([token]), step)

@@ -1,0 +1,236 @@
+"""The forward pass of Llama and its kin, in NumPy float32. K and V go through a step; weights are all that is kept here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.errors import InvalidArgument
+from pagoda.hf_config import Config, read_config
+from pagoda.lm.checkpoint import Checkpoint
+from pagoda.lm.tokenizer import Tokenizer, load_tokenizer
+from pagoda.rope import Rope, YarnScaling
+from pagoda.spec import AttentionLayer, ModelSpec
+
+Float32 = npt.NDArray[np.float32]
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+
+
+class ForwardStep(Protocol):
+    """What a forward pass needs of a step: `pagoda.Step`, or that of a `ContiguousCache`."""
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """int64 [sum(new)]."""
+        ...
+
+    @property
+    def cu_seqlens(self) -> npt.NDArray[np.int32]:
+        """int32 [B + 1]."""
+        ...
+
+    def forward(self, layer: int, q: Float32, k: Float32, v: Float32) -> Any:
+        """Append and attend."""
+        ...
+
+
+@dataclass(frozen=True)
+class QueryLogScale:
+    """Queries of layers without rotation grow with the logarithm of the context: 1 + coefficient * ln((p + 1) / floor)."""
+
+    floor: float
+    coefficient: float
+
+    def at(self, positions: npt.NDArray[np.int64]) -> Float32:
+        """The factor of each position."""
+        ratio = np.maximum(1.0, (positions + 1) / self.floor)
+        return (1.0 + self.coefficient * np.log(ratio)).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The weights of one layer. Matrices are [in, out]; those that read the same input are one."""
+
+    attention_norm: Float32
+    qkv: Float32
+    qkv_bias: Float32 | None
+    q_norm: Float32 | None
+    k_norm: Float32 | None
+    o: Float32
+    o_bias: Float32 | None
+    mlp_norm: Float32
+    gate_up: Float32
+    gate_up_bias: Float32 | None
+    down: Float32
+    down_bias: Float32 | None
+
+
+class LanguageModel:
+    """A decoder-only model: token ids in, logits out. Made by `LanguageModel.load`."""
+
+    def __init__(self, config: dict[str, Any], checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
+        reader = Config(config)
+        kind, act = config.get("model_type"), config.get("hidden_act", "silu")
+        if kind not in FAMILIES:
+            raise InvalidArgument(f"config.model_type = {kind!r}: one of {', '.join(FAMILIES)}")
+        if act != "silu":
+            raise InvalidArgument(f"config.hidden_act = {act!r}: silu")
+        self.config, self.tokenizer = config, tokenizer
+        self.spec = ModelSpec.from_config(config)
+        self.vocab_size = reader.integer("vocab_size")
+        self._hidden, self._inner = reader.integer("hidden_size"), reader.integer("intermediate_size")
+        self._epsilon = np.float32(reader.number("rms_norm_eps", 1e-6))
+        self._log_scale = _query_log_scale(config)
+        self._embedding = checkpoint.take("model.embed_tokens.weight", self.vocab_size, self._hidden)
+        self._blocks = [self._block(checkpoint, index, layer) for index, layer in enumerate(self.spec.attention_layers)]
+        self._norm = checkpoint.take("model.norm.weight", self._hidden)
+        tied = config.get("tie_word_embeddings", False) is True or "lm_head.weight" not in checkpoint
+        head = self._embedding if tied else checkpoint.take("lm_head.weight", self.vocab_size, self._hidden)
+        self._head = np.ascontiguousarray(head.T)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> LanguageModel:
+        """Reads a Hugging Face checkpoint folder. Raises InvalidArgument for what it cannot be."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise InvalidArgument(f"model = {str(folder)!r}: a folder with config.json and model.safetensors")
+        config = read_config(folder)
+        return cls(config, Checkpoint(folder), load_tokenizer(folder, config))
+
+    def forward(self, tokens: npt.ArrayLike, step: ForwardStep, logits: Literal["last", "all"] = "last") -> Float32:
+        """Runs the new tokens of a step through all layers.
+
+        tokens: integers [sum(new)], below vocab_size. Returns float32 logits of each sequence's last new token [B, vocab],
+        or with logits="all" of every one [sum(new), vocab]. Sequences without new tokens have no row in "last".
+        """
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) != len(step.positions):
+            raise InvalidArgument(
+                f"tokens = {ids.dtype} {ids.shape}: integers [{len(step.positions)}], one a new token"
+            )
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+            raise InvalidArgument(f"tokens = {int(ids.min())} to {int(ids.max())}: from 0 to {self.vocab_size - 1}")
+        positions = step.positions
+        turns = {layer.rope: _turns(layer.rope, layer.head_dim, positions) for layer in self.spec.attention_layers}
+        x = self._embedding[ids]
+        for index, (layer, block) in enumerate(zip(self.spec.attention_layers, self._blocks, strict=True)):
+            q, k, v = self._qkv(layer, block, _rms_norm(x, block.attention_norm, self._epsilon))
+            turn = turns[layer.rope]
+            if turn is not None:
+                _rotate(q, *turn)
+                _rotate(k, *turn)
+            elif self._log_scale is not None and layer.window is None:
+                q = q * self._log_scale.at(positions)[:, None, None]
+            mixed = step.forward(index, q, k, v)
+            x += _linear(mixed.reshape(len(ids), -1), block.o, block.o_bias)
+            gate_up = _linear(_rms_norm(x, block.mlp_norm, self._epsilon), block.gate_up, block.gate_up_bias)
+            x += _linear(_swiglu(gate_up), block.down, block.down_bias)
+        if logits == "last":
+            bounds = step.cu_seqlens
+            x = x[bounds[1:][np.diff(bounds) > 0] - 1]
+        return _rms_norm(x, self._norm, self._epsilon) @ self._head
+
+    def _qkv(self, layer: AttentionLayer, block: Block, x: Float32) -> tuple[Float32, Float32, Float32]:
+        rows = _linear(x, block.qkv, block.qkv_bias).reshape(len(x), -1, layer.head_dim)
+        queries, keys = layer.num_q_heads, layer.num_q_heads + layer.num_kv_heads
+        q, k, v = rows[:, :queries], rows[:, queries:keys], rows[:, keys:]
+        if block.q_norm is not None and block.k_norm is not None:
+            q, k = _rms_norm(q, block.q_norm, self._epsilon), _rms_norm(k, block.k_norm, self._epsilon)
+        return q, k, v
+
+    def _block(self, checkpoint: Checkpoint, index: int, layer: AttentionLayer) -> Block:
+        prefix = f"model.layers.{index}."
+        hidden, inner, dim = self._hidden, self._inner, layer.head_dim
+        queries, keys = layer.num_q_heads * dim, layer.num_kv_heads * dim
+
+        def linear(parts: dict[str, int], width: int) -> tuple[Float32, Float32 | None]:
+            weights = [checkpoint.take(f"{prefix}{part}.weight", out, width) for part, out in parts.items()]
+            biases = [
+                checkpoint.take(f"{prefix}{part}.bias", out)
+                for part, out in parts.items()
+                if f"{prefix}{part}.bias" in checkpoint
+            ]
+            if biases and len(biases) != len(parts):
+                raise InvalidArgument(f"checkpoint: {prefix}{next(iter(parts))}: a bias for each of {', '.join(parts)}")
+            return np.ascontiguousarray(np.concatenate(weights).T), np.concatenate(biases) if biases else None
+
+        def norm(name: str, width: int) -> Float32 | None:
+            return checkpoint.take(f"{prefix}{name}.weight", width) if f"{prefix}{name}.weight" in checkpoint else None
+
+        return Block(
+            checkpoint.take(f"{prefix}input_layernorm.weight", hidden),
+            *linear({"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}, hidden),
+            norm("self_attn.q_norm", dim),
+            norm("self_attn.k_norm", dim),
+            *linear({"self_attn.o_proj": hidden}, queries),
+            checkpoint.take(f"{prefix}post_attention_layernorm.weight", hidden),
+            *linear({"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden),
+            *linear({"mlp.down_proj": hidden}, inner),
+        )
+
+
+def _query_log_scale(config: dict[str, Any]) -> QueryLogScale | None:
+    entry = config.get("pagoda_query_log_scale")
+    if entry is None:
+        return None
+    if not isinstance(entry, dict):
+        raise InvalidArgument(f"config.pagoda_query_log_scale = {entry!r}: an object with floor and coefficient")
+    reader = Config(entry)
+    return QueryLogScale(reader.number("floor", 0.0), reader.number("coefficient", 0.0))
+
+
+def _linear(x: Float32, weight: Float32, bias: Float32 | None) -> Float32:
+    y: Float32 = x @ weight
+    if bias is not None:
+        y += bias
+    return y
+
+
+def _rms_norm(x: Float32, weight: Float32, epsilon: np.float32) -> Float32:
+    """x / sqrt(mean(x^2) + epsilon) * weight over the last dimension, https://arxiv.org/abs/1910.07467."""
+    mean = np.einsum("...d,...d->...", x, x)[..., None] / np.float32(x.shape[-1])
+    y: Float32 = x * (1 / np.sqrt(mean + epsilon))
+    y *= weight
+    return y
+
+
+def _swiglu(gate_up: Float32) -> Float32:
+    """silu(gate) * up, https://arxiv.org/abs/2002.05202."""
+    half = gate_up.shape[1] // 2
+    gate, up = gate_up[:, :half], gate_up[:, half:]
+    # Below -80 the result is 0 in float32 either way, and exp stays finite.
+    weight = np.negative(gate)
+    np.minimum(weight, 80, out=weight)
+    np.exp(weight, out=weight)
+    weight += 1
+    np.divide(gate, weight, out=weight)
+    weight *= up
+    return weight
+
+
+def _turns(rope: Rope | None, head_dim: int, positions: npt.NDArray[np.int64]) -> tuple[Float32, Float32] | None:
+    """Cosines and sines [tokens, 1, pairs]. Angles are formed in float64: at position 10^6 float32 is off by a tenth."""
+    if rope is None:
+        return None
+    factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+    angles = positions[:, None, None] * rope.inv_freq(head_dim).astype(np.float64)
+    np.remainder(angles, 2 * math.pi, out=angles)
+    small = angles.astype(np.float32)
+    return np.cos(small) * np.float32(factor), np.sin(small) * np.float32(factor)
+
+
+def _rotate(rows: Float32, cos: Float32, sin: Float32) -> None:
+    """Rotates pairs (i, i + pairs) of [tokens, heads, head_dim] in place."""
+    pairs = cos.shape[2]
+    low, high = rows[..., :pairs], rows[..., pairs : 2 * pairs]
+    turned = low * sin
+    low *= cos
+    low -= high * sin
+    high *= cos
+    high += turned

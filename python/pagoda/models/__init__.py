@@ -1,0 +1,6 @@
+"""The model that comes with the package, and a text that it was not trained on."""
+
+from pathlib import Path
+
+SHIPPED_MODEL = Path(__file__).parent / "pagoda-byte-4m"
+SHIPPED_TEXT = SHIPPED_MODEL / "held_out.txt"

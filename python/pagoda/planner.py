@@ -1,0 +1,96 @@
+"""How much memory a context takes, and where it goes. Pure arithmetic: nothing is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagoda.errors import InvalidArgument
+from pagoda.formats import row_format
+from pagoda.spec import AttentionLayer, ModelSpec
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of `batch` sequences of `tokens` tokens."""
+
+    tokens: int
+    batch: int
+    paged_bytes: int
+    """Pages as the cache keeps them today: every page of every layer, whole pages only."""
+    ring_bytes: int
+    """Pages if windowed layers kept their window only. The cache does not do that yet."""
+    state_bytes: int
+    """Fixed states of recurrent layers."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Pages and states."""
+        return self.paged_bytes + self.state_bytes
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where the pages of a context lie: as many as fit on the device, then on the host, then on disk."""
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    lacking_bytes: int
+    """What no tier has room for; 0 if it fits."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Reckons for one model, row formats and page size. Raises InvalidArgument for unknown formats and bad numbers."""
+
+    spec: ModelSpec
+    k_dtype: str = "f16"
+    v_dtype: str = "f16"
+    page_size: int = 64
+
+    def __post_init__(self) -> None:
+        row_format(self.k_dtype, "k_dtype")
+        row_format(self.v_dtype, "v_dtype")
+        _natural("page_size", self.page_size, 1)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one more token takes, in all layers."""
+        return self.spec.bytes_per_token(self.k_dtype, self.v_dtype)
+
+    def footprint(self, tokens: int, batch: int = 1) -> Footprint:
+        """The memory of a context."""
+        _natural("tokens", tokens, 0)
+        _natural("batch", batch, 1)
+        pages = -(-tokens // self.page_size)
+        kept, ringed = 0, 0
+        for layer in self.spec.layers:
+            if isinstance(layer, AttentionLayer):
+                size = layer.bytes_per_token(self.k_dtype, self.v_dtype) * self.page_size
+                kept += size * pages
+                # A window that ends inside a page reaches into one page more.
+                most = pages if layer.window is None else -(-layer.window // self.page_size) + 1
+                ringed += size * min(pages, most)
+        return Footprint(tokens, batch, kept * batch, ringed * batch, self.spec.state_bytes() * batch)
+
+    def split(self, footprint: Footprint, device_bytes: int, host_bytes: int = 0, disk_bytes: int = 0) -> Split:
+        """Fills the tiers in order; states stay on the device."""
+        left = footprint.paged_bytes
+        room = max(0, device_bytes - footprint.state_bytes)
+        parts = []
+        for budget in (room, host_bytes, disk_bytes):
+            parts.append(min(left, budget))
+            left -= parts[-1]
+        lacking = left + max(0, footprint.state_bytes - device_bytes)
+        return Split(parts[0] + min(footprint.state_bytes, device_bytes), parts[1], parts[2], lacking)
+
+    def longest_context(self, budget_bytes: int, batch: int = 1) -> int:
+        """The most tokens, in whole pages, whose memory fits a budget; 0 if none do. Unlimited growth only."""
+        page = self.bytes_per_token * self.page_size * batch
+        left = budget_bytes - self.spec.state_bytes() * batch
+        return max(0, left // page) * self.page_size if page else 0
+
+
+def _natural(name: str, value: int, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 1 << 40:
+        raise InvalidArgument(f"{name} = {value!r}: an integer from {low} to 2**40 - 1")

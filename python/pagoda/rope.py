@@ -1,0 +1,128 @@
+"""Rotary position embeddings: which angle each pair of elements turns by from one position to the next."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Stretches low frequencies by `factor` and blends the ones between (Llama 3.1; transformers `rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+    def apply(self, inv_freq: npt.NDArray[np.float64], theta: float, dim: int) -> npt.NDArray[np.float64]:
+        """The scaled frequencies."""
+        turns = self.original_context * inv_freq / (2 * math.pi)
+        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        blend = np.clip(blend, 0.0, 1.0)
+        return (1 - blend) * inv_freq / self.factor + blend * inv_freq
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Divides every frequency by `factor` (position interpolation, https://arxiv.org/abs/2306.15595)."""
+
+    factor: float
+
+    def apply(self, inv_freq: npt.NDArray[np.float64], theta: float, dim: int) -> npt.NDArray[np.float64]:
+        """The scaled frequencies."""
+        return inv_freq / self.factor
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Interpolates low frequencies and keeps high ones (YaRN, https://arxiv.org/abs/2309.00071, section 3.2)."""
+
+    factor: float
+    original_context: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    @property
+    def attention_factor(self) -> float:
+        """What cosines and sines are multiplied with: 0.1 ln(factor) + 1 (section 3.4)."""
+        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    def apply(self, inv_freq: npt.NDArray[np.float64], theta: float, dim: int) -> npt.NDArray[np.float64]:
+        """The scaled frequencies."""
+
+        def pair_with(turns: float) -> float:
+            return dim * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = pair_with(self.beta_fast), pair_with(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
+        return inv_freq / self.factor * ramp + inv_freq * (1 - ramp)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How queries and keys are rotated: pair i of the first `rotary_dim` elements turns by theta**(-2i/rotary_dim) a position.
+
+    rotary_dim: all of the row by default. interleaved: pairs are (2i, 2i + 1) instead of (i, i + rotary_dim/2).
+    https://arxiv.org/abs/2104.09864.
+    """
+
+    theta: float = 10000.0
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    scaling: Llama3Scaling | LinearScaling | YarnScaling | None = None
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.theta, int | float) and math.isfinite(self.theta) and self.theta > 1):
+            raise InvalidArgument(f"rope.theta = {self.theta!r}: a finite number above 1")
+        if self.rotary_dim is not None and (self.rotary_dim < 2 or self.rotary_dim % 2):
+            raise InvalidArgument(f"rope.rotary_dim = {self.rotary_dim!r}: even, at least 2")
+
+    def inv_freq(self, head_dim: int) -> npt.NDArray[np.float32]:
+        """float32 [rotary_dim / 2]: radians a position for each pair of a row of `head_dim` elements."""
+        dim = head_dim if self.rotary_dim is None else self.rotary_dim
+        if dim > head_dim:
+            raise InvalidArgument(f"rope.rotary_dim = {dim}: at most head_dim = {head_dim}")
+        inv_freq: npt.NDArray[np.float64] = self.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+        if self.scaling is not None:
+            inv_freq = self.scaling.apply(inv_freq, self.theta, dim)
+        return inv_freq.astype(np.float32)
+
+
+def scaling_from_config(config: dict[str, Any]) -> Llama3Scaling | LinearScaling | YarnScaling | None:
+    """The scaling in a Hugging Face `rope_scaling` or `rope_parameters`. Raises InvalidArgument for other types."""
+    kind = config.get("rope_type", config.get("type", "default"))
+    try:
+        original = int(config.get("original_max_position_embeddings") or 8192)
+        if kind == "linear":
+            return LinearScaling(float(config["factor"]))
+        if kind == "llama3":
+            return Llama3Scaling(
+                float(config["factor"]),
+                float(config["low_freq_factor"]),
+                float(config["high_freq_factor"]),
+                original,
+            )
+        if kind == "yarn":
+            return YarnScaling(
+                float(config["factor"]),
+                original,
+                float(config.get("beta_fast") or 32.0),
+                float(config.get("beta_slow") or 1.0),
+                bool(config.get("truncate", True)),
+            )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidArgument(f"rope_scaling = {config!r}: {kind} scaling with its numbers ({error!r})") from error
+    if kind in ("default", "proportional"):
+        return None
+    raise InvalidArgument(f"rope_scaling.rope_type = {kind!r}: default, linear, llama3 or yarn")

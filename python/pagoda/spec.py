@@ -1,0 +1,185 @@
+"""What a model's layers store: the geometry that a cache is made for and that the planner reckons with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pagoda.errors import InvalidArgument
+from pagoda.formats import row_format
+from pagoda.rope import Rope
+
+__all__ = ["AttentionLayer", "Layer", "LayerGroup", "ModelSpec", "Rope", "StateLayer"]
+
+HEADS_MAX = 4096
+HEAD_DIM_MAX = 1024
+LAYERS_MAX = 4096
+WINDOW_MAX = 1 << 31
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention layer.
+
+    num_q_heads, num_kv_heads: query heads are a multiple of K/V heads. head_dim, v_head_dim: elements of a K and of a V row
+    (the same by default), multiples of 8. window: a query sees the last so many tokens, itself included. scale: what dot
+    products are multiplied with, head_dim**-0.5 by default. rope: how the caller rotates queries and keys; needed only where
+    `drop` is to shift positions. softcap: scores become softcap * tanh(score / softcap). sinks: a learned logit per query
+    head joins the softmax. kv_owner: index of the layer whose K and V this one reads; it stores none. v_alias: V is the
+    first v_head_dim elements of the stored K row.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+    window: int | None = None
+    scale: float | None = None
+    rope: Rope | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    kv_owner: int | None = None
+    v_alias: bool = False
+
+    def __post_init__(self) -> None:
+        _integer("num_kv_heads", self.num_kv_heads, 1, HEADS_MAX)
+        _integer("num_q_heads", self.num_q_heads, 1, HEADS_MAX)
+        if self.num_q_heads % self.num_kv_heads:
+            raise InvalidArgument(f"num_q_heads = {self.num_q_heads}: a multiple of num_kv_heads = {self.num_kv_heads}")
+        for name, dim in (("head_dim", self.head_dim), ("v_head_dim", self.v_dim)):
+            _integer(name, dim, 8, HEAD_DIM_MAX)
+            if dim % 8:
+                raise InvalidArgument(f"{name} = {dim}: a multiple of 8")
+        if self.window is not None:
+            _integer("window", self.window, 1, WINDOW_MAX)
+        for name, value in (("scale", self.scale), ("softcap", self.softcap)):
+            if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+                raise InvalidArgument(f"{name} = {value!r}: a finite number above 0")
+        if self.kv_owner is not None:
+            _integer("kv_owner", self.kv_owner, 0, LAYERS_MAX)
+        if self.v_alias and self.v_dim > self.head_dim:
+            raise InvalidArgument(f"v_head_dim = {self.v_dim}: at most head_dim = {self.head_dim} with v_alias")
+
+    @property
+    def v_dim(self) -> int:
+        """Elements of a V row."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    def bytes_per_token(self, k_dtype: str, v_dtype: str) -> int:
+        """Bytes that one token stores in this layer."""
+        if self.kv_owner is not None:
+            return 0
+        k = row_format(k_dtype, "k_dtype").bytes(self.head_dim)
+        v = 0 if self.v_alias else row_format(v_dtype, "v_dtype").bytes(self.v_dim)
+        return self.num_kv_heads * (k + v)
+
+
+@dataclass(frozen=True)
+class StateLayer:
+    """A layer with a fixed state per sequence and nothing per token: linear attention, or a state-space model.
+
+    state_elements are kept in float32, conv_elements (the last inputs of a short convolution) in 16 bits.
+    """
+
+    state_elements: int
+    conv_elements: int = 0
+
+    def __post_init__(self) -> None:
+        _integer("state_elements", self.state_elements, 1, 1 << 40)
+        _integer("conv_elements", self.conv_elements, 0, 1 << 40)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of one sequence."""
+        return self.state_elements * 4 + self.conv_elements * 2
+
+
+Layer = AttentionLayer | StateLayer
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers whose pages have the same shape and life: one block holds a page of all of them."""
+
+    layers: tuple[int, ...]
+    window: int | None
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The layers of a model, in order. A layer that is neither attention nor state (an MLP) is not a layer here."""
+
+    layers: tuple[Layer, ...]
+    name: str
+
+    def __init__(self, layers: Sequence[Layer], name: str = "") -> None:
+        if not 1 <= len(layers) <= LAYERS_MAX:
+            raise InvalidArgument(f"layers = {len(layers)} of them: from 1 to {LAYERS_MAX}")
+        for index, layer in enumerate(layers):
+            if not isinstance(layer, AttentionLayer | StateLayer):
+                raise InvalidArgument(f"layers[{index}] = {type(layer).__name__}: an AttentionLayer or StateLayer")
+            owner = layer.kv_owner if isinstance(layer, AttentionLayer) else None
+            if owner is not None:
+                owned = layers[owner] if owner < index else None
+                if not isinstance(owned, AttentionLayer) or owned.kv_owner is not None:
+                    raise InvalidArgument(
+                        f"layers[{index}].kv_owner = {owner}: an earlier layer that stores its K and V"
+                    )
+        object.__setattr__(self, "layers", tuple(layers))
+        object.__setattr__(self, "name", name)
+
+    @classmethod
+    def preset(cls, name: str) -> ModelSpec:
+        """The geometry of a known model, by its Hugging Face name in lower case: "qwen3-8b". Raises InvalidArgument."""
+        from pagoda.presets import preset_config
+
+        return cls.from_config(preset_config(name), name=name)
+
+    @classmethod
+    def from_config(cls, config: str | Path | dict[str, Any], *, name: str = "") -> ModelSpec:
+        """The geometry in a Hugging Face config.json: its path, its folder's, or its content. Raises InvalidArgument."""
+        from pagoda.hf_config import layers_of, read_config
+
+        content = read_config(config)
+        return cls(layers_of(content), name or str(content.get("model_type", "")))
+
+    @property
+    def attention_layers(self) -> tuple[AttentionLayer, ...]:
+        """The attention layers."""
+        return tuple(layer for layer in self.layers if isinstance(layer, AttentionLayer))
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The attention layers that store K and V, by equal shape and window, in the order of their first layers."""
+        members: dict[tuple[Any, ...], list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, AttentionLayer) and layer.kv_owner is None:
+                key = (layer.num_kv_heads, layer.head_dim, layer.v_dim, layer.window, layer.v_alias)
+                members.setdefault(key, []).append(index)
+        return tuple(LayerGroup(tuple(layers), key[3]) for key, layers in members.items())
+
+    def bytes_per_token(self, k_dtype: str = "f16", v_dtype: str = "f16") -> int:
+        """Bytes of K and V that one token stores, over all attention layers."""
+        return sum(layer.bytes_per_token(k_dtype, v_dtype) for layer in self.attention_layers)
+
+    def full_bytes_per_token(self, k_dtype: str = "f16", v_dtype: str = "f16") -> int:
+        """Of those, the bytes in layers without a window: what grows without end."""
+        full = [layer for layer in self.attention_layers if layer.window is None]
+        return sum(layer.bytes_per_token(k_dtype, v_dtype) for layer in full)
+
+    def window_bytes(self, k_dtype: str = "f16", v_dtype: str = "f16") -> int:
+        """Bytes that the windowed layers need for one sequence once their windows are full."""
+        windowed = [layer for layer in self.attention_layers if layer.window is not None]
+        return sum((layer.window or 0) * layer.bytes_per_token(k_dtype, v_dtype) for layer in windowed)
+
+    def state_bytes(self) -> int:
+        """Bytes that the recurrent layers need for one sequence, whatever its length."""
+        return sum(layer.state_bytes for layer in self.layers if isinstance(layer, StateLayer))
+
+
+def _integer(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidArgument(f"{name} = {value!r}: an integer from {low} to {high}")

@@ -1,0 +1,118 @@
+"""The planner's arithmetic, and the command that prints it."""
+
+from __future__ import annotations
+
+import json
+
+import pagoda
+import pytest
+from pagoda.cli import main
+from pagoda.errors import InvalidArgument
+from pagoda.planner import Planner
+from pagoda.spec import ModelSpec
+
+GIB = 1 << 30
+
+
+def test_llama_2_7b_takes_one_gibibyte_for_2048_tokens() -> None:
+    assert Planner(ModelSpec.preset("llama-2-7b")).footprint(2048).total_bytes == GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "expected"),
+    [
+        ("llama-3.1-8b", 131_072, 16 * GIB),
+        ("qwen3.5-0.8b", 1 << 20, 12 * GIB + 19_537_920),
+        ("gemma-3-1b", 32_768, 32_768 * 26_624),
+    ],
+)
+def test_contexts(name: str, tokens: int, expected: int) -> None:
+    assert Planner(ModelSpec.preset(name)).footprint(tokens).total_bytes == expected
+
+
+def test_pages_are_whole_and_windows_are_counted_both_ways() -> None:
+    planner = Planner(ModelSpec.preset("gemma-3-1b"), page_size=100)
+    footprint = planner.footprint(1001, batch=2)
+    assert footprint.paged_bytes == 2 * 11 * 100 * 26_624
+    assert footprint.ring_bytes == 2 * 100 * (11 * 4096 + 7 * 22_528)
+    assert planner.footprint(0).paged_bytes == 0
+
+
+def test_the_cache_holds_what_the_planner_says() -> None:
+    spec = ModelSpec.preset("smollm2-135m")
+    footprint = Planner(spec, page_size=32).footprint(1000)
+    with pagoda.Cache(spec, page_size=32, device_memory="64MiB", host_memory=0, threads=1) as cache:
+        cache.step([cache.create()], [1000]).__enter__()
+        assert cache.stats().used_bytes("device") == footprint.paged_bytes
+
+
+def test_tiers_fill_in_order() -> None:
+    planner = Planner(ModelSpec.preset("qwen3.5-0.8b"))
+    footprint = planner.footprint(1 << 20)
+    split = planner.split(footprint, 4 * GIB, 6 * GIB, 1 * GIB)
+    assert split.device_bytes == 4 * GIB
+    assert (split.host_bytes, split.disk_bytes) == (6 * GIB, 1 * GIB)
+    assert split.lacking_bytes == footprint.total_bytes - 11 * GIB
+    longest = planner.longest_context(11 * GIB)
+    assert planner.footprint(longest).total_bytes <= 11 * GIB < planner.footprint(longest + 64).total_bytes
+
+
+@pytest.mark.parametrize("options", [{"page_size": 0}, {"k_dtype": "f8"}, {"v_dtype": "q3"}])
+def test_plans_that_cannot_be(options: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgument):
+        Planner(ModelSpec.preset("qwen3-8b"), **options)  # type: ignore[arg-type]
+
+
+def test_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(
+            [
+                "plan",
+                "llama-2-7b",
+                "--context",
+                "2k,32k",
+                "--device-memory",
+                "1GiB",
+                "--host-memory",
+                "15GiB",
+                "--json",
+            ]
+        )
+        == 0
+    )
+    document = json.loads(capsys.readouterr().out)
+    assert document["bytes_per_token"] == 524_288
+    assert [row["total_bytes"] for row in document["contexts"]] == [GIB, 16 * GIB]
+    assert document["contexts"][1]["by_format"]["q8_0"] == 16 * GIB * 34 // 64
+    budget = document["contexts"][1]["budgets"]["1.0 GiB"]
+    assert budget == {"device_bytes": GIB, "host_bytes": 15 * GIB, "disk_bytes": 0, "lacking_bytes": 0}
+
+
+def test_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "gemma-3-12b"]) == 0
+    out = capsys.readouterr().out
+    assert "does not free them yet" in out.replace("\n", " ")
+    assert "393,216 bytes a token" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "no-such-model"],
+        ["plan", "qwen3-8b", "--context", "0"],
+        ["plan", "qwen3-8b", "--context", "x"],
+    ],
+)
+def test_command_refuses_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("pagoda: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_doctor_sees_the_module(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    findings = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert pagoda.__version__ in findings["module"]["found"]
+    assert findings["CPU kernels"]["found"].startswith(pagoda.build_info()["isa"])

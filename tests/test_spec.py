@@ -1,0 +1,157 @@
+"""Model geometries against literal figures: what each model is known to store."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pagoda.errors import InvalidArgument
+from pagoda.hf_config import layers_of
+from pagoda.presets import PRESETS
+from pagoda.rope import Llama3Scaling, Rope, YarnScaling
+from pagoda.spec import AttentionLayer, ModelSpec, StateLayer
+
+# name: full-attention bytes a token, windowed bytes a token, window, recurrent bytes a sequence; all in 16 bits.
+GEOMETRIES = {
+    "llama-2-7b": (524_288, 0, 0, 0),
+    "llama-2-70b": (327_680, 0, 0, 0),
+    "llama-3.1-8b": (131_072, 0, 0, 0),
+    "qwen3-8b": (147_456, 0, 0, 0),
+    "smollm2-135m": (23_040, 0, 0, 0),
+    "mistral-7b-v0.1": (0, 131_072, 4096, 0),
+    "mistral-7b-v0.3": (131_072, 0, 0, 0),
+    "gpt-oss-20b": (24_576, 24_576, 128, 0),
+    "gpt-oss-120b": (36_864, 36_864, 128, 0),
+    "gemma-3-1b": (4_096, 22_528, 512, 0),
+    "gemma-3-4b": (20_480, 118_784, 1024, 0),
+    "gemma-3-12b": (65_536, 327_680, 1024, 0),
+    "gemma-3-27b": (81_920, 425_984, 1024, 0),
+    "gemma-4-12b": (16_384, 327_680, 1024, 0),
+    "gemma-4-26b-a4b": (20_480, 204_800, 1024, 0),
+    "gemma-4-31b": (81_920, 819_200, 1024, 0),
+    "deepseek-v3": (70_272, 0, 0, 0),
+    "qwen3.5-0.8b": (12_288, 0, 0, 18_874_368 + 663_552),
+    "qwen3.5-4b": (32_768, 0, 0, 51_511_296),
+    "qwen3.5-27b": (65_536, 0, 0, 153_944_064),
+    "qwen3.5-35b-a3b": (20_480, 0, 0, 64_389_120),
+    "qwen3-next-80b-a3b": (24_576, 0, 0, 77_266_944),
+}
+
+
+@pytest.mark.parametrize(("name", "expected"), GEOMETRIES.items())
+def test_known_models_store_what_they_are_known_to(name: str, expected: tuple[int, int, int, int]) -> None:
+    full, windowed, window, state = expected
+    spec = ModelSpec.preset(name)
+    assert spec.full_bytes_per_token() == full
+    assert spec.bytes_per_token() == full + windowed
+    assert spec.bytes_per_token("bf16", "f32") > spec.bytes_per_token() or spec.attention_layers[0].v_alias
+    assert spec.window_bytes() == windowed * window
+    assert spec.state_bytes() == state
+
+
+def test_the_printed_megabytes_of_recurrent_states() -> None:
+    printed = {"qwen3.5-4b": 51.5, "qwen3.5-27b": 153.9, "qwen3.5-35b-a3b": 64.4, "qwen3-next-80b-a3b": 77.3}
+    for name, megabytes in printed.items():
+        assert round(ModelSpec.preset(name).state_bytes() / 1e6, 1) == megabytes
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_reads(name: str) -> None:
+    spec = ModelSpec.preset(name)
+    assert spec.name == name
+    stored = sorted(layer for group in spec.groups for layer in group.layers)
+    assert stored == [i for i, layer in enumerate(spec.layers) if isinstance(layer, AttentionLayer)]
+
+
+def test_groups_split_windowed_from_full_layers() -> None:
+    groups = ModelSpec.preset("gemma-3-1b").groups
+    assert [group.window for group in groups] == [512, None]
+    assert groups[1].layers == (5, 11, 17, 23)
+
+
+def test_smollm3_layers_without_rotation() -> None:
+    rotates = [layer.rope is not None for layer in ModelSpec.preset("smollm3-3b").attention_layers]
+    assert rotates == [True, True, True, False] * 9
+
+
+def test_config_from_content_file_and_folder(tmp_path: Path) -> None:
+    content = PRESETS["qwen3-8b"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "wrapper", "text_config": content}))
+    specs = [ModelSpec.from_config(source) for source in (content, tmp_path, tmp_path / "config.json", str(tmp_path))]
+    assert len({spec.layers for spec in specs}) == 1
+
+
+def test_shared_layers_store_nothing() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 3
+    base = PRESETS["gemma-4-12b"] | {"num_hidden_layers": 6, "layer_types": kinds, "num_kv_shared_layers": 2}
+    spec = ModelSpec.from_config(base)
+    assert [layer.kv_owner for layer in spec.attention_layers] == [None] * 4 + [2, 3]
+    assert spec.groups[0].layers == (0, 2)
+
+
+HOSTILE = st.sampled_from([None, -1, 0, 1.5, float("nan"), float("inf"), 1 << 70, "8", [], {}, True])
+
+
+@given(name=st.sampled_from(sorted(PRESETS)), data=st.data())
+def test_hostile_configs_are_refused_by_name(name: str, data: st.DataObject) -> None:
+    config = dict(PRESETS[name])
+    key = data.draw(st.sampled_from(sorted(config)))
+    config[key] = data.draw(HOSTILE)
+    try:
+        layers = layers_of(config)
+    except InvalidArgument as error:
+        assert "=" in str(error)
+    else:
+        assert all(isinstance(layer, AttentionLayer | StateLayer) for layer in layers)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"num_q_heads": 3, "num_kv_heads": 2}, "num_q_heads"),
+        ({"num_kv_heads": 0}, "num_kv_heads"),
+        ({"head_dim": 12}, "head_dim"),
+        ({"head_dim": 2048}, "head_dim"),
+        ({"v_head_dim": 4}, "v_head_dim"),
+        ({"window": 0}, "window"),
+        ({"scale": float("nan")}, "scale"),
+        ({"softcap": -1.0}, "softcap"),
+        ({"head_dim": 64, "v_head_dim": 128, "v_alias": True}, "v_head_dim"),
+    ],
+)
+def test_layers_that_cannot_be(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidArgument, match=named):
+        AttentionLayer(**({"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64} | fields))
+
+
+def test_unknown_presets_suggest_near_ones() -> None:
+    with pytest.raises(InvalidArgument, match=r"qwen3-8b"):
+        ModelSpec.preset("Qwen3-8B-")
+
+
+def test_frequencies_of_scaled_rotations() -> None:
+    """Against the formulas of transformers' modeling_rope_utils, written down once more in plain Python."""
+    plain = Rope(5e5).inv_freq(128)
+    np.testing.assert_allclose(plain, [5e5 ** (-2 * i / 128) for i in range(64)], rtol=1e-6)
+    scaled = Rope(5e5, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192)).inv_freq(128)
+    for before, after in zip(plain.tolist(), scaled.tolist(), strict=True):
+        wavelength = 2 * np.pi / before
+        if wavelength < 8192 / 4.0:
+            expected = before
+        elif wavelength > 8192 / 1.0:
+            expected = before / 8
+        else:
+            smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+            expected = (1 - smooth) * before / 8 + smooth * before
+        assert after == pytest.approx(expected, rel=1e-5)
+    yarn = Rope(1e6, scaling=YarnScaling(4.0, 32768)).inv_freq(128)
+    plain = Rope(1e6).inv_freq(128)
+    assert yarn[0] == plain[0]
+    assert yarn[-1] == pytest.approx(plain[-1] / 4)
+    assert np.all((yarn <= plain) & (yarn >= plain / 4))
+    assert len(Rope(1e4, rotary_dim=64).inv_freq(256)) == 32
