@@ -56,6 +56,10 @@ def test_layers_that_the_cache_does_not_do_yet(change: dict[str, Any]) -> None:
         pagoda.Cache(pagoda.ModelSpec(layers=[layer(**change)]))
 
 
+def overlapping() -> Any:
+    return np.lib.stride_tricks.as_strided(rows(16), (2, 4, 16), (0, 0, 4))
+
+
 Call = Callable[[pagoda.Cache, pagoda.Sequence, pagoda.Step], object]
 
 CALLS: list[tuple[str, Call]] = [
@@ -74,7 +78,7 @@ CALLS: list[tuple[str, Call]] = [
     ("q = list", lambda c, s, step: step.attend(0, [[1.0]])),  # type: ignore[arg-type]
     ("out = shape", lambda c, s, step: step.attend(0, rows(2, 4, 16), out=rows(2, 4, 8))),
     ("out = dtype", lambda c, s, step: step.attend(0, rows(2, 4, 16), out=rows(2, 4, 16, dtype=np.float16))),
-    ("out = strides", lambda c, s, step: step.attend(0, rows(2, 4, 16), out=np.lib.stride_tricks.as_strided(rows(16), (2, 4, 16), (0, 0, 4)))),
+    ("out = strides", lambda c, s, step: step.attend(0, rows(2, 4, 16), out=overlapping())),
     ("step = open", lambda c, s, step: c.step([s], [1]).__enter__()),
     ("sequence", lambda c, s, step: s.release()),
     ("sequence", lambda c, s, step: s.truncate(0)),
@@ -159,7 +163,9 @@ def test_released_foreign_and_closed() -> None:
         with pytest.raises(pagoda.InvalidArgument, match="of this cache"):
             other.plan(sequence, "host")
         sequence.release()
-        for call in (sequence.release, sequence.fork, sequence.__len__, lambda: cache.step([sequence], [1])):
+        calls: list[Callable[[], object]] = [sequence.release, sequence.fork, sequence.__len__]
+        calls.append(lambda: cache.step([sequence], [1]))
+        for call in calls:
             with pytest.raises(pagoda.UseAfterRelease):
                 call()
         batch = cache.batch([kept := cache.create()])
@@ -167,9 +173,9 @@ def test_released_foreign_and_closed() -> None:
         with pytest.raises(pagoda.UseAfterRelease):
             cache.step(batch, [1]).__enter__()
         cache.audit()
-    for call in (cache.create, cache.audit, cache.stats):
+    for closed in (cache.create, cache.audit, cache.stats):
         with pytest.raises(pagoda.UseAfterRelease):
-            call()
+            closed()
     cache.close()
 
 

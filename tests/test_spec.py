@@ -94,7 +94,9 @@ def test_shared_layers_store_nothing() -> None:
     assert spec.groups[0].layers == (0, 2)
 
 
-HOSTILE = st.sampled_from([None, -1, 0, 1.5, float("nan"), float("inf"), 1 << 70, "8", [], {}, True])
+HOSTILE: st.SearchStrategy[Any] = st.sampled_from(
+    [None, -1, 0, 1.5, float("nan"), float("inf"), 1 << 70, "8", [], {}, True]
+)
 
 
 @given(name=st.sampled_from(sorted(PRESETS)), data=st.data())

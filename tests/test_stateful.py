@@ -90,9 +90,9 @@ class CacheMachine(RuleBasedStateMachine):
     def step(self, which: set[float], new: list[int], junk: int, accepted: list[float] | None) -> None:
         batch = list({id(tokens): tokens for tokens in map(self.pick, which)}.values())
         counts = new[: len(batch)]
-        keep = accepted and [int(part * count) for part, count in zip(accepted, counts, strict=False)]
+        keep = None if accepted is None else [int(a * n) for a, n in zip(accepted, counts, strict=False)]
         try:
-            self.mirror.step(batch, counts, keep or None, junk)
+            self.mirror.step(batch, counts, keep, junk)
         except pagoda.OutOfBlocks as error:
             assert error.blocks_short > 0
             assert error.bytes_short > 0
@@ -104,7 +104,7 @@ class CacheMachine(RuleBasedStateMachine):
         with pytest.raises((ZeroDivisionError, pagoda.OutOfBlocks)):
             with self.mirror.cache.step([tokens.sequence], [new]) as step:
                 for index in range(layers):
-                    shape = self.mirror.cache.spec.layers[index]
+                    shape = self.mirror.cache.spec.attention_layers[index]
                     rows = np.full((new, shape.num_kv_heads, 16), np.nan, np.float32)
                     step.append(index, rows, rows)
                 raise ZeroDivisionError

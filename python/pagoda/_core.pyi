@@ -1,7 +1,7 @@
 """The compiled part of Pagoda. `pagoda.cache` is its public face."""
 
 from collections.abc import Sequence
-from typing import Any, TypedDict, final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -10,18 +10,9 @@ from pagoda.geometry import CoreLayer
 
 __version__: str
 
-class BuildInfo(TypedDict):
-    version: str
-    debug: bool
-    isa: str
-    isas: list[str]
+__all__ = ["Cache", "Plan", "Ticket", "__version__", "after_fork_in_child", "build_info"]
 
-class TableArrays(TypedDict):
-    block_table: npt.NDArray[np.int32]
-    pointers: npt.NDArray[np.uint64]
-    slot_mapping: npt.NDArray[np.int64]
-
-def build_info() -> BuildInfo: ...
+def build_info() -> dict[str, Any]: ...
 def after_fork_in_child() -> None: ...
 
 @final
@@ -74,7 +65,7 @@ class Cache:
     def rollback(self) -> None: ...
     def positions(self) -> npt.NDArray[np.int64]: ...
     def cu_seqlens(self) -> npt.NDArray[np.int32]: ...
-    def table(self, layer: int) -> TableArrays: ...
+    def table(self, layer: int) -> dict[str, npt.NDArray[Any]]: ...
     def csr_table(self, layer: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]: ...
     def plan(
         self,

@@ -66,12 +66,13 @@ class YarnScaling:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
         ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
-        return inv_freq / self.factor * ramp + inv_freq * (1 - ramp)
+        scaled: npt.NDArray[np.float64] = inv_freq / self.factor * ramp + inv_freq * (1 - ramp)
+        return scaled
 
 
 @dataclass(frozen=True)
 class Rope:
-    """How queries and keys are rotated: pair i of the first `rotary_dim` elements turns by theta**(-2i/rotary_dim) a position.
+    """How queries and keys are rotated: pair i turns by theta**(-2i / rotary_dim) a position.
 
     rotary_dim: all of the row by default. interleaved: pairs are (2i, 2i + 1) instead of (i, i + rotary_dim/2).
     https://arxiv.org/abs/2104.09864.

@@ -40,7 +40,7 @@ def _parse(value: int | str, name: str, what: str, without: tuple[str, ...]) -> 
     whole, _, fraction = match[1].partition(".")
     if len(whole) + len(fraction) > 40:
         raise refusal
-    scale = 10 ** len(fraction)
+    scale: int = 10 ** len(fraction)
     units = int(whole + fraction) * _UNITS[match[2]]
     if units % scale or units // scale > LIMIT:
         raise refusal

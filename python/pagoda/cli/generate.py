@@ -33,7 +33,9 @@ REFRESH_SECONDS = 0.1
 def register(commands: Commands) -> None:
     """Adds the command."""
     parser = commands.add_parser("generate", help="read a text with a language model and write on")
-    parser.add_argument("--model", type=Path, default=SHIPPED_MODEL, help="a checkpoint folder; the shipped model by default")
+    parser.add_argument(
+        "--model", type=Path, default=SHIPPED_MODEL, help="a checkpoint folder; the shipped model by default"
+    )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--text", type=Path, help="a file to read; the shipped text by default")
     source.add_argument("--prompt", help="text to read")
@@ -210,7 +212,9 @@ class View:
             stats = self.cache.stats()
             for tier in ("device", "host"):
                 used = stats.used_bytes(tier)
-                free = min(size * counts.free for size, counts in zip(stats.block_bytes, getattr(stats, tier), strict=True))
+                free = min(
+                    size * counts.free for size, counts in zip(stats.block_bytes, getattr(stats, tier), strict=True)
+                )
                 bar = ProgressBar(total=max(1, used + free), completed=used, width=40)
                 share = used / max(1, stats.used_bytes("device") + stats.used_bytes("host"))
                 table.add_row(tier, bar, f"{self._pages(stats, tier):,} pages, {format_size(used)}", f"{share:.0%}")

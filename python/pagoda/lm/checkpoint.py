@@ -22,7 +22,7 @@ class Checkpoint:
         self._tensors: dict[str, tuple[str, list[int], bytes]] = {}
         for path in _parts(folder):
             try:
-                tensors = safetensors.deserialize(path.read_bytes())
+                tensors = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
             except (OSError, safetensors.SafetensorError) as error:
                 raise InvalidArgument(f"checkpoint = {str(path)!r}: a readable safetensors file ({error})") from error
             for name, tensor in tensors:

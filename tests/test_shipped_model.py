@@ -1,0 +1,258 @@
+"""The shipped language model over the cache: formats, lengths, tiers, beams and speculation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pagoda
+import pytest
+from pagoda.cli import main
+from pagoda.lm import ContiguousCache, LanguageModel
+from pagoda.models import SHIPPED_MODEL, SHIPPED_TEXT
+
+Ids = npt.NDArray[np.int64]
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    return LanguageModel.load(SHIPPED_MODEL)
+
+
+@pytest.fixture(scope="module")
+def text() -> Ids:
+    return np.frombuffer(SHIPPED_TEXT.read_bytes(), np.uint8).astype(np.int64)
+
+
+def read(
+    model: LanguageModel, cache: Any, tokens: Ids, chunk: int = 512, keep: int | None = None
+) -> npt.NDArray[np.float32]:
+    """Logits of every token, or of the last `keep`, read in chunks."""
+    sequence, logits = cache.create(), []
+    for start in range(0, len(tokens), chunk):
+        part = tokens[start : start + chunk]
+        wanted = keep is None or start + len(part) > len(tokens) - keep
+        with cache.step([sequence], [len(part)]) as step:
+            all_of_them = model.forward(part, step, logits="all" if wanted else "last")
+        if wanted:
+            logits.append(all_of_them)
+    rows = np.concatenate(logits)
+    return rows if keep is None else rows[-keep:]
+
+
+def bits_per_byte(logits: npt.NDArray[np.float32], following: Ids) -> float:
+    rows = logits.astype(np.float64)
+    rows -= rows.max(1, keepdims=True)
+    chosen = rows[np.arange(len(following)), following] - np.log(np.exp(rows).sum(1))
+    return float(-chosen.mean() / np.log(2))
+
+
+def test_it_predicts_the_text_it_was_not_trained_on(model: LanguageModel, text: Ids) -> None:
+    with pagoda.Cache(model.spec) as cache:
+        logits = read(model, cache, text[:8192])
+    assert bits_per_byte(logits[:-1], text[1:8192]) <= 2.2
+
+
+@pytest.mark.parametrize(("dtype", "agreement"), [("f16", 0.9995), ("bf16", 0.997)])
+def test_f16_and_bf16_cache_coherent(model: LanguageModel, text: Ids, dtype: str, agreement: float) -> None:
+    """10,000 teacher-forced tokens: the likeliest next one is that of f32, or f32 nearly tied."""
+    tokens = text[20_000:30_000]
+    both = []
+    for kind in ("f32", dtype):
+        with pagoda.Cache(model.spec, k_dtype=kind, v_dtype=kind) as cache:
+            both.append(read(model, cache, tokens))
+    exact, rounded = both
+    flips = np.flatnonzero(exact.argmax(1) != rounded.argmax(1))
+    assert 1 - len(flips) / len(tokens) >= agreement
+    ranked = np.sort(exact[flips], axis=1)
+    noise = np.abs(exact - rounded).max()
+    assert np.all(ranked[:, -1] - ranked[:, -2] <= 2 * noise), "every flip is a near-tie"
+    assert noise < 0.25
+
+
+def test_long_context_32k_coherent(model: LanguageModel, text: Ids) -> None:
+    """32K tokens on a small device tier: the same bits as all resident, and predictions as good as early in the text."""
+    tokens = text[: 32 * 1024]
+    runs = []
+    for device_memory in ("12MiB", "1GiB"):
+        options: dict[str, Any] = {"device_memory": device_memory, "host_memory": "1GiB", "deterministic": True}
+        with pagoda.Cache(model.spec, **options) as cache:
+            runs.append(read(model, cache, tokens, keep=4096))
+            share = cache.stats().used_bytes("host") / (32 * 1024 * model.spec.bytes_per_token())
+            assert share >= 0.8 if device_memory == "12MiB" else share == 0
+    np.testing.assert_array_equal(runs[0], runs[1])
+    late = bits_per_byte(runs[1][:-1], tokens[-4095:])
+    with pagoda.Cache(model.spec) as cache:
+        near = read(model, cache, tokens[-6144:], keep=4096)
+    assert late <= 1.02 * bits_per_byte(near[:-1], tokens[-4095:]), "the same bytes with 2K of context before them"
+
+
+def test_pages_of_32_tokens_match_pages_of_256_and_plain_arrays(model: LanguageModel, text: Ids) -> None:
+    tokens = text[:3000]
+    runs = []
+    for page_size in (32, 256):
+        with pagoda.Cache(model.spec, page_size=page_size, deterministic=True) as cache:
+            runs.append(read(model, cache, tokens))
+    np.testing.assert_array_equal(runs[0], runs[1])
+    plain = read(model, ContiguousCache(model.spec), tokens)
+    assert np.abs(plain - runs[0]).max() < 5e-3
+
+
+@dataclass
+class Beam:
+    tokens: list[int]
+    score: float
+    sequence: Any = None
+
+
+def best(beams: list[Beam], logits: npt.NDArray[np.float32], width: int) -> list[tuple[int, int, float]]:
+    """(beam, token, score) of the best continuations; ties to the lower beam and token."""
+    rows = logits.astype(np.float64)
+    scores = rows - rows.max(1, keepdims=True)
+    scores -= np.log(np.exp(scores).sum(1, keepdims=True))
+    scores += np.array([beam.score for beam in beams])[:, None]
+    order = np.argsort(-scores, axis=None, kind="stable")[:width]
+    return [(int(at // rows.shape[1]), int(at % rows.shape[1]), float(scores.flat[at])) for at in order]
+
+
+def test_beam_search_over_forks_equals_beam_search_by_recomputation(model: LanguageModel, text: Ids) -> None:
+    prompt, width, length = text[1000:1100], 4, 24
+    with pagoda.Cache(model.spec, page_size=16, deterministic=True, k_dtype="f32", v_dtype="f32") as cache:
+        root = cache.create()
+        with cache.step([root], [len(prompt)]) as step:
+            logits = model.forward(prompt, step)
+        beams = [Beam([], 0.0, root)]
+        for _ in range(length):
+            grown = []
+            for parent, token, score in best(beams, logits, width):
+                grown.append(Beam([*beams[parent].tokens, token], score, beams[parent].sequence.fork()))
+            for beam in beams:
+                beam.sequence.release()
+            beams = grown
+            cache.audit()
+            with cache.step([beam.sequence for beam in beams], [1] * len(beams)) as step:
+                logits = model.forward([beam.tokens[-1] for beam in beams], step)
+        assert cache.stats().shared_pages > 0
+        forked = [(beam.tokens, beam.score) for beam in beams]
+        for beam in beams:
+            beam.sequence.release()
+
+        beams = [Beam([], 0.0)]
+        for _ in range(length):
+            rows = []
+            for beam in beams:
+                with cache.create() as sequence:
+                    whole = np.concatenate([prompt, np.array(beam.tokens, np.int64)])
+                    with cache.step([sequence], [len(whole)]) as step:
+                        rows.append(model.forward(whole, step)[0])
+            choices = best(beams, np.stack(rows), width)
+            beams = [Beam([*beams[parent].tokens, token], score) for parent, token, score in choices]
+    for (written, score), beam in zip(forked, beams, strict=True):
+        assert written == beam.tokens
+        assert score == pytest.approx(beam.score, abs=1e-3)
+
+
+def test_speculative_decoding_writes_what_greedy_decoding_writes(model: LanguageModel, text: Ids) -> None:
+    """A draft (what followed the last occurrence of the last three bytes) is verified in one step; wrong tokens go."""
+    prompt, length = text[:600], 120
+    with pagoda.Cache(model.spec, page_size=16, k_dtype="f32", v_dtype="f32", deterministic=True) as cache:
+        greedy = cache.create()
+        with cache.step([greedy], [len(prompt)]) as step:
+            logits = model.forward(prompt, step)
+        expected: list[int] = []
+        while len(expected) < length:
+            expected.append(int(logits[0].argmax()))
+            with cache.step([greedy], [1]) as step:
+                logits = model.forward(expected[-1:], step)
+
+        fast = cache.create()
+        with cache.step([fast], [len(prompt)]) as step:
+            logits = model.forward(prompt, step)
+        written, steps = [int(logits[0].argmax())], 0
+        while len(written) < length:
+            seen = bytes(prompt.tolist() + written)
+            at = seen.rfind(seen[-3:], 0, -1)
+            draft = list(seen[at + 3 : at + 11]) if at >= 0 else []
+            guess = [written[-1], *draft]
+            with cache.step([fast], [len(guess)]) as step:
+                rows = model.forward(guess, step, logits="all")
+                agreed = 0
+                while agreed < len(draft) and int(rows[agreed].argmax()) == draft[agreed]:
+                    agreed += 1
+                step.commit(accepted=[1 + agreed])
+            written += [*draft[:agreed], int(rows[agreed].argmax())]
+            steps += 1
+            cache.audit()
+            assert len(fast) == len(prompt) + len(written) - 1
+        assert written[:length] == expected
+        assert steps < length
+
+
+def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["generate", *arguments, "--json"]) == 0
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
+
+
+def same_run(capsys: pytest.CaptureFixture[str], model: LanguageModel, read: int, tokens: int) -> None:
+    """The command on a tenth of the memory prints the tokens and logits of the command with all of it."""
+    kv = read * model.spec.bytes_per_token()
+    base = ["--read", str(read), "--tokens", str(tokens), "--deterministic"]
+    spilled = run_command(capsys, *base, "--device-memory", str(kv // 10), "--host-memory", "2GiB")
+    resident = run_command(capsys, *base, "--device-memory", "2GiB")
+    assert spilled["prompt_tokens"] == read
+    assert spilled["pages"]["host"] >= 8 * spilled["pages"]["device"]
+    assert resident["pages"]["host"] == 0
+    assert (spilled["tokens"], spilled["logits_sha256"]) == (resident["tokens"], resident["logits_sha256"])
+
+
+def test_generate_on_a_tenth_of_the_memory(capsys: pytest.CaptureFixture[str], model: LanguageModel) -> None:
+    same_run(capsys, model, 12_000, 30)
+
+
+@pytest.mark.long
+def test_generate_over_100k_tokens_on_a_tenth_of_the_memory(
+    capsys: pytest.CaptureFixture[str], model: LanguageModel
+) -> None:
+    same_run(capsys, model, 100_000, 50)
+
+
+def test_generate_as_plain_arrays_do(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["--read", "2000", "--tokens", "60"]
+    runs = [run_command(capsys, *base, *more) for more in ([], ["--no-kv-cache-paged"])]
+    assert runs[0]["tokens"] == runs[1]["tokens"]
+    assert "pages" not in runs[1]
+
+
+def test_generate_from_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--prompt", "And it came to pass", "--tokens", "40", "--temperature", "0.8", "--top-k", "20"]
+    first, again = (run_command(capsys, *arguments, "--seed", "3") for _ in range(2))
+    assert first["text"] == again["text"]
+    assert len(first["tokens"]) == 40
+    assert main(["generate", *arguments]) == 0
+    assert "wrote 40" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--model", "/nowhere"],
+        ["--text", "/nowhere"],
+        ["--prompt", ""],
+        ["--tokens", "-1"],
+        ["--read", "x"],
+        ["--page-size", "3"],
+        ["--device-memory", "1B"],
+        ["--cache-type-k", "q9"],
+        ["--chunk", "0"],
+        ["--temperature", "-1"],
+    ],
+)
+def test_generate_refuses_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("pagoda: ")
+    assert captured.err.count("\n") == 1
