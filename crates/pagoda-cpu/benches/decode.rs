@@ -1,0 +1,326 @@
+//! How close decode attention comes to the read bandwidth of the machine, and prefill to its arithmetic.
+//!
+//! `cargo bench -p pagoda-cpu --bench decode -- [threads=1,2] [formats=f16,bf16,f32] [contexts=4096,32768,131072]
+//! [pages=64,256] [shapes=32/8x128,8/2x256] [samples=9] [sections=decode,order,small,prefill]`
+//!
+//! One query token, batch 1. Layers are rotated over at least 512 MiB, so that every call finds cold caches. Every
+//! sample of attention is bracketed by sequential reads of the same memory with as many threads; the ratio is the
+//! median over samples of attention over the mean of its brackets. KV bytes count once.
+
+#![expect(clippy::print_stdout, reason = "a bench prints its table")]
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use memmap2::{Advice, MmapMut};
+use pagoda_core::ids::{BlockId, BlockRef, Tier};
+use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
+use pagoda_core::table::SpanView;
+use pagoda_cpu::{Arenas, Backend, Isa, Layer, Rows, RowsMut, SequenceTable};
+
+/// The memory that layers rotate over, at least.
+const COLD: u64 = 512 << 20;
+
+/// The settings of a run.
+struct Options(Vec<String>);
+
+impl Options {
+    /// The words given for `name`, or those of `default`.
+    fn words(&self, name: &str, default: &str) -> Vec<String> {
+        let given = self.0.iter().find_map(|arg| arg.strip_prefix(name)?.strip_prefix('='));
+        given.unwrap_or(default).split(',').map(str::to_owned).collect()
+    }
+
+    fn numbers(&self, name: &str, default: &str) -> Vec<usize> {
+        self.words(name, default).iter().map(|word| word.parse().expect("a number")).collect()
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Shape {
+    q_heads: u32,
+    kv_heads: u32,
+    dim: u32,
+}
+
+/// `32/8x128`.
+fn shape(word: &str) -> Shape {
+    let numbers: Vec<u32> = word.split(['/', 'x']).map(|n| n.parse().expect("q/kv x dim")).collect();
+    Shape { q_heads: numbers[0], kv_heads: numbers[1], dim: numbers[2] }
+}
+
+fn format(word: &str) -> RowFormat {
+    match word {
+        "f32" => RowFormat::F32,
+        "f16" => RowFormat::F16,
+        "bf16" => RowFormat::Bf16,
+        _ => panic!("{word} is not a row format"),
+    }
+}
+
+/// A cache of one sequence whose pages lie in a given order.
+struct Cache {
+    memory: MmapMut,
+    layout: BlockLayout,
+    layer: Layer,
+    row: Vec<BlockRef>,
+    spans: [SpanView; 1],
+    /// K and V bytes of a layer.
+    bytes: u64,
+    next_layer: usize,
+    queries: Vec<f32>,
+    out: Vec<f32>,
+}
+
+impl Cache {
+    fn new(
+        shape: Shape,
+        format: RowFormat,
+        context: usize,
+        page: usize,
+        shuffled: bool,
+        new_tokens: usize,
+    ) -> Self {
+        let geometry = LayerGeometry {
+            num_kv_heads: shape.kv_heads,
+            head_dim: shape.dim,
+            v_head_dim: shape.dim,
+            k_format: format,
+            v_format: format,
+        };
+        let bytes = 2 * u64::from(shape.kv_heads) * format.row_bytes(shape.dim) * context as u64;
+        let layers = COLD.div_ceil(bytes).clamp(2, 64) as usize;
+        let layout = BlockLayout::new(&vec![geometry; layers], page as u32);
+        let pages = context.div_ceil(page);
+        let mut memory = MmapMut::map_anon(layout.block_bytes as usize * pages).expect("memory");
+        memory.advise(Advice::HugePage).expect("transparent huge pages");
+        let mut state = 1u64;
+        let mut random = move || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            state >> 33
+        };
+        // Numbers of magnitude 1/8 to 1/2 in every format.
+        let (mask, bits) = match format {
+            RowFormat::F32 => (0x807f_ffff_807f_ffff, 0x3e00_0000_3e00_0000),
+            RowFormat::F16 => (0x83ff_83ff_83ff_83ff, 0x3000_3000_3000_3000),
+            RowFormat::Bf16 => (0x807f_807f_807f_807f, 0x3e00_3e00_3e00_3e00u64),
+        };
+        for word in memory.chunks_exact_mut(8) {
+            word.copy_from_slice(&((random() << 33 ^ random() << 13 ^ random()) & mask | bits).to_ne_bytes());
+        }
+        let mut order: Vec<u32> = (0..pages as u32).collect();
+        if shuffled {
+            for i in (1..pages).rev() {
+                order.swap(i, random() as usize % (i + 1));
+            }
+        }
+        let rows = new_tokens * (shape.q_heads * shape.dim) as usize;
+        Self {
+            memory,
+            layer: Layer {
+                geometry,
+                layout: layout.layers[0],
+                block_bytes: layout.block_bytes,
+                page_size: page as u32,
+                num_q_heads: shape.q_heads,
+                scale: 1.0 / (shape.dim as f32).sqrt(),
+                window: None,
+                rope: None,
+            },
+            layout,
+            row: order.into_iter().map(|i| BlockRef::new(Tier::Device, BlockId::new(i))).collect(),
+            spans: [SpanView { first_page: 0, skip: 0, count: context as u32, offset: 0 }],
+            bytes,
+            next_layer: 0,
+            queries: (0..rows).map(|i| (i % 17) as f32 / 8.0 - 1.0).collect(),
+            out: vec![0.0; rows],
+        }
+    }
+
+    /// Attention of the last `new_tokens` tokens in the next layer.
+    fn attend(&mut self, backend: &Backend, new_tokens: u32) {
+        self.layer.layout = self.layout.layers[self.next_layer];
+        self.next_layer = (self.next_layer + 1) % self.layout.layers.len();
+        let table = SequenceTable { row: &self.row, spans: &self.spans, new_tokens };
+        let arenas = Arenas { base: [self.memory.as_mut_ptr(), std::ptr::null_mut(), std::ptr::null_mut()] };
+        let head_stride = self.layer.geometry.head_dim as isize * 4;
+        let token_stride = head_stride * self.layer.num_q_heads as isize;
+        let element = RowFormat::F32;
+        let queries = Rows { ptr: self.queries.as_ptr().cast(), element, token_stride, head_stride };
+        let out = RowsMut { ptr: self.out.as_mut_ptr().cast(), element, token_stride, head_stride };
+        // SAFETY: the row names blocks of `memory`, and the arrays have a row for every token and head.
+        unsafe { backend.attend(&arenas, &self.layer, &[table], queries, out, None) }.expect("attend");
+        black_box(&self.out);
+    }
+}
+
+/// Adds up words, so that every one is read.
+fn sum(words: &[u64]) -> u64 {
+    #[inline(always)]
+    fn lanes(words: &[u64]) -> u64 {
+        let mut sums = [0u64; 64];
+        for chunk in words.chunks_exact(64) {
+            for (sum, word) in sums.iter_mut().zip(chunk) {
+                *sum = sum.wrapping_add(*word);
+            }
+        }
+        sums.iter().fold(0, |a, b| a.wrapping_add(*b))
+    }
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx512f")]
+        fn wide(words: &[u64]) -> u64 {
+            lanes(words)
+        }
+        if is_x86_feature_detected!("avx512f") {
+            // SAFETY: detected.
+            return unsafe { wide(words) };
+        }
+    }
+    lanes(words)
+}
+
+/// GB/s of reading 512 MiB of `memory` in order with so many threads.
+fn probe(memory: &[u8], threads: usize) -> f64 {
+    // SAFETY: any bytes are words.
+    let (_, words, _) = unsafe { memory[..memory.len().min(COLD as usize)].align_to::<u64>() };
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        for part in words.chunks(words.len().div_ceil(threads)).skip(1) {
+            scope.spawn(move || black_box(sum(part)));
+        }
+        black_box(sum(&words[..words.len().div_ceil(threads)]));
+    });
+    words.len() as f64 * 8.0 / start.elapsed().as_secs_f64() / 1e9
+}
+
+fn median(mut samples: Vec<f64>) -> f64 {
+    samples.sort_by(f64::total_cmp);
+    samples[samples.len() / 2]
+}
+
+/// Medians of attention GB/s, bracketing read GB/s, and their ratio.
+fn measure(cache: &mut Cache, backend: &Backend, samples: usize) -> [f64; 3] {
+    let calls = (COLD / 2).div_ceil(cache.bytes).max(1);
+    cache.attend(backend, 1);
+    let mut all = [vec![], vec![], vec![]];
+    let mut before = probe(&cache.memory, backend.threads());
+    for _ in 0..samples {
+        let start = Instant::now();
+        for _ in 0..calls {
+            cache.attend(backend, 1);
+        }
+        let rate = (cache.bytes * calls) as f64 / start.elapsed().as_secs_f64() / 1e9;
+        let after = probe(&cache.memory, backend.threads());
+        let bracket = f64::midpoint(before, after);
+        for (list, value) in all.iter_mut().zip([rate, bracket, rate / bracket]) {
+            list.push(value);
+        }
+        before = after;
+    }
+    all.map(median)
+}
+
+fn decode(options: &Options, samples: usize) {
+    println!("decode: KV GB/s | sequential read GB/s | ratio (threads x page size), shuffled pages");
+    let pages = options.numbers("pages", "64,256");
+    for threads in options.numbers("threads", "1,2") {
+        let backend = Backend::new(threads, false, isa(options)).expect("supported");
+        for shape_word in options.words("shapes", "32/8x128,8/2x256") {
+            for format_word in options.words("formats", "f16,bf16,f32") {
+                for context in options.numbers("contexts", "4096,32768,131072") {
+                    print!("{threads}T {shape_word:>9} {format_word:>4} {context:>7}");
+                    for &page in &pages {
+                        let mut cache =
+                            Cache::new(shape(&shape_word), format(&format_word), context, page, true, 1);
+                        let [rate, bracket, ratio] = measure(&mut cache, &backend, samples);
+                        print!("   {page:>3}: {rate:5.1} | {bracket:5.1} | {:3.0} %", ratio * 100.0);
+                    }
+                    println!();
+                }
+            }
+        }
+    }
+}
+
+/// Paged against contiguous: the same kernel over pages in order.
+fn order(options: &Options, samples: usize) {
+    println!(
+        "order: KV GB/s with one page for all | pages in order | shuffled (f16, 32/8x128, 32768, 1 thread)"
+    );
+    let backend = Backend::new(1, false, isa(options)).expect("supported");
+    for page in options.numbers("pages", "64,256") {
+        let rates = [(4096, false), (page, false), (page, true)].map(|(page, shuffled)| {
+            let mut cache = Cache::new(shape("32/8x128"), RowFormat::F16, 32768, page, shuffled, 1);
+            measure(&mut cache, &backend, samples)
+        });
+        let [one, ordered, shuffled] = rates;
+        println!(
+            "page {page:>3}: 4096-token pages {:5.1} ({:.0} %) | in order {:5.1} ({:.0} %) | shuffled {:5.1} ({:.0} %)",
+            one[0],
+            one[2] * 100.0,
+            ordered[0],
+            ordered[2] * 100.0,
+            shuffled[0],
+            shuffled[2] * 100.0
+        );
+    }
+}
+
+/// Calls with next to nothing to do.
+fn small(options: &Options) {
+    println!("small: microseconds of a call (median of 2000)");
+    for threads in options.numbers("threads", "1,2") {
+        let backend = Backend::new(threads, false, isa(options)).expect("supported");
+        for context in [1, 64, 512] {
+            let mut cache = Cache::new(shape("32/8x128"), RowFormat::F16, context, 64, false, 1);
+            let times = (0..2000).map(|_| {
+                cache.next_layer = 0;
+                let start = Instant::now();
+                cache.attend(&backend, 1);
+                start.elapsed().as_secs_f64() * 1e6
+            });
+            println!("{threads}T context {context:>4}: {:6.2} us", median(times.collect()));
+        }
+    }
+}
+
+fn prefill(options: &Options) {
+    println!(
+        "prefill: GFLOP/s of 2048 new tokens at the end of 32768 (f16, 32/8x128; 4 flop a query, key and element)"
+    );
+    for threads in options.numbers("threads", "1,2") {
+        for deterministic in [false, true] {
+            let backend = Backend::new(threads, deterministic, isa(options)).expect("supported");
+            let (context, new) = (32768usize, 2048usize);
+            let mut cache = Cache::new(shape("32/8x128"), RowFormat::F16, context, 64, true, new);
+            let start = Instant::now();
+            cache.attend(&backend, new as u32);
+            let seconds = start.elapsed().as_secs_f64();
+            let seen = new as f64 * (context as f64 - (new as f64 - 1.0) / 2.0);
+            let rate = seen * 32.0 * 128.0 * 4.0 / seconds / 1e9;
+            println!("{threads}T deterministic={deterministic}: {rate:6.1} GFLOP/s, {seconds:.2} s");
+        }
+    }
+}
+
+/// The instruction set to use.
+fn isa(options: &Options) -> Option<Isa> {
+    let word = &options.words("isa", "best")[0];
+    Isa::ALL.into_iter().find(|isa| isa.to_string() == *word)
+}
+
+fn main() {
+    let options = Options(std::env::args().collect());
+    let samples = options.numbers("samples", "9")[0];
+    println!("{} on {} cores", Isa::detect(), std::thread::available_parallelism().map_or(1, Into::into));
+    for section in options.words("sections", "decode,order,small,prefill") {
+        match section.as_str() {
+            "decode" => decode(&options, samples),
+            "order" => order(&options, samples),
+            "small" => small(&options),
+            "prefill" => prefill(&options),
+            _ => panic!("{section} is not a section"),
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! Writing the K and V rows of new tokens into their slots.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use crate::layer::{Arenas, Layer, SequenceTable};
+use crate::pool::Pool;
+use crate::rows::Rows;
+use crate::simd::{Kernels, format_index};
+
+/// Tokens that a thread takes at a time.
+const TOKENS: usize = 16;
+/// Bytes for which it pays to wake a thread.
+const WAKE_BYTES: usize = 128 << 10;
+
+/// A number that does not fit the row format: too large, infinite or not a number. Only in checked mode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Overflow {
+    /// The token, counted over the new tokens of the batch.
+    pub token: usize,
+    /// The K/V head.
+    pub head: usize,
+    /// Whether it is V and not K.
+    pub value: bool,
+}
+
+impl fmt::Display for Overflow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = if self.value { "v" } else { "k" };
+        write!(f, "{name}[{}, {}] has a number that its row format cannot hold", self.token, self.head)
+    }
+}
+
+impl std::error::Error for Overflow {}
+
+/// See [`Backend::append`](crate::Backend::append).
+///
+/// # Safety
+/// As there; and the layer and the tables are checked, and the kernels are for this CPU.
+pub(crate) unsafe fn append(
+    pool: &Pool,
+    kernels: &'static Kernels,
+    arenas: &Arenas,
+    layer: &Layer,
+    sequences: &[SequenceTable<'_>],
+    keys: Rows,
+    values: Rows,
+    checked: bool,
+) -> Result<(), Overflow> {
+    let geometry = &layer.geometry;
+    let (heads, page_size) = (geometry.num_kv_heads as usize, layer.page_size as usize);
+    let planes = [
+        (keys, layer.layout.k, geometry.head_dim as usize, geometry.k_format),
+        (values, layer.layout.v, geometry.v_head_dim as usize, geometry.v_format),
+    ];
+    let total: usize = sequences.iter().map(|table| table.new_tokens as usize).sum();
+    let token_bytes: usize = planes.iter().map(|(_, plane, ..)| plane.row_stride as usize * heads).sum();
+    // The first overflow, as (token, head, value) in one number.
+    let overflow = AtomicU64::new(u64::MAX);
+    let write = |token: usize, block: *mut u8, row: usize| {
+        for (i, (source, plane, dim, format)) in planes.iter().enumerate() {
+            let convert = kernels.convert[format_index(source.element)][format_index(*format)];
+            for head in 0..heads {
+                let offset = plane.offset as usize
+                    + head * plane.head_stride as usize
+                    + row * plane.row_stride as usize;
+                // SAFETY: the caller has a row for every token and head, and the block has a slot for it.
+                let fits = unsafe { convert(source.row(token, head), block.wrapping_add(offset), *dim) };
+                if checked && !fits {
+                    overflow.fetch_min(((token * heads + head) * 2 + i) as u64, Ordering::Relaxed);
+                }
+            }
+        }
+    };
+    let next = AtomicUsize::new(0);
+    pool.run((total * token_bytes).div_ceil(WAKE_BYTES).min(total.div_ceil(TOKENS)), &|_| {
+        loop {
+            let first = next.fetch_add(TOKENS, Ordering::Relaxed);
+            if first >= total {
+                break;
+            }
+            let mut sequence_start = 0;
+            for table in sequences {
+                let new = table.new_tokens as usize;
+                let low = first.max(sequence_start);
+                let high = (first + TOKENS).min(sequence_start + new);
+                if low < high {
+                    slots(
+                        table,
+                        low - sequence_start..high - sequence_start,
+                        page_size,
+                        |token, page, row| {
+                            write(
+                                sequence_start + token,
+                                arenas.block(table.row[page], layer.block_bytes as usize),
+                                row,
+                            );
+                        },
+                    );
+                }
+                sequence_start += new;
+            }
+        }
+    });
+    match overflow.into_inner() {
+        u64::MAX => Ok(()),
+        n => {
+            let (n, value) = (n as usize / 2, n % 2 == 1);
+            Err(Overflow { token: n / heads, head: n % heads, value })
+        }
+    }
+}
+
+/// Calls `each` with the number, page and row of the new tokens `tokens` of a sequence.
+fn slots(
+    table: &SequenceTable<'_>,
+    tokens: std::ops::Range<usize>,
+    page_size: usize,
+    mut each: impl FnMut(usize, usize, usize),
+) {
+    let first_new = table.len() - table.new_tokens as usize;
+    let mut span_start = 0;
+    for span in table.spans {
+        let end = span_start + span.count as usize;
+        let low = (first_new + tokens.start).max(span_start);
+        for axis in low..end.min(first_new + tokens.end) {
+            let row = axis - span_start + span.skip as usize;
+            each(axis - first_new, span.first_page as usize + row / page_size, row % page_size);
+        }
+        span_start = end;
+    }
+}

@@ -1,0 +1,476 @@
+//! Attention over pages: running the items of a plan.
+
+use std::f32::consts::LOG2_E;
+use std::f64::consts::LN_2;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use pagoda_core::layout::Plane;
+
+use crate::kernel::{ALIGN, Accumulate, Chunk, Fold, PIECES, Score, Softmax, TILE};
+use crate::layer::{Arenas, Layer, SequenceTable};
+use crate::plan::{Group, Item, Piece, Plan, RUN_TILES, pieces, state_floats, value_stride};
+use crate::pool::Pool;
+use crate::rows::{Rows, RowsMut};
+use crate::simd::{Kernels, format_index};
+
+/// Memory for floats, aligned to vectors, that only grows.
+#[derive(Default)]
+struct Floats(Vec<Line>);
+
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Line(#[expect(dead_code, reason = "read as floats")] [f32; ALIGN]);
+
+impl Floats {
+    /// The first `n` floats, whatever they hold.
+    fn take(&mut self, n: usize) -> &mut [f32] {
+        let lines = n.div_ceil(ALIGN);
+        if self.0.len() < lines {
+            self.0.resize(lines, Line([0.0; ALIGN]));
+        }
+        // SAFETY: a line is an array of floats without padding.
+        unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), n) }
+    }
+}
+
+/// What one thread computes in.
+#[derive(Default)]
+struct Worker {
+    /// Query rows, scaled and rotated.
+    queries: Floats,
+    /// Scores, then weights, of one head.
+    scores: Floats,
+    /// One factor a query row.
+    decay: Floats,
+    /// The result of the present run.
+    state: Floats,
+    /// The merged results of earlier runs.
+    merged: Floats,
+    /// Cosines and sines.
+    angles: Vec<(f32, f32)>,
+}
+
+/// The memory of a backend, grown to what its calls needed.
+#[derive(Default)]
+pub(crate) struct Scratch {
+    plan: Plan,
+    parts: Floats,
+    workers: Vec<Mutex<Worker>>,
+}
+
+/// The values, maxima and weight sums of some query rows.
+struct State<'a> {
+    values: &'a mut [f32],
+    max: &'a mut [f32],
+    sum: &'a mut [f32],
+}
+
+impl<'a> State<'a> {
+    fn new(floats: &'a mut [f32], rows: usize, layer: &Layer) -> Self {
+        let (values, rest) = floats.split_at_mut(rows * value_stride(layer));
+        let (max, sum) = rest.split_at_mut(rows.next_multiple_of(ALIGN));
+        Self { values, max: &mut max[..rows], sum: &mut sum[..rows] }
+    }
+
+    /// Nothing seen yet.
+    fn reset(&mut self) {
+        self.values.fill(0.0);
+        self.max.fill(f32::NEG_INFINITY);
+        self.sum.fill(0.0);
+    }
+}
+
+/// One call of `attend`.
+struct Call<'a> {
+    kernels: &'static Kernels,
+    arenas: &'a Arenas,
+    layer: &'a Layer,
+    sequences: &'a [SequenceTable<'a>],
+    queries: Rows,
+    out: RowsMut,
+    lse: Option<*mut f32>,
+    plan: &'a Plan,
+    /// The partial results, disjoint by item.
+    parts: *mut f32,
+    deterministic: bool,
+    next: AtomicUsize,
+}
+
+// SAFETY: the addresses are shared by the threads of the pool; items write disjoint rows and partial results, and a
+// partial result is read after the last item of its group has been counted (`Group::pending`).
+unsafe impl Sync for Call<'_> {}
+
+/// See [`Backend::attend`](crate::Backend::attend).
+///
+/// # Safety
+/// As there; and the layer and the tables are checked, and the kernels are for this CPU.
+pub(crate) unsafe fn attend(
+    pool: &Pool,
+    scratch: &mut Scratch,
+    kernels: &'static Kernels,
+    deterministic: bool,
+    arenas: &Arenas,
+    layer: &Layer,
+    sequences: &[SequenceTable<'_>],
+    queries: Rows,
+    out: RowsMut,
+    lse: Option<*mut f32>,
+) {
+    let Scratch { plan, parts, workers } = scratch;
+    plan.make(layer, sequences, pool.threads(), deterministic);
+    if workers.is_empty() {
+        workers.resize_with(pool.threads(), Mutex::default);
+    }
+    let parts = parts.take(plan.floats).as_mut_ptr();
+    let call = Call {
+        kernels,
+        arenas,
+        layer,
+        sequences,
+        queries,
+        out,
+        lse,
+        plan,
+        parts,
+        deterministic,
+        next: AtomicUsize::new(0),
+    };
+    pool.run(plan.workers.min(plan.items.len()), &|index| {
+        let mut worker = workers[index].lock().unwrap_or_else(PoisonError::into_inner);
+        while let Some(item) = call.plan.items.get(call.next.fetch_add(1, Ordering::Relaxed)) {
+            // SAFETY: as the caller promises.
+            unsafe { call.item(item, &mut worker) };
+        }
+    });
+}
+
+/// Where the rows of a tile lie in the planes of the first head.
+#[derive(Clone, Copy)]
+struct TilePages {
+    keys: [*const u8; PIECES],
+    values: [*const u8; PIECES],
+}
+
+impl Call<'_> {
+    /// Computes an item, and the output of its group if it is the last.
+    unsafe fn item(&self, item: &Item, worker: &mut Worker) {
+        let group = &self.plan.groups[item.group];
+        let rows = group.queries * self.layer.group() * group.heads.len();
+        let floats = state_floats(rows, self.layer);
+        let Worker { queries, scores, decay, state, merged, angles } = worker;
+        let state = if group.parts == 1 {
+            state.take(floats)
+        } else {
+            // SAFETY: the parts of all items are disjoint and lie within `parts`.
+            unsafe { &mut *self.part(group, item.part, floats) }
+        };
+        let mut state = State::new(state, rows, self.layer);
+        state.reset();
+        let mut merged = State::new(merged.take(floats), rows, self.layer);
+        let (mut prepared, mut runs) = (None, 0);
+        let mut pass = Pass {
+            call: self,
+            group,
+            queries: queries.take(rows * (self.layer.geometry.head_dim as usize).next_multiple_of(ALIGN)),
+            scores: scores.take(group.queries * self.layer.group() * TILE),
+            decay: decay.take(group.queries * self.layer.group()),
+        };
+        let mut counted = 0;
+        let table = &self.sequences[group.sequence];
+        for piece in pieces(table.spans, group.visible.clone()) {
+            let base = counted;
+            counted += piece.tiles.len();
+            let (first, last) = (item.tiles.start.max(base), item.tiles.end.min(counted));
+            if first >= last {
+                continue;
+            }
+            let mut tiles = piece.tiles.start + first - base..piece.tiles.start + last - base;
+            let offset = if self.layer.rope.is_some() { piece.span.offset } else { 0 };
+            if prepared != Some(offset) {
+                prepared = Some(offset);
+                // SAFETY: as the caller promises.
+                unsafe { pass.prepare(offset, angles) };
+            }
+            while !tiles.is_empty() {
+                let mut end = tiles.end;
+                if self.deterministic {
+                    end = end.min((tiles.start / RUN_TILES + 1) * RUN_TILES);
+                    if runs == 1 {
+                        merged.reset();
+                    }
+                    if runs > 0 {
+                        self.fold(&mut merged, &state);
+                        state.reset();
+                    }
+                    runs += 1;
+                }
+                // SAFETY: as the caller promises.
+                unsafe { pass.tiles(&piece, tiles.start..end, &mut state) };
+                tiles.start = end;
+            }
+        }
+        if runs > 1 {
+            self.fold(&mut merged, &state);
+            state = merged;
+        }
+        if group.parts > 1 {
+            if group.pending.fetch_sub(1, Ordering::AcqRel) > 1 {
+                return;
+            }
+            // SAFETY: every item of the group is finished, and nobody else sees that it is the last.
+            unsafe {
+                state = State::new(&mut *self.part(group, 0, floats), rows, self.layer);
+                for part in 1..group.parts {
+                    self.fold(
+                        &mut state,
+                        &State::new(&mut *self.part(group, part, floats), rows, self.layer),
+                    );
+                }
+            }
+        }
+        // SAFETY: as the caller promises; groups have disjoint rows.
+        unsafe { self.finish(group, &mut state) };
+    }
+
+    /// A partial result of a group.
+    fn part(&self, group: &Group, part: usize, floats: usize) -> *mut [f32] {
+        std::ptr::slice_from_raw_parts_mut(self.parts.wrapping_add(group.offset + part * floats), floats)
+    }
+
+    /// Merges a later partial result into an earlier one.
+    fn fold(&self, into: &mut State<'_>, later: &State<'_>) {
+        let mut args = Fold {
+            stride: value_stride(self.layer),
+            values: into.values,
+            max: into.max,
+            sum: into.sum,
+            later_values: later.values,
+            later_max: later.max,
+            later_sum: later.sum,
+        };
+        // SAFETY: the kernels are for this CPU, and both states have the same rows.
+        unsafe { (self.kernels.fold)(&mut args) }
+    }
+
+    /// Writes the output rows of a group.
+    unsafe fn finish(&self, group: &Group, state: &mut State<'_>) {
+        let stride = value_stride(self.layer);
+        let dim = self.layer.geometry.v_head_dim as usize;
+        let store = self.kernels.convert[0][format_index(self.out.element)];
+        for (r, (token, head)) in group_rows(group, self.layer.group()).enumerate() {
+            let values = &mut state.values[r * stride..][..dim];
+            let (max, sum) = (state.max[r], state.sum[r]);
+            // A row that saw nothing has values of 0 already.
+            if sum != 0.0 {
+                let inverse = 1.0 / sum;
+                values.iter_mut().for_each(|value| *value *= inverse);
+            }
+            // SAFETY: `out` has a row for every query and head, and `lse` a number.
+            unsafe {
+                store(values.as_ptr().cast(), self.out.row(token, head), dim);
+                if let Some(lse) = self.lse {
+                    let value = if sum == 0.0 {
+                        f32::NEG_INFINITY
+                    } else {
+                        (f64::from(max) * LN_2 + f64::from(sum.ln())) as f32
+                    };
+                    lse.add(token * self.layer.num_q_heads as usize + head).write_unaligned(value);
+                }
+            }
+        }
+    }
+}
+
+/// The batch row and the query head of every row of a group: K/V heads outside, then queries, then the query heads
+/// that share the K/V head.
+fn group_rows(group: &Group, size: usize) -> impl Iterator<Item = (usize, usize)> {
+    let (token, queries) = (group.token, group.queries);
+    group.heads.clone().flat_map(move |kv_head| {
+        (0..queries).flat_map(move |query| (0..size).map(move |i| (token + query, kv_head * size + i)))
+    })
+}
+
+/// The query rows of an item on their way over its tiles.
+struct Pass<'a> {
+    call: &'a Call<'a>,
+    group: &'a Group,
+    queries: &'a mut [f32],
+    scores: &'a mut [f32],
+    decay: &'a mut [f32],
+}
+
+impl Pass<'_> {
+    /// Loads the queries, rotated back by `offset` positions and scaled for base-2 exponentials.
+    unsafe fn prepare(&mut self, offset: u64, angles: &mut Vec<(f32, f32)>) {
+        let layer = self.call.layer;
+        let dim = layer.geometry.head_dim as usize;
+        let source = self.call.queries;
+        let load = self.call.kernels.convert[format_index(source.element)][0];
+        let rope = layer.rope.as_ref().filter(|_| offset != 0);
+        if let Some(rope) = rope {
+            rope.angles(offset, angles);
+        }
+        let rows = self.queries.chunks_exact_mut(dim.next_multiple_of(ALIGN));
+        for (row, (token, head)) in rows.zip(group_rows(self.group, layer.group())) {
+            // SAFETY: `queries` has a row for every query and head.
+            unsafe { load(source.row(token, head), row.as_mut_ptr().cast(), dim) };
+            row[dim..].fill(0.0);
+            if let Some(rope) = rope {
+                rope.rotate_back(angles, row);
+            }
+            row.iter_mut().for_each(|x| *x *= layer.scale * LOG2_E);
+        }
+    }
+
+    /// Goes over a run of tiles: pages outside, heads inside, so that the K of a page is one stream, and its V.
+    unsafe fn tiles(&mut self, piece: &Piece<'_>, tiles: Range<usize>, state: &mut State<'_>) {
+        let layer = self.call.layer;
+        let (keys, values) = (layer.layout.k, layer.layout.v);
+        let page_rows = TILE.min(layer.page_size as usize);
+        let count = TILE / page_rows;
+        let shift = page_rows.ilog2();
+        let at = |pages: &[*const u8; PIECES], plane: &Plane, head: usize| {
+            let mut rows = [std::ptr::null(); PIECES];
+            for i in 0..count {
+                rows[i] = pages[i].wrapping_add(head * plane.head_stride as usize);
+            }
+            rows
+        };
+        // Prefetching half a step ahead, V while K is at work and K while V is, stays within the L1 cache, but the
+        // pace fits only if rows are equally long. Otherwise K and V run a whole step ahead.
+        let half_step = keys.row_stride == values.row_stride;
+        let heads = self.group.heads.clone();
+        let page_tiles = (layer.page_size as usize / TILE).max(1);
+        let (mut tile, mut head) = (tiles.start, heads.start);
+        let mut pages = self.pages(piece, tile);
+        while tile < tiles.end {
+            let page = tile / page_tiles * page_tiles;
+            let page = page.max(tiles.start)..(page + page_tiles).min(tiles.end);
+            let (next_tile, next_head) = if tile + 1 < page.end {
+                (tile + 1, head)
+            } else if head + 1 < heads.end {
+                (page.start, head + 1)
+            } else {
+                (page.end, heads.start)
+            };
+            let same = next_tile == tile || next_tile == tiles.end;
+            let next = if same { pages } else { self.pages(piece, next_tile) };
+            let next_keys = at(&next.keys, &keys, next_head);
+            let value_rows = at(&pages.values, &values, head);
+            let (during_keys, during_values) = if half_step {
+                (value_rows, next_keys)
+            } else {
+                (next_keys, at(&next.values, &values, next_head))
+            };
+            let key_chunk =
+                Chunk { rows: at(&pages.keys, &keys, head), ahead: during_keys, piece_shift: shift };
+            let value_chunk = Chunk { rows: value_rows, ahead: during_values, piece_shift: shift };
+            // SAFETY: as the caller promises.
+            unsafe { self.tile(piece, tile, head - heads.start, &key_chunk, &value_chunk, state) };
+            (tile, head, pages) = (next_tile, next_head, next);
+        }
+    }
+
+    /// The rows of a tile in the first head. Pages outside the piece are not looked up.
+    fn pages(&self, piece: &Piece<'_>, tile: usize) -> TilePages {
+        let Call { layer, arenas, sequences, .. } = *self.call;
+        let page_size = layer.page_size as usize;
+        let (keys, values) = (&layer.layout.k, &layer.layout.v);
+        let row = &sequences[self.group.sequence].row[piece.span.first_page as usize..];
+        let mut pages = TilePages { keys: [std::ptr::null(); PIECES], values: [std::ptr::null(); PIECES] };
+        let first = tile * TILE;
+        for i in 0..TILE / TILE.min(page_size) {
+            let start = first + i * page_size;
+            if start < piece.rows.end && start + page_size > piece.rows.start {
+                let block = arenas.block(row[start / page_size], layer.block_bytes as usize).cast_const();
+                let in_page = start % page_size;
+                pages.keys[i] = block.wrapping_add(keys.offset as usize + in_page * keys.row_stride as usize);
+                pages.values[i] =
+                    block.wrapping_add(values.offset as usize + in_page * values.row_stride as usize);
+            }
+        }
+        pages
+    }
+
+    /// One tile of head `index` of the group.
+    unsafe fn tile(
+        &mut self,
+        piece: &Piece<'_>,
+        tile: usize,
+        index: usize,
+        keys: &Chunk,
+        values: &Chunk,
+        state: &mut State<'_>,
+    ) {
+        let layer = self.call.layer;
+        let kernels = self.call.kernels;
+        let size = layer.group();
+        let rows = self.group.queries * size;
+        let first = piece.origin + (tile * TILE) as isize;
+        let stored = piece.rows.start.saturating_sub(tile * TILE)..(piece.rows.end - tile * TILE).min(TILE);
+        // The rows of the tile that a query sees.
+        let seen = |query: usize| {
+            let end = (self.group.position + query + 1) as isize - first;
+            let high = end.min(stored.end as isize);
+            let start = layer.window.map_or(isize::MIN, |window| end - window as isize);
+            start.max(stored.start as isize) as usize..high.max(0) as usize
+        };
+        let (earliest, latest) = (seen(0), seen(self.group.queries - 1));
+        let query_stride = (layer.geometry.head_dim as usize).next_multiple_of(ALIGN);
+        let stride = value_stride(layer);
+        let state_rows = index * rows..(index + 1) * rows;
+        let score = Score {
+            queries: self.queries[index * rows * query_stride..][..rows * query_stride].as_ptr(),
+            stride: query_stride,
+            count: rows,
+            dim: layer.geometry.head_dim as usize,
+            keys,
+            low: earliest.start,
+            high: latest.end,
+            scores: self.scores.as_mut_ptr(),
+        };
+        // SAFETY: the tile holds the rows `low..high`, and the scratch is as large as the kernel wants.
+        unsafe { (kernels.score[format_index(layer.geometry.k_format)])(&score) };
+        let mut weigh = |queries: Range<usize>, seen: Range<usize>| {
+            if seen.is_empty() {
+                return;
+            }
+            let part = queries.start * size..queries.end * size;
+            let state_part = state_rows.start + part.start..state_rows.start + part.end;
+            let mut softmax = Softmax {
+                scores: &mut self.scores[part.start * TILE..part.end * TILE],
+                low: seen.start,
+                high: seen.end,
+                max: &mut state.max[state_part.clone()],
+                sum: &mut state.sum[state_part.clone()],
+                decay: &mut self.decay[part.clone()],
+            };
+            // SAFETY: the kernels are for this CPU.
+            unsafe { (kernels.softmax)(&mut softmax) };
+            let accumulate = Accumulate {
+                weights: softmax.scores.as_ptr(),
+                decay: softmax.decay.as_ptr(),
+                values: state.values[state_part.start * stride..state_part.end * stride].as_mut_ptr(),
+                stride,
+                count: part.len(),
+                dim: layer.geometry.v_head_dim as usize,
+                chunk: values,
+                low: seen.start,
+                high: seen.end,
+                prefetch: part.start == 0,
+            };
+            // SAFETY: the tile holds the rows `low..high`, and the state has the rows of the part.
+            unsafe { (kernels.accumulate[format_index(layer.geometry.v_format)])(&accumulate) };
+        };
+        if earliest == latest {
+            weigh(0..self.group.queries, latest);
+        } else {
+            // At the diagonal every query has its own rows, so that later tokens do not even count as 0.
+            for query in 0..self.group.queries {
+                weigh(query..query + 1, seen(query));
+            }
+        }
+    }
+}

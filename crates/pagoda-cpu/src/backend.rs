@@ -1,0 +1,166 @@
+//! The backend: threads, kernels and scratch memory behind two calls.
+
+use std::fmt;
+use std::sync::{Mutex, PoisonError};
+
+use crate::append::{self, Overflow};
+use crate::attend::{self, Scratch};
+use crate::layer::{Arenas, Layer, LayerError, SequenceTable, TableError};
+use crate::pool::Pool;
+use crate::rows::{Rows, RowsMut};
+use crate::simd::{Isa, Kernels};
+
+/// Attention on the CPU.
+pub struct Backend {
+    isa: Isa,
+    kernels: &'static Kernels,
+    pool: Pool,
+    deterministic: bool,
+    scratch: Mutex<Scratch>,
+}
+
+/// Why the backend refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Error {
+    /// This CPU does not have the instruction set.
+    Unsupported(Isa),
+    /// The layer is beyond the limits of the kernels.
+    Layer(LayerError),
+    /// A sequence table contradicts itself.
+    Table(TableError),
+    /// A number does not fit its row format.
+    Overflow(Overflow),
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unsupported(isa) => {
+                write!(f, "this CPU does not have {isa}; the best it has is {}", Isa::detect())
+            }
+            Self::Layer(error) => error.fmt(f),
+            Self::Table(error) => error.fmt(f),
+            Self::Overflow(error) => error.fmt(f),
+        }
+    }
+}
+
+impl std::error::Error for Error {}
+
+impl From<LayerError> for Error {
+    fn from(error: LayerError) -> Self {
+        Self::Layer(error)
+    }
+}
+
+impl From<TableError> for Error {
+    fn from(error: TableError) -> Self {
+        Self::Table(error)
+    }
+}
+
+impl From<Overflow> for Error {
+    fn from(error: Overflow) -> Self {
+        Self::Overflow(error)
+    }
+}
+
+impl Backend {
+    /// A backend of `threads` threads, the caller's included, for `isa` or the best that this CPU has.
+    ///
+    /// With `deterministic` the bits of a result depend on the sequence alone: not on the other sequences of the batch,
+    /// the chunks it was prefilled in, where its pages lie or how many threads there are.
+    pub fn new(threads: usize, deterministic: bool, isa: Option<Isa>) -> Result<Self, Error> {
+        let isa = isa.unwrap_or_else(Isa::detect);
+        let kernels = isa.kernels().ok_or(Error::Unsupported(isa))?;
+        Ok(Self { isa, kernels, pool: Pool::new(threads), deterministic, scratch: Mutex::default() })
+    }
+
+    /// The instruction set in use.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// The number of threads, the caller's included.
+    pub fn threads(&self) -> usize {
+        self.pool.threads()
+    }
+
+    /// Whether results depend on the sequence alone.
+    pub fn deterministic(&self) -> bool {
+        self.deterministic
+    }
+
+    /// Writes K and V rows `[sum(new_tokens), num_kv_heads, dim]` of the new tokens into their slots.
+    ///
+    /// Conversions round to nearest even; magnitudes beyond f16 are stored as 65504. With `checked`, they and anything
+    /// infinite or NaN are errors, and what has been written is garbage in slots that no token uses.
+    ///
+    /// # Safety
+    /// - The block of every page that holds a new token lies in its arena, which is valid for writes; no two new tokens
+    ///   share a slot, and nobody else accesses those slots during the call.
+    /// - `keys` and `values` have a readable row for every new token and K/V head.
+    pub unsafe fn append(
+        &self,
+        arenas: &Arenas,
+        layer: &Layer,
+        sequences: &[SequenceTable<'_>],
+        keys: Rows,
+        values: Rows,
+        checked: bool,
+    ) -> Result<(), Error> {
+        check(layer, sequences)?;
+        // SAFETY: as the caller promises; layer and tables are checked, and the kernels are for this CPU.
+        unsafe { append::append(&self.pool, self.kernels, arenas, layer, sequences, keys, values, checked)? };
+        Ok(())
+    }
+
+    /// Attention of the queries `[sum(new_tokens), num_q_heads, head_dim]` of the new tokens, causal in the order of
+    /// tokens, into `out` `[.., num_q_heads, v_head_dim]` and, if given, natural-log-sum-exps `[.., num_q_heads]`.
+    ///
+    /// Where a query sees nothing the output is 0 and the log-sum-exp `-inf`.
+    ///
+    /// # Safety
+    /// - The block of every page that the spans refer to lies in its arena, which is readable and not written to during
+    ///   the call.
+    /// - `queries` has a readable row for every new token and query head, `out` a writable one that overlaps nothing, and
+    ///   `lse` a writable f32.
+    pub unsafe fn attend(
+        &self,
+        arenas: &Arenas,
+        layer: &Layer,
+        sequences: &[SequenceTable<'_>],
+        queries: Rows,
+        out: RowsMut,
+        lse: Option<*mut f32>,
+    ) -> Result<(), Error> {
+        check(layer, sequences)?;
+        // A panic left nothing in the scratch memory that the next call does not overwrite.
+        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: as the caller promises; layer and tables are checked, and the kernels are for this CPU.
+        unsafe {
+            attend::attend(
+                &self.pool,
+                &mut scratch,
+                self.kernels,
+                self.deterministic,
+                arenas,
+                layer,
+                sequences,
+                queries,
+                out,
+                lse,
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Whether the kernels can do this call.
+fn check(layer: &Layer, sequences: &[SequenceTable<'_>]) -> Result<(), Error> {
+    layer.check()?;
+    for (i, table) in sequences.iter().enumerate() {
+        table.check(i, layer.page_size)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,383 @@
+//! The arithmetic of one tile: scores, softmax and values, for any number of query rows.
+//!
+//! A tile is [`TILE`] stored rows of one K/V head. How many query rows share a register block never changes the
+//! order in which a number is added to another: a score is summed lane by lane over the row and then over the
+//! lanes, a value lane takes the tokens one after the other. So decode and prefill agree to the last bit.
+
+use std::f32::consts::LN_2;
+
+use crate::convert::Format;
+use crate::simd::Simd;
+
+/// Stored rows of a tile.
+pub(crate) const TILE: usize = 64;
+/// Pages that a tile touches at most: the smallest page holds 8 tokens.
+pub(crate) const PIECES: usize = TILE / 8;
+/// Rows of scratch start at multiples of this many floats.
+pub(crate) const ALIGN: usize = 16;
+
+/// The K or V rows of one head in one tile, page by page.
+pub(crate) struct Chunk {
+    /// The first row of every piece. Pieces without a token of the sequence are never read.
+    pub(crate) rows: [*const u8; PIECES],
+    /// The rows that will be read a little later, to be prefetched at the pace of this chunk.
+    pub(crate) ahead: [*const u8; PIECES],
+    /// Rows of a piece, as a power of two.
+    pub(crate) piece_shift: u32,
+}
+
+impl Chunk {
+    /// The offset of row `t` in `rows[t >> piece_shift]`.
+    #[inline(always)]
+    fn offset(&self, t: usize, row_bytes: usize) -> usize {
+        (t & ((1 << self.piece_shift) - 1)) * row_bytes
+    }
+    /// Row `t` of the tile.
+    #[inline(always)]
+    fn row(&self, t: usize, row_bytes: usize) -> *const u8 {
+        self.rows[t >> self.piece_shift].wrapping_add(self.offset(t, row_bytes))
+    }
+    /// Where the row that takes the place of row `t` later lies.
+    #[inline(always)]
+    fn ahead(&self, t: usize, row_bytes: usize) -> *const u8 {
+        self.ahead[t >> self.piece_shift].wrapping_add(self.offset(t, row_bytes))
+    }
+}
+
+/// Arguments of [`score`]: dot products of query rows with the K rows `low..high` of a tile.
+pub(crate) struct Score<'a> {
+    /// Query rows, f32, scaled, zero past `dim` up to a multiple of [`ALIGN`].
+    pub(crate) queries: *const f32,
+    /// Floats from one query row to the next.
+    pub(crate) stride: usize,
+    /// Query rows.
+    pub(crate) count: usize,
+    /// Elements of a K row.
+    pub(crate) dim: usize,
+    pub(crate) keys: &'a Chunk,
+    pub(crate) low: usize,
+    pub(crate) high: usize,
+    /// `[count][TILE]`.
+    pub(crate) scores: *mut f32,
+}
+
+/// Writes `scores` for the rows `low..high`; other entries are left or overwritten with anything.
+#[inline(always)]
+pub(crate) unsafe fn score<S: Simd, F: Format>(args: &Score<'_>) {
+    let mut row = 0;
+    // SAFETY: as the caller promises; every block gets as many query rows as there are.
+    unsafe {
+        while S::ROWS == 4 && args.count - row >= 4 {
+            score_rows::<S, F, 1, 4>(args, row);
+            row += 4;
+        }
+        while args.count - row >= 2 {
+            score_rows::<S, F, 2, 2>(args, row);
+            row += 2;
+        }
+        if row < args.count {
+            score_rows::<S, F, 2, 1>(args, row);
+        }
+    }
+}
+
+/// Scores of `R` query rows, `4 * Q` K rows at a time.
+#[inline(always)]
+unsafe fn score_rows<S: Simd, F: Format, const Q: usize, const R: usize>(args: &Score<'_>, row: usize) {
+    let row_bytes = args.dim * F::BYTES;
+    let chunks = args.dim / S::LANES;
+    let has_half = !args.dim.is_multiple_of(S::LANES);
+    // SAFETY: blocks of 8 rows lie within a page; `queries` and `scores` are as large as `Score` says.
+    unsafe {
+        let queries = args.queries.add(row * args.stride);
+        let scores = args.scores.add(row * TILE);
+        let mut t = args.low & !7;
+        while t < args.high {
+            let keys = args.keys.row(t, row_bytes);
+            let ahead = args.keys.ahead(t, row_bytes);
+            let mut sums = [[[S::splat(0.0); 4]; R]; Q];
+            for c in 0..chunks {
+                let query: [S::V; R] =
+                    std::array::from_fn(|r| S::load(queries.add(r * args.stride + c * S::LANES)));
+                for i in 0..4 * Q {
+                    let key = F::load::<S>(keys.add(i * row_bytes + c * S::LANES * F::BYTES));
+                    for r in 0..R {
+                        sums[i / 4][r][i % 4] = S::fma(query[r], key, sums[i / 4][r][i % 4]);
+                    }
+                }
+                if row == 0 {
+                    let bytes = 4 * Q * S::LANES * F::BYTES;
+                    for line in (0..bytes).step_by(64) {
+                        S::prefetch(ahead.wrapping_add(c * bytes + line));
+                    }
+                }
+            }
+            if has_half {
+                let query: [S::V; R] =
+                    std::array::from_fn(|r| S::load(queries.add(r * args.stride + chunks * S::LANES)));
+                for i in 0..4 * Q {
+                    let key = F::half::<S>(keys.add(i * row_bytes + chunks * S::LANES * F::BYTES));
+                    for r in 0..R {
+                        sums[i / 4][r][i % 4] = S::fma(query[r], key, sums[i / 4][r][i % 4]);
+                    }
+                }
+            }
+            for (q, sums) in sums.into_iter().enumerate() {
+                S::sum_quads(sums, scores.add(t + 4 * q), TILE);
+            }
+            t += 4 * Q;
+        }
+    }
+}
+
+/// Arguments of [`softmax`]: scores of some query rows become weights.
+pub(crate) struct Softmax<'a> {
+    /// `[count][TILE]`: base-2 logarithms in, weights relative to the new maximum out.
+    pub(crate) scores: &'a mut [f32],
+    /// Every row sees the tokens `low..high` of the tile, which are not empty.
+    pub(crate) low: usize,
+    pub(crate) high: usize,
+    /// The running maximum of every row.
+    pub(crate) max: &'a mut [f32],
+    /// The running sum of weights of every row.
+    pub(crate) sum: &'a mut [f32],
+    /// What the row's values have to be multiplied with.
+    pub(crate) decay: &'a mut [f32],
+}
+
+/// Online softmax over one tile.
+#[inline(always)]
+pub(crate) unsafe fn softmax<S: Simd>(args: &mut Softmax<'_>) {
+    for row in 0..args.max.len() {
+        let scores = &mut args.scores[row * TILE..][..TILE];
+        scores[..args.low].fill(f32::NEG_INFINITY);
+        scores[args.high..].fill(f32::NEG_INFINITY);
+        let scores = scores.as_mut_ptr();
+        // SAFETY: the caller has the instruction set, and a row of scores is TILE long.
+        unsafe {
+            // Several chains, so that no maximum and no sum waits for the one before.
+            let mut tops = [S::splat(f32::NEG_INFINITY); 4];
+            for i in 0..TILE / S::LANES {
+                tops[i % 4] = S::max(tops[i % 4], S::load(scores.add(i * S::LANES)));
+            }
+            let top = S::max_lane(S::max(S::max(tops[0], tops[1]), S::max(tops[2], tops[3])));
+            let max = args.max[row];
+            let top = if max > top { max } else { top };
+            // Where everything is -inf so far, every weight is exp2(-inf - 0) = 0.
+            let base = if top == f32::NEG_INFINITY { 0.0 } else { top };
+            args.max[row] = top;
+            let mut totals = [S::splat(0.0); 4];
+            for i in 0..TILE / S::LANES {
+                let weight = exp2::<S>(S::sub(S::load(scores.add(i * S::LANES)), S::splat(base)));
+                S::store(scores.add(i * S::LANES), weight);
+                totals[i % 4] = S::add(totals[i % 4], weight);
+            }
+            let total = S::sum_lanes(S::add(S::add(totals[0], totals[1]), S::add(totals[2], totals[3])));
+            let decay = exp2_one::<S>(max - base);
+            args.decay[row] = decay;
+            args.sum[row] = args.sum[row] * decay + total;
+        }
+    }
+}
+
+/// Arguments of [`accumulate`]: weights times the V rows `low..high` of a tile.
+pub(crate) struct Accumulate<'a> {
+    /// `[count][TILE]`.
+    pub(crate) weights: *const f32,
+    /// What every row is multiplied with first.
+    pub(crate) decay: *const f32,
+    /// `[count]` rows of f32.
+    pub(crate) values: *mut f32,
+    /// Floats from one row of `values` to the next, a multiple of [`ALIGN`].
+    pub(crate) stride: usize,
+    /// Query rows.
+    pub(crate) count: usize,
+    /// Elements of a V row.
+    pub(crate) dim: usize,
+    pub(crate) chunk: &'a Chunk,
+    pub(crate) low: usize,
+    pub(crate) high: usize,
+    /// Whether to prefetch what lies ahead of `chunk`.
+    pub(crate) prefetch: bool,
+}
+
+/// Adds the weighted V rows to `values`, token by token.
+#[inline(always)]
+pub(crate) unsafe fn accumulate<S: Simd, F: Format>(args: &Accumulate<'_>) {
+    let mut row = 0;
+    // SAFETY: as the caller promises; every block gets as many query rows as there are.
+    unsafe {
+        while S::ROWS == 4 && args.count - row >= 4 {
+            accumulate_rows::<S, F, 4, 4>(args, row);
+            row += 4;
+        }
+        while args.count - row >= 2 {
+            if S::ROWS == 4 {
+                accumulate_rows::<S, F, 2, 8>(args, row);
+            } else {
+                accumulate_rows::<S, F, 2, 4>(args, row);
+            }
+            row += 2;
+        }
+        if row < args.count {
+            accumulate_rows::<S, F, 1, 8>(args, row);
+        }
+    }
+}
+
+/// `R` query rows, up to `C` vectors of each at a time.
+#[inline(always)]
+unsafe fn accumulate_rows<S: Simd, F: Format, const R: usize, const C: usize>(
+    args: &Accumulate<'_>,
+    row: usize,
+) {
+    let chunks = args.dim / S::LANES;
+    let mut c = 0;
+    // SAFETY: as the caller promises; blocks cover the vectors of a row, the last of which may be a half.
+    unsafe {
+        while chunks - c >= C {
+            accumulate_block::<S, F, R, C, false>(args, row, c);
+            c += C;
+        }
+        if C > 4 && chunks - c >= 4 {
+            accumulate_block::<S, F, R, 4, false>(args, row, c);
+            c += 4;
+        }
+        if chunks - c >= 2 {
+            accumulate_block::<S, F, R, 2, false>(args, row, c);
+            c += 2;
+        }
+        if c < chunks {
+            accumulate_block::<S, F, R, 1, false>(args, row, c);
+            c += 1;
+        }
+        if !args.dim.is_multiple_of(S::LANES) {
+            accumulate_block::<S, F, R, 1, true>(args, row, c);
+        }
+    }
+}
+
+/// `R` query rows, the vectors `c..c + C` of each, or the half vector `c`.
+#[inline(always)]
+unsafe fn accumulate_block<S: Simd, F: Format, const R: usize, const C: usize, const HALF: bool>(
+    args: &Accumulate<'_>,
+    row: usize,
+    c: usize,
+) {
+    let row_bytes = args.dim * F::BYTES;
+    let prefetch = args.prefetch && row == 0;
+    // SAFETY: as the caller promises.
+    unsafe {
+        let values = args.values.add(row * args.stride + c * S::LANES);
+        let weights = args.weights.add(row * TILE);
+        let mut sums: [[S::V; C]; R] = std::array::from_fn(|r| {
+            let decay = S::splat(*args.decay.add(row + r));
+            std::array::from_fn(|i| S::mul(decay, S::load(values.add(r * args.stride + i * S::LANES))))
+        });
+        let mut low = args.low;
+        while low < args.high {
+            let high = args.high.min(((low >> args.chunk.piece_shift) + 1) << args.chunk.piece_shift);
+            let column = c * S::LANES * F::BYTES;
+            let mut p = args.chunk.row(low, row_bytes).add(column);
+            // The blocks of a row share what lies ahead by size, not by column: it is asked for in order.
+            let mut ahead = args.chunk.ahead(low, row_bytes).wrapping_add((high - low) * column);
+            for t in low..high {
+                let v: [S::V; C] = std::array::from_fn(|i| {
+                    let p = p.add(i * S::LANES * F::BYTES);
+                    if HALF { F::half::<S>(p) } else { F::load::<S>(p) }
+                });
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    let weight = S::splat(*weights.add(r * TILE + t));
+                    for (sum, &v) in sums.iter_mut().zip(&v) {
+                        *sum = S::fma(weight, v, *sum);
+                    }
+                }
+                if prefetch {
+                    for line in (0..C * S::LANES * F::BYTES).step_by(64) {
+                        S::prefetch(ahead.wrapping_add(line));
+                    }
+                }
+                p = p.wrapping_add(row_bytes);
+                ahead = ahead.wrapping_add(C * S::LANES * F::BYTES);
+            }
+            low = high;
+        }
+        for (r, sums) in sums.into_iter().enumerate() {
+            for (i, sum) in sums.into_iter().enumerate() {
+                S::store(values.add(r * args.stride + i * S::LANES), sum);
+            }
+        }
+    }
+}
+
+/// Arguments of [`fold`]: two partial results of the same query rows.
+pub(crate) struct Fold<'a> {
+    /// Elements of a row of values, a multiple of [`ALIGN`].
+    pub(crate) stride: usize,
+    /// The earlier pages, and the result.
+    pub(crate) values: &'a mut [f32],
+    pub(crate) max: &'a mut [f32],
+    pub(crate) sum: &'a mut [f32],
+    /// The later pages.
+    pub(crate) later_values: &'a [f32],
+    pub(crate) later_max: &'a [f32],
+    pub(crate) later_sum: &'a [f32],
+}
+
+/// Merges partial results by log-sum-exp. A row that saw nothing changes nothing.
+#[inline(always)]
+pub(crate) unsafe fn fold<S: Simd>(args: &mut Fold<'_>) {
+    for (r, (max, sum)) in args.max.iter_mut().zip(args.sum.iter_mut()).enumerate() {
+        let (later_max, later_sum) = (args.later_max[r], args.later_sum[r]);
+        if later_sum == 0.0 {
+            continue;
+        }
+        let values = &mut args.values[r * args.stride..][..args.stride];
+        let later = &args.later_values[r * args.stride..][..args.stride];
+        if *sum == 0.0 {
+            values.copy_from_slice(later);
+            (*max, *sum) = (later_max, later_sum);
+            continue;
+        }
+        let top = if later_max > *max { later_max } else { *max };
+        // SAFETY: the caller has the instruction set; rows are multiples of ALIGN long.
+        unsafe {
+            let (a, b) = (exp2_one::<S>(*max - top), exp2_one::<S>(later_max - top));
+            for i in (0..args.stride).step_by(S::LANES) {
+                let scaled = S::mul(S::splat(b), S::load(later.as_ptr().add(i)));
+                let p = values.as_mut_ptr().add(i);
+                S::store(p, S::fma(S::splat(a), S::load(p), scaled));
+            }
+            *sum = *sum * a + later_sum * b;
+        }
+        *max = top;
+    }
+}
+
+/// `2^v` for `v <= 0`, NaN for NaN. The polynomial is within 2^-25 of `2^f` on [-1/2, 1/2] and exact at 0.
+#[inline(always)]
+unsafe fn exp2<S: Simd>(v: S::V) -> S::V {
+    const COEFFICIENTS: [f32; 7] =
+        [1.0, LN_2, 0.240_226_48, 0.055_503_324, 0.009_618_437, 0.001_339_887_4, 0.000_153_533_62];
+    // SAFETY: the caller has the instruction set.
+    unsafe {
+        // 2^-200 is 0; `max` returns its second argument if it is NaN.
+        let v = S::max(S::splat(-200.0), v);
+        let n = S::round(v);
+        let f = S::sub(v, n);
+        let mut p = S::splat(COEFFICIENTS[6]);
+        for &c in COEFFICIENTS[..6].iter().rev() {
+            p = S::fma(p, f, S::splat(c));
+        }
+        S::scale(p, n)
+    }
+}
+
+/// [`exp2`] of one number.
+#[inline(always)]
+unsafe fn exp2_one<S: Simd>(x: f32) -> f32 {
+    let mut lanes = [0.0; ALIGN];
+    // SAFETY: the caller has the instruction set; no vector is longer than ALIGN.
+    unsafe { S::store(lanes.as_mut_ptr(), exp2::<S>(S::splat(x))) };
+    lanes[0]
+}

@@ -1,0 +1,199 @@
+//! What attention needs to know about a layer, its sequences and where blocks lie.
+
+use std::fmt;
+
+use pagoda_core::ids::{BlockRef, Tier};
+use pagoda_core::layout::{LayerGeometry, LayerLayout};
+use pagoda_core::table::SpanView;
+
+use crate::rope::Rope;
+
+/// The largest row, in elements.
+pub const HEAD_DIM_MAX: u32 = 512;
+/// Query heads that may share a K/V head.
+pub const GROUP_MAX: u32 = 64;
+/// The smallest page, in tokens.
+pub const PAGE_SIZE_MIN: u32 = 8;
+/// The largest page, in tokens.
+pub const PAGE_SIZE_MAX: u32 = 4096;
+
+/// Where the arena of each tier begins. A tier without memory is null and never referred to.
+#[derive(Clone, Copy, Debug)]
+pub struct Arenas {
+    /// By [`Tier::index`].
+    pub base: [*mut u8; Tier::COUNT],
+}
+
+impl Arenas {
+    /// The first byte of a block.
+    pub(crate) fn block(&self, block: BlockRef, block_bytes: usize) -> *mut u8 {
+        let base = self.base[block.tier().index()];
+        debug_assert!(!base.is_null(), "{block:?} has no arena");
+        base.wrapping_add(block.block().index() as usize * block_bytes)
+    }
+}
+
+// SAFETY: these are addresses; the unsafe functions that take them ask for memory that other threads may access.
+unsafe impl Send for Arenas {}
+// SAFETY: as above.
+unsafe impl Sync for Arenas {}
+
+/// One attention layer: shape, place inside a block, and arithmetic. Checked by [`Layer::check`].
+#[derive(Clone, Debug)]
+pub struct Layer {
+    /// What is stored for each token.
+    pub geometry: LayerGeometry,
+    /// Where it lies inside a block.
+    pub layout: LayerLayout,
+    /// Bytes from one block to the next.
+    pub block_bytes: u64,
+    /// Tokens of a page.
+    pub page_size: u32,
+    /// Query heads, a multiple of the K/V heads.
+    pub num_q_heads: u32,
+    /// What dot products are multiplied with.
+    pub scale: f32,
+    /// How many tokens a query sees, itself included; all if `None`.
+    pub window: Option<u32>,
+    /// How queries were rotated, for spans that have moved.
+    pub rope: Option<Rope>,
+}
+
+impl Layer {
+    /// Whether this layer is within the limits of the kernels.
+    pub fn check(&self) -> Result<(), LayerError> {
+        let LayerGeometry { num_kv_heads, head_dim, v_head_dim, .. } = self.geometry;
+        for (what, dim) in [("head_dim", head_dim), ("v_head_dim", v_head_dim)] {
+            if dim == 0 || dim > HEAD_DIM_MAX || !dim.is_multiple_of(8) {
+                return Err(LayerError::Dim { what, dim });
+            }
+        }
+        if num_kv_heads == 0
+            || self.num_q_heads == 0
+            || !self.num_q_heads.is_multiple_of(num_kv_heads)
+            || self.num_q_heads / num_kv_heads > GROUP_MAX
+        {
+            return Err(LayerError::Heads { num_q_heads: self.num_q_heads, num_kv_heads });
+        }
+        if !self.page_size.is_power_of_two() || !(PAGE_SIZE_MIN..=PAGE_SIZE_MAX).contains(&self.page_size) {
+            return Err(LayerError::PageSize(self.page_size));
+        }
+        if let Some(rope) = &self.rope
+            && rope.inv_freq.len() * 2 > head_dim as usize
+        {
+            return Err(LayerError::Rope { pairs: rope.inv_freq.len(), head_dim });
+        }
+        Ok(())
+    }
+
+    /// Query heads per K/V head.
+    pub(crate) fn group(&self) -> usize {
+        (self.num_q_heads / self.geometry.num_kv_heads) as usize
+    }
+}
+
+/// A layer that the kernels do not do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LayerError {
+    /// A head dimension.
+    Dim {
+        /// Which one.
+        what: &'static str,
+        /// Its value.
+        dim: u32,
+    },
+    /// The number of heads.
+    Heads {
+        /// Query heads.
+        num_q_heads: u32,
+        /// K/V heads.
+        num_kv_heads: u32,
+    },
+    /// The page size.
+    PageSize(u32),
+    /// More rotated elements than the row has.
+    Rope {
+        /// Rotated pairs.
+        pairs: usize,
+        /// Elements of a K row.
+        head_dim: u32,
+    },
+}
+
+impl fmt::Display for LayerError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Dim { what, dim } => {
+                write!(f, "{what} is {dim}; it has to be a multiple of 8 from 8 to {HEAD_DIM_MAX}")
+            }
+            Self::Heads { num_q_heads, num_kv_heads } => write!(
+                f,
+                "num_q_heads is {num_q_heads} with num_kv_heads {num_kv_heads}; it has to be a multiple, 1 to {GROUP_MAX} times"
+            ),
+            Self::PageSize(size) => {
+                write!(
+                    f,
+                    "page_size is {size}; it has to be a power of two from {PAGE_SIZE_MIN} to {PAGE_SIZE_MAX}"
+                )
+            }
+            Self::Rope { pairs, head_dim } => {
+                write!(f, "rope rotates {pairs} pairs; head_dim {head_dim} has {}", head_dim / 2)
+            }
+        }
+    }
+}
+
+impl std::error::Error for LayerError {}
+
+/// One sequence of a step: its page-table row, its spans, and how many of its last tokens are new.
+#[derive(Clone, Copy, Debug)]
+pub struct SequenceTable<'a> {
+    /// The pages. Entries past the last span are never read.
+    pub row: &'a [BlockRef],
+    /// The token axis, piece by piece, new tokens included.
+    pub spans: &'a [SpanView],
+    /// The last tokens of the axis, which `append` writes and whose queries `attend` answers.
+    pub new_tokens: u32,
+}
+
+impl SequenceTable<'_> {
+    /// Tokens on the axis.
+    pub(crate) fn len(&self) -> usize {
+        self.spans.iter().map(|span| span.count as usize).sum()
+    }
+
+    /// Whether the spans lie within the row and the new tokens within the spans.
+    pub(crate) fn check(&self, sequence: usize, page_size: u32) -> Result<(), TableError> {
+        for span in self.spans {
+            let rows = u64::from(span.skip) + u64::from(span.count);
+            let pages = u64::from(span.first_page) + rows.div_ceil(u64::from(page_size));
+            if pages > self.row.len() as u64 {
+                return Err(TableError { sequence, needs: pages, has: self.row.len() as u64, what: "pages" });
+            }
+        }
+        let (needs, has) = (u64::from(self.new_tokens), self.len() as u64);
+        if needs > has { Err(TableError { sequence, needs, has, what: "tokens" }) } else { Ok(()) }
+    }
+}
+
+/// A sequence table that contradicts itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TableError {
+    /// Which sequence of the batch.
+    pub sequence: usize,
+    /// How many pages its spans need, or how many tokens are new.
+    pub needs: u64,
+    /// How many pages its row has, or how many tokens its spans.
+    pub has: u64,
+    /// Pages or tokens.
+    pub what: &'static str,
+}
+
+impl fmt::Display for TableError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { sequence, needs, has, what } = self;
+        write!(f, "sequence {sequence} of the batch needs {needs} {what} and has {has}")
+    }
+}
+
+impl std::error::Error for TableError {}

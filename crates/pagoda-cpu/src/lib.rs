@@ -1,0 +1,28 @@
+//! Row formats and SIMD attention over the pages of a Pagoda cache.
+//!
+//! A [`Backend`] is a pool of threads with the kernels for one instruction set. [`Backend::append`] writes new K and V
+//! rows into their slots; [`Backend::attend`] computes exact attention over the pages where they lie. Nothing is
+//! allocated per call once the scratch memory has grown, and no page is ever converted in memory.
+
+mod append;
+mod attend;
+mod backend;
+mod convert;
+mod kernel;
+mod layer;
+mod plan;
+mod pool;
+mod rope;
+mod rows;
+mod simd;
+
+pub use append::Overflow;
+pub use backend::{Backend, Error};
+pub use convert::{F16_MAX, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+pub use layer::{
+    Arenas, GROUP_MAX, HEAD_DIM_MAX, Layer, LayerError, PAGE_SIZE_MAX, PAGE_SIZE_MIN, SequenceTable,
+    TableError,
+};
+pub use rope::Rope;
+pub use rows::{Element, Rows, RowsMut};
+pub use simd::Isa;

@@ -1,0 +1,229 @@
+//! Cutting a batch into work items.
+//!
+//! A group is a block of queries of one sequence with a range of K/V heads; an item is a group with a run of tiles.
+//! A group of several items gets a partial result from each, merged in page order by whoever finishes last.
+//! In deterministic mode partial results belong to fixed runs of stored rows, whoever computes them.
+
+use std::ops::Range;
+use std::sync::atomic::AtomicU32;
+
+use pagoda_core::table::SpanView;
+
+use crate::kernel::{ALIGN, TILE};
+use crate::layer::{Layer, SequenceTable};
+
+/// Query rows of a K/V head that go through a tile together.
+const ROWS: usize = 64;
+/// Query rows of all K/V heads of a group, where a group has several.
+const GROUP_ROWS: usize = 128;
+/// Tiles of a fixed run: 4096 stored rows.
+pub(crate) const RUN_TILES: usize = 4096 / TILE;
+/// Fewer tiles than this are not worth a merge.
+const ITEM_TILES: usize = 8;
+/// Items per thread, so that a slow thread does not hold up the others.
+const ITEMS_PER_THREAD: usize = 4;
+/// Work for which it pays to wake a thread, in tiles of [`UNIT_ROWS`] rows of one head.
+const WAKE_COST: usize = 16;
+/// Query rows that cost as much as one: below this, reading the tile is what takes time.
+const UNIT_ROWS: usize = 4;
+
+/// The tiles of one span that a range of the token axis touches.
+pub(crate) struct Piece<'a> {
+    /// The span.
+    pub(crate) span: &'a SpanView,
+    /// The axis index of stored row 0 of the span's first page; below 0 where the span skips rows.
+    pub(crate) origin: isize,
+    /// Stored rows of the span that are in the range.
+    pub(crate) rows: Range<usize>,
+    /// Tiles of [`TILE`] stored rows.
+    pub(crate) tiles: Range<usize>,
+}
+
+/// The pieces of a sequence that hold a part of `range` of its token axis.
+pub(crate) fn pieces<'a>(spans: &'a [SpanView], range: Range<usize>) -> impl Iterator<Item = Piece<'a>> {
+    let mut start = 0;
+    spans.iter().filter_map(move |span| {
+        let (first, skip) = (start, span.skip as usize);
+        start += span.count as usize;
+        let (low, high) = (first.max(range.start), start.min(range.end));
+        (low < high).then(|| {
+            let rows = low - first + skip..high - first + skip;
+            let tiles = rows.start / TILE..rows.end.div_ceil(TILE);
+            Piece { span, origin: first as isize - skip as isize, rows, tiles }
+        })
+    })
+}
+
+/// Queries of a sequence with a range of K/V heads.
+pub(crate) struct Group {
+    pub(crate) sequence: usize,
+    /// The axis index of the first query.
+    pub(crate) position: usize,
+    /// The row of the first query in the batch.
+    pub(crate) token: usize,
+    pub(crate) queries: usize,
+    pub(crate) heads: Range<usize>,
+    /// The part of the token axis that some query sees.
+    pub(crate) visible: Range<usize>,
+    /// How many items there are.
+    pub(crate) parts: usize,
+    /// Where their partial results begin, in floats, if there are several.
+    pub(crate) offset: usize,
+    /// Items that are not finished.
+    pub(crate) pending: AtomicU32,
+}
+
+/// A run of tiles of a group.
+pub(crate) struct Item {
+    pub(crate) group: usize,
+    /// Which part of the group's result this is.
+    pub(crate) part: usize,
+    /// Tiles, counted over all pieces of the group.
+    pub(crate) tiles: Range<usize>,
+}
+
+/// The items of a call. Reused, so that planning does not allocate.
+#[derive(Default)]
+pub(crate) struct Plan {
+    pub(crate) groups: Vec<Group>,
+    pub(crate) items: Vec<Item>,
+    /// Floats of all partial results.
+    pub(crate) floats: usize,
+    /// How many threads the work is worth.
+    pub(crate) workers: usize,
+}
+
+/// A block of queries of one sequence, for all heads.
+struct Block {
+    sequence: usize,
+    position: usize,
+    token: usize,
+    queries: usize,
+    /// Whether the sequence has others.
+    alone: bool,
+    visible: Range<usize>,
+    tiles: usize,
+}
+
+/// The query blocks of a batch.
+fn blocks<'a>(layer: &'a Layer, sequences: &'a [SequenceTable<'a>]) -> impl Iterator<Item = Block> + 'a {
+    let size = (ROWS / layer.group()).max(1);
+    let mut first_token = 0;
+    sequences.iter().enumerate().flat_map(move |(sequence, table)| {
+        let new = table.new_tokens as usize;
+        let start = table.len() - new;
+        let token = first_token;
+        first_token += new;
+        (0..new).step_by(size).map(move |first| {
+            let queries = size.min(new - first);
+            let position = start + first;
+            let low = layer.window.map_or(0, |window| (position + 1).saturating_sub(window as usize));
+            let visible = low..position + queries;
+            let tiles = pieces(table.spans, visible.clone()).map(|piece| piece.tiles.len()).sum();
+            Block { sequence, position, token: token + first, queries, alone: new <= size, visible, tiles }
+        })
+    })
+}
+
+impl Plan {
+    /// Plans a batch for `threads` threads.
+    pub(crate) fn make(
+        &mut self,
+        layer: &Layer,
+        sequences: &[SequenceTable<'_>],
+        threads: usize,
+        deterministic: bool,
+    ) {
+        self.groups.clear();
+        self.items.clear();
+        self.floats = 0;
+        let kv_heads = layer.geometry.num_kv_heads as usize;
+        let cost =
+            |block: &Block| block.tiles * kv_heads * (block.queries * layer.group()).div_ceil(UNIT_ROWS);
+        let total: usize = blocks(layer, sequences).map(|block| cost(&block)).sum();
+        self.workers = threads.min(total.div_ceil(WAKE_COST)).max(1);
+        let target = if self.workers == 1 { total } else { total.div_ceil(self.workers * ITEMS_PER_THREAD) };
+        for block in blocks(layer, sequences) {
+            let wanted = cost(&block).div_ceil(target.max(1));
+            self.push(layer, sequences, &block, wanted, deterministic);
+        }
+    }
+
+    /// Adds the groups and items of a block, about `wanted` of them.
+    fn push(
+        &mut self,
+        layer: &Layer,
+        sequences: &[SequenceTable<'_>],
+        block: &Block,
+        wanted: usize,
+        deterministic: bool,
+    ) {
+        let kv_heads = layer.geometry.num_kv_heads as usize;
+        let rows = block.queries * layer.group();
+        // All heads of a page are read together where reading is what takes time: they are one stream.
+        let most = if block.alone { (GROUP_ROWS / rows).clamp(1, kv_heads) } else { 1 };
+        let cuts = wanted.div_ceil(kv_heads.div_ceil(most));
+        let parts = match (cuts, deterministic) {
+            (0 | 1, _) => 1,
+            (_, true) => runs(sequences, block).count().max(1),
+            (_, false) => cuts.min(block.tiles / ITEM_TILES).max(1),
+        };
+        let heads = (kv_heads / wanted.div_ceil(parts).max(1)).clamp(1, most);
+        for first in (0..kv_heads).step_by(heads) {
+            let heads = first..kv_heads.min(first + heads);
+            let floats = state_floats(rows * heads.len(), layer);
+            let group = self.groups.len();
+            self.groups.push(Group {
+                sequence: block.sequence,
+                position: block.position,
+                token: block.token,
+                queries: block.queries,
+                heads,
+                visible: block.visible.clone(),
+                parts,
+                offset: self.floats,
+                pending: AtomicU32::new(parts as u32),
+            });
+            if parts == 1 {
+                self.items.push(Item { group, part: 0, tiles: 0..block.tiles });
+                continue;
+            }
+            self.floats += parts * floats;
+            if deterministic {
+                let items = runs(sequences, block).enumerate();
+                self.items.extend(items.map(|(part, tiles)| Item { group, part, tiles }));
+            } else {
+                let cut = |part: usize| block.tiles * part / parts;
+                self.items.extend((0..parts).map(|part| Item {
+                    group,
+                    part,
+                    tiles: cut(part)..cut(part + 1),
+                }));
+            }
+        }
+    }
+}
+
+/// The fixed runs of a block, as tiles counted over all its pieces.
+fn runs(sequences: &[SequenceTable<'_>], block: &Block) -> impl Iterator<Item = Range<usize>> {
+    let mut counted = 0;
+    pieces(sequences[block.sequence].spans, block.visible.clone()).flat_map(move |piece| {
+        let Range { start, end } = piece.tiles;
+        let base = counted;
+        counted += end - start;
+        (start / RUN_TILES..end.div_ceil(RUN_TILES)).map(move |run| {
+            let (first, last) = ((run * RUN_TILES).max(start), ((run + 1) * RUN_TILES).min(end));
+            base + first - start..base + last - start
+        })
+    })
+}
+
+/// Floats of the state of `rows` query rows: values, maxima and sums.
+pub(crate) fn state_floats(rows: usize, layer: &Layer) -> usize {
+    rows * value_stride(layer) + 2 * rows.next_multiple_of(ALIGN)
+}
+
+/// Floats from one row of values to the next.
+pub(crate) fn value_stride(layer: &Layer) -> usize {
+    (layer.geometry.v_head_dim as usize).next_multiple_of(ALIGN)
+}

@@ -1,0 +1,57 @@
+//! Arrays of rows that belong to the caller: K, V, queries and outputs.
+
+use pagoda_core::layout::RowFormat;
+
+/// The element type of an array.
+pub type Element = RowFormat;
+
+/// `[token][head][dim]` with any strides and a contiguous last dimension.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows {
+    /// The first element. Aligned to the element at best: vectors are loaded unaligned.
+    pub ptr: *const u8,
+    /// The element type.
+    pub element: Element,
+    /// Bytes from one token to the next.
+    pub token_stride: isize,
+    /// Bytes from one head to the next.
+    pub head_stride: isize,
+}
+
+/// [`Rows`] to write to. No two rows may overlap.
+#[derive(Clone, Copy, Debug)]
+pub struct RowsMut {
+    /// The first element.
+    pub ptr: *mut u8,
+    /// The element type.
+    pub element: Element,
+    /// Bytes from one token to the next.
+    pub token_stride: isize,
+    /// Bytes from one head to the next.
+    pub head_stride: isize,
+}
+
+impl Rows {
+    /// The row of `token` and `head`.
+    pub(crate) fn row(&self, token: usize, head: usize) -> *const u8 {
+        let offset = self.token_stride * token as isize + self.head_stride * head as isize;
+        self.ptr.wrapping_offset(offset)
+    }
+}
+
+impl RowsMut {
+    /// The row of `token` and `head`.
+    pub(crate) fn row(&self, token: usize, head: usize) -> *mut u8 {
+        let offset = self.token_stride * token as isize + self.head_stride * head as isize;
+        self.ptr.wrapping_offset(offset)
+    }
+}
+
+// SAFETY: these are addresses; the unsafe functions that take them ask for arrays that other threads may access.
+unsafe impl Send for Rows {}
+// SAFETY: as above.
+unsafe impl Sync for Rows {}
+// SAFETY: as above.
+unsafe impl Send for RowsMut {}
+// SAFETY: as above.
+unsafe impl Sync for RowsMut {}

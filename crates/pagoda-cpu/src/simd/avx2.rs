@@ -1,0 +1,170 @@
+//! Eight lanes of AVX2, FMA and F16C.
+
+use std::arch::x86_64::*;
+
+use super::Simd;
+
+/// AVX2, FMA and F16C.
+pub(crate) struct Avx2;
+
+/// `2^n` for integers `n` in -126..=127.
+#[inline(always)]
+unsafe fn power(n: __m256i) -> __m256 {
+    // SAFETY: the caller has AVX2.
+    unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_add_epi32(n, _mm256_set1_epi32(127)))) }
+}
+
+// SAFETY (of every block): callers of `Simd` have AVX2, and pointers good for as many elements as the name says.
+impl Simd for Avx2 {
+    const LANES: usize = 8;
+    const ROWS: usize = 2;
+    type V = __m256;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_loadu_ps(p) }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: __m256) {
+        // SAFETY: see the impl.
+        unsafe { _mm256_storeu_ps(p, v) }
+    }
+    #[inline(always)]
+    unsafe fn add(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_add_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn sub(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn max(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_max_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn min(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_min_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn round(v: __m256) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(v) }
+    }
+    #[inline(always)]
+    unsafe fn scale(v: __m256, n: __m256) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe {
+            let n = _mm256_cvtps_epi32(n);
+            let half = _mm256_srai_epi32::<1>(n);
+            _mm256_mul_ps(_mm256_mul_ps(v, power(half)), power(_mm256_sub_epi32(n, half)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn max_lane(v: __m256) -> f32 {
+        // SAFETY: see the impl.
+        unsafe {
+            let v = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+            let v = _mm_max_ps(v, _mm_movehl_ps(v, v));
+            _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn sum_lanes(v: __m256) -> f32 {
+        // SAFETY: see the impl.
+        unsafe {
+            let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+            let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+            _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn sum_quads<const R: usize>(v: [[__m256; 4]; R], out: *mut f32, stride: usize) {
+        for (r, row) in v.iter().enumerate() {
+            // SAFETY: see the impl.
+            unsafe {
+                let parts = _mm256_hadd_ps(_mm256_hadd_ps(row[0], row[1]), _mm256_hadd_ps(row[2], row[3]));
+                let sums = _mm_add_ps(_mm256_castps256_ps128(parts), _mm256_extractf128_ps::<1>(parts));
+                _mm_storeu_ps(out.add(r * stride), sums);
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn all_below(v: __m256, bound: f32) -> bool {
+        // SAFETY: see the impl.
+        unsafe {
+            let magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0), v);
+            _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_LT_OQ>(magnitude, _mm256_set1_ps(bound))) == 0xff
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u8) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u8) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe {
+            let bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(p: *mut u8, v: __m256) {
+        // SAFETY: see the impl.
+        unsafe { _mm_storeu_si128(p.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v)) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(p: *mut u8, v: __m256) {
+        // SAFETY: see the impl.
+        unsafe {
+            let bits = _mm256_castps_si256(v);
+            let upper = _mm256_srli_epi32::<16>(bits);
+            let odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+            let bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+            let rounded = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, bias));
+            let quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
+            let wide = _mm256_blendv_epi8(rounded, quiet, nan);
+            let words = _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256::<1>(wide));
+            _mm_storeu_si128(p.cast(), words);
+        }
+    }
+    #[inline(always)]
+    unsafe fn half_f32(_: *const u8) -> __m256 {
+        unreachable!("rows are whole vectors")
+    }
+    #[inline(always)]
+    unsafe fn half_f16(_: *const u8) -> __m256 {
+        unreachable!("rows are whole vectors")
+    }
+    #[inline(always)]
+    unsafe fn half_bf16(_: *const u8) -> __m256 {
+        unreachable!("rows are whole vectors")
+    }
+    #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        // SAFETY: a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+}

@@ -1,0 +1,191 @@
+//! Sixteen lanes of AVX-512.
+
+use std::arch::x86_64::*;
+
+use super::Simd;
+
+/// AVX-512 F, BW, DQ and VL.
+pub(crate) struct Avx512;
+
+/// The lane sums of four vectors, as four partial sums (one per 128-bit part) of four numbers each.
+#[inline(always)]
+unsafe fn quad(v: [__m512; 4]) -> __m512 {
+    // SAFETY: the caller has AVX-512.
+    unsafe {
+        let ab = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+        let cd = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+        let (ab, cd) = (_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+        _mm512_add_ps(
+            _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)),
+            _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)),
+        )
+    }
+}
+
+/// Adds neighbouring 128-bit parts of `a` and of `b`.
+#[inline(always)]
+unsafe fn add_parts(a: __m512, b: __m512) -> __m512 {
+    // SAFETY: the caller has AVX-512.
+    unsafe {
+        _mm512_add_ps(
+            _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b),
+            _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b),
+        )
+    }
+}
+
+// SAFETY (of every block): callers of `Simd` have AVX-512, and pointers good for as many elements as the name says.
+impl Simd for Avx512 {
+    const LANES: usize = 16;
+    const ROWS: usize = 4;
+    type V = __m512;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_loadu_ps(p) }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: __m512) {
+        // SAFETY: see the impl.
+        unsafe { _mm512_storeu_ps(p, v) }
+    }
+    #[inline(always)]
+    unsafe fn add(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_add_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn sub(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn max(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_max_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn min(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_min_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn round(v: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_roundscale_ps::<_MM_FROUND_TO_NEAREST_INT>(v) }
+    }
+    #[inline(always)]
+    unsafe fn scale(v: __m512, n: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_scalef_ps(v, n) }
+    }
+    #[inline(always)]
+    unsafe fn max_lane(v: __m512) -> f32 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_reduce_max_ps(v) }
+    }
+    #[inline(always)]
+    unsafe fn sum_lanes(v: __m512) -> f32 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_reduce_add_ps(v) }
+    }
+    #[inline(always)]
+    unsafe fn sum_quads<const R: usize>(v: [[__m512; 4]; R], out: *mut f32, stride: usize) {
+        // SAFETY: see the impl.
+        unsafe {
+            if R == 4 {
+                let low = add_parts(quad(v[0]), quad(v[1]));
+                let high = add_parts(quad(v[2]), quad(v[3]));
+                let sums = add_parts(low, high);
+                _mm_storeu_ps(out, _mm512_castps512_ps128(sums));
+                _mm_storeu_ps(out.add(stride), _mm512_extractf32x4_ps::<1>(sums));
+                _mm_storeu_ps(out.add(2 * stride), _mm512_extractf32x4_ps::<2>(sums));
+                _mm_storeu_ps(out.add(3 * stride), _mm512_extractf32x4_ps::<3>(sums));
+            } else {
+                for (r, &row) in v.iter().enumerate() {
+                    let parts = quad(row);
+                    let parts = add_parts(parts, parts);
+                    let sums = _mm512_castps512_ps128(add_parts(parts, parts));
+                    _mm_storeu_ps(out.add(r * stride), sums);
+                }
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn all_below(v: __m512, bound: f32) -> bool {
+        // SAFETY: see the impl.
+        unsafe { _mm512_cmp_ps_mask::<_CMP_LT_OQ>(_mm512_abs_ps(v), _mm512_set1_ps(bound)) == !0 }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u8) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u8) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe {
+            let bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(p: *mut u8, v: __m512) {
+        // SAFETY: see the impl.
+        unsafe { _mm256_storeu_si256(p.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v)) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(p: *mut u8, v: __m512) {
+        // SAFETY: see the impl.
+        unsafe {
+            let bits = _mm512_castps_si512(v);
+            let upper = _mm512_srli_epi32::<16>(bits);
+            let odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
+            let bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+            let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, bias));
+            let quiet = _mm512_or_si512(upper, _mm512_set1_epi32(0x40));
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
+            let words = _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, rounded, quiet));
+            _mm256_storeu_si256(p.cast(), words);
+        }
+    }
+    #[inline(always)]
+    unsafe fn half_f32(p: *const u8) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_zextps256_ps512(_mm256_loadu_ps(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn half_f16(p: *const u8) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_zextps256_ps512(_mm256_cvtph_ps(_mm_loadu_si128(p.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn half_bf16(p: *const u8) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe {
+            let bits = _mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())));
+            _mm512_zextps256_ps512(_mm256_castsi256_ps(bits))
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        // SAFETY: a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+}

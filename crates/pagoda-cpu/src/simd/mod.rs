@@ -1,0 +1,221 @@
+//! One vector type per instruction set behind one small trait, and the table of kernels compiled for each.
+//!
+//! The kernels are written once, generic over [`Simd`] and always inlined. `kernels!` instantiates them inside
+//! functions that enable the features of an instruction set, so the intrinsics below them inline too. Only the
+//! table knows which functions those are: a [`Kernels`] is handed out for instruction sets this CPU has.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod scalar;
+
+use std::fmt;
+
+use pagoda_core::layout::RowFormat;
+
+use crate::kernel::{self, Accumulate, Fold, Score, Softmax};
+
+/// An instruction set that attention can run on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Isa {
+    /// AVX-512 F, BW, DQ and VL.
+    Avx512,
+    /// AVX2, FMA and F16C.
+    Avx2,
+    /// Advanced SIMD of arm64.
+    Neon,
+    /// Portable Rust.
+    Scalar,
+}
+
+impl Isa {
+    /// Every instruction set, best first.
+    pub const ALL: [Self; 4] = [Self::Avx512, Self::Avx2, Self::Neon, Self::Scalar];
+
+    /// The best instruction set of this CPU.
+    pub fn detect() -> Self {
+        Self::ALL.into_iter().find(|isa| isa.is_supported()).unwrap_or(Self::Scalar)
+    }
+
+    /// Whether this CPU has it.
+    pub fn is_supported(self) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => {
+                is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+                    && Self::Avx2.is_supported()
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => std::arch::is_aarch64_feature_detected!("neon"),
+            Self::Scalar => true,
+            _ => false,
+        }
+    }
+
+    /// The kernels for this instruction set, if this CPU has it.
+    pub(crate) fn kernels(self) -> Option<&'static Kernels> {
+        if !self.is_supported() {
+            return None;
+        }
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => Some(&avx512_kernels::TABLE),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => Some(&avx2_kernels::TABLE),
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => Some(&neon_kernels::TABLE),
+            Self::Scalar => Some(&scalar_kernels::TABLE),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Avx512 => "avx512",
+            Self::Avx2 => "avx2",
+            Self::Neon => "neon",
+            Self::Scalar => "scalar",
+        })
+    }
+}
+
+/// Converts `n` elements (a multiple of 8) from `source` to `target`; false if one is not below the largest
+/// magnitude of the target, infinite or NaN.
+pub(crate) type Convert = unsafe fn(source: *const u8, target: *mut u8, n: usize) -> bool;
+
+/// The kernels of one instruction set. Arrays have one entry per row format, see [`format_index`].
+pub(crate) struct Kernels {
+    /// `[from][to]`.
+    pub(crate) convert: [[Convert; 3]; 3],
+    pub(crate) score: [unsafe fn(&Score<'_>); 3],
+    pub(crate) softmax: unsafe fn(&mut Softmax<'_>),
+    pub(crate) accumulate: [unsafe fn(&Accumulate<'_>); 3],
+    pub(crate) fold: unsafe fn(&mut Fold<'_>),
+}
+
+/// The entry of `format` in the arrays of [`Kernels`].
+pub(crate) fn format_index(format: RowFormat) -> usize {
+    match format {
+        RowFormat::F32 => 0,
+        RowFormat::F16 => 1,
+        RowFormat::Bf16 => 2,
+    }
+}
+
+/// A vector of f32 lanes. Every method may only run on a CPU that has the instruction set.
+pub(crate) trait Simd {
+    /// Lanes of a vector: 4, 8 or 16.
+    const LANES: usize;
+    /// Query rows that share one conversion of a K or V vector in registers: 2 or 4.
+    const ROWS: usize;
+    /// The vector.
+    type V: Copy;
+
+    unsafe fn splat(x: f32) -> Self::V;
+    unsafe fn load(p: *const f32) -> Self::V;
+    unsafe fn store(p: *mut f32, v: Self::V);
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
+    /// `a * b + c`.
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// The larger; `b` if either is NaN.
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    /// The smaller; `b` if either is NaN.
+    unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
+    /// Nearest integers, ties to even.
+    unsafe fn round(v: Self::V) -> Self::V;
+    /// `v * 2^n` for integers `n` in -200..=0.
+    unsafe fn scale(v: Self::V, n: Self::V) -> Self::V;
+    /// The largest lane.
+    unsafe fn max_lane(v: Self::V) -> f32;
+    /// The sum of the lanes.
+    unsafe fn sum_lanes(v: Self::V) -> f32;
+    /// Writes the lane sums of `v[r][0..4]` to `out + r * stride`, added in an order that does not depend on `R`.
+    unsafe fn sum_quads<const R: usize>(v: [[Self::V; 4]; R], out: *mut f32, stride: usize);
+    /// Whether every lane has a magnitude below `bound`.
+    unsafe fn all_below(v: Self::V, bound: f32) -> bool;
+
+    unsafe fn load_f16(p: *const u8) -> Self::V;
+    unsafe fn load_bf16(p: *const u8) -> Self::V;
+    /// Rounds to nearest even.
+    unsafe fn store_f16(p: *mut u8, v: Self::V);
+    /// Rounds to nearest even.
+    unsafe fn store_bf16(p: *mut u8, v: Self::V);
+
+    /// Loads 8 elements where a vector has 16 lanes; the other lanes are zero.
+    unsafe fn half_f32(p: *const u8) -> Self::V;
+    unsafe fn half_f16(p: *const u8) -> Self::V;
+    unsafe fn half_bf16(p: *const u8) -> Self::V;
+
+    /// Asks for the cache line of `p`, which need not be mapped.
+    unsafe fn prefetch(p: *const u8);
+}
+
+/// Instantiates the kernels for one instruction set.
+macro_rules! kernels {
+    ($(#[$cfg:meta])* mod $name:ident, $simd:ty $(, $features:literal)?) => {
+        $(#[$cfg])*
+        mod $name {
+            use super::*;
+            use crate::convert::{self, Bf16, F16, F32, Format};
+
+            $(#[target_feature(enable = $features)])?
+            unsafe fn convert<A: Format, B: Format>(source: *const u8, target: *mut u8, n: usize) -> bool {
+                // SAFETY: as the caller promises.
+                unsafe { convert::convert::<$simd, A, B>(source, target, n) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn score<F: Format>(args: &Score<'_>) {
+                // SAFETY: as the caller promises.
+                unsafe { kernel::score::<$simd, F>(args) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn softmax(args: &mut Softmax<'_>) {
+                // SAFETY: as the caller promises.
+                unsafe { kernel::softmax::<$simd>(args) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn accumulate<F: Format>(args: &Accumulate<'_>) {
+                // SAFETY: as the caller promises.
+                unsafe { kernel::accumulate::<$simd, F>(args) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn fold(args: &mut Fold<'_>) {
+                // SAFETY: as the caller promises.
+                unsafe { kernel::fold::<$simd>(args) }
+            }
+
+            pub(super) static TABLE: Kernels = Kernels {
+                convert: [
+                    [convert::<F32, F32>, convert::<F32, F16>, convert::<F32, Bf16>],
+                    [convert::<F16, F32>, convert::<F16, F16>, convert::<F16, Bf16>],
+                    [convert::<Bf16, F32>, convert::<Bf16, F16>, convert::<Bf16, Bf16>],
+                ],
+                score: [score::<F32>, score::<F16>, score::<Bf16>],
+                softmax,
+                accumulate: [accumulate::<F32>, accumulate::<F16>, accumulate::<Bf16>],
+                fold,
+            };
+        }
+    };
+}
+
+kernels!(#[cfg(target_arch = "x86_64")] mod avx512_kernels, avx512::Avx512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
+kernels!(#[cfg(target_arch = "x86_64")] mod avx2_kernels, avx2::Avx2, "avx2,fma,f16c");
+kernels!(#[cfg(target_arch = "aarch64")] mod neon_kernels, neon::Neon, "neon");
+kernels!(mod scalar_kernels, scalar::Scalar);

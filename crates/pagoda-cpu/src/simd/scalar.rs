@@ -1,0 +1,134 @@
+//! Eight lanes of portable Rust.
+
+use std::array::from_fn;
+
+use super::Simd;
+use crate::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+
+/// Portable Rust.
+pub(crate) struct Scalar;
+
+type V = [f32; 8];
+
+/// Pairs, then pairs of pairs.
+#[inline(always)]
+fn reduce(v: V, f: impl Fn(f32, f32) -> f32) -> f32 {
+    f(f(f(v[0], v[1]), f(v[2], v[3])), f(f(v[4], v[5]), f(v[6], v[7])))
+}
+
+#[inline(always)]
+fn greater(a: f32, b: f32) -> f32 {
+    if a > b { a } else { b }
+}
+
+impl Simd for Scalar {
+    const LANES: usize = 8;
+    const ROWS: usize = 2;
+    type V = V;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> V {
+        [x; 8]
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> V {
+        // SAFETY: the caller has 8 elements at `p`.
+        unsafe { p.cast::<V>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: V) {
+        // SAFETY: the caller has 8 elements at `p`.
+        unsafe { p.cast::<V>().write_unaligned(v) }
+    }
+    #[inline(always)]
+    unsafe fn add(a: V, b: V) -> V {
+        from_fn(|i| a[i] + b[i])
+    }
+    #[inline(always)]
+    unsafe fn sub(a: V, b: V) -> V {
+        from_fn(|i| a[i] - b[i])
+    }
+    #[inline(always)]
+    unsafe fn mul(a: V, b: V) -> V {
+        from_fn(|i| a[i] * b[i])
+    }
+    #[inline(always)]
+    unsafe fn fma(a: V, b: V, c: V) -> V {
+        from_fn(|i| a[i] * b[i] + c[i])
+    }
+    #[inline(always)]
+    unsafe fn max(a: V, b: V) -> V {
+        from_fn(|i| greater(a[i], b[i]))
+    }
+    #[inline(always)]
+    unsafe fn min(a: V, b: V) -> V {
+        from_fn(|i| if a[i] < b[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    unsafe fn round(v: V) -> V {
+        v.map(f32::round_ties_even)
+    }
+    #[inline(always)]
+    unsafe fn scale(v: V, n: V) -> V {
+        from_fn(|i| {
+            let n = n[i] as i32;
+            let half = n >> 1;
+            let power = |n: i32| f32::from_bits((n.wrapping_add(127) as u32) << 23);
+            v[i] * power(half) * power(n - half)
+        })
+    }
+    #[inline(always)]
+    unsafe fn max_lane(v: V) -> f32 {
+        reduce(v, greater)
+    }
+    #[inline(always)]
+    unsafe fn sum_lanes(v: V) -> f32 {
+        reduce(v, |a, b| a + b)
+    }
+    #[inline(always)]
+    unsafe fn sum_quads<const R: usize>(v: [[V; 4]; R], out: *mut f32, stride: usize) {
+        for (r, row) in v.into_iter().enumerate() {
+            let sums = row.map(|v| reduce(v, |a, b| a + b));
+            // SAFETY: the caller has room for 4 elements at each multiple of `stride`.
+            unsafe { out.add(r * stride).cast::<[f32; 4]>().write_unaligned(sums) };
+        }
+    }
+    #[inline(always)]
+    unsafe fn all_below(v: V, bound: f32) -> bool {
+        v.iter().all(|x| x.abs() < bound)
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u8) -> V {
+        // SAFETY: the caller has 8 elements at `p`.
+        unsafe { p.cast::<[u16; 8]>().read_unaligned() }.map(f16_to_f32)
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u8) -> V {
+        // SAFETY: the caller has 8 elements at `p`.
+        unsafe { p.cast::<[u16; 8]>().read_unaligned() }.map(bf16_to_f32)
+    }
+    #[inline(always)]
+    unsafe fn store_f16(p: *mut u8, v: V) {
+        // SAFETY: the caller has 8 elements at `p`.
+        unsafe { p.cast::<[u16; 8]>().write_unaligned(v.map(f32_to_f16)) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(p: *mut u8, v: V) {
+        // SAFETY: the caller has 8 elements at `p`.
+        unsafe { p.cast::<[u16; 8]>().write_unaligned(v.map(f32_to_bf16)) }
+    }
+    #[inline(always)]
+    unsafe fn half_f32(_: *const u8) -> V {
+        unreachable!("rows are whole vectors")
+    }
+    #[inline(always)]
+    unsafe fn half_f16(_: *const u8) -> V {
+        unreachable!("rows are whole vectors")
+    }
+    #[inline(always)]
+    unsafe fn half_bf16(_: *const u8) -> V {
+        unreachable!("rows are whole vectors")
+    }
+    #[inline(always)]
+    unsafe fn prefetch(_: *const u8) {}
+}

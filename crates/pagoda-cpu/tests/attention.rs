@@ -1,0 +1,203 @@
+//! Attention against the plain reference, over random shapes.
+
+mod world;
+
+use pagoda_core::layout::LayerGeometry;
+use pagoda_cpu::{Backend, Isa, Rope};
+use proptest::prelude::*;
+use world::{Cut, FORMATS, Random, World};
+
+/// A random length that likes the edges of pages.
+fn length(random: &mut Random, page: usize) -> usize {
+    match random.below(8) {
+        0 => 0,
+        1 => 1,
+        2 => page - 1,
+        3 => page,
+        4 => page + 1,
+        _ => random.below(300),
+    }
+}
+
+fn random_world(random: &mut Random) -> World {
+    let dims = [8, 16, 24, 32, 40, 64, 72, 80, 104, 128, 136, 192, 256];
+    let num_kv_heads = 1 + random.below(3) as u32;
+    let group = random.pick(&[1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 33]);
+    let head_dim = random.pick(&dims);
+    let geometry = LayerGeometry {
+        num_kv_heads,
+        head_dim,
+        v_head_dim: if random.below(3) == 0 { random.pick(&dims) } else { head_dim },
+        k_format: random.pick(&FORMATS),
+        v_format: random.pick(&FORMATS),
+    };
+    let page = random.pick(&[8, 16, 32, 64, 128, 256]);
+    let blocks = 8 * (300 / page + 3);
+    let mut world = World::new(random, geometry, num_kv_heads * group, page, blocks);
+    if random.below(2) == 0 {
+        world.layer.window = Some(random.pick(&[1, 2, 7, 63, 64, 65, 130, 1000]));
+    }
+    if random.below(2) == 0 {
+        let pairs = 1 + random.below(head_dim as usize / 2);
+        let inv_freq = (0..pairs).map(|i| 10_000f32.powf(-(i as f32) / pairs as f32)).collect();
+        world.layer.rope = Some(Rope { inv_freq, interleaved: random.below(2) == 0 });
+    }
+    for _ in 0..1 + random.below(3) {
+        let mut cuts = Vec::new();
+        let spans = random.below(4);
+        for span in 0..=spans {
+            cuts.push(Cut {
+                shared: random.below(2) == 0,
+                skip: random.below(page as usize),
+                count: length(random, page as usize),
+                offset: if span == spans { 0 } else { random.below(100_000) as u64 },
+            });
+        }
+        world.add(random, &cuts);
+    }
+    world
+}
+
+/// Compares with the reference, to `2^-9` for 16-bit outputs and otherwise nearly to f32.
+fn compare(
+    world: &mut World,
+    backend: &Backend,
+    batch: &[(usize, usize, usize)],
+    element: pagoda_cpu::Element,
+) {
+    let (out, lse) = world.attend(backend, batch, element);
+    let (expected_out, expected_lse) = world.expect(batch, element);
+    let tolerance = match element {
+        pagoda_cpu::Element::F32 => 1e-5,
+        pagoda_cpu::Element::F16 => 2e-3,
+        pagoda_cpu::Element::Bf16 => 1.2e-2,
+    };
+    assert_eq!(out.len(), expected_out.len());
+    for (i, (&x, &y)) in out.iter().zip(&expected_out).enumerate() {
+        assert!(
+            (f64::from(x) - y).abs() <= tolerance * (1.0 + y.abs()),
+            "out[{i}] is {x}, not {y}; {batch:?}"
+        );
+    }
+    for (i, (&x, &y)) in lse.iter().zip(&expected_lse).enumerate() {
+        let same = f64::from(x) == y || (f64::from(x) - y).abs() <= 1e-5 * (1.0 + y.abs());
+        assert!(same, "lse[{i}] is {x}, not {y}; {batch:?}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 32, ..ProptestConfig::default() })]
+
+    #[test]
+    fn matches_the_reference(seed: u64, threads in 1usize..4, deterministic: bool) {
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+            let mut random = Random(seed);
+            let backend = Backend::new(threads, deterministic, Some(isa)).expect("supported");
+            let mut world = random_world(&mut random);
+            world.fill(&backend, random.pick(&FORMATS[..1]));
+            let mut batch = Vec::new();
+            for s in 0..world.sequences.len() {
+                let len = world.sequences[s].len();
+                let new = match random.below(3) {
+                    0 => len.min(1),
+                    1 => len.min(random.below(6)),
+                    _ => len.min(random.below(120)),
+                };
+                batch.push((s, len, new));
+            }
+            compare(&mut world, &backend, &batch, random.pick(&FORMATS));
+        }
+    }
+}
+
+/// A layer with two K/V heads.
+fn small(head_dim: u32, format: pagoda_cpu::Element) -> LayerGeometry {
+    LayerGeometry { num_kv_heads: 2, head_dim, v_head_dim: head_dim, k_format: format, v_format: format }
+}
+
+fn plain(count: usize) -> Cut {
+    Cut { shared: false, skip: 0, count, offset: 0 }
+}
+
+#[test]
+fn long_sequences_are_split_and_merged() {
+    for (threads, deterministic) in [(1, false), (1, true), (2, false), (2, true), (7, false), (7, true)] {
+        let mut random = Random(7);
+        let backend = Backend::new(threads, deterministic, None).expect("supported");
+        let mut world = World::new(&mut random, small(16, FORMATS[1]), 6, 64, 300);
+        world.add(&mut random, &[Cut { shared: false, skip: 5, count: 4500, offset: 9 }, plain(5000)]);
+        world.add(&mut random, &[plain(700)]);
+        world.add(&mut random, &[plain(65)]);
+        world.fill(&backend, FORMATS[0]);
+        compare(&mut world, &backend, &[(0, 9500, 1), (1, 700, 3), (2, 65, 65)], FORMATS[0]);
+        world.layer.window = Some(4600);
+        compare(&mut world, &backend, &[(0, 9500, 40), (1, 700, 1)], FORMATS[0]);
+    }
+}
+
+#[test]
+fn many_query_heads_share_a_head() {
+    for group in [16, 17, 64] {
+        let mut random = Random(u64::from(group));
+        let backend = Backend::new(2, false, None).expect("supported");
+        let mut geometry = small(64, FORMATS[2]);
+        geometry.num_kv_heads = 1;
+        let mut world = World::new(&mut random, geometry, group, 16, 100);
+        world.add(&mut random, &[plain(333)]);
+        world.fill(&backend, FORMATS[0]);
+        compare(&mut world, &backend, &[(0, 333, 1)], FORMATS[0]);
+        compare(&mut world, &backend, &[(0, 333, 20)], FORMATS[0]);
+    }
+}
+
+#[test]
+fn what_sees_nothing_is_zero() {
+    let mut random = Random(3);
+    let backend = Backend::new(2, false, None).expect("supported");
+    let mut world = World::new(&mut random, small(24, FORMATS[1]), 4, 8, 40);
+    world.add(&mut random, &[plain(20)]);
+    world.fill(&backend, FORMATS[0]);
+    world.layer.window = Some(0);
+    let (out, lse) = world.attend(&backend, &[(0, 20, 3)], FORMATS[0]);
+    assert!(out.iter().all(|x| x.to_bits() == 0));
+    assert!(lse.iter().all(|&x| x == f32::NEG_INFINITY));
+    assert_eq!(world.attend(&backend, &[], FORMATS[0]), (vec![], vec![]));
+}
+
+#[test]
+fn large_scores_do_not_overflow() {
+    let mut random = Random(4);
+    let backend = Backend::new(1, false, None).expect("supported");
+    let mut world = World::new(&mut random, small(32, FORMATS[0]), 4, 16, 40);
+    world.add(&mut random, &[plain(100)]);
+    world.layer.scale = 300.0;
+    world.fill(&backend, FORMATS[0]);
+    let (out, lse) = world.attend(&backend, &[(0, 100, 5)], FORMATS[0]);
+    assert!(out.iter().chain(&lse).all(|x| x.is_finite()));
+}
+
+#[test]
+fn nan_in_a_visible_key_or_value_reaches_the_output_and_only_later_queries() {
+    for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+        for in_keys in [true, false] {
+            let mut random = Random(5);
+            let backend = Backend::new(1, false, Some(isa)).expect("supported");
+            let mut world = World::new(&mut random, small(32, FORMATS[0]), 2, 16, 40);
+            world.add(&mut random, &[plain(90)]);
+            world.fill(&backend, FORMATS[0]);
+            let page = world.sequences[0].row[4];
+            let (plane, arenas) =
+                (if in_keys { world.layer.layout.k } else { world.layer.layout.v }, world.arenas());
+            let offset = u64::from(page.block().index()) * world.layer.block_bytes
+                + plane.offset
+                + 6 * plane.row_stride;
+            // SAFETY: the slot of token 70 in head 0.
+            unsafe { arenas.base[page.tier().index()].add(offset as usize).cast::<f32>().write(f32::NAN) };
+            let (out, _) = world.attend(&backend, &[(0, 90, 90)], FORMATS[0]);
+            for (token, row) in out.chunks_exact(64).enumerate() {
+                assert_eq!(row[0].is_nan(), token >= 70, "{isa} {in_keys} {token}");
+                assert!(row[32..].iter().all(|x| x.is_finite()));
+            }
+        }
+    }
+}

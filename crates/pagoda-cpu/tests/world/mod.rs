@@ -1,0 +1,374 @@
+//! Random caches, and attention over them written down as plainly as possible in f64.
+
+#![allow(
+    clippy::allow_attributes,
+    dead_code,
+    unreachable_pub,
+    reason = "every test binary uses its own part"
+)]
+
+use half::{bf16, f16};
+use pagoda_core::ids::{BlockId, BlockRef, Tier};
+use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
+use pagoda_core::table::SpanView;
+use pagoda_cpu::{Arenas, Backend, Element, Layer, Rope, Rows, RowsMut, SequenceTable};
+
+/// SplitMix64.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.next() % n as u64) as usize
+    }
+    pub fn pick<T: Copy>(&mut self, of: &[T]) -> T {
+        of[self.below(of.len())]
+    }
+    /// Roughly normal.
+    pub fn float(&mut self) -> f32 {
+        let sum: f64 = (0..4).map(|_| (self.next() >> 11) as f64 / (1u64 << 53) as f64 - 0.5).sum();
+        (sum * 1.7) as f32
+    }
+    pub fn floats(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.float()).collect()
+    }
+}
+
+pub const FORMATS: [RowFormat; 3] = [RowFormat::F32, RowFormat::F16, RowFormat::Bf16];
+
+/// What is left of `x` in a format.
+pub fn through(x: f32, format: RowFormat) -> f32 {
+    match format {
+        RowFormat::F32 => x,
+        RowFormat::F16 => f16::from_f32(x).to_f32(),
+        RowFormat::Bf16 => bf16::from_f32(x).to_f32(),
+    }
+}
+
+pub fn encode(x: &[f32], format: Element) -> Vec<u8> {
+    match format {
+        RowFormat::F32 => x.iter().flat_map(|x| x.to_ne_bytes()).collect(),
+        RowFormat::F16 => x.iter().flat_map(|&x| f16::from_f32(x).to_ne_bytes()).collect(),
+        RowFormat::Bf16 => x.iter().flat_map(|&x| bf16::from_f32(x).to_ne_bytes()).collect(),
+    }
+}
+
+pub fn decode(bytes: &[u8], format: Element) -> Vec<f32> {
+    let words = || bytes.chunks_exact(2).map(|b| u16::from_ne_bytes([b[0], b[1]]));
+    match format {
+        RowFormat::F32 => {
+            bytes.chunks_exact(4).map(|b| f32::from_ne_bytes([b[0], b[1], b[2], b[3]])).collect()
+        }
+        RowFormat::F16 => words().map(|w| f16::from_bits(w).to_f32()).collect(),
+        RowFormat::Bf16 => words().map(|w| bf16::from_bits(w).to_f32()).collect(),
+    }
+}
+
+/// A sequence with everything that was ever said about it.
+#[derive(Clone)]
+pub struct Sequence {
+    pub row: Vec<BlockRef>,
+    pub spans: Vec<SpanView>,
+    /// `[token][kv_head][dim]`, as given to `append`.
+    pub keys: Vec<f32>,
+    pub values: Vec<f32>,
+    /// `[token][q_head][dim]`, for every token.
+    pub queries: Vec<f32>,
+}
+
+impl Sequence {
+    pub fn len(&self) -> usize {
+        self.spans.iter().map(|s| s.count as usize).sum()
+    }
+    /// The spans of the first `n` tokens.
+    pub fn prefix(&self, n: usize) -> Vec<SpanView> {
+        let mut left = n;
+        let mut spans = self.spans.clone();
+        for span in &mut spans {
+            span.count = (span.count as usize).min(left) as u32;
+            left -= span.count as usize;
+        }
+        spans.retain(|s| s.count > 0);
+        spans
+    }
+}
+
+/// Arenas full of NaN, a layer, and sequences to store.
+pub struct World {
+    pub layer: Layer,
+    memory: [Vec<u64>; 2],
+    free: Vec<BlockRef>,
+    pub sequences: Vec<Sequence>,
+}
+
+/// How a sequence is cut: `(skip or shared, count, offset)`.
+#[derive(Clone, Copy, Debug)]
+pub struct Cut {
+    /// Continue in the page where the span before ended.
+    pub shared: bool,
+    pub skip: usize,
+    pub count: usize,
+    pub offset: u64,
+}
+
+impl World {
+    /// `layers_before` layers precede ours in the block.
+    pub fn new(
+        random: &mut Random,
+        geometry: LayerGeometry,
+        num_q_heads: u32,
+        page_size: u32,
+        blocks: u32,
+    ) -> Self {
+        let before = random.below(3);
+        let layout = BlockLayout::new(&vec![geometry; before + 1], page_size);
+        let layer = Layer {
+            geometry,
+            layout: layout.layers[before],
+            block_bytes: layout.block_bytes,
+            page_size,
+            num_q_heads,
+            scale: 1.0 / (geometry.head_dim as f32).sqrt(),
+            window: None,
+            rope: None,
+        };
+        let words = (layout.block_bytes as usize * blocks as usize).div_ceil(8);
+        let mut free: Vec<_> = [Tier::Device, Tier::Host]
+            .into_iter()
+            .flat_map(|tier| (0..blocks).map(move |i| BlockRef::new(tier, BlockId::new(i))))
+            .collect();
+        for i in (1..free.len()).rev() {
+            free.swap(i, random.below(i + 1));
+        }
+        Self { layer, memory: [vec![!0; words], vec![!0; words]], free, sequences: Vec::new() }
+    }
+
+    pub fn arenas(&mut self) -> Arenas {
+        let [device, host] = &mut self.memory;
+        Arenas { base: [device.as_mut_ptr().cast(), host.as_mut_ptr().cast(), std::ptr::null_mut()] }
+    }
+
+    pub fn bytes(&self, block: BlockRef) -> &[u8] {
+        let memory = &self.memory[block.tier().index()];
+        // SAFETY: any bytes will do.
+        let bytes = unsafe { std::slice::from_raw_parts(memory.as_ptr().cast::<u8>(), memory.len() * 8) };
+        let size = self.layer.block_bytes as usize;
+        &bytes[block.block().index() as usize * size..][..size]
+    }
+
+    /// Adds a sequence with random contents.
+    pub fn add(&mut self, random: &mut Random, cuts: &[Cut]) {
+        let page = self.layer.page_size as usize;
+        let mut row = Vec::new();
+        let mut spans: Vec<SpanView> = Vec::new();
+        for cut in cuts {
+            let (mut first_page, mut skip) = (row.len(), cut.skip);
+            if let (true, Some(last)) = (cut.shared, spans.last()) {
+                let end = (last.skip + last.count) as usize;
+                if !end.is_multiple_of(page) {
+                    (first_page, skip) = (row.len() - 1, end % page);
+                }
+            }
+            let pages = (skip + cut.count).div_ceil(page);
+            while row.len() < first_page + pages {
+                row.push(self.free.pop().expect("enough blocks"));
+            }
+            spans.push(SpanView {
+                first_page: first_page as u32,
+                skip: skip as u32,
+                count: cut.count as u32,
+                offset: cut.offset,
+            });
+        }
+        let len: usize = cuts.iter().map(|cut| cut.count).sum();
+        // Rows go on with entries that must not be followed.
+        for _ in 0..random.below(3) {
+            row.push(BlockRef::new(Tier::Disk, BlockId::new(1 << 29)));
+        }
+        let LayerGeometry { num_kv_heads, head_dim, v_head_dim, .. } = self.layer.geometry;
+        self.sequences.push(Sequence {
+            row,
+            spans,
+            keys: random.floats(len * (num_kv_heads * head_dim) as usize),
+            values: random.floats(len * (num_kv_heads * v_head_dim) as usize),
+            queries: random.floats(len * (self.layer.num_q_heads * head_dim) as usize),
+        });
+    }
+
+    /// Moves every page to other blocks of other tiers.
+    pub fn shuffle(&mut self, random: &mut Random) {
+        for s in 0..self.sequences.len() {
+            for p in 0..self.sequences[s].row.len() {
+                let old = self.sequences[s].row[p];
+                if old.tier() == Tier::Disk {
+                    continue;
+                }
+                let i = random.below(self.free.len());
+                let new = std::mem::replace(&mut self.free[i], old);
+                let bytes = self.bytes(old).to_vec();
+                let size = bytes.len();
+                let memory = self.memory[new.tier().index()].as_mut_ptr().cast::<u8>();
+                // SAFETY: blocks lie within the arenas.
+                unsafe {
+                    let target = memory.add(new.block().index() as usize * size);
+                    target.copy_from_nonoverlapping(bytes.as_ptr(), size);
+                }
+                self.sequences[s].row[p] = new;
+            }
+        }
+    }
+
+    /// Stores all tokens of all sequences.
+    pub fn fill(&mut self, backend: &Backend, element: Element) {
+        let arenas = self.arenas();
+        let LayerGeometry { num_kv_heads, head_dim, v_head_dim, .. } = self.layer.geometry;
+        let tables: Vec<_> = self
+            .sequences
+            .iter()
+            .map(|s| SequenceTable { row: &s.row, spans: &s.spans, new_tokens: s.len() as u32 })
+            .collect();
+        let join = |f: fn(&Sequence) -> &Vec<f32>| {
+            encode(&self.sequences.iter().flat_map(|s| f(s).iter().copied()).collect::<Vec<_>>(), element)
+        };
+        let (keys, values) = (join(|s| &s.keys), join(|s| &s.values));
+        let (keys, values) = (
+            rows(&keys, element, num_kv_heads as usize, head_dim as usize),
+            rows(&values, element, num_kv_heads as usize, v_head_dim as usize),
+        );
+        // SAFETY: the tables are this world's, and the arrays have a row for every token.
+        unsafe { backend.append(&arenas, &self.layer, &tables, keys, values, true) }.expect("append");
+    }
+
+    /// Attention of the tokens `len - new..len` of some sequences: outputs and log-sum-exps.
+    pub fn attend(
+        &mut self,
+        backend: &Backend,
+        batch: &[(usize, usize, usize)],
+        element: Element,
+    ) -> (Vec<f32>, Vec<f32>) {
+        let arenas = self.arenas();
+        let heads = self.layer.num_q_heads as usize;
+        let LayerGeometry { head_dim, v_head_dim, .. } = self.layer.geometry;
+        let (dim, v_dim) = (head_dim as usize, v_head_dim as usize);
+        let prefixes: Vec<_> = batch.iter().map(|&(s, len, _)| self.sequences[s].prefix(len)).collect();
+        let tables: Vec<_> = batch
+            .iter()
+            .zip(&prefixes)
+            .map(|(&(s, _, new), spans)| SequenceTable {
+                row: &self.sequences[s].row,
+                spans,
+                new_tokens: new as u32,
+            })
+            .collect();
+        let queries: Vec<f32> = batch
+            .iter()
+            .flat_map(|&(s, len, new)| {
+                &self.sequences[s].queries[(len - new) * heads * dim..len * heads * dim]
+            })
+            .copied()
+            .collect();
+        let queries = encode(&queries, element);
+        let total: usize = batch.iter().map(|&(_, _, new)| new).sum();
+        let size = RowFormat::row_bytes(element, 1) as usize;
+        // Outputs lie with a gap between tokens that must stay as it is.
+        let token_stride = heads * v_dim * size + 2 * size;
+        let mut out = vec![0xa5u8; total * token_stride];
+        let mut lse = vec![f32::NAN; total * heads];
+        let target = RowsMut {
+            ptr: out.as_mut_ptr(),
+            element,
+            token_stride: token_stride as isize,
+            head_stride: (v_dim * size) as isize,
+        };
+        // SAFETY: the tables are this world's, and the arrays have a row for every token.
+        unsafe {
+            let queries = rows(&queries, element, heads, dim);
+            backend
+                .attend(&arenas, &self.layer, &tables, queries, target, Some(lse.as_mut_ptr()))
+                .expect("attend");
+        }
+        let mut result = Vec::new();
+        for token in out.chunks_exact(token_stride) {
+            let (values, gap) = token.split_at(heads * v_dim * size);
+            assert!(gap.iter().all(|&b| b == 0xa5), "wrote past a row");
+            result.extend(decode(values, element));
+        }
+        (result, lse)
+    }
+
+    /// What `attend` should say.
+    pub fn expect(&self, batch: &[(usize, usize, usize)], element: Element) -> (Vec<f64>, Vec<f64>) {
+        let layer = &self.layer;
+        let geometry = layer.geometry;
+        let (heads, dim, v_dim) =
+            (layer.num_q_heads as usize, geometry.head_dim as usize, geometry.v_head_dim as usize);
+        let kv_heads = geometry.num_kv_heads as usize;
+        let (mut out, mut lse) = (Vec::new(), Vec::new());
+        for &(s, len, new) in batch {
+            let sequence = &self.sequences[s];
+            let offsets: Vec<u64> =
+                sequence.spans.iter().flat_map(|s| vec![s.offset; s.count as usize]).collect();
+            for i in len - new..len {
+                let low = layer.window.map_or(0, |w| (i + 1).saturating_sub(w as usize));
+                for head in 0..heads {
+                    let kv = head / (heads / kv_heads);
+                    let q: Vec<f64> = sequence.queries[(i * heads + head) * dim..][..dim]
+                        .iter()
+                        .map(|&x| f64::from(through(x, element)))
+                        .collect();
+                    let scores: Vec<f64> = (low..=i)
+                        .map(|j| {
+                            let q = match &layer.rope {
+                                Some(rope) => rotate(&q, rope, -(offsets[j] as f64)),
+                                None => q.clone(),
+                            };
+                            let key = &sequence.keys[(j * kv_heads + kv) * dim..][..dim];
+                            let dot: f64 = q
+                                .iter()
+                                .zip(key)
+                                .map(|(q, &k)| q * f64::from(through(k, geometry.k_format)))
+                                .sum();
+                            dot * f64::from(layer.scale)
+                        })
+                        .collect();
+                    let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                    let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
+                    let mut row = vec![0.0; v_dim];
+                    for (j, score) in (low..=i).zip(&scores) {
+                        let weight = (score - top).exp() / sum;
+                        for (x, &v) in row.iter_mut().zip(&sequence.values[(j * kv_heads + kv) * v_dim..]) {
+                            *x += weight * f64::from(through(v, geometry.v_format));
+                        }
+                    }
+                    out.extend(row);
+                    lse.push(if scores.is_empty() { f64::NEG_INFINITY } else { top + sum.ln() });
+                }
+            }
+        }
+        (out, lse)
+    }
+}
+
+fn rotate(q: &[f64], rope: &Rope, by: f64) -> Vec<f64> {
+    let mut out = q.to_vec();
+    let n = rope.inv_freq.len();
+    for i in 0..n {
+        let (a, b) = if rope.interleaved { (2 * i, 2 * i + 1) } else { (i, i + n) };
+        let (sin, cos) = (by * f64::from(rope.inv_freq[i])).sin_cos();
+        out[a] = q[a] * cos - q[b] * sin;
+        out[b] = q[a] * sin + q[b] * cos;
+    }
+    out
+}
+
+/// A contiguous array `[token][heads][dim]`.
+pub fn rows(bytes: &[u8], element: Element, heads: usize, dim: usize) -> Rows {
+    let head_stride = RowFormat::row_bytes(element, dim as u32) as isize;
+    Rows { ptr: bytes.as_ptr(), element, token_stride: head_stride * heads as isize, head_stride }
+}
