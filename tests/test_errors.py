@@ -162,6 +162,10 @@ def test_released_foreign_and_closed() -> None:
             other.step([sequence], [1])
         with pytest.raises(pagoda.InvalidArgument, match="of this cache"):
             other.plan(sequence, "host")
+        with pytest.raises(pagoda.InvalidArgument, match="of this cache"):
+            other.step(cache.batch([sequence]), [1])
+        with pytest.raises(pagoda.InvalidArgument, match="of this cache"):
+            other.execute(cache.plan(sequence, "host"))
         sequence.release()
         calls: list[Callable[[], object]] = [sequence.release, sequence.fork, sequence.__len__]
         calls.append(lambda: cache.step([sequence], [1]))

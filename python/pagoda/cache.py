@@ -14,6 +14,7 @@ This is the file to read first. Everything here is a thin, checked face of `pago
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections import deque
@@ -26,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core, placement
-from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, UseAfterRelease
+from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, PagodaError, UseAfterRelease
 from pagoda.geometry import core_layers, group_layers, tier_memory
 from pagoda.sizes import parse_size
 from pagoda.spec import ModelSpec
@@ -107,9 +108,10 @@ class Sequence:
 class Batch:
     """A fixed list of sequences, so that a step does not look each of them up again. Made by `Cache.batch`."""
 
-    __slots__ = ("ids", "sequences")
+    __slots__ = ("_cache", "ids", "sequences")
 
-    def __init__(self, sequences: Collection[Sequence]) -> None:
+    def __init__(self, cache: Cache, sequences: Collection[Sequence]) -> None:
+        self._cache = cache
         self.sequences = tuple(sequences)
         self.ids = np.fromiter((sequence.id for sequence in self.sequences), np.uint64, len(self.sequences))
 
@@ -173,7 +175,14 @@ class Step:
         self._open = False
 
     def __enter__(self) -> Step:
-        self._cache._reserve(self.batch, self._counts)
+        try:
+            self._cache._reserve(self.batch, self._counts)
+        except PagodaError:
+            raise
+        except BaseException:
+            # Ctrl-C may have come after the core had opened the step.
+            self._cache._unfinished = True
+            raise
         self._open = True
         return self
 
@@ -270,10 +279,10 @@ class Step:
 class Plan:
     """Copies that would move pages; made by `Cache.plan`. Executing it is refused once its pages have changed or moved."""
 
-    __slots__ = ("_core",)
+    __slots__ = ("_cache", "_core")
 
-    def __init__(self, core: _core.Plan) -> None:
-        self._core = core
+    def __init__(self, cache: Cache, core: _core.Plan) -> None:
+        self._cache, self._core = cache, core
 
     @property
     def copies(self) -> list[tuple[int, int, str, str, int]]:
@@ -380,7 +389,7 @@ class Cache:
 
     def batch(self, sequences: Collection[Sequence]) -> Batch:
         """A fixed batch for `step`."""
-        return Batch(self._check_ours(sequences))
+        return Batch(self, self._check_ours(sequences))
 
     def step(
         self,
@@ -398,6 +407,8 @@ class Cache:
             raise InvalidArgument(f"stream = {stream!r}: None on the CPU backend")
         if not isinstance(batch, Batch):
             batch = self.batch(batch)
+        if batch._cache is not self:
+            raise InvalidArgument(f"batch = {batch!r}: a batch of this cache")
         return Step(self, batch, _counts("new_tokens", new_tokens))
 
     def plan(
@@ -416,10 +427,12 @@ class Cache:
         self._check_ours([sequence])
         start, stop = (0, len(sequence)) if tokens is None else tokens
         span = (_natural("tokens", start), _natural("tokens", stop))
-        return Plan(self._core.plan(sequence.id, to, span, self._groups_of(layers), keep=keep))
+        return Plan(self, self._core.plan(sequence.id, to, span, self._groups_of(layers), keep=keep))
 
     def execute(self, plan: Plan) -> Ticket:
         """Starts a plan in the background. All or nothing: OutOfBlocks when the target tier is full."""
+        if plan._cache is not self:
+            raise InvalidArgument(f"plan = {plan!r}: a plan of this cache")
         return Ticket(self, plan, self._core.execute(plan._core))
 
     def demote(self, sequence: Sequence, tokens: tuple[int, int] | None = None, to: str = "host") -> Ticket:
@@ -446,7 +459,7 @@ class Cache:
             newest_first=True,
             pages_max=room,
         )
-        return self.execute(Plan(core))
+        return self.execute(Plan(self, core))
 
     def save(self, sequence: Sequence, key: str, tokens: tuple[int, int] | None = None, meta: bytes = b"") -> None:
         """Keeps a sequence on disk under a name. Raises BackendUnavailable: there is no disk tier yet."""
@@ -489,7 +502,8 @@ class Cache:
         """Does what finalisers must not: they may run in the middle of any call."""
         if self._unfinished:
             self._unfinished = False
-            self._core.rollback()
+            with contextlib.suppress(InvalidArgument):  # It may have ended after all.
+                self._core.rollback()
         while self._abandoned:
             self._core.release(self._abandoned.popleft())
 
