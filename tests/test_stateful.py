@@ -76,9 +76,7 @@ class CacheMachine(RuleBasedStateMachine):
     def drop(self, which: float, ends: tuple[float, float]) -> None:
         tokens = self.pick(which)
         start, stop = sorted(int(end * len(tokens)) for end in ends)
-        before = self.mirror.cache.stats().moved_bytes
         self.mirror.drop(tokens, start, stop)
-        assert self.mirror.cache.stats().moved_bytes == before
 
     @precondition(lambda self: self.mirror.live)
     @rule(
@@ -162,4 +160,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40)
+TestCacheMachine.settings = settings(max_examples=settings().max_examples, stateful_step_count=40)

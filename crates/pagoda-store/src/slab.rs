@@ -34,16 +34,25 @@ impl Slab {
         self.map.len()
     }
 
-    /// Gives the memory under `range` back to the system. It reads as zeros, or as before, from then on.
+    /// Gives the memory under `range` back to the system, but for the ends that share a page of the system with
+    /// something else. It reads as zeros, or as before, from then on.
     ///
     /// # Safety
     /// Nobody may read or write the range meanwhile, nor rely on its bytes afterwards.
     pub unsafe fn give_back(&self, range: Range<u64>) -> io::Result<()> {
-        let (start, len) = (range.start as usize, (range.end - range.start) as usize);
-        // SAFETY: the range holds no data that anybody relies on (the caller's promise), so losing it harms nobody.
-        unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, len) }
+        let start = (range.start as usize).next_multiple_of(SYSTEM_PAGE_BYTES_MAX);
+        let end = range.end as usize / SYSTEM_PAGE_BYTES_MAX * SYSTEM_PAGE_BYTES_MAX;
+        if start >= end {
+            return Ok(());
+        }
+        // SAFETY: nobody relies on the bytes of the range (the caller's promise), and its ends are borders of pages, so
+        // that nothing beside it is lost.
+        unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, end - start) }
     }
 }
+
+/// The largest page that a supported system has: advice works on whole ones.
+const SYSTEM_PAGE_BYTES_MAX: usize = 64 << 10;
 
 #[cfg(target_os = "linux")]
 const HUGE_PAGE_BYTES: usize = 2 << 20;
@@ -53,14 +62,17 @@ mod tests {
     use super::Slab;
 
     #[test]
-    fn memory_given_back_reads_as_zeros() {
+    fn memory_given_back_reads_as_zeros_and_its_neighbours_as_before() {
         let slab = Slab::new(4 << 20).unwrap();
+        let (start, end) = ((1 << 20) + 1, (2 << 20) + 12345);
         // SAFETY: nobody else has the slab.
         unsafe {
-            slab.base().add(1 << 20).write_bytes(7, 1 << 20);
-            slab.give_back(1 << 20..2 << 20).unwrap();
-            assert_eq!(slab.base().add(1 << 20).read(), 0);
+            slab.base().write_bytes(7, slab.bytes());
+            slab.give_back(start..end).unwrap();
+            slab.give_back(1..2).unwrap();
+            let at = |offset: u64| slab.base().add(offset as usize).read();
+            assert_eq!(at(3 << 19), 0);
+            assert!((0..start).chain(end..4 << 20).all(|offset| at(offset) == 7));
         }
-        assert_eq!(slab.bytes(), 4 << 20);
     }
 }
