@@ -25,6 +25,9 @@ BASE: dict[str, Any] = {
     "rope_theta": 1000.0,
     "tie_word_embeddings": True,
     "pagoda_tokenizer": "bytes",
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {

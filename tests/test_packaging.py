@@ -47,7 +47,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
         "pagoda/_core.abi3.so",
         "pagoda/_core.pyi",
         "pagoda/py.typed",
-        "pagoda/models/pagoda-byte-4m/model.safetensors",
+        "pagoda/models/kjv-bytes/model.safetensors",
     }
     assert needed <= set(names)
     assert wheel.stat().st_size < 20 << 20

@@ -2,5 +2,5 @@
 
 from pathlib import Path
 
-SHIPPED_MODEL = Path(__file__).parent / "pagoda-byte-4m"
+SHIPPED_MODEL = Path(__file__).parent / "kjv-bytes"
 SHIPPED_TEXT = SHIPPED_MODEL / "held_out.txt"
