@@ -387,7 +387,7 @@ def save_state(path: Path, groups: dict[str, Params], scalars: dict[str, float])
     partial_path = path.with_suffix(".partial")
     with partial_path.open("wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
-    os.replace(partial_path, path)
+    partial_path.replace(path)
 
 
 def load_state(path: Path) -> tuple[dict[str, Params], dict[str, float]]:
