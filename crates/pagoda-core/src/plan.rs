@@ -219,7 +219,10 @@ impl Cache {
         }
         let mut at = 0;
         while at < self.tickets.len() {
-            match self.tickets[at].completion.copied() {
+            let ticket = &self.tickets[at];
+            let copied =
+                if self.keeps(Fence::Completion) { ticket.completion.copied() } else { Some(ticket.copies) };
+            match copied {
                 Some(copied) => {
                     let ticket = self.tickets.swap_remove(at);
                     self.finish(&ticket, copied);
@@ -307,6 +310,8 @@ pub enum Fence {
     Copies,
     /// Pages do not move while a step uses its tables.
     Step,
+    /// A page is not read where a copy is still writing it.
+    Completion,
 }
 
 impl Cache {

@@ -652,3 +652,8 @@ fn a_missing_copy_fence_is_noticed() {
 fn a_missing_step_fence_is_noticed() {
     notices_that_it_is_gone(Fence::Step);
 }
+
+#[test]
+fn a_missing_completion_fence_is_noticed() {
+    notices_that_it_is_gone(Fence::Completion);
+}
