@@ -146,6 +146,15 @@ pub(crate) unsafe fn attend(
     });
 }
 
+/// Tiles, of whatever heads, that are scored before the first of them is weighed: one long stream of K and one of V is
+/// read faster than short ones by turns.
+const CELLS: usize = 8;
+
+/// Cells of a batch: fewer where there are more queries, so that scores stay in the cache.
+fn cells(queries: usize) -> usize {
+    (CELLS / queries).max(1)
+}
+
 /// Where the rows of a tile lie in the planes of the first head.
 #[derive(Clone, Copy)]
 struct TilePages {
@@ -174,7 +183,7 @@ impl Call<'_> {
             call: self,
             group,
             queries: queries.take(rows * (self.layer.geometry.head_dim as usize).next_multiple_of(ALIGN)),
-            scores: scores.take(group.queries * self.layer.group() * TILE),
+            scores: scores.take(cells(group.queries) * group.queries * self.layer.group() * TILE),
             decay: decay.take(group.queries * self.layer.group()),
         };
         let mut counted = 0;
@@ -324,53 +333,87 @@ impl Pass<'_> {
         }
     }
 
-    /// Goes over a run of tiles: pages outside, heads inside, so that the K of a page is one stream, and its V.
+    /// Goes over a run of tiles in batches, pages outside: the K of a batch is one stream, then its V is.
     unsafe fn tiles(&mut self, piece: &Piece<'_>, tiles: Range<usize>, state: &mut State<'_>) {
-        let layer = self.call.layer;
-        let (keys, values) = (layer.layout.k, layer.layout.v);
-        let page_rows = TILE.min(layer.page_size as usize);
-        let count = TILE / page_rows;
-        let shift = page_rows.ilog2();
-        let at = |pages: &[*const u8; PIECES], plane: &Plane, head: usize| {
-            let mut rows = [std::ptr::null(); PIECES];
-            for i in 0..count {
-                rows[i] = pages[i].wrapping_add(head * plane.head_stride as usize);
-            }
-            rows
-        };
-        // Prefetching half a step ahead, V while K is at work and K while V is, stays within the L1 cache, but the
-        // pace fits only if rows are equally long. Otherwise K and V run a whole step ahead.
-        let half_step = keys.row_stride == values.row_stride;
         let heads = self.group.heads.clone();
-        let page_tiles = (layer.page_size as usize / TILE).max(1);
-        let (mut tile, mut head) = (tiles.start, heads.start);
-        let mut pages = self.pages(piece, tile);
-        while tile < tiles.end {
-            let page = tile / page_tiles * page_tiles;
-            let page = page.max(tiles.start)..(page + page_tiles).min(tiles.end);
-            let (next_tile, next_head) = if tile + 1 < page.end {
-                (tile + 1, head)
-            } else if head + 1 < heads.end {
-                (page.start, head + 1)
-            } else {
-                (page.end, heads.start)
-            };
-            let same = next_tile == tile || next_tile == tiles.end;
-            let next = if same { pages } else { self.pages(piece, next_tile) };
-            let next_keys = at(&next.keys, &keys, next_head);
-            let value_rows = at(&pages.values, &values, head);
-            let (during_keys, during_values) = if half_step {
-                (value_rows, next_keys)
-            } else {
-                (next_keys, at(&next.values, &values, next_head))
-            };
-            let key_chunk =
-                Chunk { rows: at(&pages.keys, &keys, head), ahead: during_keys, piece_shift: shift };
-            let value_chunk = Chunk { rows: value_rows, ahead: during_values, piece_shift: shift };
-            // SAFETY: as the caller promises.
-            unsafe { self.tile(piece, tile, head - heads.start, &key_chunk, &value_chunk, state) };
-            (tile, head, pages) = (next_tile, next_head, next);
+        let page_tiles = (self.call.layer.page_size as usize / TILE).max(1);
+        let cells = cells(self.group.queries);
+        // Tiles of one page, as many as a batch takes.
+        let block_at =
+            |start: usize| start..tiles.end.min((start / page_tiles + 1) * page_tiles).min(start + cells);
+        let mut block = block_at(tiles.start);
+        let mut pages = self.block_pages(piece, &block);
+        while !block.is_empty() {
+            let next_block = block_at(block.end);
+            let next_pages = if next_block.is_empty() { pages } else { self.block_pages(piece, &next_block) };
+            let heads_max = (cells / block.len()).max(1);
+            for head in heads.clone().step_by(heads_max) {
+                let end = heads.end.min(head + heads_max);
+                let after = if end < heads.end { (&pages[0], end) } else { (&next_pages[0], heads.start) };
+                // SAFETY: as the caller promises.
+                unsafe { self.batch(piece, &block, head..end, &pages, after, state) };
+            }
+            (block, pages) = (next_block, next_pages);
         }
+    }
+
+    /// The tiles `block`, all of one page, of some heads; what comes next begins at `after`, a tile and a head.
+    unsafe fn batch(
+        &mut self,
+        piece: &Piece<'_>,
+        block: &Range<usize>,
+        heads: Range<usize>,
+        pages: &[TilePages; CELLS],
+        after: (&TilePages, usize),
+        state: &mut State<'_>,
+    ) {
+        let (keys, values) = (self.call.layer.layout.k, self.call.layer.layout.v);
+        let page_rows = TILE.min(self.call.layer.page_size as usize);
+        let piece_shift = page_rows.ilog2();
+        let at = |pages: &[*const u8; PIECES], plane: &Plane, head: usize| {
+            let offset = head * plane.head_stride as usize;
+            std::array::from_fn(|i| pages[i].wrapping_add(if i < TILE / page_rows { offset } else { 0 }))
+        };
+        // Tiles inside heads: so they lie in memory.
+        let count = heads.len() * block.len();
+        let cell = |index: usize| (heads.start + index / block.len(), index % block.len());
+        let key_rows = |index: usize| {
+            let (head, tile) = cell(index);
+            at(&pages[tile].keys, &keys, head)
+        };
+        let value_rows = |index: usize| {
+            let (head, tile) = cell(index);
+            at(&pages[tile].values, &values, head)
+        };
+        let mut rows = key_rows(0);
+        for index in 0..count {
+            let ahead = if index + 1 < count { key_rows(index + 1) } else { value_rows(0) };
+            let (head, tile) = cell(index);
+            // SAFETY: as the caller promises.
+            unsafe {
+                self.score(piece, block.start + tile, head, index, &Chunk { rows, ahead, piece_shift })
+            };
+            rows = ahead;
+        }
+        for index in 0..count {
+            let ahead =
+                if index + 1 < count { value_rows(index + 1) } else { at(&after.0.keys, &keys, after.1) };
+            let (head, tile) = cell(index);
+            let chunk = Chunk { rows, ahead, piece_shift };
+            // SAFETY: as the caller promises.
+            unsafe { self.weigh(piece, block.start + tile, head, index, &chunk, state) };
+            rows = ahead;
+        }
+    }
+
+    /// `pages` of each tile of a block.
+    fn block_pages(&self, piece: &Piece<'_>, block: &Range<usize>) -> [TilePages; CELLS] {
+        let none = TilePages { keys: [std::ptr::null(); PIECES], values: [std::ptr::null(); PIECES] };
+        let mut pages = [none; CELLS];
+        for (pages, tile) in pages.iter_mut().zip(block.clone()) {
+            *pages = self.pages(piece, tile);
+        }
+        pages
     }
 
     /// The rows of a tile in the first head. Pages outside the piece are not looked up.
@@ -394,83 +437,111 @@ impl Pass<'_> {
         pages
     }
 
-    /// One tile of head `index` of the group.
-    unsafe fn tile(
-        &mut self,
-        piece: &Piece<'_>,
-        tile: usize,
-        index: usize,
-        keys: &Chunk,
-        values: &Chunk,
-        state: &mut State<'_>,
-    ) {
-        let layer = self.call.layer;
-        let kernels = self.call.kernels;
-        let size = layer.group();
-        let rows = self.group.queries * size;
+    /// The rows of a tile that a query sees.
+    fn seen(&self, piece: &Piece<'_>, tile: usize, query: usize) -> Range<usize> {
         let first = piece.origin + (tile * TILE) as isize;
         let stored = piece.rows.start.saturating_sub(tile * TILE)..(piece.rows.end - tile * TILE).min(TILE);
-        // The rows of the tile that a query sees.
-        let seen = |query: usize| {
-            let end = (self.group.position + query + 1) as isize - first;
-            let high = end.min(stored.end as isize);
-            let start = layer.window.map_or(isize::MIN, |window| end - window as isize);
-            start.max(stored.start as isize) as usize..high.max(0) as usize
-        };
-        let (earliest, latest) = (seen(0), seen(self.group.queries - 1));
-        let query_stride = (layer.geometry.head_dim as usize).next_multiple_of(ALIGN);
-        let stride = value_stride(layer);
-        let state_rows = index * rows..(index + 1) * rows;
+        let end = (self.group.position + query + 1) as isize - first;
+        let high = end.min(stored.end as isize);
+        let start = self.call.layer.window.map_or(isize::MIN, |window| end - window as isize);
+        start.max(stored.start as isize) as usize..high.max(0) as usize
+    }
+
+    /// The scores of one tile and head, into cell `cell` of the scratch.
+    unsafe fn score(&mut self, piece: &Piece<'_>, tile: usize, head: usize, cell: usize, keys: &Chunk) {
+        let layer = self.call.layer;
+        let rows = self.group.queries * layer.group();
+        let stride = (layer.geometry.head_dim as usize).next_multiple_of(ALIGN);
         let score = Score {
-            queries: self.queries[index * rows * query_stride..][..rows * query_stride].as_ptr(),
-            stride: query_stride,
+            queries: self.queries[(head - self.group.heads.start) * rows * stride..][..rows * stride]
+                .as_ptr(),
+            stride,
             count: rows,
             dim: layer.geometry.head_dim as usize,
             keys,
-            low: earliest.start,
-            high: latest.end,
-            scores: self.scores.as_mut_ptr(),
+            low: self.seen(piece, tile, 0).start,
+            high: self.seen(piece, tile, self.group.queries - 1).end,
+            scores: self.scores[cell * rows * TILE..][..rows * TILE].as_mut_ptr(),
         };
         // SAFETY: the tile holds the rows `low..high`, and the scratch is as large as the kernel wants.
-        unsafe { (kernels.score[format_index(layer.geometry.k_format)])(&score) };
-        let mut weigh = |queries: Range<usize>, seen: Range<usize>| {
-            if seen.is_empty() {
-                return;
-            }
-            let part = queries.start * size..queries.end * size;
-            let state_part = state_rows.start + part.start..state_rows.start + part.end;
-            let mut softmax = Softmax {
-                scores: &mut self.scores[part.start * TILE..part.end * TILE],
-                low: seen.start,
-                high: seen.end,
-                max: &mut state.max[state_part.clone()],
-                sum: &mut state.sum[state_part.clone()],
-                decay: &mut self.decay[part.clone()],
-            };
-            // SAFETY: the kernels are for this CPU.
-            unsafe { (kernels.softmax)(&mut softmax) };
-            let accumulate = Accumulate {
-                weights: softmax.scores.as_ptr(),
-                decay: softmax.decay.as_ptr(),
-                values: state.values[state_part.start * stride..state_part.end * stride].as_mut_ptr(),
-                stride,
-                count: part.len(),
-                dim: layer.geometry.v_head_dim as usize,
-                chunk: values,
-                low: seen.start,
-                high: seen.end,
-                prefetch: part.start == 0,
-            };
-            // SAFETY: the tile holds the rows `low..high`, and the state has the rows of the part.
-            unsafe { (kernels.accumulate[format_index(layer.geometry.v_format)])(&accumulate) };
-        };
-        if earliest == latest {
-            weigh(0..self.group.queries, latest);
-        } else {
-            // At the diagonal every query has its own rows, so that later tokens do not even count as 0.
-            for query in 0..self.group.queries {
-                weigh(query..query + 1, seen(query));
+        unsafe { (self.call.kernels.score[format_index(layer.geometry.k_format)])(&score) };
+    }
+
+    /// The softmax and the values of one tile and head, from cell `cell` of the scratch.
+    unsafe fn weigh(
+        &mut self,
+        piece: &Piece<'_>,
+        tile: usize,
+        head: usize,
+        cell: usize,
+        values: &Chunk,
+        state: &mut State<'_>,
+    ) {
+        let queries = self.group.queries;
+        if self.seen(piece, tile, 0) == self.seen(piece, tile, queries - 1) {
+            // SAFETY: as the caller promises.
+            unsafe { self.weigh_queries(0..queries, self.seen(piece, tile, 0), head, cell, values, state) };
+            return;
+        }
+        // At the diagonal every query has its own rows, so that later tokens do not even count as 0.
+        for query in 0..queries {
+            // SAFETY: as the caller promises.
+            unsafe {
+                self.weigh_queries(
+                    query..query + 1,
+                    self.seen(piece, tile, query),
+                    head,
+                    cell,
+                    values,
+                    state,
+                );
             }
         }
+    }
+
+    /// The part of `weigh` that belongs to some queries, which see the same rows.
+    unsafe fn weigh_queries(
+        &mut self,
+        queries: Range<usize>,
+        seen: Range<usize>,
+        head: usize,
+        cell: usize,
+        values: &Chunk,
+        state: &mut State<'_>,
+    ) {
+        if seen.is_empty() {
+            return;
+        }
+        let Call { layer, kernels, .. } = *self.call;
+        let rows = self.group.queries * layer.group();
+        let stride = value_stride(layer);
+        let part = queries.start * layer.group()..queries.end * layer.group();
+        let first = (head - self.group.heads.start) * rows;
+        let state_part = first + part.start..first + part.end;
+        let scores = &mut self.scores[cell * rows * TILE..][..rows * TILE];
+        let mut softmax = Softmax {
+            scores: &mut scores[part.start * TILE..part.end * TILE],
+            low: seen.start,
+            high: seen.end,
+            max: &mut state.max[state_part.clone()],
+            sum: &mut state.sum[state_part.clone()],
+            decay: &mut self.decay[part.clone()],
+        };
+        // SAFETY: the kernels are for this CPU.
+        unsafe { (kernels.softmax)(&mut softmax) };
+        let accumulate = Accumulate {
+            weights: softmax.scores.as_ptr(),
+            decay: softmax.decay.as_ptr(),
+            values: state.values[state_part.start * stride..state_part.end * stride].as_mut_ptr(),
+            stride,
+            count: part.len(),
+            dim: layer.geometry.v_head_dim as usize,
+            chunk: values,
+            low: seen.start,
+            high: seen.end,
+            prefetch: part.start == 0,
+        };
+        // SAFETY: the tile holds the rows `low..high`, and the state has the rows of the part.
+        unsafe { (kernels.accumulate[format_index(layer.geometry.v_format)])(&accumulate) };
     }
 }
