@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -147,3 +149,18 @@ def test_memory_follows_the_context() -> None:
         assert process.memory_info().rss - empty < 0.5 * grown
         sequence.release()
         assert process.memory_info().rss - empty < 0.25 * grown
+
+
+def test_a_cache_that_nobody_holds_gives_its_memory_back() -> None:
+    """No reference cycle keeps it alive until the garbage collector comes."""
+    gone = weakref.ref(cache := pagoda.Cache(SPEC, threads=1))
+    sequence = cache.create()
+    with cache.step([sequence], [0]):
+        pass
+    cache.demote(sequence).wait()
+    gc.disable()
+    try:
+        del cache, sequence
+        assert gone() is None
+    finally:
+        gc.enable()

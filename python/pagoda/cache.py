@@ -381,7 +381,7 @@ class Cache:
         )
         self._abandoned: deque[int] = deque()
         self._unfinished = False
-        self._spill = placement.Spill(self, enabled=spill and memory[1][0] > 0)
+        self._spill = placement.Spill(self._core, enabled=spill and memory[1][0] > 0)
 
     def create(self) -> Sequence:
         """A new, empty sequence."""

@@ -7,13 +7,9 @@ nothing; between sequences it does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from pagoda import _core
 from pagoda.errors import OutOfBlocks
-
-if TYPE_CHECKING:
-    from pagoda.cache import Cache
 
 LOW_WATER = 1 / 32
 """The free fraction of the device tier below which pages leave it in the background."""
@@ -25,19 +21,22 @@ HIGH_WATER = 1 / 8
 class Spill:
     """Moves pages from the device to the host tier, ahead of need if it can."""
 
-    def __init__(self, cache: Cache, *, enabled: bool) -> None:
-        self._cache, self._enabled = cache, enabled
+    def __init__(self, core: _core.Cache, *, enabled: bool) -> None:
+        self._core, self._enabled = core, enabled
         self._under_way: list[_core.Ticket] = []
-        self._blocks = cache._core.free_blocks("device")
+        self._blocks = core.free_blocks("device")
 
     def ahead(self) -> None:
         """Starts moving pages when free blocks run low. Returns at once."""
         if not self._enabled:
             return
-        free = self._cache._core.free_blocks("device")
-        for group, (left, all_of_them) in enumerate(zip(free, self._blocks, strict=True)):
-            if left < all_of_them * LOW_WATER and not self._pending():
-                self._demote(group, int(all_of_them * HIGH_WATER) - left)
+        free = self._core.free_blocks("device")
+        low = [left < whole * LOW_WATER for left, whole in zip(free, self._blocks, strict=True)]
+        if not any(low) or self._pending():
+            return
+        for group, (left, whole) in enumerate(zip(free, self._blocks, strict=True)):
+            if low[group]:
+                self._demote(group, int(whole * HIGH_WATER) - left)
 
     def make_room(self, error: OutOfBlocks, retry: Callable[[], None]) -> None:
         """Makes room and retries, as long as that helps; raises what the last try raised."""
@@ -58,7 +57,7 @@ class Spill:
 
     def _demote(self, group: int, blocks: int) -> bool:
         """Starts moving at least one and about `blocks` pages of a layer group; says whether there was one to move."""
-        core, wanted = self._cache._core, max(1, blocks)
+        core, wanted = self._core, max(1, blocks)
         for handle in core.by_recency():
             room = core.free_blocks("host")[group]
             plan = core.plan(handle, "host", (0, core.length(handle)), [group], pages_max=min(wanted, room))
@@ -71,14 +70,14 @@ class Spill:
         return wanted < max(1, blocks)
 
     def _pending(self) -> bool:
-        self._under_way = [ticket for ticket in self._under_way if not self._cache._core.ticket_done(ticket)]
+        self._under_way = [ticket for ticket in self._under_way if not self._core.ticket_done(ticket)]
         return bool(self._under_way)
 
     def _settle(self) -> bool:
         """Waits for moves under way; says whether there were any."""
         under_way, self._under_way = self._under_way, []
         for ticket in under_way:
-            while not self._cache._core.wait(ticket, 60.0):
+            while not self._core.wait(ticket, 60.0):
                 pass
-            self._cache._core.ticket_done(ticket)
+            self._core.ticket_done(ticket)
         return bool(under_way)
