@@ -531,7 +531,7 @@ impl Pass<'_> {
         unsafe { (kernels.softmax)(&mut softmax) };
         let accumulate = Accumulate {
             weights: softmax.scores.as_ptr(),
-            decay: softmax.decay.as_ptr(),
+            decay: Some(softmax.decay.as_ptr()),
             values: state.values[state_part.start * stride..state_part.end * stride].as_mut_ptr(),
             stride,
             count: part.len(),

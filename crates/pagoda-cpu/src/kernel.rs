@@ -13,6 +13,8 @@ use crate::simd::Simd;
 pub(crate) const TILE: usize = 64;
 /// Pages that a tile touches at most: the smallest page holds 8 tokens.
 pub(crate) const PIECES: usize = TILE / 8;
+/// Bytes of V rows that are worked on at once.
+const STEP_BYTES: usize = 8 << 10;
 /// Rows of scratch start at multiples of this many floats.
 pub(crate) const ALIGN: usize = 16;
 
@@ -181,11 +183,12 @@ pub(crate) unsafe fn softmax<S: Simd>(args: &mut Softmax<'_>) {
 }
 
 /// Arguments of [`accumulate`]: weights times the V rows `low..high` of a tile.
+#[derive(Clone, Copy)]
 pub(crate) struct Accumulate<'a> {
     /// `[count][TILE]`.
     pub(crate) weights: *const f32,
-    /// What every row is multiplied with first.
-    pub(crate) decay: *const f32,
+    /// What every row is multiplied with first, if it is.
+    pub(crate) decay: Option<*const f32>,
     /// `[count]` rows of f32.
     pub(crate) values: *mut f32,
     /// Floats from one row of `values` to the next, a multiple of [`ALIGN`].
@@ -204,6 +207,23 @@ pub(crate) struct Accumulate<'a> {
 /// Adds the weighted V rows to `values`, token by token.
 #[inline(always)]
 pub(crate) unsafe fn accumulate<S: Simd, F: Format>(args: &Accumulate<'_>) {
+    // Rows that do not fit the registers are read several times: a few at once, so that they stay in the L1 cache. That
+    // pays for 16-bit rows; longer ones lose more by coming back to the accumulators.
+    let few = (STEP_BYTES / (args.dim * F::BYTES)).next_power_of_two().clamp(8, TILE);
+    let step = if F::BYTES == 2 { few } else { TILE };
+    let mut low = args.low;
+    while low < args.high {
+        let high = args.high.min((low / step + 1) * step);
+        let decay = args.decay.filter(|_| low == args.low);
+        // SAFETY: as the caller promises.
+        unsafe { accumulate_step::<S, F>(&Accumulate { low, high, decay, ..*args }) };
+        low = high;
+    }
+}
+
+/// Some consecutive rows of [`accumulate`].
+#[inline(always)]
+unsafe fn accumulate_step<S: Simd, F: Format>(args: &Accumulate<'_>) {
     let mut row = 0;
     // SAFETY: as the caller promises; every block gets as many query rows as there are.
     unsafe {
@@ -271,7 +291,7 @@ unsafe fn accumulate_block<S: Simd, F: Format, const R: usize, const C: usize, c
         let values = args.values.add(row * args.stride + c * S::LANES);
         let weights = args.weights.add(row * TILE);
         let mut sums: [[S::V; C]; R] = std::array::from_fn(|r| {
-            let decay = S::splat(*args.decay.add(row + r));
+            let decay = S::splat(args.decay.map_or(1.0, |decay| *decay.add(row + r)));
             std::array::from_fn(|i| S::mul(decay, S::load(values.add(r * args.stride + i * S::LANES))))
         });
         let mut low = args.low;
