@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,41 @@ from pagoda.errors import InvalidArgument
 Float32 = npt.NDArray[np.float32]
 
 
+KINDS: dict[str, Any] = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies: its file, type, shape, and the bytes [start, stop) of the file."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    def read(self) -> npt.NDArray[Any]:
+        """The elements as stored, in one dimension. Raises InvalidArgument when the file has become shorter."""
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            data = file.read(self.stop - self.start)
+        if len(data) != self.stop - self.start:
+            raise InvalidArgument(f"checkpoint = {str(self.path)!r}: {self.stop} bytes, as when it was opened")
+        return np.frombuffer(data, KINDS[self.dtype])
+
+
 class Checkpoint:
-    """The tensors of a folder, as float32."""
+    """The tensors of a folder, as float32. Each is read from its file when it is taken: a model is in memory once."""
 
     def __init__(self, folder: Path) -> None:
-        self._tensors: dict[str, tuple[str, list[int], bytes]] = {}
+        self._tensors: dict[str, Stored] = {}
         for path in _parts(folder):
-            try:
-                tensors = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
-            except (OSError, safetensors.SafetensorError) as error:
-                raise InvalidArgument(f"checkpoint = {str(path)!r}: a readable safetensors file ({error})") from error
-            for name, tensor in tensors:
-                self._tensors[name] = (tensor["dtype"], tensor["shape"], tensor["data"])
+            for name, tensor in _header(path).items():
+                if name in self._tensors:
+                    raise InvalidArgument(
+                        f"checkpoint = {str(path)!r}: {name} is in {self._tensors[name].path.name} too"
+                    )
+                self._tensors[name] = tensor
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -35,15 +59,18 @@ class Checkpoint:
         """A tensor, read once. Raises InvalidArgument when it is missing, of another shape or an unknown type."""
         if name not in self._tensors:
             raise InvalidArgument(f"checkpoint: no tensor {name}; {list(shape)} was expected")
-        dtype, found, data = self._tensors.pop(name)
-        if tuple(found) != shape:
-            raise InvalidArgument(f"checkpoint: {name} has shape {found}; {list(shape)} was expected")
-        if dtype == "BF16":
-            return bf16_to_f32(np.frombuffer(data, np.uint16)).reshape(shape)
-        kinds: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
-        if dtype not in kinds:
-            raise InvalidArgument(f"checkpoint: {name} is {dtype}; one of BF16, {', '.join(kinds)}")
-        return np.frombuffer(data, kinds[dtype]).reshape(shape).astype(np.float32)
+        tensor = self._tensors.pop(name)
+        if tensor.shape != shape:
+            raise InvalidArgument(f"checkpoint: {name} has shape {list(tensor.shape)}; {list(shape)} was expected")
+        if tensor.dtype not in KINDS:
+            raise InvalidArgument(f"checkpoint: {name} is {tensor.dtype}; one of {', '.join(KINDS)}")
+        values = tensor.read()
+        floats = bf16_to_f32(values) if tensor.dtype == "BF16" else values.astype(np.float32)
+        return floats.reshape(shape)
+
+    def rest(self, prefix: str) -> list[str]:
+        """Names that begin so and were not taken."""
+        return sorted(name for name in self._tensors if name.startswith(prefix))
 
 
 def bf16_to_f32(bits: npt.NDArray[np.uint16]) -> Float32:
@@ -58,15 +85,35 @@ def f32_to_bf16(values: Float32) -> npt.NDArray[np.uint16]:
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
+def _header(path: Path) -> dict[str, Stored]:
+    """The tensors of one file: 8 bytes of length, a JSON header, the data (https://github.com/huggingface/safetensors)."""
+    try:
+        # The library checks the header: its length, types, and that offsets lie in the file without holes or overlaps.
+        with safetensors.safe_open(path, framework="numpy"):
+            pass
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise InvalidArgument(f"checkpoint = {str(path)!r}: a readable safetensors file ({error})") from error
+    header.pop("__metadata__", None)
+    return {
+        name: Stored(path, entry["dtype"], tuple(entry["shape"]), *(8 + length + at for at in entry["data_offsets"]))
+        for name, entry in header.items()
+    }
+
+
 def _parts(folder: Path) -> list[Path]:
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():
         return [whole]
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        parts = sorted(folder / Path(name).name for name in names)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise InvalidArgument(
             f"model = {str(folder)!r}: model.safetensors, or parts with an index ({error})"
         ) from error
-    return parts
+    if outside:
+        raise InvalidArgument(f"model = {str(folder)!r}: parts in the folder itself, not {outside[0]!r}")
+    return [folder / name for name in names]

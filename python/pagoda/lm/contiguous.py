@@ -9,19 +9,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.formats import row_format
 from pagoda.lm.checkpoint import bf16_to_f32, f32_to_bf16
 from pagoda.spec import ModelSpec
 
 Float32 = npt.NDArray[np.float32]
 
-SCORES_BYTES = 64 << 20
+SCORES_BYTES = 8 << 20
 """Queries are taken in pieces whose scores fit into this."""
 
 
 @dataclass
 class ContiguousSequence:
-    """One sequence: per layer, K and V with room to grow."""
+    """One sequence: per layer, K and V float32 [kv_heads, capacity, dim], with room to grow."""
 
     keys: list[Float32]
     values: list[Float32]
@@ -34,25 +35,32 @@ class ContiguousSequence:
 class ContiguousCache:
     """Does what `pagoda.Cache` does for a forward pass, in plain NumPy and float32, over contiguous memory.
 
-    Rows are rounded to the row formats, as the paged cache would. It neither forks nor moves anything.
+    Rows are rounded to the row formats, as the paged cache would. It neither forks nor moves anything. Raises
+    InvalidArgument for a format that does not exist, BackendUnavailable for one that the cache does not store yet.
     """
 
     def __init__(self, spec: ModelSpec, *, k_dtype: str = "f16", v_dtype: str = "f16") -> None:
-        row_format(k_dtype, "k_dtype")
-        row_format(v_dtype, "v_dtype")
+        for name, dtype in (("k_dtype", k_dtype), ("v_dtype", v_dtype)):
+            if not row_format(dtype, name).stored:
+                raise BackendUnavailable(f"{name} = {dtype!r}: the cache stores f32, f16 and bf16 so far")
         self.spec, self.k_dtype, self.v_dtype = spec, k_dtype, v_dtype
 
     def create(self) -> ContiguousSequence:
         """A new, empty sequence."""
         layers = self.spec.attention_layers
         return ContiguousSequence(
-            [np.zeros((0, layer.num_kv_heads, layer.head_dim), np.float32) for layer in layers],
-            [np.zeros((0, layer.num_kv_heads, layer.v_dim), np.float32) for layer in layers],
+            [np.zeros((layer.num_kv_heads, 0, layer.head_dim), np.float32) for layer in layers],
+            [np.zeros((layer.num_kv_heads, 0, layer.v_dim), np.float32) for layer in layers],
         )
 
     def step(self, batch: Collection[ContiguousSequence], new_tokens: Collection[int]) -> ContiguousStep:
-        """A step that appends `new_tokens[i]` tokens to the i-th sequence."""
-        return ContiguousStep(self, list(batch), [int(count) for count in new_tokens])
+        """A step that appends `new_tokens[i]` tokens to the i-th sequence. Raises InvalidArgument, as `pagoda.Cache`."""
+        counts = [int(count) for count in new_tokens]
+        if len(counts) != len(batch) or any(count < 0 for count in counts):
+            raise InvalidArgument(f"new_tokens = {counts}: {len(batch)} counts, one a sequence, each at least 0")
+        if len({id(sequence) for sequence in batch}) != len(batch):
+            raise InvalidArgument("sequences: each at most once in a step")
+        return ContiguousStep(self, list(batch), counts)
 
 
 @dataclass
@@ -84,42 +92,48 @@ class ContiguousStep:
         for index, (sequence, count) in enumerate(zip(self.batch, self.new_tokens, strict=True)):
             part = slice(self.cu_seqlens[index], self.cu_seqlens[index + 1])
             end = len(sequence) + count
-            keys = _store(sequence.keys, layer, len(sequence), k[part], self.cache.k_dtype)[:end]
-            values = _store(sequence.values, layer, len(sequence), v[part], self.cache.v_dtype)[:end]
+            keys = _store(sequence.keys, layer, len(sequence), k[part], self.cache.k_dtype)[:, :end]
+            values = _store(sequence.values, layer, len(sequence), v[part], self.cache.v_dtype)[:, :end]
             self._attend(layer, q[part], keys, values, out[part])
         return out
 
     def _attend(self, layer: int, q: Float32, keys: Float32, values: Float32, out: Float32) -> None:
+        """Queries of the last tokens [n, q_heads, dim] over keys and values [kv_heads, tokens, dim], into `out`."""
         shape = self.cache.spec.attention_layers[layer]
-        group, end = shape.num_q_heads // shape.num_kv_heads, len(keys)
+        group, end, window = shape.num_q_heads // shape.num_kv_heads, keys.shape[1], shape.window
         scale = np.float32(shape.head_dim**-0.5 if shape.scale is None else shape.scale)
-        rows = max(1, SCORES_BYTES // (4 * group * max(1, end)))
+        width = end if window is None else min(end, window + len(q))
+        rows = max(1, SCORES_BYTES // (4 * group * max(1, width)))
         for start in range(0, len(q), rows):
-            piece = q[start : start + rows]
-            last = end - len(q) + start + len(piece)
-            first = 0 if shape.window is None else max(0, last - len(piece) + 1 - shape.window)
-            at = np.arange(last - len(piece), last)[:, None]
-            key = np.arange(first, last)[None, :]
-            hidden = key > at if shape.window is None else (key > at) | (key <= at - shape.window)
+            piece = q[start : start + rows] * scale
+            stop = end - len(q) + start + len(piece)
+            at = np.arange(stop - len(piece), stop)[:, None]
+            first = 0 if window is None else max(0, int(at[0, 0]) + 1 - window)
+            # Without a window, every query of the piece sees all keys before the piece.
+            seen = stop - len(piece) if window is None else first
+            key = np.arange(seen, stop)
+            hidden = key > at if window is None else (key > at) | (key <= at - window)
+            mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
             for head in range(shape.num_kv_heads):
                 heads = slice(head * group, (head + 1) * group)
-                scores = np.einsum("qgd,kd->gqk", piece[:, heads] * scale, keys[first:last, head], optimize=True)
-                scores[:, hidden] = -np.inf
-                scores -= scores.max(axis=2, keepdims=True)
+                rows_of_q = piece[:, heads].transpose(1, 0, 2).reshape(-1, shape.head_dim)
+                scores = rows_of_q @ keys[head, first:stop].T
+                scores.reshape(group, len(piece), -1)[:, :, seen - first :] += mask
+                scores -= scores.max(axis=1, keepdims=True)
                 np.exp(scores, out=scores)
-                scores /= scores.sum(axis=2, keepdims=True)
-                mixed = np.einsum("gqk,kd->qgd", scores, values[first:last, head], optimize=True)
-                out[start : start + rows, heads] = mixed
+                mixed = scores @ values[head, first:stop]
+                mixed /= scores.sum(axis=1, keepdims=True)
+                out[start : start + rows, heads] = mixed.reshape(group, len(piece), -1).transpose(1, 0, 2)
 
 
 def _store(arrays: list[Float32], layer: int, start: int, rows: Float32, dtype: str) -> Float32:
-    """Writes rows from `start` on, as their row format would keep them, into an array that doubles when it is full."""
+    """Writes rows [tokens, kv_heads, dim] from token `start` on, as their format keeps them; a full array doubles."""
     array, end = arrays[layer], start + len(rows)
-    if end > len(array):
-        grown = np.zeros((max(2 * len(array), end), *array.shape[1:]), np.float32)
-        grown[:start] = array[:start]
+    if end > array.shape[1]:
+        grown = np.zeros((array.shape[0], max(2 * array.shape[1], end), array.shape[2]), np.float32)
+        grown[:, :start] = array[:, :start]
         arrays[layer] = array = grown
-    array[start:end] = _rounded(rows, dtype)
+    array[:, start:end] = _rounded(rows, dtype).transpose(1, 0, 2)
     return array
 
 

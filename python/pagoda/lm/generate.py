@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,15 +44,21 @@ def generate(
     sampler: Sampler,
     *,
     chunk: int = CHUNK,
+    stop: Collection[int] | None = None,
 ) -> Iterator[Read | Written]:
-    """Appends `prompt` to a sequence of a `pagoda.Cache` or `ContiguousCache`, then writes `new_tokens` tokens.
+    """Appends `prompt` to a sequence of a `pagoda.Cache` or `ContiguousCache`, then writes at most `new_tokens` tokens.
 
-    Yields what happens as it happens; stopping early is fine. Raises InvalidArgument for an empty prompt.
+    The sequence may hold tokens already; it stays the caller's, also after an error: what was committed is in it. A token
+    of `stop` is the last one written; by default the model's `end_tokens`, and `stop=()` goes on regardless. Yields what
+    happens as it happens; stopping early is fine. Raises InvalidArgument for an empty prompt and for absurd counts.
     """
     if not len(prompt):
         raise InvalidArgument("prompt = 0 tokens: at least 1")
     if chunk < 1:
         raise InvalidArgument(f"chunk = {chunk}: at least 1")
+    if new_tokens < 0:
+        raise InvalidArgument(f"new_tokens = {new_tokens}: at least 0")
+    ends = model.end_tokens if stop is None else frozenset(stop)
     decoder = model.tokenizer.decoder()
     done = 0
     while done < len(prompt):
@@ -63,7 +69,10 @@ def generate(
         yield Read(done, len(prompt))
     for index in range(new_tokens):
         token = sampler.pick(logits[0])
-        yield Written(token, decoder.feed(token), logits[0])
-        if index + 1 < new_tokens:
-            with cache.step([sequence], [1]) as step:
-                logits = model.forward(np.array([token]), step)
+        last = index + 1 == new_tokens or token in ends
+        text = decoder.feed(token)
+        yield Written(token, text + decoder.finish() if last else text, logits[0])
+        if last:
+            return
+        with cache.step([sequence], [1]) as step:
+            logits = model.forward(np.array([token]), step)

@@ -21,6 +21,12 @@ Float32 = npt.NDArray[np.float32]
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
+ATTENTION_BIAS = ("llama", "qwen3", "smollm3")
+"""Families whose `attention_bias` counts. Qwen2 has biases on Q, K and V whatever it says, Mistral none (transformers)."""
+
+MLP_BIAS = ("llama", "smollm3")
+"""Families whose `mlp_bias` counts."""
+
 
 class ForwardStep(Protocol):
     """What a forward pass needs of a step: `pagoda.Step`, or that of a `ContiguousCache`."""
@@ -87,10 +93,13 @@ class LanguageModel:
         self._hidden, self._inner = reader.integer("hidden_size"), reader.integer("intermediate_size")
         self._epsilon = np.float32(reader.number("rms_norm_eps", 1e-6))
         self._log_scale = _query_log_scale(config)
+        self.end_tokens = _end_tokens(config)
+        self._biased = _biased(config)
         self._embedding = checkpoint.take("model.embed_tokens.weight", self.vocab_size, self._hidden)
         self._blocks = [self._block(checkpoint, index, layer) for index, layer in enumerate(self.spec.attention_layers)]
         self._norm = checkpoint.take("model.norm.weight", self._hidden)
-        tied = config.get("tie_word_embeddings", False) is True or "lm_head.weight" not in checkpoint
+        # A key that is absent has the default of its family in transformers.
+        tied = _flag(config, "tie_word_embeddings", default=kind == "smollm3")
         head = self._embedding if tied else checkpoint.take("lm_head.weight", self.vocab_size, self._hidden)
         self._head = np.ascontiguousarray(head.T)
 
@@ -110,14 +119,15 @@ class LanguageModel:
         or with logits="all" of every one [sum(new), vocab]. Sequences without new tokens have no row in "last".
         """
         ids = np.asarray(tokens)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) != len(step.positions):
-            raise InvalidArgument(
-                f"tokens = {ids.dtype} {ids.shape}: integers [{len(step.positions)}], one a new token"
-            )
+        positions = step.positions
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) != len(positions):
+            raise InvalidArgument(f"tokens = {ids.dtype} {ids.shape}: integers [{len(positions)}], one a new token")
+        if logits not in ("last", "all"):
+            raise InvalidArgument(f'logits = {logits!r}: "last" or "all"')
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             raise InvalidArgument(f"tokens = {int(ids.min())} to {int(ids.max())}: from 0 to {self.vocab_size - 1}")
-        positions = step.positions
-        turns = {layer.rope: _turns(layer.rope, layer.head_dim, positions) for layer in self.spec.attention_layers}
+        ropes = {layer.rope: layer.head_dim for layer in self.spec.attention_layers}
+        turns = {rope: _turns(rope, head_dim, positions) for rope, head_dim in ropes.items()}
         x = self._embedding[ids]
         for index, (layer, block) in enumerate(zip(self.spec.attention_layers, self._blocks, strict=True)):
             q, k, v = self._qkv(layer, block, _rms_norm(x, block.attention_norm, self._epsilon))
@@ -128,7 +138,7 @@ class LanguageModel:
             elif self._log_scale is not None and layer.window is None:
                 q = q * self._log_scale.at(positions)[:, None, None]
             mixed = step.forward(index, q, k, v)
-            x += _linear(mixed.reshape(len(ids), -1), block.o, block.o_bias)
+            x += _linear(mixed.reshape(len(ids), layer.num_q_heads * layer.v_dim), block.o, block.o_bias)
             gate_up = _linear(_rms_norm(x, block.mlp_norm, self._epsilon), block.gate_up, block.gate_up_bias)
             x += _linear(_swiglu(gate_up), block.down, block.down_bias)
         if logits == "last":
@@ -137,8 +147,8 @@ class LanguageModel:
         return _rms_norm(x, self._norm, self._epsilon) @ self._head
 
     def _qkv(self, layer: AttentionLayer, block: Block, x: Float32) -> tuple[Float32, Float32, Float32]:
-        rows = _linear(x, block.qkv, block.qkv_bias).reshape(len(x), -1, layer.head_dim)
         queries, keys = layer.num_q_heads, layer.num_q_heads + layer.num_kv_heads
+        rows = _linear(x, block.qkv, block.qkv_bias).reshape(len(x), keys + layer.num_kv_heads, layer.head_dim)
         q, k, v = rows[:, :queries], rows[:, queries:keys], rows[:, keys:]
         if block.q_norm is not None and block.k_norm is not None:
             q, k = _rms_norm(q, block.q_norm, self._epsilon), _rms_norm(k, block.k_norm, self._epsilon)
@@ -151,28 +161,57 @@ class LanguageModel:
 
         def linear(parts: dict[str, int], width: int) -> tuple[Float32, Float32 | None]:
             weights = [checkpoint.take(f"{prefix}{part}.weight", out, width) for part, out in parts.items()]
-            biases = [
-                checkpoint.take(f"{prefix}{part}.bias", out)
-                for part, out in parts.items()
-                if f"{prefix}{part}.bias" in checkpoint
-            ]
-            if biases and len(biases) != len(parts):
-                raise InvalidArgument(f"checkpoint: {prefix}{next(iter(parts))}: a bias for each of {', '.join(parts)}")
+            biases = [checkpoint.take(f"{prefix}{part}.bias", n) for part, n in parts.items() if part in self._biased]
             return np.ascontiguousarray(np.concatenate(weights).T), np.concatenate(biases) if biases else None
 
-        def norm(name: str, width: int) -> Float32 | None:
-            return checkpoint.take(f"{prefix}{name}.weight", width) if f"{prefix}{name}.weight" in checkpoint else None
+        def head_norm(name: str) -> Float32 | None:
+            normed = self.config["model_type"] == "qwen3"
+            return checkpoint.take(f"{prefix}self_attn.{name}.weight", dim) if normed else None
 
-        return Block(
+        block = Block(
             checkpoint.take(f"{prefix}input_layernorm.weight", hidden),
             *linear({"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}, hidden),
-            norm("self_attn.q_norm", dim),
-            norm("self_attn.k_norm", dim),
+            head_norm("q_norm"),
+            head_norm("k_norm"),
             *linear({"self_attn.o_proj": hidden}, queries),
             checkpoint.take(f"{prefix}post_attention_layernorm.weight", hidden),
             *linear({"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden),
             *linear({"mlp.down_proj": hidden}, inner),
         )
+        # A bias or norm that is left over would make this another model. Old checkpoints store inv_freq, which is derived.
+        rest = [name for name in checkpoint.rest(prefix) if not name.endswith(".rotary_emb.inv_freq")]
+        if rest:
+            raise InvalidArgument(
+                f"checkpoint: {rest[0]}: not part of a {self.config['model_type']} layer of this config"
+            )
+        return block
+
+
+def _flag(config: dict[str, Any], key: str, *, default: bool = False) -> bool:
+    value = config.get(key)
+    if not isinstance(value, bool | None):
+        raise InvalidArgument(f"config.{key} = {value!r}: true or false")
+    return default if value is None else value
+
+
+def _biased(config: dict[str, Any]) -> frozenset[str]:
+    """The projections that have a bias. q, k and v go together, and so do gate and up."""
+    kind = config["model_type"]
+    attention = kind in ATTENTION_BIAS and _flag(config, "attention_bias")
+    names = [f"self_attn.{part}_proj" for part in "qkv" if attention or kind == "qwen2"]
+    names += ["self_attn.o_proj"] if attention else []
+    if kind in MLP_BIAS and _flag(config, "mlp_bias"):
+        names += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    return frozenset(names)
+
+
+def _end_tokens(config: dict[str, Any]) -> frozenset[int]:
+    """eos_token_id: absent, a token or a list of them."""
+    value = config.get("eos_token_id")
+    tokens = [] if value is None else value if isinstance(value, list) else [value]
+    if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in tokens):
+        raise InvalidArgument(f"config.eos_token_id = {value!r}: a token, or a list of tokens")
+    return frozenset(tokens)
 
 
 def _query_log_scale(config: dict[str, Any]) -> QueryLogScale | None:
@@ -181,8 +220,9 @@ def _query_log_scale(config: dict[str, Any]) -> QueryLogScale | None:
         return None
     if not isinstance(entry, dict):
         raise InvalidArgument(f"config.pagoda_query_log_scale = {entry!r}: an object with floor and coefficient")
-    reader = Config(entry)
-    return QueryLogScale(reader.number("floor", 0.0), reader.number("coefficient", 0.0))
+    reader = Config({f"pagoda_query_log_scale.{key}": value for key, value in entry.items()})
+    floor, coefficient = (reader.number(f"pagoda_query_log_scale.{key}", math.nan) for key in ("floor", "coefficient"))
+    return QueryLogScale(floor, coefficient)
 
 
 def _linear(x: Float32, weight: Float32, bias: Float32 | None) -> Float32:

@@ -27,14 +27,19 @@ class Sampler:
     def __post_init__(self) -> None:
         if not (isinstance(self.temperature, int | float) and 0 <= self.temperature < math.inf):
             raise InvalidArgument(f"temperature = {self.temperature!r}: a finite number, at least 0")
-        if self.top_k is not None and self.top_k < 1:
-            raise InvalidArgument(f"top_k = {self.top_k!r}: at least 1")
+        if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
+            raise InvalidArgument(f"top_k = {self.top_k!r}: an integer, at least 1")
         if not 0 < self.top_p <= 1:
             raise InvalidArgument(f"top_p = {self.top_p!r}: above 0, at most 1")
+        if not (isinstance(self.seed, int) and self.seed >= 0):
+            raise InvalidArgument(f"seed = {self.seed!r}: an integer, at least 0")
         self._rng = np.random.default_rng(self.seed)
 
     def pick(self, logits: npt.NDArray[np.float32]) -> int:
-        """The next token, from float32 [vocab] logits."""
+        """The next token, from float32 [vocab] logits. Raises InvalidArgument for NaN, and when none is finite."""
+        top = logits.max(initial=-np.inf)
+        if not math.isfinite(top):
+            raise InvalidArgument(f"logits: the highest is {top}; a finite number was expected")
         if self.temperature == 0:
             return int(np.argmax(logits))
         ids, probabilities = self.distribution(logits)
@@ -43,8 +48,10 @@ class Sampler:
     def distribution(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """The tokens that `pick` draws from, likeliest first, and their probabilities."""
         order = np.argsort(-logits, kind="stable")[: self.top_k]
-        scaled = logits[order].astype(np.float64) / self.temperature
-        weights = np.exp(scaled - scaled[0])
+        scaled = logits[order].astype(np.float64)
+        # A difference first: a temperature near 0 would overflow the logits themselves.
+        with np.errstate(over="ignore"):
+            weights = np.exp((scaled - scaled[0]) / self.temperature)
         weights /= weights.sum()
         # The token that crosses top_p still counts.
         kept = int(np.searchsorted(np.cumsum(weights), self.top_p)) + 1

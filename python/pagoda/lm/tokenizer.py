@@ -15,11 +15,19 @@ from pagoda.errors import BackendUnavailable, InvalidArgument
 Ids = npt.NDArray[np.int64]
 
 
+PENDING_MAX = 64
+"""Tokens that a decoder of a tokenizer.json decodes again with each token, at most, while they end in no character."""
+
+
 class Decoder(Protocol):
     """Turns tokens into text as they come; a character is held back until it is whole."""
 
     def feed(self, token: int) -> str:
         """The text that the token completes."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back, as U+FFFD: nothing completes it any more."""
         ...
 
 
@@ -42,8 +50,11 @@ class ByteTokenizer:
         self.bos = bos
 
     def encode(self, text: str) -> Ids:
-        """The bytes of a text."""
-        ids = np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int64)
+        """The bytes of a text; "\\udc80" to "\\udcff" stand for bytes that are no UTF-8, as `surrogateescape` decodes them.
+
+        Raises InvalidArgument for other surrogates.
+        """
+        ids = np.frombuffer(_utf8(text, "surrogateescape"), np.uint8).astype(np.int64)
         return ids if self.bos is None else np.concatenate([np.array([self.bos], np.int64), ids])
 
     def decoder(self) -> Decoder:
@@ -57,6 +68,9 @@ class _ByteDecoder:
 
     def feed(self, token: int) -> str:
         return self._utf8.decode(bytes([token])) if token < 256 else ""
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
 
 
 class FileTokenizer:
@@ -73,7 +87,8 @@ class FileTokenizer:
             raise InvalidArgument(f"tokenizer = {str(path)!r}: a readable tokenizer.json ({error})") from error
 
     def encode(self, text: str) -> Ids:
-        """The tokens of a text."""
+        """The tokens of a text. Raises InvalidArgument for surrogates: such a tokenizer has no bytes for them."""
+        _utf8(text, "strict")
         return np.array(self._tokenizer.encode(text).ids, np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -87,24 +102,53 @@ class FileTokenizer:
 
 
 class _FileDecoder:
-    """Decodes a short tail again and again: what a token adds depends on its neighbours."""
+    """Decodes the last tokens again with each new one: what a token adds depends on those before it.
+
+    `_tokens` begins and `_context` ends where the text was whole, so that no character is cut. A U+FFFD that the model
+    means is taken for bytes that are not whole yet, and may show late or more than once.
+    """
 
     def __init__(self, tokenizer: FileTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._tail: list[int] = []
+        self._tokens: list[int] = []
+        self._context = 0
         self._told = ""
 
     def feed(self, token: int) -> str:
-        self._tail.append(token)
-        text = self._tokenizer.decode(self._tail)
-        if text.endswith("\ufffd"):
-            return ""
-        new, self._told = text[len(self._told) :], text
-        if len(self._tail) > 16:
-            # The last token stays as context for the next one.
-            self._tail = self._tail[-1:]
-            self._told = self._tokenizer.decode(self._tail)
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens)
+        pending = len(self._tokens) - self._context
+        if text.endswith("\ufffd") and pending < PENDING_MAX:
+            # A character has at most 4 bytes. After 3 tokens there is more than one, and those before the last are settled.
+            return self._tell(_settled(text)) if pending > 3 else ""
+        new = self._tell(text)
+        self._tokens = self._tokens[self._context :]
+        self._context = len(self._tokens)
+        self._told = self._tokenizer.decode(self._tokens)
         return new
+
+    def finish(self) -> str:
+        return self._tell(self._tokenizer.decode(self._tokens))
+
+    def _tell(self, text: str) -> str:
+        new = text[len(self._told) :]
+        if new:
+            self._told = text
+        return new
+
+
+def _settled(text: str) -> str:
+    """A text without an end that may yet become something else: up to 3 of a character's 4 bytes, each one U+FFFD."""
+    for _ in range(3):
+        text = text.removesuffix("\ufffd")
+    return text
+
+
+def _utf8(text: str, surrogates: str) -> bytes:
+    try:
+        return text.encode("utf-8", surrogates)
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"text: {text[error.start]!a} at {error.start} is no character") from error
 
 
 def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:

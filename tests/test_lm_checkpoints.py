@@ -1,0 +1,187 @@
+"""Checkpoints that are not what their config says, and checkpoints in parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pagoda
+import pytest
+from pagoda.lm import ContiguousCache, LanguageModel
+from pagoda.lm.checkpoint import Checkpoint
+from safetensors.numpy import load_file, save_file
+
+Array = npt.NDArray[Any]
+Tensors = dict[str, Array]
+
+TOKENS = np.arange(24) * 37 % 256
+ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+def rewrite(folder: Path, change: dict[str, Any], edit: Callable[[Tensors], Tensors]) -> tuple[dict[str, Any], Tensors]:
+    config = json.loads((folder / "config.json").read_text()) | change
+    tensors = edit(load_file(folder / "model.safetensors"))
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return config, tensors
+
+
+def logits_of(folder: Path) -> Array:
+    model = LanguageModel.load(folder)
+    cache = ContiguousCache(model.spec, k_dtype="f32", v_dtype="f32")
+    with cache.step([cache.create()], [len(TOKENS)]) as step:
+        return model.forward(TOKENS, step, logits="all")
+
+
+def with_biases(*parts: str) -> Callable[[Tensors], Tensors]:
+    rng = np.random.default_rng(3)
+
+    def edit(tensors: Tensors) -> Tensors:
+        chosen = [name for name in tensors if any(f"{part}.weight" in name for part in parts)]
+        widths = {name.removesuffix("weight") + "bias": len(tensors[name]) for name in chosen}
+        return tensors | {name: 0.3 * rng.standard_normal(width).astype(np.float32) for name, width in widths.items()}
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "parts"),
+    [
+        ("llama", {"mlp_bias": True}, MLP),
+        ("qwen3", {"attention_bias": True}, ATTENTION),
+        ("smollm3", {"attention_bias": True, "mlp_bias": True}, ATTENTION + MLP),
+        ("qwen2", {"attention_bias": None}, ATTENTION[:3]),
+        ("mistral", {"attention_bias": True}, ()),
+    ],
+)
+def test_biases(name: str, change: dict[str, Any], parts: tuple[str, ...], tmp_path: Path) -> None:
+    """Every one counts, and the families have those that transformers gives them."""
+    checkpoints.make(tmp_path, name)
+    config, tensors = rewrite(tmp_path, change, with_biases(*parts))
+    expected = checkpoints.reference_logits(config, tensors, TOKENS)
+    np.testing.assert_allclose(logits_of(tmp_path), expected, rtol=0, atol=2e-4)
+
+
+def without(part: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if part not in name}
+
+
+def plus(name: str, tensor: Array) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {name: tensor}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "edit", "refused"),
+    [
+        ("qwen3", {}, without("q_norm"), r"no tensor model\.layers\.0\.self_attn\.q_norm\.weight; \[16\]"),
+        ("qwen3", {}, without("layers.2.self_attn.k_norm"), r"no tensor model\.layers\.2\.self_attn\.k_norm"),
+        ("qwen2", {}, without("bias"), r"no tensor model\.layers\.0\.self_attn\.q_proj\.bias; \[96\]"),
+        ("llama with biases", {}, without("layers.1.self_attn.o_proj.bias"), r"layers\.1\.self_attn\.o_proj\.bias"),
+        ("llama", {"mlp_bias": True}, dict, r"no tensor model\.layers\.0\.mlp\.gate_proj\.bias"),
+        ("llama with untied head", {}, without("lm_head"), r"no tensor lm_head\.weight; \[256, 48\]"),
+        ("llama", {}, plus("model.layers.3.self_attn.q_proj.bias", np.ones(96, np.float32)), r"layers\.3.*not part of"),
+        ("llama", {}, plus("model.layers.0.self_attn.q_norm.weight", np.ones(16, np.float32)), "q_norm.*not part of"),
+        ("llama", {"attention_bias": 1}, dict, "attention_bias = 1"),
+        ("llama", {"tie_word_embeddings": "yes"}, dict, "tie_word_embeddings = 'yes'"),
+        ("llama", {"eos_token_id": "</s>"}, dict, "eos_token_id = '</s>'"),
+        ("llama", {"eos_token_id": [2, None]}, dict, "eos_token_id"),
+        ("llama", {"rms_norm_eps": float("nan")}, dict, "rms_norm_eps = nan"),
+        ("llama", {"rope_theta": float("nan")}, dict, "rope_theta = nan"),
+        ("smollm3", {"pagoda_query_log_scale": {"floor": 8.0}}, dict, r"query_log_scale\.coefficient = nan"),
+        ("smollm3", {"pagoda_query_log_scale": 0.3}, dict, "query_log_scale = 0.3"),
+    ],
+)
+def test_what_would_be_another_model(
+    name: str, change: dict[str, Any], edit: Callable[[Tensors], Tensors], refused: str, tmp_path: Path
+) -> None:
+    checkpoints.make(tmp_path, name)
+    rewrite(tmp_path, change, edit)
+    with pytest.raises(pagoda.InvalidArgument, match=refused):
+        LanguageModel.load(tmp_path)
+
+
+def test_tensors_that_do_not_matter(tmp_path: Path) -> None:
+    """A tied head that is stored too, and frequencies that old checkpoints carry, are passed over."""
+    checkpoints.make(tmp_path, "llama")
+    expected = logits_of(tmp_path)
+    extra: Tensors = {"lm_head.weight": np.zeros((256, 48), np.float32)}
+    extra |= {f"model.layers.{index}.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32) for index in range(4)}
+    rewrite(tmp_path, {}, lambda tensors: tensors | extra)
+    np.testing.assert_array_equal(logits_of(tmp_path), expected)
+
+
+@pytest.mark.parametrize(("name", "tied"), [("llama", False), ("qwen2", False), ("smollm3", True)])
+def test_heads_whose_config_does_not_say_whether_they_are_tied(name: str, tied: bool, tmp_path: Path) -> None:
+    """As in transformers: SmolLM3 is tied by default, the others are not."""
+    checkpoints.make(tmp_path, name)
+    head = np.random.default_rng(5).standard_normal((256, 48)).astype(np.float32)
+    config, tensors = rewrite(tmp_path, {"tie_word_embeddings": None}, plus("lm_head.weight", head))
+    weights = without("lm_head")(tensors) if tied else tensors
+    expected = checkpoints.reference_logits(config, weights, TOKENS)
+    np.testing.assert_allclose(logits_of(tmp_path), expected, rtol=0, atol=5e-4)
+
+
+def split(folder: Path, parts: dict[str, Tensors], weight_map: Any) -> None:
+    (folder / "model.safetensors").unlink()
+    for file, tensors in parts.items():
+        save_file(tensors, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "refused"),
+    [
+        ({"x": "../a.safetensors"}, r"parts in the folder itself, not '\.\./a\.safetensors'"),
+        ({"x": "a.safetensors", "y": "b.safetensors"}, r"model\.norm\.weight is in a\.safetensors too"),
+        ({"x": "a.safetensors", "y": "gone.safetensors"}, r"gone\.safetensors"),
+        ({"x": 5}, "with an index"),
+        ([], "with an index"),
+    ],
+)
+def test_parts_that_cannot_be(weight_map: Any, refused: str, tmp_path: Path) -> None:
+    checkpoints.make(tmp_path, "llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    norm = {"model.norm.weight": tensors["model.norm.weight"]}
+    split(tmp_path, {"a.safetensors": tensors, "b.safetensors": norm}, weight_map)
+    with pytest.raises(pagoda.InvalidArgument, match=refused):
+        LanguageModel.load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_tensors_of_every_type_are_read_exactly(dtype: Any, tmp_path: Path) -> None:
+    """Also beside tensors of types that are not taken, in whatever order the file has them."""
+    rng = np.random.default_rng(7)
+    tensors: Tensors = {
+        "a": rng.standard_normal((3, 5)).astype(dtype),
+        "b": np.arange(7, dtype=np.int64),
+        "c": np.array([0.0, -0.0, 1.5, 2.0**-20, np.inf, -np.inf]).astype(dtype),
+        "d": np.zeros((0, 4), dtype),
+        "e": np.ones(3, bool),
+    }
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = Checkpoint(tmp_path)
+    for name in "dca":
+        found = checkpoint.take(name, *tensors[name].shape)
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, tensors[name].astype(np.float32))
+    with pytest.raises(pagoda.InvalidArgument, match="b is I64"):
+        checkpoint.take("b", 7)
+    with pytest.raises(pagoda.InvalidArgument, match="no tensor a"):
+        checkpoint.take("a", 3, 5)
+    assert checkpoint.rest("") == ["e"]
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    checkpoints.make(tmp_path, "llama")
+    path = tmp_path / "model.safetensors"
+    checkpoint = Checkpoint(tmp_path)
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(pagoda.InvalidArgument, match="as when it was opened"):
+        checkpoint.take("model.norm.weight", 48)

@@ -1,0 +1,208 @@
+"""The decoding loop and its parts: where it ends, what it draws, what it shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import numpy as np
+import pagoda
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pagoda.lm import ContiguousCache, LanguageModel, Sampler, Written, generate
+from pagoda.lm.tokenizer import PENDING_MAX, ByteTokenizer, FileTokenizer, _FileDecoder
+
+PROMPT = np.arange(30) * 41 % 256
+MORE = 20
+
+
+def greedy(model: LanguageModel, **options: Any) -> list[int]:
+    cache = ContiguousCache(model.spec)
+    events = generate(model, cache, cache.create(), PROMPT, MORE, Sampler(), **options)
+    return [event.token for event in events if isinstance(event, Written)]
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_it_ends_where_the_model_says(as_list: bool, tmp_path: Path) -> None:
+    config, _ = checkpoints.make(tmp_path, "llama")
+    everything = greedy(LanguageModel.load(tmp_path))
+    assert len(everything) == MORE
+    end = everything[7]
+    expected = everything[: everything.index(end) + 1]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": [255, end] if as_list else end}))
+    model = LanguageModel.load(tmp_path)
+    assert greedy(model) == expected, "the end token is written, and nothing after it"
+    assert greedy(model, stop=()) == everything
+    assert greedy(model, stop=everything[:1]) == everything[:1]
+
+
+def test_a_forward_pass_of_nothing(tmp_path: Path) -> None:
+    checkpoints.make(tmp_path, "qwen3")
+    model = LanguageModel.load(tmp_path)
+    caches: list[Any] = [ContiguousCache(model.spec), pagoda.Cache(model.spec, device_memory="8MiB", host_memory=0)]
+    for cache in caches:
+        with cache.step([cache.create()], [0]) as step:
+            assert model.forward(PROMPT[:0], step).shape == (0, 256)
+            assert model.forward(PROMPT[:0], step, logits="all").shape == (0, 256)
+            with pytest.raises(pagoda.InvalidArgument, match="logits = 'first'"):
+                model.forward(PROMPT[:0], step, logits="first")  # type: ignore[arg-type]
+
+
+def test_an_error_leaves_what_was_committed(tmp_path: Path) -> None:
+    """A cache that is too small: the sequence holds whole chunks, the cache is sound, and there is room again."""
+    checkpoints.make(tmp_path, "llama")
+    model = LanguageModel.load(tmp_path)
+    options: dict[str, Any] = {"page_size": 8, "device_memory": 4 * 8 * model.spec.bytes_per_token(), "host_memory": 0}
+    with pagoda.Cache(model.spec, **options) as cache:
+        sequence = cache.create()
+        with pytest.raises(pagoda.OutOfBlocks):
+            list(generate(model, cache, sequence, np.tile(PROMPT, 2), 1, Sampler(), chunk=10))
+        assert len(sequence) == 30
+        cache.audit()
+        sequence.release()
+        assert len(list(generate(model, cache, cache.create(), PROMPT, 1, Sampler(), chunk=30))) == 2
+
+
+def test_counts_that_cannot_be(tmp_path: Path) -> None:
+    checkpoints.make(tmp_path, "llama")
+    model = LanguageModel.load(tmp_path)
+    cache = ContiguousCache(model.spec)
+    for named, tokens, chunk in (("new_tokens", -1, 512), ("chunk", 1, 0)):
+        with pytest.raises(pagoda.InvalidArgument, match=named):
+            next(generate(model, cache, cache.create(), PROMPT, tokens, Sampler(), chunk=chunk))
+
+
+logits_lists = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40)
+
+
+@given(logits_lists, st.floats(0.05, 20), st.integers(1, 45), st.floats(0.01, 1.0))
+def test_what_may_be_drawn(values: list[float], temperature: float, top_k: int, top_p: float) -> None:
+    """Likeliest first, lower tokens first among equals; the first k of these, then as few as hold p of what is left."""
+    ids, chances = Sampler(temperature, top_k, top_p).distribution(np.array(values, np.float32))
+    ranked = sorted(range(len(values)), key=lambda token: (-values[token], token))[:top_k]
+    assert ids.tolist() == ranked[: len(ids)]
+    weights = [np.exp((values[token] - values[ranked[0]]) / temperature) for token in ranked]
+    kept, total = weights[: len(ids)], sum(weights)
+    assert sum(kept) / total >= top_p - 1e-9
+    assert sum(kept[:-1]) / total < top_p + 1e-9, "the last one was needed"
+    np.testing.assert_allclose(chances, np.array(kept) / sum(kept), rtol=1e-9)
+
+
+@given(logits_lists, st.floats(0, 5), st.integers(0, 2**32))
+def test_draws_repeat_and_stay_within(values: list[float], temperature: float, seed: int) -> None:
+    logits = np.array(values, np.float32)
+    a, b = Sampler(temperature, 5, 0.9, seed), Sampler(temperature, 5, 0.9, seed)
+    draws = [a.pick(logits) for _ in range(20)]
+    assert draws == [b.pick(logits) for _ in range(20)]
+    if temperature == 0:
+        assert set(draws) == {values.index(max(values))}
+    else:
+        assert set(draws) <= set(a.distribution(logits)[0].tolist())
+
+
+def test_seeds_differ() -> None:
+    logits = np.zeros(256, np.float32)
+    draws = {tuple(sampler.pick(logits) for _ in range(8)) for sampler in (Sampler(1.0, seed=s) for s in range(50))}
+    assert len(draws) == 50
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-30])
+def test_temperatures_next_to_nothing_are_greedy(temperature: float) -> None:
+    logits = np.array([1.0, 3.0, 3.0, 2.0, -5.0], np.float32)
+    assert Sampler(temperature, top_k=1).pick(logits) == 1
+    np.testing.assert_array_equal(Sampler(temperature).distribution(logits)[1][:2], [0.5, 0.5])
+
+
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(1.0)])
+def test_logits_that_cannot_be(sampler: Sampler) -> None:
+    for bad in ([1.0, np.nan], [1.0, np.inf], [-np.inf, -np.inf], []):
+        with pytest.raises(pagoda.InvalidArgument, match="logits"):
+            sampler.pick(np.array(bad, np.float32))
+    assert sampler.pick(np.array([-np.inf, 2.0], np.float32)) == 1
+
+
+def test_sampler_options_that_cannot_be() -> None:
+    for options in ({"top_k": 1.5}, {"seed": -1}, {"seed": 0.5}, {"temperature": float("inf")}):
+        with pytest.raises(pagoda.InvalidArgument, match=next(iter(options))):
+            Sampler(**options)
+
+
+@given(st.binary(max_size=100))
+def test_any_bytes_go_through(data: bytes) -> None:
+    """In as `surrogateescape` reads them, out as Python's own decoder replaces what is no UTF-8."""
+    ids = ByteTokenizer().encode(data.decode("utf-8", "surrogateescape"))
+    assert bytes(ids.tolist()) == data
+    decoder = ByteTokenizer(256).decoder()
+    assert "".join(map(decoder.feed, [256, *ids.tolist()])) + decoder.finish() == data.decode("utf-8", "replace")
+
+
+def test_text_that_is_no_text() -> None:
+    with pytest.raises(pagoda.InvalidArgument, match=r"'\\ud800' at 1 "):
+        ByteTokenizer().encode("a\ud800")
+
+
+@pytest.fixture(scope="module", params=["byte level", "byte fallback"])
+def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FileTokenizer:
+    """Merges over bytes, as GPT-2, Llama 3, Qwen and SmolLM: tokens cut characters. Or as Llama 2: bytes for rare ones."""
+    tokenizers = pytest.importorskip("tokenizers")
+    models, decoders = tokenizers.models, tokenizers.decoders
+    if request.param == "byte level":
+        tokenizer = tokenizers.Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
+        tokenizer.train_from_iterator(["the page and the block", "日本語日本", "é𐀀é𐀀"] * 4, trainer)
+    else:
+        pieces = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "a": 257, "▁a": 258, "<unk>": 259}
+        model = models.BPE(vocab=pieces, merges=[("▁", "a")], byte_fallback=True, unk_token="<unk>")
+        tokenizer = tokenizers.Tokenizer(model)
+        tokenizer.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return FileTokenizer(path)
+
+
+def test_bytes_that_a_tokenizer_file_has_no_tokens_for(files: FileTokenizer) -> None:
+    with pytest.raises(pagoda.InvalidArgument, match=r"'\\udcff' at 2 "):
+        files.encode(b"ab\xff".decode("utf-8", "surrogateescape"))
+
+
+characters = st.sampled_from(["a", " ", " a", "é", "日本語", "𐀀", "🙂"]) | st.characters(
+    codec="utf-8", exclude_characters="▁\ufffd"
+)
+
+
+@given(parts=st.lists(characters, max_size=60))
+def test_characters_that_tokens_cut(files: FileTokenizer, parts: list[str]) -> None:
+    """Shown when they are whole, never changed afterwards, and complete at the end."""
+    text = "".join(parts)
+    decoder, shown = files.decoder(), ""
+    for token in files.encode(text).tolist():
+        shown += decoder.feed(token)
+        assert text.startswith(shown)
+    assert shown + decoder.finish() == text
+
+
+@given(ids=st.lists(st.integers(0, 255) | st.sampled_from([0xE2, 0x80]), max_size=200))
+def test_tokens_that_are_no_text(files: FileTokenizer, ids: list[int]) -> None:
+    """A model may write bytes that make no characters: something shows in the end, and little is decoded again."""
+    decoder = _FileDecoder(files)
+    shown = "".join(map(decoder.feed, ids))
+    assert len(decoder._tokens) <= 2 * PENDING_MAX
+    assert bool(shown + decoder.finish()) == bool(ids)
+
+
+def test_the_last_token_shows_what_was_held_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.make(tmp_path, "llama")
+    model = LanguageModel.load(tmp_path)
+    cache = ContiguousCache(model.spec)
+    script = iter("aé".encode()[:2])
+    sampler = Sampler()
+    monkeypatch.setattr(sampler, "pick", lambda logits: next(script))
+    events = generate(model, cache, cache.create(), PROMPT, 2, sampler)
+    assert [event.text for event in events if isinstance(event, Written)] == ["a", "\ufffd"]
