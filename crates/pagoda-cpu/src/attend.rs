@@ -387,22 +387,20 @@ impl Pass<'_> {
         };
         let mut rows = key_rows(0);
         for index in 0..count {
-            let ahead = if index + 1 < count { key_rows(index + 1) } else { value_rows(0) };
+            let next = if index + 1 < count { key_rows(index + 1) } else { value_rows(0) };
             let (head, tile) = cell(index);
             // SAFETY: as the caller promises.
-            unsafe {
-                self.score(piece, block.start + tile, head, index, &Chunk { rows, ahead, piece_shift })
-            };
-            rows = ahead;
+            unsafe { self.score(piece, block.start + tile, head, index, &Chunk { rows, next, piece_shift }) };
+            rows = next;
         }
         for index in 0..count {
-            let ahead =
+            let next =
                 if index + 1 < count { value_rows(index + 1) } else { at(&after.0.keys, &keys, after.1) };
             let (head, tile) = cell(index);
-            let chunk = Chunk { rows, ahead, piece_shift };
+            let chunk = Chunk { rows, next, piece_shift };
             // SAFETY: as the caller promises.
             unsafe { self.weigh(piece, block.start + tile, head, index, &chunk, state) };
-            rows = ahead;
+            rows = next;
         }
     }
 

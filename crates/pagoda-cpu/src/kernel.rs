@@ -13,8 +13,27 @@ use crate::simd::Simd;
 pub(crate) const TILE: usize = 64;
 /// Pages that a tile touches at most: the smallest page holds 8 tokens.
 pub(crate) const PIECES: usize = TILE / 8;
-/// Bytes of V rows that are worked on at once.
-const STEP_BYTES: usize = 8 << 10;
+/// Query rows up to which reading the tile is what takes time.
+const FEW_ROWS: usize = 8;
+
+/// How many bytes ahead of the rows in work later ones are asked for: far enough for memory, near enough to be in the L1
+/// cache still when their turn comes. Measured, as are the steps (docs/benchmarks).
+const fn lead<F: Format>() -> usize {
+    if F::BYTES == 2 { 16 << 10 } else { 6 << 10 }
+}
+
+/// Bytes of V rows that are worked on at once. Rows that do not fit the registers are read several times: a few at once,
+/// they stay in the L1 cache. Many query rows lose more by coming back to their accumulators.
+const fn step<F: Format>(rows: usize) -> usize {
+    if rows > FEW_ROWS {
+        8 << 10
+    } else if F::BYTES == 2 {
+        4 << 10
+    } else {
+        2 << 10
+    }
+}
+
 /// Rows of scratch start at multiples of this many floats.
 pub(crate) const ALIGN: usize = 16;
 
@@ -22,8 +41,8 @@ pub(crate) const ALIGN: usize = 16;
 pub(crate) struct Chunk {
     /// The first row of every piece. Pieces without a token of the sequence are never read.
     pub(crate) rows: [*const u8; PIECES],
-    /// The rows that will be read a little later, to be prefetched at the pace of this chunk.
-    pub(crate) ahead: [*const u8; PIECES],
+    /// The chunk that will be read next, to be prefetched when this one has less left than [`lead`].
+    pub(crate) next: [*const u8; PIECES],
     /// Rows of a piece, as a power of two.
     pub(crate) piece_shift: u32,
 }
@@ -39,10 +58,16 @@ impl Chunk {
     fn row(&self, t: usize, row_bytes: usize) -> *const u8 {
         self.rows[t >> self.piece_shift].wrapping_add(self.offset(t, row_bytes))
     }
-    /// Where the row that takes the place of row `t` later lies.
+    /// Where the row lies that is read `lead` bytes after row `t`, at most a tile later.
     #[inline(always)]
-    fn ahead(&self, t: usize, row_bytes: usize) -> *const u8 {
-        self.ahead[t >> self.piece_shift].wrapping_add(self.offset(t, row_bytes))
+    fn ahead(&self, t: usize, row_bytes: usize, lead: usize) -> *const u8 {
+        let t = t + (lead / row_bytes).min(TILE);
+        if t < TILE {
+            self.row(t, row_bytes)
+        } else {
+            let t = t - TILE;
+            self.next[t >> self.piece_shift].wrapping_add(self.offset(t, row_bytes))
+        }
     }
 }
 
@@ -87,6 +112,7 @@ pub(crate) unsafe fn score<S: Simd, F: Format>(args: &Score<'_>) {
 #[inline(always)]
 unsafe fn score_rows<S: Simd, F: Format, const Q: usize, const R: usize>(args: &Score<'_>, row: usize) {
     let row_bytes = args.dim * F::BYTES;
+    let vector = S::LANES * F::BYTES;
     let chunks = args.dim / S::LANES;
     let has_half = !args.dim.is_multiple_of(S::LANES);
     // SAFETY: blocks of 8 rows lie within a page; `queries` and `scores` are as large as `Score` says.
@@ -96,21 +122,20 @@ unsafe fn score_rows<S: Simd, F: Format, const Q: usize, const R: usize>(args: &
         let mut t = args.low & !7;
         while t < args.high {
             let keys = args.keys.row(t, row_bytes);
-            let ahead = args.keys.ahead(t, row_bytes);
+            let ahead = args.keys.ahead(t, row_bytes, lead::<F>());
             let mut sums = [[[S::splat(0.0); 4]; R]; Q];
             for c in 0..chunks {
                 let query: [S::V; R] =
                     std::array::from_fn(|r| S::load(queries.add(r * args.stride + c * S::LANES)));
                 for i in 0..4 * Q {
-                    let key = F::load::<S>(keys.add(i * row_bytes + c * S::LANES * F::BYTES));
+                    let key = F::load::<S>(keys.add(i * row_bytes + c * vector));
                     for r in 0..R {
                         sums[i / 4][r][i % 4] = S::fma(query[r], key, sums[i / 4][r][i % 4]);
                     }
-                }
-                if row == 0 {
-                    let bytes = 4 * Q * S::LANES * F::BYTES;
-                    for line in (0..bytes).step_by(64) {
-                        S::prefetch(ahead.wrapping_add(c * bytes + line));
+                    // In order, and evenly: what is asked for in bursts is not fetched.
+                    let asked = (4 * Q * c + i + 1) * vector;
+                    if row == 0 && asked.is_multiple_of(64) {
+                        S::prefetch(ahead.wrapping_add(asked - 64));
                     }
                 }
             }
@@ -118,7 +143,7 @@ unsafe fn score_rows<S: Simd, F: Format, const Q: usize, const R: usize>(args: &
                 let query: [S::V; R] =
                     std::array::from_fn(|r| S::load(queries.add(r * args.stride + chunks * S::LANES)));
                 for i in 0..4 * Q {
-                    let key = F::half::<S>(keys.add(i * row_bytes + chunks * S::LANES * F::BYTES));
+                    let key = F::half::<S>(keys.add(i * row_bytes + chunks * vector));
                     for r in 0..R {
                         sums[i / 4][r][i % 4] = S::fma(query[r], key, sums[i / 4][r][i % 4]);
                     }
@@ -207,10 +232,7 @@ pub(crate) struct Accumulate<'a> {
 /// Adds the weighted V rows to `values`, token by token.
 #[inline(always)]
 pub(crate) unsafe fn accumulate<S: Simd, F: Format>(args: &Accumulate<'_>) {
-    // Rows that do not fit the registers are read several times: a few at once, so that they stay in the L1 cache. That
-    // pays for 16-bit rows; longer ones lose more by coming back to the accumulators.
-    let few = (STEP_BYTES / (args.dim * F::BYTES)).next_power_of_two().clamp(8, TILE);
-    let step = if F::BYTES == 2 { few } else { TILE };
+    let step = (step::<F>(args.count) / (args.dim * F::BYTES)).next_power_of_two().clamp(2, TILE);
     let mut low = args.low;
     while low < args.high {
         let high = args.high.min((low / step + 1) * step);
@@ -300,7 +322,7 @@ unsafe fn accumulate_block<S: Simd, F: Format, const R: usize, const C: usize, c
             let column = c * S::LANES * F::BYTES;
             let mut p = args.chunk.row(low, row_bytes).add(column);
             // The blocks of a row share what lies ahead by size, not by column: it is asked for in order.
-            let mut ahead = args.chunk.ahead(low, row_bytes).wrapping_add((high - low) * column);
+            let mut ahead = args.chunk.ahead(low, row_bytes, lead::<F>()).wrapping_add((high - low) * column);
             for t in low..high {
                 let v: [S::V; C] = std::array::from_fn(|i| {
                     let p = p.add(i * S::LANES * F::BYTES);
