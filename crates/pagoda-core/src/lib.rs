@@ -19,6 +19,7 @@ pub mod plan;
 pub mod step;
 mod sync;
 pub mod table;
+pub mod work;
 
 pub use cache::Cache;
 pub use error::{Error, Result};

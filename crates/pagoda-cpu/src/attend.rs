@@ -7,10 +7,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use pagoda_core::layout::Plane;
+use pagoda_core::work::{Piece, RUN_TILES, TILE, pieces};
 
-use crate::kernel::{ALIGN, Accumulate, Chunk, Fold, PIECES, Score, Softmax, TILE};
+use crate::kernel::{ALIGN, Accumulate, Chunk, Fold, PIECES, Score, Softmax};
 use crate::layer::{Arenas, Layer, SequenceTable};
-use crate::plan::{Group, Item, Piece, Plan, RUN_TILES, pieces, state_floats, value_stride};
+use crate::plan::{Group, Item, Plan, state_floats, value_stride};
 use crate::pool::Pool;
 use crate::rows::{Rows, RowsMut};
 use crate::simd::{Kernels, format_index};

@@ -6,11 +6,11 @@
 
 use std::f32::consts::LN_2;
 
+use pagoda_core::work::TILE;
+
 use crate::convert::Format;
 use crate::simd::Simd;
 
-/// Stored rows of a tile.
-pub(crate) const TILE: usize = 64;
 /// Pages that a tile touches at most: the smallest page holds 8 tokens.
 pub(crate) const PIECES: usize = TILE / 8;
 /// Query rows up to which reading the tile is what takes time.

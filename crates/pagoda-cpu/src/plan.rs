@@ -7,17 +7,15 @@
 use std::ops::Range;
 use std::sync::atomic::AtomicU32;
 
-use pagoda_core::table::SpanView;
+use pagoda_core::work::{RUN_TILES, pieces};
 
-use crate::kernel::{ALIGN, TILE};
+use crate::kernel::ALIGN;
 use crate::layer::{Layer, SequenceTable};
 
 /// Query rows of a K/V head that go through a tile together.
 const ROWS: usize = 64;
 /// Query rows of all K/V heads of a group, where a group has several.
 const GROUP_ROWS: usize = 128;
-/// Tiles of a fixed run: 4096 stored rows.
-pub(crate) const RUN_TILES: usize = 4096 / TILE;
 /// Fewer tiles than this are not worth a merge.
 const ITEM_TILES: usize = 8;
 /// Items per thread, so that a slow thread does not hold up the others.
@@ -26,33 +24,6 @@ const ITEMS_PER_THREAD: usize = 4;
 const WAKE_COST: usize = 16;
 /// Query rows that cost as much as one: below this, reading the tile is what takes time.
 const UNIT_ROWS: usize = 4;
-
-/// The tiles of one span that a range of the token axis touches.
-pub(crate) struct Piece<'a> {
-    /// The span.
-    pub(crate) span: &'a SpanView,
-    /// The axis index of stored row 0 of the span's first page; below 0 where the span skips rows.
-    pub(crate) origin: isize,
-    /// Stored rows of the span that are in the range.
-    pub(crate) rows: Range<usize>,
-    /// Tiles of [`TILE`] stored rows.
-    pub(crate) tiles: Range<usize>,
-}
-
-/// The pieces of a sequence that hold a part of `range` of its token axis.
-pub(crate) fn pieces<'a>(spans: &'a [SpanView], range: Range<usize>) -> impl Iterator<Item = Piece<'a>> {
-    let mut start = 0;
-    spans.iter().filter_map(move |span| {
-        let (first, skip) = (start, span.skip as usize);
-        start += span.count as usize;
-        let (low, high) = (first.max(range.start), start.min(range.end));
-        (low < high).then(|| {
-            let rows = low - first + skip..high - first + skip;
-            let tiles = rows.start / TILE..rows.end.div_ceil(TILE);
-            Piece { span, origin: first as isize - skip as isize, rows, tiles }
-        })
-    })
-}
 
 /// Queries of a sequence with a range of K/V heads.
 pub(crate) struct Group {
@@ -208,10 +179,10 @@ impl Plan {
 fn runs(sequences: &[SequenceTable<'_>], block: &Block) -> impl Iterator<Item = Range<usize>> {
     let mut counted = 0;
     pieces(sequences[block.sequence].spans, block.visible.clone()).flat_map(move |piece| {
-        let Range { start, end } = piece.tiles;
+        let (runs, Range { start, end }) = (piece.runs(), piece.tiles);
         let base = counted;
         counted += end - start;
-        (start / RUN_TILES..end.div_ceil(RUN_TILES)).map(move |run| {
+        runs.map(move |run| {
             let (first, last) = ((run * RUN_TILES).max(start), ((run + 1) * RUN_TILES).min(end));
             base + first - start..base + last - start
         })

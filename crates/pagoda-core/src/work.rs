@@ -1,0 +1,180 @@
+//! What attention goes over, as arithmetic: tiles of stored rows, pieces of spans, blocks of queries.
+//!
+//! Every backend cuts its work along these lines, so that a tile, and in deterministic mode a run, is the same rows of a
+//! page whoever computes it.
+
+use std::ops::Range;
+
+use crate::table::SpanView;
+
+/// Stored rows that are worked on together.
+pub const TILE: usize = 64;
+/// Tiles of a fixed run: 4096 stored rows.
+pub const RUN_TILES: usize = 4096 / TILE;
+
+/// The tiles of one span that a range of the token axis touches.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece<'a> {
+    /// The span.
+    pub span: &'a SpanView,
+    /// The axis index of stored row 0 of the span's first page; below 0 where the span skips rows.
+    pub origin: isize,
+    /// Stored rows of the span that are in the range.
+    pub rows: Range<usize>,
+    /// Tiles of [`TILE`] stored rows.
+    pub tiles: Range<usize>,
+}
+
+impl Piece<'_> {
+    /// Fixed runs of [`RUN_TILES`] tiles that the piece touches.
+    pub fn runs(&self) -> Range<usize> {
+        self.tiles.start / RUN_TILES..self.tiles.end.div_ceil(RUN_TILES)
+    }
+}
+
+/// The pieces of a sequence that hold a part of `range` of its token axis.
+pub fn pieces<'a>(spans: &'a [SpanView], range: Range<usize>) -> impl Iterator<Item = Piece<'a>> {
+    let mut start = 0;
+    spans.iter().filter_map(move |span| {
+        let (first, skip) = (start, span.skip as usize);
+        start += span.count as usize;
+        let (low, high) = (first.max(range.start), start.min(range.end));
+        (low < high).then(|| {
+            let rows = low - first + skip..high - first + skip;
+            let tiles = rows.start / TILE..rows.end.div_ceil(TILE);
+            Piece { span, origin: first as isize - skip as isize, rows, tiles }
+        })
+    })
+}
+
+/// Consecutive queries of one sequence, in the layout that device kernels read (cuda/pagoda/attend.cuh).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueryBlock {
+    /// The sequence's place in the batch.
+    pub sequence: i32,
+    /// The row of the first query in the batch.
+    pub token: i32,
+    /// How many there are.
+    pub queries: i32,
+    /// The axis index of the first query.
+    pub position: i32,
+    /// The first axis index that some query sees.
+    pub low: i32,
+}
+
+/// How a batch is cut into query blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Cut {
+    /// Queries of a block at most.
+    pub queries: u32,
+    /// Tokens that a query sees at most, itself included.
+    pub window: Option<u32>,
+    /// Whether work is counted in fixed runs, and not in tiles.
+    pub by_runs: bool,
+}
+
+/// The query blocks of a batch, and before each the work of those before it, for one K/V head.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WorkList {
+    /// The blocks.
+    pub blocks: Vec<QueryBlock>,
+    /// One entry more than blocks.
+    pub prefix: Vec<i32>,
+}
+
+impl WorkList {
+    /// Starts over, keeping the memory.
+    pub fn clear(&mut self) {
+        self.blocks.clear();
+        self.prefix.clear();
+        self.prefix.push(0);
+    }
+
+    /// Adds the blocks of the sequence at place `sequence` of the batch, whose `new_tokens` last tokens are the queries and
+    /// begin at row `token`.
+    pub fn push(&mut self, cut: Cut, sequence: u32, token: u32, spans: &[SpanView], new_tokens: u32) {
+        let length: u32 = spans.iter().map(|span| span.count).sum();
+        for first in (0..new_tokens).step_by(cut.queries as usize) {
+            let queries = cut.queries.min(new_tokens - first);
+            let position = length - new_tokens + first;
+            let low = cut.window.map_or(0, |window| (position + 1).saturating_sub(window));
+            let work: usize = pieces(spans, low as usize..(position + queries) as usize)
+                .map(|piece| if cut.by_runs { piece.runs().len() } else { piece.tiles.len() })
+                .sum();
+            self.blocks.push(QueryBlock {
+                sequence: sequence as i32,
+                token: (token + first) as i32,
+                queries: queries as i32,
+                position: position as i32,
+                low: low as i32,
+            });
+            let before = self.prefix.last().copied().unwrap_or(0);
+            self.prefix.push(before + work as i32);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+
+    /// Spans one after the other, each from its own page on.
+    fn spans() -> impl Strategy<Value = Vec<SpanView>> {
+        proptest::collection::vec((0u32..200, 1u32..9000), 1..5).prop_map(|parts| {
+            let mut first_page = 0;
+            let span = |(skip, count): (u32, u32)| {
+                let view = SpanView { first_page, skip, count, offset: 0 };
+                first_page += (skip + count).div_ceil(16);
+                view
+            };
+            parts.into_iter().map(span).collect()
+        })
+    }
+
+    proptest! {
+        /// Token by token: which tiles and runs of which span the queries of a block see.
+        #[test]
+        fn blocks_cover_what_their_queries_see(
+            spans in spans(),
+            new in 1u32..300,
+            queries in 1u32..70,
+            window in proptest::option::of(1u32..10_000),
+            by_runs: bool,
+        ) {
+            let length: u32 = spans.iter().map(|span| span.count).sum();
+            let new = new.min(length);
+            let mut work = WorkList::default();
+            work.clear();
+            work.push(Cut { queries, window, by_runs }, 3, 1000, &spans, new);
+            prop_assert_eq!(work.prefix.len(), work.blocks.len() + 1);
+            let mut next = length - new;
+            for (block, work) in work.blocks.iter().zip(work.prefix.windows(2)) {
+                prop_assert_eq!(block.position as u32, next);
+                prop_assert_eq!(block.token as u32, 1000 + next - (length - new));
+                prop_assert!(block.queries as u32 <= queries && block.sequence == 3);
+                next += block.queries as u32;
+                let mut seen = BTreeSet::new();
+                let mut start = 0;
+                for (index, span) in spans.iter().enumerate() {
+                    for row in 0..span.count {
+                        let token = start + row;
+                        let visible = (block.position as u32..next).any(|query| {
+                            token <= query && window.is_none_or(|window| token + window > query)
+                        });
+                        if visible {
+                            let tile = (span.skip + row) as usize / TILE;
+                            seen.insert((index, if by_runs { tile / RUN_TILES } else { tile }));
+                            prop_assert!(token >= block.low as u32);
+                        }
+                    }
+                    start += span.count;
+                }
+                prop_assert_eq!((work[1] - work[0]) as usize, seen.len());
+            }
+            prop_assert_eq!(next, length);
+        }
+    }
+}

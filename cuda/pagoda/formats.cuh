@@ -1,0 +1,114 @@
+// How one K or V row is stored: a format is a type with loads and stores of 8 elements. Also the types of queries and outputs.
+#pragma once
+
+#include <pagoda/machine.cuh>
+
+namespace pagoda {
+
+/// IEEE binary32.
+struct F32 {
+    static constexpr int BYTES = 4;
+
+    __device__ static void load(const void* source, float (&x)[8]) {
+        const float4* words = static_cast<const float4*>(source);
+        const float4 a = words[0], b = words[1];
+        x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+    }
+    __device__ static void store(void* target, const float (&x)[8]) {
+        float4* words = static_cast<float4*>(target);
+        words[0] = make_float4(x[0], x[1], x[2], x[3]);
+        words[1] = make_float4(x[4], x[5], x[6], x[7]);
+    }
+    __device__ static float load_one(const void* source) { return *static_cast<const float*>(source); }
+};
+
+/// Two 16-bit elements as the tensor cores take them, the first in the lower half.
+template <class Element>
+struct Pair;
+
+template <>
+struct Pair<__half> {
+    __device__ static uint32 pack(float x, float y) {
+        return static_cast<uint32>(__half_as_ushort(__float2half_rn(x))) |
+               static_cast<uint32>(__half_as_ushort(__float2half_rn(y))) << 16;
+    }
+    __device__ static float low(uint32 pair) { return __half2float(__ushort_as_half(static_cast<unsigned short>(pair))); }
+    __device__ static float high(uint32 pair) {
+        return __half2float(__ushort_as_half(static_cast<unsigned short>(pair >> 16)));
+    }
+};
+
+template <>
+struct Pair<__nv_bfloat16> {
+    __device__ static uint32 pack(float x, float y) {
+        return static_cast<uint32>(__bfloat16_as_ushort(__float2bfloat16_rn(x))) |
+               static_cast<uint32>(__bfloat16_as_ushort(__float2bfloat16_rn(y))) << 16;
+    }
+    __device__ static float low(uint32 pair) { return __uint_as_float(pair << 16); }
+    __device__ static float high(uint32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+};
+
+/// Formats of 16 bits an element.
+template <class E>
+struct Half {
+    using Element = E;
+    static constexpr int BYTES = 2;
+
+    __device__ static void load(const void* source, float (&x)[8]) {
+        const uint4 words = *static_cast<const uint4*>(source);
+        const uint32 pairs[4] = {words.x, words.y, words.z, words.w};
+        for (int i = 0; i < 4; ++i) {
+            x[2 * i] = Pair<E>::low(pairs[i]);
+            x[2 * i + 1] = Pair<E>::high(pairs[i]);
+        }
+    }
+    __device__ static float load_one(const void* source) { return Pair<E>::low(*static_cast<const unsigned short*>(source)); }
+    __device__ static void store_pairs(void* target, const float (&x)[8]) {
+        *static_cast<uint4*>(target) = make_uint4(Pair<E>::pack(x[0], x[1]), Pair<E>::pack(x[2], x[3]),
+                                                  Pair<E>::pack(x[4], x[5]), Pair<E>::pack(x[6], x[7]));
+    }
+};
+
+/// The largest finite f16. Larger magnitudes, infinities included, are stored as this; NaN stays NaN.
+constexpr float F16_MAX = 65504.0f;
+
+/// IEEE binary16.
+struct F16 : Half<__half> {
+    __device__ static void store(void* target, const float (&x)[8]) {
+        float y[8];
+        for (int i = 0; i < 8; ++i) y[i] = x[i] > F16_MAX ? F16_MAX : x[i] < -F16_MAX ? -F16_MAX : x[i];
+        store_pairs(target, y);
+    }
+};
+
+/// The upper half of a binary32, rounded.
+struct BF16 : Half<__nv_bfloat16> {
+    __device__ static void store(void* target, const float (&x)[8]) { store_pairs(target, x); }
+};
+
+/// In how many elements of type `To` a value of format `From` is held to about 2^-16 of itself: products with the rest of
+/// a value are added to those with the value, so that float queries get float accuracy from 16-bit tensor cores.
+template <class From, class To>
+struct Splits;
+template <class To>
+struct Splits<To, To> {
+    static constexpr int COUNT = 1;
+};
+template <>
+struct Splits<F32, F16> {
+    static constexpr int COUNT = 2;
+};
+template <>
+struct Splits<F32, BF16> {
+    static constexpr int COUNT = 3;
+};
+template <>
+struct Splits<F16, BF16> {
+    static constexpr int COUNT = 2;
+};
+template <>
+struct Splits<BF16, F16> {
+    static constexpr int COUNT = 1;
+};
+
+}  // namespace pagoda

@@ -1,0 +1,82 @@
+// The instructions that CUDA C++ has no words for, one thin function each. Nothing else in cuda/ contains assembly, and
+// nothing here knows what a page is. tests/emulator has a file of the same name that does the same on a CPU.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace pagoda {
+
+using uint8 = unsigned char;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int64 = long long;
+
+constexpr int WARP = 32;
+
+/// The block's dynamic shared memory, aligned to 128 bytes.
+__device__ __forceinline__ uint8* shared_memory() {
+    extern __shared__ __align__(128) uint8 pagoda_shared[];
+    return pagoda_shared;
+}
+
+__device__ __forceinline__ uint32 shared_address(const void* pointer) {
+    return static_cast<uint32>(__cvta_generic_to_shared(pointer));
+}
+
+/// Starts copying 16 bytes to shared memory; zeros if not `valid`, and then `source` is not read. Both are aligned to 16.
+__device__ __forceinline__ void copy_async(void* target, const void* source, bool valid) {
+    const int bytes = valid ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source), "r"(bytes)
+                 : "memory");
+}
+
+/// Closes the group of copies that this thread has started.
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/// Waits until at most `PENDING` of this thread's groups are under way. Other threads see the bytes after a barrier.
+template <int PENDING>
+__device__ __forceinline__ void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+/// Four 8 x 8 matrices of 16-bit elements: lanes 8 i to 8 i + 7 name the rows (16 bytes each) of matrix i. Lane l gets
+/// elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of matrix i in `r[i]`.
+__device__ __forceinline__ void load_matrix(uint32 (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+/// The same, each matrix transposed.
+__device__ __forceinline__ void load_matrix_transposed(uint32 (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+/// d += a b for a [16 x 16], b [16 x 8], d [16 x 8], as in the PTX manual, mma.m16n8k16. Lane l holds of
+/// a: rows l / 4 (r0, r2) and l / 4 + 8 (r1, r3), columns 2 (l % 4) and the next, from 8 on in r2 and r3;
+/// b: rows 2 (l % 4) and the next (b0), from 8 on (b1), column l / 4; d: rows l / 4 (d0, d1), l / 4 + 8 (d2, d3), columns 2 (l % 4), the next.
+__device__ __forceinline__ void multiply_add(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, __half) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void multiply_add(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, __nv_bfloat16) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/// 2^x; 0 for -inf.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+}  // namespace pagoda

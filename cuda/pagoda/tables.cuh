@@ -1,0 +1,66 @@
+// The page tables of an open step, as the host uploads them, and how a stored row is found.
+#pragma once
+
+#include <pagoda/machine.cuh>
+
+namespace pagoda {
+
+/// Stored rows that are worked on together, as in crates/pagoda-cpu.
+constexpr int TILE = 64;
+/// Tiles of a fixed run in deterministic mode: 4096 stored rows.
+constexpr int RUN_TILES = 64;
+constexpr int TIERS = 3;
+constexpr int BLOCK_BITS = 30;
+
+/// K or V of one layer inside a block: [kv_head][token][row], in bytes.
+struct Plane {
+    int64 offset, head_stride, row_stride;
+};
+
+/// A run of pages whose tokens are contiguous; the stored row `skip` of page `first_page` is token `before` of the sequence.
+struct Span {
+    int first_page, skip, count, before;
+    /// Positions by which queries are rotated back for this span.
+    int64 offset;
+};
+
+/// Pages of one layer group.
+struct Pages {
+    /// [batch, columns]: tier << 30 | block. Entries past a sequence's pages are anything and are never used.
+    const uint32* table;
+    int64 columns;
+    uint8* bases[TIERS];
+    int64 block_bytes;
+    /// Tokens of a page, as a power of two.
+    int page_shift;
+    /// [batch + 1] and the spans of all sequences.
+    const int* span_starts;
+    const Span* spans;
+
+    __device__ const uint8* block(uint32 entry) const {
+        return bases[entry >> BLOCK_BITS] + static_cast<int64>(entry & ((1u << BLOCK_BITS) - 1)) * block_bytes;
+    }
+};
+
+/// The part of a span that a range of the token axis touches: stored rows [low, high), tiles [first_tile, last_tile).
+struct Piece {
+    int first_page, low, high, first_tile, last_tile;
+    /// The place on the token axis of stored row 0; below 0 where the span skips rows.
+    int origin;
+    int64 offset;
+
+    __device__ static Piece of(const Span& span, int low, int high) {
+        const int first = max(span.before, low), last = min(span.before + span.count, high);
+        Piece piece;
+        piece.first_page = span.first_page;
+        piece.origin = span.before - span.skip;
+        piece.low = first - piece.origin;
+        piece.high = last > first ? last - piece.origin : piece.low;
+        piece.first_tile = piece.low / TILE;
+        piece.last_tile = last > first ? (piece.high + TILE - 1) / TILE : piece.first_tile;
+        piece.offset = span.offset;
+        return piece;
+    }
+};
+
+}  // namespace pagoda
