@@ -6,14 +6,6 @@
 
 namespace pagoda {
 
-/// Rows of a caller's array [token, head, element]; strides in bytes.
-struct Rows {
-    uint8* data;
-    int64 token_stride, head_stride;
-
-    __device__ uint8* row(int64 token, int64 head) const { return data + token * token_stride + head * head_stride; }
-};
-
 struct Append {
     Rows k, v;
     /// [tokens]: block * page_size + row on the device tier; below 0: nothing is written.

@@ -17,6 +17,14 @@ struct Plane {
     int64 offset, head_stride, row_stride;
 };
 
+/// Rows of a caller's array [token, head, element]; strides in bytes.
+struct Rows {
+    uint8* data;
+    int64 token_stride, head_stride;
+
+    __device__ uint8* row(int64 token, int64 head) const { return data + token * token_stride + head * head_stride; }
+};
+
 /// A run of pages whose tokens are contiguous; the stored row `skip` of page `first_page` is token `before` of the sequence.
 struct Span {
     int first_page, skip, count, before;

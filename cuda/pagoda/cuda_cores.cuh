@@ -1,0 +1,177 @@
+// The engine of attention over rows of any format: float arithmetic on CUDA cores. Rows of 32 bits have no other.
+#pragma once
+
+#include <pagoda/unit.cuh>
+
+namespace pagoda {
+
+/// The parameters of a kernel and what they imply, as in TensorShape. ROWS: query rows of a unit at most.
+template <class K_, class V_, class Q_, int D_, int DV_, int ROWS_>
+struct CoreShape {
+    using K = K_;
+    using V = V_;
+    using Q = Q_;
+    static constexpr int D = D_, DV = DV_, ROWS = ROWS_, TEAMS = 1, THREADS = 128;
+    /// Stored rows that are in shared memory at once.
+    static constexpr int KEYS = D + DV > 512 ? 16 : 32;
+    /// Values of a row that a thread holds.
+    static constexpr int COLUMNS = (DV + THREADS - 1) / THREADS;
+    /// Floats of a row: lanes that read one row each meet in few banks.
+    static constexpr int DEPTH = D + 4, EXCHANGE = DV + 4;
+    static constexpr int Q_FLOATS = ROWS * D, K_FLOATS = KEYS * DEPTH, V_FLOATS = KEYS * DV;
+    static constexpr int SCORE_FLOATS = ROWS * KEYS + 3 * ROWS;
+    static constexpr int EXCHANGE_FLOATS = ROWS * (EXCHANGE + 2);
+    static constexpr int RING_FLOATS = K_FLOATS + V_FLOATS > EXCHANGE_FLOATS ? K_FLOATS + V_FLOATS : EXCHANGE_FLOATS;
+    static constexpr int SHARED_BYTES = 4 * (Q_FLOATS + SCORE_FLOATS + RING_FLOATS);
+    static constexpr int PARTIAL = ROWS * DV + 2 * ROWS;
+};
+
+template <class Shape_>
+struct CudaCores : Unit<Shape_> {
+    using Shape = Shape_;
+    using Unit<Shape>::args;
+    using Unit<Shape>::block;
+    using Unit<Shape>::head;
+    using Unit<Shape>::rows;
+    static constexpr int D = Shape::D, DV = Shape::DV, ROWS = Shape::ROWS, KEYS = Shape::KEYS;
+
+    float *const query, *const scores, *const tops, *const sums, *const decays, *const keys, *const values_of_keys;
+    /// Columns threadIdx.x, threadIdx.x + THREADS, ... of every row.
+    float values[ROWS][Shape::COLUMNS];
+
+    __device__ explicit CudaCores(const Attend& args_)
+        : Unit<Shape>(args_, floats() + Shape::Q_FLOATS + Shape::SCORE_FLOATS, floats()),
+          query(floats()),
+          scores(query + Shape::Q_FLOATS),
+          tops(scores + ROWS * KEYS),
+          sums(tops + ROWS),
+          decays(sums + ROWS),
+          keys(query + Shape::Q_FLOATS + Shape::SCORE_FLOATS),
+          values_of_keys(keys + Shape::K_FLOATS) {}
+
+    __device__ static float* floats() { return reinterpret_cast<float*>(shared_memory()); }
+
+    __device__ void load_queries(const Walk& walk) {
+        const float2* angles = this->angles_of(walk);
+        __syncthreads();
+        for (int i = threadIdx.x; i < ROWS * D; i += Shape::THREADS) {
+            const int row = i / D;
+            const bool real = row < rows;
+            query[i] = real ? this->query_element(args.q.row(this->token_of(row), this->head_of(row)), i % D, angles) : 0.0f;
+        }
+        __syncthreads();
+    }
+
+    /// Brings KEYS rows of one plane from `first` on to shared memory; zeros where the piece has none.
+    template <class Format, int DIM>
+    __device__ void load_rows(float* target, int stride, const Plane& plane, const Walk& walk, int first) const {
+        const int shift = args.pages.page_shift;
+        const uint32* table = args.pages.table + block.sequence * args.pages.columns + walk.piece.first_page;
+        for (int i = threadIdx.x; i < KEYS * DIM / 8; i += Shape::THREADS) {
+            const int row = i / (DIM / 8), chunk = i % (DIM / 8), stored = first + row;
+            float x[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+            if (stored >= walk.piece.low && stored < walk.piece.high) {
+                const uint8* page = args.pages.block(table[stored >> shift]) + plane.offset + head * plane.head_stride;
+                Format::load(page + (stored & ((1 << shift) - 1)) * plane.row_stride + chunk * 8 * Format::BYTES, x);
+            }
+            for (int e = 0; e < 8; ++e) target[row * stride + chunk * 8 + e] = x[e];
+        }
+    }
+
+    /// Scores of all query rows with the loaded keys: base-2 logarithms, -inf where the query does not see the key.
+    __device__ void score(const Walk& walk, int first) const {
+        for (int i = threadIdx.x; i < ROWS * KEYS; i += Shape::THREADS) {
+            const int row = i / KEYS, key = i % KEYS, stored = first + key, place = walk.piece.origin + stored;
+            const int last = block.position + row / args.group;
+            float score = minus_infinity();
+            if (stored >= walk.piece.low && stored < walk.piece.high && place <= last && place > last - args.window) {
+                float sum = 0.0f;
+                for (int d = 0; d < D; ++d) sum = fmaf(query[row * D + d], keys[key * Shape::DEPTH + d], sum);
+                score = sum * args.scale;
+            }
+            scores[i] = score;
+        }
+    }
+
+    /// Online softmax of the scores, one warp a row.
+    __device__ void weigh() const {
+        const int lane = threadIdx.x % WARP;
+        for (int row = threadIdx.x / WARP; row < ROWS; row += Shape::THREADS / WARP) {
+            const float mine = lane < KEYS ? scores[row * KEYS + lane] : minus_infinity();
+            float highest = mine;
+            for (int step = WARP / 2; step > 0; step /= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, step));
+            const float before = tops[row];
+            highest = fmaxf(highest, before);
+            const float base = highest == minus_infinity() ? 0.0f : highest;
+            const float weight = exp2f(mine - base);
+            float total = weight;
+            for (int step = WARP / 2; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
+            __syncwarp();
+            if (lane < KEYS) scores[row * KEYS + lane] = weight;
+            if (lane == 0) {
+                decays[row] = exp2f(before - base);
+                tops[row] = highest;
+                sums[row] = sums[row] * decays[row] + total;
+            }
+        }
+    }
+
+    __device__ void accumulate() {
+        for (int c = 0; c < Shape::COLUMNS; ++c) {
+            const int column = threadIdx.x + c * Shape::THREADS;
+            if (column >= DV) break;
+            for (int row = 0; row < ROWS; ++row) values[row][c] *= decays[row];
+            for (int key = 0; key < KEYS; ++key) {
+                const float x = values_of_keys[key * DV + column];
+                for (int row = 0; row < ROWS; ++row) values[row][c] = fmaf(scores[row * KEYS + key], x, values[row][c]);
+            }
+        }
+    }
+
+    /// As TensorCores::work.
+    __device__ void work(int from, int count) {
+        const Span* spans = args.pages.spans + args.pages.span_starts[block.sequence];
+        Walk walk;
+        walk.start(spans, block.low, block.position + block.queries, from, count, args.by_runs);
+        for (int row = 0; row < ROWS; ++row) {
+            for (int c = 0; c < Shape::COLUMNS; ++c) values[row][c] = 0.0f;
+        }
+        for (int row = threadIdx.x; row < ROWS; row += Shape::THREADS) {
+            tops[row] = minus_infinity();
+            sums[row] = 0.0f;
+        }
+        int64 prepared = walk.piece.offset;
+        load_queries(walk);
+        for (; walk.left > 0; walk.next()) {
+            if (walk.piece.offset != prepared) {
+                prepared = walk.piece.offset;
+                load_queries(walk);
+            }
+            for (int first = walk.tile * TILE; first < (walk.tile + 1) * TILE; first += KEYS) {
+                load_rows<typename Shape::K, D>(keys, Shape::DEPTH, args.k_plane, walk, first);
+                load_rows<typename Shape::V, DV>(values_of_keys, DV, args.v_plane, walk, first);
+                __syncthreads();
+                score(walk, first);
+                __syncthreads();
+                weigh();
+                __syncthreads();
+                accumulate();
+                __syncthreads();
+            }
+        }
+        float* out = this->exchange(0);
+        for (int row = 0; row < ROWS; ++row) {
+            for (int c = 0; c < Shape::COLUMNS; ++c) {
+                const int column = threadIdx.x + c * Shape::THREADS;
+                if (column < DV) out[row * Shape::EXCHANGE + column] = values[row][c];
+            }
+        }
+        for (int row = threadIdx.x; row < ROWS; row += Shape::THREADS) {
+            out[ROWS * Shape::EXCHANGE + row] = tops[row];
+            out[ROWS * Shape::EXCHANGE + ROWS + row] = sums[row];
+        }
+        __syncthreads();
+    }
+};
+
+}  // namespace pagoda

@@ -1,0 +1,373 @@
+// The engine of attention over 16-bit rows: tensor cores.
+//
+// Inside a thread block teams of warps share a tile: with 16 query rows (decode) four teams of one warp take 16 stored rows
+// each and meet at the end; with 64 query rows (prefill) one team of four warps takes them all, each warp for its own 16
+// query rows. A team has its own ring of stages in shared memory, which asynchronous copies fill ahead.
+#pragma once
+
+#include <pagoda/unit.cuh>
+
+namespace pagoda {
+
+/// The parameters of a kernel and what they imply. K, V: row formats of 16 bits. Q: the format of queries and outputs.
+/// D, DV: head_dim and v_head_dim, multiples of 8. WARPS: of a team. TEAMS: that share a tile. COLUMNS: warps of a team that
+/// share 16 query rows, each for its part of the values, where these do not fit the registers of one. STAGES: of a ring.
+template <class K_, class V_, class Q_, int D_, int DV_, int WARPS_, int TEAMS_, int COLUMNS_, int STAGES_>
+struct TensorShape {
+    using K = K_;
+    using V = V_;
+    using Q = Q_;
+    static constexpr int D = D_, DV = DV_, WARPS = WARPS_, TEAMS = TEAMS_, COLUMNS = COLUMNS_, STAGES = STAGES_;
+    static_assert(WARPS == 1 || TEAMS == 1, "a team of several warps uses the barrier of the thread block");
+    static_assert(DV % (8 * COLUMNS) == 0 && STAGES >= 2, "a warp has whole columns of 8, and a stage to fill");
+    static constexpr int ROWS = 16 * WARPS / COLUMNS, SLICE = TILE / TEAMS;
+    static constexpr int TEAM = WARP * WARPS, THREADS = TEAM * TEAMS;
+    /// Elements of V that a warp accumulates, and stored rows whose scores it holds at once.
+    static constexpr int WIDTH = DV / COLUMNS, SCORES = SLICE < 32 ? SLICE : 32;
+    /// Elements of a K row with zeros behind it, for whole steps of 16.
+    static constexpr int DEPTH = (D + 15) / 16 * 16;
+    /// In pieces of 16 bytes. Odd, so that eight rows lie in different banks.
+    static constexpr int K_STRIDE = (DEPTH / 8) | 1, V_STRIDE = (DV / 8) | 1;
+    static constexpr int Q_SPLITS = Splits<Q, K>::COUNT;
+    /// Weights are as exact as queries are: 16-bit queries are content with 16-bit weights.
+    static constexpr int P_SPLITS = Q::BYTES == 4 ? Splits<F32, V>::COUNT : 1;
+    static constexpr int Q_BYTES = Q_SPLITS * ROWS * K_STRIDE * 16;
+    static constexpr int K_BYTES = SLICE * K_STRIDE * 16, V_BYTES = SLICE * V_STRIDE * 16;
+    static constexpr int STAGE_BYTES = K_BYTES + V_BYTES;
+    /// Floats of a row of values on their way between teams.
+    static constexpr int EXCHANGE = DV + 4;
+    static constexpr int EXCHANGE_BYTES = TEAMS * ROWS * (EXCHANGE + 2) * 4;
+    static constexpr int RING_BYTES = TEAMS * STAGES * STAGE_BYTES + 16;
+    static constexpr int SHARED_BYTES = Q_BYTES + (RING_BYTES > EXCHANGE_BYTES ? RING_BYTES : EXCHANGE_BYTES);
+    /// Floats of a partial result: values, then maxima, then sums.
+    static constexpr int PARTIAL = ROWS * DV + 2 * ROWS;
+    /// Query fragments stay in registers where these hold them beside values and scores.
+    static constexpr bool Q_IN_REGISTERS = Q_SPLITS * DEPTH / 4 + WIDTH / 2 + SCORES / 2 <= 136;
+};
+
+/// Table entries of 64 pages around the current one: a lane holds one of the current 32 and one of the next.
+struct PageWindow {
+    const uint32* row;
+    int pages, base;
+    uint32 now, then;
+
+    __device__ void open(const uint32* row_, int pages_) { row = row_, pages = pages_, base = -1; }
+
+    __device__ uint32 entry(int first, int lane) const { return first + lane < pages ? row[first + lane] : 0; }
+
+    /// Makes `page` one of the current pages.
+    __device__ void seek(int page, int lane) {
+        const int wanted = page & ~(WARP - 1);
+        if (wanted == base) return;
+        now = base >= 0 && wanted == base + WARP ? then : entry(wanted, lane);
+        then = entry(wanted + WARP, lane);
+        base = wanted;
+    }
+};
+
+template <int WARPS>
+__device__ void team_barrier() {
+    if (WARPS == 1) {
+        __syncwarp();
+    } else {
+        __syncthreads();
+    }
+}
+
+/// Everything of one thread while it works on a unit.
+template <class Shape_>
+struct TensorCores : Unit<Shape_> {
+    using Shape = Shape_;
+    using Q = typename Shape::Q;
+    using Unit<Shape>::args;
+    using Unit<Shape>::block;
+    using Unit<Shape>::head;
+    using Unit<Shape>::rows;
+    using KElement = typename Shape::K::Element;
+    using VElement = typename Shape::V::Element;
+    static constexpr int D = Shape::D, DV = Shape::DV, STAGES = Shape::STAGES, TEAMS = Shape::TEAMS;
+
+    /// `warp` is its place in the team; its query rows begin at `first_row`, its values at `first_column`.
+    const int lane, warp, team, first_row, first_column;
+    uint8 *const q_shared, *const ring;
+    /// Of rows lane / 4 and lane / 4 + 8 of the warp's 16: running maximum, this lane's share of the sum, values.
+    float top[2], sum[2], values[Shape::WIDTH / 8][4];
+    uint32 query[Shape::Q_IN_REGISTERS ? Shape::Q_SPLITS : 1][Shape::DEPTH / 16][4];
+
+    __device__ explicit TensorCores(const Attend& args_)
+        : Unit<Shape>(args_, shared_memory() + Shape::Q_BYTES, shared_memory()),
+          lane(threadIdx.x % WARP),
+          warp(threadIdx.x / WARP % Shape::WARPS),
+          team(threadIdx.x / Shape::TEAM),
+          first_row(warp / Shape::COLUMNS * 16),
+          first_column(warp % Shape::COLUMNS * Shape::WIDTH),
+          q_shared(shared_memory()),
+          ring(shared_memory() + Shape::Q_BYTES) {}
+
+    /// Writes the zeros behind K rows, which copies never touch and the exchange may have overwritten.
+    __device__ void pad_keys() const {
+        if constexpr (D < Shape::DEPTH) {
+            for (int i = threadIdx.x; i < TEAMS * STAGES * Shape::SLICE; i += Shape::THREADS) {
+                uint8* row = ring + i / Shape::SLICE * Shape::STAGE_BYTES + i % Shape::SLICE * Shape::K_STRIDE * 16;
+                *reinterpret_cast<uint4*>(row + D * 2) = make_uint4(0, 0, 0, 0);
+            }
+        }
+    }
+
+    __device__ uint8* stage(int index) const { return ring + (team * STAGES + index) * Shape::STAGE_BYTES; }
+
+    /// Brings the queries of the unit to shared memory as 16-bit elements, and the rests of what those cannot hold.
+    __device__ void load_queries(const Walk& walk) {
+        const float2* angles = this->angles_of(walk);
+        __syncthreads();
+        for (int i = threadIdx.x; i < Shape::ROWS * Shape::DEPTH / 2; i += Shape::THREADS) {
+            const int row = i / (Shape::DEPTH / 2), e = i % (Shape::DEPTH / 2) * 2;
+            float x = 0.0f, y = 0.0f;
+            if (row < rows && e < D) {
+                const uint8* source = args.q.row(this->token_of(row), this->head_of(row));
+                x = this->query_element(source, e, angles);
+                y = this->query_element(source, e + 1, angles);
+            }
+#pragma unroll
+            for (int s = 0; s < Shape::Q_SPLITS; ++s) {
+                const uint32 pair = Pair<KElement>::pack(x, y);
+                x -= Pair<KElement>::low(pair);
+                y -= Pair<KElement>::high(pair);
+                *reinterpret_cast<uint32*>(q_shared + ((s * Shape::ROWS + row) * Shape::K_STRIDE * 16 + e * 2)) = pair;
+            }
+        }
+        __syncthreads();
+        if constexpr (Shape::Q_IN_REGISTERS) {
+#pragma unroll
+            for (int s = 0; s < Shape::Q_SPLITS; ++s) {
+#pragma unroll
+                for (int k = 0; k < Shape::DEPTH / 16; ++k) load_query(query[s][k], s, k);
+            }
+        }
+    }
+
+    __device__ void load_query(uint32 (&fragment)[4], int split, int k) const {
+        const int row = split * Shape::ROWS + first_row + lane % 16;
+        load_matrix(fragment, q_shared + (row * Shape::K_STRIDE + k * 2 + lane / 16) * 16);
+    }
+
+    /// Starts copying rows of one plane: the team's slice of a tile.
+    template <int DIM, int STRIDE>
+    __device__ void copy_rows(uint8* target, const Plane& plane, const Walk& walk, const PageWindow& window) const {
+        constexpr int CHUNKS = DIM / 8, ALL = Shape::SLICE * CHUNKS;
+        const int first = walk.tile * TILE + team * Shape::SLICE, shift = args.pages.page_shift;
+        const int64 in_block = plane.offset + head * plane.head_stride;
+#pragma unroll 4
+        for (int start = 0; start < ALL; start += Shape::TEAM) {
+            const int i = start + warp * WARP + lane, row = i / CHUNKS, chunk = i % CHUNKS, stored = first + row;
+            const uint32 entry = __shfl_sync(~0u, window.now, (stored >> shift) % WARP);
+            const bool valid = stored >= walk.piece.low && stored < walk.piece.high;
+            const int64 in_page = stored & ((1 << shift) - 1);
+            const uint8* source = args.pages.block(entry) + in_block + in_page * plane.row_stride + chunk * 16;
+            if (ALL % Shape::TEAM == 0 || i < ALL) copy_async(target + (row * STRIDE + chunk) * 16, source, valid);
+        }
+    }
+
+    __device__ void copy_slice(int index, const Walk& walk, PageWindow& window) const {
+        window.seek((walk.tile * TILE + team * Shape::SLICE) >> args.pages.page_shift, lane);
+        copy_rows<D, Shape::K_STRIDE>(stage(index), args.k_plane, walk, window);
+        copy_rows<DV, Shape::V_STRIDE>(stage(index) + Shape::K_BYTES, args.v_plane, walk, window);
+    }
+
+    __device__ void open_window(PageWindow& window, const Walk& walk) const {
+        const int64 row = block.sequence * args.pages.columns + walk.piece.first_page;
+        window.open(args.pages.table + row, ((walk.piece.high - 1) >> args.pages.page_shift) + 1);
+    }
+
+    /// Scores, softmax and values of the team's slice of a tile.
+    __device__ void compute_slice(int index, const Walk& walk) {
+        for (int first = 0; first < Shape::SLICE; first += Shape::SCORES) {
+            float scores[Shape::SCORES / 8][4];
+            score(scores, stage(index) + first * Shape::K_STRIDE * 16);
+            mask(scores, walk, walk.tile * TILE + team * Shape::SLICE + first);
+            weigh(scores);
+            accumulate(scores, stage(index) + Shape::K_BYTES + first * Shape::V_STRIDE * 16 + first_column * 2);
+        }
+    }
+
+    __device__ void score(float (&scores)[Shape::SCORES / 8][4], const uint8* keys) const {
+#pragma unroll
+        for (int n = 0; n < Shape::SCORES / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) scores[n][i] = 0.0f;
+        }
+#pragma unroll
+        for (int k = 0; k < Shape::DEPTH / 16; ++k) {
+#pragma unroll
+            for (int s = 0; s < Shape::Q_SPLITS; ++s) {
+                uint32 a[4];
+                if constexpr (Shape::Q_IN_REGISTERS) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) a[i] = query[s][k][i];
+                } else {
+                    load_query(a, s, k);
+                }
+#pragma unroll
+                for (int n = 0; n < Shape::SCORES / 8; n += 2) {
+                    uint32 b[4];
+                    const int row = n * 8 + lane / 16 * 8 + lane % 8;
+                    load_matrix(b, keys + (row * Shape::K_STRIDE + k * 2 + lane / 8 % 2) * 16);
+                    multiply_add(scores[n], a, b[0], b[1], KElement());
+                    multiply_add(scores[n + 1], a, b[2], b[3], KElement());
+                }
+            }
+        }
+    }
+
+    /// Scales scores of the stored rows from `first` on; those that their query does not see become -inf.
+    __device__ void mask(float (&scores)[Shape::SCORES / 8][4], const Walk& walk, int first) const {
+        const int place = walk.piece.origin + first;
+        const bool whole = first >= walk.piece.low && first + Shape::SCORES <= walk.piece.high &&
+                           place + Shape::SCORES - 1 <= block.position &&
+                           place > block.position + block.queries - 1 - args.window;
+        const int last[2] = {block.position + (first_row + lane / 4) / args.group,
+                             block.position + (first_row + lane / 4 + 8) / args.group};
+#pragma unroll
+        for (int n = 0; n < Shape::SCORES / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int column = n * 8 + lane % 4 * 2 + i % 2;
+                const bool seen = whole || (first + column >= walk.piece.low && first + column < walk.piece.high &&
+                                            place + column <= last[i / 2] && place + column > last[i / 2] - args.window);
+                scores[n][i] = seen ? scores[n][i] * args.scale : minus_infinity();
+            }
+        }
+    }
+
+    /// Online softmax: scores become weights relative to the new maximum, and the values so far are scaled to it.
+    __device__ void weigh(float (&scores)[Shape::SCORES / 8][4]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float highest = top[r];
+#pragma unroll
+            for (int n = 0; n < Shape::SCORES / 8; ++n) highest = fmaxf(highest, fmaxf(scores[n][2 * r], scores[n][2 * r + 1]));
+            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
+            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+            // Where nothing is seen so far every weight is exp2(-inf - 0) = 0.
+            const float base = highest == minus_infinity() ? 0.0f : highest;
+            const float decay = exp2_fast(top[r] - base);
+            top[r] = highest;
+            float total = 0.0f;
+#pragma unroll
+            for (int n = 0; n < Shape::SCORES / 8; ++n) {
+#pragma unroll
+                for (int i = 2 * r; i < 2 * r + 2; ++i) {
+                    scores[n][i] = exp2_fast(scores[n][i] - base);
+                    total += scores[n][i];
+                }
+            }
+            sum[r] = sum[r] * decay + total;
+#pragma unroll
+            for (int n = 0; n < Shape::WIDTH / 8; ++n) {
+                values[n][2 * r] *= decay;
+                values[n][2 * r + 1] *= decay;
+            }
+        }
+    }
+
+    /// Adds the V rows, times their weights, to the warp's values.
+    __device__ void accumulate(const float (&weights)[Shape::SCORES / 8][4], const uint8* rows_of_v) {
+#pragma unroll
+        for (int k = 0; k < Shape::SCORES / 16; ++k) {
+            // What an accumulator holds of two column blocks is what a fragment of the left factor holds.
+            float p[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) p[i] = weights[2 * k + i / 4][i % 4];
+#pragma unroll
+            for (int s = 0; s < Shape::P_SPLITS; ++s) {
+                uint32 a[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    a[i] = Pair<VElement>::pack(p[2 * i], p[2 * i + 1]);
+                    p[2 * i] -= Pair<VElement>::low(a[i]);
+                    p[2 * i + 1] -= Pair<VElement>::high(a[i]);
+                }
+#pragma unroll
+                for (int n = 0; n < Shape::WIDTH / 8; n += 2) {
+                    uint32 b[4];
+                    load_matrix_transposed(b, rows_of_v + ((k * 16 + lane % 16) * Shape::V_STRIDE + n + lane / 16) * 16);
+                    multiply_add(values[n], a, b[0], b[1], VElement());
+                    // An odd number of blocks: the last load has brought 8 elements of another row.
+                    if (n + 1 < Shape::WIDTH / 8) multiply_add(values[n + 1], a, b[2], b[3], VElement());
+                }
+            }
+        }
+    }
+
+    /// Goes over the tiles (or the run) from `from` on. Leaves maxima, sums and values of all teams in the exchange.
+    __device__ void work(int from, int count) {
+        const Span* spans = args.pages.spans + args.pages.span_starts[block.sequence];
+        Walk compute;
+        compute.start(spans, block.low, block.position + block.queries, from, count, args.by_runs);
+        Walk load = compute;
+        PageWindow window;
+        open_window(window, load);
+        pad_keys();
+        int index = 0;
+        auto advance = [&] {
+            if (load.left > 0) {
+                const Span* span = load.span;
+                copy_slice(index, load, window);
+                load.next();
+                if (load.left > 0 && load.span != span) open_window(window, load);
+            }
+            copy_commit();
+            index = index + 1 == STAGES ? 0 : index + 1;
+        };
+#pragma unroll
+        for (int i = 0; i < STAGES - 1; ++i) advance();
+        top[0] = top[1] = minus_infinity();
+        sum[0] = sum[1] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < Shape::WIDTH / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) values[n][i] = 0.0f;
+        }
+        int64 prepared = compute.piece.offset;
+        load_queries(compute);
+        for (int at = 0; compute.left > 0; at = at + 1 == STAGES ? 0 : at + 1) {
+            if (compute.piece.offset != prepared) {
+                prepared = compute.piece.offset;
+                load_queries(compute);
+            }
+            copy_wait<STAGES - 2>();
+            // The slice has arrived for all, and all are done with the one before, whose place is filled next.
+            team_barrier<Shape::WARPS>();
+            advance();
+            compute_slice(at, compute);
+            compute.next();
+        }
+        copy_wait<0>();
+        __syncthreads();
+        give();
+        __syncthreads();
+    }
+
+    /// Writes this thread's share of the result to the exchange.
+    __device__ void give() {
+        float* out = this->exchange(team);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = first_row + lane / 4 + 8 * r;
+            sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
+            sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+            if (lane % 4 == 0 && first_column == 0) {
+                out[Shape::ROWS * Shape::EXCHANGE + row] = top[r];
+                out[Shape::ROWS * Shape::EXCHANGE + Shape::ROWS + row] = sum[r];
+            }
+#pragma unroll
+            for (int n = 0; n < Shape::WIDTH / 8; ++n) {
+                float* pair = out + row * Shape::EXCHANGE + first_column + n * 8 + lane % 4 * 2;
+                pair[0] = values[n][2 * r];
+                pair[1] = values[n][2 * r + 1];
+            }
+        }
+    }
+};
+
+}  // namespace pagoda

@@ -1,0 +1,89 @@
+"""The arguments of device kernels, field by field as in cuda/pagoda: `ctypes` lays them out as C++ does."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+TIERS = 3
+
+SPAN = np.dtype(
+    [("first_page", "<i4"), ("skip", "<i4"), ("count", "<i4"), ("before", "<i4"), ("offset", "<i8")], align=True
+)
+"""`Span` of tables.cuh."""
+
+QUERY_BLOCK = np.dtype([(name, "<i4") for name in ("sequence", "token", "queries", "position", "low")])
+"""`QueryBlock` of unit.cuh."""
+
+
+class Rows(ctypes.Structure):
+    """An array [token, head, element] of the caller; strides in bytes."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
+
+
+class Plane(ctypes.Structure):
+    """K or V of one layer inside a block, in bytes."""
+
+    _fields_ = [("offset", ctypes.c_int64), ("head_stride", ctypes.c_int64), ("row_stride", ctypes.c_int64)]
+
+
+class Pages(ctypes.Structure):
+    """The page tables of one layer group, on the device."""
+
+    _fields_ = [
+        ("table", ctypes.c_void_p),
+        ("columns", ctypes.c_int64),
+        ("bases", ctypes.c_void_p * TIERS),
+        ("block_bytes", ctypes.c_int64),
+        ("page_shift", ctypes.c_int),
+        ("span_starts", ctypes.c_void_p),
+        ("spans", ctypes.c_void_p),
+    ]
+
+
+class Append(ctypes.Structure):
+    """Of the kernel `append`."""
+
+    _fields_ = [
+        ("k", Rows),
+        ("v", Rows),
+        ("slots", ctypes.c_void_p),
+        ("tokens", ctypes.c_int),
+        ("kv_heads", ctypes.c_int),
+        ("head_dim", ctypes.c_int),
+        ("v_head_dim", ctypes.c_int),
+        ("base", ctypes.c_void_p),
+        ("block_bytes", ctypes.c_int64),
+        ("page_shift", ctypes.c_int),
+        ("k_plane", Plane),
+        ("v_plane", Plane),
+        ("misfit", ctypes.c_void_p),
+    ]
+
+
+class Attend(ctypes.Structure):
+    """Of the kernel `attend`."""
+
+    _fields_ = [
+        ("pages", Pages),
+        ("k_plane", Plane),
+        ("v_plane", Plane),
+        ("q", Rows),
+        ("out", Rows),
+        ("lse", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+        ("prefix", ctypes.c_void_p),
+        ("block_count", ctypes.c_void_p),
+        ("kv_heads", ctypes.c_int),
+        ("group", ctypes.c_int),
+        ("window", ctypes.c_int),
+        ("by_runs", ctypes.c_int),
+        ("scale", ctypes.c_float),
+        ("angles", ctypes.c_void_p),
+        ("rotary_pairs", ctypes.c_int),
+        ("interleaved", ctypes.c_int),
+        ("partials", ctypes.c_void_p),
+        ("pending", ctypes.c_void_p),
+    ]

@@ -1,0 +1,222 @@
+#include <emulator.h>
+
+#include <sys/mman.h>
+
+namespace emulator {
+
+Block* block;
+Fiber* current;
+dim3 block_index, block_size, grid_size;
+
+namespace {
+
+constexpr size_t STACK_BYTES = 256 << 10;
+constexpr size_t CANARY_BYTES = 256;
+
+void* scheduler_stack_pointer;
+const std::function<void()>* kernel_body;
+std::string failure;
+uint64_t random_state;
+
+uint64_t draw() {
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 7;
+    random_state ^= random_state << 17;
+    return random_state;
+}
+
+/// Saves this context's registers on its stack and its stack pointer in `save`, and goes on where `load` left off.
+extern "C" void emulator_switch(void** save, void* load);
+asm(R"(
+.text
+.globl emulator_switch
+.hidden emulator_switch
+emulator_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+)");
+
+void yield() { emulator_switch(&current->stack_pointer, scheduler_stack_pointer); }
+
+void begin() {
+    (*kernel_body)();
+    if (!current->copies.empty()) fail("a thread ended with asynchronous copies that it did not wait for");
+    current->done = true;
+    yield();
+}
+
+void prepare(Fiber& fiber) {
+    void** top = reinterpret_cast<void**>(fiber.stack + STACK_BYTES - 64);
+    *--top = nullptr;
+    *--top = reinterpret_cast<void*>(begin);
+    for (int i = 0; i < 6; ++i) *--top = nullptr;
+    fiber.stack_pointer = top;
+}
+
+std::string where() {
+    return "block " + std::to_string(block_index.x) + ", thread " + std::to_string(current->index) + ": ";
+}
+
+}  // namespace
+
+void fail(const std::string& message) {
+    failure = where() + message;
+    yield();
+    std::abort();
+}
+
+namespace {
+
+/// Lets others run until the barrier is complete.
+void wait_at(Barrier& barrier) {
+    barrier.waiting.push_back(current->index);
+    yield();
+}
+
+void complete(Barrier& barrier) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+    block->ready.insert(block->ready.end(), barrier.waiting.begin(), barrier.waiting.end());
+    barrier.waiting.clear();
+}
+
+}  // namespace
+
+void block_barrier() {
+    if (++block->barrier.arrived == block->alive) {
+        complete(block->barrier);
+    } else {
+        wait_at(block->barrier);
+    }
+}
+
+const Offer* meet(const char* name, unsigned mask, const void* data, size_t bytes) {
+    const int lane = current->index % LANES;
+    Warp& warp = block->warps[current->index / LANES];
+    if (!(mask >> lane & 1)) fail(std::string(name) + ": the lane is not in its own mask");
+    Offer& mine = warp.offers[lane];
+    mine.name = name;
+    mine.mask = mask;
+    if (bytes) std::memcpy(mine.data, data, bytes);
+    const unsigned generation = warp.barrier.generation;
+    if (++warp.barrier.arrived == __builtin_popcount(mask)) {
+        for (int i = 0; i < LANES; ++i) {
+            if (!(mask >> i & 1)) continue;
+            if (warp.offers[i].name == nullptr || std::strcmp(warp.offers[i].name, name) || warp.offers[i].mask != mask) {
+                fail(std::string(name) + " meets " + (warp.offers[i].name ? warp.offers[i].name : "nothing") + " of lane " +
+                     std::to_string(i));
+            }
+            warp.met[generation % 2][i] = warp.offers[i];
+            warp.offers[i].name = nullptr;
+        }
+        complete(warp.barrier);
+    } else {
+        wait_at(warp.barrier);
+    }
+    return warp.met[generation % 2];
+}
+
+void copy_async(void* target, const void* source, bool valid) {
+    if (reinterpret_cast<uintptr_t>(target) % 16 || (valid && reinterpret_cast<uintptr_t>(source) % 16)) {
+        fail("cp.async: not aligned to 16 bytes");
+    }
+    std::memset(target, POISON, 16);
+    current->copies.push_back({static_cast<unsigned char*>(target), static_cast<const unsigned char*>(source), valid, current->group});
+}
+
+void copy_commit() { ++current->group; }
+
+void copy_wait(int pending) {
+    auto& copies = current->copies;
+    size_t kept = 0;
+    for (const Copy& copy : copies) {
+        if (copy.group >= current->group - pending) {
+            copies[kept++] = copy;
+        } else if (copy.valid) {
+            std::memcpy(copy.target, copy.source, 16);
+        } else {
+            std::memset(copy.target, 0, 16);
+        }
+    }
+    copies.resize(kept);
+}
+
+namespace {
+
+void run_block(unsigned threads, size_t shared_bytes) {
+    Block now;
+    block = &now;
+    now.shared = static_cast<unsigned char*>(std::aligned_alloc(128, (shared_bytes + CANARY_BYTES + 127) / 128 * 128));
+    std::memset(now.shared, POISON, shared_bytes);
+    for (size_t i = 0; i < CANARY_BYTES; ++i) now.shared[shared_bytes + i] = static_cast<unsigned char>(i * 7 + 13);
+    now.fibers.resize(threads);
+    now.warps.resize((threads + LANES - 1) / LANES);
+    now.alive = static_cast<int>(threads);
+    auto* stacks = static_cast<unsigned char*>(
+        mmap(nullptr, STACK_BYTES * threads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    for (unsigned i = 0; i < threads; ++i) {
+        now.fibers[i].index = static_cast<int>(i);
+        now.fibers[i].thread = {i, 0, 0};
+        now.fibers[i].stack = stacks + STACK_BYTES * i;
+        prepare(now.fibers[i]);
+    }
+    now.ready.resize(threads);
+    for (unsigned i = 0; i < threads; ++i) now.ready[i] = static_cast<int>(i);
+    while (failure.empty() && now.alive > 0) {
+        if (now.ready.empty()) {
+            failure = "block " + std::to_string(block_index.x) + ": " + std::to_string(now.alive) +
+                      " threads wait at barriers that others do not reach";
+            break;
+        }
+        std::swap(now.ready[draw() % now.ready.size()], now.ready.back());
+        current = &now.fibers[now.ready.back()];
+        now.ready.pop_back();
+        emulator_switch(&scheduler_stack_pointer, current->stack_pointer);
+        if (current->done) {
+            --now.alive;
+            // Those that wait for the block do not wait for a thread that has ended.
+            if (now.alive > 0 && now.barrier.arrived == now.alive) complete(now.barrier);
+        }
+    }
+    for (size_t i = 0; failure.empty() && i < CANARY_BYTES; ++i) {
+        if (now.shared[shared_bytes + i] != static_cast<unsigned char>(i * 7 + 13)) {
+            failure = "block " + std::to_string(block_index.x) + ": wrote past its shared memory";
+        }
+    }
+    munmap(stacks, STACK_BYTES * threads);
+    std::free(now.shared);
+}
+
+}  // namespace
+
+std::string launch(dim3 grid, unsigned threads, size_t shared_bytes, uint64_t seed, const std::function<void()>& kernel) {
+    failure.clear();
+    random_state = seed * 0x9e3779b97f4a7c15ull + 0x2545f4914f6cdd1dull;
+    kernel_body = &kernel;
+    grid_size = grid;
+    block_size = {threads, 1, 1};
+    std::vector<unsigned> order(grid.x);
+    for (unsigned i = 0; i < grid.x; ++i) order[i] = i;
+    for (unsigned i = grid.x; i > 1; --i) std::swap(order[i - 1], order[draw() % i]);
+    for (unsigned at : order) {
+        block_index = {at, 0, 0};
+        run_block(threads, shared_bytes);
+        if (!failure.empty()) break;
+    }
+    return failure;
+}
+
+}  // namespace emulator

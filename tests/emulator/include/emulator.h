@@ -1,0 +1,158 @@
+// CUDA's threads, barriers and warp collectives on one CPU thread, for tests. Every CUDA thread is a fiber; which runs next is
+// drawn from a seed. Barriers are counted, per block and per warp: a fiber waits until all that must arrive have arrived.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) alignas(n)
+
+struct dim3 {
+    unsigned x = 1, y = 1, z = 1;
+};
+
+namespace emulator {
+
+constexpr int LANES = 32;
+constexpr unsigned char POISON = 0xff;
+
+[[noreturn]] void fail(const std::string& message);
+
+struct Barrier {
+    unsigned generation = 0;
+    int arrived = 0;
+    std::vector<int> waiting;
+};
+
+/// A copy that this thread has started and nobody may see yet.
+struct Copy {
+    unsigned char* target;
+    const unsigned char* source;
+    bool valid;
+    int group;
+};
+
+struct Fiber {
+    void* stack_pointer = nullptr;
+    unsigned char* stack = nullptr;
+    dim3 thread;
+    int index = 0;
+    bool done = false;
+    std::vector<Copy> copies;
+    int group = 0;
+};
+
+/// What a lane brings to a collective.
+struct Offer {
+    const char* name = nullptr;
+    unsigned mask = 0;
+    alignas(16) unsigned char data[96];
+};
+
+struct Warp {
+    Barrier barrier;
+    Offer offers[LANES];
+    /// What all brought, for the lanes to read while others are in the next collective already.
+    Offer met[2][LANES];
+};
+
+struct Block {
+    std::vector<Fiber> fibers;
+    /// Those that may run, in no order.
+    std::vector<int> ready;
+    std::vector<Warp> warps;
+    Barrier barrier;
+    unsigned char* shared = nullptr;
+    int alive = 0;
+};
+
+extern Block* block;
+extern Fiber* current;
+extern dim3 block_index, block_size, grid_size;
+
+void block_barrier();
+/// Meets the lanes of `mask`, all in the same collective; returns what they brought.
+const Offer* meet(const char* name, unsigned mask, const void* data, size_t bytes);
+
+inline int lane() { return current->index % LANES; }
+
+void copy_async(void* target, const void* source, bool valid);
+void copy_commit();
+void copy_wait(int pending);
+
+/// Runs a kernel; empty, or what went wrong.
+std::string launch(dim3 grid, unsigned threads, size_t shared_bytes, uint64_t seed, const std::function<void()>& kernel);
+
+template <class T>
+T shuffle(const char* name, unsigned mask, T value, int from) {
+    const Offer* met = meet(name, mask, &value, sizeof(T));
+    const int source = from >= 0 && from < LANES ? from : lane();
+    if (!(mask >> source & 1)) fail(std::string(name) + ": lane " + std::to_string(source) + " is not in the mask");
+    T result;
+    std::memcpy(&result, met[source].data, sizeof(T));
+    return result;
+}
+
+}  // namespace emulator
+
+#define threadIdx (emulator::current->thread)
+#define blockIdx (emulator::block_index)
+#define blockDim (emulator::block_size)
+#define gridDim (emulator::grid_size)
+
+inline void __syncthreads() { emulator::block_barrier(); }
+inline void __syncwarp(unsigned mask = ~0u) { emulator::meet("__syncwarp", mask, nullptr, 0); }
+inline void __threadfence() {}
+template <class T>
+T __shfl_sync(unsigned mask, T value, int lane, int = 32) { return emulator::shuffle("__shfl_sync", mask, value, lane & 31); }
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int bits, int = 32) {
+    return emulator::shuffle("__shfl_xor_sync", mask, value, emulator::lane() ^ bits);
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+    const emulator::Offer* met = emulator::meet("__ballot_sync", mask, &predicate, sizeof predicate);
+    unsigned result = 0;
+    for (int i = 0; i < 32; ++i) {
+        int one = 0;
+        if (mask >> i & 1) std::memcpy(&one, met[i].data, sizeof one);
+        result |= static_cast<unsigned>(one != 0) << i;
+    }
+    return result;
+}
+template <class T>
+T atomicAdd(T* target, T value) {
+    const T before = *target;
+    *target += value;
+    return before;
+}
+template <class T>
+T __ldcg(const T* source) { return *source; }
+
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+template <class To, class From>
+To emulated_bits(From from) {
+    To to;
+    static_assert(sizeof to == sizeof from);
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+inline unsigned __float_as_uint(float x) { return emulated_bits<unsigned>(x); }
+inline float __uint_as_float(unsigned x) { return emulated_bits<float>(x); }
+using std::max;
+using std::min;

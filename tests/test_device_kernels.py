@@ -1,0 +1,447 @@
+"""The kernels of cuda/ on the emulator, against formulas in float64.
+
+Pages lie in random places on two tiers, rows that no query sees are NaN, table entries past the end point nowhere, and every
+array that a kernel may write lies between canaries.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import emulator
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+from emulator import Guarded
+from pagoda.kernels import arguments
+
+Array = npt.NDArray[Any]
+
+TILE, RUN_TILES = 64, 64
+DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+NOWHERE = 0xBFFFFFF0
+"""A table entry of the disk tier, which has no memory."""
+
+
+@dataclass
+class Shape:
+    """One instance of a kernel: formats, head sizes, and how an engine cuts its work."""
+
+    k: str
+    v: str
+    q: str
+    dim: int
+    v_dim: int
+    engine: str = "decode"
+    """decode, prefill, deterministic, columns or cores."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.k}_{self.v}_{self.q}_{self.dim}_{self.v_dim}_{self.engine}"
+
+    @property
+    def type(self) -> str:
+        formats = f"pagoda::{self.k}, pagoda::{self.v}, pagoda::{self.q}, {self.dim}, {self.v_dim}"
+        if self.engine == "cores":
+            return f"pagoda::CudaCores<pagoda::CoreShape<{formats}, 16>>"
+        cut = {"decode": "1, 4, 1, 3", "prefill": "4, 1, 1, 2", "deterministic": "1, 1, 1, 2", "columns": "4, 1, 4, 2"}
+        return f"pagoda::TensorCores<pagoda::TensorShape<{formats}, {cut[self.engine]}>>"
+
+    @property
+    def rows(self) -> int:
+        return 64 if self.engine == "prefill" else 16
+
+
+SHAPES = [
+    Shape("F16", "F16", "F32", 128, 128),
+    Shape("F16", "F16", "F16", 64, 64),
+    Shape("BF16", "BF16", "BF16", 96, 96),
+    Shape("BF16", "BF16", "F32", 80, 80),
+    Shape("BF16", "F16", "F32", 72, 40),
+    Shape("F16", "BF16", "F32", 8, 24),
+    Shape("F16", "F16", "F32", 256, 256),
+    Shape("F16", "F16", "F32", 192, 128),
+    Shape("F16", "F16", "F32", 128, 128, "prefill"),
+    Shape("BF16", "BF16", "BF16", 64, 64, "prefill"),
+    Shape("F16", "F16", "F32", 128, 128, "deterministic"),
+    Shape("F16", "F16", "F32", 576, 512, "columns"),
+    Shape("F32", "F32", "F32", 128, 128, "cores"),
+    Shape("F32", "F16", "BF16", 72, 136, "cores"),
+]
+APPENDS = [("F16", "F16", "F32"), ("BF16", "F32", "F16"), ("F32", "F16", "BF16"), ("BF16", "F16", "F32")]
+
+
+@pytest.fixture(scope="module")
+def library() -> emulator.Library:
+    kernels, constants = {}, {}
+    for shape in SHAPES:
+        kernels[shape.name] = f"pagoda::attend<{shape.type}>"
+        for constant in ("SHARED_BYTES", "THREADS", "PARTIAL"):
+            constants[f"{shape.name}_{constant}"] = f"{shape.type}::Shape::{constant}"
+    for formats in APPENDS:
+        kernels["_".join(formats)] = f"pagoda::append<{', '.join(f'pagoda::{name}' for name in formats)}>"
+    for name in ("Rows", "Plane", "Pages", "Append", "Attend", "Span", "QueryBlock"):
+        constants[f"sizeof_{name}"] = f"sizeof(pagoda::{name})"
+    source = "#include <pagoda/append.cuh>\n#include <pagoda/attend.cuh>"
+    return emulator.compile(source, kernels, constants)
+
+
+def test_arguments_are_laid_out_as_the_kernels_read_them(library: emulator.Library) -> None:
+    for name in ("Rows", "Plane", "Pages", "Append", "Attend"):
+        assert ctypes.sizeof(getattr(arguments, name)) == library.constant(f"sizeof_{name}")
+    assert arguments.SPAN.itemsize == library.constant("sizeof_Span")
+    assert arguments.QUERY_BLOCK.itemsize == library.constant("sizeof_QueryBlock")
+
+
+@dataclass
+class Span:
+    skip: int
+    count: int
+    offset: int = 0
+
+
+@dataclass
+class Sequence:
+    """Spans of stored tokens; the last `new` tokens are the queries."""
+
+    spans: list[Span]
+    new: int = 1
+
+    @property
+    def length(self) -> int:
+        return sum(span.count for span in self.spans)
+
+
+def one(count: int, new: int = 1) -> Sequence:
+    return Sequence([Span(0, count)], new)
+
+
+@dataclass
+class World:
+    """A cache of two layers in two arenas, filled with random rows, and the tables of a step."""
+
+    shape: Shape
+    sequences: list[Sequence]
+    kv_heads: int = 2
+    group: int = 3
+    page_size: int = 16
+    window: int | None = None
+    rope: tuple[int, bool] | None = None
+    seed: int = 0
+    keep: list[Guarded] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng([self.seed, len(self.sequences)])
+        k, v = DTYPES[self.shape.k], DTYPES[self.shape.v]
+        k_row, v_row = self.shape.dim * np.dtype(k).itemsize, self.shape.v_dim * np.dtype(v).itemsize
+        page, heads = self.page_size, self.kv_heads
+        layer_bytes = page * heads * (k_row + v_row)
+        self.block_bytes = 2 * layer_bytes
+        self.k_plane = (layer_bytes, page * k_row, k_row)
+        self.v_plane = (layer_bytes + heads * page * k_row, page * v_row, v_row)
+        pages = [[-(-(span.skip + span.count) // page) for span in sequence.spans] for sequence in self.sequences]
+        total = sum(map(sum, pages))
+        blocks = total + 3
+        self.arenas = [self.guarded((blocks * self.block_bytes,), np.uint8) for _ in range(2)]
+        places = [(tier, block) for tier in range(2) for block in range(blocks)]
+        order = rng.permutation(len(places))[:total]
+        columns = max(map(sum, pages), default=0) + 5
+        self.table = self.guarded((len(self.sequences), columns), np.uint32)
+        self.table.array[:] = NOWHERE
+        self.keys: list[Array] = []
+        self.values: list[Array] = []
+        spans, starts, at = [], [0], 0
+        for index, sequence in enumerate(self.sequences):
+            keys = np.zeros((sequence.length, heads, self.shape.dim), k)
+            values = np.zeros((sequence.length, heads, self.shape.v_dim), v)
+            page_index = before = 0
+            # What a sequence holds does not depend on the others.
+            content = np.random.default_rng([self.seed, index, 1])
+            for span, count in zip(sequence.spans, pages[index], strict=True):
+                for i in range(count):
+                    tier, block = places[order[at]]
+                    self.table.array[index, page_index + i] = tier << 30 | block
+                    at += 1
+                for t in range(span.count):
+                    row = span.skip + t
+                    tier, block = divmod(int(self.table.array[index, page_index + row // page]), 1 << 30)
+                    for head in range(heads):
+                        key = content.standard_normal(self.shape.dim).astype(k)
+                        value = content.standard_normal(self.shape.v_dim).astype(v)
+                        keys[before + t, head], values[before + t, head] = key, value
+                        for plane, data in ((self.k_plane, key), (self.v_plane, value)):
+                            start = block * self.block_bytes + plane[0] + head * plane[1] + row % page * plane[2]
+                            self.arenas[tier].array[start : start + data.nbytes] = data.view(np.uint8)
+                spans.append((page_index, span.skip, span.count, before, span.offset))
+                page_index += count
+                before += span.count
+            starts.append(len(spans))
+            self.keys.append(keys)
+            self.values.append(values)
+        self.spans = self.filled(np.array(spans, arguments.SPAN))
+        self.span_starts = self.filled(np.array(starts, np.int32))
+        self.tokens = sum(sequence.new for sequence in self.sequences)
+        q_heads = heads * self.group
+        q = rng.standard_normal((self.tokens, q_heads, self.shape.dim)).astype(DTYPES[self.shape.q])
+        self.q = self.filled(q)
+        self.inv_freq = 10000.0 ** -(np.arange(self.rope[0]) / self.rope[0]) if self.rope else np.zeros(0)
+        offsets = self.spans.array["offset"]
+        angles = offsets[:, None] * self.inv_freq
+        self.angles = self.filled(np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32))
+
+    def guarded(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Guarded:
+        array = Guarded(shape, dtype)
+        self.keep.append(array)
+        return array
+
+    def filled(self, values: Array) -> Guarded:
+        array = self.guarded(values.shape, values.dtype)
+        array.array[...] = values
+        return array
+
+    def work(self, by_runs: bool) -> tuple[Array, Array]:
+        """What `pagoda_core::work::WorkList` makes of the batch."""
+        blocks, prefix, token = [], [0], 0
+        most = self.shape.rows // self.group
+        for index, sequence in enumerate(self.sequences):
+            for first in range(0, sequence.new, most):
+                queries = min(most, sequence.new - first)
+                position = sequence.length - sequence.new + first
+                low = 0 if self.window is None else max(0, position + 1 - self.window)
+                units, before = set(), 0
+                for number, span in enumerate(sequence.spans):
+                    seen = range(max(low, before), min(position + queries, before + span.count))
+                    unit = TILE * RUN_TILES if by_runs else TILE
+                    units |= {(number, (t - before + span.skip) // unit) for t in seen}
+                    before += span.count
+                blocks.append((index, token + first, queries, position, low))
+                prefix.append(prefix[-1] + len(units))
+            token += sequence.new
+        return np.array(blocks, arguments.QUERY_BLOCK), np.array(prefix, np.int32)
+
+    def pages(self) -> arguments.Pages:
+        bases = (ctypes.c_void_p * 3)(self.arenas[0].address, self.arenas[1].address, None)
+        return arguments.Pages(
+            self.table.address,
+            self.table.array.shape[1],
+            bases,
+            self.block_bytes,
+            int(math.log2(self.page_size)),
+            self.span_starts.address,
+            self.spans.address,
+        )
+
+    def attend(
+        self, library: emulator.Library, grid: int, *, by_runs: bool = False, seed: int = 0
+    ) -> tuple[Array, Array]:
+        """Output and log-sum-exp of the kernel."""
+        name = self.shape.name
+        blocks, prefix = (self.filled(array) for array in self.work(by_runs))
+        count = self.filled(np.array([len(blocks.array)], np.int32))
+        slots = max(2 * grid, int(prefix.array[-1]) * self.kv_heads)
+        partials = self.guarded((slots, library.constant(f"{name}_PARTIAL")), np.float32)
+        pending = self.filled(np.zeros(len(blocks.array) * self.kv_heads, np.int32))
+        out = self.guarded((self.tokens, self.kv_heads * self.group, self.shape.v_dim), DTYPES[self.shape.q])
+        lse = self.guarded((self.tokens, self.kv_heads * self.group), np.float32)
+
+        def rows(array: Guarded) -> arguments.Rows:
+            return arguments.Rows(array.address, array.array.strides[0], array.array.strides[1])
+
+        call = arguments.Attend(
+            pages=self.pages(),
+            k_plane=arguments.Plane(*self.k_plane),
+            v_plane=arguments.Plane(*self.v_plane),
+            q=rows(self.q),
+            out=rows(out),
+            lse=lse.address,
+            blocks=blocks.address,
+            prefix=prefix.address,
+            block_count=count.address,
+            kv_heads=self.kv_heads,
+            group=self.group,
+            window=1 << 30 if self.window is None else self.window,
+            by_runs=by_runs,
+            scale=self.shape.dim**-0.5 * math.log2(math.e),
+            angles=self.angles.address if self.rope else None,
+            rotary_pairs=self.rope[0] if self.rope else 0,
+            interleaved=self.rope[1] if self.rope else 0,
+            partials=partials.address,
+            pending=pending.address,
+        )
+        options = {"shared_bytes": library.constant(f"{name}_SHARED_BYTES"), "seed": seed}
+        library.launch(name, grid, library.constant(f"{name}_THREADS"), call, **options)
+        for array in self.keep:
+            array.check()
+        assert not pending.array.any(), "counters are as they were, for the next launch"
+        return out.array, lse.array
+
+    def expected(self) -> tuple[Array, Array]:
+        """Output and log-sum-exp in float64."""
+        heads = self.kv_heads * self.group
+        out = np.zeros((self.tokens, heads, self.shape.v_dim))
+        lse = np.full((self.tokens, heads), -np.inf)
+        token = 0
+        for sequence, keys, values in zip(self.sequences, self.keys, self.values, strict=True):
+            offsets = np.repeat([span.offset for span in sequence.spans], [span.count for span in sequence.spans])
+            for position in range(sequence.length - sequence.new, sequence.length):
+                first = 0 if self.window is None else max(0, position + 1 - self.window)
+                for head in range(heads):
+                    q = self.q.array[token, head].astype(np.float64)
+                    turned = np.stack([self.turned(q, int(offset)) for offset in offsets[first : position + 1]])
+                    k = keys[first : position + 1, head // self.group].astype(np.float64)
+                    scores = (turned * k).sum(1) * self.shape.dim**-0.5
+                    weights = np.exp(scores - scores.max())
+                    v = values[first : position + 1, head // self.group].astype(np.float64)
+                    out[token, head] = weights @ v / weights.sum()
+                    lse[token, head] = scores.max() + np.log(weights.sum())
+                token += 1
+        return out, lse
+
+    def turned(self, q: Array, offset: int) -> Array:
+        """A query rotated back by `offset` positions."""
+        if not self.rope or offset == 0:
+            return q
+        pairs, interleaved = self.rope
+        result = q.copy()
+        for i, frequency in enumerate(self.inv_freq):
+            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + pairs)
+            turn = (q[a] + 1j * q[b]) * np.exp(-1j * offset * frequency)
+            result[a], result[b] = turn.real, turn.imag
+        return result
+
+    def compare(self, library: emulator.Library, grid: int, **options: Any) -> None:
+        out, lse = self.attend(library, grid, **options)
+        right, right_lse = self.expected()
+        # Float queries get float accuracy; 16-bit ones that of their own type.
+        tolerance = {"F32": 3e-5, "F16": 2e-3, "BF16": 2e-2}[self.shape.q]
+        np.testing.assert_allclose(out.astype(np.float64), right, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(lse, right_lse, rtol=0, atol=max(1e-4, tolerance / 10))
+
+
+LENGTHS = [one(1), one(15), one(16), one(17), one(63), one(64), one(130, 2), one(200)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_every_engine_and_head_size(shape: Shape, library: emulator.Library) -> None:
+    few = [one(1), one(17), one(130, 2)] if shape.dim > 256 else LENGTHS
+    World(shape, few, group=2 if shape.dim > 256 else 3).compare(library, 5)
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 32, 64, 256])
+@pytest.mark.parametrize("window", [None, 1, 37, 100])
+def test_pages_and_windows(page_size: int, window: int | None, library: emulator.Library) -> None:
+    for shape in (SHAPES[1], SHAPES[9]):
+        batch = [one(300, 3), one(5), one(64, 2), one(129, 40 if shape.engine == "prefill" else 1)]
+        World(shape, batch, page_size=page_size, window=window).compare(library, 7)
+
+
+@pytest.mark.parametrize("grid", [1, 2, 3, 4, 9, 33, 200])
+def test_any_grid_and_any_order(grid: int, library: emulator.Library) -> None:
+    """One long sequence among short ones: shares begin and end anywhere, and whoever is last merges."""
+    for seed in range(3):
+        batch = [one(700), *[one(20 + 7 * i) for i in range(5)]]
+        World(SHAPES[1], batch, seed=seed).compare(library, grid, seed=seed)
+
+
+@pytest.mark.parametrize("rope", [None, (32, False), (16, True), (32, True)])
+def test_spans(rope: tuple[int, bool] | None, library: emulator.Library) -> None:
+    """Dropped tokens: a sequence of several spans, which begin and end inside pages and have moved."""
+    pieces = [Span(0, 21, 500), Span(5, 90, 40), Span(3, 1, 7), Span(0, 70)]
+    for shape in (SHAPES[1], SHAPES[9]):
+        new = 30 if shape.engine == "prefill" else 4
+        batch = [Sequence(pieces, new), one(40), Sequence(pieces[1:], 2)]
+        for window in (None, 75):
+            World(shape, batch, rope=rope, window=window).compare(library, 6)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 8, 16])
+def test_any_group(group: int, library: emulator.Library) -> None:
+    for shape in (SHAPES[1], SHAPES[9]):
+        World(shape, [one(70, 3), one(100)], group=group, kv_heads=3).compare(library, 4)
+
+
+def test_no_query_at_all(library: emulator.Library) -> None:
+    World(SHAPES[1], [one(10, 0), one(70, 2), one(3, 0)]).compare(library, 4)
+
+
+def test_bits_depend_on_the_sequence_alone(library: emulator.Library) -> None:
+    """By runs: another batch, another grid, another order, other places, chunks or one token at a time."""
+    shape, prefill = SHAPES[10], Shape("F16", "F16", "F32", 128, 128, "prefill")
+    pieces = [Span(0, 4200), Span(9, 150)]
+    alone = World(shape, [Sequence(pieces, 2)], kv_heads=1, group=2, seed=1)
+    out, lse = alone.attend(library, 3, by_runs=True)
+    right, _ = alone.expected()
+    np.testing.assert_allclose(out, right, rtol=0, atol=3e-5)
+    for other, grid, seed in ((shape, 1, 2), (prefill, 5, 3)):
+        among = World(other, [Sequence(pieces, 2), one(90)], kv_heads=1, group=2, seed=1)
+        among.q.array[:2] = alone.q.array
+        again, again_lse = among.attend(library, grid, by_runs=True, seed=seed)
+        np.testing.assert_array_equal(again[:2], out)
+        np.testing.assert_array_equal(again_lse[:2], lse)
+
+
+@pytest.mark.parametrize("formats", APPENDS, ids="_".join)
+@pytest.mark.parametrize("page_size", [8, 64])
+def test_append(formats: tuple[str, str, str], page_size: int, library: emulator.Library) -> None:
+    rng = np.random.default_rng(0)
+    k_type, v_type, given = (DTYPES[name] for name in formats)
+    tokens, heads, dim, v_dim, blocks = 37, 3, 40, 24, 9
+    k_row, v_row = dim * np.dtype(k_type).itemsize, v_dim * np.dtype(v_type).itemsize
+    k_plane = (32, page_size * k_row, k_row)
+    v_plane = (32 + heads * k_plane[1], page_size * v_row, v_row)
+    block_bytes = v_plane[0] + heads * v_plane[1]
+    arena = Guarded((blocks, block_bytes), np.uint8)
+    # Columns of one array, as a fused projection gives them.
+    fused = Guarded((tokens, heads, dim + v_dim + 3), given)
+    with np.errstate(over="ignore"):
+        fused.array[...] = (rng.standard_normal(fused.array.shape) * 1000).astype(given)
+    fused.array[3, 1, 5] = np.nan
+    fused.array[4, 1, 6] = np.inf
+    fused.array[5, 2, 7] = np.asarray(65519.0).astype(given)
+    slots = Guarded(tokens, np.int64)
+    slots.array[:] = rng.permutation(blocks * page_size)[:tokens]
+    slots.array[[0, 9]] = -1
+    misfit = Guarded(1, np.int32)
+    misfit.array[:] = 0
+    strides = fused.array.strides
+    rows = [arguments.Rows(fused.address + at * strides[2], strides[0], strides[1]) for at in (0, dim)]
+    call = arguments.Append(
+        k=rows[0],
+        v=rows[1],
+        slots=slots.address,
+        tokens=tokens,
+        kv_heads=heads,
+        head_dim=dim,
+        v_head_dim=v_dim,
+        base=arena.address,
+        block_bytes=block_bytes,
+        page_shift=int(math.log2(page_size)),
+        k_plane=arguments.Plane(*k_plane),
+        v_plane=arguments.Plane(*v_plane),
+        misfit=misfit.address,
+    )
+    library.launch("_".join(formats), 3, 96, call)
+    for array in (arena, fused, slots, misfit):
+        array.check()
+    right = np.full((blocks, block_bytes), 0xFF, np.uint8)
+    for token, slot in enumerate(slots.array):
+        for head in range(heads):
+            for plane, kind, part in ((k_plane, k_type, slice(0, dim)), (v_plane, v_type, slice(dim, dim + v_dim))):
+                row = fused.array[token, head, part].astype(np.float32)
+                limit = 65504 if kind is np.float16 else np.inf
+                stored = np.clip(row, -limit, limit).astype(kind)
+                start = plane[0] + head * plane[1] + slot % page_size * plane[2]
+                if slot >= 0:
+                    right[slot // page_size, start : start + stored.nbytes] = stored.view(np.uint8)
+    wrong = np.flatnonzero(arena.array != right)
+    # NaN may carry other bits.
+    assert len(wrong) <= 4, wrong
+    assert misfit.array[0] == 1
+    fused.array[3, 1, 5] = fused.array[4, 1, 6] = 1
+    misfit.array[:] = 0
+    library.launch("_".join(formats), 1, 32, call)
+    assert misfit.array[0] == 0
