@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import shutil
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import emulator
@@ -75,10 +77,9 @@ SHAPES = [
 APPENDS = [("F16", "F16", "F32"), ("BF16", "F32", "F16"), ("F32", "F16", "BF16"), ("BF16", "F16", "F32")]
 
 
-@pytest.fixture(scope="module")
-def library() -> emulator.Library:
+def compiled(shapes: list[Shape], **options: Any) -> emulator.Library:
     kernels, constants = {}, {}
-    for shape in SHAPES:
+    for shape in shapes:
         kernels[shape.name] = f"pagoda::attend<{shape.type}>"
         for constant in ("SHARED_BYTES", "THREADS", "PARTIAL"):
             constants[f"{shape.name}_{constant}"] = f"{shape.type}::Shape::{constant}"
@@ -87,7 +88,12 @@ def library() -> emulator.Library:
     for name in ("Rows", "Plane", "Pages", "Append", "Attend", "Span", "QueryBlock"):
         constants[f"sizeof_{name}"] = f"sizeof(pagoda::{name})"
     source = "#include <pagoda/append.cuh>\n#include <pagoda/attend.cuh>"
-    return emulator.compile(source, kernels, constants)
+    return emulator.compile(source, kernels, constants, **options)
+
+
+@pytest.fixture(scope="module")
+def library() -> emulator.Library:
+    return compiled(SHAPES)
 
 
 def test_arguments_are_laid_out_as_the_kernels_read_them(library: emulator.Library) -> None:
@@ -445,3 +451,43 @@ def test_append(formats: tuple[str, str, str], page_size: int, library: emulator
     misfit.array[:] = 0
     library.launch("_".join(formats), 1, 32, call)
     assert misfit.array[0] == 0
+
+
+BROKEN = {
+    "no wait for copies": ("tensor_cores.cuh", "copy_wait<STAGES - 2>();", ""),
+    "one stage too early": ("tensor_cores.cuh", "copy_wait<STAGES - 2>();", "copy_wait<STAGES - 1>();"),
+    "no barrier after copies": ("tensor_cores.cuh", "team_barrier<Shape::WARPS>();", ""),
+    "no barrier before the exchange": (
+        "tensor_cores.cuh",
+        "copy_wait<0>();\n        __syncthreads();",
+        "copy_wait<0>();",
+    ),
+    "no barrier after the exchange": ("tensor_cores.cuh", "give();\n        __syncthreads();", "give();"),
+    "no barrier between units": ("attend.cuh", "__syncthreads();\n        at += count;", "at += count;"),
+    "queries before they are there": (
+        "tensor_cores.cuh",
+        "= pair;\n            }\n        }\n        __syncthreads();",
+        "= pair;\n            }\n        }",
+    ),
+    "counters stay": ("unit.cuh", "if (last) args.pending[unit] = 0;", ""),
+    "rows past the fill": ("tensor_cores.cuh", "&& stored < walk.piece.high;", "&& true;"),
+    "no mask": ("tensor_cores.cuh", "const bool seen = whole ||", "const bool seen = true || whole ||"),
+    "the entries of other pages": ("tensor_cores.cuh", "(stored >> shift) % WARP", "((stored >> shift) + 1) % WARP"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_what_is_broken_is_noticed(broken: str, tmp_path: Path) -> None:
+    """Negative controls: each barrier, wait and bound that the kernels have is needed, and the tests see it."""
+    name, old, new = BROKEN[broken]
+    folder = tmp_path / "cuda"
+    shutil.copytree(emulator.DEVICE_CODE, folder)
+    text = (folder / "pagoda" / name).read_text()
+    assert old in text
+    (folder / "pagoda" / name).write_text(text.replace(old, new))
+    shapes = [SHAPES[1], SHAPES[9]]
+    library = compiled(shapes, device_code=folder)
+    with pytest.raises((AssertionError, emulator.EmulatorError)):
+        for seed in range(8):
+            for shape in shapes:
+                World(shape, [one(300, 5), one(90)], seed=seed).compare(library, 3, seed=seed)

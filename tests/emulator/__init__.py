@@ -70,7 +70,13 @@ def require() -> None:
         pytest.skip("g++ is not installed")
 
 
-def compile(source: str, kernels: Mapping[str, str], constants: Mapping[str, str] | None = None) -> Library:
+def compile(
+    source: str,
+    kernels: Mapping[str, str],
+    constants: Mapping[str, str] | None = None,
+    *,
+    device_code: Path = DEVICE_CODE,
+) -> Library:
     """Compiles kernels, each a template instance that takes one struct, and constants. The result is kept on disk."""
     require()
     text = f"{source}\n{LAUNCHER}"
@@ -78,7 +84,7 @@ def compile(source: str, kernels: Mapping[str, str], constants: Mapping[str, str
         text += f"LAUNCHER({name}, ({kernel}))\n"
     for name, constant in (constants or {}).items():
         text += f'extern "C" long long constant_{name}() {{ return {constant}; }}\n'
-    files = sorted(path for folder in (DEVICE_CODE, HERE) for path in folder.rglob("*") if path.suffix != ".pyc")
+    files = sorted(path for folder in (device_code, HERE) for path in folder.rglob("*") if path.suffix != ".pyc")
     key = hashlib.sha256("\0".join([text, *FLAGS]).encode())
     for path in files:
         if path.is_file():
@@ -90,7 +96,7 @@ def compile(source: str, kernels: Mapping[str, str], constants: Mapping[str, str
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             program, result = Path(scratch, "kernels.cpp"), Path(scratch, "kernels.so")
             program.write_text(text)
-            includes = [f"-I{HERE / 'include'}", f"-I{DEVICE_CODE}", "-include", "emulator.h"]
+            includes = [f"-I{HERE / 'include'}", f"-I{device_code}", "-include", "emulator.h"]
             command = ["g++", *FLAGS, *includes, str(program), str(HERE / "emulator.cpp"), "-o", str(result)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
