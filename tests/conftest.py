@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import os
 
+import emulator
 import hypothesis
 import pytest
+from emulator.driver import EmulatedDriver
+from pagoda.device import cuda
 
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("PAGODA_HYPOTHESIS", "default"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=["cpu", "emulated"], default="cpu", help='what device="auto" is in tests')
+
+
+@pytest.fixture(autouse=True)
+def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --device=emulated caches are on a device whose kernels run on the CPU: every test of the API runs on both."""
+    if request.config.getoption("--device") == "emulated":
+        emulator.require()
+        monkeypatch.setattr(cuda, "available", lambda: True)
+        monkeypatch.setattr(cuda, "open_driver", lambda index: EmulatedDriver(seed=index))
 
 
 @pytest.fixture(autouse=True)

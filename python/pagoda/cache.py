@@ -27,6 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core, placement
+from pagoda.device import engine_for
+from pagoda.device.engine import DeviceEngine
 from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, PagodaError, UseAfterRelease
 from pagoda.geometry import core_layers, group_layers, tier_memory
 from pagoda.sizes import parse_size
@@ -127,7 +129,7 @@ class Table:
 
     __slots__ = ("_core", "_layer", "block_table", "pointers", "slot_mapping")
 
-    def __init__(self, core: _core.Cache, layer: int) -> None:
+    def __init__(self, core: _core.Cache | DeviceEngine, layer: int) -> None:
         self._core, self._layer = core, layer
         arrays = core.table(layer)
         self.block_table: npt.NDArray[np.int32] = arrays["block_table"]
@@ -167,16 +169,16 @@ class Step:
     Entering reserves pages for the new tokens, all or nothing. Leaving commits them; an exception rolls back.
     """
 
-    __slots__ = ("_cache", "_core", "_counts", "_open", "batch")
+    __slots__ = ("_cache", "_core", "_counts", "_open", "_stream", "batch")
 
-    def __init__(self, cache: Cache, batch: Batch, counts: npt.NDArray[np.int64]) -> None:
+    def __init__(self, cache: Cache, batch: Batch, counts: npt.NDArray[np.int64], stream: object) -> None:
         self._cache, self._core = cache, cache._core
-        self.batch, self._counts = batch, counts
+        self.batch, self._counts, self._stream = batch, counts, stream
         self._open = False
 
     def __enter__(self) -> Step:
         try:
-            self._cache._reserve(self.batch, self._counts)
+            self._cache._reserve(self.batch, self._counts, self._stream)
         except PagodaError:
             raise
         except BaseException:
@@ -240,13 +242,11 @@ class Step:
         A query that sees nothing gets 0 and -inf. `append` comes first.
         """
         if out is None:
-            if not isinstance(q, np.ndarray) or q.ndim != 3:
-                raise InvalidArgument(f"q = {type(q).__name__} {np.shape(q)}: an array [tokens, heads, dim]")
-            out = np.empty((*q.shape[:2], self._cache._v_head_dim(layer)), q.dtype)
+            out = self._cache._empty(q, self._cache._v_head_dim(layer))
         if not return_lse:
             self._core.attend(layer, q, out, None, dtype)
             return out
-        lse = np.empty(q.shape[:2], np.float32)
+        lse = self._cache._empty(q, None)
         self._core.attend(layer, q, out, lse, dtype)
         return out, lse
 
@@ -320,11 +320,11 @@ class Cache:
     """A tiered, paged KV cache.
 
     spec: the model's layers. page_size: tokens in a page, a power of two from 8 to 4096. k_dtype, v_dtype: "f32", "f16"
-    or "bf16". device: "cpu", or "auto", which is the same until there is another backend. device_memory, host_memory:
-    budgets, in bytes or like "512MiB"; memory is taken as it is used. threads: CPU workers, all cores by default.
-    deterministic: the bits of a result depend on the sequence alone, not on batch, chunks, threads or where pages lie.
-    checked: values that do not fit their row format, infinities and NaN raise in `append`. spill: when the device tier is
-    full, the oldest pages go to the host tier by themselves.
+    or "bf16". device: "cpu", "cuda", "cuda:1"; "auto" is the first GPU if CuPy finds one. device_memory, host_memory:
+    budgets, in bytes or like "512MiB"; on the CPU memory is taken as it is used, on a GPU at once. threads: CPU workers,
+    all cores by default. deterministic: the bits of a result depend on the sequence alone, not on batch, chunks, threads or
+    where pages lie. checked: values that do not fit their row format, infinities and NaN raise in `append`. spill: when the
+    device tier is full, the oldest pages go to the host tier by themselves.
 
     Raises InvalidArgument (also a ValueError) for what does not fit together, BackendUnavailable for what is not there.
     """
@@ -347,8 +347,6 @@ class Cache:
         checked: bool = False,
         spill: bool = True,
     ) -> None:
-        if device not in ("auto", "cpu"):
-            raise BackendUnavailable(f'device = {device!r}: this version has "cpu" (and "auto", which is the same)')
         if disk is not None or resume or parse_size(disk_memory, "disk_memory"):
             raise BackendUnavailable(f"disk = {disk!r}: the disk tier is not there yet; use host_memory")
         threads = os.cpu_count() or 1 if threads is None else threads
@@ -368,7 +366,16 @@ class Cache:
             parse_size(device_memory, "device_memory"),
             parse_size(host_memory, "host_memory"),
         )
-        self._core = _core.Cache(
+        self._device = engine_for(
+            device,
+            layers,
+            page_size=page_size,
+            dtypes=(k_dtype, v_dtype),
+            memory=memory,
+            deterministic=deterministic,
+            checked=checked,
+        )
+        self._core = self._device or _core.Cache(
             layers,
             page_size=page_size,
             k_dtype=k_dtype,
@@ -396,20 +403,20 @@ class Cache:
         batch: Batch | Collection[Sequence],
         new_tokens: Collection[int] | npt.NDArray[np.int64],
         *,
-        stream: None = None,
+        stream: object = None,
     ) -> Step:
         """A step that appends `new_tokens[i]` tokens to the i-th sequence; enter it with `with`.
 
         Entering raises OutOfBlocks, and changes nothing, when the device tier has too few blocks and none can be spilled.
-        stream: for GPU backends; None here.
+        stream: on a GPU the stream of the step, as CuPy, torch or an address has it; None is the current one of CuPy.
         """
-        if stream is not None:
+        if stream is not None and self._device is None:
             raise InvalidArgument(f"stream = {stream!r}: None on the CPU backend")
         if not isinstance(batch, Batch):
             batch = self.batch(batch)
         if batch._cache is not self:
             raise InvalidArgument(f"batch = {batch!r}: a batch of this cache")
-        return Step(self, batch, _counts("new_tokens", new_tokens))
+        return Step(self, batch, _counts("new_tokens", new_tokens), stream)
 
     def plan(
         self,
@@ -490,9 +497,11 @@ class Cache:
     def _adopt(self, handle: int) -> Sequence:
         return Sequence(self, handle)
 
-    def _reserve(self, batch: Batch, counts: npt.NDArray[np.int64]) -> None:
+    def _reserve(self, batch: Batch, counts: npt.NDArray[np.int64], stream: object) -> None:
         if self._unfinished or self._abandoned:
             self._clean_up()
+        if self._device is not None:
+            self._device.use_stream(stream)
         try:
             self._core.reserve(batch.ids, counts)
         except OutOfBlocks as error:
@@ -522,6 +531,14 @@ class Cache:
         if whole != wanted:
             raise InvalidArgument(f"layers = {sorted(wanted)}: whole layer groups, of {self._groups}")
         return chosen
+
+    def _empty(self, q: Array, dim: int | None) -> Any:
+        """An output for queries `q`; with dim=None a log-sum-exp."""
+        if self._device is not None:
+            return self._device.empty(q, dim)
+        if not isinstance(q, np.ndarray) or q.ndim != 3:
+            raise InvalidArgument(f"q = {type(q).__name__} {np.shape(q)}: an array [tokens, heads, dim]")
+        return np.empty(q.shape[:2], np.float32) if dim is None else np.empty((*q.shape[:2], dim), q.dtype)
 
     def _v_head_dim(self, layer: int) -> int:
         if not 0 <= layer < len(self._v_head_dims):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pagoda import _core
+from pagoda.device.engine import DeviceEngine
 from pagoda.errors import OutOfBlocks
 
 LOW_WATER = 1 / 32
@@ -21,7 +22,7 @@ HIGH_WATER = 1 / 8
 class Spill:
     """Moves pages from the device to the host tier, ahead of need if it can."""
 
-    def __init__(self, core: _core.Cache, *, enabled: bool) -> None:
+    def __init__(self, core: _core.Cache | DeviceEngine, *, enabled: bool) -> None:
         self._core, self._enabled = core, enabled
         self._under_way: list[_core.Ticket] = []
         self._blocks = core.free_blocks("device")

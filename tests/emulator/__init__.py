@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 DEVICE_CODE = HERE.parent.parent / "cuda"
 FLAGS = ["-O2", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
 CANARY = 4096
+POISON = 0xFF
 
 
 class EmulatorError(Exception):

@@ -109,6 +109,11 @@ impl BlockRef {
         Self((tier as u32) << Self::INDEX_BITS | block.index())
     }
 
+    /// Both, as device kernels read them (cuda/pagoda/tables.cuh).
+    pub const fn bits(self) -> u32 {
+        self.0
+    }
+
     /// The tier part.
     pub const fn tier(self) -> Tier {
         Tier::ALL[(self.0 >> Self::INDEX_BITS) as usize]

@@ -1,14 +1,18 @@
 //! `pagoda._core.Cache`: the bookkeeping, the memory and the CPU kernels behind one lock.
 
 use crate::arrays::{format_named, rows, rows_mut};
+use crate::device::{self, AnglePlaces, GroupPlaces, Room, Upload, WorkPlaces};
 use crate::errors::{core, cpu, invalid, invalid_because, released, unavailable};
 use crate::fork;
 use crate::layers::{LayerArguments, PlacedLayer, place};
 use crate::tables::{self, Tables};
 use crate::ticket::{Plan, Ticket};
-use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{
+    PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadwriteArray1, PyUntypedArray,
+    PyUntypedArrayMethods,
+};
 use pagoda_core::cache::TierMemory;
-use pagoda_core::ids::{BlockId, GroupId, SequenceId, Tier};
+use pagoda_core::ids::{BlockId, Epoch, GroupId, SequenceId, Tier};
 use pagoda_core::plan::{BlockCopy, Selection};
 use pagoda_core::table::SpanView;
 use pagoda_cpu::{Arenas, Backend, Isa, SequenceTable};
@@ -36,18 +40,23 @@ pub(crate) struct Inner {
     pub(crate) core: pagoda_core::Cache,
     pub(crate) layers: Vec<PlacedLayer>,
     block_bytes: Vec<u64>,
-    slabs: Vec<Arc<Slab>>,
     pub(crate) arenas: Arenas,
-    pub(crate) mover: Mover,
-    backend: Backend,
-    checked: bool,
+    engine: Engine,
     step: StepState,
     pub(crate) tables: Tables,
 }
 
+/// Who holds the memory, moves it and runs kernels.
+enum Engine {
+    /// This module.
+    Cpu { slabs: Vec<Arc<Slab>>, mover: Mover, backend: Backend, checked: bool },
+    /// Whoever drives a device: it is told what to copy and what changed, and tells when a copy or a step has ended.
+    Device { upload: Upload, epoch: Option<Epoch> },
+}
+
 /// What the open step adds to the core's own.
 #[derive(Default)]
-struct StepState {
+pub(crate) struct StepState {
     spans: Vec<SpanView>,
     /// Per layer group, then per sequence: its part of `spans`.
     ranges: Vec<Range<usize>>,
@@ -59,6 +68,16 @@ struct StepState {
 }
 
 impl StepState {
+    /// The spans of the sequence at place `index` of the batch, new tokens included.
+    pub(crate) fn spans(&self, core: &pagoda_core::Cache, index: usize, group: GroupId) -> &[SpanView] {
+        &self.spans[self.ranges[group.index() * core.step_batch().len() + index].clone()]
+    }
+
+    /// Of the whole batch.
+    pub(crate) fn new_tokens(&self) -> usize {
+        self.new_tokens
+    }
+
     /// Lays out the spans of the step that `core` has just opened.
     fn enter(&mut self, core: &pagoda_core::Cache, groups: usize, layers: usize) {
         self.spans.clear();
@@ -128,25 +147,72 @@ impl Inner {
 
     /// Gives memory without blocks back to the system.
     pub(crate) fn trim(&mut self) {
+        let Engine::Cpu { slabs, .. } = &self.engine else { return };
         for tier in TIERS {
             for range in self.core.reclaim(tier) {
                 // SAFETY: the core says that no block lies here, so nobody reads or writes it. A refusal leaves the
                 // memory where it is, which is no error.
-                let _ = unsafe { self.slabs[tier.index()].give_back(range) };
+                let _ = unsafe { slabs[tier.index()].give_back(range) };
             }
         }
     }
 
-    fn end_step(&mut self, epoch: pagoda_core::ids::Epoch) -> pagoda_core::Result<()> {
-        // The kernels of this backend have ended when their calls return.
-        self.core.retire(epoch)?;
+    fn end_step(&mut self, ended: Epoch) -> pagoda_core::Result<()> {
+        match &mut self.engine {
+            // The kernels of this backend have ended when their calls return.
+            Engine::Cpu { .. } => self.core.retire(ended)?,
+            Engine::Device { epoch, .. } => *epoch = Some(ended),
+        }
         self.trim();
         Ok(())
+    }
+
+    /// Addresses and bytes of copies: `[from, to, bytes]` of each.
+    fn addresses(&self, copies: &[BlockCopy]) -> Vec<u64> {
+        copies
+            .iter()
+            .flat_map(|copy| {
+                let at = |(tier, block): (Tier, BlockId)| {
+                    self.arenas.base[tier.index()] as u64
+                        + u64::from(block.index()) * self.block_bytes[copy.group.index()]
+                };
+                [at(copy.from), at(copy.to), copy.bytes]
+            })
+            .collect()
+    }
+
+    /// Refuses calls of CPU kernels where a device has them.
+    fn require_cpu(&self, py: Python<'_>) -> PyResult<()> {
+        match self.engine {
+            Engine::Cpu { .. } => Ok(()),
+            Engine::Device { .. } => Err(unavailable(py, "CPU kernels: this cache is on a device")),
+        }
+    }
+
+    fn require_device(&self, py: Python<'_>) -> PyResult<()> {
+        match self.engine {
+            Engine::Device { .. } => Ok(()),
+            Engine::Cpu { .. } => Err(unavailable(py, "device: this cache is on the CPU")),
+        }
     }
 
     fn layer(&self, py: Python<'_>, layer: usize) -> PyResult<&PlacedLayer> {
         let limit = format_args!("from 0 to {}", self.layers.len() - 1).to_string();
         self.layers.get(layer).ok_or_else(|| invalid(py, "layer", layer, limit))
+    }
+
+    fn require_unwritten(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
+        if self.step.written[layer] && self.step.new_tokens > 0 {
+            return Err(invalid(py, "layer", layer, "a layer that this step has not appended to"));
+        }
+        Ok(())
+    }
+
+    fn require_written(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
+        if !self.step.written[layer] {
+            return Err(invalid(py, "layer", layer, "a layer that this step has appended to"));
+        }
+        Ok(())
     }
 
     fn require_step(&self, py: Python<'_>) -> PyResult<()> {
@@ -157,6 +223,11 @@ impl Inner {
     }
 }
 
+fn isa_named(py: Python<'_>, name: &str) -> PyResult<Isa> {
+    let found = Isa::ALL.into_iter().find(|isa| isa.to_string() == name);
+    found.ok_or_else(|| invalid(py, "isa", format_args!("{name:?}"), format_args!("one of {:?}", Isa::ALL)))
+}
+
 /// The tables of one layer group of the open step, in memory that is reused.
 fn sequence_tables<'a>(
     core: &'a pagoda_core::Cache,
@@ -165,10 +236,9 @@ fn sequence_tables<'a>(
     memory: Vec<SequenceTable<'static>>,
 ) -> Vec<SequenceTable<'a>> {
     let mut tables = recycle(memory);
-    let first = group.index() * core.step_batch().len();
     tables.extend(core.step_batch().enumerate().map(|(index, (_, new_tokens))| SequenceTable {
         row: core.step_row(index, group).0,
-        spans: &step.spans[step.ranges[first + index].clone()],
+        spans: step.spans(core, index, group),
         new_tokens,
     }));
     tables
@@ -183,7 +253,7 @@ fn recycle<'a>(mut tables: Vec<SequenceTable<'_>>) -> Vec<SequenceTable<'a>> {
 #[pymethods]
 impl Cache {
     #[new]
-    #[pyo3(signature = (layers, *, page_size, k_dtype, v_dtype, memory, threads, deterministic, checked, isa))]
+    #[pyo3(signature = (layers, *, page_size, k_dtype, v_dtype, memory, threads, deterministic, checked, isa, bases=None))]
     fn new(
         py: Python<'_>,
         layers: Vec<LayerArguments>,
@@ -195,38 +265,37 @@ impl Cache {
         deterministic: bool,
         checked: bool,
         isa: Option<&str>,
+        bases: Option<[u64; 2]>,
     ) -> PyResult<Self> {
         let (groups, layers) = place(py, &layers, page_size, k_dtype, v_dtype)?;
         let absent = TierMemory { bytes: 0, extent_bytes: u64::MAX };
         let [device, host] = memory.map(|(bytes, extent_bytes)| TierMemory { bytes, extent_bytes });
         let core =
             pagoda_core::Cache::new(&groups, [device, host, absent]).map_err(|error| core(py, &error))?;
-        let isa_named = |name: &str| {
-            let found = Isa::ALL.into_iter().find(|isa| isa.to_string() == name);
-            found.ok_or_else(|| {
-                invalid(py, "isa", format_args!("{name:?}"), format_args!("one of {:?}", Isa::ALL))
-            })
-        };
-        let isa = isa.map(isa_named).transpose()?;
-        let slab = |bytes: u64| {
-            let slab = Slab::new(bytes as usize);
-            slab.map(Arc::new)
-                .map_err(|error| unavailable(py, format_args!("{bytes} bytes of memory: {error}")))
-        };
-        let slabs = vec![slab(memory[0].0)?, slab(memory[1].0)?];
         let mut base = [std::ptr::null_mut(); Tier::COUNT];
-        TIERS.iter().for_each(|tier| base[tier.index()] = slabs[tier.index()].base());
-        let mover = Mover::new(slabs.clone())
-            .map_err(|error| unavailable(py, format_args!("a thread to move pages: {error}")))?;
+        let engine = if let Some(bases) = bases {
+            TIERS.iter().for_each(|tier| base[tier.index()] = bases[tier.index()] as *mut u8);
+            Engine::Device { upload: Upload::default(), epoch: None }
+        } else {
+            let isa = isa.map(|name| isa_named(py, name)).transpose()?;
+            let slab = |bytes: u64| {
+                let slab = Slab::new(bytes as usize);
+                slab.map(Arc::new)
+                    .map_err(|error| unavailable(py, format_args!("{bytes} bytes of memory: {error}")))
+            };
+            let slabs = vec![slab(memory[0].0)?, slab(memory[1].0)?];
+            TIERS.iter().for_each(|tier| base[tier.index()] = slabs[tier.index()].base());
+            let mover = Mover::new(slabs.clone())
+                .map_err(|error| unavailable(py, format_args!("a thread to move pages: {error}")))?;
+            let backend = Backend::new(threads, deterministic, isa).map_err(|error| cpu(py, &error))?;
+            Engine::Cpu { slabs, mover, backend, checked }
+        };
         let inner = Inner {
             core,
             block_bytes: groups.iter().map(|group| group.block_bytes).collect(),
             layers,
-            slabs,
             arenas: Arenas { base },
-            mover,
-            backend: Backend::new(threads, deterministic, isa).map_err(|error| cpu(py, &error))?,
-            checked,
+            engine,
             step: StepState::default(),
             tables: Tables::default(),
         };
@@ -304,9 +373,11 @@ impl Cache {
             batch.push((sequence_id(sequence), count));
         }
         inner.core.reserve(&batch).map_err(|error| core(py, &error))?;
-        for copy in inner.core.step_copies() {
-            // SAFETY: the source is Ready, so nobody writes it, and the target is this step's alone.
-            unsafe { inner.mover.copy_now(&inner.transfer(copy)) };
+        if let Engine::Cpu { mover, .. } = &inner.engine {
+            for copy in inner.core.step_copies() {
+                // SAFETY: the source is Ready, so nobody writes it, and the target is this step's alone.
+                unsafe { mover.copy_now(&inner.transfer(copy)) };
+            }
         }
         let Inner { core, layers, step, block_bytes, .. } = &mut **inner;
         step.enter(core, block_bytes.len(), layers.len());
@@ -332,10 +403,13 @@ impl Cache {
         let shape = |dim: u32| [inner.step.new_tokens, geometry.num_kv_heads as usize, dim as usize];
         let keys = rows("k", k, shape(geometry.head_dim), bits)?;
         let values = rows("v", v, shape(geometry.v_head_dim), bits)?;
-        if inner.step.written[layer] && inner.step.new_tokens > 0 {
-            return Err(invalid(py, "layer", layer, "a layer that this step has not appended to"));
-        }
-        let Inner { core, layers, arenas, backend, checked, step, .. } = &mut **inner;
+        inner.require_unwritten(py, layer)?;
+        inner.require_cpu(py)?;
+        let Inner { core, layers, arenas, engine: Engine::Cpu { backend, checked, .. }, step, .. } =
+            &mut **inner
+        else {
+            unreachable!("checked")
+        };
         let memory = std::mem::take(&mut step.sequences);
         let tables = sequence_tables(core, step, layers[layer].group, memory);
         let result = py.detach(|| {
@@ -369,11 +443,13 @@ impl Cache {
         let shape = |dim: u32| [inner.step.new_tokens, heads, dim as usize];
         let queries = rows("q", q, shape(placed.layer.geometry.head_dim), bits)?;
         let outputs = rows_mut("out", out, shape(placed.layer.geometry.v_head_dim), bits, q)?;
-        if !inner.step.written[layer] {
-            return Err(invalid(py, "layer", layer, "a layer that this step has appended to"));
-        }
+        inner.require_written(py, layer)?;
+        inner.require_cpu(py)?;
         let lse = lse.map(|lse| lse_address(lse, [inner.step.new_tokens, heads])).transpose()?;
-        let Inner { core, layers, arenas, backend, step, .. } = &mut **inner;
+        let Inner { core, layers, arenas, engine: Engine::Cpu { backend, .. }, step, .. } = &mut **inner
+        else {
+            unreachable!("checked")
+        };
         let memory = std::mem::take(&mut step.sequences);
         let tables = sequence_tables(core, step, layers[layer].group, memory);
         let result = py.detach(|| {
@@ -494,13 +570,18 @@ impl Cache {
     fn execute(&self, py: Python<'_>, plan: &Plan) -> PyResult<Ticket> {
         self.with(py, |inner| {
             let (id, completion, copies) = inner.core.execute(&plan.0)?;
-            if !copies.is_empty() {
-                let transfers = copies.iter().map(|copy| inner.transfer(copy)).collect();
-                // SAFETY: sources are Ready and pinned by the ticket, targets are Filling: nobody else touches either.
-                unsafe { inner.mover.send(transfers, completion.clone()) };
+            let mut transfers = Vec::new();
+            match &inner.engine {
+                Engine::Cpu { mover, .. } if !copies.is_empty() => {
+                    let transfers = copies.iter().map(|copy| inner.transfer(copy)).collect();
+                    // SAFETY: sources are Ready and pinned by the ticket, targets are Filling: nobody else touches either.
+                    unsafe { mover.send(transfers, completion.clone()) };
+                }
+                Engine::Cpu { .. } => {}
+                Engine::Device { .. } => transfers = inner.addresses(&copies),
             }
             inner.trim();
-            Ok(Ticket { id, completion })
+            Ok(Ticket { id, completion, transfers })
         })
     }
 
@@ -519,7 +600,10 @@ impl Cache {
     /// Sleeps until a ticket's copies have arrived, or `seconds` have passed; says which. Python signals are seen.
     fn wait(&self, py: Python<'_>, ticket: &Ticket, seconds: f64) -> PyResult<bool> {
         let guard = self.lock(py)?;
-        let mover = guard.as_ref().expect("locked open").mover.waiter();
+        let inner = guard.as_ref().expect("locked open");
+        inner.require_cpu(py)?;
+        let Engine::Cpu { mover, .. } = &inner.engine else { unreachable!("checked") };
+        let mover = mover.waiter();
         drop(guard);
         let limit = Duration::try_from_secs_f64(seconds)
             .map_err(|_| invalid(py, "timeout", seconds, "from 0 to 1.8e19 seconds"))?;
@@ -593,16 +677,116 @@ impl Cache {
         Ok(())
     }
 
-    /// The instruction set that the kernels use.
+    /// The instruction set of the CPU kernels; None where a device has the kernels.
     #[getter]
-    fn isa(&self, py: Python<'_>) -> PyResult<String> {
-        self.with(py, |inner| Ok(inner.backend.isa().to_string()))
+    fn isa(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        self.with(py, |inner| {
+            Ok(match &inner.engine {
+                Engine::Cpu { backend, .. } => Some(backend.isa().to_string()),
+                Engine::Device { .. } => None,
+            })
+        })
     }
 
-    /// CPU workers, the caller's thread included.
+    /// CPU workers, the caller's thread included; 0 where a device has the kernels.
     #[getter]
     fn threads(&self, py: Python<'_>) -> PyResult<usize> {
-        self.with(py, |inner| Ok(inner.backend.threads()))
+        self.with(py, |inner| {
+            Ok(match &inner.engine {
+                Engine::Cpu { backend, .. } => backend.threads(),
+                Engine::Device { .. } => 0,
+            })
+        })
+    }
+
+    /// Where the tables of steps lie on the device from now on; they hold nothing yet.
+    fn place_tables(
+        &self,
+        py: Python<'_>,
+        groups: Vec<GroupPlaces>,
+        works: Vec<WorkPlaces>,
+        angles: Vec<AnglePlaces>,
+    ) -> PyResult<()> {
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.require_device(py)?;
+        let Engine::Device { upload, .. } = &mut inner.engine else { unreachable!("checked") };
+        *upload = Upload::place(groups, works, angles);
+        Ok(())
+    }
+
+    /// The room that the tables of the open step need.
+    fn table_room(&self, py: Python<'_>) -> PyResult<Room> {
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.require_step(py)?;
+        Ok(device::room(&inner.core, &inner.step, inner.block_bytes.len()))
+    }
+
+    /// Writes down what the open step changes on the device; returns how many words that is.
+    fn stage(&self, py: Python<'_>) -> PyResult<usize> {
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.require_step(py)?;
+        inner.require_device(py)?;
+        let Inner { core, step, layers, engine: Engine::Device { upload, .. }, .. } = &mut **inner else {
+            unreachable!("checked")
+        };
+        Ok(upload.fill(core, step, layers))
+    }
+
+    /// Copies what `stage` wrote to `words`.
+    fn staged(&self, py: Python<'_>, mut words: PyReadwriteArray1<'_, u32>) -> PyResult<()> {
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.require_device(py)?;
+        let Engine::Device { upload, .. } = &inner.engine else { unreachable!("checked") };
+        upload.take(words.as_slice_mut()?);
+        Ok(())
+    }
+
+    /// `[from, to, bytes]` of the copies that come before the open step's first append.
+    fn step_transfers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        let transfers = self.with(py, |inner| Ok(inner.addresses(inner.core.step_copies())))?;
+        Ok(PyArray1::from_vec(py, transfers))
+    }
+
+    /// Refuses unless the open step may append to the layer now.
+    fn check_append(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.require_step(py)?;
+        inner.layer(py, layer)?;
+        inner.require_unwritten(py, layer)
+    }
+
+    /// The layer's new rows are on their way.
+    fn appended(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
+        let mut guard = self.lock(py)?;
+        guard.as_mut().expect("locked open").step.written[layer] = true;
+        Ok(())
+    }
+
+    /// Refuses unless the open step may attend over the layer now.
+    fn check_attend(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.require_step(py)?;
+        inner.layer(py, layer)?;
+        inner.require_written(py, layer)
+    }
+
+    /// The epoch of the step that ended last: `retire` it when its kernels have ended.
+    fn ended_epoch(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        self.with(py, |inner| {
+            let Engine::Device { epoch, .. } = &mut inner.engine else { return Ok(None) };
+            Ok(epoch.take().map(|epoch| epoch.0))
+        })
+    }
+
+    /// The kernels of a step, and of all before it, have ended.
+    fn retire(&self, py: Python<'_>, epoch: u64) -> PyResult<()> {
+        self.with(py, |inner| inner.core.retire(Epoch(epoch)))
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod arrays;
 mod cache;
+mod device;
 mod errors;
 mod fork;
 mod layers;

@@ -1,5 +1,6 @@
 //! Plans and tickets, as Python holds them.
 
+use numpy::PyArray1;
 use pagoda_core::fence::Completion;
 use pagoda_core::ids::TicketId;
 use pyo3::prelude::*;
@@ -31,4 +32,20 @@ impl Plan {
 pub(crate) struct Ticket {
     pub(crate) id: TicketId,
     pub(crate) completion: Completion,
+    /// Addresses and bytes of what a device has to copy: `[from, to, bytes]` of each block.
+    pub(crate) transfers: Vec<u64>,
+}
+
+#[pymethods]
+impl Ticket {
+    /// uint64: `[from, to, bytes]` of what a device has to copy.
+    #[getter]
+    fn transfers<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<u64>> {
+        PyArray1::from_slice(py, &self.transfers)
+    }
+
+    /// The device has copied it all.
+    fn finish(&self) {
+        self.completion.finish((self.transfers.len() / 3) as u32);
+    }
 }

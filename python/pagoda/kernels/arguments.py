@@ -87,3 +87,9 @@ class Attend(ctypes.Structure):
         ("partials", ctypes.c_void_p),
         ("pending", ctypes.c_void_p),
     ]
+
+
+class Unpack(ctypes.Structure):
+    """Of the kernel `unpack`."""
+
+    _fields_ = [("words", ctypes.c_void_p)]

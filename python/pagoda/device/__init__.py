@@ -1,0 +1,22 @@
+"""Caches on a GPU: `driver` says what a device must do, `cuda` does it with CuPy, `engine` runs a cache on one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagoda.device import cuda
+from pagoda.device.engine import DeviceEngine
+from pagoda.errors import InvalidArgument
+from pagoda.geometry import CoreLayer
+
+__all__ = ["DeviceEngine", "engine_for"]
+
+
+def engine_for(device: str, layers: list[CoreLayer], **options: Any) -> DeviceEngine | None:
+    """The engine for `device`; None for the CPU. Raises InvalidArgument, and BackendUnavailable for what is not there."""
+    if device == "cpu" or (device == "auto" and not cuda.available()):
+        return None
+    name, _, number = device.partition(":")
+    if name not in ("auto", "cuda") or (number and not number.isdecimal()) or (name == "auto" and number):
+        raise InvalidArgument(f'device = {device!r}: "auto", "cpu", "cuda" or "cuda:1"')
+    return DeviceEngine(cuda.open_driver(int(number or 0)), layers, **options)

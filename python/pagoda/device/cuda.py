@@ -1,0 +1,190 @@
+"""A CUDA device, by CuPy."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.device.driver import Driver, View
+from pagoda.errors import BackendUnavailable, InvalidArgument
+from pagoda.kernels import loader
+from pagoda.kernels.instances import Kernel
+
+TYPES = {"<f4": "f32", "<f2": "f16", "<u2": "u16"}
+"""Type strings of array interfaces. bf16 has none: ml_dtypes says "<V2", torch has no interface at all for it."""
+
+CAPABILITY_MIN = (8, 0)
+
+
+@lru_cache(maxsize=1)
+def available() -> bool:
+    """Whether CuPy finds a device."""
+    if importlib.util.find_spec("cupy") is None:
+        return False
+    import cupy
+
+    return bool(cupy.cuda.is_available())
+
+
+def open_driver(index: int) -> Driver:
+    """The device number `index`. Raises BackendUnavailable with what is missing, and InvalidArgument."""
+    if importlib.util.find_spec("cupy") is None:
+        raise BackendUnavailable("device = cuda: CuPy is not installed; pip install pagoda-kv[cuda13] (or [cuda12])")
+    import cupy
+
+    if not available():
+        raise BackendUnavailable("device = cuda: CuPy finds no CUDA device and driver")
+    count = cupy.cuda.runtime.getDeviceCount()
+    if index >= count:
+        raise InvalidArgument(f"device = cuda:{index}: from cuda:0 to cuda:{count - 1}")
+    capability = divmod(int(cupy.cuda.Device(index).compute_capability), 10)
+    if capability < CAPABILITY_MIN:
+        raise BackendUnavailable(f"device = cuda:{index}: compute capability {capability}; from {CAPABILITY_MIN} on")
+    return CudaDriver(index)
+
+
+class _Memory:
+    def __init__(self, size: int) -> None:
+        import cupy
+
+        try:
+            self._memory = cupy.cuda.alloc(max(1, size))
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            raise BackendUnavailable(f"device_memory: {size} bytes ({error})") from error
+        cupy.cuda.runtime.memset(self._memory.ptr, 0, size)
+        self.address = int(self._memory.ptr)
+
+
+class _Pinned:
+    def __init__(self, size: int) -> None:
+        import cupy
+
+        try:
+            self._memory = cupy.cuda.alloc_pinned_memory(max(1, size))
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise BackendUnavailable(f"host_memory: {size} pinned bytes ({error})") from error
+        self.address = int(self._memory.ptr)
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8, size)
+
+
+class _Event:
+    def __init__(self, stream: Any) -> None:
+        import cupy
+
+        self.event = cupy.cuda.Event(block=True, disable_timing=True)
+        self.event.record(stream)
+
+    def done(self) -> bool:
+        return bool(self.event.done)
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class _Stream:
+    def __init__(self, stream: Any, driver: CudaDriver) -> None:
+        self._stream, self._driver = stream, driver
+
+    def record(self) -> _Event:
+        return _Event(self._stream)
+
+    def follow(self, event: Any) -> None:
+        self._stream.wait_event(event.event)
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        import cupy
+
+        kind = cupy.cuda.runtime.memcpyDefault
+        cupy.cuda.runtime.memcpyAsync(target, source, size, kind, self._stream.ptr)
+
+    def launch(
+        self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
+    ) -> None:
+        function = self._driver.function(kernel, shared_bytes)
+        # A structured value is passed by value.
+        value = np.frombuffer(bytes(arguments), np.dtype((np.void, ctypes.sizeof(arguments))))
+        function((grid,), (threads,), (value,), shared_mem=shared_bytes, stream=self._stream)
+
+
+class CudaDriver:
+    """One GPU."""
+
+    def __init__(self, index: int) -> None:
+        import cupy
+
+        self._device = cupy.cuda.Device(index)
+        attributes = self._device.attributes
+        self.multiprocessors = int(attributes["MultiProcessorCount"])
+        self.shared_bytes_max = int(attributes["MaxSharedMemoryPerBlockOptin"])
+        self._functions: dict[Kernel, Any] = {}
+
+    def function(self, kernel: Kernel, shared_bytes: int) -> Any:
+        """The compiled kernel. Raises KernelCompileError."""
+        if kernel not in self._functions:
+            function = loader.load(kernel)
+            function.max_dynamic_shared_size_bytes = shared_bytes
+            self._functions[kernel] = function
+        return self._functions[kernel]
+
+    def memory(self, size: int) -> _Memory:
+        """Zeroed bytes on the device."""
+        with self._device:
+            return _Memory(size)
+
+    def pinned(self, size: int) -> _Pinned:
+        """Bytes of the host."""
+        with self._device:
+            return _Pinned(size)
+
+    def stream(self) -> _Stream:
+        """A new stream."""
+        import cupy
+
+        with self._device:
+            return _Stream(cupy.cuda.Stream(non_blocking=True), self)
+
+    def caller_stream(self, given: object) -> _Stream:
+        """The caller's stream."""
+        import cupy
+
+        if given is None:
+            return _Stream(cupy.cuda.get_current_stream(), self)
+        if isinstance(given, cupy.cuda.Stream | cupy.cuda.ExternalStream):
+            return _Stream(given, self)
+        address = given if isinstance(given, int) else getattr(given, "cuda_stream", None)
+        if not isinstance(address, int):
+            raise InvalidArgument(f"stream = {given!r}: a stream of CuPy or torch, or its address")
+        return _Stream(cupy.cuda.ExternalStream(address), self)
+
+    def view(self, name: str, array: Any) -> View:
+        """An array on the device."""
+        kind = None
+        if type(array).__module__.split(".")[0] == "torch" and str(array.dtype) == "torch.bfloat16":
+            import torch
+
+            kind, array = "bf16", array.detach().view(torch.uint16)
+        interface = getattr(array, "__cuda_array_interface__", None)
+        if interface is None or interface["typestr"] not in TYPES:
+            raise InvalidArgument(f"{name} = {type(array).__name__}: a float array of CuPy or torch on the device")
+        shape = tuple(interface["shape"])
+        kind = kind or TYPES[interface["typestr"]]
+        size = 4 if kind == "f32" else 2
+        strides = interface.get("strides")
+        if strides is None:
+            strides = tuple(size * int(np.prod(shape[i + 1 :])) for i in range(len(shape)))
+        return View(int(interface["data"][0]), shape, tuple(strides), kind)
+
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        """A new array of the same library."""
+        if type(like).__module__.split(".")[0] == "torch":
+            import torch
+
+            return torch.empty(shape, dtype=torch.float32 if dtype else like.dtype, device=like.device)
+        import cupy
+
+        return cupy.empty(shape, cupy.float32 if dtype else like.dtype)

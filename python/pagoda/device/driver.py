@@ -1,0 +1,100 @@
+"""What an engine asks of a device: memory, streams, events, kernels. Nothing here knows what a page is."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.kernels.instances import Kernel
+
+
+@dataclass(frozen=True)
+class View:
+    """An array of the caller as a kernel sees it. dtype: "f32", "f16", "bf16" or "u16"; strides in bytes."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+
+class Memory(Protocol):
+    """Bytes on the device, which live as long as this does."""
+
+    @property
+    def address(self) -> int:
+        """Of the first byte, aligned to 256."""
+
+
+class Pinned(Protocol):
+    """Bytes of the host that the device reads and writes in place, which live as long as this does."""
+
+    @property
+    def address(self) -> int:
+        """Of the first byte, on the device too."""
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The bytes."""
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def done(self) -> bool:
+        """Whether the stream has come by."""
+
+    def wait(self) -> None:
+        """Sleeps until it has."""
+
+
+class Stream(Protocol):
+    """Work in order."""
+
+    def record(self) -> Event:
+        """Marks the point behind all work so far."""
+
+    def follow(self, event: Event) -> None:
+        """Work from now on waits for the event."""
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        """Copies bytes between any two places."""
+
+    def launch(
+        self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
+    ) -> None:
+        """Starts a kernel. Raises KernelCompileError."""
+
+
+class Driver(Protocol):
+    """One device."""
+
+    @property
+    def multiprocessors(self) -> int:
+        """How many there are."""
+
+    @property
+    def shared_bytes_max(self) -> int:
+        """Shared memory that a thread block can have."""
+
+    def memory(self, size: int) -> Memory:
+        """Zeroed bytes. Raises OutOfMemory as BackendUnavailable."""
+
+    def pinned(self, size: int) -> Pinned:
+        """Bytes of the host. Raises BackendUnavailable."""
+
+    def stream(self) -> Stream:
+        """A new stream."""
+
+    def caller_stream(self, given: object) -> Stream:
+        """The stream that the caller means, or the current one of its library for None. Raises InvalidArgument."""
+
+    def view(self, name: str, array: Any) -> View:
+        """An array of the caller. Raises InvalidArgument with the argument's name for what is no array on the device."""
+
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        """A new array of the library and (if `dtype` is None) the type of another; dtype: "f32"."""

@@ -1,0 +1,112 @@
+"""Which instance of a kernel fits a layer, and what it needs: the arithmetic of the shapes in cuda/pagoda, in Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from pagoda.errors import BackendUnavailable
+
+NAMES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
+
+SPLITS = {
+    ("f32", "f16"): 2,
+    ("f32", "bf16"): 3,
+    ("f16", "bf16"): 2,
+}
+"""`Splits` of formats.cuh: elements of the second type that hold one of the first; 1 for other pairs."""
+
+TILE = 64
+STAGES_MAX = 4
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel instance: the header that it is in and the expression that names it."""
+
+    header: str
+    expression: str
+
+
+UNPACK = Kernel("unpack.cuh", "pagoda::unpack")
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An instance of `attend`.
+
+    rows: query rows of a work unit at most. shared_bytes, threads: of a thread block. partial: floats of a partial result.
+    """
+
+    kernel: Kernel
+    rows: int
+    threads: int
+    shared_bytes: int
+    partial: int
+
+
+@cache
+def append(k: str, v: str, given: str) -> Kernel:
+    """Appends rows of type `given` to pages of formats `k` and `v`."""
+    formats = ", ".join(f"pagoda::{NAMES[name]}" for name in (k, v, given))
+    return Kernel("append.cuh", f"pagoda::append<{formats}>")
+
+
+@cache
+def attend(k: str, v: str, q: str, dim: int, v_dim: int, group: int, mode: str, shared_max: int) -> Attention:
+    """Attention over formats `k` and `v` for queries of type `q`; `group` query heads share a K/V head.
+
+    mode: "decode" for sequences with up to 16 query rows, "prefill", or either with "-deterministic". shared_max: bytes of
+    shared memory that a thread block can have. Raises BackendUnavailable for what no instance can do.
+    """
+    formats = ", ".join(f"pagoda::{NAMES[name]}" for name in (k, v, q))
+    if "f32" in (k, v):
+        rows = 16 if group <= 16 else 64
+        chosen = _cores(formats, dim, v_dim, rows)
+        stages = [chosen]
+    else:
+        warps, teams = {"decode": (1, 4), "decode-deterministic": (1, 1)}.get(mode, (4, 1))
+        columns = 1
+        if warps == 4 or v_dim > 256:
+            columns = 4 if v_dim > 256 else 2 if v_dim > 128 else 1
+            while v_dim % (8 * columns):
+                columns //= 2
+            warps, teams = 4, 1
+        if group > 16 * warps // columns:
+            warps, teams = 4, 1
+        most = STAGES_MAX if teams > 1 else 2
+        stages = [_tensor(formats, (k, v, q), dim, v_dim, warps, teams, columns, count) for count in range(most, 1, -1)]
+        chosen = next((one for one in stages if one.shared_bytes <= shared_max), stages[-1])
+    if group > chosen.rows or chosen.shared_bytes > shared_max:
+        raise BackendUnavailable(
+            f"attention over {k}/{v} rows of {dim} and {v_dim} with {group} query heads a K/V head: at most {chosen.rows} "
+            f"heads, and {chosen.shared_bytes} bytes of shared memory of {shared_max}"
+        )
+    return chosen
+
+
+def _tensor(
+    formats: str, names: tuple[str, str, str], dim: int, v_dim: int, warps: int, teams: int, columns: int, stages: int
+) -> Attention:
+    """`TensorShape` of tensor_cores.cuh."""
+    k, _, q = names
+    rows, slice_rows = 16 * warps // columns, TILE // teams
+    depth = -(-dim // 16) * 16
+    k_stride, v_stride = depth // 8 | 1, v_dim // 8 | 1
+    q_bytes = SPLITS.get((q, k), 1) * rows * k_stride * 16
+    ring = teams * stages * slice_rows * (k_stride + v_stride) * 16 + 16
+    exchange = teams * rows * (v_dim + 4 + 2) * 4
+    shape = f"pagoda::TensorShape<{formats}, {dim}, {v_dim}, {warps}, {teams}, {columns}, {stages}>"
+    kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::TensorCores<{shape}>>")
+    return Attention(kernel, rows, 32 * warps * teams, q_bytes + max(ring, exchange), rows * v_dim + 2 * rows)
+
+
+def _cores(formats: str, dim: int, v_dim: int, rows: int) -> Attention:
+    """`CoreShape` of cuda_cores.cuh."""
+    keys = 16 if dim + v_dim > 512 else 32
+    ring = max(keys * (dim + 4) + keys * v_dim, rows * (v_dim + 4 + 2))
+    shared = 4 * (rows * dim + rows * keys + 3 * rows + ring)
+    kernel = Kernel(
+        "attend.cuh", f"pagoda::attend<pagoda::CudaCores<pagoda::CoreShape<{formats}, {dim}, {v_dim}, {rows}>>>"
+    )
+    return Attention(kernel, rows, 128, shared, rows * v_dim + 2 * rows)

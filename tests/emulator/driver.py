@@ -1,0 +1,150 @@
+"""A device whose kernels run on the emulator: NumPy arrays are its arrays.
+
+Streams are lists of work that is done late: when somebody waits, or looks. How much is done then is drawn from a seed, so
+that a missing event between two streams shows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from pagoda.device.driver import View
+from pagoda.errors import InvalidArgument
+from pagoda.kernels.instances import Kernel
+
+import emulator
+
+TYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16", np.dtype(np.uint16): "u16"}
+TYPES[np.dtype(ml_dtypes.bfloat16)] = "bf16"
+
+_LIBRARIES: dict[Kernel, emulator.Library] = {}
+
+
+def _library(kernel: Kernel) -> emulator.Library:
+    if kernel not in _LIBRARIES:
+        _LIBRARIES[kernel] = emulator.compile(f"#include <pagoda/{kernel.header}>", {"kernel": kernel.expression})
+    return _LIBRARIES[kernel]
+
+
+class Memory:
+    """Bytes between canaries."""
+
+    def __init__(self, size: int, fill: int) -> None:
+        self.guarded = emulator.Guarded(max(1, -(-size // 256) * 256), np.uint8)
+        self.guarded.array[:] = fill
+        self.address = self.guarded.address
+        self.array: npt.NDArray[np.uint8] = self.guarded.array[:size]
+
+    def __del__(self) -> None:
+        self.guarded.check()
+
+
+class Event:
+    """A place in a stream's work."""
+
+    def __init__(self, stream: Stream, place: int) -> None:
+        self.stream, self.place = stream, place
+
+    def done(self) -> bool:
+        """Looking lets some work be done, or none."""
+        self.stream.driver.work_a_little()
+        return self.stream.finished >= self.place
+
+    def wait(self) -> None:
+        """Does all that comes before."""
+        self.stream.reach(self.place)
+
+
+class Stream:
+    """Work in order, each piece a function."""
+
+    def __init__(self, driver: EmulatedDriver) -> None:
+        self.driver = driver
+        self.work: list[Callable[[], None]] = []
+        self.finished = 0
+        driver.streams.append(self)
+
+    def reach(self, place: int) -> None:
+        """Does work up to `place`."""
+        while self.finished < place:
+            piece = self.work[self.finished]
+            self.finished += 1
+            piece()
+
+    def record(self) -> Event:
+        return Event(self, len(self.work))
+
+    def follow(self, event: Any) -> None:
+        self.work.append(event.wait)
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        def piece() -> None:
+            ctypes.memmove(target, source, size)
+
+        self.work.append(piece)
+
+    def launch(
+        self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
+    ) -> None:
+        call = type(arguments).from_buffer_copy(arguments)
+        seed = self.driver.random.randrange(1 << 30)
+        library = _library(kernel)
+        self.work.append(lambda: library.launch("kernel", grid, threads, call, shared_bytes=shared_bytes, seed=seed))
+
+
+class CallerStream(Stream):
+    """The default stream: the caller's arrays are NumPy's, so that it waits for every launch."""
+
+    def launch(
+        self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
+    ) -> None:
+        super().launch(kernel, grid, threads, arguments, shared_bytes=shared_bytes)
+        if kernel.header != "unpack.cuh":
+            self.reach(len(self.work))
+
+
+class EmulatedDriver:
+    """One device."""
+
+    multiprocessors = 3
+    shared_bytes_max = 227 << 10
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.streams: list[Stream] = []
+        self._default = CallerStream(self)
+
+    def work_a_little(self) -> None:
+        """Each stream may get on."""
+        for stream in self.streams:
+            if self.random.random() < 0.5:
+                stream.reach(self.random.randint(stream.finished, len(stream.work)))
+
+    def memory(self, size: int) -> Memory:
+        return Memory(size, 0)
+
+    def pinned(self, size: int) -> Memory:
+        return Memory(size, emulator.POISON)
+
+    def stream(self) -> Stream:
+        return Stream(self)
+
+    def caller_stream(self, given: object) -> Stream:
+        if given is not None:
+            raise InvalidArgument(f"stream = {given!r}: None")
+        return self._default
+
+    def view(self, name: str, array: Any) -> View:
+        if not isinstance(array, np.ndarray) or array.dtype not in TYPES:
+            kind = getattr(array, "dtype", type(array).__name__)
+            raise InvalidArgument(f"{name} = {kind}: a float array on the device")
+        return View(array.ctypes.data, array.shape, array.strides, TYPES[array.dtype])
+
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        return np.empty(shape, np.float32 if dtype else like.dtype)
