@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import emulator
 import hypothesis
@@ -12,6 +13,9 @@ from pagoda.device import cuda
 
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max_examples=2000)
+hypothesis.settings.register_profile(
+    "emulated", deadline=None, print_blob=True, max_examples=12, stateful_step_count=25
+)
 hypothesis.settings.load_profile(os.environ.get("PAGODA_HYPOTHESIS", "default"))
 
 
@@ -19,13 +23,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=["cpu", "emulated"], default="cpu", help='what device="auto" is in tests')
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device") == "emulated":
+        # A new shape of attention takes g++ two seconds.
+        hypothesis.settings.load_profile("emulated")
+
+
 @pytest.fixture(autouse=True)
-def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """With --device=emulated caches are on a device whose kernels run on the CPU: every test of the API runs on both."""
+    drivers: list[EmulatedDriver] = []
+
+    def open_driver(index: int) -> EmulatedDriver:
+        drivers.append(EmulatedDriver(seed=index))
+        return drivers[-1]
+
     if request.config.getoption("--device") == "emulated":
         emulator.require()
         monkeypatch.setattr(cuda, "available", lambda: True)
-        monkeypatch.setattr(cuda, "open_driver", lambda index: EmulatedDriver(seed=index))
+        monkeypatch.setattr(cuda, "open_driver", open_driver)
+    yield
+    for driver in drivers:
+        driver.check()
 
 
 @pytest.fixture(autouse=True)

@@ -123,7 +123,11 @@ struct CudaCores : Unit<Shape_> {
             for (int row = 0; row < ROWS; ++row) values[row][c] *= decays[row];
             for (int key = 0; key < KEYS; ++key) {
                 const float x = values_of_keys[key * DV + column];
-                for (int row = 0; row < ROWS; ++row) values[row][c] = fmaf(scores[row * KEYS + key], x, values[row][c]);
+                for (int row = 0; row < ROWS; ++row) {
+                    const float weight = scores[row * KEYS + key];
+                    // What a query does not see may be NaN.
+                    if (weight > 0.0f) values[row][c] = fmaf(weight, x, values[row][c]);
+                }
             }
         }
     }

@@ -8,6 +8,8 @@ namespace pagoda {
 /// IEEE binary32.
 struct F32 {
     static constexpr int BYTES = 4;
+    /// Of the smallest normal number.
+    static constexpr int MIN_EXPONENT = -126;
 
     __device__ static void load(const void* source, float (&x)[8]) {
         const float4* words = static_cast<const float4*>(source);
@@ -28,6 +30,8 @@ struct Pair;
 
 template <>
 struct Pair<__half> {
+    /// All exponent bits set: infinite or NaN.
+    static constexpr uint32 EXPONENT = 0x7c00;
     __device__ static uint32 pack(float x, float y) {
         return static_cast<uint32>(__half_as_ushort(__float2half_rn(x))) |
                static_cast<uint32>(__half_as_ushort(__float2half_rn(y))) << 16;
@@ -40,6 +44,7 @@ struct Pair<__half> {
 
 template <>
 struct Pair<__nv_bfloat16> {
+    static constexpr uint32 EXPONENT = 0x7f80;
     __device__ static uint32 pack(float x, float y) {
         return static_cast<uint32>(__bfloat16_as_ushort(__float2bfloat16_rn(x))) |
                static_cast<uint32>(__bfloat16_as_ushort(__float2bfloat16_rn(y))) << 16;
@@ -74,6 +79,8 @@ constexpr float F16_MAX = 65504.0f;
 
 /// IEEE binary16.
 struct F16 : Half<__half> {
+    static constexpr int MIN_EXPONENT = -14;
+
     __device__ static void store(void* target, const float (&x)[8]) {
         float y[8];
         for (int i = 0; i < 8; ++i) y[i] = x[i] > F16_MAX ? F16_MAX : x[i] < -F16_MAX ? -F16_MAX : x[i];
@@ -83,6 +90,8 @@ struct F16 : Half<__half> {
 
 /// The upper half of a binary32, rounded.
 struct BF16 : Half<__nv_bfloat16> {
+    static constexpr int MIN_EXPONENT = -126;
+
     __device__ static void store(void* target, const float (&x)[8]) { store_pairs(target, x); }
 };
 

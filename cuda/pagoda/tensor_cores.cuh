@@ -31,7 +31,10 @@ struct TensorShape {
     static constexpr int Q_SPLITS = Splits<Q, K>::COUNT;
     /// Weights are as exact as queries are: 16-bit queries are content with 16-bit weights.
     static constexpr int P_SPLITS = Q::BYTES == 4 ? Splits<F32, V>::COUNT : 1;
-    static constexpr int Q_BYTES = Q_SPLITS * ROWS * K_STRIDE * 16;
+    /// Query rows are brought to a range in which small elements are not lost where f16 has to hold another type.
+    static constexpr bool Q_SCALED = K::MIN_EXPONENT > Q::MIN_EXPONENT;
+    static constexpr int Q_SPLIT_BYTES = Q_SPLITS * ROWS * K_STRIDE * 16;
+    static constexpr int Q_BYTES = Q_SPLIT_BYTES + ROWS * 4;
     static constexpr int K_BYTES = SLICE * K_STRIDE * 16, V_BYTES = SLICE * V_STRIDE * 16;
     static constexpr int STAGE_BYTES = K_BYTES + V_BYTES;
     /// Floats of a row of values on their way between teams.
@@ -92,6 +95,8 @@ struct TensorCores : Unit<Shape_> {
     uint8 *const q_shared, *const ring;
     /// Of rows lane / 4 and lane / 4 + 8 of the warp's 16: running maximum, this lane's share of the sum, values.
     float top[2], sum[2], values[Shape::WIDTH / 8][4];
+    /// What their scores are multiplied with.
+    float scale[2];
     uint32 query[Shape::Q_IN_REGISTERS ? Shape::Q_SPLITS : 1][Shape::DEPTH / 16][4];
 
     __device__ explicit TensorCores(const Attend& args_)
@@ -119,14 +124,21 @@ struct TensorCores : Unit<Shape_> {
     /// Brings the queries of the unit to shared memory as 16-bit elements, and the rests of what those cannot hold.
     __device__ void load_queries(const Walk& walk) {
         const float2* angles = this->angles_of(walk);
+        float* factors = reinterpret_cast<float*>(q_shared + Shape::Q_SPLIT_BYTES);
         __syncthreads();
+        for (int row = threadIdx.x / WARP; row < Shape::ROWS; row += Shape::THREADS / WARP) {
+            const float factor = Shape::Q_SCALED && row < rows ? factor_of(row, angles) : 1.0f;
+            if (lane == 0) factors[row] = factor;
+        }
+        __syncthreads();
+        for (int r = 0; r < 2; ++r) scale[r] = args.scale / factors[first_row + lane / 4 + 8 * r];
         for (int i = threadIdx.x; i < Shape::ROWS * Shape::DEPTH / 2; i += Shape::THREADS) {
             const int row = i / (Shape::DEPTH / 2), e = i % (Shape::DEPTH / 2) * 2;
             float x = 0.0f, y = 0.0f;
             if (row < rows && e < D) {
                 const uint8* source = args.q.row(this->token_of(row), this->head_of(row));
-                x = this->query_element(source, e, angles);
-                y = this->query_element(source, e + 1, angles);
+                x = this->query_element(source, e, angles) * factors[row];
+                y = this->query_element(source, e + 1, angles) * factors[row];
             }
 #pragma unroll
             for (int s = 0; s < Shape::Q_SPLITS; ++s) {
@@ -144,6 +156,16 @@ struct TensorCores : Unit<Shape_> {
                 for (int k = 0; k < Shape::DEPTH / 16; ++k) load_query(query[s][k], s, k);
             }
         }
+    }
+
+    /// The power of two that brings the largest element of a query row to about 2^8. For a whole warp.
+    __device__ float factor_of(int row, const float2* angles) const {
+        const uint8* source = args.q.row(this->token_of(row), this->head_of(row));
+        float largest = 0.0f;
+        for (int e = lane; e < D; e += WARP) largest = fmaxf(largest, fabsf(this->query_element(source, e, angles)));
+        for (int step = WARP / 2; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+        const int exponent = 127 + 8 + 127 - static_cast<int>(__float_as_uint(largest) >> 23);
+        return __uint_as_float(static_cast<uint32>(min(exponent, 252)) << 23);
     }
 
     __device__ void load_query(uint32 (&fragment)[4], int split, int k) const {
@@ -184,9 +206,14 @@ struct TensorCores : Unit<Shape_> {
         for (int first = 0; first < Shape::SLICE; first += Shape::SCORES) {
             float scores[Shape::SCORES / 8][4];
             score(scores, stage(index) + first * Shape::K_STRIDE * 16);
-            mask(scores, walk, walk.tile * TILE + team * Shape::SLICE + first);
+            const bool whole = mask(scores, walk, walk.tile * TILE + team * Shape::SLICE + first);
             weigh(scores);
-            accumulate(scores, stage(index) + Shape::K_BYTES + first * Shape::V_STRIDE * 16 + first_column * 2);
+            const uint8* rows_of_v = stage(index) + Shape::K_BYTES + first * Shape::V_STRIDE * 16 + first_column * 2;
+            if (whole || block.queries == 1) {
+                accumulate<false>(scores, rows_of_v);
+            } else {
+                accumulate<true>(scores, rows_of_v);
+            }
         }
     }
 
@@ -219,8 +246,8 @@ struct TensorCores : Unit<Shape_> {
         }
     }
 
-    /// Scales scores of the stored rows from `first` on; those that their query does not see become -inf.
-    __device__ void mask(float (&scores)[Shape::SCORES / 8][4], const Walk& walk, int first) const {
+    /// Scales scores of the stored rows from `first` on; those that their query does not see become -inf. True if there are none.
+    __device__ bool mask(float (&scores)[Shape::SCORES / 8][4], const Walk& walk, int first) const {
         const int place = walk.piece.origin + first;
         const bool whole = first >= walk.piece.low && first + Shape::SCORES <= walk.piece.high &&
                            place + Shape::SCORES - 1 <= block.position &&
@@ -234,9 +261,10 @@ struct TensorCores : Unit<Shape_> {
                 const int column = n * 8 + lane % 4 * 2 + i % 2;
                 const bool seen = whole || (first + column >= walk.piece.low && first + column < walk.piece.high &&
                                             place + column <= last[i / 2] && place + column > last[i / 2] - args.window);
-                scores[n][i] = seen ? scores[n][i] * args.scale : minus_infinity();
+                scores[n][i] = seen ? scores[n][i] * scale[i / 2] : minus_infinity();
             }
         }
+        return whole;
     }
 
     /// Online softmax: scores become weights relative to the new maximum, and the values so far are scaled to it.
@@ -270,33 +298,63 @@ struct TensorCores : Unit<Shape_> {
         }
     }
 
-    /// Adds the V rows, times their weights, to the warp's values.
+    /// Adds the V rows, times their weights, to the warp's values. CAREFUL: some queries do not see some of the rows, and what
+    /// is infinite or NaN there, and times a weight of 0 is NaN, must not reach them.
+    template <bool CAREFUL>
     __device__ void accumulate(const float (&weights)[Shape::SCORES / 8][4], const uint8* rows_of_v) {
 #pragma unroll
         for (int k = 0; k < Shape::SCORES / 16; ++k) {
             // What an accumulator holds of two column blocks is what a fragment of the left factor holds.
             float p[8];
+            uint32 a[Shape::P_SPLITS][4], sees[4];
 #pragma unroll
             for (int i = 0; i < 8; ++i) p[i] = weights[2 * k + i / 4][i % 4];
 #pragma unroll
-            for (int s = 0; s < Shape::P_SPLITS; ++s) {
-                uint32 a[4];
+            for (int i = 0; i < 4; ++i) {
+                if (CAREFUL) sees[i] = Pair<VElement>::pack(p[2 * i] > 0.0f, p[2 * i + 1] > 0.0f);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    a[i] = Pair<VElement>::pack(p[2 * i], p[2 * i + 1]);
-                    p[2 * i] -= Pair<VElement>::low(a[i]);
-                    p[2 * i + 1] -= Pair<VElement>::high(a[i]);
+                for (int s = 0; s < Shape::P_SPLITS; ++s) {
+                    a[s][i] = Pair<VElement>::pack(p[2 * i], p[2 * i + 1]);
+                    p[2 * i] -= Pair<VElement>::low(a[s][i]);
+                    p[2 * i + 1] -= Pair<VElement>::high(a[s][i]);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < Shape::WIDTH / 8; n += 2) {
+                uint32 b[4];
+                load_matrix_transposed(b, rows_of_v + ((k * 16 + lane % 16) * Shape::V_STRIDE + n + lane / 16) * 16);
+                if (CAREFUL) {
+                    take_out(values[n], sees, b[0], b[1]);
+                    if (n + 1 < Shape::WIDTH / 8) take_out(values[n + 1], sees, b[2], b[3]);
                 }
 #pragma unroll
-                for (int n = 0; n < Shape::WIDTH / 8; n += 2) {
-                    uint32 b[4];
-                    load_matrix_transposed(b, rows_of_v + ((k * 16 + lane % 16) * Shape::V_STRIDE + n + lane / 16) * 16);
-                    multiply_add(values[n], a, b[0], b[1], VElement());
+                for (int s = 0; s < Shape::P_SPLITS; ++s) {
+                    multiply_add(values[n], a[s], b[0], b[1], VElement());
                     // An odd number of blocks: the last load has brought 8 elements of another row.
-                    if (n + 1 < Shape::WIDTH / 8) multiply_add(values[n + 1], a, b[2], b[3], VElement());
+                    if (n + 1 < Shape::WIDTH / 8) multiply_add(values[n + 1], a[s], b[2], b[3], VElement());
                 }
             }
         }
+    }
+
+    /// Makes what is infinite or NaN in a fragment 0, and the values of queries that see it NaN.
+    __device__ static void take_out(float (&out)[4], const uint32 (&sees)[4], uint32& b0, uint32& b1) {
+        const uint32 marks[2] = {take_out_pair(b0), take_out_pair(b1)};
+        if (!__any_sync(~0u, (marks[0] | marks[1]) != 0)) return;
+        float hits[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        multiply_add(hits, sees, marks[0], marks[1], VElement());
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (hits[i] > 0.0f) out[i] = __uint_as_float(0x7fc00000u);
+        }
+    }
+
+    /// Returns ones where it found something.
+    __device__ static uint32 take_out_pair(uint32& pair) {
+        constexpr uint32 EXPONENT = Pair<VElement>::EXPONENT;
+        const bool low = (pair & EXPONENT) == EXPONENT, high = (pair >> 16 & EXPONENT) == EXPONENT;
+        pair &= (low ? 0xffff0000u : ~0u) & (high ? 0x0000ffffu : ~0u);
+        return Pair<VElement>::pack(low, high);
     }
 
     /// Goes over the tiles (or the run) from `from` on. Leaves maxima, sums and values of all teams in the exchange.

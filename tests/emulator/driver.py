@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from pagoda.device.driver import View
-from pagoda.errors import InvalidArgument
+from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.kernels.instances import Kernel
 
 import emulator
@@ -36,12 +36,16 @@ class Memory:
     """Bytes between canaries."""
 
     def __init__(self, size: int, fill: int) -> None:
-        self.guarded = emulator.Guarded(max(1, -(-size // 256) * 256), np.uint8)
+        try:
+            self.guarded = emulator.Guarded(max(1, -(-size // 256) * 256), np.uint8)
+        except MemoryError as error:
+            raise BackendUnavailable(f"{size} bytes of memory") from error
         self.guarded.array[:] = fill
         self.address = self.guarded.address
         self.array: npt.NDArray[np.uint8] = self.guarded.array[:size]
 
-    def __del__(self) -> None:
+    def check(self) -> None:
+        """Raises EmulatorError if something wrote past the end."""
         self.guarded.check()
 
 
@@ -118,6 +122,7 @@ class EmulatedDriver:
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
         self.streams: list[Stream] = []
+        self.memories: list[Memory] = []
         self._default = CallerStream(self)
 
     def work_a_little(self) -> None:
@@ -126,11 +131,18 @@ class EmulatedDriver:
             if self.random.random() < 0.5:
                 stream.reach(self.random.randint(stream.finished, len(stream.work)))
 
+    def check(self) -> None:
+        """Raises EmulatorError if something wrote past the end of any memory."""
+        for memory in self.memories:
+            memory.check()
+
     def memory(self, size: int) -> Memory:
-        return Memory(size, 0)
+        self.memories.append(Memory(size, 0))
+        return self.memories[-1]
 
     def pinned(self, size: int) -> Memory:
-        return Memory(size, emulator.POISON)
+        self.memories.append(Memory(size, emulator.POISON))
+        return self.memories[-1]
 
     def stream(self) -> Stream:
         return Stream(self)

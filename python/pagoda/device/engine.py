@@ -570,6 +570,6 @@ class DeviceEngine:
         if kind not in kinds or view.shape != shape:
             raise InvalidArgument(f"{name} = {view.dtype} {list(view.shape)}: {' or '.join(kinds)} {list(shape)}")
         size = 4 if kind == "f32" else 2
-        if view.shape[-1] > 1 and view.strides[-1] != size:
+        if math.prod(shape) and view.strides[-1] != size:
             raise InvalidArgument(f"{name} = strides {view.strides}: a contiguous last dimension")
         return View(view.address, view.shape, view.strides, kind)

@@ -93,7 +93,7 @@ def _tensor(
     rows, slice_rows = 16 * warps // columns, TILE // teams
     depth = -(-dim // 16) * 16
     k_stride, v_stride = depth // 8 | 1, v_dim // 8 | 1
-    q_bytes = SPLITS.get((q, k), 1) * rows * k_stride * 16
+    q_bytes = SPLITS.get((q, k), 1) * rows * k_stride * 16 + rows * 4
     ring = teams * stages * slice_rows * (k_stride + v_stride) * 16 + 16
     exchange = teams * rows * (v_dim + 4 + 2) * 4
     shape = f"pagoda::TensorShape<{formats}, {dim}, {v_dim}, {warps}, {teams}, {columns}, {stages}>"

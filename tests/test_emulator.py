@@ -1,0 +1,476 @@
+"""The emulator itself: what it computes, and that it notices what the tests of the kernels rely on it to notice."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import emulator
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+from emulator import EmulatorError, Guarded
+
+Array = npt.NDArray[Any]
+
+SEEDS = range(8)
+HALVES: dict[str, Any] = {"__half": np.float16, "__nv_bfloat16": ml_dtypes.bfloat16}
+
+
+class Arguments(ctypes.Structure):
+    """Of every kernel below."""
+
+    _fields_ = [("a", ctypes.c_void_p), ("b", ctypes.c_void_p), ("out", ctypes.c_void_p), ("n", ctypes.c_longlong)]
+
+
+SOURCE = r"""
+#include <pagoda/machine.cuh>
+using namespace pagoda;
+
+struct Arguments {
+    const void* a;
+    const void* b;
+    void* out;
+    int64 n;
+};
+
+__device__ int lane() { return threadIdx.x % WARP; }
+
+template <class T>
+__global__ void shuffles(Arguments args) {
+    const T mine = static_cast<const T*>(args.a)[lane()];
+    T* out = static_cast<T*>(args.out);
+    for (int i = 0; i < 5; ++i) out[i * WARP + lane()] = __shfl_xor_sync(~0u, mine, 1 << i);
+    out[5 * WARP + lane()] = __shfl_sync(~0u, mine, (lane() * 5 + 3) % WARP);
+    out[6 * WARP + lane()] = __shfl_sync(~0u, mine, 7);
+}
+
+__global__ void ballots(Arguments args) {
+    for (int i = 0; i < WARP; ++i) {
+        const unsigned all = __ballot_sync(~0u, static_cast<const int*>(args.a)[i * WARP + lane()]);
+        static_cast<unsigned*>(args.out)[i * WARP + lane()] = all;
+    }
+}
+
+// Warp w makes w + 1 rounds of shuffles. The last warps leave before the barrier if n says so.
+__global__ void uneven(Arguments args) {
+    int* sums = reinterpret_cast<int*>(shared_memory());
+    const int warp = threadIdx.x / WARP;
+    if (warp >= args.n) return;
+    int total = 0;
+    for (int round = 0; round <= warp; ++round) {
+        int value = threadIdx.x + round;
+        for (int step = WARP / 2; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+        total += value;
+    }
+    if (lane() == 0) sums[warp] = total;
+    __syncthreads();
+    int all = 0;
+    for (int i = 0; i < args.n; ++i) all += sums[i];
+    static_cast<int*>(args.out)[threadIdx.x] = all;
+}
+
+template <bool BARRIER>
+__global__ void reduce(Arguments args) {
+    float* values = reinterpret_cast<float*>(shared_memory());
+    values[threadIdx.x] = static_cast<const float*>(args.a)[blockIdx.x * blockDim.x + threadIdx.x];
+    for (unsigned half = blockDim.x / 2; half > 0; half /= 2) {
+        if (BARRIER) __syncthreads();
+        if (threadIdx.x < half) values[threadIdx.x] += values[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0) static_cast<float*>(args.out)[blockIdx.x] = values[0];
+}
+
+// The order in which threads come by.
+__global__ void order(Arguments args) {
+    for (int i = 0; i < 3; ++i) {
+        __syncthreads();
+        int* ticket = static_cast<int*>(args.out);
+        const int mine = atomicAdd(ticket, 1);
+        ticket[1 + mine] = blockIdx.x * blockDim.x + threadIdx.x;
+    }
+}
+
+__device__ void fill(const Arguments& args) {
+    uint32* shared = reinterpret_cast<uint32*>(shared_memory());
+    for (int i = lane(); i < 128; i += WARP) {
+        shared[i] = static_cast<const uint32*>(args.a)[i];
+        shared[128 + i] = static_cast<const uint32*>(args.b)[i];
+    }
+    __syncwarp();
+}
+
+// Lane l names row l, 16 bytes.
+template <bool TRANSPOSED>
+__global__ void matrices(Arguments args) {
+    fill(args);
+    uint32 r[4];
+    if (TRANSPOSED) load_matrix_transposed(r, shared_memory() + 16 * lane());
+    else load_matrix(r, shared_memory() + 16 * lane());
+    for (int i = 0; i < 4; ++i) static_cast<uint32*>(args.out)[i * WARP + lane()] = r[i];
+}
+
+// out [16, 16] += a [16, 16] b [16, 16]; `TURNED`: b is [n, k].
+template <class T, bool TURNED>
+__global__ void product(Arguments args) {
+    fill(args);
+    const int matrix = lane() / 8, row = lane() % 8;
+    const uint8* left = shared_memory();
+    const uint8* right = left + 512;
+    uint32 a[4], b[4];
+    load_matrix(a, left + (matrix % 2 * 8 + row) * 32 + matrix / 2 * 16);
+    if (TURNED) load_matrix(b, right + (matrix / 2 * 8 + row) * 32 + matrix % 2 * 16);
+    else load_matrix_transposed(b, right + (matrix % 2 * 8 + row) * 32 + matrix / 2 * 16);
+    float* out = static_cast<float*>(args.out);
+    for (int half = 0; half < 2; ++half) {
+        float d[4];
+        const auto at = [&](int i) { return (lane() / 4 + i / 2 * 8) * 16 + half * 8 + lane() % 4 * 2 + i % 2; };
+        for (int i = 0; i < 4; ++i) d[i] = out[at(i)];
+        multiply_add(d, a, b[2 * half], b[2 * half + 1], T{});
+        for (int i = 0; i < 4; ++i) out[at(i)] = d[i];
+    }
+}
+
+// Threads copy 16 bytes each, in groups of one copy; the neighbour's bytes come out. The last three are zeros.
+template <int PENDING, bool BARRIER>
+__global__ void copies(Arguments args) {
+    const int groups = static_cast<int>(args.n), threads = blockDim.x;
+    const auto valid = [&](int index) { return index < groups * threads - 3; };
+    uint8* shared = shared_memory();
+    for (int group = 0; group < groups; ++group) {
+        const int index = group * threads + threadIdx.x;
+        copy_async(shared + 16 * index, static_cast<const uint8*>(args.a) + 16 * index, valid(index));
+        copy_commit();
+    }
+    if (PENDING >= 0) copy_wait<PENDING < 0 ? 0 : PENDING>();
+    if (BARRIER) __syncthreads();
+    const int shown = groups - (PENDING > 0 ? PENDING : 0);
+    for (int i = threadIdx.x; i < shown * threads; i += threads) {
+        const int from = i / threads * threads + (i + 1) % threads;
+        static_cast<uint4*>(args.out)[i] = reinterpret_cast<uint4*>(shared)[from];
+    }
+    __syncthreads();
+    copy_wait<0>();
+}
+
+__global__ void late_copies(Arguments args) {
+    copy_async(shared_memory() + 16 * threadIdx.x, args.a, true);
+    copy_commit();
+}
+
+__global__ void crooked_copy(Arguments args) {
+    copy_async(shared_memory() + args.n, args.a, true);
+    copy_wait<0>();
+}
+
+__global__ void crooked_row(Arguments args) {
+    uint32 r[4];
+    load_matrix(r, shared_memory() + args.n);
+}
+
+__global__ void different_collectives(Arguments) {
+    if (lane() < 16) __shfl_xor_sync(~0u, 1, 1);
+    else __ballot_sync(~0u, 1);
+}
+
+__global__ void different_masks(Arguments) { __syncwarp(lane() < 31 ? ~0u : ~1u); }
+
+__global__ void not_in_its_mask(Arguments) { __syncwarp(~1u); }
+
+__global__ void lanes_missing(Arguments) {
+    if (lane() < 16) __syncwarp();
+}
+
+__global__ void a_warp_waits_for_the_block(Arguments args) {
+    __shfl_xor_sync(~0u, 1, 1);
+    if (threadIdx.x / WARP == 1 && lane() >= args.n) __shfl_xor_sync(~0u, 1, 1);
+    __syncthreads();
+}
+
+__global__ void poison(Arguments args) {
+    static_cast<uint8*>(args.out)[threadIdx.x] = shared_memory()[threadIdx.x];
+    shared_memory()[threadIdx.x] = 1;
+}
+
+__global__ void past_shared(Arguments args) {
+    if (threadIdx.x == 0) shared_memory()[args.n] ^= 1;
+}
+
+__global__ void past_array(Arguments args) {
+    if (threadIdx.x == 0) static_cast<uint8*>(args.out)[args.n] ^= 1;
+}
+
+__global__ void widen(Arguments args) {
+    for (int i = threadIdx.x; i < 65536; i += blockDim.x) {
+        float* out = static_cast<float*>(args.out);
+        out[i] = __half2float(__ushort_as_half(static_cast<unsigned short>(i)));
+        out[65536 + i] = __bfloat162float(__ushort_as_bfloat16(static_cast<unsigned short>(i)));
+    }
+}
+
+__global__ void narrow(Arguments args) {
+    unsigned short* out = static_cast<unsigned short*>(args.out);
+    for (int i = threadIdx.x; i < args.n; i += blockDim.x) {
+        const float x = static_cast<const float*>(args.a)[i];
+        out[i] = __half_as_ushort(__float2half_rn(x));
+        out[args.n + i] = __bfloat16_as_ushort(__float2bfloat16_rn(x));
+    }
+}
+"""
+
+KERNELS = {
+    "shuffles_int": "shuffles<int>",
+    "shuffles_float": "shuffles<float>",
+    "shuffles_long": "shuffles<int64>",
+    "reduce": "reduce<true>",
+    "reduce_without_barrier": "reduce<false>",
+    "matrices": "matrices<false>",
+    "matrices_transposed": "matrices<true>",
+    "copies": "copies<0, true>",
+    "copies_pending": "copies<2, true>",
+    "copies_without_wait": "copies<-1, true>",
+    "copies_without_barrier": "copies<0, false>",
+}
+KERNELS |= {f"product{kind}": f"product<{kind}, false>" for kind in HALVES}
+KERNELS |= {f"turned{kind}": f"product<{kind}, true>" for kind in HALVES}
+PLAIN = ["ballots", "uneven", "order", "late_copies", "crooked_copy", "crooked_row", "different_collectives"]
+PLAIN += ["different_masks", "not_in_its_mask", "lanes_missing", "a_warp_waits_for_the_block", "poison"]
+PLAIN += ["past_shared", "past_array", "widen", "narrow"]
+KERNELS |= {name: name for name in PLAIN}
+
+
+@pytest.fixture(scope="module")
+def library() -> emulator.Library:
+    return emulator.compile(SOURCE, KERNELS)
+
+
+def filled(values: Array) -> Guarded:
+    array = Guarded(values.shape, values.dtype)
+    array.array[...] = values
+    return array
+
+
+def arguments(
+    *, a: Guarded | None = None, b: Guarded | None = None, out: Guarded | None = None, n: int = 0
+) -> Arguments:
+    return Arguments(*(array.address if array else None for array in (a, b, out)), n)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("int", np.int32), ("float", np.float32), ("long", np.int64)])
+def test_shuffles(name: str, dtype: Any, library: emulator.Library) -> None:
+    lanes = np.arange(32)
+    a = filled((lanes * 1000003 - 77).astype(dtype) * np.asarray(4294967297 if name == "long" else 1, dtype))
+    right = [a.array[lanes ^ step] for step in (1, 2, 4, 8, 16)] + [a.array[(lanes * 5 + 3) % 32], a.array[[7] * 32]]
+    for seed in SEEDS:
+        out = Guarded((7, 32), dtype)
+        library.launch(f"shuffles_{name}", 1, 32, arguments(a=a, out=out), seed=seed)
+        np.testing.assert_array_equal(out.array, right)
+        out.check()
+
+
+def test_ballots(library: emulator.Library) -> None:
+    a = filled(np.random.default_rng(0).integers(0, 3, (32, 32)).astype(np.int32))
+    right = ((a.array != 0) @ (1 << np.arange(32, dtype=np.uint64))).astype(np.uint32)
+    for seed in SEEDS:
+        out = Guarded((32, 32), np.uint32)
+        library.launch("ballots", 1, 32, arguments(a=a, out=out), seed=seed)
+        np.testing.assert_array_equal(out.array, np.repeat(right[:, None], 32, 1))
+
+
+@pytest.mark.parametrize("staying", [4, 3, 1])
+def test_barriers_are_counted(staying: int, library: emulator.Library) -> None:
+    """Warps make different numbers of shuffles, and those that have left are not waited for."""
+    right = sum(
+        sum(range(warp * 32, warp * 32 + 32)) + 32 * round for warp in range(staying) for round in range(warp + 1)
+    )
+    for seed in SEEDS:
+        out = Guarded(128, np.int32)
+        out.array[:] = -1
+        library.launch("uneven", 1, 128, arguments(out=out, n=staying), shared_bytes=16, seed=seed)
+        np.testing.assert_array_equal(out.array, [right] * (staying * 32) + [-1] * (128 - staying * 32))
+
+
+def reduced(library: emulator.Library, name: str, seed: int) -> bool:
+    a, out = filled(np.arange(5 * 128, dtype=np.float32)), Guarded(5, np.float32)
+    library.launch(name, 5, 128, arguments(a=a, out=out), shared_bytes=512, seed=seed)
+    out.check()
+    return bool(np.array_equal(out.array, a.array.reshape(5, 128).sum(1)))
+
+
+def test_block_reduction(library: emulator.Library) -> None:
+    assert all(reduced(library, "reduce", seed) for seed in SEEDS)
+
+
+def test_a_missing_barrier_is_noticed(library: emulator.Library) -> None:
+    assert not all(reduced(library, "reduce_without_barrier", seed) for seed in SEEDS)
+
+
+def test_the_seed_decides_the_order(library: emulator.Library) -> None:
+    def order(seed: int) -> tuple[int, ...]:
+        out = Guarded(1 + 3 * 4 * 64, np.int32)
+        out.array[:] = 0
+        library.launch("order", 4, 64, arguments(out=out), seed=seed)
+        return tuple(out.array[1:])
+
+    assert all(order(seed) == order(seed) for seed in SEEDS)
+    orders = [order(seed) for seed in SEEDS]
+    assert len(set(orders)) == len(orders)
+    # Blocks run one after the other, not always in the same order; threads between two barriers each come once.
+    assert len({tuple(thread // 64 for thread in threads[:: 3 * 64]) for threads in orders}) > 1
+    for threads in orders:
+        for round in np.split(np.array(threads), 12):
+            assert sorted(round % 64) == list(range(64))
+            assert len(set(round // 64)) == 1
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_load_matrix(transposed: bool, library: emulator.Library) -> None:
+    a = filled(np.random.default_rng(0).integers(0, 65536, (4, 8, 8)).astype(np.uint16))
+    b, out = Guarded((4, 8, 8), np.uint16), Guarded((4, 32, 2), np.uint16)
+    # PTX manual, ldmatrix: thread t of 32 holds row t / 4, elements 2 (t % 4) and the next.
+    right = (a.array.transpose(0, 2, 1) if transposed else a.array).reshape(4, 32, 2)
+    for seed in SEEDS:
+        name = "matrices_transposed" if transposed else "matrices"
+        library.launch(name, 1, 32, arguments(a=a, b=b, out=out), shared_bytes=1024, seed=seed)
+        np.testing.assert_array_equal(out.array, right)
+
+
+@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize("turned", [False, True])
+def test_multiply_add(kind: str, turned: bool, library: emulator.Library) -> None:
+    rng = np.random.default_rng(0)
+    left, right = (rng.standard_normal((16, 16)).astype(HALVES[kind]) for _ in range(2))
+    start = rng.standard_normal((16, 16)).astype(np.float32)
+    a, b = filled(left.view(np.uint16)), filled((right.T.copy() if turned else right).view(np.uint16))
+    expected = left.astype(np.float64) @ right.astype(np.float64) + start
+    for seed in SEEDS:
+        out = filled(start)
+        name = f"turned{kind}" if turned else f"product{kind}"
+        library.launch(name, 1, 32, arguments(a=a, b=b, out=out), shared_bytes=1024, seed=seed)
+        np.testing.assert_allclose(out.array, expected, rtol=0, atol=2e-6)
+
+
+def copied(library: emulator.Library, name: str, seed: int, groups: int = 4) -> tuple[Array, Array]:
+    """What threads saw of their neighbours' copies, and what they must see."""
+    a = filled(np.random.default_rng(seed).integers(0, 255, (groups, 64, 16)).astype(np.uint8))
+    out = Guarded((groups, 64, 16), np.uint8)
+    library.launch(name, 1, 64, arguments(a=a, out=out, n=groups), shared_bytes=groups * 1024, seed=seed)
+    right = a.array.copy()
+    right.reshape(-1, 16)[-3:] = 0
+    return out.array, np.roll(right, -1, 1)
+
+
+def test_copies_arrive(library: emulator.Library) -> None:
+    for seed in SEEDS:
+        out, right = copied(library, "copies", seed)
+        np.testing.assert_array_equal(out, right)
+        out, right = copied(library, "copies_pending", seed)
+        np.testing.assert_array_equal(out[:2], right[:2])
+        assert (out[2:] == emulator.POISON).all()
+
+
+def test_copies_arrive_no_earlier(library: emulator.Library) -> None:
+    for seed in SEEDS:
+        assert (copied(library, "copies_without_wait", seed)[0] == emulator.POISON).all()
+
+
+def test_a_missing_barrier_after_copies_is_noticed(library: emulator.Library) -> None:
+    assert any((out != right).any() for out, right in (copied(library, "copies_without_barrier", s) for s in SEEDS))
+
+
+FAILURES = {
+    "late_copies": "did not wait for",
+    "different_collectives": r"_sync meets __.*_sync of lane",
+    "different_masks": "__syncwarp meets __syncwarp of lane|32 threads wait at barriers",
+    "not_in_its_mask": "not in its own mask",
+    "lanes_missing": "16 threads wait at barriers that others do not reach",
+    "crooked_copy": "not aligned",
+    "crooked_row": "not aligned",
+    "past_shared": "past its shared memory",
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_what_a_kernel_does_wrong_is_said(name: str, library: emulator.Library) -> None:
+    n = {"crooked_copy": 8, "crooked_row": 8, "past_shared": 512}.get(name, 0)
+    a = Guarded(64, np.uint8)
+    for seed in SEEDS:
+        with pytest.raises(EmulatorError, match=FAILURES[name]) as error:
+            library.launch(name, 3, 32, arguments(a=a, n=n), shared_bytes=512, seed=seed)
+        assert "block" in str(error.value)
+
+
+def test_the_emulator_works_after_a_failure(library: emulator.Library) -> None:
+    with pytest.raises(EmulatorError):
+        library.launch("lanes_missing", 1, 32, arguments())
+    assert reduced(library, "reduce", 0)
+
+
+def test_a_barrier_that_half_a_warp_misses(library: emulator.Library) -> None:
+    for seed in SEEDS:
+        for missing in (1, 31):
+            with pytest.raises(EmulatorError, match="wait at barriers that others do not reach"):
+                library.launch("a_warp_waits_for_the_block", 1, 64, arguments(n=missing), seed=seed)
+        library.launch("a_warp_waits_for_the_block", 1, 64, arguments(n=0), seed=seed)
+
+
+def test_shared_memory_is_poisoned_for_every_block(library: emulator.Library) -> None:
+    out = Guarded(32, np.uint8)
+    out.array[:] = 0
+    library.launch("poison", 5, 32, arguments(out=out), shared_bytes=32)
+    assert (out.array == emulator.POISON).all()
+
+
+@pytest.mark.parametrize("at", [-1, -emulator.CANARY, 100, 100 + emulator.CANARY - 1])
+def test_canaries(at: int, library: emulator.Library) -> None:
+    out = Guarded(100, np.uint8)
+    library.launch("past_array", 1, 32, arguments(out=out, n=50))
+    out.check()
+    library.launch("past_array", 1, 32, arguments(out=out, n=at))
+    with pytest.raises(EmulatorError, match=f"wrote {at} bytes"):
+        out.check()
+
+
+def test_arguments_of_another_size(library: emulator.Library) -> None:
+    with pytest.raises(EmulatorError, match="4 bytes, not 32"):
+        library.launch("poison", 1, 32, type("Other", (ctypes.Structure,), {"_fields_": [("x", ctypes.c_int)]})())
+
+
+def test_what_does_not_compile_is_said() -> None:
+    with pytest.raises(EmulatorError, match="no_such_kernel"):
+        emulator.compile("struct Arguments {};", {"kernel": "no_such_kernel"})
+
+
+def test_widening(library: emulator.Library) -> None:
+    """All 16-bit numbers, of both formats."""
+    out = Guarded((2, 65536), np.float32)
+    library.launch("widen", 1, 128, arguments(out=out))
+    bits = np.arange(65536, dtype=np.uint16)
+    for values, dtype in zip(out.array, HALVES.values(), strict=True):
+        right = bits.view(dtype).astype(np.float32)
+        np.testing.assert_array_equal(np.isnan(values), np.isnan(right))
+        numbers = ~np.isnan(right)
+        np.testing.assert_array_equal(values.view(np.uint32)[numbers], right.view(np.uint32)[numbers])
+
+
+def test_narrowing(library: emulator.Library) -> None:
+    """Ties, what overflows, subnormal numbers and random bits."""
+    rng = np.random.default_rng(0)
+    parts = [rng.integers(0, 1 << 32, 200_000, np.uint64).astype(np.uint32).view(np.float32)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        for dtype in HALVES.values():
+            # Every number of the format, what lies halfway to its neighbour, and the floats beside these.
+            exact = np.arange(65536, dtype=np.uint16).view(dtype).astype(np.float32)
+            exact = exact[np.isfinite(exact)]
+            ties = ((exact.astype(np.float64) + np.roll(exact, -1)) / 2).astype(np.float32)
+            parts += [exact, *(np.nextafter(ties, np.float32(way)) for way in (-np.inf, np.inf)), ties]
+        parts.append(np.array([0, -0.0, np.inf, -np.inf, np.nan, 65519.996, 65520, 3.4e38, 1e-45], np.float32))
+        a = filled(np.concatenate(parts))
+        out = Guarded((2, len(a.array)), np.uint16)
+        library.launch("narrow", 1, 128, arguments(a=a, out=out, n=len(a.array)))
+        for bits, dtype in zip(out.array, HALVES.values(), strict=True):
+            right = a.array.astype(dtype)
+            nan = np.isnan(a.array)
+            assert np.isnan(bits.view(dtype)[nan].astype(np.float32)).all()
+            np.testing.assert_array_equal(bits[~nan], right.view(np.uint16)[~nan])
