@@ -53,17 +53,18 @@ __global__ void ballots(Arguments args) {
     }
 }
 
-// Warp w makes w + 1 rounds of shuffles. The last warps leave before the barrier if n says so.
+// Warp w makes w + 1 rounds of shuffles. Warps from n on make more, and leave when the others are at the barrier already.
 __global__ void uneven(Arguments args) {
     int* sums = reinterpret_cast<int*>(shared_memory());
     const int warp = threadIdx.x / WARP;
-    if (warp >= args.n) return;
+    const bool leaves = warp >= args.n;
     int total = 0;
-    for (int round = 0; round <= warp; ++round) {
+    for (int round = 0; round <= (leaves ? 20 : warp); ++round) {
         int value = threadIdx.x + round;
         for (int step = WARP / 2; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
         total += value;
     }
+    if (leaves) return;
     if (lane() == 0) sums[warp] = total;
     __syncthreads();
     int all = 0;
@@ -145,8 +146,7 @@ __global__ void copies(Arguments args) {
     }
     if (PENDING >= 0) copy_wait<PENDING < 0 ? 0 : PENDING>();
     if (BARRIER) __syncthreads();
-    const int shown = groups - (PENDING > 0 ? PENDING : 0);
-    for (int i = threadIdx.x; i < shown * threads; i += threads) {
+    for (int i = threadIdx.x; i < groups * threads; i += threads) {
         const int from = i / threads * threads + (i + 1) % threads;
         static_cast<uint4*>(args.out)[i] = reinterpret_cast<uint4*>(shared)[from];
     }
@@ -167,6 +167,22 @@ __global__ void crooked_copy(Arguments args) {
 __global__ void crooked_row(Arguments args) {
     uint32 r[4];
     load_matrix(r, shared_memory() + args.n);
+}
+
+__global__ void halves(Arguments args) {
+    const unsigned mask = lane() < 16 ? 0xffffu : 0xffff0000u;
+    int value = lane();
+    for (int step = 8; step > 0; step /= 2) value += __shfl_xor_sync(mask, value, step);
+    static_cast<int*>(args.out)[lane()] = value;
+}
+
+// Some lanes go on alone while others may not have looked yet at what the first shuffle brought them.
+__global__ void ahead(Arguments args) {
+    const int value = __shfl_xor_sync(~0u, lane(), 16);
+    if (lane() < 16) {
+        for (int i = 0; i < 4; ++i) __shfl_xor_sync(0xffffu, 1000, 1);
+    }
+    static_cast<int*>(args.out)[lane()] = value;
 }
 
 __global__ void different_collectives(Arguments) {
@@ -236,7 +252,7 @@ KERNELS |= {f"product{kind}": f"product<{kind}, false>" for kind in HALVES}
 KERNELS |= {f"turned{kind}": f"product<{kind}, true>" for kind in HALVES}
 PLAIN = ["ballots", "uneven", "order", "late_copies", "crooked_copy", "crooked_row", "different_collectives"]
 PLAIN += ["different_masks", "not_in_its_mask", "lanes_missing", "a_warp_waits_for_the_block", "poison"]
-PLAIN += ["past_shared", "past_array", "widen", "narrow"]
+PLAIN += ["halves", "ahead", "past_shared", "past_array", "widen", "narrow"]
 KERNELS |= {name: name for name in PLAIN}
 
 
@@ -379,12 +395,29 @@ def test_a_missing_barrier_after_copies_is_noticed(library: emulator.Library) ->
     assert any((out != right).any() for out, right in (copied(library, "copies_without_barrier", s) for s in SEEDS))
 
 
+def test_lanes_of_different_masks(library: emulator.Library) -> None:
+    lanes = np.arange(32)
+    for seed in SEEDS:
+        out = Guarded(32, np.int32)
+        library.launch("halves", 1, 32, arguments(out=out), seed=seed)
+        np.testing.assert_array_equal(out.array, np.where(lanes < 16, 120, 376))
+        library.launch("ahead", 1, 32, arguments(out=out), seed=seed)
+        np.testing.assert_array_equal(out.array, lanes ^ 16)
+
+
+@pytest.mark.parametrize("name", ["crooked_copy", "crooked_row"])
+@pytest.mark.parametrize("at", [-16, 512, 512 + 4096])
+def test_rows_outside_shared_memory(name: str, at: int, library: emulator.Library) -> None:
+    with pytest.raises(EmulatorError, match=f"byte {at} is outside the 512 of shared memory"):
+        library.launch(name, 1, 32, arguments(a=Guarded(16, np.uint8), n=at), shared_bytes=512)
+
+
 FAILURES = {
     "late_copies": "did not wait for",
     "different_collectives": r"_sync meets __.*_sync of lane",
-    "different_masks": "__syncwarp meets __syncwarp of lane|32 threads wait at barriers",
+    "different_masks": "__syncwarp meets __syncwarp of lane",
     "not_in_its_mask": "not in its own mask",
-    "lanes_missing": "16 threads wait at barriers that others do not reach",
+    "lanes_missing": "16 threads wait at .*; in warp 0 lanes 0000ffff at __syncwarp for lanes ffff0000",
     "crooked_copy": "not aligned",
     "crooked_row": "not aligned",
     "past_shared": "past its shared memory",

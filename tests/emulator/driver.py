@@ -32,21 +32,30 @@ def _library(kernel: Kernel) -> emulator.Library:
     return _LIBRARIES[kernel]
 
 
+POISONED_BYTES = 64 << 20
+"""Memory up to this is poisoned and lies between canaries; more would take too long."""
+
+
 class Memory:
-    """Bytes between canaries."""
+    """Bytes of the device, or of the host as the device sees it."""
 
     def __init__(self, size: int, fill: int) -> None:
+        self._guarded: emulator.Guarded | None = None
         try:
-            self.guarded = emulator.Guarded(max(1, -(-size // 256) * 256), np.uint8)
+            if size <= POISONED_BYTES:
+                self._guarded = emulator.Guarded(max(1, -(-size // 256) * 256), np.uint8)
+                self._guarded.array[:] = fill
+                self.array: npt.NDArray[np.uint8] = self._guarded.array[:size]
+            else:
+                self.array = np.zeros(size, np.uint8)
         except MemoryError as error:
             raise BackendUnavailable(f"{size} bytes of memory") from error
-        self.guarded.array[:] = fill
-        self.address = self.guarded.address
-        self.array: npt.NDArray[np.uint8] = self.guarded.array[:size]
+        self.address = self.array.ctypes.data
 
     def check(self) -> None:
         """Raises EmulatorError if something wrote past the end."""
-        self.guarded.check()
+        if self._guarded is not None:
+            self._guarded.check()
 
 
 class Event:

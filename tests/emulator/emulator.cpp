@@ -88,7 +88,6 @@ void wait_at(Barrier& barrier) {
 
 void complete(Barrier& barrier) {
     barrier.arrived = 0;
-    ++barrier.generation;
     block->ready.insert(block->ready.end(), barrier.waiting.begin(), barrier.waiting.end());
     barrier.waiting.clear();
 }
@@ -103,36 +102,59 @@ void block_barrier() {
     }
 }
 
-const Offer* meet(const char* name, unsigned mask, const void* data, size_t bytes) {
+const Offer* meet(const char* name, unsigned mask, const void* data, size_t bytes, void (*finish)(Offer*)) {
     const int lane = current->index % LANES;
+    const unsigned self = 1u << lane;
     Warp& warp = block->warps[current->index / LANES];
-    if (!(mask >> lane & 1)) fail(std::string(name) + ": the lane is not in its own mask");
-    Offer& mine = warp.offers[lane];
-    mine.name = name;
-    mine.mask = mask;
-    if (bytes) std::memcpy(mine.data, data, bytes);
-    const unsigned generation = warp.barrier.generation;
-    if (++warp.barrier.arrived == __builtin_popcount(mask)) {
-        for (int i = 0; i < LANES; ++i) {
-            if (!(mask >> i & 1)) continue;
-            if (warp.offers[i].name == nullptr || std::strcmp(warp.offers[i].name, name) || warp.offers[i].mask != mask) {
-                fail(std::string(name) + " meets " + (warp.offers[i].name ? warp.offers[i].name : "nothing") + " of lane " +
-                     std::to_string(i));
-            }
-            warp.met[generation % 2][i] = warp.offers[i];
-            warp.offers[i].name = nullptr;
+    if (!(mask & self)) fail(std::string(name) + ": the lane is not in its own mask");
+    if (current->last != nullptr) current->last->unread &= ~self;
+    Meeting* meeting = nullptr;
+    Meeting* unused = nullptr;
+    for (const auto& other : warp.meetings) {
+        if (!other->arrived) {
+            if (!other->unread) unused = other.get();
+        } else if (other->mask == mask && !std::strcmp(other->name, name)) {
+            meeting = other.get();
+        } else if ((other->mask & self) && (other->arrived & mask)) {
+            // Each would wait for the other for ever.
+            fail(std::string(name) + " meets " + other->name + " of lane " + std::to_string(__builtin_ctz(other->arrived & mask)));
         }
-        complete(warp.barrier);
-    } else {
-        wait_at(warp.barrier);
     }
-    return warp.met[generation % 2];
+    if (meeting == nullptr) {
+        if (unused == nullptr) {
+            warp.meetings.push_back(std::make_unique<Meeting>());
+            unused = warp.meetings.back().get();
+        }
+        meeting = unused;
+        meeting->name = name;
+        meeting->mask = mask;
+    }
+    if (bytes) std::memcpy(meeting->offers[lane].data, data, bytes);
+    current->last = meeting;
+    meeting->arrived |= self;
+    if (meeting->arrived == mask) {
+        if (finish != nullptr) finish(meeting->offers);
+        meeting->arrived = 0;
+        meeting->unread = mask;
+        complete(meeting->barrier);
+    } else {
+        wait_at(meeting->barrier);
+    }
+    return meeting->offers;
+}
+
+void check_row(const char* name, const void* row) {
+    const auto at = reinterpret_cast<uintptr_t>(row), start = reinterpret_cast<uintptr_t>(block->shared);
+    if (at % 16) fail(std::string(name) + ": not aligned to 16 bytes");
+    if (at < start || at + 16 > start + block->shared_bytes) {
+        fail(std::string(name) + ": byte " + std::to_string(static_cast<int64_t>(at - start)) + " is outside the " +
+             std::to_string(block->shared_bytes) + " of shared memory");
+    }
 }
 
 void copy_async(void* target, const void* source, bool valid) {
-    if (reinterpret_cast<uintptr_t>(target) % 16 || (valid && reinterpret_cast<uintptr_t>(source) % 16)) {
-        fail("cp.async: not aligned to 16 bytes");
-    }
+    check_row("cp.async", target);
+    if (valid && reinterpret_cast<uintptr_t>(source) % 16) fail("cp.async: not aligned to 16 bytes");
     std::memset(target, POISON, 16);
     current->copies.push_back({static_cast<unsigned char*>(target), static_cast<const unsigned char*>(source), valid, current->group});
 }
@@ -156,9 +178,26 @@ void copy_wait(int pending) {
 
 namespace {
 
+/// Who waits where, after a deadlock.
+std::string waiting() {
+    std::string text;
+    if (block->barrier.arrived) text += "; " + std::to_string(block->barrier.arrived) + " at __syncthreads";
+    for (size_t i = 0; i < block->warps.size(); ++i) {
+        for (const auto& meeting : block->warps[i].meetings) {
+            if (!meeting->arrived) continue;
+            char part[160];
+            std::snprintf(part, sizeof part, "; in warp %zu lanes %08x at %.40s for lanes %08x", i, meeting->arrived,
+                          meeting->name, meeting->mask & ~meeting->arrived);
+            text += part;
+        }
+    }
+    return text;
+}
+
 void run_block(unsigned threads, size_t shared_bytes) {
     Block now;
     block = &now;
+    now.shared_bytes = shared_bytes;
     now.shared = static_cast<unsigned char*>(std::aligned_alloc(128, (shared_bytes + CANARY_BYTES + 127) / 128 * 128));
     std::memset(now.shared, POISON, shared_bytes);
     for (size_t i = 0; i < CANARY_BYTES; ++i) now.shared[shared_bytes + i] = static_cast<unsigned char>(i * 7 + 13);
@@ -178,7 +217,7 @@ void run_block(unsigned threads, size_t shared_bytes) {
     while (failure.empty() && now.alive > 0) {
         if (now.ready.empty()) {
             failure = "block " + std::to_string(block_index.x) + ": " + std::to_string(now.alive) +
-                      " threads wait at barriers that others do not reach";
+                      " threads wait at barriers that others do not reach" + waiting();
             break;
         }
         std::swap(now.ready[draw() % now.ready.size()], now.ready.back());

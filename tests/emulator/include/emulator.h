@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -31,7 +32,6 @@ constexpr unsigned char POISON = 0xff;
 [[noreturn]] void fail(const std::string& message);
 
 struct Barrier {
-    unsigned generation = 0;
     int arrived = 0;
     std::vector<int> waiting;
 };
@@ -52,20 +52,26 @@ struct Fiber {
     bool done = false;
     std::vector<Copy> copies;
     int group = 0;
+    /// The collective that this thread was in last, and may still be reading.
+    struct Meeting* last = nullptr;
 };
 
 /// What a lane brings to a collective.
 struct Offer {
+    alignas(16) unsigned char data[48];
+};
+
+/// One collective of the lanes of a mask. It lasts until each of them has come to its next one: lanes of other masks may have
+/// been through many meanwhile.
+struct Meeting {
     const char* name = nullptr;
-    unsigned mask = 0;
-    alignas(16) unsigned char data[96];
+    unsigned mask = 0, arrived = 0, unread = 0;
+    Barrier barrier;
+    Offer offers[LANES];
 };
 
 struct Warp {
-    Barrier barrier;
-    Offer offers[LANES];
-    /// What all brought, for the lanes to read while others are in the next collective already.
-    Offer met[2][LANES];
+    std::vector<std::unique_ptr<Meeting>> meetings;
 };
 
 struct Block {
@@ -75,6 +81,7 @@ struct Block {
     std::vector<Warp> warps;
     Barrier barrier;
     unsigned char* shared = nullptr;
+    size_t shared_bytes = 0;
     int alive = 0;
 };
 
@@ -83,8 +90,10 @@ extern Fiber* current;
 extern dim3 block_index, block_size, grid_size;
 
 void block_barrier();
-/// Meets the lanes of `mask`, all in the same collective; returns what they brought.
-const Offer* meet(const char* name, unsigned mask, const void* data, size_t bytes);
+/// Meets the lanes of `mask`, all in the same collective; returns what they brought, after `finish` has seen it once.
+const Offer* meet(const char* name, unsigned mask, const void* data, size_t bytes, void (*finish)(Offer*) = nullptr);
+/// Fails unless 16 bytes of shared memory, aligned, are there.
+void check_row(const char* name, const void* row);
 
 inline int lane() { return current->index % LANES; }
 

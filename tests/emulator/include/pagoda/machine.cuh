@@ -34,44 +34,54 @@ inline void load_matrices(uint32 (&r)[4], const emulator::Offer* met, bool trans
     }
 }
 
-inline void check_row(const void* row) {
-    if (reinterpret_cast<uintptr_t>(row) % 16) emulator::fail("ldmatrix: a row is not aligned to 16 bytes");
-}
-
 inline void load_matrix(uint32 (&r)[4], const void* row) {
-    check_row(row);
+    emulator::check_row("ldmatrix", row);
     load_matrices(r, emulator::meet("ldmatrix", ~0u, &row, sizeof row), false);
 }
 
 inline void load_matrix_transposed(uint32 (&r)[4], const void* row) {
-    check_row(row);
+    emulator::check_row("ldmatrix.trans", row);
     load_matrices(r, emulator::meet("ldmatrix.trans", ~0u, &row, sizeof row), true);
 }
 
 inline float number(unsigned short bits, __half) { return __half2float(__ushort_as_half(bits)); }
 inline float number(unsigned short bits, __nv_bfloat16) { return __bfloat162float(__ushort_as_bfloat16(bits)); }
 
+/// What a lane brings to a product, and takes from it in `d`.
+struct Product {
+    uint32 a[4], b[2];
+    float d[4];
+};
+
+/// All lanes' products; sums are in double, and rounded once.
 template <class Element>
-void multiply_add(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, Element type) {
-    const uint32 mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
-    const emulator::Offer* met = emulator::meet("mma", ~0u, mine, sizeof mine);
-    const auto word = [&](int lane, int i) {
-        uint32 w;
-        std::memcpy(&w, met[lane].data + 4 * i, sizeof w);
-        return w;
-    };
-    const auto half = [&](uint32 w, int i) { return static_cast<double>(number(static_cast<unsigned short>(w >> 16 * i), type)); };
-    const int lane = emulator::lane();
-    for (int i = 0; i < 4; ++i) {
-        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-        double sum = d[i];
-        for (int k = 0; k < 16; ++k) {
-            const double x = half(word(row % 8 * 4 + k % 8 / 2, row / 8 + k / 8 * 2), k % 2);
-            const double y = half(word(column * 4 + k % 8 / 2, 4 + k / 8), k % 2);
-            sum += x * y;
-        }
-        d[i] = static_cast<float>(sum);
+void multiply_all(emulator::Offer* offers) {
+    Product lanes[WARP];
+    for (int lane = 0; lane < WARP; ++lane) std::memcpy(&lanes[lane], offers[lane].data, sizeof(Product));
+    double a[16][16], b[16][8];
+    const auto half = [](uint32 w, int i) { return number(static_cast<unsigned short>(w >> 16 * i), Element{}); };
+    for (int k = 0; k < 16; ++k) {
+        for (int i = 0; i < 16; ++i) a[i][k] = half(lanes[i % 8 * 4 + k % 8 / 2].a[i / 8 + k / 8 * 2], k % 2);
+        for (int j = 0; j < 8; ++j) b[k][j] = half(lanes[j * 4 + k % 8 / 2].b[k / 8], k % 2);
     }
+    for (int i = 0; i < 16; ++i) {
+        double sum[8];
+        for (int j = 0; j < 8; ++j) sum[j] = lanes[i % 8 * 4 + j / 2].d[i / 8 * 2 + j % 2];
+        for (int k = 0; k < 16; ++k) {
+            for (int j = 0; j < 8; ++j) sum[j] += a[i][k] * b[k][j];
+        }
+        for (int j = 0; j < 8; ++j) lanes[i % 8 * 4 + j / 2].d[i / 8 * 2 + j % 2] = static_cast<float>(sum[j]);
+    }
+    for (int lane = 0; lane < WARP; ++lane) std::memcpy(offers[lane].data, &lanes[lane], sizeof(Product));
+}
+
+template <class Element>
+void multiply_add(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, Element) {
+    Product mine{{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
+    const char* name = std::is_same_v<Element, __half> ? "mma.f16" : "mma.bf16";
+    const emulator::Offer* met = emulator::meet(name, ~0u, &mine, sizeof mine, multiply_all<Element>);
+    std::memcpy(&mine, met[emulator::lane()].data, sizeof mine);
+    for (int i = 0; i < 4; ++i) d[i] = mine.d[i];
 }
 
 inline float exp2_fast(float x) { return std::exp2(x); }
