@@ -9,6 +9,7 @@ import numpy as np
 import pagoda
 import pytest
 from mirror import Mirror, layer
+from pagoda.device import cuda
 
 SPEC = pagoda.ModelSpec(layers=[layer()])
 
@@ -43,11 +44,24 @@ def test_a_cache_that_cannot_be(options: dict[str, Any], named: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"device": "cuda"}, {"device": "tpu"}, {"disk": "/tmp/x"}, {"resume": True}, {"k_dtype": "q8_0"}],
+    [{"disk": "/tmp/x"}, {"resume": True}, {"k_dtype": "q8_0"}],
 )
 def test_what_is_not_there_yet(options: dict[str, Any]) -> None:
     with pytest.raises(pagoda.BackendUnavailable):
         pagoda.Cache(SPEC, **options)
+
+
+def test_what_no_device_is() -> None:
+    for device in ("tpu", "cuda:", "cuda:-1", "cuda:x", "auto:1", ""):
+        with pytest.raises(pagoda.InvalidArgument, match="device = "):
+            pagoda.Cache(SPEC, device=device)
+
+
+def test_a_gpu_that_is_not_there() -> None:
+    if cuda.available():
+        pytest.skip("there is a device")
+    with pytest.raises(pagoda.BackendUnavailable, match="CuPy"):
+        pagoda.Cache(SPEC, device="cuda")
 
 
 @pytest.mark.parametrize("change", [{"softcap": 30.0}, {"sinks": True}])

@@ -134,7 +134,7 @@ def test_memory_follows_the_context() -> None:
     """The arenas are reserved at once, but touched as they are used, and given back."""
     spec = pagoda.ModelSpec(layers=[layer(num_q_heads=8, num_kv_heads=8, head_dim=128)] * 4)
     process = psutil.Process()
-    with pagoda.Cache(spec, device_memory="1GiB", host_memory="8GiB", threads=1) as cache:
+    with pagoda.Cache(spec, device="cpu", device_memory="1GiB", host_memory="8GiB", threads=1) as cache:
         empty = process.memory_info().rss
         sequence = cache.create()
         rows = np.ones((1024, 8, 128), np.float32)

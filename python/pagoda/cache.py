@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from pagoda import _core, placement
 from pagoda.device import engine_for
+from pagoda.device.driver import Stream
 from pagoda.device.engine import DeviceEngine
 from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, PagodaError, UseAfterRelease
 from pagoda.geometry import core_layers, group_layers, tier_memory
@@ -171,7 +172,7 @@ class Step:
 
     __slots__ = ("_cache", "_core", "_counts", "_open", "_stream", "batch")
 
-    def __init__(self, cache: Cache, batch: Batch, counts: npt.NDArray[np.int64], stream: object) -> None:
+    def __init__(self, cache: Cache, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
         self._cache, self._core = cache, cache._core
         self.batch, self._counts, self._stream = batch, counts, stream
         self._open = False
@@ -412,11 +413,12 @@ class Cache:
         """
         if stream is not None and self._device is None:
             raise InvalidArgument(f"stream = {stream!r}: None on the CPU backend")
+        on = None if self._device is None else self._device.caller_stream(stream)
         if not isinstance(batch, Batch):
             batch = self.batch(batch)
         if batch._cache is not self:
             raise InvalidArgument(f"batch = {batch!r}: a batch of this cache")
-        return Step(self, batch, _counts("new_tokens", new_tokens), stream)
+        return Step(self, batch, _counts("new_tokens", new_tokens), on)
 
     def plan(
         self,
@@ -497,10 +499,10 @@ class Cache:
     def _adopt(self, handle: int) -> Sequence:
         return Sequence(self, handle)
 
-    def _reserve(self, batch: Batch, counts: npt.NDArray[np.int64], stream: object) -> None:
+    def _reserve(self, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
         if self._unfinished or self._abandoned:
             self._clean_up()
-        if self._device is not None:
+        if self._device is not None and stream is not None:
             self._device.use_stream(stream)
         try:
             self._core.reserve(batch.ids, counts)

@@ -162,10 +162,10 @@ class EmulatedDriver:
         return self._default
 
     def view(self, name: str, array: Any) -> View:
-        if not isinstance(array, np.ndarray) or array.dtype not in TYPES:
-            kind = getattr(array, "dtype", type(array).__name__)
-            raise InvalidArgument(f"{name} = {kind}: a float array on the device")
-        return View(array.ctypes.data, array.shape, array.strides, TYPES[array.dtype])
+        if not isinstance(array, np.ndarray):
+            raise InvalidArgument(f"{name} = {type(array).__name__}: an array of NumPy")
+        kind = TYPES.get(array.dtype, str(array.dtype))
+        return View(array.ctypes.data, array.shape, array.strides, kind, array.flags.writeable)
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
         return np.empty(shape, np.float32 if dtype else like.dtype)

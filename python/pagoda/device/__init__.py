@@ -16,7 +16,7 @@ def engine_for(device: str, layers: list[CoreLayer], **options: Any) -> DeviceEn
     """The engine for `device`; None for the CPU. Raises InvalidArgument, and BackendUnavailable for what is not there."""
     if device == "cpu" or (device == "auto" and not cuda.available()):
         return None
-    name, _, number = device.partition(":")
-    if name not in ("auto", "cuda") or (number and not number.isdecimal()) or (name == "auto" and number):
+    name, colon, number = device.partition(":")
+    if name not in ("auto", "cuda") or (colon and (name == "auto" or not number.isdecimal())):
         raise InvalidArgument(f'device = {device!r}: "auto", "cpu", "cuda" or "cuda:1"')
     return DeviceEngine(cuda.open_driver(int(number or 0)), layers, **options)

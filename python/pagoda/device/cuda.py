@@ -169,15 +169,16 @@ class CudaDriver:
 
             kind, array = "bf16", array.detach().view(torch.uint16)
         interface = getattr(array, "__cuda_array_interface__", None)
-        if interface is None or interface["typestr"] not in TYPES:
-            raise InvalidArgument(f"{name} = {type(array).__name__}: a float array of CuPy or torch on the device")
+        if interface is None:
+            raise InvalidArgument(f"{name} = {type(array).__name__}: an array of CuPy or torch on the device")
         shape = tuple(interface["shape"])
-        kind = kind or TYPES[interface["typestr"]]
-        size = 4 if kind == "f32" else 2
+        kind = kind or TYPES.get(interface["typestr"], str(interface["typestr"]))
+        size = np.dtype(interface["typestr"]).itemsize
         strides = interface.get("strides")
         if strides is None:
             strides = tuple(size * int(np.prod(shape[i + 1 :])) for i in range(len(shape)))
-        return View(int(interface["data"][0]), shape, tuple(strides), kind)
+        address, read_only = interface["data"]
+        return View(int(address), shape, tuple(strides), kind, not read_only)
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
         """A new array of the same library."""

@@ -14,12 +14,22 @@ from pagoda.kernels.instances import Kernel
 
 @dataclass(frozen=True)
 class View:
-    """An array of the caller as a kernel sees it. dtype: "f32", "f16", "bf16" or "u16"; strides in bytes."""
+    """An array of the caller as a kernel sees it. dtype: "f32", "f16", "bf16", "u16" or another name; strides in bytes."""
 
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
+    writeable: bool = True
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """The addresses between which its elements lie."""
+        if 0 in self.shape:
+            return self.address, self.address
+        reach = [(length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True)]
+        low, high = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
+        return self.address + low, self.address + high + (4 if self.dtype == "f32" else 2)
 
 
 class Memory(Protocol):
@@ -94,7 +104,7 @@ class Driver(Protocol):
         """The stream that the caller means, or the current one of its library for None. Raises InvalidArgument."""
 
     def view(self, name: str, array: Any) -> View:
-        """An array of the caller. Raises InvalidArgument with the argument's name for what is no array on the device."""
+        """An array of the caller. Raises InvalidArgument with the argument's name for what is no array of the device."""
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
         """A new array of the library and (if `dtype` is None) the type of another; dtype: "f32"."""

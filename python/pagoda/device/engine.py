@@ -196,9 +196,13 @@ class DeviceEngine:
             self._retire_ended()
             raise
 
-    def use_stream(self, stream: object) -> None:
-        """The stream of the next step. Raises InvalidArgument."""
-        self._stream = self._driver.caller_stream(stream)
+    def caller_stream(self, given: object) -> Stream:
+        """The stream that the caller means. Raises InvalidArgument."""
+        return self._driver.caller_stream(given)
+
+    def use_stream(self, stream: Stream) -> None:
+        """The stream of the next step."""
+        self._stream = stream
 
     def append(self, layer: int, k: Any, v: Any, dtype: str | None = None) -> None:
         """See `Step.append`."""
@@ -208,7 +212,7 @@ class DeviceEngine:
         keys = self._rows("k", k, (self._tokens, heads, shape["head_dim"]), dtype)
         values = self._rows("v", v, (self._tokens, heads, shape["v_head_dim"]), dtype)
         if keys.dtype != values.dtype:
-            raise InvalidArgument(f"v = {values.dtype}: {keys.dtype}, the type of k")
+            raise InvalidArgument(f"v = dtype {values.dtype}: {keys.dtype}, the type of k")
         tables = self._groups[shape["group"]]
         k_plane, v_plane, block_bytes = self._planes[layer]
         call = arguments.Append(
@@ -239,11 +243,9 @@ class DeviceEngine:
         shape = self._layers[layer]
         heads, kv_heads = shape["num_q_heads"], shape["num_kv_heads"]
         queries = self._rows("q", q, (self._tokens, heads, shape["head_dim"]), dtype)
-        result = self._rows("out", out, (self._tokens, heads, shape["v_head_dim"]), dtype)
-        if result.dtype != queries.dtype:
-            raise InvalidArgument(f"out = {result.dtype}: {queries.dtype}, the type of q")
+        result = self._output("out", out, (self._tokens, heads, shape["v_head_dim"]), queries, dtype)
         if lse is not None:
-            self._rows("lse", lse, (self._tokens, heads), None, kinds=("f32",))
+            lse = self._rows("lse", lse, (self._tokens, heads), None, kinds=("f32",))
         tables = self._groups[shape["group"]]
         k_plane, v_plane, block_bytes = self._planes[layer]
         rope = shape["rope"]
@@ -261,7 +263,7 @@ class DeviceEngine:
             v_plane=v_plane,
             q=arguments.Rows(queries.address, queries.strides[0], queries.strides[1]),
             out=arguments.Rows(result.address, result.strides[0], result.strides[1]),
-            lse=None if lse is None else self._driver.view("lse", lse).address,
+            lse=None if lse is None else lse.address,
             kv_heads=kv_heads,
             group=heads // kv_heads,
             window=WINDOW_MAX if shape["window"] is None else shape["window"],
@@ -392,8 +394,6 @@ class DeviceEngine:
 
     def _enter(self) -> None:
         """Uploads the tables of the open step."""
-        if self._stream is None:
-            self.use_stream(None)
         if self._last_step is not None:
             self._now.follow(self._last_step)
         self._counts = np.diff(self.core.cu_seqlens())
@@ -566,10 +566,34 @@ class DeviceEngine:
         if dtype not in (None, "bf16"):
             raise InvalidArgument(f'dtype = {dtype!r}: None, or "bf16" for 16-bit integers')
         view = self._driver.view(name, array)
+        if view.shape != shape:
+            raise InvalidArgument(f"{name} = shape {list(view.shape)}: {list(shape)}")
         kind = "bf16" if view.dtype == "u16" and dtype == "bf16" else view.dtype
-        if kind not in kinds or view.shape != shape:
-            raise InvalidArgument(f"{name} = {view.dtype} {list(view.shape)}: {' or '.join(kinds)} {list(shape)}")
+        if kind not in kinds:
+            raise InvalidArgument(f'{name} = dtype {view.dtype}: {", ".join(kinds)} (or u16 with dtype="bf16")')
         size = 4 if kind == "f32" else 2
-        if math.prod(shape) and view.strides[-1] != size:
-            raise InvalidArgument(f"{name} = strides {view.strides}: a contiguous last dimension")
-        return View(view.address, view.shape, view.strides, kind)
+        strides = view.strides
+        if math.prod(shape) and (strides[-1] != size or any(stride % size for stride in strides)):
+            raise InvalidArgument(f"{name} = strides {strides}: a contiguous last dimension")
+        return View(view.address, view.shape, strides, kind, view.writeable)
+
+    def _output(self, name: str, array: Any, shape: tuple[int, ...], like: View, dtype: str | None) -> View:
+        """Checks an array that results are written to: of the queries' type, and nothing twice."""
+        view = self._rows(name, array, shape, dtype, kinds=(like.dtype,))
+        if not view.writeable:
+            raise InvalidArgument(f"{name} = read-only: a writeable array")
+        row = view.shape[-1] * (4 if view.dtype == "f32" else 2)
+        axes = sorted(
+            (abs(stride), length)
+            for stride, length in zip(view.strides[:-1], view.shape[:-1], strict=True)
+            if length > 1
+        )
+        reach = row
+        for stride, length in axes:
+            if math.prod(shape) and stride < reach:
+                raise InvalidArgument(f"{name} = strides {view.strides}: rows that do not overlap")
+            reach = stride * length
+        (low, high), (theirs_low, theirs_high) = view.bytes, like.bytes
+        if low < theirs_high and theirs_low < high:
+            raise InvalidArgument(f"{name} = memory of q: memory of its own")
+        return view
