@@ -1,6 +1,6 @@
 # One verb a chore. Every target installs what it needs into .venv; nothing else is touched.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-long loom check format bench clean
+.PHONY: help setup demo test test-rust test-python test-long loom check format kernels bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -56,6 +56,9 @@ format:  ## put everything into shape
 	cargo fmt
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+kernels: setup  ## compile every device kernel for every architecture
+	$(BIN)/python tools/compile_kernels.py
 
 bench: setup  ## the figures of docs/benchmarks, on this machine
 	cargo bench --quiet -p pagoda-cpu --bench decode

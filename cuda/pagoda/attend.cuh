@@ -8,7 +8,7 @@ namespace pagoda {
 
 /// Grid: any number of thread blocks, in one dimension, with Engine::Shape::THREADS threads and SHARED_BYTES of shared memory.
 template <class Engine>
-__global__ void __launch_bounds__(Engine::Shape::THREADS) attend(const Attend args) {
+__global__ void __launch_bounds__(Engine::Shape::THREADS, Engine::BLOCKS) attend(const Attend args) {
     const int blocks = *args.block_count;
     const int64 all = static_cast<int64>(args.prefix[blocks]) * args.kv_heads;
     // Nobody's share is empty.

@@ -34,6 +34,8 @@ struct CudaCores : Unit<Shape_> {
     using Unit<Shape>::head;
     using Unit<Shape>::rows;
     static constexpr int D = Shape::D, DV = Shape::DV, ROWS = Shape::ROWS, KEYS = Shape::KEYS;
+    /// As in TensorCores.
+    static constexpr int BLOCKS = 2;
 
     float *const query, *const scores, *const tops, *const sums, *const decays, *const keys, *const values_of_keys;
     /// Columns threadIdx.x, threadIdx.x + THREADS, ... of every row.
@@ -117,12 +119,14 @@ struct CudaCores : Unit<Shape_> {
     }
 
     __device__ void accumulate() {
+#pragma unroll
         for (int c = 0; c < Shape::COLUMNS; ++c) {
             const int column = threadIdx.x + c * Shape::THREADS;
-            if (column >= DV) break;
+#pragma unroll
             for (int row = 0; row < ROWS; ++row) values[row][c] *= decays[row];
             for (int key = 0; key < KEYS; ++key) {
-                const float x = values_of_keys[key * DV + column];
+                const float x = column < DV ? values_of_keys[key * DV + column] : 0.0f;
+#pragma unroll
                 for (int row = 0; row < ROWS; ++row) {
                     const float weight = scores[row * KEYS + key];
                     // What a query does not see may be NaN.
@@ -137,7 +141,9 @@ struct CudaCores : Unit<Shape_> {
         const Span* spans = args.pages.spans + args.pages.span_starts[block.sequence];
         Walk walk;
         walk.start(spans, block.low, block.position + block.queries, from, count, args.by_runs);
+#pragma unroll
         for (int row = 0; row < ROWS; ++row) {
+#pragma unroll
             for (int c = 0; c < Shape::COLUMNS; ++c) values[row][c] = 0.0f;
         }
         for (int row = threadIdx.x; row < ROWS; row += Shape::THREADS) {
@@ -164,7 +170,9 @@ struct CudaCores : Unit<Shape_> {
             }
         }
         float* out = this->exchange(0);
+#pragma unroll
         for (int row = 0; row < ROWS; ++row) {
+#pragma unroll
             for (int c = 0; c < Shape::COLUMNS; ++c) {
                 const int column = threadIdx.x + c * Shape::THREADS;
                 if (column < DV) out[row * Shape::EXCHANGE + column] = values[row][c];

@@ -22,8 +22,10 @@ struct TensorShape {
     static_assert(DV % (8 * COLUMNS) == 0 && STAGES >= 2, "a warp has whole columns of 8, and a stage to fill");
     static constexpr int ROWS = 16 * WARPS / COLUMNS, SLICE = TILE / TEAMS;
     static constexpr int TEAM = WARP * WARPS, THREADS = TEAM * TEAMS;
-    /// Elements of V that a warp accumulates, and stored rows whose scores it holds at once.
-    static constexpr int WIDTH = DV / COLUMNS, SCORES = SLICE < 32 ? SLICE : 32;
+    /// Elements of V that a warp accumulates.
+    static constexpr int WIDTH = DV / COLUMNS;
+    /// Stored rows of a stage, whose scores a warp holds at once, and how many stages a team's slice of a tile is.
+    static constexpr int LONG = D + DV > 512 ? 16 : 32, SCORES = SLICE < LONG ? SLICE : LONG, SUBS = SLICE / SCORES;
     /// Elements of a K row with zeros behind it, for whole steps of 16.
     static constexpr int DEPTH = (D + 15) / 16 * 16;
     /// In pieces of 16 bytes. Odd, so that eight rows lie in different banks.
@@ -35,7 +37,7 @@ struct TensorShape {
     static constexpr bool Q_SCALED = K::MIN_EXPONENT > Q::MIN_EXPONENT;
     static constexpr int Q_SPLIT_BYTES = Q_SPLITS * ROWS * K_STRIDE * 16;
     static constexpr int Q_BYTES = Q_SPLIT_BYTES + ROWS * 4;
-    static constexpr int K_BYTES = SLICE * K_STRIDE * 16, V_BYTES = SLICE * V_STRIDE * 16;
+    static constexpr int K_BYTES = SCORES * K_STRIDE * 16, V_BYTES = SCORES * V_STRIDE * 16;
     static constexpr int STAGE_BYTES = K_BYTES + V_BYTES;
     /// Floats of a row of values on their way between teams.
     static constexpr int EXCHANGE = DV + 4;
@@ -89,6 +91,8 @@ struct TensorCores : Unit<Shape_> {
     using KElement = typename Shape::K::Element;
     using VElement = typename Shape::V::Element;
     static constexpr int D = Shape::D, DV = Shape::DV, STAGES = Shape::STAGES, TEAMS = Shape::TEAMS;
+    /// Thread blocks of a multiprocessor that registers are sparing for: more would spill.
+    static constexpr int BLOCKS = 2;
 
     /// `warp` is its place in the team; its query rows begin at `first_row`, its values at `first_column`.
     const int lane, warp, team, first_row, first_column;
@@ -112,8 +116,8 @@ struct TensorCores : Unit<Shape_> {
     /// Writes the zeros behind K rows, which copies never touch and the exchange may have overwritten.
     __device__ void pad_keys() const {
         if constexpr (D < Shape::DEPTH) {
-            for (int i = threadIdx.x; i < TEAMS * STAGES * Shape::SLICE; i += Shape::THREADS) {
-                uint8* row = ring + i / Shape::SLICE * Shape::STAGE_BYTES + i % Shape::SLICE * Shape::K_STRIDE * 16;
+            for (int i = threadIdx.x; i < TEAMS * STAGES * Shape::SCORES; i += Shape::THREADS) {
+                uint8* row = ring + i / Shape::SCORES * Shape::STAGE_BYTES + i % Shape::SCORES * Shape::K_STRIDE * 16;
                 *reinterpret_cast<uint4*>(row + D * 2) = make_uint4(0, 0, 0, 0);
             }
         }
@@ -173,11 +177,16 @@ struct TensorCores : Unit<Shape_> {
         load_matrix(fragment, q_shared + (row * Shape::K_STRIDE + k * 2 + lane / 16) * 16);
     }
 
-    /// Starts copying rows of one plane: the team's slice of a tile.
+    /// The first stored row of a part of the team's slice of a tile.
+    __device__ int first_of(const Walk& walk, int sub) const {
+        return walk.tile * TILE + team * Shape::SLICE + sub * Shape::SCORES;
+    }
+
+    /// Starts copying the rows of a stage of one plane from `first` on.
     template <int DIM, int STRIDE>
-    __device__ void copy_rows(uint8* target, const Plane& plane, const Walk& walk, const PageWindow& window) const {
-        constexpr int CHUNKS = DIM / 8, ALL = Shape::SLICE * CHUNKS;
-        const int first = walk.tile * TILE + team * Shape::SLICE, shift = args.pages.page_shift;
+    __device__ void copy_rows(uint8* target, const Plane& plane, const Walk& walk, int first, const PageWindow& window) const {
+        constexpr int CHUNKS = DIM / 8, ALL = Shape::SCORES * CHUNKS;
+        const int shift = args.pages.page_shift;
         const int64 in_block = plane.offset + head * plane.head_stride;
 #pragma unroll 4
         for (int start = 0; start < ALL; start += Shape::TEAM) {
@@ -190,10 +199,10 @@ struct TensorCores : Unit<Shape_> {
         }
     }
 
-    __device__ void copy_slice(int index, const Walk& walk, PageWindow& window) const {
-        window.seek((walk.tile * TILE + team * Shape::SLICE) >> args.pages.page_shift, lane);
-        copy_rows<D, Shape::K_STRIDE>(stage(index), args.k_plane, walk, window);
-        copy_rows<DV, Shape::V_STRIDE>(stage(index) + Shape::K_BYTES, args.v_plane, walk, window);
+    __device__ void copy_stage(int index, const Walk& walk, int first, PageWindow& window) const {
+        window.seek(first >> args.pages.page_shift, lane);
+        copy_rows<D, Shape::K_STRIDE>(stage(index), args.k_plane, walk, first, window);
+        copy_rows<DV, Shape::V_STRIDE>(stage(index) + Shape::K_BYTES, args.v_plane, walk, first, window);
     }
 
     __device__ void open_window(PageWindow& window, const Walk& walk) const {
@@ -201,19 +210,17 @@ struct TensorCores : Unit<Shape_> {
         window.open(args.pages.table + row, ((walk.piece.high - 1) >> args.pages.page_shift) + 1);
     }
 
-    /// Scores, softmax and values of the team's slice of a tile.
-    __device__ void compute_slice(int index, const Walk& walk) {
-        for (int first = 0; first < Shape::SLICE; first += Shape::SCORES) {
-            float scores[Shape::SCORES / 8][4];
-            score(scores, stage(index) + first * Shape::K_STRIDE * 16);
-            const bool whole = mask(scores, walk, walk.tile * TILE + team * Shape::SLICE + first);
-            weigh(scores);
-            const uint8* rows_of_v = stage(index) + Shape::K_BYTES + first * Shape::V_STRIDE * 16 + first_column * 2;
-            if (whole || block.queries == 1) {
-                accumulate<false>(scores, rows_of_v);
-            } else {
-                accumulate<true>(scores, rows_of_v);
-            }
+    /// Scores, softmax and values of the rows of a stage, the first of which is `first`.
+    __device__ void compute_stage(int index, const Walk& walk, int first) {
+        float scores[Shape::SCORES / 8][4];
+        score(scores, stage(index));
+        const bool whole = mask(scores, walk, first);
+        weigh(scores);
+        const uint8* rows_of_v = stage(index) + Shape::K_BYTES + first_column * 2;
+        if (whole || block.queries == 1) {
+            accumulate<false>(scores, rows_of_v);
+        } else {
+            accumulate<true>(scores, rows_of_v);
         }
     }
 
@@ -366,13 +373,16 @@ struct TensorCores : Unit<Shape_> {
         PageWindow window;
         open_window(window, load);
         pad_keys();
-        int index = 0;
+        int index = 0, load_sub = 0, sub = 0;
         auto advance = [&] {
             if (load.left > 0) {
-                const Span* span = load.span;
-                copy_slice(index, load, window);
-                load.next();
-                if (load.left > 0 && load.span != span) open_window(window, load);
+                copy_stage(index, load, first_of(load, load_sub), window);
+                if (++load_sub == Shape::SUBS) {
+                    const Span* span = load.span;
+                    load_sub = 0;
+                    load.next();
+                    if (load.left > 0 && load.span != span) open_window(window, load);
+                }
             }
             copy_commit();
             index = index + 1 == STAGES ? 0 : index + 1;
@@ -394,11 +404,14 @@ struct TensorCores : Unit<Shape_> {
                 load_queries(compute);
             }
             copy_wait<STAGES - 2>();
-            // The slice has arrived for all, and all are done with the one before, whose place is filled next.
+            // The stage has arrived for all, and all are done with the one before, whose place is filled next.
             team_barrier<Shape::WARPS>();
             advance();
-            compute_slice(at, compute);
-            compute.next();
+            compute_stage(at, compute, first_of(compute, sub));
+            if (++sub == Shape::SUBS) {
+                sub = 0;
+                compute.next();
+            }
         }
         copy_wait<0>();
         __syncthreads();

@@ -61,28 +61,35 @@ def attend(k: str, v: str, q: str, dim: int, v_dim: int, group: int, mode: str, 
     """
     formats = ", ".join(f"pagoda::{NAMES[name]}" for name in (k, v, q))
     if "f32" in (k, v):
-        rows = 16 if group <= 16 else 64
-        chosen = _cores(formats, dim, v_dim, rows)
-        stages = [chosen]
+        tries = [_cores(formats, dim, v_dim, rows) for rows in (16, 64) if group <= rows]
     else:
-        warps, teams = {"decode": (1, 4), "decode-deterministic": (1, 1)}.get(mode, (4, 1))
-        columns = 1
-        if warps == 4 or v_dim > 256:
-            columns = 4 if v_dim > 256 else 2 if v_dim > 128 else 1
-            while v_dim % (8 * columns):
-                columns //= 2
-            warps, teams = 4, 1
-        if group > 16 * warps // columns:
-            warps, teams = 4, 1
-        most = STAGES_MAX if teams > 1 else 2
-        stages = [_tensor(formats, (k, v, q), dim, v_dim, warps, teams, columns, count) for count in range(most, 1, -1)]
-        chosen = next((one for one in stages if one.shared_bytes <= shared_max), stages[-1])
-    if group > chosen.rows or chosen.shared_bytes > shared_max:
+        tries = [
+            _tensor(formats, (k, v, q), dim, v_dim, *cut, stages)
+            for cut in _cuts(v_dim, mode)
+            for stages in range(STAGES_MAX, 1, -1)
+            if group <= 16 * cut[0] // cut[2]
+        ]
+    if not tries:
+        raise BackendUnavailable(f"num_q_heads = {group} a K/V head: fewer, for {k}/{v} rows of {dim} and {v_dim}")
+    chosen = next((one for one in tries if one.shared_bytes <= shared_max), tries[-1])
+    if chosen.shared_bytes > shared_max:
         raise BackendUnavailable(
-            f"attention over {k}/{v} rows of {dim} and {v_dim} with {group} query heads a K/V head: at most {chosen.rows} "
-            f"heads, and {chosen.shared_bytes} bytes of shared memory of {shared_max}"
+            f"head_dim = {dim}, {v_dim}: attention over {k}/{v} rows needs {chosen.shared_bytes} bytes of shared memory, and "
+            f"a thread block of this device has {shared_max}"
         )
     return chosen
+
+
+def _cuts(v_dim: int, mode: str) -> list[tuple[int, int, int]]:
+    """(warps, teams, columns) of the engine, the best first, then those that need less shared memory or take more heads."""
+    columns = 4 if v_dim > 256 else 2 if v_dim > 128 else 1
+    while v_dim % (8 * columns):
+        columns //= 2
+    by_rows = [(warps, 1, columns) for warps in (4, 2, 1) if warps >= columns]
+    if v_dim > 256 or mode.startswith("prefill"):
+        return by_rows
+    alone = (columns, 1, columns) if mode.endswith("deterministic") else (1, 4, 1)
+    return [alone, *by_rows]
 
 
 def _tensor(
@@ -94,7 +101,8 @@ def _tensor(
     depth = -(-dim // 16) * 16
     k_stride, v_stride = depth // 8 | 1, v_dim // 8 | 1
     q_bytes = SPLITS.get((q, k), 1) * rows * k_stride * 16 + rows * 4
-    ring = teams * stages * slice_rows * (k_stride + v_stride) * 16 + 16
+    stage_rows = min(slice_rows, 16 if dim + v_dim > 512 else 32)
+    ring = teams * stages * stage_rows * (k_stride + v_stride) * 16 + 16
     exchange = teams * rows * (v_dim + 4 + 2) * 4
     shape = f"pagoda::TensorShape<{formats}, {dim}, {v_dim}, {warps}, {teams}, {columns}, {stages}>"
     kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::TensorCores<{shape}>>")
