@@ -1,6 +1,6 @@
 # One verb a chore. Every target installs what it needs into .venv; nothing else is touched.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-long loom check format kernels bench clean
+.PHONY: help setup demo test test-rust test-python test-device test-long loom check format kernels bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -25,7 +25,7 @@ setup: $(VENV)/built  ## make .venv and build the module into it
 demo: setup  ## a language model reads a long text and writes on, its pages over two tiers
 	$(BIN)/pagoda generate --read 40k --tokens 400 --temperature 0.7 --device-memory 16MiB --host-memory 512MiB
 
-test: test-rust test-python  ## every test that fits on two cores
+test: test-rust test-python test-device  ## every test that fits on two cores
 
 test-rust:  ## the Rust tests
 	if cargo nextest --version >/dev/null 2>&1; then \
@@ -36,6 +36,10 @@ test-rust:  ## the Rust tests
 
 test-python: setup  ## the Python tests
 	$(BIN)/python -m pytest -q -m "not long"
+
+test-device: setup  ## the tests of the API once more, on a device that is emulated
+	$(BIN)/python -m pytest -q -m "not long" --device=emulated tests/test_attention.py tests/test_stateful.py \
+		tests/test_sequences.py tests/test_tiers.py tests/test_errors.py
 
 test-long: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -q -m long

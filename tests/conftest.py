@@ -9,6 +9,7 @@ import emulator
 import hypothesis
 import pytest
 from emulator.driver import EmulatedDriver
+from pagoda import device
 from pagoda.device import cuda
 
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
@@ -40,7 +41,7 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     if request.config.getoption("--device") == "emulated":
         emulator.require()
-        monkeypatch.setattr(cuda, "available", lambda: True)
+        monkeypatch.setattr(device, "AUTO", "cuda")
         monkeypatch.setattr(cuda, "open_driver", open_driver)
     yield
     for driver in drivers:

@@ -9,6 +9,7 @@ import numpy as np
 import pagoda
 import pytest
 from mirror import Mirror, layer
+from pagoda import device
 from pagoda.device import cuda
 
 SPEC = pagoda.ModelSpec(layers=[layer()])
@@ -52,13 +53,13 @@ def test_what_is_not_there_yet(options: dict[str, Any]) -> None:
 
 
 def test_what_no_device_is() -> None:
-    for device in ("tpu", "cuda:", "cuda:-1", "cuda:x", "auto:1", ""):
+    for name in ("tpu", "cuda:", "cuda:-1", "cuda:x", "cpu:0", "auto:1", ""):
         with pytest.raises(pagoda.InvalidArgument, match="device = "):
-            pagoda.Cache(SPEC, device=device)
+            pagoda.Cache(SPEC, device=name)
 
 
 def test_a_gpu_that_is_not_there() -> None:
-    if cuda.available():
+    if cuda.available() or device.AUTO != "cpu":
         pytest.skip("there is a device")
     with pytest.raises(pagoda.BackendUnavailable, match="CuPy"):
         pagoda.Cache(SPEC, device="cuda")

@@ -321,7 +321,7 @@ class Cache:
     """A tiered, paged KV cache.
 
     spec: the model's layers. page_size: tokens in a page, a power of two from 8 to 4096. k_dtype, v_dtype: "f32", "f16"
-    or "bf16". device: "cpu", "cuda", "cuda:1"; "auto" is the first GPU if CuPy finds one. device_memory, host_memory:
+    or "bf16". device: "cpu", "cuda", "cuda:1"; "auto" is the CPU for now. device_memory, host_memory:
     budgets, in bytes or like "512MiB"; on the CPU memory is taken as it is used, on a GPU at once. threads: CPU workers,
     all cores by default. deterministic: the bits of a result depend on the sequence alone, not on batch, chunks, threads or
     where pages lie. checked: values that do not fit their row format, infinities and NaN raise in `append`. spill: when the

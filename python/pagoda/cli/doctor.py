@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagoda import build_info
+from pagoda.device import cuda
 from pagoda.sizes import format_size
 
 if TYPE_CHECKING:
@@ -77,13 +78,15 @@ def _gpu() -> Finding:
             "GPU",
             False,
             "CuPy is not installed",
-            "pip install 'pagoda-kv[cuda13]' or [cuda12]; there is no CUDA backend yet",
+            "pip install 'pagoda-kv[cuda13]' or [cuda12]",
         )
     if not cupy.cuda.is_available():
         return Finding("GPU", False, "CuPy finds no device", "install or update the NVIDIA driver")
     properties = cupy.cuda.runtime.getDeviceProperties(0)
-    name = properties["name"].decode()
-    return Finding("GPU", False, f"{name}, {format_size(properties['totalGlobalMem'])}", "there is no CUDA backend yet")
+    capability = (properties["major"], properties["minor"])
+    found = f"{properties['name'].decode()}, {format_size(properties['totalGlobalMem'])}, compute capability {capability}"
+    fine = capability >= cuda.CAPABILITY_MIN
+    return Finding("GPU", fine, found, "" if fine else f"kernels need compute capability {cuda.CAPABILITY_MIN}")
 
 
 def _memory() -> Finding:

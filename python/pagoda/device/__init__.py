@@ -9,14 +9,17 @@ from pagoda.device.engine import DeviceEngine
 from pagoda.errors import InvalidArgument
 from pagoda.geometry import CoreLayer
 
-__all__ = ["DeviceEngine", "engine_for"]
+__all__ = ["AUTO", "DeviceEngine", "engine_for"]
+
+AUTO = "cpu"
+"""What device="auto" is: the CPU, until the kernels have been seen on a GPU."""
 
 
 def engine_for(device: str, layers: list[CoreLayer], **options: Any) -> DeviceEngine | None:
     """The engine for `device`; None for the CPU. Raises InvalidArgument, and BackendUnavailable for what is not there."""
-    if device == "cpu" or (device == "auto" and not cuda.available()):
-        return None
-    name, colon, number = device.partition(":")
-    if name not in ("auto", "cuda") or (colon and (name == "auto" or not number.isdecimal())):
+    name, colon, number = (AUTO if device == "auto" else device).partition(":")
+    if name not in ("cpu", "cuda") or (colon and (name == "cpu" or not number.isdecimal())):
         raise InvalidArgument(f'device = {device!r}: "auto", "cpu", "cuda" or "cuda:1"')
+    if name == "cpu":
+        return None
     return DeviceEngine(cuda.open_driver(int(number or 0)), layers, **options)
