@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -112,13 +113,13 @@ class Stream:
 
 
 class CallerStream(Stream):
-    """The default stream: the caller's arrays are NumPy's, so that it waits for every launch."""
+    """A stream of the caller, who reads results as NumPy arrays: it waits for attention, and for nothing else."""
 
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
     ) -> None:
         super().launch(kernel, grid, threads, arguments, shared_bytes=shared_bytes)
-        if kernel.header != "unpack.cuh":
+        if kernel.header == "attend.cuh":
             self.reach(len(self.work))
 
 
@@ -133,6 +134,7 @@ class EmulatedDriver:
         self.streams: list[Stream] = []
         self.memories: list[Memory] = []
         self._default = CallerStream(self)
+        self._kept: deque[Any] = deque(maxlen=1000)
 
     def work_a_little(self) -> None:
         """Each stream may get on."""
@@ -157,13 +159,17 @@ class EmulatedDriver:
         return Stream(self)
 
     def caller_stream(self, given: object) -> Stream:
-        if given is not None:
-            raise InvalidArgument(f"stream = {given!r}: None")
-        return self._default
+        if given is None:
+            return self._default
+        if not isinstance(given, CallerStream):
+            raise InvalidArgument(f"stream = {given!r}: a stream of this device, or None")
+        return given
 
     def view(self, name: str, array: Any) -> View:
         if not isinstance(array, np.ndarray):
             raise InvalidArgument(f"{name} = {type(array).__name__}: an array of NumPy")
+        # As a pool of device memory would: what a stream still reads is not given to others.
+        self._kept.append(array)
         kind = TYPES.get(array.dtype, str(array.dtype))
         return View(array.ctypes.data, array.shape, array.strides, kind, array.flags.writeable)
 

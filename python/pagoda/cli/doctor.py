@@ -84,7 +84,9 @@ def _gpu() -> Finding:
         return Finding("GPU", False, "CuPy finds no device", "install or update the NVIDIA driver")
     properties = cupy.cuda.runtime.getDeviceProperties(0)
     capability = (properties["major"], properties["minor"])
-    found = f"{properties['name'].decode()}, {format_size(properties['totalGlobalMem'])}, compute capability {capability}"
+    found = (
+        f"{properties['name'].decode()}, {format_size(properties['totalGlobalMem'])}, compute capability {capability}"
+    )
     fine = capability >= cuda.CAPABILITY_MIN
     return Finding("GPU", fine, found, "" if fine else f"kernels need compute capability {cuda.CAPABILITY_MIN}")
 

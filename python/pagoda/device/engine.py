@@ -158,6 +158,7 @@ class DeviceEngine:
         self._pending = Pending()
         self._last_step: Event | None = None
         self._stream: Stream | None = None
+        self._kinds: dict[int, tuple[bool, bool]] = {}
         self._grid = driver.multiprocessors * BLOCKS_PER_MULTIPROCESSOR
         self._planes = self._lay_out()
         self._room = Room()
@@ -192,8 +193,7 @@ class DeviceEngine:
         try:
             self._enter()
         except BaseException:
-            self.core.rollback()
-            self._retire_ended()
+            self.rollback()
             raise
 
     def caller_stream(self, given: object) -> Stream:
@@ -389,8 +389,12 @@ class DeviceEngine:
         return max(1, DECODE_ROWS // (shape["num_q_heads"] // shape["num_kv_heads"]))
 
     def _has(self, layer: int, prefill: bool) -> bool:
+        """Whether the step has sequences of the kind."""
         most = self._few(layer)
-        return bool((self._counts > most).any() if prefill else ((self._counts > 0) & (self._counts <= most)).any())
+        if most not in self._kinds:
+            few = (self._counts > 0) & (self._counts <= most)
+            self._kinds[most] = bool(few.any()), bool((self._counts > most).any())
+        return self._kinds[most][prefill]
 
     def _enter(self) -> None:
         """Uploads the tables of the open step."""
@@ -398,6 +402,7 @@ class DeviceEngine:
             self._now.follow(self._last_step)
         self._counts = np.diff(self.core.cu_seqlens())
         self._tokens = int(self._counts.sum())
+        self._kinds.clear()
         self._copy(self._now, self.core.step_transfers())
         need = self.core.table_room()
         if not self._room.covers(need):
@@ -412,14 +417,12 @@ class DeviceEngine:
         staging.used = self._now.record()
 
     def _leave(self) -> None:
+        """Marks the end of the step in its stream."""
         self._last_step = self._now.record()
         self._stream = None
-        self._retire_ended()
-
-    def _retire_ended(self) -> None:
         epoch = self.core.ended_epoch()
         if epoch is not None:
-            self._pending.epochs.append((epoch, self._last_step or self._now.record()))
+            self._pending.epochs.append((epoch, self._last_step))
         self._poll()
 
     def _place_tables(self) -> None:
@@ -444,7 +447,9 @@ class DeviceEngine:
             ]
             self._works = {}
             for work in works:
-                blocks = room.sequences + room.tokens // max(1, work.rows // work.heads)
+                # What is decoded is one block a sequence.
+                more = room.tokens // (work.rows // work.heads) if work.prefill else 0
+                blocks = room.sequences + more
                 tables = (
                     carve.take(arguments.QUERY_BLOCK.itemsize * blocks),
                     carve.take(4 * (blocks + 1)),

@@ -1,0 +1,153 @@
+"""Events between streams, each with its negative control: streams of the emulated device do their work late, so that what
+nobody waits for has not happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import emulator
+import numpy as np
+import numpy.typing as npt
+import pagoda
+import pytest
+from emulator.driver import CallerStream, EmulatedDriver, Stream
+from pagoda.device import cuda
+from pagoda.device.engine import DeviceEngine
+
+Array = npt.NDArray[Any]
+
+LAYER = pagoda.AttentionLayer(2, 1, 64)
+TOKENS = 48
+"""Three pages."""
+
+
+class LateDriver(EmulatedDriver):
+    """Looking at an event lets no work be done."""
+
+    def work_a_little(self) -> None:
+        pass
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> LateDriver:
+    emulator.require()
+    driver = LateDriver()
+    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
+    return driver
+
+
+class World:
+    """A cache with one sequence of three full pages, whose appends have been launched and have not run."""
+
+    def __init__(self, driver: LateDriver, device_pages: int = 8) -> None:
+        self.streams = [CallerStream(driver) for _ in range(2)]
+        self.rng = np.random.default_rng(0)
+        spec = pagoda.ModelSpec(layers=[LAYER])
+        page = 16 * spec.bytes_per_token()
+        memory, host = device_pages * page, 8 * page
+        self.cache = pagoda.Cache(
+            spec, page_size=16, device="cuda", spill=False, device_memory=memory, host_memory=host
+        )
+        self.k = self.v = self.rows(0)
+        with self.cache.create() as self.sequence:
+            # Tables and scratch memory become as large as they will be: to grow they would wait for the device.
+            self.k, self.v = self.append(self.sequence, TOKENS, self.streams[0])
+            self.look(self.streams[0])
+        self.sequence = self.cache.create()
+        self.k, self.v = self.append(self.sequence, TOKENS, self.streams[0])
+
+    def rows(self, count: int) -> Array:
+        return self.rng.standard_normal((count, 1, 64)).astype(np.float16)
+
+    def append(self, sequence: pagoda.Sequence, count: int, stream: Stream) -> tuple[Array, Array]:
+        k, v = self.rows(count), self.rows(count)
+        with self.cache.step([sequence], [count], stream=stream) as step:
+            step.append(0, k, v)
+        return k, v
+
+    def look(self, stream: Stream) -> None:
+        """Attends with one more token, and compares."""
+        k, v = self.rows(1), self.rows(1)
+        q = self.rng.standard_normal((1, 2, 64)).astype(np.float32)
+        with self.cache.step([self.sequence], [1], stream=stream) as step:
+            out = step.forward(0, q, k, v)
+            step.commit([0])
+        keys = np.concatenate([self.k, k])[:, 0].astype(np.float64)
+        scores = q[0].astype(np.float64) @ keys.T / 8
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        expected = weights / weights.sum(1, keepdims=True) @ np.concatenate([self.v, v])[:, 0].astype(np.float64)
+        np.testing.assert_allclose(out[0], expected, rtol=0, atol=1e-5)
+
+
+def a_copy_follows_the_step(driver: LateDriver) -> None:
+    """Pages leave for the host before the append that wrote them has run."""
+    world = World(driver)
+    world.cache.demote(world.sequence).wait()
+    world.look(world.streams[0])
+
+
+def a_step_follows_the_step(driver: LateDriver) -> None:
+    """A step on another stream attends over what the first one appended."""
+    world = World(driver)
+    world.look(world.streams[1])
+
+
+def a_block_waits_for_its_copy(driver: LateDriver) -> None:
+    """A device block is handed out again while the copy that empties it is under way."""
+    world = World(driver, device_pages=4)
+    ticket = world.cache.demote(world.sequence)
+    other = world.cache.create()
+    try:
+        world.append(other, TOKENS, world.streams[1])
+    except pagoda.OutOfBlocks:
+        ticket.wait()
+        world.append(other, TOKENS, world.streams[1])
+    world.streams[1].reach(len(world.streams[1].work))
+    ticket.wait()
+    other.release()
+    world.look(world.streams[1])
+
+
+def no_follow_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stream, "follow", lambda self, event: None)
+
+
+def no_follow_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CallerStream, "follow", lambda self, event: None)
+
+
+def tickets_finish_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    execute = DeviceEngine.execute
+
+    def hasty(self: DeviceEngine, plan: Any) -> Any:
+        ticket = execute(self, plan)
+        ticket.finish()
+        self._pending.tickets.clear()
+        return ticket
+
+    monkeypatch.setattr(DeviceEngine, "execute", hasty)
+
+
+SCENES: list[tuple[Callable[[LateDriver], None], Callable[[pytest.MonkeyPatch], None]]] = [
+    (a_copy_follows_the_step, no_follow_of_copies),
+    (a_step_follows_the_step, no_follow_of_steps),
+    (a_block_waits_for_its_copy, tickets_finish_at_once),
+]
+
+
+@pytest.mark.parametrize("scene", [scene for scene, _ in SCENES])
+def test_fences_hold(scene: Callable[[LateDriver], None], driver: LateDriver) -> None:
+    scene(driver)
+
+
+@pytest.mark.parametrize(("scene", "broken"), SCENES)
+def test_a_missing_fence_is_noticed(
+    scene: Callable[[LateDriver], None],
+    broken: Callable[[pytest.MonkeyPatch], None],
+    driver: LateDriver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken(monkeypatch)
+    with pytest.raises(AssertionError):
+        scene(driver)
