@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import time
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -32,6 +33,12 @@ DECODE_ROWS = 16
 
 BLOCKS_PER_MULTIPROCESSOR = 2
 """Thread blocks of an attention kernel on each multiprocessor."""
+
+FOREVER = 1e6
+"""Seconds from which on a wait has no end."""
+
+POLL_SECONDS = 2e-4
+"""Sleep between two looks at an event, where a wait has an end."""
 
 WINDOW_MAX = 1 << 30
 """Tokens that a query sees where there is no window."""
@@ -122,7 +129,10 @@ class Pending:
 
 
 class DeviceEngine:
-    """Answers the calls of `pagoda._core.Cache` for a cache whose memory and kernels are on a device."""
+    """Answers the calls of `pagoda._core.Cache` for a cache whose memory and kernels are on a device.
+
+    Not to be called from two threads at once. Raises BackendUnavailable for layers that no kernel does.
+    """
 
     def __init__(
         self,
@@ -137,9 +147,13 @@ class DeviceEngine:
     ) -> None:
         self._driver, self._layers, self._dtypes = driver, layers, dtypes
         self._deterministic, self._page_size = deterministic, page_size
-        self._arena = driver.memory(memory[0][0])
-        self._host = driver.pinned(memory[1][0]) if memory[1][0] else None
-        self._bases = (self._arena.address, self._host.address if self._host else 0)
+        for layer in range(len(layers)):
+            for prefill in (False, True):
+                self._attention(layer, "f32", prefill)
+        arena, host = driver.memory(memory[0][0]), driver.pinned(memory[1][0]) if memory[1][0] else None
+        self._bases = (arena.address, host.address if host else 0)
+        # Everything that is given back when the cache closes.
+        self._held: list[Memory | Pinned] = [arena] if host is None else [arena, host]
         self.core = _core.Cache(
             layers,
             page_size=page_size,
@@ -318,11 +332,16 @@ class DeviceEngine:
         return self.core.ticket_done(ticket)
 
     def wait(self, ticket: _core.Ticket, seconds: float) -> bool:
-        """Sleeps until a ticket's copies have arrived. `seconds` = 0 only looks."""
-        if seconds > 0:
-            for waiting, event in self._pending.tickets:
-                if waiting is ticket:
-                    event.wait()
+        """Sleeps until a ticket's copies have arrived, or `seconds` have passed; says which."""
+        event = next((event for waiting, event in self._pending.tickets if waiting is ticket), None)
+        deadline = time.monotonic() + seconds
+        while event is not None and not event.done():
+            if seconds >= FOREVER:
+                event.wait()
+            elif time.monotonic() >= deadline:
+                return False
+            else:
+                time.sleep(POLL_SECONDS)
         return self.ticket_done(ticket)
 
     def free_blocks(self, tier: str) -> list[int]:
@@ -342,6 +361,9 @@ class DeviceEngine:
         for _, event in self._pending.tickets:
             event.wait()
         self.core.close()
+        self._held.clear()
+        self._staging.clear()
+        self._tables = self._scratch = None
 
     def empty(self, q: Any, dim: int | None) -> Any:
         """An output for queries `q` [tokens, heads, head_dim], or with dim=None a log-sum-exp."""
