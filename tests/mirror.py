@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pagoda
 from pagoda.attention.reference import attention
+from pagoda.stats import Stats
 
 Array = npt.NDArray[Any]
 
@@ -136,6 +137,14 @@ class Mirror:
     def _stored(rows: Array, dtype: str) -> Array:
         stored: Array = rows.astype(DTYPES[dtype]).astype(np.float64)
         return stored
+
+
+def settled(cache: pagoda.Cache) -> Stats:
+    """What a cache holds once a device has been seen to end its steps: until then what they freed is draining."""
+    while True:
+        stats = cache.stats()
+        if not any(counts.draining for counts in (*stats.device, *stats.host)):
+            return stats
 
 
 def check(out: Array, lse: Array, expected: Array, expected_lse: Array) -> None:

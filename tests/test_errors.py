@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pagoda
 import pytest
-from mirror import Mirror, layer
+from mirror import Mirror, layer, settled
 from pagoda import device
 from pagoda.device import cuda
 
@@ -110,12 +110,12 @@ def test_refused_inside_a_step(named: str, call: Call) -> None:
         mirror = Mirror(cache, np.random.default_rng(0))
         tokens = mirror.create()
         mirror.step([tokens], [40])
-        before = cache.stats()
+        before = settled(cache)
         with pytest.raises(pagoda.InvalidArgument, match=named), cache.step([tokens.sequence], [2]) as step:
             if named == "accepted" or named.startswith("out"):
                 step.append(0, rows(2, 2, 16), rows(2, 2, 16))
             call(cache, tokens.sequence, step)
-        assert cache.stats() == before
+        assert settled(cache) == before
         mirror.look()
 
 
@@ -203,9 +203,9 @@ def test_out_of_blocks_says_how_many_and_changes_nothing() -> None:
     size = 16 * 2 * 2 * 16 * 2
     with pagoda.Cache(spec, page_size=16, device_memory=20 * size, host_memory=0, threads=1) as cache:
         a, b = cache.create(), cache.create()
-        before = cache.stats()
+        before = settled(cache)
         with pytest.raises(pagoda.OutOfBlocks, match="lacks 4 block") as caught:
             cache.step([a, b], [16 * 8, 16 * 4]).__enter__()
         assert (caught.value.blocks_short, caught.value.bytes_short) == (4, 4 * size)
-        assert cache.stats() == before
+        assert settled(cache) == before
         cache.audit()

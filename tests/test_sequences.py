@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pagoda
 import pytest
-from mirror import Mirror, layer
+from mirror import Mirror, layer, settled
 
 
 @pytest.fixture
@@ -90,14 +90,14 @@ def test_an_exception_rolls_back_to_before_reserve(mirror: Mirror) -> None:
     tokens = mirror.create()
     mirror.step([tokens], [10])
     child = mirror.fork(tokens)
-    before = mirror.cache.stats()
+    before = settled(mirror.cache)
     with (
         pytest.raises(KeyboardInterrupt),
         mirror.cache.step([tokens.sequence, child.sequence], [30, 5]) as step,
     ):
         step.append(0, *[np.full((35, 2, 16), np.nan, np.float32)] * 2)
         raise KeyboardInterrupt
-    assert mirror.cache.stats() == before
+    assert settled(mirror.cache) == before
     mirror.look()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pagoda
 import psutil
 import pytest
-from mirror import Mirror, layer
+from mirror import Mirror, layer, settled
 
 SPEC = pagoda.ModelSpec(layers=[layer(), layer(), layer(window=40)])
 
@@ -94,10 +94,10 @@ def test_a_full_host_tier_refuses_and_changes_nothing() -> None:
         batch = [mirror.create(), mirror.create()]
         mirror.step(batch, [500, 500])
         assert cache.demote(batch[0].sequence).wait()
-        before = cache.stats()
+        before = settled(cache)
         with pytest.raises(pagoda.OutOfBlocks, match="tier host"):
             cache.demote(batch[1].sequence)
-        assert cache.stats() == before
+        assert settled(cache) == before
         mirror.look()
 
 

@@ -106,9 +106,10 @@ class _Stream:
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
     ) -> None:
         function = self._driver.function(kernel, shared_bytes)
-        # A structured value is passed by value.
+        # CuPy passes an array of one element by value.
         value = np.frombuffer(bytes(arguments), np.dtype((np.void, ctypes.sizeof(arguments))))
-        function((grid,), (threads,), (value,), shared_mem=shared_bytes, stream=self._stream)
+        with self._stream:
+            function((grid,), (threads,), (value,), shared_mem=shared_bytes)
 
 
 class CudaDriver:

@@ -44,6 +44,7 @@ def load(kernel: Kernel) -> Any:
             options=(*OPTIONS, f"-I{SOURCES}"),
             name_expressions=[kernel.expression],
         )
+        module.compile()
         return module.get_function(kernel.expression)
     except cupy.cuda.compiler.CompileException as error:
         raise KernelCompileError(f"{kernel.expression}: {str(error)[:2000]}") from error
