@@ -20,6 +20,7 @@ import numpy.typing as npt
 import pytest
 from emulator import Guarded
 from pagoda.kernels import arguments
+from pagoda.kernels.arguments import Division
 
 Array = npt.NDArray[Any]
 
@@ -57,6 +58,10 @@ class Shape:
     def rows(self) -> int:
         return 64 if self.engine == "prefill" else 16
 
+    @property
+    def v_in_k(self) -> bool:
+        return self.v == "PartOfK"
+
 
 SHAPES = [
     Shape("F16", "F16", "F32", 128, 128),
@@ -73,6 +78,9 @@ SHAPES = [
     Shape("F16", "F16", "F32", 576, 512, "columns"),
     Shape("F32", "F32", "F32", 128, 128, "cores"),
     Shape("F32", "F16", "BF16", 72, 136, "cores"),
+    Shape("BF16", "PartOfK", "F32", 80, 64),
+    Shape("F16", "PartOfK", "F32", 576, 512, "columns"),
+    Shape("F32", "PartOfK", "F32", 72, 40, "cores"),
 ]
 APPENDS = [("F16", "F16", "F32"), ("BF16", "F32", "F16"), ("F32", "F16", "BF16"), ("BF16", "F16", "F32")]
 
@@ -127,6 +135,15 @@ def one(count: int, new: int = 1) -> Sequence:
 
 
 @dataclass
+class Common:
+    """Whole pages, tokens [low, high), that several sequences of one span hold."""
+
+    members: list[int]
+    low: int
+    high: int
+
+
+@dataclass
 class World:
     """A cache of two layers in two arenas, filled with random rows, and the tables of a step."""
 
@@ -138,15 +155,18 @@ class World:
     window: int | None = None
     rope: tuple[int, bool] | None = None
     seed: int = 0
+    commons: list[Common] = field(default_factory=list)
     keep: list[Guarded] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng([self.seed, len(self.sequences)])
-        k, v = DTYPES[self.shape.k], DTYPES[self.shape.v]
+        k = DTYPES[self.shape.k]
+        v = k if self.shape.v_in_k else DTYPES[self.shape.v]
         k_row, v_row = self.shape.dim * np.dtype(k).itemsize, self.shape.v_dim * np.dtype(v).itemsize
         page, heads = self.page_size, self.kv_heads
-        layer_bytes = page * heads * (k_row + v_row)
+        layer_bytes = page * heads * (k_row if self.shape.v_in_k else k_row + v_row)
         self.block_bytes = 2 * layer_bytes
+        # Offset, stride of heads, stride of rows.
         self.k_plane = (layer_bytes, page * k_row, k_row)
         self.v_plane = (layer_bytes + heads * page * k_row, page * v_row, v_row)
         pages = [[-(-(span.skip + span.count) // page) for span in sequence.spans] for sequence in self.sequences]
@@ -173,13 +193,19 @@ class World:
                     self.table.array[index, page_index + i] = tier << 30 | block
                     at += 1
                 for t in range(span.count):
+                    if self.holder(index, before + t) != index:
+                        continue
                     row = span.skip + t
                     tier, block = divmod(int(self.table.array[index, page_index + row // page]), 1 << 30)
                     for head in range(heads):
                         key = content.standard_normal(self.shape.dim).astype(k)
                         value = content.standard_normal(self.shape.v_dim).astype(v)
+                        planes = [(self.k_plane, key), (self.v_plane, value)]
+                        if self.shape.v_in_k:
+                            value = key[: self.shape.v_dim]
+                            del planes[1]
                         keys[before + t, head], values[before + t, head] = key, value
-                        for plane, data in ((self.k_plane, key), (self.v_plane, value)):
+                        for plane, data in planes:
                             start = block * self.block_bytes + plane[0] + head * plane[1] + row % page * plane[2]
                             self.arenas[tier].array[start : start + data.nbytes] = data.view(np.uint8)
                 spans.append((page_index, span.skip, span.count, before, span.offset))
@@ -188,6 +214,15 @@ class World:
             starts.append(len(spans))
             self.keys.append(keys)
             self.values.append(values)
+        for common in self.commons:
+            first, *others = common.members
+            pages_of, tokens_of = slice(common.low // page, common.high // page), slice(common.low, common.high)
+            for other in others:
+                self.table.array[other, pages_of] = self.table.array[first, pages_of]
+                self.keys[other][tokens_of], self.values[other][tokens_of] = (
+                    self.keys[first][tokens_of],
+                    self.values[first][tokens_of],
+                )
         self.spans = self.filled(np.array(spans, arguments.SPAN))
         self.span_starts = self.filled(np.array(starts, np.int32))
         self.tokens = sum(sequence.new for sequence in self.sequences)
@@ -209,25 +244,54 @@ class World:
         array.array[...] = values
         return array
 
-    def work(self, by_runs: bool) -> tuple[Array, Array]:
-        """What `pagoda_core::work::WorkList` makes of the batch."""
+    def holder(self, index: int, token: int) -> int:
+        """The first of the sequences that hold a token's page."""
+        held = [c.members[0] for c in self.commons if index in c.members and c.low <= token < c.high]
+        return held[0] if held else index
+
+    def common_work(self, rows: int) -> tuple[Array, Array, Array]:
+        """Blocks, prefix and members of what goes over common pages."""
+        blocks, prefix, members = [], [0], []
+        tokens = np.cumsum([0, *(sequence.new for sequence in self.sequences)])
+        for common in self.commons:
+            start = len(members)
+            members += [token for m in common.members for token in range(tokens[m], tokens[m + 1])]
+            for first in range(start, len(members), rows // self.group):
+                queries = min(rows // self.group, len(members) - first)
+                block = (common.members[0], first, queries, common.high - 1, common.low, common.high, 0, 0)
+                blocks.append(block)
+                prefix.append(prefix[-1] + len({t // TILE for t in range(common.low, common.high)}))
+        return np.array(blocks, arguments.QUERY_BLOCK), np.array(prefix, np.int32), np.array(members, np.int32)
+
+    def work(self, by_runs: bool) -> tuple[Array, Array, Array]:
+        """What `pagoda_core::work::WorkList` makes of the batch: blocks, prefix, rows of common parts."""
         blocks, prefix, token = [], [0], 0
+        common_rows: list[int] = []
+        members = self.common_work(self.shape.rows)[2].tolist()
         most = self.shape.rows // self.group
         for index, sequence in enumerate(self.sequences):
             for first in range(0, sequence.new, most):
                 queries = min(most, sequence.new - first)
                 position = sequence.length - sequence.new + first
                 low = 0 if self.window is None else max(0, position + 1 - self.window)
+                parts = members.count(token + first)
+                common_rows += [i for i, member in enumerate(members) if member == token + first]
+                low = max([low, *(common.high for common in self.commons if index in common.members)])
                 units, before = set(), 0
                 for number, span in enumerate(sequence.spans):
                     seen = range(max(low, before), min(position + queries, before + span.count))
                     unit = TILE * RUN_TILES if by_runs else TILE
                     units |= {(number, (t - before + span.skip) // unit) for t in seen}
                     before += span.count
-                blocks.append((index, token + first, queries, position, low))
+                high = position + queries
+                blocks.append((index, token + first, queries, position, low, high, len(common_rows) - parts, parts))
                 prefix.append(prefix[-1] + len(units))
             token += sequence.new
-        return np.array(blocks, arguments.QUERY_BLOCK), np.array(prefix, np.int32)
+        return (
+            np.array(blocks, arguments.QUERY_BLOCK),
+            np.array(prefix, np.int32),
+            np.array(common_rows, np.int32),
+        )
 
     def pages(self) -> arguments.Pages:
         bases = (ctypes.c_void_p * 3)(self.arenas[0].address, self.arenas[1].address, None)
@@ -242,48 +306,63 @@ class World:
         )
 
     def attend(
-        self, library: emulator.Library, grid: int, *, by_runs: bool = False, seed: int = 0
+        self, library: emulator.Library, grid: int, *, division: Division = Division.TILES, seed: int = 0
     ) -> tuple[Array, Array]:
         """Output and log-sum-exp of the kernel."""
-        name = self.shape.name
-        blocks, prefix = (self.filled(array) for array in self.work(by_runs))
-        count = self.filled(np.array([len(blocks.array)], np.int32))
-        slots = max(2 * grid, int(prefix.array[-1]) * self.kv_heads)
-        partials = self.guarded((slots, library.constant(f"{name}_PARTIAL")), np.float32)
-        pending = self.filled(np.zeros(len(blocks.array) * self.kv_heads, np.int32))
-        out = self.guarded((self.tokens, self.kv_heads * self.group, self.shape.v_dim), DTYPES[self.shape.q])
-        lse = self.guarded((self.tokens, self.kv_heads * self.group), np.float32)
+        heads = self.kv_heads * self.group
+        out = self.guarded((self.tokens, heads, self.shape.v_dim), DTYPES[self.shape.q])
+        lse = self.guarded((self.tokens, heads), np.float32)
 
         def rows(array: Guarded) -> arguments.Rows:
             return arguments.Rows(array.address, array.array.strides[0], array.array.strides[1])
 
         call = arguments.Attend(
             pages=self.pages(),
-            k_plane=arguments.Plane(*self.k_plane),
-            v_plane=arguments.Plane(*self.v_plane),
+            k_plane=arguments.Plane(*self.k_plane[:2]),
+            v_plane=arguments.Plane(*self.v_plane[:2]),
             q=rows(self.q),
             out=rows(out),
             lse=lse.address,
-            blocks=blocks.address,
-            prefix=prefix.address,
-            block_count=count.address,
             kv_heads=self.kv_heads,
             group=self.group,
             window=1 << 30 if self.window is None else self.window,
-            by_runs=by_runs,
+            division=division,
             scale=self.shape.dim**-0.5 * math.log2(math.e),
             angles=self.angles.address if self.rope else None,
             rotary_pairs=self.rope[0] if self.rope else 0,
             interleaved=self.rope[1] if self.rope else 0,
-            partials=partials.address,
-            pending=pending.address,
         )
+        if self.commons:
+            blocks, prefix, members = self.common_work(self.shape.rows)
+            call.members = self.filled(members).address
+            commons = self.guarded((len(members), heads, self.shape.v_dim + 2), np.float32)
+            call.commons = commons.address
+            self.launch(library, call, blocks, prefix, grid, seed)
+            call.members = None
+        blocks, prefix, common_rows = self.work(division != Division.TILES)
+        call.common_rows = self.filled(common_rows).address
+        self.launch(library, call, blocks, prefix, grid, seed)
+        return out.array, lse.array
+
+    def launch(
+        self, library: emulator.Library, call: arguments.Attend, blocks: Array, prefix: Array, grid: int, seed: int
+    ) -> None:
+        name = self.shape.name
+        threads = library.constant(f"{name}_THREADS")
+        partial = library.constant(f"{name}_PARTIAL")
+        slots = 2 * grid if call.division == Division.TILES else int(prefix[-1]) * self.kv_heads
+        if call.division == Division.UNITS:
+            slots, partial = grid, 3 * self.shape.rows * self.shape.v_dim
+        call.partials = self.guarded((slots, partial), np.float32).address
+        pending = self.filled(np.zeros(len(blocks) * self.kv_heads, np.int32))
+        call.pending = pending.address
+        call.blocks, call.prefix = self.filled(blocks).address, self.filled(prefix).address
+        call.block_count = self.filled(np.array([len(blocks)], np.int32)).address
         options = {"shared_bytes": library.constant(f"{name}_SHARED_BYTES"), "seed": seed}
-        library.launch(name, grid, library.constant(f"{name}_THREADS"), call, **options)
+        library.launch(name, grid, threads, call, **options)
         for array in self.keep:
             array.check()
         assert not pending.array.any(), "counters are as they were, for the next launch"
-        return out.array, lse.array
 
     def expected(self) -> tuple[Array, Array]:
         """Output and log-sum-exp in float64."""
@@ -379,15 +458,43 @@ def test_bits_depend_on_the_sequence_alone(library: emulator.Library) -> None:
     shape, prefill = SHAPES[10], Shape("F16", "F16", "F32", 128, 128, "prefill")
     pieces = [Span(0, 4200), Span(9, 150)]
     alone = World(shape, [Sequence(pieces, 2)], kv_heads=1, group=2, seed=1)
-    out, lse = alone.attend(library, 3, by_runs=True)
+    out, lse = alone.attend(library, 3, division=Division.RUNS)
     right, _ = alone.expected()
     np.testing.assert_allclose(out, right, rtol=0, atol=3e-5)
-    for other, grid, seed in ((shape, 1, 2), (prefill, 5, 3)):
+    for other, division, grid, seed in (
+        (shape, Division.RUNS, 1, 2),
+        (prefill, Division.RUNS, 5, 3),
+        (shape, Division.UNITS, 2, 4),
+        (prefill, Division.UNITS, 3, 5),
+    ):
         among = World(other, [Sequence(pieces, 2), one(90)], kv_heads=1, group=2, seed=1)
         among.q.array[:2] = alone.q.array
-        again, again_lse = among.attend(library, grid, by_runs=True, seed=seed)
+        again, again_lse = among.attend(library, grid, division=division, seed=seed)
         np.testing.assert_array_equal(again[:2], out)
         np.testing.assert_array_equal(again_lse[:2], lse)
+
+
+COMMONS = [
+    [Common([0, 1, 2, 3, 4], 0, 64)],
+    [Common([0, 2, 3], 0, 208)],
+    [Common([0, 1, 2, 3, 4], 0, 80), Common([1, 2], 80, 240), Common([3, 4], 80, 96)],
+]
+"""Of one level, of some sequences only, and as a tree whose borders lie inside tiles."""
+
+
+@pytest.mark.parametrize("commons", COMMONS)
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[9], SHAPES[12]], ids=lambda shape: shape.name)
+def test_common_pages_are_read_once(commons: list[Common], shape: Shape, library: emulator.Library) -> None:
+    """Sequences that share a prefix, a query or a few each: parts of common pages are added to each one's own."""
+    batch = [one(300), one(250, 3), one(241), one(260, 2), one(290)]
+    for grid in (1, 4, 50):
+        World(shape, batch, commons=commons).compare(library, grid, seed=grid)
+
+
+@pytest.mark.parametrize("grid", [1, 3, 20])
+def test_whole_units(grid: int, library: emulator.Library) -> None:
+    batch = [one(130, 3), one(5), one(9000), one(64, 2)]
+    World(SHAPES[1], batch, group=2, kv_heads=1).compare(library, grid, division=Division.UNITS)
 
 
 @pytest.mark.parametrize("formats", APPENDS, ids="_".join)
@@ -397,6 +504,7 @@ def test_append(formats: tuple[str, str, str], page_size: int, library: emulator
     k_type, v_type, given = (DTYPES[name] for name in formats)
     tokens, heads, dim, v_dim, blocks = 37, 3, 40, 24, 9
     k_row, v_row = dim * np.dtype(k_type).itemsize, v_dim * np.dtype(v_type).itemsize
+    # Offset, stride of heads, stride of rows.
     k_plane = (32, page_size * k_row, k_row)
     v_plane = (32 + heads * k_plane[1], page_size * v_row, v_row)
     block_bytes = v_plane[0] + heads * v_plane[1]
@@ -411,6 +519,8 @@ def test_append(formats: tuple[str, str, str], page_size: int, library: emulator
     slots = Guarded(tokens, np.int64)
     slots.array[:] = rng.permutation(blocks * page_size)[:tokens]
     slots.array[[0, 9]] = -1
+    count = Guarded(1, np.int32)
+    count.array[:] = tokens
     misfit = Guarded(1, np.int32)
     misfit.array[:] = 0
     strides = fused.array.strides
@@ -419,15 +529,15 @@ def test_append(formats: tuple[str, str, str], page_size: int, library: emulator
         k=rows[0],
         v=rows[1],
         slots=slots.address,
-        tokens=tokens,
+        tokens=count.address,
         kv_heads=heads,
         head_dim=dim,
         v_head_dim=v_dim,
         base=arena.address,
         block_bytes=block_bytes,
         page_shift=int(math.log2(page_size)),
-        k_plane=arguments.Plane(*k_plane),
-        v_plane=arguments.Plane(*v_plane),
+        k_plane=arguments.Plane(*k_plane[:2]),
+        v_plane=arguments.Plane(*v_plane[:2]),
         misfit=misfit.address,
     )
     library.launch("_".join(formats), 3, 96, call)
@@ -471,8 +581,12 @@ BROKEN = {
     ),
     "counters stay": ("unit.cuh", "if (last) args.pending[unit] = 0;", ""),
     "rows past the fill": ("tensor_cores.cuh", "&& stored < walk.piece.high;", "&& true;"),
+    "rows past the fill of one page": ("tensor_cores.cuh", "row < high;", "row < high + 64;"),
     "no mask": ("tensor_cores.cuh", "const bool seen = whole ||", "const bool seen = true || whole ||"),
     "the entries of other pages": ("tensor_cores.cuh", "(stored >> shift) % WARP", "((stored >> shift) + 1) % WARP"),
+    "the entry of another page": ("tensor_cores.cuh", "(first >> shift) % WARP", "((first >> shift) + 1) % WARP"),
+    "no common parts": ("unit.cuh", "i < block.commons", "i < 0"),
+    "common parts of other queries": ("unit.cuh", "args.common_rows[block.first_common + i] + query", "query"),
 }
 
 
@@ -490,4 +604,7 @@ def test_what_is_broken_is_noticed(broken: str, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, emulator.EmulatorError)):
         for seed in range(8):
             for shape in shapes:
-                World(shape, [one(300, 5), one(90)], seed=seed).compare(library, 3, seed=seed)
+                for page_size in (8, 32):
+                    commons = [Common([1, 2], 0, 32)]
+                    batch = [one(300, 5), one(90), one(70, 2)]
+                    World(shape, batch, page_size=page_size, commons=commons, seed=seed).compare(library, 3, seed=seed)

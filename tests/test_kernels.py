@@ -66,6 +66,8 @@ def test_python_knows_the_shapes_of_kernels() -> None:
         for types, dims, mode, shared_max in product(formats, sizes, modes, (99, 227))
     ]
     chosen += [instances.attend("f16", "bf16", "f16", 576, 512, 4, mode, 227 << 10) for mode in modes]
+    chosen += [instances.attend("bf16", instances.PART_OF_K, "f16", 576, 512, 4, mode, 99 << 10) for mode in modes]
+    chosen += [instances.attend("f32", instances.PART_OF_K, "f16", 72, 40, 4, "decode", 99 << 10)]
     constants = {}
     for index, one in enumerate(chosen):
         shape = one.kernel.expression.removeprefix("pagoda::attend<").removesuffix(">") + "::Shape"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from enum import IntEnum
 
 import numpy as np
 
@@ -13,8 +14,21 @@ SPAN = np.dtype(
 )
 """`Span` of tables.cuh."""
 
-QUERY_BLOCK = np.dtype([(name, "<i4") for name in ("sequence", "token", "queries", "position", "low")])
+QUERY_BLOCK = np.dtype(
+    [
+        (name, "<i4")
+        for name in ("sequence", "token", "queries", "position", "low", "high", "first_common", "commons")
+    ]
+)
 """`QueryBlock` of unit.cuh."""
+
+
+class Division(IntEnum):
+    """`Division` of unit.cuh."""
+
+    TILES = 0
+    RUNS = 1
+    UNITS = 2
 
 
 class Rows(ctypes.Structure):
@@ -26,7 +40,7 @@ class Rows(ctypes.Structure):
 class Plane(ctypes.Structure):
     """K or V of one layer inside a block, in bytes."""
 
-    _fields_ = [("offset", ctypes.c_int64), ("head_stride", ctypes.c_int64), ("row_stride", ctypes.c_int64)]
+    _fields_ = [("offset", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
 
 
 class Pages(ctypes.Structure):
@@ -50,7 +64,7 @@ class Append(ctypes.Structure):
         ("k", Rows),
         ("v", Rows),
         ("slots", ctypes.c_void_p),
-        ("tokens", ctypes.c_int),
+        ("tokens", ctypes.c_void_p),
         ("kv_heads", ctypes.c_int),
         ("head_dim", ctypes.c_int),
         ("v_head_dim", ctypes.c_int),
@@ -76,10 +90,13 @@ class Attend(ctypes.Structure):
         ("blocks", ctypes.c_void_p),
         ("prefix", ctypes.c_void_p),
         ("block_count", ctypes.c_void_p),
+        ("members", ctypes.c_void_p),
+        ("common_rows", ctypes.c_void_p),
+        ("commons", ctypes.c_void_p),
         ("kv_heads", ctypes.c_int),
         ("group", ctypes.c_int),
         ("window", ctypes.c_int),
-        ("by_runs", ctypes.c_int),
+        ("division", ctypes.c_int),
         ("scale", ctypes.c_float),
         ("angles", ctypes.c_void_p),
         ("rotary_pairs", ctypes.c_int),

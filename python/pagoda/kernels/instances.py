@@ -9,6 +9,9 @@ from pagoda.errors import BackendUnavailable
 
 NAMES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 
+PART_OF_K = "part of k"
+"""In place of the format of V: V is the first elements of the stored K row."""
+
 SPLITS = {
     ("f32", "f16"): 2,
     ("f32", "bf16"): 3,
@@ -18,6 +21,12 @@ SPLITS = {
 
 TILE = 64
 STAGES_MAX = 4
+
+WARPS_WANTED = 8
+"""Warps of a multiprocessor from which on more stages are better than more warps."""
+
+RESERVED_BYTES = 1 << 10
+"""Shared memory that a multiprocessor keeps of each thread block (CUDA C++ Programming Guide, shared memory)."""
 
 
 @dataclass(frozen=True)
@@ -35,49 +44,58 @@ UNPACK = Kernel("unpack.cuh", "pagoda::unpack")
 class Attention:
     """An instance of `attend`.
 
-    rows: query rows of a work unit at most. shared_bytes, threads: of a thread block. partial: floats of a partial result.
+    rows: query rows of a work unit at most. shared_bytes, threads: of a thread block. v_dim: elements of a result.
     """
 
     kernel: Kernel
     rows: int
     threads: int
     shared_bytes: int
-    partial: int
+    v_dim: int
+
+    @property
+    def partial(self) -> int:
+        """`PARTIAL`: floats of a partial result."""
+        return self.rows * self.v_dim + 2 * self.rows
+
+    def resident(self, shared_max: int) -> int:
+        """Thread blocks of a multiprocessor at a time, as far as shared memory goes and more are of use."""
+        fit = (shared_max + RESERVED_BYTES) // (self.shared_bytes + RESERVED_BYTES)
+        return min(fit, max(1, 32 * WARPS_WANTED // self.threads))
 
 
 @cache
 def append(k: str, v: str, given: str) -> Kernel:
     """Appends rows of type `given` to pages of formats `k` and `v`."""
-    formats = ", ".join(f"pagoda::{NAMES[name]}" for name in (k, v, given))
-    return Kernel("append.cuh", f"pagoda::append<{formats}>")
+    return Kernel("append.cuh", f"pagoda::append<{_formats((k, v, given))}>")
 
 
 @cache
 def attend(k: str, v: str, q: str, dim: int, v_dim: int, group: int, mode: str, shared_max: int) -> Attention:
-    """Attention over formats `k` and `v` for queries of type `q`; `group` query heads share a K/V head.
+    """Attention over formats `k` and `v` (or PART_OF_K) for queries of type `q`; `group` query heads share a K/V head.
 
     mode: "decode" for sequences with up to 16 query rows, "prefill", or either with "-deterministic". shared_max: bytes of
     shared memory that a thread block can have. Raises BackendUnavailable for what no instance can do.
     """
-    formats = ", ".join(f"pagoda::{NAMES[name]}" for name in (k, v, q))
+    names = (k, v, q)
     if "f32" in (k, v):
-        tries = [_cores(formats, dim, v_dim, rows) for rows in (16, 64) if group <= rows]
+        tries = [[_cores(names, dim, v_dim, rows)] for rows in (16, 64) if group <= rows]
     else:
         tries = [
-            _tensor(formats, (k, v, q), dim, v_dim, *cut, stages)
+            [_tensor(names, dim, v_dim, *cut, stages) for stages in range(STAGES_MAX, 1, -1)]
             for cut in _cuts(v_dim, mode)
-            for stages in range(STAGES_MAX, 1, -1)
             if group <= 16 * cut[0] // cut[2]
         ]
     if not tries:
         raise BackendUnavailable(f"num_q_heads = {group} a K/V head: fewer, for {k}/{v} rows of {dim} and {v_dim}")
-    chosen = next((one for one in tries if one.shared_bytes <= shared_max), tries[-1])
-    if chosen.shared_bytes > shared_max:
-        raise BackendUnavailable(
-            f"head_dim = {dim}, {v_dim}: attention over {k}/{v} rows needs {chosen.shared_bytes} bytes of shared memory, and "
-            f"a thread block of this device has {shared_max}"
-        )
-    return chosen
+    for stages in tries:
+        fitting = [one for one in stages if one.shared_bytes <= shared_max]
+        if fitting:
+            return max(fitting, key=lambda one: one.resident(shared_max))
+    raise BackendUnavailable(
+        f"head_dim = {dim}, {v_dim}: attention over {k}/{v} rows needs {tries[-1][-1].shared_bytes} bytes of shared memory, "
+        f"and a thread block of this device has {shared_max}"
+    )
 
 
 def _cuts(v_dim: int, mode: str) -> list[tuple[int, int, int]]:
@@ -93,28 +111,32 @@ def _cuts(v_dim: int, mode: str) -> list[tuple[int, int, int]]:
 
 
 def _tensor(
-    formats: str, names: tuple[str, str, str], dim: int, v_dim: int, warps: int, teams: int, columns: int, stages: int
+    names: tuple[str, str, str], dim: int, v_dim: int, warps: int, teams: int, columns: int, stages: int
 ) -> Attention:
     """`TensorShape` of tensor_cores.cuh."""
-    k, _, q = names
+    k, v, q = names
     rows, slice_rows = 16 * warps // columns, TILE // teams
     depth = -(-dim // 16) * 16
     k_stride, v_stride = depth // 8 | 1, v_dim // 8 | 1
     q_bytes = SPLITS.get((q, k), 1) * rows * k_stride * 16 + rows * 4
     stage_rows = min(slice_rows, 16 if dim + v_dim > 512 else 32)
-    ring = teams * stages * stage_rows * (k_stride + v_stride) * 16 + 16
+    stride = k_stride if v == PART_OF_K else k_stride + v_stride
+    ring = teams * stages * stage_rows * stride * 16 + 16
     exchange = teams * rows * (v_dim + 4 + 2) * 4
-    shape = f"pagoda::TensorShape<{formats}, {dim}, {v_dim}, {warps}, {teams}, {columns}, {stages}>"
+    shape = f"pagoda::TensorShape<{_formats(names)}, {dim}, {v_dim}, {warps}, {teams}, {columns}, {stages}>"
     kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::TensorCores<{shape}>>")
-    return Attention(kernel, rows, 32 * warps * teams, q_bytes + max(ring, exchange), rows * v_dim + 2 * rows)
+    return Attention(kernel, rows, 32 * warps * teams, q_bytes + max(ring, exchange), v_dim)
 
 
-def _cores(formats: str, dim: int, v_dim: int, rows: int) -> Attention:
+def _cores(names: tuple[str, str, str], dim: int, v_dim: int, rows: int) -> Attention:
     """`CoreShape` of cuda_cores.cuh."""
     keys = 16 if dim + v_dim > 512 else 32
-    ring = max(keys * (dim + 4) + keys * v_dim, rows * (v_dim + 4 + 2))
+    v_floats = 0 if names[1] == PART_OF_K else keys * v_dim
+    ring = max(keys * (dim + 4) + v_floats, rows * (v_dim + 4 + 2))
     shared = 4 * (rows * dim + rows * keys + 3 * rows + ring)
-    kernel = Kernel(
-        "attend.cuh", f"pagoda::attend<pagoda::CudaCores<pagoda::CoreShape<{formats}, {dim}, {v_dim}, {rows}>>>"
-    )
-    return Attention(kernel, rows, 128, shared, rows * v_dim + 2 * rows)
+    shape = f"pagoda::CoreShape<{_formats(names)}, {dim}, {v_dim}, {rows}>"
+    return Attention(Kernel("attend.cuh", f"pagoda::attend<pagoda::CudaCores<{shape}>>"), rows, 128, shared, v_dim)
+
+
+def _formats(names: tuple[str, ...]) -> str:
+    return ", ".join(f"pagoda::{'PartOfK' if name == PART_OF_K else NAMES[name]}" for name in names)

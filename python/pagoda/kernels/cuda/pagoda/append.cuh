@@ -10,7 +10,9 @@ struct Append {
     Rows k, v;
     /// [tokens]: block * page_size + row on the device tier; below 0: nothing is written.
     const int64* slots;
-    int tokens, kv_heads, head_dim, v_head_dim;
+    /// How many there are, on the device.
+    const int* tokens;
+    int kv_heads, head_dim, v_head_dim;
     uint8* base;
     int64 block_bytes;
     int page_shift;
@@ -43,10 +45,11 @@ __device__ void append_chunk(const uint8* source, uint8* target, int* misfit) {
 }
 
 /// K and V in `Input` are converted to their row formats, to nearest even. Threads: any number, in one dimension.
+/// v_head_dim is 0 where V is a part of K.
 template <class K, class V, class Input>
 __global__ void append(const Append args) {
     const int k_chunks = args.head_dim / 8, chunks = k_chunks + args.v_head_dim / 8;
-    const int64 all = static_cast<int64>(args.tokens) * args.kv_heads * chunks;
+    const int64 all = static_cast<int64>(*args.tokens) * args.kv_heads * chunks;
     const int64 step = static_cast<int64>(gridDim.x) * blockDim.x;
     for (int64 i = static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x; i < all; i += step) {
         const int chunk = static_cast<int>(i % chunks);
@@ -56,13 +59,14 @@ __global__ void append(const Append args) {
         uint8* block = args.base + (slot >> args.page_shift) * args.block_bytes;
         const int64 in_page = slot & ((1ll << args.page_shift) - 1);
         if (chunk < k_chunks) {
-            uint8* target = block + args.k_plane.offset + head * args.k_plane.head_stride + in_page * args.k_plane.row_stride;
-            append_chunk<K, Input>(args.k.row(token, head) + chunk * 8 * Input::BYTES, target + chunk * 8 * K::BYTES,
-                                   args.misfit);
+            uint8* target = block + args.k_plane.offset + head * args.k_plane.head_stride;
+            target += (in_page * args.head_dim + chunk * 8) * K::BYTES;
+            append_chunk<K, Input>(args.k.row(token, head) + chunk * 8 * Input::BYTES, target, args.misfit);
         } else {
             const int at = (chunk - k_chunks) * 8;
-            uint8* target = block + args.v_plane.offset + head * args.v_plane.head_stride + in_page * args.v_plane.row_stride;
-            append_chunk<V, Input>(args.v.row(token, head) + at * Input::BYTES, target + at * V::BYTES, args.misfit);
+            uint8* target = block + args.v_plane.offset + head * args.v_plane.head_stride;
+            target += (in_page * args.v_head_dim + at) * V::BYTES;
+            append_chunk<V, Input>(args.v.row(token, head) + at * Input::BYTES, target, args.misfit);
         }
     }
 }

@@ -9,7 +9,7 @@ namespace pagoda {
 template <class K_, class V_, class Q_, int D_, int DV_, int ROWS_>
 struct CoreShape {
     using K = K_;
-    using V = V_;
+    using V = typename StoredV<K_, V_>::Format;
     using Q = Q_;
     static constexpr int D = D_, DV = DV_, ROWS = ROWS_, TEAMS = 1, THREADS = 128;
     /// Stored rows that are in shared memory at once.
@@ -18,7 +18,9 @@ struct CoreShape {
     static constexpr int COLUMNS = (DV + THREADS - 1) / THREADS;
     /// Floats of a row: lanes that read one row each meet in few banks.
     static constexpr int DEPTH = D + 4, EXCHANGE = DV + 4;
-    static constexpr int Q_FLOATS = ROWS * D, K_FLOATS = KEYS * DEPTH, V_FLOATS = KEYS * DV;
+    static constexpr bool V_IN_K = StoredV<K_, V_>::IN_K;
+    static constexpr int V_DEPTH = V_IN_K ? DEPTH : DV;
+    static constexpr int Q_FLOATS = ROWS * D, K_FLOATS = KEYS * DEPTH, V_FLOATS = V_IN_K ? 0 : KEYS * DV;
     static constexpr int SCORE_FLOATS = ROWS * KEYS + 3 * ROWS;
     static constexpr int EXCHANGE_FLOATS = ROWS * (EXCHANGE + 2);
     static constexpr int RING_FLOATS = K_FLOATS + V_FLOATS > EXCHANGE_FLOATS ? K_FLOATS + V_FLOATS : EXCHANGE_FLOATS;
@@ -49,7 +51,7 @@ struct CudaCores : Unit<Shape_> {
           sums(tops + ROWS),
           decays(sums + ROWS),
           keys(query + Shape::Q_FLOATS + Shape::SCORE_FLOATS),
-          values_of_keys(keys + Shape::K_FLOATS) {}
+          values_of_keys(Shape::V_IN_K ? keys : keys + Shape::K_FLOATS) {}
 
     __device__ static float* floats() { return reinterpret_cast<float*>(shared_memory()); }
 
@@ -65,8 +67,8 @@ struct CudaCores : Unit<Shape_> {
     }
 
     /// Brings KEYS rows of one plane from `first` on to shared memory; zeros where the piece has none.
-    template <class Format, int DIM>
-    __device__ void load_rows(float* target, int stride, const Plane& plane, const Walk& walk, int first) const {
+    template <class Format, int DIM, int STRIDE>
+    __device__ void load_rows(float* target, const Plane& plane, const Walk& walk, int first) const {
         const int shift = args.pages.page_shift;
         const uint32* table = args.pages.table + block.sequence * args.pages.columns + walk.piece.first_page;
         for (int i = threadIdx.x; i < KEYS * DIM / 8; i += Shape::THREADS) {
@@ -74,9 +76,9 @@ struct CudaCores : Unit<Shape_> {
             float x[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
             if (stored >= walk.piece.low && stored < walk.piece.high) {
                 const uint8* page = args.pages.block(table[stored >> shift]) + plane.offset + head * plane.head_stride;
-                Format::load(page + (stored & ((1 << shift) - 1)) * plane.row_stride + chunk * 8 * Format::BYTES, x);
+                Format::load(page + (static_cast<int64>(stored & ((1 << shift) - 1)) * DIM + chunk * 8) * Format::BYTES, x);
             }
-            for (int e = 0; e < 8; ++e) target[row * stride + chunk * 8 + e] = x[e];
+            for (int e = 0; e < 8; ++e) target[row * STRIDE + chunk * 8 + e] = x[e];
         }
     }
 
@@ -125,7 +127,7 @@ struct CudaCores : Unit<Shape_> {
 #pragma unroll
             for (int row = 0; row < ROWS; ++row) values[row][c] *= decays[row];
             for (int key = 0; key < KEYS; ++key) {
-                const float x = column < DV ? values_of_keys[key * DV + column] : 0.0f;
+                const float x = column < DV ? values_of_keys[key * Shape::V_DEPTH + column] : 0.0f;
 #pragma unroll
                 for (int row = 0; row < ROWS; ++row) {
                     const float weight = scores[row * KEYS + key];
@@ -140,7 +142,7 @@ struct CudaCores : Unit<Shape_> {
     __device__ void work(int from, int count) {
         const Span* spans = args.pages.spans + args.pages.span_starts[block.sequence];
         Walk walk;
-        walk.start(spans, block.low, block.position + block.queries, from, count, args.by_runs);
+        walk.start(spans, block.low, block.high, from, count, args.division != TILES);
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
@@ -158,8 +160,8 @@ struct CudaCores : Unit<Shape_> {
                 load_queries(walk);
             }
             for (int first = walk.tile * TILE; first < (walk.tile + 1) * TILE; first += KEYS) {
-                load_rows<typename Shape::K, D>(keys, Shape::DEPTH, args.k_plane, walk, first);
-                load_rows<typename Shape::V, DV>(values_of_keys, DV, args.v_plane, walk, first);
+                load_rows<typename Shape::K, D, Shape::DEPTH>(keys, args.k_plane, walk, first);
+                if constexpr (!Shape::V_IN_K) load_rows<typename Shape::V, DV, DV>(values_of_keys, args.v_plane, walk, first);
                 __syncthreads();
                 score(walk, first);
                 __syncthreads();

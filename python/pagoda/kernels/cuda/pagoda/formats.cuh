@@ -95,6 +95,21 @@ struct BF16 : Half<__nv_bfloat16> {
     __device__ static void store(void* target, const float (&x)[8]) { store_pairs(target, x); }
 };
 
+/// In place of the format of V: V is the first elements of the stored K row.
+struct PartOfK {};
+
+/// The format that V has.
+template <class K, class V>
+struct StoredV {
+    using Format = V;
+    static constexpr bool IN_K = false;
+};
+template <class K>
+struct StoredV<K, PartOfK> {
+    using Format = K;
+    static constexpr bool IN_K = true;
+};
+
 /// In how many elements of type `To` a value of format `From` is held to about 2^-16 of itself: products with the rest of
 /// a value are added to those with the value, so that float queries get float accuracy from 16-bit tensor cores.
 template <class From, class To>

@@ -12,9 +12,9 @@ constexpr int RUN_TILES = 64;
 constexpr int TIERS = 3;
 constexpr int BLOCK_BITS = 30;
 
-/// K or V of one layer inside a block: [kv_head][token][row], in bytes.
+/// K or V of one layer inside a block: [kv_head][token][row], in bytes; rows lie side by side.
 struct Plane {
-    int64 offset, head_stride, row_stride;
+    int64 offset, head_stride;
 };
 
 /// Rows of a caller's array [token, head, element]; strides in bytes.

@@ -9,14 +9,15 @@
 
 namespace pagoda {
 
-/// The parameters of a kernel and what they imply. K, V: row formats of 16 bits. Q: the format of queries and outputs.
+/// The parameters of a kernel and what they imply. K, V: row formats of 16 bits, or PartOfK for V. Q: the format of queries and outputs.
 /// D, DV: head_dim and v_head_dim, multiples of 8. WARPS: of a team. TEAMS: that share a tile. COLUMNS: warps of a team that
 /// share 16 query rows, each for its part of the values, where these do not fit the registers of one. STAGES: of a ring.
 template <class K_, class V_, class Q_, int D_, int DV_, int WARPS_, int TEAMS_, int COLUMNS_, int STAGES_>
 struct TensorShape {
     using K = K_;
-    using V = V_;
+    using V = typename StoredV<K_, V_>::Format;
     using Q = Q_;
+    static constexpr bool V_IN_K = StoredV<K_, V_>::IN_K;
     static constexpr int D = D_, DV = DV_, WARPS = WARPS_, TEAMS = TEAMS_, COLUMNS = COLUMNS_, STAGES = STAGES_;
     static_assert(WARPS == 1 || TEAMS == 1, "a team of several warps uses the barrier of the thread block");
     static_assert(DV % (8 * COLUMNS) == 0 && STAGES >= 2, "a warp has whole columns of 8, and a stage to fill");
@@ -29,7 +30,7 @@ struct TensorShape {
     /// Elements of a K row with zeros behind it, for whole steps of 16.
     static constexpr int DEPTH = (D + 15) / 16 * 16;
     /// In pieces of 16 bytes. Odd, so that eight rows lie in different banks.
-    static constexpr int K_STRIDE = (DEPTH / 8) | 1, V_STRIDE = (DV / 8) | 1;
+    static constexpr int K_STRIDE = (DEPTH / 8) | 1, V_STRIDE = V_IN_K ? K_STRIDE : (DV / 8) | 1;
     static constexpr int Q_SPLITS = Splits<Q, K>::COUNT;
     /// Weights are as exact as queries are: 16-bit queries are content with 16-bit weights.
     static constexpr int P_SPLITS = Q::BYTES == 4 ? Splits<F32, V>::COUNT : 1;
@@ -38,7 +39,7 @@ struct TensorShape {
     static constexpr int Q_SPLIT_BYTES = Q_SPLITS * ROWS * K_STRIDE * 16;
     static constexpr int Q_BYTES = Q_SPLIT_BYTES + ROWS * 4;
     static constexpr int K_BYTES = SCORES * K_STRIDE * 16, V_BYTES = SCORES * V_STRIDE * 16;
-    static constexpr int STAGE_BYTES = K_BYTES + V_BYTES;
+    static constexpr int STAGE_BYTES = V_IN_K ? K_BYTES : K_BYTES + V_BYTES, V_START = V_IN_K ? 0 : K_BYTES;
     /// Floats of a row of values on their way between teams.
     static constexpr int EXCHANGE = DV + 4;
     static constexpr int EXCHANGE_BYTES = TEAMS * ROWS * (EXCHANGE + 2) * 4;
@@ -47,7 +48,7 @@ struct TensorShape {
     /// Floats of a partial result: values, then maxima, then sums.
     static constexpr int PARTIAL = ROWS * DV + 2 * ROWS;
     /// Query fragments stay in registers where these hold them beside values and scores.
-    static constexpr bool Q_IN_REGISTERS = Q_SPLITS * DEPTH / 4 + WIDTH / 2 + SCORES / 2 <= 136;
+    static constexpr bool Q_IN_REGISTERS = Q_SPLITS * DEPTH / 4 + WIDTH / 2 + SCORES / 2 < 120;
 };
 
 /// Table entries of 64 pages around the current one: a lane holds one of the current 32 and one of the next.
@@ -186,23 +187,51 @@ struct TensorCores : Unit<Shape_> {
     template <int DIM, int STRIDE>
     __device__ void copy_rows(uint8* target, const Plane& plane, const Walk& walk, int first, const PageWindow& window) const {
         constexpr int CHUNKS = DIM / 8, ALL = Shape::SCORES * CHUNKS;
-        const int shift = args.pages.page_shift;
+        const int shift = args.pages.page_shift, thread = warp * WARP + lane;
         const int64 in_block = plane.offset + head * plane.head_stride;
+        if (Shape::SCORES <= 1 << shift) {
+            // All in one page: one stretch of bytes.
+            const uint32 entry = __shfl_sync(~0u, window.now, (first >> shift) % WARP);
+            const uint8* source = args.pages.block(entry) + in_block;
+            source += static_cast<int64>(first & ((1 << shift) - 1)) * (DIM * 2) + thread * 16;
+            const int low = walk.piece.low - first, high = walk.piece.high - first;
+#pragma unroll 4
+            for (int start = 0; start < ALL; start += Shape::TEAM) {
+                const int row = row_of<CHUNKS>(start, thread), chunk = chunk_of<CHUNKS>(start, thread);
+                const bool valid = row >= low && row < high;
+                if (ALL % Shape::TEAM == 0 || start + thread < ALL) {
+                    copy_async(target + (row * STRIDE + chunk) * 16, source + start * 16, valid);
+                }
+            }
+            return;
+        }
 #pragma unroll 4
         for (int start = 0; start < ALL; start += Shape::TEAM) {
-            const int i = start + warp * WARP + lane, row = i / CHUNKS, chunk = i % CHUNKS, stored = first + row;
+            const int row = row_of<CHUNKS>(start, thread), chunk = chunk_of<CHUNKS>(start, thread), stored = first + row;
             const uint32 entry = __shfl_sync(~0u, window.now, (stored >> shift) % WARP);
             const bool valid = stored >= walk.piece.low && stored < walk.piece.high;
             const int64 in_page = stored & ((1 << shift) - 1);
-            const uint8* source = args.pages.block(entry) + in_block + in_page * plane.row_stride + chunk * 16;
-            if (ALL % Shape::TEAM == 0 || i < ALL) copy_async(target + (row * STRIDE + chunk) * 16, source, valid);
+            const uint8* source = args.pages.block(entry) + in_block + in_page * (DIM * 2) + chunk * 16;
+            if (ALL % Shape::TEAM == 0 || start + thread < ALL) copy_async(target + (row * STRIDE + chunk) * 16, source, valid);
         }
+    }
+
+    /// The row of a stage, and the 16 bytes of it, that a thread copies in a round which begins at `start`.
+    template <int CHUNKS>
+    __device__ static int row_of(int start, int thread) {
+        return Shape::TEAM % CHUNKS == 0 ? start / CHUNKS + thread / CHUNKS : (start + thread) / CHUNKS;
+    }
+    template <int CHUNKS>
+    __device__ static int chunk_of(int start, int thread) {
+        return Shape::TEAM % CHUNKS == 0 ? thread % CHUNKS : (start + thread) % CHUNKS;
     }
 
     __device__ void copy_stage(int index, const Walk& walk, int first, PageWindow& window) const {
         window.seek(first >> args.pages.page_shift, lane);
         copy_rows<D, Shape::K_STRIDE>(stage(index), args.k_plane, walk, first, window);
-        copy_rows<DV, Shape::V_STRIDE>(stage(index) + Shape::K_BYTES, args.v_plane, walk, first, window);
+        if constexpr (!Shape::V_IN_K) {
+            copy_rows<DV, Shape::V_STRIDE>(stage(index) + Shape::V_START, args.v_plane, walk, first, window);
+        }
     }
 
     __device__ void open_window(PageWindow& window, const Walk& walk) const {
@@ -216,7 +245,7 @@ struct TensorCores : Unit<Shape_> {
         score(scores, stage(index));
         const bool whole = mask(scores, walk, first);
         weigh(scores);
-        const uint8* rows_of_v = stage(index) + Shape::K_BYTES + first_column * 2;
+        const uint8* rows_of_v = stage(index) + Shape::V_START + first_column * 2;
         if (whole || block.queries == 1) {
             accumulate<false>(scores, rows_of_v);
         } else {
@@ -368,7 +397,7 @@ struct TensorCores : Unit<Shape_> {
     __device__ void work(int from, int count) {
         const Span* spans = args.pages.spans + args.pages.span_starts[block.sequence];
         Walk compute;
-        compute.start(spans, block.low, block.position + block.queries, from, count, args.by_runs);
+        compute.start(spans, block.low, block.high, from, count, args.division != TILES);
         Walk load = compute;
         PageWindow window;
         open_window(window, load);

@@ -5,6 +5,9 @@
 // cut into equal shares, one for each thread block, whatever borders that crosses, so that skewed batches stay balanced and
 // the grid is the same at every step (a graph may replay it). What a share holds of a unit (block of queries, head) is a
 // partial result unless it is all of it; the thread block that finishes a unit last merges its parts in order.
+//
+// Sequences may hold pages in common. A launch of its own goes over these once, for the queries of all who hold them, and
+// leaves common parts; the blocks of each sequence then begin behind those pages, and add the common parts at the end.
 #pragma once
 
 #include <pagoda/formats.cuh>
@@ -16,15 +19,28 @@ constexpr float LN_2 = 0.693147180559945f;
 
 __device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
 
-/// Consecutive queries of one sequence.
+/// Consecutive queries of one sequence, or queries of several that hold pages in common.
 struct QueryBlock {
+    /// The row of the page table.
     int sequence;
-    /// The row of the first query in the batch, and how many there are.
+    /// The row of the first query in the batch (or in `members`), and how many there are.
     int token, queries;
-    /// The place of the first query on the sequence's token axis.
+    /// The place of the first query on the sequence's token axis; for common pages the last place that they hold.
     int position;
-    /// The first place on the axis that some query sees.
-    int low;
+    /// What of the axis is gone over: [low, high).
+    int low, high;
+    /// Common parts to be added: entries of `common_rows`, which name the part of the first query.
+    int first_common, commons;
+};
+
+/// How work is counted and cut.
+enum Division : int {
+    /// In tiles; anywhere.
+    TILES,
+    /// In runs of RUN_TILES tiles, each with a partial result of its own.
+    RUNS,
+    /// As RUNS, but a thread block does all runs of a unit, one after the other: the same numbers, without partial results.
+    UNITS,
 };
 
 struct Attend {
@@ -38,18 +54,22 @@ struct Attend {
     const int* prefix;
     /// How many blocks there are, on the device.
     const int* block_count;
+    /// The row in the batch of each query that holds common pages; null where blocks are of consecutive queries.
+    const int* members;
+    const int* common_rows;
+    /// [members, kv_heads * group, V_DIM + 2]: values, maximum and sum of common parts. Written if there are `members`.
+    float* commons;
     int kv_heads, group;
     /// Tokens that a query sees at most, itself included.
     int window;
-    /// Work is counted in runs of RUN_TILES tiles, each with a partial result of its own (deterministic mode).
-    int by_runs;
+    Division division;
     /// Of scores, with the factor log2(e).
     float scale;
     /// [spans, rotary_pairs]: cosine and sine of a span's offset, to rotate queries back; null if no span has one. Element 2 i
     /// goes with 2 i + 1 if interleaved, else i with i + rotary_pairs.
     const float2* angles;
     int rotary_pairs, interleaved;
-    /// [2 * grid or runs][ROWS * V_DIM + 2 * ROWS] and [blocks * kv_heads], which is 0 before and after.
+    /// By division [2 * grid][PARTIAL], [runs][PARTIAL], or [grid][3 * ROWS * V_DIM]; and [blocks * kv_heads], 0 before and after.
     float* partials;
     int* pending;
 };
@@ -94,6 +114,24 @@ struct Walk {
     }
 };
 
+/// A value that is summed with weights 2^score: relative to 2^top, as is the sum of weights.
+struct Sum {
+    float value = 0.0f, top = minus_infinity(), total = 0.0f;
+
+    /// The order of operations is written out: results must not depend on where this is inlined.
+    __device__ void add(float value_, float top_, float total_) {
+        const float highest = fmaxf(top, top_);
+        const float keep = factor(top, highest), take = factor(top_, highest);
+        value = fmaf(value, keep, value_ * take);
+        total = fmaf(total, keep, total_ * take);
+        top = highest;
+    }
+
+    __device__ static float factor(float top, float highest) {
+        return top == minus_infinity() ? 0.0f : exp2_fast(top - highest);
+    }
+};
+
 /// A unit of work in the hands of a thread block. An engine leaves its result in the exchange, in shared memory: for each of
 /// Shape::TEAMS teams that saw other stored rows, values [ROWS][EXCHANGE], maxima [ROWS] and sums [ROWS].
 template <class Shape>
@@ -112,7 +150,10 @@ struct Unit {
         : args(args_), exchanged(static_cast<float*>(exchanged_)), flag(static_cast<int*>(flag_)) {}
 
     /// The query row of the batch and the query head of a row of the block.
-    __device__ int64 token_of(int row) const { return block.token + row / args.group; }
+    __device__ int64 token_of(int row) const {
+        const int query = block.token + row / args.group;
+        return args.members == nullptr ? query : args.members[query];
+    }
     __device__ int head_of(int row) const { return head * args.group + row % args.group; }
 
     /// The angles of the span that a walk is in, if it has moved.
@@ -133,41 +174,37 @@ struct Unit {
 
     __device__ float* exchange(int team) const { return exchanged + team * Shape::ROWS * (Shape::EXCHANGE + 2); }
 
-    __device__ float top_of(int team, int row) const { return exchange(team)[Shape::ROWS * Shape::EXCHANGE + row]; }
-    __device__ float sum_of(int team, int row) const {
-        return exchange(team)[Shape::ROWS * Shape::EXCHANGE + Shape::ROWS + row];
-    }
-
-    /// Maximum and sum of a row over all teams.
-    __device__ void total(int row, float& highest, float& all) const {
-        highest = minus_infinity();
-        for (int t = 0; t < TEAMS; ++t) highest = fmaxf(highest, top_of(t, row));
-        all = 0.0f;
-        for (int t = 0; t < TEAMS; ++t) all += sum_of(t, row) * factor(top_of(t, row), highest);
-    }
-
-    /// What values relative to `top` are multiplied with to be relative to `highest`.
-    __device__ static float factor(float top, float highest) {
-        return top == minus_infinity() ? 0.0f : exp2_fast(top - highest);
-    }
-
-    __device__ float value_of(int row, int column, float highest) const {
-        float value = 0.0f;
+    /// One value of the unit's result, over all teams.
+    __device__ Sum result(int row, int column) const {
+        Sum sum;
         for (int t = 0; t < TEAMS; ++t) {
-            value += factor(top_of(t, row), highest) * exchange(t)[row * Shape::EXCHANGE + column];
+            const float *values = exchange(t), *tops = values + Shape::ROWS * Shape::EXCHANGE;
+            sum.add(values[row * Shape::EXCHANGE + column], tops[row], tops[Shape::ROWS + row]);
         }
-        return value;
+        return sum;
     }
 
-    /// Writes one row's log-sum-exp and one of its values: 0 and -inf where the row saw nothing.
-    __device__ void write(int row, int column, float value, float highest, float all) const {
+    /// Writes one value of the output, and with the first its row's log-sum-exp: 0 and -inf where the row saw nothing.
+    __device__ void write(int row, int column, Sum sum) const {
+        const int query = row / args.group, query_head = head_of(row), heads = args.kv_heads * args.group;
+        if (args.members != nullptr) {
+            float* part = args.commons + (static_cast<int64>(block.token + query) * heads + query_head) * (DV + 2);
+            part[column] = sum.value;
+            if (column == 0) part[DV] = sum.top, part[DV + 1] = sum.total;
+            return;
+        }
+        Sum all;
+        for (int i = 0; i < block.commons; ++i) {
+            const int64 common = args.common_rows[block.first_common + i] + query;
+            const float* part = args.commons + (common * heads + query_head) * (DV + 2);
+            all.add(part[column], part[DV], part[DV + 1]);
+        }
+        all.add(sum.value, sum.top, sum.total);
         const int64 token = token_of(row);
-        const int query_head = head_of(row);
-        const float x = all > 0.0f ? value / all : 0.0f;
-        store_one(args.out.row(token, query_head) + column * Q::BYTES, x);
+        const bool nothing = all.total == 0.0f;
+        store_one(args.out.row(token, query_head) + column * Q::BYTES, nothing ? 0.0f : all.value / all.total);
         if (column == 0 && args.lse != nullptr) {
-            args.lse[token * args.kv_heads * args.group + query_head] =
-                all > 0.0f ? (highest + log2f(all)) * LN_2 : minus_infinity();
+            args.lse[token * heads + query_head] = nothing ? minus_infinity() : (all.top + log2f(all.total)) * LN_2;
         }
     }
 
@@ -181,23 +218,15 @@ struct Unit {
 
     /// Writes the output of a unit that this thread block has done alone.
     __device__ void write_all() const {
-        for (int i = threadIdx.x; i < rows * DV; i += Shape::THREADS) {
-            float highest, all;
-            total(i / DV, highest, all);
-            write(i / DV, i % DV, value_of(i / DV, i % DV, highest), highest, all);
-        }
+        for (int i = threadIdx.x; i < rows * DV; i += Shape::THREADS) write(i / DV, i % DV, result(i / DV, i % DV));
     }
 
     __device__ void write_partial(int64 slot) const {
-        float* partial = args.partials + slot * Shape::PARTIAL;
+        float *partial = args.partials + slot * Shape::PARTIAL, *tops = partial + Shape::ROWS * DV;
         for (int i = threadIdx.x; i < rows * DV; i += Shape::THREADS) {
-            float highest, all;
-            total(i / DV, highest, all);
-            partial[i] = value_of(i / DV, i % DV, highest);
-            if (i % DV == 0) {
-                partial[Shape::ROWS * DV + i / DV] = highest;
-                partial[Shape::ROWS * DV + Shape::ROWS + i / DV] = all;
-            }
+            const Sum sum = result(i / DV, i % DV);
+            partial[i] = sum.value;
+            if (i % DV == 0) tops[i / DV] = sum.top, tops[Shape::ROWS + i / DV] = sum.total;
         }
     }
 
@@ -205,19 +234,30 @@ struct Unit {
     template <class Slot>
     __device__ void merge(int count, Slot slot) const {
         for (int i = threadIdx.x; i < rows * DV; i += Shape::THREADS) {
-            const int row = i / DV;
-            float highest = minus_infinity();
+            Sum sum;
+#pragma unroll 4
             for (int part = 0; part < count; ++part) {
-                highest = fmaxf(highest, __ldcg(args.partials + slot(part) * Shape::PARTIAL + Shape::ROWS * DV + row));
+                const float *partial = args.partials + slot(part) * Shape::PARTIAL, *tops = partial + Shape::ROWS * DV;
+                sum.add(__ldcg(partial + i), __ldcg(tops + i / DV), __ldcg(tops + Shape::ROWS + i / DV));
             }
-            float value = 0.0f, all = 0.0f;
-            for (int part = 0; part < count; ++part) {
-                const float* partial = args.partials + slot(part) * Shape::PARTIAL;
-                const float weight = factor(__ldcg(partial + Shape::ROWS * DV + row), highest);
-                value += weight * __ldcg(partial + i);
-                all += weight * __ldcg(partial + Shape::ROWS * DV + Shape::ROWS + row);
+            write(i / DV, i % DV, sum);
+        }
+    }
+
+    /// Adds the run that has just been done to those before, as `merge` would; writes the output after the last. A thread
+    /// meets only values of its own in memory.
+    __device__ void add_run(bool first, bool last) const {
+        float* partial = args.partials + static_cast<int64>(blockIdx.x) * 3 * Shape::ROWS * DV;
+        for (int i = threadIdx.x; i < rows * DV; i += Shape::THREADS) {
+            Sum sum;
+            if (!first) sum = {partial[3 * i], partial[3 * i + 1], partial[3 * i + 2]};
+            const Sum run = result(i / DV, i % DV);
+            sum.add(run.value, run.top, run.total);
+            if (last) {
+                write(i / DV, i % DV, sum);
+            } else {
+                partial[3 * i] = sum.value, partial[3 * i + 1] = sum.top, partial[3 * i + 2] = sum.total;
             }
-            write(row, i % DV, value, highest, all);
         }
     }
 
