@@ -251,7 +251,8 @@ class World:
 
     def common_work(self, rows: int) -> tuple[Array, Array, Array]:
         """Blocks, prefix and members of what goes over common pages."""
-        blocks, prefix, members = [], [0], []
+        blocks, prefix = [], [0]
+        members: list[int] = []
         tokens = np.cumsum([0, *(sequence.new for sequence in self.sequences)])
         for common in self.commons:
             start = len(members)
@@ -585,8 +586,8 @@ BROKEN = {
     "no mask": ("tensor_cores.cuh", "const bool seen = whole ||", "const bool seen = true || whole ||"),
     "the entries of other pages": ("tensor_cores.cuh", "(stored >> shift) % WARP", "((stored >> shift) + 1) % WARP"),
     "the entry of another page": ("tensor_cores.cuh", "(first >> shift) % WARP", "((first >> shift) + 1) % WARP"),
-    "no common parts": ("unit.cuh", "i < block.commons", "i < 0"),
-    "common parts of other queries": ("unit.cuh", "args.common_rows[block.first_common + i] + query", "query"),
+    "no common parts": ("unit.cuh", "i < mine.commons", "i < 0"),
+    "common parts of other queries": ("unit.cuh", "args.common_rows[mine.first_common + i] + query", "query"),
 }
 
 

@@ -152,3 +152,27 @@ def test_tables_name_the_blocks_that_attention_reads(mirror: Mirror) -> None:
         pytest.raises(pagoda.InvalidArgument, match="one whole span"),
     ):
         _ = step.table(0).kv_indices
+
+
+def test_a_tree_of_forks_over_long_prefixes(mirror: Mirror) -> None:
+    """A prompt that all share, a document that some share after it; then tails are cut, pages move and branches end."""
+    prompt = mirror.create()
+    mirror.step([prompt], [450])
+    document = mirror.fork(prompt)
+    mirror.step([document], [520])
+    branches = [mirror.fork(prompt) for _ in range(2)] + [mirror.fork(document) for _ in range(3)]
+    batch = [branches[0], document, branches[2], prompt, *branches[3:], branches[1]]
+    for step in range(4):
+        mirror.step(batch, [1 + (index + step) % 3 for index in range(len(batch))])
+    mirror.truncate(branches[3], 777)
+    mirror.step(batch, [1] * len(batch))
+    mirror.truncate(branches[0], 100)
+    mirror.step(batch, [2, 0, 1, 1, 0, 1, 1])
+    mirror.step(batch, [1] * len(batch))
+    mirror.drop(branches[4], 20, 400)
+    mirror.step(batch, [1] * len(batch))
+    mirror.cache.demote(branches[2].sequence).wait()
+    mirror.step(batch[::-1], [1] * len(batch))
+    mirror.release(document)
+    batch.remove(document)
+    mirror.step(batch, [1] * len(batch))

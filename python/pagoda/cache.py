@@ -18,6 +18,7 @@ import contextlib
 import os
 import weakref
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Collection
 from pathlib import Path
 from types import TracebackType
@@ -266,6 +267,17 @@ class Step:
         self.append(layer, k, v, dtype=dtype)
         return self.attend(layer, q, out=out, return_lse=return_lse, dtype=dtype)
 
+    def replay(self, launch: Callable[[], object]) -> None:
+        """Runs `launch`, which does the appends and attends of all layers by replaying a graph that an earlier step captured.
+
+        `launch` is called with the step's stream as the current one of CuPy and torch: the `launch` of a CuPy graph, the
+        `replay` of a torch graph. See `Cache.declare`. Raises InvalidArgument where no maxima are declared, or a layer of
+        this step was appended to already.
+        """
+        if self._cache._device is None:
+            raise BackendUnavailable("replay: graphs are of GPUs; this cache is on the CPU")
+        self._cache._device.replay(launch)
+
     def commit(self, accepted: Collection[int] | npt.NDArray[np.int64] | None = None) -> None:
         """Ends the step. Of each sequence's new tokens the first `accepted` stay, all by default.
 
@@ -419,6 +431,34 @@ class Cache:
         if batch._cache is not self:
             raise InvalidArgument(f"batch = {batch!r}: a batch of this cache")
         return Step(self, batch, _counts("new_tokens", new_tokens), on)
+
+    def declare(self, *, sequences: int, new_tokens: int, context: int) -> None:
+        """Declares maxima of all steps to come, so that a graph can be captured in one step and replayed in later ones.
+
+        sequences: in a step. new_tokens: of each of them. context: tokens of a sequence. From then on steps allocate no
+        device memory, and launch the same kernels with the same arguments whatever sequences grow, join or leave; larger
+        ones raise InvalidArgument, and so do sequences that have been dropped from more than seven times. K, V, queries and
+        outputs may have up to `sequences * new_tokens` rows, of which kernels use the first sum(new).
+
+            cache.declare(sequences=64, new_tokens=1, context=131072)
+            with cache.step(batch, ones, stream=stream) as step:     # once as it is: kernels are compiled
+                forward(step)
+            with cache.step(batch, ones, stream=stream) as step:
+                stream.begin_capture()
+                forward(step)                                        # append and attend with out=, on that stream
+                graph = stream.end_capture()
+                graph.launch(stream)
+            with cache.step(others, ones, stream=stream) as step:
+                step.replay(graph.launch)
+
+        Capturing itself is the caller's. Raises BackendUnavailable on the CPU, where nothing is gained by it, and in a cache
+        with checked=True, whose steps wait for the device.
+        """
+        if self._device is None:
+            raise BackendUnavailable("declare: graphs are of GPUs; this cache is on the CPU")
+        self._device.declare(
+            _natural("sequences", sequences), _natural("new_tokens", new_tokens), _natural("context", context)
+        )
 
     def plan(
         self,

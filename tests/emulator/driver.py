@@ -10,6 +10,7 @@ import ctypes
 import random
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import ml_dtypes
@@ -59,6 +60,32 @@ class Memory:
             self._guarded.check()
 
 
+class HostArena(Memory):
+    """Memory of the host that was pinned in pieces; what was not is not there."""
+
+    def __init__(self, size: int, piece: int) -> None:
+        super().__init__(size, emulator.POISON)
+        self.piece, self.pinned = piece, set[int]()
+
+    def pin(self, address: int, size: int) -> bool:
+        start = address - self.address
+        if not 0 <= start < len(self.array):
+            return False
+        self.pinned.update(range(start // self.piece, (start + size - 1) // self.piece + 1))
+        return start % self.piece == 0
+
+    def require(self, address: int, size: int) -> None:
+        """Raises EmulatorError for a copy of bytes of this arena that are not pinned, or not all in one piece."""
+        start = address - self.address
+        if 0 <= start < len(self.array):
+            pieces = {start // self.piece, (start + size - 1) // self.piece}
+            if len(pieces) > 1 or not pieces <= self.pinned:
+                raise emulator.EmulatorError(f"a copy of {size} bytes at {start} of the host arena: not pinned")
+
+    def close(self) -> None:
+        self.pinned.clear()
+
+
 class Event:
     """A place in a stream's work."""
 
@@ -81,6 +108,7 @@ class Stream:
     def __init__(self, driver: EmulatedDriver) -> None:
         self.driver = driver
         self.work: list[Callable[[], None]] = []
+        self.captured: list[Callable[[], None]] | None = None
         self.finished = 0
         driver.streams.append(self)
 
@@ -92,12 +120,26 @@ class Stream:
             piece()
 
     def record(self) -> Event:
+        self.refuse_in_graphs()
         return Event(self, len(self.work))
 
+    def refuse_in_graphs(self) -> None:
+        if self.captured is not None:
+            raise emulator.EmulatorError("something else than a kernel in a graph")
+
     def follow(self, event: Any) -> None:
+        self.refuse_in_graphs()
         self.work.append(event.wait)
 
+    def current(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def copy(self, target: int, source: int, size: int) -> None:
+        self.refuse_in_graphs()
+        for arena in self.driver.arenas:
+            arena.require(source, size)
+            arena.require(target, size)
+
         def piece() -> None:
             ctypes.memmove(target, source, size)
 
@@ -109,7 +151,8 @@ class Stream:
         call = type(arguments).from_buffer_copy(arguments)
         seed = self.driver.random.randrange(1 << 30)
         library = _library(kernel)
-        self.work.append(lambda: library.launch("kernel", grid, threads, call, shared_bytes=shared_bytes, seed=seed))
+        work = self.work if self.captured is None else self.captured
+        work.append(lambda: library.launch("kernel", grid, threads, call, shared_bytes=shared_bytes, seed=seed))
 
 
 class CallerStream(Stream):
@@ -119,8 +162,22 @@ class CallerStream(Stream):
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
     ) -> None:
         super().launch(kernel, grid, threads, arguments, shared_bytes=shared_bytes)
-        if kernel.header == "attend.cuh":
+        if kernel.header == "attend.cuh" and self.captured is None:
             self.reach(len(self.work))
+
+    def begin_capture(self) -> None:
+        """Kernels are written down and not run; anything else is refused."""
+        self.captured = []
+
+    def end_capture(self) -> Callable[[], None]:
+        """What launches the kernels that were written down."""
+        captured, self.captured = self.captured or [], None
+
+        def replay() -> None:
+            self.work.extend(captured)
+            self.reach(len(self.work))
+
+        return replay
 
 
 class EmulatedDriver:
@@ -128,11 +185,14 @@ class EmulatedDriver:
 
     multiprocessors = 3
     shared_bytes_max = 227 << 10
+    copy_engine_bytes = 6 << 10
+    """Small enough that tests copy by both."""
 
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
         self.streams: list[Stream] = []
         self.memories: list[Memory] = []
+        self.arenas: list[HostArena] = []
         self._default = CallerStream(self)
         self._kept: deque[Any] = deque(maxlen=1000)
 
@@ -154,6 +214,11 @@ class EmulatedDriver:
     def pinned(self, size: int) -> Memory:
         self.memories.append(Memory(size, emulator.POISON))
         return self.memories[-1]
+
+    def host_arena(self, size: int, piece: int) -> HostArena:
+        self.arenas.append(HostArena(size, piece))
+        self.memories.append(self.arenas[-1])
+        return self.arenas[-1]
 
     def stream(self) -> Stream:
         return Stream(self)

@@ -8,6 +8,7 @@
 mod audit;
 pub mod bitmap;
 pub mod cache;
+pub mod common;
 pub mod error;
 pub mod extents;
 pub mod fence;

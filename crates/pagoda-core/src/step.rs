@@ -328,7 +328,7 @@ impl Cache {
     }
 
     /// The batch of the open step: each sequence with its number of new tokens.
-    pub fn step_batch(&self) -> impl ExactSizeIterator<Item = (SequenceId, u32)> + '_ {
+    pub fn step_batch(&self) -> impl ExactSizeIterator<Item = (SequenceId, u32)> + Clone + '_ {
         self.step.entries.iter().map(|entry| (entry.sequence, entry.new_tokens))
     }
 

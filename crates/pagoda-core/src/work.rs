@@ -47,20 +47,36 @@ pub fn pieces<'a>(spans: &'a [SpanView], range: Range<usize>) -> impl Iterator<I
     })
 }
 
-/// Consecutive queries of one sequence, in the layout that device kernels read (cuda/pagoda/attend.cuh).
+/// Consecutive queries of one sequence, or queries of several that hold pages in common, in the layout that device kernels
+/// read (cuda/pagoda/unit.cuh).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueryBlock {
     /// The sequence's place in the batch.
     pub sequence: i32,
-    /// The row of the first query in the batch.
+    /// The row of the first query in the batch, or in the list of those who hold common pages.
     pub token: i32,
     /// How many there are.
     pub queries: i32,
-    /// The axis index of the first query.
+    /// The axis index of the first query; for common pages of the last token that they hold.
     pub position: i32,
-    /// The first axis index that some query sees.
+    /// What of the axis is gone over: from here on,
     pub low: i32,
+    /// up to here.
+    pub high: i32,
+    /// Where [`WorkList::common_rows`] names the common parts of the first query,
+    pub first_common: i32,
+    /// and how many there are.
+    pub commons: i32,
+}
+
+/// What of a sequence is gone over together with others.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Held<'a> {
+    /// The tokens below this.
+    pub end: u32,
+    /// The places of its first new token in the lists of those who hold common pages, in token order.
+    pub rows: &'a [i32],
 }
 
 /// How a batch is cut into query blocks.
@@ -81,6 +97,8 @@ pub struct WorkList {
     pub blocks: Vec<QueryBlock>,
     /// One entry more than blocks.
     pub prefix: Vec<i32>,
+    /// Common parts to add, block after block: the place of the first query in the list of those who hold the pages.
+    pub common_rows: Vec<i32>,
 }
 
 impl WorkList {
@@ -89,29 +107,72 @@ impl WorkList {
         self.blocks.clear();
         self.prefix.clear();
         self.prefix.push(0);
+        self.common_rows.clear();
     }
 
     /// Adds the blocks of the sequence at place `sequence` of the batch, whose `new_tokens` last tokens are the queries and
-    /// begin at row `token`.
-    pub fn push(&mut self, cut: Cut, sequence: u32, token: u32, spans: &[SpanView], new_tokens: u32) {
+    /// begin at row `token`; not what it holds in common with others.
+    pub fn push(
+        &mut self,
+        cut: Cut,
+        sequence: u32,
+        token: u32,
+        spans: &[SpanView],
+        new_tokens: u32,
+        held: Held<'_>,
+    ) {
         let length: u32 = spans.iter().map(|span| span.count).sum();
         for first in (0..new_tokens).step_by(cut.queries as usize) {
             let queries = cut.queries.min(new_tokens - first);
             let position = length - new_tokens + first;
-            let low = cut.window.map_or(0, |window| (position + 1).saturating_sub(window));
-            let work: usize = pieces(spans, low as usize..(position + queries) as usize)
-                .map(|piece| if cut.by_runs { piece.runs().len() } else { piece.tiles.len() })
-                .sum();
-            self.blocks.push(QueryBlock {
+            let low = cut.window.map_or(0, |window| (position + 1).saturating_sub(window)).max(held.end);
+            let block = QueryBlock {
                 sequence: sequence as i32,
                 token: (token + first) as i32,
                 queries: queries as i32,
                 position: position as i32,
                 low: low as i32,
-            });
-            let before = self.prefix.last().copied().unwrap_or(0);
-            self.prefix.push(before + work as i32);
+                high: (position + queries) as i32,
+                first_common: self.common_rows.len() as i32,
+                commons: held.rows.len() as i32,
+            };
+            self.common_rows.extend(held.rows.iter().map(|row| row + first as i32));
+            self.add(block, cut.by_runs, spans);
         }
+    }
+
+    /// Adds the blocks that go over `tokens` of the sequence at place `sequence`, for the `queries` queries from `first` on
+    /// of those who hold these pages.
+    pub fn push_common(
+        &mut self,
+        cut: Cut,
+        sequence: u32,
+        spans: &[SpanView],
+        tokens: Range<u32>,
+        queries: Range<u32>,
+    ) {
+        for first in queries.clone().step_by(cut.queries as usize) {
+            let block = QueryBlock {
+                sequence: sequence as i32,
+                token: first as i32,
+                queries: cut.queries.min(queries.end - first) as i32,
+                position: tokens.end as i32 - 1,
+                low: tokens.start as i32,
+                high: tokens.end as i32,
+                first_common: 0,
+                commons: 0,
+            };
+            self.add(block, cut.by_runs, spans);
+        }
+    }
+
+    fn add(&mut self, block: QueryBlock, by_runs: bool, spans: &[SpanView]) {
+        let work: usize = pieces(spans, block.low as usize..block.high as usize)
+            .map(|piece| if by_runs { piece.runs().len() } else { piece.tiles.len() })
+            .sum();
+        self.blocks.push(block);
+        let before = self.prefix.last().copied().unwrap_or(0);
+        self.prefix.push(before + work as i32);
     }
 }
 
@@ -143,18 +204,24 @@ mod tests {
             queries in 1u32..70,
             window in proptest::option::of(1u32..10_000),
             by_runs: bool,
+            held in 0u32..100,
         ) {
             let length: u32 = spans.iter().map(|span| span.count).sum();
             let new = new.min(length);
             let mut work = WorkList::default();
             work.clear();
-            work.push(Cut { queries, window, by_runs }, 3, 1000, &spans, new);
+            let end = length - new;
+            let held = Held { end: end / 100 * held, rows: &[70, 90][..usize::from(held > 0)] };
+            work.push(Cut { queries, window, by_runs }, 3, 1000, &spans, new, held);
             prop_assert_eq!(work.prefix.len(), work.blocks.len() + 1);
             let mut next = length - new;
-            for (block, work) in work.blocks.iter().zip(work.prefix.windows(2)) {
+            for (block, part) in work.blocks.iter().zip(work.prefix.windows(2)) {
                 prop_assert_eq!(block.position as u32, next);
                 prop_assert_eq!(block.token as u32, 1000 + next - (length - new));
                 prop_assert!(block.queries as u32 <= queries && block.sequence == 3);
+                let rows = &work.common_rows[block.first_common as usize..][..block.commons as usize];
+                let expected: Vec<i32> = held.rows.iter().map(|row| row + block.token - 1000).collect();
+                prop_assert_eq!(rows, expected);
                 next += block.queries as u32;
                 let mut seen = BTreeSet::new();
                 let mut start = 0;
@@ -162,7 +229,7 @@ mod tests {
                     for row in 0..span.count {
                         let token = start + row;
                         let visible = (block.position as u32..next).any(|query| {
-                            token <= query && window.is_none_or(|window| token + window > query)
+                            token >= held.end && token <= query && window.is_none_or(|window| token + window > query)
                         });
                         if visible {
                             let tile = (span.skip + row) as usize / TILE;
@@ -172,7 +239,7 @@ mod tests {
                     }
                     start += span.count;
                 }
-                prop_assert_eq!((work[1] - work[0]) as usize, seen.len());
+                prop_assert_eq!((part[1] - part[0]) as usize, seen.len());
             }
             prop_assert_eq!(next, length);
         }

@@ -60,7 +60,8 @@ pub(crate) struct StepState {
     spans: Vec<SpanView>,
     /// Per layer group, then per sequence: its part of `spans`.
     ranges: Vec<Range<usize>>,
-    new_tokens: usize,
+    /// Where each sequence's new tokens begin, and where the last one's end.
+    bounds: Vec<u32>,
     /// Per layer: whether its rows of the new tokens are written, or the caller does so through the tables.
     written: Vec<bool>,
     /// Memory for the tables of one call.
@@ -75,7 +76,12 @@ impl StepState {
 
     /// Of the whole batch.
     pub(crate) fn new_tokens(&self) -> usize {
-        self.new_tokens
+        self.bounds.last().map_or(0, |&end| end as usize)
+    }
+
+    /// Where each sequence's new tokens begin, and where the last one's end.
+    pub(crate) fn bounds(&self) -> &[u32] {
+        &self.bounds
     }
 
     /// Lays out the spans of the step that `core` has just opened.
@@ -89,9 +95,14 @@ impl StepState {
                 self.ranges.push(start..self.spans.len());
             }
         }
-        self.new_tokens = core.step_batch().map(|(_, new_tokens)| new_tokens as usize).sum();
+        self.bounds.clear();
+        self.bounds.push(0);
+        self.bounds.extend(core.step_batch().scan(0, |end, (_, new_tokens)| {
+            *end += new_tokens;
+            Some(*end)
+        }));
         self.written.clear();
-        self.written.resize(layers, self.new_tokens == 0);
+        self.written.resize(layers, self.new_tokens() == 0);
     }
 }
 
@@ -202,7 +213,7 @@ impl Inner {
     }
 
     fn require_unwritten(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
-        if self.step.written[layer] && self.step.new_tokens > 0 {
+        if self.step.written[layer] && self.step.new_tokens() > 0 {
             return Err(invalid(py, "layer", layer, "a layer that this step has not appended to"));
         }
         Ok(())
@@ -400,7 +411,7 @@ impl Cache {
         let placed = inner.layer(py, layer)?;
         let bits = bits(py, dtype)?;
         let geometry = placed.layer.geometry;
-        let shape = |dim: u32| [inner.step.new_tokens, geometry.num_kv_heads as usize, dim as usize];
+        let shape = |dim: u32| [inner.step.new_tokens(), geometry.num_kv_heads as usize, dim as usize];
         let keys = rows("k", k, shape(geometry.head_dim), bits)?;
         let values = rows("v", v, shape(geometry.v_head_dim), bits)?;
         inner.require_unwritten(py, layer)?;
@@ -440,12 +451,12 @@ impl Cache {
         let placed = inner.layer(py, layer)?;
         let bits = bits(py, dtype)?;
         let heads = placed.layer.num_q_heads as usize;
-        let shape = |dim: u32| [inner.step.new_tokens, heads, dim as usize];
+        let shape = |dim: u32| [inner.step.new_tokens(), heads, dim as usize];
         let queries = rows("q", q, shape(placed.layer.geometry.head_dim), bits)?;
         let outputs = rows_mut("out", out, shape(placed.layer.geometry.v_head_dim), bits, q)?;
         inner.require_written(py, layer)?;
         inner.require_cpu(py)?;
-        let lse = lse.map(|lse| lse_address(lse, [inner.step.new_tokens, heads])).transpose()?;
+        let lse = lse.map(|lse| lse_address(lse, [inner.step.new_tokens(), heads])).transpose()?;
         let Inner { core, layers, arenas, engine: Engine::Cpu { backend, .. }, step, .. } = &mut **inner
         else {
             unreachable!("checked")
@@ -502,7 +513,7 @@ impl Cache {
         let mut guard = self.lock(py)?;
         let inner = guard.as_mut().expect("locked open");
         inner.require_step(py)?;
-        let mut positions = Vec::with_capacity(inner.step.new_tokens);
+        let mut positions = Vec::with_capacity(inner.step.new_tokens());
         for (sequence, new_tokens) in inner.core.step_batch() {
             let start = inner.core.next_position(sequence).map_err(|error| core(py, &error))? as i64;
             positions.extend(start..start + i64::from(new_tokens));
@@ -515,12 +526,7 @@ impl Cache {
         let mut guard = self.lock(py)?;
         let inner = guard.as_mut().expect("locked open");
         inner.require_step(py)?;
-        let mut ends = vec![0];
-        ends.extend(inner.core.step_batch().scan(0, |end, (_, new_tokens)| {
-            *end += new_tokens as i32;
-            Some(*end)
-        }));
-        Ok(PyArray1::from_vec(py, ends))
+        Ok(PyArray1::from_iter(py, inner.step.bounds.iter().map(|&bound| bound as i32)))
     }
 
     /// The tables of one layer as arrays; from then on writing the layer's rows is the caller's.
@@ -723,8 +729,9 @@ impl Cache {
         Ok(device::room(&inner.core, &inner.step, inner.block_bytes.len()))
     }
 
-    /// Writes down what the open step changes on the device; returns how many words that is.
-    fn stage(&self, py: Python<'_>) -> PyResult<usize> {
+    /// Writes down what the open step changes on the device; returns how many words that is, and how many queries hold
+    /// pages in common with others.
+    fn stage(&self, py: Python<'_>) -> PyResult<(usize, usize)> {
         let mut guard = self.lock(py)?;
         let inner = guard.as_mut().expect("locked open");
         inner.require_step(py)?;

@@ -6,10 +6,12 @@
 use crate::cache::StepState;
 use crate::layers::PlacedLayer;
 use pagoda_core::Cache;
+use pagoda_core::common::{Candidate, Commons, LEVELS_MAX};
 use pagoda_core::ids::{BlockRef, GroupId, SequenceId, Tier};
 use pagoda_core::table::SpanView;
-use pagoda_core::work::{Cut, WorkList};
+use pagoda_core::work::{Cut, Held, QueryBlock, WorkList};
 use pyo3::prelude::*;
+use std::ops::Range;
 
 /// The addresses of a layer group's tables, as a dict.
 #[derive(FromPyObject)]
@@ -23,10 +25,12 @@ pub(crate) struct GroupPlaces {
     spans: u64,
     /// int64 `[tokens]`.
     slots: u64,
+    /// One int32: the number of new tokens.
+    tokens: u64,
 }
 
 /// The addresses of a work list, as a dict.
-#[derive(FromPyObject)]
+#[derive(Clone, Copy, FromPyObject)]
 #[pyo3(from_item_all)]
 pub(crate) struct WorkPlaces {
     group: u8,
@@ -41,6 +45,25 @@ pub(crate) struct WorkPlaces {
     prefix: u64,
     /// One int32.
     count: u64,
+    /// None where every sequence goes over all of its pages alone.
+    commons: Option<CommonPlaces>,
+}
+
+/// The addresses of a work list over pages that several sequences hold, as a dict.
+#[derive(Clone, Copy, FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct CommonPlaces {
+    /// Queries of a block.
+    queries: u32,
+    blocks: u64,
+    /// int32 `[blocks + 1]`.
+    prefix: u64,
+    /// One int32.
+    count: u64,
+    /// int32: the row in the batch of each query that holds common pages.
+    members: u64,
+    /// int32: where the parts of a block of the other list are among `members`.
+    rows: u64,
 }
 
 /// The address of the angles by which queries of a layer are rotated back, as a dict.
@@ -63,6 +86,19 @@ pub(crate) struct Room {
     spans: usize,
 }
 
+/// Pages in common, as long as the tables of a batch only grow.
+#[derive(Default)]
+struct Shared {
+    /// For which sequences, with the versions of their tables, this was found; None where one takes no part.
+    found_for: Vec<Option<(SequenceId, u32)>>,
+    commons: Commons,
+    /// The row in the batch of each query that holds common pages.
+    members: Vec<u32>,
+    /// For each time that a sequence holds common pages: its place in the batch, where its queries are among `members`, and
+    /// the token behind the pages.
+    holds: Vec<(u32, i32, u32)>,
+}
+
 /// The places on a device, what they hold, and the words for the open step.
 #[derive(Default)]
 pub(crate) struct Upload {
@@ -71,7 +107,10 @@ pub(crate) struct Upload {
     angles: Vec<AnglePlaces>,
     /// Per group and place in the batch: the sequence whose row is there, the version of its table, and how many pages of it.
     held: Vec<Vec<Option<(SequenceId, u32, usize)>>>,
+    /// Per work list.
+    shared: Vec<Shared>,
     list: WorkList,
+    common_list: WorkList,
     /// Target (two words), source and length of every run, in words.
     runs: Vec<u32>,
     words: Vec<u32>,
@@ -81,11 +120,13 @@ impl Upload {
     /// New places, which hold nothing.
     pub(crate) fn place(groups: Vec<GroupPlaces>, works: Vec<WorkPlaces>, angles: Vec<AnglePlaces>) -> Self {
         let held = groups.iter().map(|_| Vec::new()).collect();
-        Self { groups, works, angles, held, ..Self::default() }
+        let shared = works.iter().map(|_| Shared::default()).collect();
+        Self { groups, works, angles, held, shared, ..Self::default() }
     }
 
-    /// Writes down what the open step changes; returns the words that [`Self::take`] gives.
-    pub(crate) fn fill(&mut self, core: &Cache, step: &StepState, layers: &[PlacedLayer]) -> usize {
+    /// Writes down what the open step changes; returns how many words [`Self::take`] gives, and how many queries hold pages
+    /// in common, in any work list.
+    pub(crate) fn fill(&mut self, core: &Cache, step: &StepState, layers: &[PlacedLayer]) -> (usize, usize) {
         self.runs.clear();
         self.words.clear();
         for group in 0..self.groups.len() {
@@ -94,12 +135,15 @@ impl Upload {
             self.slots(core, step, layers, group);
         }
         for work in 0..self.works.len() {
+            self.find_common(core, step, layers, work);
+            self.common_work(core, step, work);
             self.work(core, step, work);
         }
         for at in 0..self.angles.len() {
             self.angles(core, step, layers, at);
         }
-        1 + self.runs.len() + self.words.len()
+        let members = self.shared.iter().map(|shared| shared.members.len()).max();
+        (1 + self.runs.len() + self.words.len(), members.unwrap_or(0))
     }
 
     /// The number of runs, the runs, and the words that they take their sources from.
@@ -110,11 +154,10 @@ impl Upload {
         words[..self.words.len()].copy_from_slice(&self.words);
     }
 
-    /// Adds a run of the words from `start` on.
-    fn run(&mut self, target: u64, start: usize) {
-        let length = self.words.len() - start;
-        if length > 0 {
-            self.runs.extend([target as u32, (target >> 32) as u32, start as u32, length as u32]);
+    /// Words for a place on the device.
+    fn run(&mut self, target: u64, words: Range<usize>) {
+        if !words.is_empty() {
+            self.runs.extend([target as u32, (target >> 32) as u32, words.start as u32, words.len() as u32]);
         }
     }
 
@@ -134,7 +177,7 @@ impl Upload {
             };
             let start = self.words.len();
             self.words.extend(row[clean..].iter().map(|entry| entry.bits()));
-            self.run(table + 4 * (index * columns + clean) as u64, start);
+            self.run(table + 4 * (index * columns + clean) as u64, start..self.words.len());
             self.held[group][index] = Some((sequence, version, row.len()));
         }
     }
@@ -148,7 +191,7 @@ impl Upload {
             count += step.spans(core, index, GroupId(group as u8)).len() as u32;
             self.words.push(count);
         }
-        self.run(starts, first);
+        self.run(starts, first..self.words.len());
         let first = self.words.len();
         for index in 0..core.step_batch().len() {
             let mut before = 0;
@@ -158,7 +201,7 @@ impl Upload {
                 before += count;
             }
         }
-        self.run(spans, first);
+        self.run(spans, first..self.words.len());
     }
 
     /// `block * page_size + row` of every new token, int64.
@@ -179,34 +222,128 @@ impl Upload {
                 self.words.extend([slot as u32, (slot >> 32) as u32]);
             }
         }
-        self.run(self.groups[group].slots, first);
+        self.run(self.groups[group].slots, first..self.words.len());
+        let first = self.words.len();
+        self.words.push(step.new_tokens() as u32);
+        self.run(self.groups[group].tokens, first..self.words.len());
+    }
+
+    /// Which sequences of a work list hold pages in common: found anew when a table has changed in another way than by growing.
+    fn find_common(&mut self, core: &Cache, step: &StepState, layers: &[PlacedLayer], at: usize) {
+        let WorkPlaces { group, new_tokens: (least, most), commons: Some(_), .. } = self.works[at] else {
+            return;
+        };
+        let shared = &mut self.shared[at];
+        let id = GroupId(group);
+        let now = core.step_batch().enumerate().map(|(index, (sequence, new_tokens))| {
+            (least..=most).contains(&new_tokens).then(|| (sequence, core.step_row(index, id).1))
+        });
+        // A sequence may have been cut inside a page.
+        let bounds = step.bounds();
+        let whole = |&(place, _, end): &(u32, i32, u32)| {
+            let place = place as usize;
+            let new_tokens = bounds[place + 1] - bounds[place];
+            step.spans(core, place, id).last().is_some_and(|span| end + new_tokens <= span.count)
+        };
+        if now.clone().eq(shared.found_for.iter().copied()) && shared.holds.iter().all(whole) {
+            return;
+        }
+        shared.found_for.clear();
+        shared.found_for.extend(now);
+        let page_size =
+            layers.iter().find(|placed| placed.group == id).map_or(1, |placed| placed.layer.page_size);
+        let mut candidates = Vec::with_capacity(shared.found_for.len());
+        for (index, (_, new_tokens)) in core.step_batch().enumerate() {
+            // Of several spans the first may have moved.
+            if let (Some(_), [span]) = (shared.found_for[index], step.spans(core, index, id))
+                && (span.first_page, span.skip) == (0, 0)
+            {
+                let full = (span.count - new_tokens) / page_size;
+                let pages = &core.step_row(index, id).0[..full as usize];
+                candidates.push(Candidate { place: index as u32, pages });
+            }
+        }
+        shared.commons.find(&mut candidates, page_size as usize);
+    }
+
+    /// The work list over common pages, and the queries that it is for.
+    fn common_work(&mut self, core: &Cache, step: &StepState, at: usize) {
+        let WorkPlaces { group, commons: Some(places), .. } = self.works[at] else { return };
+        let shared = &mut self.shared[at];
+        shared.members.clear();
+        shared.holds.clear();
+        self.common_list.clear();
+        let (bounds, id) = (step.bounds(), GroupId(group));
+        for node in &shared.commons.nodes {
+            let first = shared.members.len() as u32;
+            for &place in &shared.commons.members[node.members.clone()] {
+                shared.holds.push((place, shared.members.len() as i32, node.tokens.end));
+                shared.members.extend(bounds[place as usize]..bounds[place as usize + 1]);
+            }
+            let place = shared.commons.members[node.members.start];
+            let cut = Cut { queries: places.queries, window: None, by_runs: false };
+            let spans = step.spans(core, place as usize, id);
+            let queries = first..shared.members.len() as u32;
+            self.common_list.push_common(cut, place, spans, node.tokens.clone(), queries);
+        }
+        // A sequence's nodes come in token order, and so do its places among the members.
+        shared.holds.sort_unstable();
+        let first = self.words.len();
+        self.words.extend(&shared.members);
+        self.run(places.members, first..self.words.len());
+        let targets = [places.blocks, places.prefix, places.count];
+        for (target, words) in targets.into_iter().zip(write_list(&mut self.words, &self.common_list)) {
+            self.run(target, words);
+        }
     }
 
     fn work(&mut self, core: &Cache, step: &StepState, at: usize) {
-        let WorkPlaces { group, new_tokens: (least, most), queries, window, by_runs, blocks, prefix, count } =
-            self.works[at];
+        let WorkPlaces {
+            group,
+            new_tokens: (least, most),
+            queries,
+            window,
+            by_runs,
+            blocks,
+            prefix,
+            count,
+            commons,
+        } = self.works[at];
         let cut = Cut { queries, window, by_runs };
         self.list.clear();
-        let mut token = 0;
+        let (shared, id) = (&self.shared[at], GroupId(group));
+        let mut holds = shared.holds.iter().peekable();
+        let mut rows = Vec::with_capacity(LEVELS_MAX);
+        let bounds = step.bounds();
         for (index, (_, new_tokens)) in core.step_batch().enumerate() {
-            if (least..=most).contains(&new_tokens) {
-                let spans = step.spans(core, index, GroupId(group));
-                self.list.push(cut, index as u32, token, spans, new_tokens);
+            let mut end = 0;
+            rows.clear();
+            while let Some(&(_, start, behind)) = holds.next_if(|hold| hold.0 == index as u32) {
+                rows.push(start);
+                end = behind;
             }
-            token += new_tokens;
+            if (least..=most).contains(&new_tokens) {
+                let held = Held { end, rows: &rows };
+                self.list.push(
+                    cut,
+                    index as u32,
+                    bounds[index],
+                    step.spans(core, index, id),
+                    new_tokens,
+                    held,
+                );
+            }
         }
-        let first = self.words.len();
-        for block in &self.list.blocks {
-            let fields = [block.sequence, block.token, block.queries, block.position, block.low];
-            self.words.extend(fields.map(|field| field as u32));
+        if let Some(places) = commons {
+            let first = self.words.len();
+            self.words.extend(self.list.common_rows.iter().map(|&row| row as u32));
+            self.run(places.rows, first..self.words.len());
         }
-        self.run(blocks, first);
-        let first = self.words.len();
-        self.words.extend(self.list.prefix.iter().map(|&work| work as u32));
-        self.run(prefix, first);
-        let first = self.words.len();
-        self.words.push(self.list.blocks.len() as u32);
-        self.run(count, first);
+        for (target, words) in
+            [blocks, prefix, count].into_iter().zip(write_list(&mut self.words, &self.list))
+        {
+            self.run(target, words);
+        }
     }
 
     /// Cosines and sines of the offsets of all spans, if any has one.
@@ -226,8 +363,23 @@ impl Upload {
                 [(cos as f32).to_bits(), (sin as f32).to_bits()]
             }));
         }
-        self.run(angles, first);
+        self.run(angles, first..self.words.len());
     }
+}
+
+/// Writes blocks, prefix and count of a work list down; returns where.
+fn write_list(words: &mut Vec<u32>, list: &WorkList) -> [Range<usize>; 3] {
+    let first = words.len();
+    for block in &list.blocks {
+        let QueryBlock { sequence, token, queries, position, low, high, first_common, commons } = *block;
+        let fields = [sequence, token, queries, position, low, high, first_common, commons];
+        words.extend(fields.map(|field| field as u32));
+    }
+    let second = words.len();
+    words.extend(list.prefix.iter().map(|&work| work as u32));
+    let third = words.len();
+    words.push(list.blocks.len() as u32);
+    [first..second, second..third, third..words.len()]
 }
 
 /// The room that the open step needs.

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
-from functools import lru_cache
+import mmap
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.device import movement
 from pagoda.device.driver import Driver, View
 from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.kernels import loader
@@ -72,6 +77,70 @@ class _Pinned:
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8, size)
 
 
+TOUCH_THREADS = 8
+"""Threads that write to memory before it is registered: the system clears pages as they are first written, and one thread
+clears some 3 GB/s."""
+
+MAP_NORESERVE = 0x4000
+"""Of Linux: address space is not memory yet. Python names it from 3.13 on."""
+
+PIECE_BYTES = 256 << 20
+"""Host memory that is registered at a time, about."""
+
+
+class _HostArena:
+    """Address space that is registered with the driver piece by piece, as it is used."""
+
+    def __init__(self, size: int, piece: int) -> None:
+        self._piece = piece * max(1, PIECE_BYTES // piece)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        try:
+            self._map = mmap.mmap(-1, size, flags=flags)
+        except OSError as error:
+            raise BackendUnavailable(f"host_memory = {size}: {error}") from error
+        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self.address = int(self._bytes.ctypes.data)
+        self._pinned: set[int] = set()
+
+    def pin(self, address: int, size: int) -> bool:
+        start = address - self.address
+        if not 0 <= start < len(self._bytes):
+            return False
+        for index in range(start // self._piece, (start + size - 1) // self._piece + 1):
+            if index not in self._pinned:
+                self._register(index)
+        return start % self._piece == 0
+
+    def _register(self, index: int) -> None:
+        import cupy
+
+        piece = self._bytes[index * self._piece : (index + 1) * self._piece]
+        share = -(-len(piece) // TOUCH_THREADS)
+        with ThreadPoolExecutor(TOUCH_THREADS) as pool:
+            list(pool.map(_touch, (piece[at : at + share] for at in range(0, len(piece), share))))
+        runtime = cupy.cuda.runtime
+        try:
+            # 1: for every context; 2: mapped, so that kernels reach it.
+            runtime.hostRegister(piece.ctypes.data, len(piece), 1 | 2)
+        except runtime.CUDARuntimeError as error:
+            raise BackendUnavailable(
+                f"host_memory: {len(piece)} bytes more cannot be pinned ({error}); {len(self._pinned)} pieces are"
+            ) from error
+        self._pinned.add(index)
+
+    def close(self) -> None:
+        import cupy
+
+        for index in self._pinned:
+            cupy.cuda.runtime.hostUnregister(self.address + index * self._piece)
+        self._pinned.clear()
+
+
+def _touch(piece: npt.NDArray[np.uint8]) -> None:
+    """Makes the system take memory for it."""
+    piece[:: mmap.PAGESIZE] = 0
+
+
 class _Event:
     def __init__(self, stream: Any) -> None:
         import cupy
@@ -95,6 +164,16 @@ class _Stream:
 
     def follow(self, event: Any) -> None:
         self._stream.wait_event(event.event)
+
+    def current(self) -> Any:
+        if "torch" not in sys.modules:
+            return self._stream
+        import torch
+
+        both = contextlib.ExitStack()
+        both.enter_context(self._stream)
+        both.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(self._stream.ptr)))
+        return both
 
     def copy(self, target: int, source: int, size: int) -> None:
         import cupy
@@ -142,6 +221,15 @@ class CudaDriver:
         with self._device:
             return _Pinned(size)
 
+    def host_arena(self, size: int, piece: int) -> _HostArena:
+        """Address space of the host."""
+        return _HostArena(size, piece)
+
+    @cached_property
+    def copy_engine_bytes(self) -> int:
+        """Measured when it is first asked for."""
+        return movement.copy_engine_bytes(self)
+
     def stream(self) -> _Stream:
         """A new stream."""
         import cupy
@@ -150,11 +238,15 @@ class CudaDriver:
             return _Stream(cupy.cuda.Stream(non_blocking=True), self)
 
     def caller_stream(self, given: object) -> _Stream:
-        """The caller's stream."""
+        """The caller's stream; for None CuPy's current one, or torch's where CuPy's is the default."""
         import cupy
 
         if given is None:
-            return _Stream(cupy.cuda.get_current_stream(), self)
+            stream = cupy.cuda.get_current_stream()
+            torch = sys.modules.get("torch")
+            if stream.ptr == 0 and torch is not None and torch.cuda.is_initialized():
+                stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+            return _Stream(stream, self)
         if isinstance(given, cupy.cuda.Stream | cupy.cuda.ExternalStream):
             return _Stream(given, self)
         address = given if isinstance(given, int) else getattr(given, "cuda_stream", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,6 +53,23 @@ class Pinned(Protocol):
         """The bytes."""
 
 
+class HostArena(Protocol):
+    """Address space of the host, which becomes memory that the device reaches piece by piece."""
+
+    @property
+    def address(self) -> int:
+        """Of the first byte, on the device too."""
+
+    def pin(self, address: int, size: int) -> bool:
+        """Makes bytes usable by the device, if they are of this arena; says whether a piece begins with the first.
+
+        Raises BackendUnavailable when the system refuses.
+        """
+
+    def close(self) -> None:
+        """Gives everything back. Nothing may be under way that uses it."""
+
+
 class Event(Protocol):
     """A point in a stream."""
 
@@ -70,6 +88,9 @@ class Stream(Protocol):
 
     def follow(self, event: Event) -> None:
         """Work from now on waits for the event."""
+
+    def current(self) -> AbstractContextManager[object]:
+        """Makes this the stream that the caller's libraries use."""
 
     def copy(self, target: int, source: int, size: int) -> None:
         """Copies bytes between any two places."""
@@ -94,8 +115,15 @@ class Driver(Protocol):
     def memory(self, size: int) -> Memory:
         """Zeroed bytes. Raises OutOfMemory as BackendUnavailable."""
 
+    @property
+    def copy_engine_bytes(self) -> int:
+        """Runs from this size on are copied faster by the copy engine than by a kernel."""
+
     def pinned(self, size: int) -> Pinned:
         """Bytes of the host. Raises BackendUnavailable."""
+
+    def host_arena(self, size: int, piece: int) -> HostArena:
+        """Address space that is pinned in pieces of at least `piece` bytes, and a multiple of it."""
 
     def stream(self) -> Stream:
         """A new stream."""

@@ -1,9 +1,12 @@
 """A cache on a device: the calls that `pagoda._core.Cache` answers on the CPU, with the same arguments and errors.
 
-The core decides, this does: it uploads what a step changes of the tables, launches kernels on the caller's stream, copies
+The core decides, this does: it sends what a step changes of the tables, launches kernels on the caller's stream, copies
 pages on a stream of its own, and tells the core when copies and steps have ended. Between streams stand events:
 a copy follows the step that wrote its source, a step follows the step before, and the core hands a block out again only
 when every step and copy that may touch it has been seen to end.
+
+Once maxima are declared, nothing that a kernel is told changes from step to step but what lies in its tables: a graph of the
+kernels of one step, captured by the caller, does every later one.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import ctypes
 import math
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,18 +24,18 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core
-from pagoda.device.driver import Driver, Event, Memory, Pinned, Stream, View
-from pagoda.errors import InvalidArgument, OutOfBlocks
+from pagoda.device.driver import Driver, Event, Memory, Stream, View
+from pagoda.device.movement import Mover
+from pagoda.device.tables import Room, StepTables, Work
+from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, PagodaError
 from pagoda.geometry import CoreLayer
 from pagoda.kernels import arguments, instances
+from pagoda.kernels.arguments import Division
 
 LOG2_E = math.log2(math.e)
 
 DECODE_ROWS = 16
 """Query rows of a sequence up to which its stored rows are split between warps, and above which its queries are."""
-
-BLOCKS_PER_MULTIPROCESSOR = 2
-"""Thread blocks of an attention kernel on each multiprocessor."""
 
 FOREVER = 1e6
 """Seconds from which on a wait has no end."""
@@ -40,84 +43,11 @@ FOREVER = 1e6
 POLL_SECONDS = 2e-4
 """Sleep between two looks at an event, where a wait has an end."""
 
+SPANS_DECLARED = 8
+"""Spans of a sequence that there is room for once maxima are declared: `drop` leaves one more each time."""
+
 WINDOW_MAX = 1 << 30
 """Tokens that a query sees where there is no window."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """How queries of some layers are cut. rows: query rows of a unit."""
-
-    group: int
-    heads: int
-    window: int | None
-    prefill: bool
-    rows: int
-
-
-@dataclass
-class Room:
-    """How much the tables on the device can hold."""
-
-    sequences: int = 0
-    tokens: int = 0
-    columns: int = 0
-    spans: int = 0
-
-    def covers(self, other: dict[str, int]) -> bool:
-        """Whether there is room for all of it."""
-        return all(getattr(self, name) >= value for name, value in other.items())
-
-    def grow(self, other: dict[str, int]) -> None:
-        """Makes room, in powers of two."""
-        for name, value in other.items():
-            if value > getattr(self, name):
-                setattr(self, name, 1 << (value - 1).bit_length())
-
-
-@dataclass
-class GroupTables:
-    """Addresses of a layer group's tables."""
-
-    table: int
-    columns: int
-    span_starts: int
-    spans: int
-    slots: int
-
-
-@dataclass
-class WorkTables:
-    """Addresses of a work list, and its blocks at most."""
-
-    blocks: int
-    prefix: int
-    count: int
-    blocks_max: int
-
-
-@dataclass
-class Staging:
-    """One of two uploads under way."""
-
-    host: Pinned
-    device: Memory
-    words: int
-    used: Event | None = None
-
-
-@dataclass
-class Carve:
-    """Hands out pieces of one allocation; with a base of 0 it only counts."""
-
-    base: int = 0
-    size: int = 0
-
-    def take(self, size: int) -> int:
-        """The address of so many bytes, aligned to 256."""
-        start = -(-self.size // 256) * 256
-        self.size = start + size
-        return self.base + start
 
 
 @dataclass
@@ -126,6 +56,45 @@ class Pending:
 
     epochs: deque[tuple[int, Event]] = field(default_factory=deque)
     tickets: list[tuple[_core.Ticket, Event]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Maxima:
+    """What the caller has declared of all steps to come."""
+
+    sequences: int
+    new_tokens: int
+    context: int
+
+
+class Scratch:
+    """Device memory for partial results, which every launch may overwrite, and for counters, which are 0 between launches."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._partials: Memory | None = None
+        self._counters: Memory | None = None
+        self._commons: Memory | None = None
+        self._sizes = (0, 0, 0)
+        self.partials = self.counters = self.commons = 0
+
+    def covers(self, sizes: tuple[int, int, int]) -> bool:
+        """Whether there are so many bytes of partial results, counters and common parts."""
+        return all(have >= want for have, want in zip(self._sizes, sizes, strict=True))
+
+    def grow(self, sizes: tuple[int, int, int]) -> None:
+        """Makes room. Nothing may be under way that uses the old memory."""
+        have = self._sizes
+        partials, counters, commons = self._sizes = tuple(map(max, have, sizes))  # type: ignore[assignment]
+        if partials > have[0]:
+            self._partials = self._driver.memory(partials)
+            self.partials = self._partials.address
+        if counters > have[1]:
+            self._counters = self._driver.memory(counters)
+            self.counters = self._counters.address
+        if commons > have[2]:
+            self._commons = self._driver.memory(commons)
+            self.commons = self._commons.address
 
 
 class DeviceEngine:
@@ -147,13 +116,13 @@ class DeviceEngine:
     ) -> None:
         self._driver, self._layers, self._dtypes = driver, layers, dtypes
         self._deterministic, self._page_size = deterministic, page_size
-        for layer in range(len(layers)):
-            for prefill in (False, True):
-                self._attention(layer, "f32", prefill)
-        arena, host = driver.memory(memory[0][0]), driver.pinned(memory[1][0]) if memory[1][0] else None
+        works = {self._work(layer, prefill) for layer in range(len(layers)) for prefill in (False, True)}
+        # No block lies across a border between extents, so none lies across one between pieces of pinned memory.
+        host = driver.host_arena(*memory[1]) if memory[1][0] else None
+        arena = driver.memory(memory[0][0])
         self._bases = (arena.address, host.address if host else 0)
-        # Everything that is given back when the cache closes.
-        self._held: list[Memory | Pinned] = [arena] if host is None else [arena, host]
+        self._arena: Memory | None = arena
+        self._host = host
         self.core = _core.Cache(
             layers,
             page_size=page_size,
@@ -169,20 +138,15 @@ class DeviceEngine:
         self._misfit = driver.memory(4) if checked else None
         self._misfit_seen = driver.pinned(4) if checked else None
         self._copying = driver.stream()
+        self._mover = Mover(driver, host)
+        self._tables = StepTables(driver, self.core, layers, works)
+        self._scratch = Scratch(driver)
+        self._maxima: Maxima | None = None
         self._pending = Pending()
         self._last_step: Event | None = None
         self._stream: Stream | None = None
         self._kinds: dict[int, tuple[bool, bool]] = {}
-        self._grid = driver.multiprocessors * BLOCKS_PER_MULTIPROCESSOR
         self._planes = self._lay_out()
-        self._room = Room()
-        self._works: dict[Work, WorkTables] = {}
-        self._groups: list[GroupTables] = []
-        self._angles: dict[int, int] = {}
-        self._tables: Memory | None = None
-        self._staging: deque[Staging] = deque()
-        self._scratch: Memory | None = None
-        self._scratch_floats = self._scratch_units = 0
         # Forwarded as they are: bookkeeping that touches no memory.
         core = self.core
         self.create, self.fork, self.length, self.rewind_limit = core.create, core.fork, core.length, core.rewind_limit
@@ -195,8 +159,32 @@ class DeviceEngine:
         )
         self.by_recency, self.audit, self.threads, self.isa = core.by_recency, core.audit, 0, None
 
+    def declare(self, sequences: int, new_tokens: int, context: int) -> None:
+        """See `Cache.declare`."""
+        if self._misfit is not None:
+            raise BackendUnavailable("declare: not in a cache with checked=True, whose steps wait for the device")
+        if self._stream is not None:
+            raise InvalidArgument("declare: inside a step; before or after one")
+        for name, value in (("sequences", sequences), ("new_tokens", new_tokens), ("context", context)):
+            if value < 1:
+                raise InvalidArgument(f"{name} = {value}: at least 1")
+        self._wait_for_steps()
+        columns = -(-context // self._page_size) + SPANS_DECLARED
+        room = Room(sequences, sequences * new_tokens, columns, sequences * SPANS_DECLARED)
+        self._tables.place(room)
+        self._tables.fixed = True
+        self._maxima = Maxima(sequences, new_tokens, context)
+        for layer in range(len(self._layers)):
+            for prefill in (False, True):
+                for q in ("f32", "f16", "bf16"):
+                    self._scratch.grow(self._scratch_bytes(layer, q, prefill, all_members=True))
+
     def reserve(self, sequences: npt.NDArray[np.uint64], new_tokens: npt.NDArray[np.int64]) -> None:
         """Opens a step on the stream chosen by `use_stream`; its tables are on their way when this returns."""
+        if self._maxima is not None and len(new_tokens) and int(new_tokens.max()) > self._maxima.new_tokens:
+            raise InvalidArgument(
+                f"new_tokens = {int(new_tokens.max())}: at most {self._maxima.new_tokens}, the maximum declared"
+            )
         self._poll()
         try:
             self.core.reserve(sequences, new_tokens)
@@ -223,17 +211,17 @@ class DeviceEngine:
         self.core.check_append(layer)
         shape = self._layers[layer]
         heads = shape["num_kv_heads"]
-        keys = self._rows("k", k, (self._tokens, heads, shape["head_dim"]), dtype)
-        values = self._rows("v", v, (self._tokens, heads, shape["v_head_dim"]), dtype)
+        keys = self._rows("k", k, (heads, shape["head_dim"]), dtype)
+        values = self._rows("v", v, (heads, shape["v_head_dim"]), dtype)
         if keys.dtype != values.dtype:
             raise InvalidArgument(f"v = dtype {values.dtype}: {keys.dtype}, the type of k")
-        tables = self._groups[shape["group"]]
+        tables = self._tables.groups[shape["group"]]
         k_plane, v_plane, block_bytes = self._planes[layer]
         call = arguments.Append(
             k=arguments.Rows(keys.address, keys.strides[0], keys.strides[1]),
             v=arguments.Rows(values.address, values.strides[0], values.strides[1]),
             slots=tables.slots,
-            tokens=self._tokens,
+            tokens=tables.tokens,
             kv_heads=heads,
             head_dim=shape["head_dim"],
             v_head_dim=shape["v_head_dim"],
@@ -244,7 +232,7 @@ class DeviceEngine:
             v_plane=v_plane,
             misfit=self._misfit.address if self._misfit else None,
         )
-        chunks = self._tokens * heads * (shape["head_dim"] + shape["v_head_dim"]) // 8
+        chunks = self._rows_max * heads * (shape["head_dim"] + shape["v_head_dim"]) // 8
         if chunks:
             kernel = instances.append(*self._dtypes, keys.dtype)
             self._now.launch(kernel, min(-(-chunks // 256), 4 * self._driver.multiprocessors), 256, call)
@@ -256,11 +244,11 @@ class DeviceEngine:
         self.core.check_attend(layer)
         shape = self._layers[layer]
         heads, kv_heads = shape["num_q_heads"], shape["num_kv_heads"]
-        queries = self._rows("q", q, (self._tokens, heads, shape["head_dim"]), dtype)
-        result = self._output("out", out, (self._tokens, heads, shape["v_head_dim"]), queries, dtype)
+        queries = self._rows("q", q, (heads, shape["head_dim"]), dtype)
+        result = self._output("out", out, (heads, shape["v_head_dim"]), queries, dtype)
         if lse is not None:
-            lse = self._rows("lse", lse, (self._tokens, heads), None, kinds=("f32",))
-        tables = self._groups[shape["group"]]
+            lse = self._rows("lse", lse, (heads,), None, kinds=("f32",))
+        tables = self._tables.groups[shape["group"]]
         k_plane, v_plane, block_bytes = self._planes[layer]
         rope = shape["rope"]
         call = arguments.Attend(
@@ -281,23 +269,25 @@ class DeviceEngine:
             kv_heads=kv_heads,
             group=heads // kv_heads,
             window=WINDOW_MAX if shape["window"] is None else shape["window"],
-            by_runs=self._deterministic,
             scale=shape["scale"] * LOG2_E,
-            angles=self._angles.get(layer),
+            angles=self._tables.angles.get(layer),
             rotary_pairs=len(rope[0]) if rope else 0,
             interleaved=bool(rope and rope[1]),
         )
         for prefill in (False, True):
-            if not self._has(layer, prefill):
-                continue
-            chosen = self._attention(layer, queries.dtype, prefill)
-            work = self._works[self._work(layer, prefill)]
-            self._make_scratch(layer, chosen, work)
-            call.blocks, call.prefix, call.block_count = work.blocks, work.prefix, work.count
-            assert self._scratch is not None
-            call.pending = self._scratch.address
-            call.partials = self._scratch.address + 4 * self._scratch_units
-            self._now.launch(chosen.kernel, self._grid, chosen.threads, call, shared_bytes=chosen.shared_bytes)
+            if self._has(layer, prefill):
+                self._launch_attention(layer, queries.dtype, prefill, call)
+
+    def replay(self, launch: Callable[[], object]) -> None:
+        """See `Step.replay`."""
+        if self._maxima is None:
+            raise InvalidArgument("replay: maxima declared first, by Cache.declare")
+        for layer in range(len(self._layers)):
+            self.core.check_append(layer)
+        with self._now.current():
+            launch()
+        for layer in range(len(self._layers)):
+            self.core.appended(layer)
 
     def commit(self, accepted: npt.NDArray[np.int64] | None = None) -> None:
         """See `Step.commit`."""
@@ -322,7 +312,13 @@ class DeviceEngine:
         if len(transfers):
             if self._last_step is not None:
                 self._copying.follow(self._last_step)
-            self._copy(self._copying, transfers)
+            try:
+                self._mover.copy(self._copying, transfers)
+            except BackendUnavailable:
+                ticket.finish(0)
+                with contextlib.suppress(PagodaError):  # Told by the exception that goes on.
+                    self.core.ticket_done(ticket)
+                raise
             self._pending.tickets.append((ticket, self._copying.record()))
         return ticket
 
@@ -361,9 +357,12 @@ class DeviceEngine:
         for _, event in self._pending.tickets:
             event.wait()
         self.core.close()
-        self._held.clear()
-        self._staging.clear()
-        self._tables = self._scratch = None
+        if self._host is not None:
+            self._host.close()
+        self._tables.close()
+        self._mover.close()
+        self._arena = self._host = None
+        self._scratch = Scratch(self._driver)
 
     def empty(self, q: Any, dim: int | None) -> Any:
         """An output for queries `q` [tokens, heads, head_dim], or with dim=None a log-sum-exp."""
@@ -377,6 +376,11 @@ class DeviceEngine:
         assert self._stream is not None
         return self._stream
 
+    @property
+    def _rows_max(self) -> int:
+        """Rows of the arrays of the open step, as kernels have to expect them."""
+        return self._tokens if self._maxima is None else self._maxima.sequences * self._maxima.new_tokens
+
     def _lay_out(self) -> list[tuple[arguments.Plane, arguments.Plane, int]]:
         """K plane, V plane and block bytes of each layer: docs/layout.md, in the order of `layout.rs`."""
         sizes = [4 if name == "f32" else 2 for name in self._dtypes]
@@ -385,58 +389,113 @@ class DeviceEngine:
         for shape in self._layers:
             pair = []
             for size, dim in zip(sizes, (shape["head_dim"], shape["v_head_dim"]), strict=True):
-                row = dim * size
+                run = dim * size * self._page_size
                 start = ends.get(shape["group"], 0)
-                pair.append(arguments.Plane(start, row * self._page_size, row))
-                ends[shape["group"]] = start + row * self._page_size * shape["num_kv_heads"]
+                pair.append(arguments.Plane(start, run))
+                ends[shape["group"]] = start + run * shape["num_kv_heads"]
             planes.append(pair)
         return [(k, v, ends[shape["group"]]) for (k, v), shape in zip(planes, self._layers, strict=True)]
 
     def _work(self, layer: int, prefill: bool) -> Work:
         shape = self._layers[layer]
-        heads = shape["num_q_heads"] // shape["num_kv_heads"]
-        rows = self._attention(layer, "f32", prefill).rows
-        return Work(shape["group"], heads, shape["window"], prefill, rows)
+        together = not (prefill or self._deterministic) and shape["window"] is None
+        return Work(
+            group=shape["group"],
+            heads=self._heads(layer),
+            window=shape["window"],
+            prefill=prefill,
+            few=self._few(layer),
+            rows=self._attention(layer, "f32", prefill).rows,
+            common_rows=self._attention(layer, "f32", True).rows if together else 0,
+            by_runs=self._deterministic,
+        )
 
     def _attention(self, layer: int, q: str, prefill: bool) -> instances.Attention:
         shape = self._layers[layer]
         mode = ("prefill" if prefill else "decode") + ("-deterministic" if self._deterministic else "")
-        heads = shape["num_q_heads"] // shape["num_kv_heads"]
         sizes = shape["head_dim"], shape["v_head_dim"]
-        return instances.attend(*self._dtypes, q, *sizes, heads, mode, self._driver.shared_bytes_max)
+        return instances.attend(*self._dtypes, q, *sizes, self._heads(layer), mode, self._driver.shared_bytes_max)
+
+    def _heads(self, layer: int) -> int:
+        """Query heads of a K/V head."""
+        return self._layers[layer]["num_q_heads"] // self._layers[layer]["num_kv_heads"]
 
     def _few(self, layer: int) -> int:
         """New tokens of a sequence up to which it is decoded."""
-        shape = self._layers[layer]
-        return max(1, DECODE_ROWS // (shape["num_q_heads"] // shape["num_kv_heads"]))
+        return max(1, DECODE_ROWS // self._heads(layer))
 
     def _has(self, layer: int, prefill: bool) -> bool:
-        """Whether the step has sequences of the kind."""
+        """Whether the step has sequences of the kind, or once maxima are declared, whether any step may have."""
         most = self._few(layer)
+        if self._maxima is not None:
+            return not prefill or self._maxima.new_tokens > most
         if most not in self._kinds:
             few = (self._counts > 0) & (self._counts <= most)
             self._kinds[most] = bool(few.any()), bool((self._counts > most).any())
         return self._kinds[most][prefill]
 
+    def _launch_attention(self, layer: int, q: str, prefill: bool, call: arguments.Attend) -> None:
+        """One kind of queries: what they have in common with others, then what is their own."""
+        key = self._work(layer, prefill)
+        work = self._tables.works[key]
+        sizes = self._scratch_bytes(layer, q, prefill, all_members=self._maxima is not None)
+        if not self._scratch.covers(sizes):
+            self._wait_for_steps()
+            self._now.record().wait()
+            self._scratch.grow(sizes)
+        call.partials, call.pending = self._scratch.partials, self._scratch.counters
+        call.commons = self._scratch.commons or None
+        call.division = Division.TILES
+        if work.common is not None and (self._tables.members or self._maxima is not None):
+            common = work.common
+            call.members, call.common_rows = common.members, common.rows
+            call.blocks, call.prefix, call.block_count = common.blocks, common.prefix, common.count
+            self._launch(self._attention(layer, q, True), call)
+            call.members = None
+        if self._deterministic:
+            call.division = Division.UNITS if prefill else Division.RUNS
+        call.blocks, call.prefix, call.block_count = work.blocks, work.prefix, work.count
+        self._launch(self._attention(layer, q, prefill), call)
+
+    def _launch(self, chosen: instances.Attention, call: arguments.Attend) -> None:
+        self._now.launch(chosen.kernel, self._grid(chosen), chosen.threads, call, shared_bytes=chosen.shared_bytes)
+
+    def _grid(self, chosen: instances.Attention) -> int:
+        return self._driver.multiprocessors * chosen.resident(self._driver.shared_bytes_max)
+
+    def _scratch_bytes(self, layer: int, q: str, prefill: bool, *, all_members: bool) -> tuple[int, int, int]:
+        """Partial results, counters and common parts of attention over a layer."""
+        work = self._tables.works[self._work(layer, prefill)]
+        chosen = self._attention(layer, q, prefill)
+        shape = self._layers[layer]
+        kv_heads, room = shape["num_kv_heads"], self._tables.room
+        floats, units, members = 2 * self._grid(chosen) * chosen.partial, work.blocks_max * kv_heads, 0
+        if self._deterministic and prefill:
+            floats = self._grid(chosen) * 3 * chosen.rows * chosen.v_dim
+        elif self._deterministic:
+            runs = room.columns * self._page_size // (64 * 64) + room.spans + 1
+            floats = work.blocks_max * runs * kv_heads * chosen.partial
+        if work.common is not None:
+            members = work.members_max if all_members else self._tables.members
+            common = self._attention(layer, q, True)
+            floats = max(floats, 2 * self._grid(common) * common.partial if members else 0)
+            units = max(units, members * kv_heads)
+        return 4 * floats, 4 * units, 4 * members * shape["num_q_heads"] * (shape["v_head_dim"] + 2)
+
     def _enter(self) -> None:
-        """Uploads the tables of the open step."""
+        """Sends the tables of the open step."""
         if self._last_step is not None:
             self._now.follow(self._last_step)
         self._counts = np.diff(self.core.cu_seqlens())
         self._tokens = int(self._counts.sum())
         self._kinds.clear()
-        self._copy(self._now, self.core.step_transfers())
-        need = self.core.table_room()
-        if not self._room.covers(need):
-            self._room.grow(need)
-            self._place_tables()
-        words = self.core.stage()
-        staging = self._next_staging(words)
-        self.core.staged(staging.host.array.view(np.uint32)[:words])
-        self._now.copy(staging.device.address, staging.host.address, 4 * words)
-        call = arguments.Unpack(staging.device.address)
-        self._now.launch(instances.UNPACK, self._driver.multiprocessors, 256, call)
-        staging.used = self._now.record()
+        if not self._tables.fits():
+            self._wait_for_steps()
+            self._tables.grow()
+        copies = self.core.step_transfers()
+        if len(copies):
+            self._mover.copy(self._now, copies)
+        self._tables.upload(self._now)
 
     def _leave(self) -> None:
         """Marks the end of the step in its stream."""
@@ -446,107 +505,6 @@ class DeviceEngine:
         if epoch is not None:
             self._pending.epochs.append((epoch, self._last_step))
         self._poll()
-
-    def _place_tables(self) -> None:
-        """New tables with room for the open step; work under way keeps the old ones until it has ended."""
-        self._wait_for_steps()
-        room = self._room
-        works = {self._work(layer, prefill) for layer in range(len(self._layers)) for prefill in (False, True)}
-        ropes = {layer: shape["rope"] for layer, shape in enumerate(self._layers) if shape["rope"]}
-        groups = 1 + max(shape["group"] for shape in self._layers)
-        carve = Carve()
-        for _ in range(2):
-            carve = Carve(self._tables.address if self._tables and carve.size else 0)
-            self._groups = [
-                GroupTables(
-                    table=carve.take(4 * room.sequences * room.columns),
-                    columns=room.columns,
-                    span_starts=carve.take(4 * (room.sequences + 1)),
-                    spans=carve.take(arguments.SPAN.itemsize * room.spans),
-                    slots=carve.take(8 * room.tokens),
-                )
-                for _ in range(groups)
-            ]
-            self._works = {}
-            for work in works:
-                # What is decoded is one block a sequence.
-                more = room.tokens // (work.rows // work.heads) if work.prefill else 0
-                blocks = room.sequences + more
-                tables = (
-                    carve.take(arguments.QUERY_BLOCK.itemsize * blocks),
-                    carve.take(4 * (blocks + 1)),
-                    carve.take(4),
-                )
-                self._works[work] = WorkTables(*tables, blocks)
-            self._angles = {
-                layer: carve.take(8 * room.spans * len(rope[0])) for layer, rope in ropes.items() if rope is not None
-            }
-            if carve.base == 0:
-                self._tables = self._driver.memory(carve.size)
-        self.core.place_tables(
-            [vars(tables) for tables in self._groups],
-            [
-                {
-                    "group": work.group,
-                    "new_tokens": self._bounds(work),
-                    "queries": work.rows // work.heads,
-                    "window": work.window,
-                    "by_runs": self._deterministic,
-                    "blocks": tables.blocks,
-                    "prefix": tables.prefix,
-                    "count": tables.count,
-                }
-                for work, tables in self._works.items()
-            ],
-            [{"layer": layer, "angles": address} for layer, address in self._angles.items()],
-        )
-
-    @staticmethod
-    def _bounds(work: Work) -> tuple[int, int]:
-        """New tokens of the sequences that the work list is for."""
-        most = max(1, DECODE_ROWS // work.heads)
-        return (most + 1, (1 << 32) - 1) if work.prefill else (1, most)
-
-    def _next_staging(self, words: int) -> Staging:
-        """A pair of buffers that no upload reads any more."""
-        if len(self._staging) == 2:
-            staging = self._staging.popleft()
-            if staging.used is not None:
-                staging.used.wait()
-            if staging.words >= words:
-                self._staging.append(staging)
-                return staging
-        size = max(1 << 10, 1 << (words - 1).bit_length())
-        staging = Staging(self._driver.pinned(4 * size), self._driver.memory(4 * size), size)
-        self._staging.append(staging)
-        return staging
-
-    def _make_scratch(self, layer: int, chosen: instances.Attention, work: WorkTables) -> None:
-        """Room for partial results and counters, which are 0 between launches."""
-        kv_heads = self._layers[layer]["num_kv_heads"]
-        slots = 2 * self._grid
-        if self._deterministic:
-            runs = self._room.columns * self._page_size // (64 * 64) + self._room.spans + 1
-            slots = work.blocks_max * runs * kv_heads
-        units = -(-work.blocks_max * kv_heads // 64) * 64
-        floats = slots * chosen.partial
-        if self._scratch is None or units > self._scratch_units or floats > self._scratch_floats:
-            self._wait_for_steps()
-            self._now.record().wait()
-            self._scratch_units = max(units, self._scratch_units)
-            self._scratch_floats = max(floats, self._scratch_floats)
-            self._scratch = self._driver.memory(4 * (self._scratch_units + self._scratch_floats))
-
-    def _copy(self, stream: Stream, transfers: npt.NDArray[np.uint64]) -> None:
-        """Copies, neighbours in one go."""
-        merged: list[list[int]] = []
-        for source, target, size in transfers.reshape(-1, 3).tolist():
-            if merged and merged[-1][0] + merged[-1][2] == source and merged[-1][1] + merged[-1][2] == target:
-                merged[-1][2] += size
-            else:
-                merged.append([source, target, size])
-        for source, target, size in merged:
-            stream.copy(target, source, size)
 
     def _check_fit(self, layer: int) -> None:
         """In a checked cache: waits, and raises for values that did not fit."""
@@ -585,39 +543,39 @@ class DeviceEngine:
         self,
         name: str,
         array: Any,
-        shape: tuple[int, ...],
+        row: tuple[int, ...],
         dtype: str | None,
         kinds: Collection[str] = ("f32", "f16", "bf16"),
     ) -> View:
-        """Checks an array of the caller."""
+        """Checks an array of the caller [sum(new), *row], or one that has room for more once maxima are declared."""
         if dtype not in (None, "bf16"):
             raise InvalidArgument(f'dtype = {dtype!r}: None, or "bf16" for 16-bit integers')
         view = self._driver.view(name, array)
-        if view.shape != shape:
-            raise InvalidArgument(f"{name} = shape {list(view.shape)}: {list(shape)}")
+        if view.shape[1:] != row or not self._tokens <= view.shape[0] <= self._rows_max:
+            more = "" if self._maxima is None else f", or up to {self._rows_max} tokens"
+            raise InvalidArgument(f"{name} = shape {list(view.shape)}: {[self._tokens, *row]}{more}")
         kind = "bf16" if view.dtype == "u16" and dtype == "bf16" else view.dtype
         if kind not in kinds:
             raise InvalidArgument(f'{name} = dtype {view.dtype}: {", ".join(kinds)} (or u16 with dtype="bf16")')
         size = 4 if kind == "f32" else 2
         strides = view.strides
-        if math.prod(shape) and (strides[-1] != size or any(stride % size for stride in strides)):
+        if math.prod(view.shape) and (strides[-1] != size or any(stride % size for stride in strides)):
             raise InvalidArgument(f"{name} = strides {strides}: a contiguous last dimension")
         return View(view.address, view.shape, strides, kind, view.writeable)
 
-    def _output(self, name: str, array: Any, shape: tuple[int, ...], like: View, dtype: str | None) -> View:
+    def _output(self, name: str, array: Any, row: tuple[int, ...], like: View, dtype: str | None) -> View:
         """Checks an array that results are written to: of the queries' type, and nothing twice."""
-        view = self._rows(name, array, shape, dtype, kinds=(like.dtype,))
+        view = self._rows(name, array, row, dtype, kinds=(like.dtype,))
         if not view.writeable:
             raise InvalidArgument(f"{name} = read-only: a writeable array")
-        row = view.shape[-1] * (4 if view.dtype == "f32" else 2)
+        reach = view.shape[-1] * (4 if view.dtype == "f32" else 2)
         axes = sorted(
             (abs(stride), length)
             for stride, length in zip(view.strides[:-1], view.shape[:-1], strict=True)
             if length > 1
         )
-        reach = row
         for stride, length in axes:
-            if math.prod(shape) and stride < reach:
+            if math.prod(view.shape) and stride < reach:
                 raise InvalidArgument(f"{name} = strides {view.strides}: rows that do not overlap")
             reach = stride * length
         (low, high), (theirs_low, theirs_high) = view.bytes, like.bytes

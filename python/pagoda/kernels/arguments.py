@@ -15,10 +15,7 @@ SPAN = np.dtype(
 """`Span` of tables.cuh."""
 
 QUERY_BLOCK = np.dtype(
-    [
-        (name, "<i4")
-        for name in ("sequence", "token", "queries", "position", "low", "high", "first_common", "commons")
-    ]
+    [(name, "<i4") for name in ("sequence", "token", "queries", "position", "low", "high", "first_common", "commons")]
 )
 """`QueryBlock` of unit.cuh."""
 
@@ -110,3 +107,9 @@ class Unpack(ctypes.Structure):
     """Of the kernel `unpack`."""
 
     _fields_ = [("words", ctypes.c_void_p)]
+
+
+class Move(ctypes.Structure):
+    """Of the kernel `move`. runs: uint64 [count, 3]: source, target, bytes."""
+
+    _fields_ = [("runs", ctypes.c_void_p), ("count", ctypes.c_uint32)]

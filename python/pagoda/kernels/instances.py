@@ -38,6 +38,7 @@ class Kernel:
 
 
 UNPACK = Kernel("unpack.cuh", "pagoda::unpack")
+MOVE = Kernel("move.cuh", "pagoda::move")
 
 
 @dataclass(frozen=True)

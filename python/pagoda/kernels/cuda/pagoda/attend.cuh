@@ -57,6 +57,7 @@ __global__ void __launch_bounds__(Engine::Shape::THREADS, Engine::BLOCKS) attend
         const int first = static_cast<int>(at - place.start);
         const int count =
             args.division == TILES ? static_cast<int>(min(static_cast<int64>(place.work - first), end - at)) : 1;
+        engine.index = place.block;
         engine.block = args.blocks[place.block];
         engine.head = place.head;
         engine.rows = engine.block.queries * args.group;

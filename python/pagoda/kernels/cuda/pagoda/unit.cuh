@@ -143,8 +143,9 @@ struct Unit {
     /// Where the exchange is, and one word to tell all threads something.
     float* const exchanged;
     int* const flag;
+    /// Of the block of queries; `index` is its place in the list.
     QueryBlock block;
-    int head, rows;
+    int index, head, rows;
 
     __device__ Unit(const Attend& args_, void* exchanged_, void* flag_)
         : args(args_), exchanged(static_cast<float*>(exchanged_)), flag(static_cast<int*>(flag_)) {}
@@ -194,8 +195,10 @@ struct Unit {
             return;
         }
         Sum all;
-        for (int i = 0; i < block.commons; ++i) {
-            const int64 common = args.common_rows[block.first_common + i] + query;
+        // Read here, and not kept from the start: registers are short.
+        const QueryBlock& mine = args.blocks[index];
+        for (int i = 0; i < mine.commons; ++i) {
+            const int64 common = args.common_rows[mine.first_common + i] + query;
             const float* part = args.commons + (common * heads + query_head) * (DV + 2);
             all.add(part[column], part[DV], part[DV + 1]);
         }

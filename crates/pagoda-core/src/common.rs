@@ -1,0 +1,179 @@
+//! Pages that several sequences of a batch hold, so that attention can go over them once for all.
+//!
+//! Sequences that came out of one another by `fork` begin with the same pages. Their common prefixes form a tree: all may
+//! share a system prompt, some of them a document after it. Each node of the tree that is worth a visit of its own is found here.
+
+use std::ops::Range;
+
+use crate::ids::BlockRef;
+
+/// Stored rows that must be saved for a node to be worth it: what a launch and its partial results cost in time.
+const SAVED_ROWS_MIN: usize = 1024;
+/// Nodes that one sequence takes part in, at most.
+pub const LEVELS_MAX: usize = 4;
+
+/// A sequence of the batch whose tokens are one span from position 0 on.
+#[derive(Clone, Copy, Debug)]
+pub struct Candidate<'a> {
+    /// Its place in the batch.
+    pub place: u32,
+    /// Its pages that were full before this step.
+    pub pages: &'a [BlockRef],
+}
+
+/// Pages that all members hold, one after the other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Common {
+    /// Tokens from the sequence's start.
+    pub tokens: Range<u32>,
+    /// Places in the batch: a part of [`Commons::members`].
+    pub members: Range<usize>,
+}
+
+/// What [`Commons::find`] found. Those of one sequence follow each other in token order, from 0 on, without a gap.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Commons {
+    /// Parents before children.
+    pub nodes: Vec<Common>,
+    /// The members of all nodes.
+    pub members: Vec<u32>,
+}
+
+impl Commons {
+    /// Nothing, keeping the memory.
+    pub fn clear(&mut self) {
+        self.nodes.clear();
+        self.members.clear();
+    }
+
+    /// Finds the nodes of a batch. Time: the pages of those that share their first one.
+    pub fn find(&mut self, candidates: &mut [Candidate<'_>], page_size: usize) {
+        self.clear();
+        self.split(candidates, page_size, 0, 0, LEVELS_MAX);
+    }
+
+    /// Nodes of candidates that have their pages up to `depth` in common; up to `taken` nodes cover them already.
+    fn split(
+        &mut self,
+        candidates: &mut [Candidate<'_>],
+        page_size: usize,
+        taken: usize,
+        depth: usize,
+        levels: usize,
+    ) {
+        if candidates.len() < 2 || levels == 0 {
+            return;
+        }
+        candidates
+            .sort_by_key(|candidate| (candidate.pages.get(depth).map(|page| page.bits()), candidate.place));
+        let page_at = |candidate: &Candidate<'_>| candidate.pages.get(depth).copied();
+        for group in candidates.chunk_by_mut(|a, b| page_at(a) == page_at(b)) {
+            if group.len() < 2 || page_at(&group[0]).is_none() {
+                continue;
+            }
+            let first = group[0].pages;
+            let end =
+                group[1..].iter().map(|other| prefix(first, other.pages, depth)).min().expect("two or more");
+            let worth = (end - taken) * page_size * (group.len() - 1) >= SAVED_ROWS_MIN;
+            if worth {
+                let start = self.members.len();
+                self.members.extend(group.iter().map(|candidate| candidate.place));
+                self.members[start..].sort_unstable();
+                let tokens = (taken * page_size) as u32..(end * page_size) as u32;
+                self.nodes.push(Common { tokens, members: start..self.members.len() });
+            }
+            let (taken, levels) = if worth { (end, levels - 1) } else { (taken, levels) };
+            self.split(group, page_size, taken, end, levels);
+        }
+    }
+}
+
+/// The length of the common prefix of two rows that agree up to `depth`.
+fn prefix(a: &[BlockRef], b: &[BlockRef], depth: usize) -> usize {
+    depth + a[depth..].iter().zip(&b[depth..]).take_while(|(a, b)| a == b).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ids::{BlockId, Tier};
+    use proptest::prelude::*;
+
+    fn page(index: usize) -> BlockRef {
+        BlockRef::new(Tier::Device, BlockId::new(index as u32))
+    }
+
+    /// Rows as forks make them: each begins with a part of an earlier one and goes on with pages of its own.
+    fn rows() -> impl Strategy<Value = Vec<Vec<BlockRef>>> {
+        proptest::collection::vec((any::<proptest::sample::Index>(), 0usize..60, 0usize..30), 1..12).prop_map(
+            |forks| {
+                let mut rows: Vec<Vec<BlockRef>> = Vec::new();
+                let mut next = 0;
+                for (parent, kept, own) in forks {
+                    let mut row =
+                        if rows.is_empty() { Vec::new() } else { rows[parent.index(rows.len())].clone() };
+                    row.truncate(kept);
+                    row.extend((next..next + own).map(page));
+                    next += own;
+                    rows.push(row);
+                }
+                rows
+            },
+        )
+    }
+
+    proptest! {
+        /// Against a map from each page to its holders.
+        #[test]
+        fn nodes_are_pages_that_all_members_hold(rows in rows(), page_size in prop_oneof![Just(16usize), Just(64)]) {
+            let mut candidates: Vec<_> = rows.iter().enumerate()
+                .map(|(place, row)| Candidate { place: place as u32, pages: row }).collect();
+            let mut commons = Commons::default();
+            commons.find(&mut candidates, page_size);
+            let mut covered = vec![0; rows.len()];
+            for node in &commons.nodes {
+                let members = &commons.members[node.members.clone()];
+                prop_assert!(members.len() >= 2 && members.is_sorted());
+                let pages = node.tokens.start as usize / page_size..node.tokens.end as usize / page_size;
+                prop_assert!(pages.len() * page_size * (members.len() - 1) >= SAVED_ROWS_MIN);
+                for &member in members {
+                    prop_assert_eq!(&rows[member as usize][pages.clone()], &rows[members[0] as usize][pages.clone()]);
+                    prop_assert_eq!(covered[member as usize], pages.start, "in token order, without a gap");
+                    covered[member as usize] = pages.end;
+                }
+            }
+            // Nothing big was missed: two rows share no more behind what is covered than is not worth a visit, unless levels ran out.
+            for (i, a) in rows.iter().enumerate() {
+                let levels = commons.nodes.iter().filter(|node| commons.members[node.members.clone()].contains(&(i as u32))).count();
+                for (j, b) in rows.iter().enumerate().skip(i + 1) {
+                    let both = covered[i].min(covered[j]);
+                    let more = prefix(a, b, 0).saturating_sub(both);
+                    prop_assert!(levels == LEVELS_MAX || more * page_size < SAVED_ROWS_MIN, "{i} and {j} share {more} more");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_tree_of_two_levels() {
+        let rows: Vec<Vec<BlockRef>> = [[0, 10], [0, 10], [0, 20], [0, 20], [0, 30]]
+            .map(|[a, b]| (a * 1000..a * 1000 + 40).chain(b * 1000..b * 1000 + 50).map(page).collect())
+            .to_vec();
+        let mut candidates: Vec<_> = rows
+            .iter()
+            .enumerate()
+            .map(|(place, row)| Candidate { place: place as u32, pages: row })
+            .collect();
+        let mut commons = Commons::default();
+        commons.find(&mut candidates, 64);
+        let nodes: Vec<_> = commons
+            .nodes
+            .iter()
+            .map(|node| (node.tokens.clone(), commons.members[node.members.clone()].to_vec()))
+            .collect();
+        assert_eq!(
+            nodes,
+            [(0..2560, vec![0, 1, 2, 3, 4]), (2560..5760, vec![0, 1]), (2560..5760, vec![2, 3])]
+        );
+    }
+}

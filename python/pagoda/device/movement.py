@@ -1,0 +1,137 @@
+"""Copies between tiers: neighbours in one go, large runs by the copy engine, small ones by a kernel.
+
+The copy engine takes microseconds for each copy, whatever its size; a kernel that reads and writes pinned memory in place
+takes one launch for all of them, and multiprocessors from others. The driver knows from what size on the engine is faster.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.device.driver import Driver, Event, HostArena, Pinned, Stream
+from pagoda.kernels import arguments, instances
+
+WORD = 16
+"""Bytes that a thread of the kernel copies at a time."""
+
+KERNEL_BLOCKS, KERNEL_THREADS = 16, 256
+"""Of the kernel. Each block has 16 KiB under way: 256 KiB in all, where 55 GB/s times 1.3 us of latency are 72."""
+
+MEASURED_RUNS = [1 << shift for shift in range(14, 21)]
+"""16 KiB to 1 MiB."""
+
+MEASURED_BYTES = 8 << 20
+REPEATS = 3
+
+
+@dataclass
+class List:
+    """Runs for the kernel, in pinned memory, until it has read them."""
+
+    runs: Pinned
+    used: Event | None = None
+
+
+class Mover:
+    """Copies bytes between addresses of the device and of the pinned host tier."""
+
+    def __init__(self, driver: Driver, host: HostArena | None) -> None:
+        self._driver, self._host = driver, host
+        self._lists: deque[List] = deque()
+
+    def copy(self, stream: Stream, transfers: npt.NDArray[np.uint64]) -> None:
+        """Copies on a stream. transfers: [source, target, bytes] of each; no two overlap.
+
+        Raises BackendUnavailable when memory of the host tier cannot be pinned.
+        """
+        runs = self._merged(transfers)
+        by_kernel: list[tuple[int, int, int]] = []
+        for source, target, size in runs:
+            # One alone is no faster by a kernel.
+            few_bytes = len(runs) > 1 and size < self._driver.copy_engine_bytes
+            if few_bytes and not any(x % WORD for x in (source, target, size)):
+                by_kernel.append((source, target, size))
+            else:
+                stream.copy(target, source, size)
+        if by_kernel:
+            self._launch(stream, by_kernel)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._lists.clear()
+
+    def _merged(self, transfers: npt.NDArray[np.uint64]) -> list[tuple[int, int, int]]:
+        """Runs; none crosses a border between pieces of host memory that were pinned one by one."""
+        runs: list[tuple[int, int, int]] = []
+        for source, target, size in transfers.reshape(-1, 3).tolist():
+            borders = [] if self._host is None else [self._host.pin(address, size) for address in (source, target)]
+            if runs and not any(borders):
+                before, there, length = runs[-1]
+                if before + length == source and there + length == target:
+                    runs[-1] = (before, there, length + size)
+                    continue
+            runs.append((source, target, size))
+        return runs
+
+    def _launch(self, stream: Stream, runs: list[tuple[int, int, int]]) -> None:
+        words = np.array(runs, np.uint64)
+        chosen = self._next_list(words.nbytes)
+        chosen.runs.array[: words.nbytes] = words.view(np.uint8).ravel()
+        call = arguments.Move(chosen.runs.address, len(runs))
+        stream.launch(instances.MOVE, KERNEL_BLOCKS, KERNEL_THREADS, call)
+        chosen.used = stream.record()
+
+    def _next_list(self, size: int) -> List:
+        if self._lists and len(self._lists[0].runs.array) >= size:
+            oldest = self._lists[0].used
+            if oldest is None or oldest.done():
+                self._lists.rotate(-1)
+                return self._lists[-1]
+        self._lists.append(List(self._driver.pinned(max(1 << 12, 1 << (size - 1).bit_length()))))
+        return self._lists[-1]
+
+
+def copy_engine_bytes(driver: Driver) -> int:
+    """From what size on the copy engine beats the kernel at copying scattered runs from pinned memory.
+
+    Copies 4 MiB in runs of each size, both ways; returns the least size at which the copy engine is not slower.
+
+    Seconds are those that the caller waits, because to issue a copy is a part of its cost. Takes about 20 ms.
+    """
+    host, device, listed = driver.pinned(MEASURED_BYTES), driver.memory(MEASURED_BYTES), driver.pinned(1 << 14)
+    stream = driver.stream()
+    for size in MEASURED_RUNS:
+        # Every second run, so that no two are neighbours.
+        runs = [(host.address + at, device.address + at, size) for at in range(0, MEASURED_BYTES, 2 * size)]
+        words = np.array(runs, np.uint64)
+        listed.array[: words.nbytes] = words.view(np.uint8).ravel()
+        call = arguments.Move(listed.address, len(runs))
+
+        def by_engine(runs: list[tuple[int, int, int]] = runs) -> None:
+            for source, target, length in runs:
+                stream.copy(target, source, length)
+
+        def by_kernel(call: arguments.Move = call) -> None:
+            stream.launch(instances.MOVE, KERNEL_BLOCKS, KERNEL_THREADS, call)
+
+        if _seconds(stream, by_engine) <= _seconds(stream, by_kernel):
+            return size
+    return 2 * MEASURED_RUNS[-1]
+
+
+def _seconds(stream: Stream, copy: Callable[[], None]) -> float:
+    """Of the fastest of some runs; the first one may compile and is not counted."""
+    best = float("inf")
+    for repeat in range(REPEATS + 1):
+        start = time.perf_counter()
+        copy()
+        stream.record().wait()
+        if repeat:
+            best = min(best, time.perf_counter() - start)
+    return best

@@ -1,0 +1,252 @@
+"""The tables of a step on a device: where they lie, how large they may be, and how what changed gets there.
+
+Kernels find every table at an address that stays the same from step to step. The core writes down what a step changes, in
+words; one copy from pinned memory and one kernel take the words to their places. Two uploads may be under way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pagoda import _core
+from pagoda.device.driver import Driver, Event, Memory, Pinned, Stream
+from pagoda.errors import InvalidArgument
+from pagoda.geometry import CoreLayer
+from pagoda.kernels import arguments, instances
+
+
+@dataclass(frozen=True)
+class Work:
+    """How queries of some layers are cut: one work list for all of them.
+
+    few: new tokens of a sequence up to which it is decoded. rows: query rows of a unit; common_rows: of a unit over pages
+    that several sequences hold, 0 where each goes over its own.
+    """
+
+    group: int
+    heads: int
+    window: int | None
+    prefill: bool
+    few: int
+    rows: int
+    common_rows: int
+    by_runs: bool
+
+    @property
+    def new_tokens(self) -> tuple[int, int]:
+        """Of the sequences that the list is for: at least, at most."""
+        return (self.few + 1, (1 << 32) - 1) if self.prefill else (1, self.few)
+
+
+@dataclass
+class Room:
+    """How much the tables can hold: sequences, new tokens, pages and spans of one sequence (pages) or of all (spans)."""
+
+    sequences: int = 0
+    tokens: int = 0
+    columns: int = 0
+    spans: int = 0
+
+    def covers(self, need: dict[str, int]) -> bool:
+        """Whether there is room for all of it."""
+        return all(getattr(self, name) >= value for name, value in need.items())
+
+    def grown(self, need: dict[str, int]) -> Room:
+        """With room for more, in powers of two."""
+        return replace(
+            self,
+            **{name: 1 << (value - 1).bit_length() for name, value in need.items() if value > getattr(self, name)},
+        )
+
+
+@dataclass
+class GroupTables:
+    """Addresses of a layer group's tables, and the columns of its block table."""
+
+    table: int
+    columns: int
+    span_starts: int
+    spans: int
+    slots: int
+    tokens: int
+
+
+@dataclass
+class CommonTables:
+    """Addresses of a work list over common pages: see `CommonPlaces` in crates/pagoda-py."""
+
+    queries: int
+    blocks: int
+    prefix: int
+    count: int
+    members: int
+    rows: int
+
+
+@dataclass
+class WorkTables:
+    """Addresses of a work list; blocks_max, members_max: entries at most, of it and of that over common pages."""
+
+    blocks: int
+    prefix: int
+    count: int
+    blocks_max: int
+    common: CommonTables | None
+    members_max: int
+
+
+@dataclass
+class Staging:
+    """One of two uploads under way."""
+
+    host: Pinned
+    device: Memory
+    words: int
+    used: Event | None = None
+
+
+@dataclass
+class Carve:
+    """Hands out pieces of one allocation; with a base of 0 it only counts."""
+
+    base: int = 0
+    size: int = 0
+
+    def take(self, size: int) -> int:
+        """The address of so many bytes, aligned to 256."""
+        start = -(-self.size // 256) * 256
+        self.size = start + size
+        return self.base + start
+
+
+class StepTables:
+    """The tables of one cache."""
+
+    def __init__(self, driver: Driver, core: _core.Cache, layers: list[CoreLayer], works: Collection[Work]) -> None:
+        self._driver, self._core, self._layers = driver, core, layers
+        self._memory: Memory | None = None
+        self._staging: deque[Staging] = deque()
+        self.room = Room()
+        self.fixed = False
+        self.groups: list[GroupTables] = []
+        self.works: dict[Work, WorkTables] = {}
+        self._work_keys = tuple(works)
+        self.angles: dict[int, int] = {}
+        """By layer: the angles of its spans."""
+        self.members = 0
+        """Queries of the open step that hold common pages, in any work list."""
+
+    def fits(self) -> bool:
+        """Whether the open step has room. Raises InvalidArgument where the room is fixed and too small."""
+        need = self._core.table_room()
+        if self.room.covers(need):
+            return True
+        if self.fixed:
+            name = next(name for name, value in need.items() if value > getattr(self.room, name))
+            what = {"columns": "pages of a sequence", "tokens": "new tokens"}.get(name, name)
+            limit = getattr(self.room, name)
+            raise InvalidArgument(f"step = {need[name]} {what}: at most {limit}, which the maxima declared allow")
+        return False
+
+    def grow(self) -> None:
+        """New tables with room for the open step. Nothing may be under way that uses the old ones."""
+        self.place(self.room.grown(self._core.table_room()))
+
+    def place(self, room: Room) -> None:
+        """New tables, which hold nothing yet. Nothing may be under way that uses the old ones."""
+        self.room = room
+        self._lay_out(carve := Carve())
+        self._memory = self._driver.memory(carve.size)
+        self._lay_out(Carve(self._memory.address))
+        self._core.place_tables(
+            [vars(tables) for tables in self.groups],
+            [
+                {
+                    "group": work.group,
+                    "new_tokens": work.new_tokens,
+                    "queries": work.rows // work.heads,
+                    "window": work.window,
+                    "by_runs": work.by_runs,
+                    "blocks": tables.blocks,
+                    "prefix": tables.prefix,
+                    "count": tables.count,
+                    "commons": None if tables.common is None else vars(tables.common),
+                }
+                for work, tables in self.works.items()
+            ],
+            [{"layer": layer, "angles": address} for layer, address in self.angles.items()],
+        )
+
+    def upload(self, stream: Stream) -> None:
+        """Sends what the open step changes."""
+        words, self.members = self._core.stage()
+        staging = self._next_staging(words)
+        self._core.staged(staging.host.array.view(np.uint32)[:words])
+        stream.copy(staging.device.address, staging.host.address, 4 * words)
+        call = arguments.Unpack(staging.device.address)
+        stream.launch(instances.UNPACK, self._driver.multiprocessors, 256, call)
+        staging.used = stream.record()
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._memory = None
+        self._staging.clear()
+
+    def _lay_out(self, carve: Carve) -> None:
+        room = self.room
+        self.groups = [
+            GroupTables(
+                table=carve.take(4 * room.sequences * room.columns),
+                columns=room.columns,
+                span_starts=carve.take(4 * (room.sequences + 1)),
+                spans=carve.take(arguments.SPAN.itemsize * room.spans),
+                slots=carve.take(8 * room.tokens),
+                tokens=carve.take(4),
+            )
+            for _ in range(1 + max(shape["group"] for shape in self._layers))
+        ]
+        self.works = {work: self._work_tables(work, carve) for work in self._work_keys}
+        self.angles = {
+            layer: carve.take(8 * room.spans * len(shape["rope"][0]))
+            for layer, shape in enumerate(self._layers)
+            if shape["rope"]
+        }
+
+    def _work_tables(self, work: Work, carve: Carve) -> WorkTables:
+        room = self.room
+        # What is decoded is one block a sequence.
+        blocks = room.sequences + (room.tokens // (work.rows // work.heads) if work.prefill else 0)
+        size = arguments.QUERY_BLOCK.itemsize
+        common, members = None, 0
+        if work.common_rows:
+            levels = _core.COMMON_LEVELS_MAX
+            members = levels * min(room.tokens, room.sequences * work.few)
+            common = CommonTables(
+                queries=work.common_rows // work.heads,
+                # Of one query each, at worst.
+                blocks=carve.take(size * members),
+                prefix=carve.take(4 * (members + 1)),
+                count=carve.take(4),
+                members=carve.take(4 * members),
+                rows=carve.take(4 * levels * room.sequences),
+            )
+        list_of = carve.take(size * blocks), carve.take(4 * (blocks + 1)), carve.take(4)
+        return WorkTables(*list_of, blocks, common, members)
+
+    def _next_staging(self, words: int) -> Staging:
+        """A pair of buffers that no upload reads any more."""
+        if len(self._staging) == 2:
+            staging = self._staging.popleft()
+            if staging.used is not None:
+                staging.used.wait()
+            if staging.words >= words:
+                self._staging.append(staging)
+                return staging
+        size = max(1 << 10, 1 << (words - 1).bit_length())
+        staging = Staging(self._driver.pinned(4 * size), self._driver.memory(4 * size), size)
+        self._staging.append(staging)
+        return staging
