@@ -88,8 +88,10 @@ class Mirror:
                 for number, count in enumerate(new):
                     k[bounds[number] + count : bounds[number + 1]] = np.nan
                     v[bounds[number] + count : bounds[number + 1]] = np.nan
-                out, lse = step.forward(index, q, k, v, return_lse=True)
+                out, lse = step.forward(index, q, k, None if layer.v_alias else v, return_lse=True)
                 k, v = (self._stored(rows, dtype) for rows, dtype in zip((k, v), self._dtypes(), strict=True))
+                if layer.v_alias:
+                    v = k[..., : layer.v_dim]
                 for number, tokens in enumerate(batch):
                     part = slice(bounds[number], bounds[number] + new[number])
                     keys = np.concatenate([tokens.k[index], k[part]])

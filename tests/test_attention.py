@@ -24,11 +24,13 @@ def small_cache(layers: list[pagoda.AttentionLayer], **options: Any) -> pagoda.C
 @st.composite
 def layers(draw: st.DrawFn) -> pagoda.AttentionLayer:
     kv_heads = draw(st.sampled_from([1, 2, 3]))
+    head_dim, v_head_dim = 8 * draw(st.integers(1, 20)), 8 * draw(st.integers(1, 20))
     return layer(
         num_q_heads=kv_heads * draw(st.sampled_from([1, 2, 3, 4, 5, 8, 16])),
         num_kv_heads=kv_heads,
-        head_dim=8 * draw(st.integers(1, 20)),
-        v_head_dim=8 * draw(st.integers(1, 20)),
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        v_alias=v_head_dim <= head_dim and draw(st.booleans()),
         window=draw(st.none() | st.integers(1, 150)),
         scale=draw(st.none() | st.floats(0.01, 0.5)),
     )
@@ -85,6 +87,19 @@ def test_blocks_of_32_tokens_match_blocks_of_256() -> None:
             with cache.step([cache.create()], [700]) as step:
                 results.append(step.forward(0, q, k, v))
     np.testing.assert_array_equal(results[0], results[1])
+
+
+def test_latent_rows_are_read_once_as_k_and_as_v() -> None:
+    """The rows of multi-head latent attention: one K/V head of 576 elements, of which V is the first 512."""
+    rng = np.random.default_rng(5)
+    shape = layer(num_q_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512, v_alias=True)
+    q, k = rng.standard_normal((300, 16, 576), np.float32), rng.standard_normal((300, 1, 576), np.float32)
+    with small_cache([shape], k_dtype="bf16", v_dtype="f16") as cache:
+        assert cache.spec.bytes_per_token("bf16", "f16") == 576 * 2
+        with cache.step([cache.create()], [300]) as step:
+            out, lse = step.forward(0, q, k, return_lse=True)
+        stored = k.astype(ml_dtypes.bfloat16).astype(np.float64)
+        check(out, lse, *attention(q, stored, stored[..., :512]))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])

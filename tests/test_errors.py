@@ -71,6 +71,14 @@ def test_layers_that_the_cache_does_not_do_yet(change: dict[str, Any]) -> None:
         pagoda.Cache(pagoda.ModelSpec(layers=[layer(**change)]))
 
 
+def test_values_of_a_layer_that_stores_none() -> None:
+    alias = pagoda.ModelSpec(layers=[layer(v_alias=True)])
+    with pagoda.Cache(alias, device_memory="1MiB", host_memory=0) as cache, cache.step([cache.create()], [2]) as step:
+        with pytest.raises(pagoda.InvalidArgument, match="v = an array"):
+            step.append(0, rows(2, 2, 16), rows(2, 2, 16))
+        step.append(0, rows(2, 2, 16))
+
+
 def overlapping() -> Any:
     return np.lib.stride_tricks.as_strided(rows(16), (2, 4, 16), (0, 0, 4))
 
@@ -81,6 +89,7 @@ CALLS: list[tuple[str, Call]] = [
     ("k = shape", lambda c, s, step: step.append(0, rows(3, 2, 16), rows(2, 2, 16))),
     ("k = shape", lambda c, s, step: step.append(0, rows(2, 2, 8), rows(2, 2, 16))),
     ("v = shape", lambda c, s, step: step.append(0, rows(2, 2, 16), rows(2, 16))),
+    ("v = None", lambda c, s, step: step.append(0, rows(2, 2, 16))),
     ("k = dtype", lambda c, s, step: step.append(0, rows(2, 2, 16, dtype=np.float64), rows(2, 2, 16))),
     ("k = dtype", lambda c, s, step: step.append(0, rows(2, 2, 16, dtype=np.uint16), rows(2, 2, 16))),
     ("k = dtype", lambda c, s, step: step.append(0, rows(2, 2, 16, dtype=np.dtype(">f4")), rows(2, 2, 16))),

@@ -219,12 +219,12 @@ class Step:
         """The page table of a layer, for kernels that are not ours."""
         return Table(self._core, layer)
 
-    def append(self, layer: int, k: Array, v: Array, *, dtype: str | None = None) -> None:
+    def append(self, layer: int, k: Array, v: Array | None = None, *, dtype: str | None = None) -> None:
         """Writes K and V of the new tokens of one layer into their pages, converted to the row formats of the cache.
 
         k: [sum(new), num_kv_heads, head_dim] and v: [.., v_head_dim], float32, float16 or bfloat16 (or its bits as
-        uint16 with dtype="bf16"), any strides with a contiguous last dimension. Rounds to nearest even; what f16 cannot
-        hold is stored as +-65504, or raises InvalidArgument in a cache with checked=True.
+        uint16 with dtype="bf16"), any strides with a contiguous last dimension; no v for a layer with v_alias. Rounds to
+        nearest even; what f16 cannot hold is stored as +-65504, or raises InvalidArgument in a cache with checked=True.
         """
         self._core.append(layer, k, v, dtype)
 
@@ -257,7 +257,7 @@ class Step:
         layer: int,
         q: Array,
         k: Array,
-        v: Array,
+        v: Array | None = None,
         *,
         out: Array | None = None,
         return_lse: bool = False,

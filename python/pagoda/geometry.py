@@ -23,6 +23,7 @@ class CoreLayer(TypedDict):
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
+    v_alias: bool
     window: int | None
     scale: float
     rope: tuple[list[float], bool] | None
@@ -44,7 +45,7 @@ def _core_layer(index: int, layer: object, group: int) -> CoreLayer:
         raise BackendUnavailable(
             f"layers[{index}] = {type(layer).__name__}: the cache has attention layers only so far"
         )
-    for name in ("softcap", "sinks", "v_alias", "kv_owner"):
+    for name in ("softcap", "sinks", "kv_owner"):
         if getattr(layer, name) not in (None, False):
             raise BackendUnavailable(
                 f"layers[{index}].{name} = {getattr(layer, name)!r}: not supported by the cache yet"
@@ -56,6 +57,7 @@ def _core_layer(index: int, layer: object, group: int) -> CoreLayer:
         "num_kv_heads": layer.num_kv_heads,
         "head_dim": layer.head_dim,
         "v_head_dim": layer.v_dim,
+        "v_alias": layer.v_alias,
         "window": layer.window,
         "scale": layer.head_dim**-0.5 if layer.scale is None else layer.scale,
         "rope": None if rope is None else (rope.inv_freq(layer.head_dim).tolist(), rope.interleaved),

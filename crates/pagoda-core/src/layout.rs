@@ -35,8 +35,15 @@ pub struct LayerGeometry {
     pub v_head_dim: u32,
     /// Row format of K.
     pub k_format: RowFormat,
-    /// Row format of V.
-    pub v_format: RowFormat,
+    /// Row format of V; without one V is the first elements of the K row.
+    pub v_format: Option<RowFormat>,
+}
+
+impl LayerGeometry {
+    /// The format of the rows that V is read from.
+    pub fn v_rows(&self) -> RowFormat {
+        self.v_format.unwrap_or(self.k_format)
+    }
 }
 
 /// One plane of one layer inside a block: `[kv_head][token][row]`.
@@ -55,7 +62,7 @@ pub struct Plane {
 pub struct LayerLayout {
     /// Where K lies.
     pub k: Plane,
-    /// Where V lies.
+    /// Where V lies, which may be where K does.
     pub v: Plane,
 }
 
@@ -82,9 +89,10 @@ impl BlockLayout {
         };
         let layers = layers
             .iter()
-            .map(|layer| LayerLayout {
-                k: plane(layer.num_kv_heads, layer.k_format.row_bytes(layer.head_dim)),
-                v: plane(layer.num_kv_heads, layer.v_format.row_bytes(layer.v_head_dim)),
+            .map(|layer| {
+                let k = plane(layer.num_kv_heads, layer.k_format.row_bytes(layer.head_dim));
+                let v = layer.v_format.map(|v| plane(layer.num_kv_heads, v.row_bytes(layer.v_head_dim)));
+                LayerLayout { k, v: v.unwrap_or(k) }
             })
             .collect();
         Self { page_size, block_bytes: offset, layers }

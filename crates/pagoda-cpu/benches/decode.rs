@@ -86,7 +86,7 @@ impl Cache {
             head_dim: shape.dim,
             v_head_dim: shape.dim,
             k_format: format,
-            v_format: format,
+            v_format: Some(format),
         };
         let bytes = 2 * u64::from(shape.kv_heads) * format.row_bytes(shape.dim) * context as u64;
         let layers = COLD.div_ceil(bytes).clamp(2, 64) as usize;

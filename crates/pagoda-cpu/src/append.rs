@@ -44,21 +44,22 @@ pub(crate) unsafe fn append(
     layer: &Layer,
     sequences: &[SequenceTable<'_>],
     keys: Rows,
-    values: Rows,
+    values: Option<Rows>,
     checked: bool,
 ) -> Result<(), Overflow> {
     let geometry = &layer.geometry;
     let (heads, page_size) = (geometry.num_kv_heads as usize, layer.page_size as usize);
     let planes = [
-        (keys, layer.layout.k, geometry.head_dim as usize, geometry.k_format),
-        (values, layer.layout.v, geometry.v_head_dim as usize, geometry.v_format),
+        Some((keys, layer.layout.k, geometry.head_dim as usize, geometry.k_format)),
+        values.map(|rows| (rows, layer.layout.v, geometry.v_head_dim as usize, geometry.v_rows())),
     ];
     let total: usize = sequences.iter().map(|table| table.new_tokens as usize).sum();
-    let token_bytes: usize = planes.iter().map(|(_, plane, ..)| plane.row_stride as usize * heads).sum();
+    let token_bytes: usize =
+        planes.iter().flatten().map(|(_, plane, ..)| plane.row_stride as usize * heads).sum();
     // The first overflow, as (token, head, value) in one number.
     let overflow = AtomicU64::new(u64::MAX);
     let write = |token: usize, block: *mut u8, row: usize| {
-        for (i, (source, plane, dim, format)) in planes.iter().enumerate() {
+        for (i, (source, plane, dim, format)) in planes.iter().flatten().enumerate() {
             let convert = kernels.convert[format_index(source.element)][format_index(*format)];
             for head in 0..heads {
                 let offset = plane.offset as usize

@@ -387,13 +387,19 @@ impl Pass<'_> {
             at(&pages[tile].values, &values, head)
         };
         let mut rows = key_rows(0);
+        // Values that are part of K have been read with it.
         for index in 0..count {
-            let next = if index + 1 < count { key_rows(index + 1) } else { value_rows(0) };
+            let next = match index + 1 {
+                next if next < count => key_rows(next),
+                _ if self.call.layer.geometry.v_format.is_none() => at(&after.0.keys, &keys, after.1),
+                _ => value_rows(0),
+            };
             let (head, tile) = cell(index);
             // SAFETY: as the caller promises.
             unsafe { self.score(piece, block.start + tile, head, index, &Chunk { rows, next, piece_shift }) };
             rows = next;
         }
+        rows = value_rows(0);
         for index in 0..count {
             let next =
                 if index + 1 < count { value_rows(index + 1) } else { at(&after.0.keys, &keys, after.1) };
@@ -535,12 +541,13 @@ impl Pass<'_> {
             stride,
             count: part.len(),
             dim: layer.geometry.v_head_dim as usize,
+            row_bytes: layer.layout.v.row_stride as usize,
             chunk: values,
             low: seen.start,
             high: seen.end,
-            prefetch: part.start == 0,
+            prefetch: part.start == 0 && layer.geometry.v_format.is_some(),
         };
         // SAFETY: the tile holds the rows `low..high`, and the state has the rows of the part.
-        unsafe { (kernels.accumulate[format_index(layer.geometry.v_format)])(&accumulate) };
+        unsafe { (kernels.accumulate[format_index(layer.geometry.v_rows())])(&accumulate) };
     }
 }

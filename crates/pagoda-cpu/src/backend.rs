@@ -91,7 +91,8 @@ impl Backend {
         self.deterministic
     }
 
-    /// Writes K and V rows `[sum(new_tokens), num_kv_heads, dim]` of the new tokens into their slots.
+    /// Writes K and V rows `[sum(new_tokens), num_kv_heads, dim]` of the new tokens into their slots; there are no values
+    /// where V is part of K.
     ///
     /// Conversions round to nearest even; magnitudes beyond f16 are stored as 65504. With `checked`, they and anything
     /// infinite or NaN are errors, and what has been written is garbage in slots that no token uses.
@@ -106,10 +107,11 @@ impl Backend {
         layer: &Layer,
         sequences: &[SequenceTable<'_>],
         keys: Rows,
-        values: Rows,
+        values: Option<Rows>,
         checked: bool,
     ) -> Result<(), Error> {
         check(layer, sequences)?;
+        assert_eq!(values.is_some(), layer.geometry.v_format.is_some(), "values of a layer that stores them");
         // SAFETY: as the caller promises; layer and tables are checked, and the kernels are for this CPU.
         unsafe { append::append(&self.pool, self.kernels, arenas, layer, sequences, keys, values, checked)? };
         Ok(())

@@ -222,6 +222,8 @@ pub(crate) struct Accumulate<'a> {
     pub(crate) count: usize,
     /// Elements of a V row.
     pub(crate) dim: usize,
+    /// Bytes from one V row to the next.
+    pub(crate) row_bytes: usize,
     pub(crate) chunk: &'a Chunk,
     pub(crate) low: usize,
     pub(crate) high: usize,
@@ -306,7 +308,7 @@ unsafe fn accumulate_block<S: Simd, F: Format, const R: usize, const C: usize, c
     row: usize,
     c: usize,
 ) {
-    let row_bytes = args.dim * F::BYTES;
+    let row_bytes = args.row_bytes;
     let prefetch = args.prefetch && row == 0;
     // SAFETY: as the caller promises.
     unsafe {

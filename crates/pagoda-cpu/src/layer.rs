@@ -9,9 +9,9 @@ use pagoda_core::table::SpanView;
 use crate::rope::Rope;
 
 /// The largest row, in elements.
-pub const HEAD_DIM_MAX: u32 = 512;
+pub const HEAD_DIM_MAX: u32 = 1024;
 /// Query heads that may share a K/V head.
-pub const GROUP_MAX: u32 = 64;
+pub const GROUP_MAX: u32 = 128;
 /// The smallest page, in tokens.
 pub const PAGE_SIZE_MIN: u32 = 8;
 /// The largest page, in tokens.
@@ -68,6 +68,9 @@ impl Layer {
                 return Err(LayerError::Dim { what, dim });
             }
         }
+        if self.geometry.v_format.is_none() && v_head_dim > head_dim {
+            return Err(LayerError::PartOfK { v_head_dim, head_dim });
+        }
         if num_kv_heads == 0
             || self.num_q_heads == 0
             || !self.num_q_heads.is_multiple_of(num_kv_heads)
@@ -102,6 +105,13 @@ pub enum LayerError {
         /// Its value.
         dim: u32,
     },
+    /// More elements of V than the K row has that they are part of.
+    PartOfK {
+        /// Elements of V.
+        v_head_dim: u32,
+        /// Elements of a K row.
+        head_dim: u32,
+    },
     /// The number of heads.
     Heads {
         /// Query heads.
@@ -125,6 +135,9 @@ impl fmt::Display for LayerError {
         match *self {
             Self::Dim { what, dim } => {
                 write!(f, "{what} is {dim}; it has to be a multiple of 8 from 8 to {HEAD_DIM_MAX}")
+            }
+            Self::PartOfK { v_head_dim, head_dim } => {
+                write!(f, "v_head_dim is {v_head_dim}; V is part of a K row of {head_dim}")
             }
             Self::Heads { num_q_heads, num_kv_heads } => write!(
                 f,

@@ -36,7 +36,7 @@ fn layer(geometry: LayerGeometry, pages: usize) -> (Layer, Vec<u64>, Vec<BlockRe
 }
 
 fn geometry(heads: u32, k: (u32, RowFormat), v: (u32, RowFormat)) -> LayerGeometry {
-    LayerGeometry { num_kv_heads: heads, head_dim: k.0, v_head_dim: v.0, k_format: k.1, v_format: v.1 }
+    LayerGeometry { num_kv_heads: heads, head_dim: k.0, v_head_dim: v.0, k_format: k.1, v_format: Some(v.1) }
 }
 
 fn host(memory: &mut [u64]) -> Arenas {
@@ -68,7 +68,7 @@ fn stored(
     // SAFETY: the table names blocks of `memory`, and the arrays have a row for every token.
     unsafe {
         let (keys, values) = (rows(input, from, 1, dim), rows(&zeros, RowFormat::F16, 1, 8));
-        backend.append(&arenas, &layer, &[table], keys, values, checked)?;
+        backend.append(&arenas, &layer, &[table], keys, Some(values), checked)?;
     }
     let plane = layer.layout.k;
     let row_bytes = plane.row_stride as usize;
@@ -214,7 +214,7 @@ fn rows_go_to_their_slots_and_nowhere_else() {
             // SAFETY: the tables name blocks of `memory`, and `fused` has a row for every token and head.
             unsafe {
                 let (keys, values) = (part(0, k_dim), part(heads * k_dim, v_dim));
-                backend.append(&arenas, &layer, &tables, keys, values, true).expect("append");
+                backend.append(&arenas, &layer, &tables, keys, Some(values), true).expect("append");
             }
             let mut expected = vec![0xffu8; memory.len() * 8];
             for (token, &(block, r)) in slots.iter().enumerate() {
@@ -247,7 +247,7 @@ fn contradictions_are_refused() {
         let table = SequenceTable { row, spans: &[span], new_tokens };
         let nothing = rows(&[], RowFormat::F16, 2, 16);
         // SAFETY: refused before anything is read.
-        unsafe { backend.append(arenas, layer, &[table], nothing, nothing, true) }
+        unsafe { backend.append(arenas, layer, &[table], nothing, Some(nothing), true) }
             .expect_err("refused")
             .to_string()
     };
@@ -267,7 +267,10 @@ fn contradictions_are_refused() {
         attempt(&layer, &row, span(0, 3), 3, &arenas)
     };
     assert!(with(|l| l.geometry.head_dim = 20).starts_with("head_dim is 20;"));
-    assert!(with(|l| l.geometry.v_head_dim = 520).starts_with("v_head_dim is 520;"));
+    assert!(with(|l| l.geometry.v_head_dim = 1032).starts_with("v_head_dim is 1032;"));
+    assert!(
+        with(|l| (l.geometry.v_format, l.geometry.v_head_dim) = (None, 24)).starts_with("v_head_dim is 24;")
+    );
     assert!(with(|l| l.num_q_heads = 3).starts_with("num_q_heads is 3 with num_kv_heads 2;"));
     assert!(with(|l| l.page_size = 24).starts_with("page_size is 24;"));
     assert!(

@@ -24,13 +24,17 @@ fn random_world(random: &mut Random) -> World {
     let num_kv_heads = 1 + random.below(3) as u32;
     let group = random.pick(&[1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 33]);
     let head_dim = random.pick(&dims);
-    let geometry = LayerGeometry {
+    let mut geometry = LayerGeometry {
         num_kv_heads,
         head_dim,
         v_head_dim: if random.below(3) == 0 { random.pick(&dims) } else { head_dim },
         k_format: random.pick(&FORMATS),
-        v_format: random.pick(&FORMATS),
+        v_format: Some(random.pick(&FORMATS)),
     };
+    if random.below(5) == 0 {
+        geometry.v_format = None;
+        geometry.v_head_dim = geometry.v_head_dim.min(head_dim);
+    }
     let page = random.pick(&[8, 16, 32, 64, 128, 256]);
     let blocks = 8 * (300 / page + 3);
     let mut world = World::new(random, geometry, num_kv_heads * group, page, blocks);
@@ -112,7 +116,13 @@ proptest! {
 
 /// A layer with two K/V heads.
 fn small(head_dim: u32, format: pagoda_cpu::Element) -> LayerGeometry {
-    LayerGeometry { num_kv_heads: 2, head_dim, v_head_dim: head_dim, k_format: format, v_format: format }
+    LayerGeometry {
+        num_kv_heads: 2,
+        head_dim,
+        v_head_dim: head_dim,
+        k_format: format,
+        v_format: Some(format),
+    }
 }
 
 fn plain(count: usize) -> Cut {

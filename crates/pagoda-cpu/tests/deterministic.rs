@@ -20,7 +20,7 @@ fn world(random: &mut Random) -> World {
         head_dim: random.pick(&[8, 16, 24]),
         v_head_dim: random.pick(&[8, 16, 40]),
         k_format: random.pick(&FORMATS),
-        v_format: random.pick(&FORMATS),
+        v_format: Some(random.pick(&FORMATS)),
     };
     let page_size = random.pick(&[16, 64, 256]);
     let mut world = World::new(random, geometry, num_kv_heads * group, page_size, 1200);

@@ -34,8 +34,13 @@ const NEW: usize = 40;
 #[test]
 fn append_and_attend_allocate_nothing() {
     let format = RowFormat::F16;
-    let geometry =
-        LayerGeometry { num_kv_heads: 2, head_dim: 64, v_head_dim: 64, k_format: format, v_format: format };
+    let geometry = LayerGeometry {
+        num_kv_heads: 2,
+        head_dim: 64,
+        v_head_dim: 64,
+        k_format: format,
+        v_format: Some(format),
+    };
     let layout = BlockLayout::new(&[geometry], 64);
     let layer = Layer {
         geometry,
@@ -73,7 +78,7 @@ fn append_and_attend_allocate_nothing() {
             // SAFETY: the arena has every block of the row, the arrays have every row, and nobody else touches them.
             unsafe {
                 let (k, v) = (view(&keys, 2), view(&keys, 2));
-                backend.append(&arenas, &layer, &tables, k, v, true).unwrap();
+                backend.append(&arenas, &layer, &tables, k, Some(v), true).unwrap();
                 backend.attend(&arenas, &layer, &tables, view(&queries, 8), out, None).unwrap();
             }
         };

@@ -13,6 +13,7 @@ use numpy::{
 };
 use pagoda_core::cache::TierMemory;
 use pagoda_core::ids::{BlockId, Epoch, GroupId, SequenceId, Tier};
+use pagoda_core::layout::LayerGeometry;
 use pagoda_core::plan::{BlockCopy, Selection};
 use pagoda_core::table::SpanView;
 use pagoda_cpu::{Arenas, Backend, Isa, SequenceTable};
@@ -395,14 +396,14 @@ impl Cache {
         Ok(())
     }
 
-    /// Writes K and V of the new tokens of one layer.
-    #[pyo3(signature = (layer, k, v, dtype=None))]
+    /// Writes K and V of the new tokens of one layer; no V where it is part of K.
+    #[pyo3(signature = (layer, k, v=None, dtype=None))]
     fn append(
         &self,
         py: Python<'_>,
         layer: usize,
         k: &Bound<'_, PyUntypedArray>,
-        v: &Bound<'_, PyUntypedArray>,
+        v: Option<&Bound<'_, PyUntypedArray>>,
         dtype: Option<&str>,
     ) -> PyResult<()> {
         let mut guard = self.lock(py)?;
@@ -413,7 +414,8 @@ impl Cache {
         let geometry = placed.layer.geometry;
         let shape = |dim: u32| [inner.step.new_tokens(), geometry.num_kv_heads as usize, dim as usize];
         let keys = rows("k", k, shape(geometry.head_dim), bits)?;
-        let values = rows("v", v, shape(geometry.v_head_dim), bits)?;
+        let values = v.map(|v| rows("v", v, shape(geometry.v_head_dim), bits)).transpose()?;
+        require_values(py, &geometry, values.is_some())?;
         inner.require_unwritten(py, layer)?;
         inner.require_cpu(py)?;
         let Inner { core, layers, arenas, engine: Engine::Cpu { backend, checked, .. }, step, .. } =
@@ -759,11 +761,11 @@ impl Cache {
     }
 
     /// Refuses unless the open step may append to the layer now.
-    fn check_append(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
+    fn check_append(&self, py: Python<'_>, layer: usize, has_values: bool) -> PyResult<()> {
         let mut guard = self.lock(py)?;
         let inner = guard.as_mut().expect("locked open");
         inner.require_step(py)?;
-        inner.layer(py, layer)?;
+        require_values(py, &inner.layer(py, layer)?.layer.geometry, has_values)?;
         inner.require_unwritten(py, layer)
     }
 
@@ -814,6 +816,18 @@ fn bits(py: Python<'_>, dtype: Option<&str>) -> PyResult<Option<pagoda_core::lay
         format_named(name).ok_or_else(|| invalid(py, "dtype", format_args!("{name:?}"), "f32, f16 or bf16"))
     };
     dtype.map(named).transpose()
+}
+
+/// Whether V is given where a layer stores it, and only there.
+fn require_values(py: Python<'_>, geometry: &LayerGeometry, given: bool) -> PyResult<()> {
+    match (given, geometry.v_format) {
+        (false, Some(_)) => {
+            let (heads, dim) = (geometry.num_kv_heads, geometry.v_head_dim);
+            Err(invalid(py, "v", "None", format_args!("an array [sum(new), {heads}, {dim}]")))
+        }
+        (true, None) => Err(invalid(py, "v", "an array", "None, for a layer with v_alias")),
+        _ => Ok(()),
+    }
 }
 
 /// The memory of a contiguous float32 array of the given shape.

@@ -17,6 +17,7 @@ pub(crate) struct LayerArguments {
     num_kv_heads: u32,
     head_dim: u32,
     v_head_dim: u32,
+    v_alias: bool,
     window: Option<u32>,
     scale: f32,
     rope: Option<(Vec<f32>, bool)>,
@@ -45,7 +46,7 @@ pub(crate) fn place(
         head_dim: layer.head_dim,
         v_head_dim: layer.v_head_dim,
         k_format,
-        v_format,
+        v_format: (!layer.v_alias).then_some(v_format),
     };
     let count = layers.iter().map(|layer| layer.group as usize + 1).max().unwrap_or(0);
     let mut groups = Vec::with_capacity(count);

@@ -206,13 +206,14 @@ class DeviceEngine:
         """The stream of the next step."""
         self._stream = stream
 
-    def append(self, layer: int, k: Any, v: Any, dtype: str | None = None) -> None:
+    def append(self, layer: int, k: Any, v: Any = None, dtype: str | None = None) -> None:
         """See `Step.append`."""
-        self.core.check_append(layer)
+        self.core.check_append(layer, v is not None)
         shape = self._layers[layer]
-        heads = shape["num_kv_heads"]
-        keys = self._rows("k", k, (heads, shape["head_dim"]), dtype)
-        values = self._rows("v", v, (heads, shape["v_head_dim"]), dtype)
+        heads, v_head_dim = shape["num_kv_heads"], 0 if v is None else shape["v_head_dim"]
+        keys = values = self._rows("k", k, (heads, shape["head_dim"]), dtype)
+        if v is not None:
+            values = self._rows("v", v, (heads, v_head_dim), dtype)
         if keys.dtype != values.dtype:
             raise InvalidArgument(f"v = dtype {values.dtype}: {keys.dtype}, the type of k")
         tables = self._tables.groups[shape["group"]]
@@ -224,7 +225,7 @@ class DeviceEngine:
             tokens=tables.tokens,
             kv_heads=heads,
             head_dim=shape["head_dim"],
-            v_head_dim=shape["v_head_dim"],
+            v_head_dim=v_head_dim,
             base=self._bases[0],
             block_bytes=block_bytes,
             page_shift=self._page_size.bit_length() - 1,
@@ -232,9 +233,9 @@ class DeviceEngine:
             v_plane=v_plane,
             misfit=self._misfit.address if self._misfit else None,
         )
-        chunks = self._rows_max * heads * (shape["head_dim"] + shape["v_head_dim"]) // 8
+        chunks = self._rows_max * heads * (shape["head_dim"] + v_head_dim) // 8
         if chunks:
-            kernel = instances.append(*self._dtypes, keys.dtype)
+            kernel = instances.append(*self._formats(layer), keys.dtype)
             self._now.launch(kernel, min(-(-chunks // 256), 4 * self._driver.multiprocessors), 256, call)
             self._check_fit(layer)
         self.core.appended(layer)
@@ -283,7 +284,7 @@ class DeviceEngine:
         if self._maxima is None:
             raise InvalidArgument("replay: maxima declared first, by Cache.declare")
         for layer in range(len(self._layers)):
-            self.core.check_append(layer)
+            self.core.check_append(layer, not self._layers[layer]["v_alias"])
         with self._now.current():
             launch()
         for layer in range(len(self._layers)):
@@ -388,12 +389,13 @@ class DeviceEngine:
         planes = []
         for shape in self._layers:
             pair = []
-            for size, dim in zip(sizes, (shape["head_dim"], shape["v_head_dim"]), strict=True):
+            dims = [shape["head_dim"], shape["v_head_dim"]][: 1 if shape["v_alias"] else 2]
+            for size, dim in zip(sizes, dims, strict=False):
                 run = dim * size * self._page_size
                 start = ends.get(shape["group"], 0)
                 pair.append(arguments.Plane(start, run))
                 ends[shape["group"]] = start + run * shape["num_kv_heads"]
-            planes.append(pair)
+            planes.append((pair[0], pair[-1]))
         return [(k, v, ends[shape["group"]]) for (k, v), shape in zip(planes, self._layers, strict=True)]
 
     def _work(self, layer: int, prefill: bool) -> Work:
@@ -414,7 +416,14 @@ class DeviceEngine:
         shape = self._layers[layer]
         mode = ("prefill" if prefill else "decode") + ("-deterministic" if self._deterministic else "")
         sizes = shape["head_dim"], shape["v_head_dim"]
-        return instances.attend(*self._dtypes, q, *sizes, self._heads(layer), mode, self._driver.shared_bytes_max)
+        return instances.attend(
+            *self._formats(layer), q, *sizes, self._heads(layer), mode, self._driver.shared_bytes_max
+        )
+
+    def _formats(self, layer: int) -> tuple[str, str]:
+        """Row formats of K and V."""
+        k, v = self._dtypes
+        return k, instances.PART_OF_K if self._layers[layer]["v_alias"] else v
 
     def _heads(self, layer: int) -> int:
         """Query heads of a K/V head."""

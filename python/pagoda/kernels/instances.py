@@ -67,8 +67,8 @@ class Attention:
 
 @cache
 def append(k: str, v: str, given: str) -> Kernel:
-    """Appends rows of type `given` to pages of formats `k` and `v`."""
-    return Kernel("append.cuh", f"pagoda::append<{_formats((k, v, given))}>")
+    """Appends rows of type `given` to pages of formats `k` and `v` (or PART_OF_K)."""
+    return Kernel("append.cuh", f"pagoda::append<{_formats((k, k if v == PART_OF_K else v, given))}>")
 
 
 @cache

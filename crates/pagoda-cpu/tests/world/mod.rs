@@ -191,12 +191,21 @@ impl World {
         for _ in 0..random.below(3) {
             row.push(BlockRef::new(Tier::Disk, BlockId::new(1 << 29)));
         }
-        let LayerGeometry { num_kv_heads, head_dim, v_head_dim, .. } = self.layer.geometry;
+        let LayerGeometry { num_kv_heads, head_dim, v_head_dim, v_format, .. } = self.layer.geometry;
+        let keys = random.floats(len * (num_kv_heads * head_dim) as usize);
+        let values = match v_format {
+            Some(_) => random.floats(len * (num_kv_heads * v_head_dim) as usize),
+            None => keys
+                .chunks_exact(head_dim as usize)
+                .flat_map(|k| &k[..v_head_dim as usize])
+                .copied()
+                .collect(),
+        };
         self.sequences.push(Sequence {
             row,
             spans,
-            keys: random.floats(len * (num_kv_heads * head_dim) as usize),
-            values: random.floats(len * (num_kv_heads * v_head_dim) as usize),
+            keys,
+            values,
             queries: random.floats(len * (self.layer.num_q_heads * head_dim) as usize),
         });
     }
@@ -239,7 +248,10 @@ impl World {
         let (keys, values) = (join(|s| &s.keys), join(|s| &s.values));
         let (keys, values) = (
             rows(&keys, element, num_kv_heads as usize, head_dim as usize),
-            rows(&values, element, num_kv_heads as usize, v_head_dim as usize),
+            self.layer
+                .geometry
+                .v_format
+                .map(|_| rows(&values, element, num_kv_heads as usize, v_head_dim as usize)),
         );
         // SAFETY: the tables are this world's, and the arrays have a row for every token.
         unsafe { backend.append(&arenas, &self.layer, &tables, keys, values, true) }.expect("append");
@@ -343,7 +355,7 @@ impl World {
                     for (j, score) in (low..=i).zip(&scores) {
                         let weight = (score - top).exp() / sum;
                         for (x, &v) in row.iter_mut().zip(&sequence.values[(j * kv_heads + kv) * v_dim..]) {
-                            *x += weight * f64::from(through(v, geometry.v_format));
+                            *x += weight * f64::from(through(v, geometry.v_rows()));
                         }
                     }
                     out.extend(row);
