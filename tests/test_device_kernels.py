@@ -40,28 +40,37 @@ class Shape:
     dim: int
     v_dim: int
     engine: str = "decode"
-    """decode, prefill, deterministic, columns or cores."""
+    """"cores", or one of CUTS."""
 
     @property
     def name(self) -> str:
-        return f"{self.k}_{self.v}_{self.q}_{self.dim}_{self.v_dim}_{self.engine}"
+        return f"{self.k}_{self.v}_{self.q}_{self.dim}_{self.v_dim}_{self.engine}".replace(" ", "_")
 
     @property
     def type(self) -> str:
         formats = f"pagoda::{self.k}, pagoda::{self.v}, pagoda::{self.q}, {self.dim}, {self.v_dim}"
         if self.engine == "cores":
             return f"pagoda::CudaCores<pagoda::CoreShape<{formats}, 16>>"
-        cut = {"decode": "1, 4, 1, 3", "prefill": "4, 1, 1, 2", "deterministic": "1, 1, 1, 2", "columns": "4, 1, 4, 2"}
-        return f"pagoda::TensorCores<pagoda::TensorShape<{formats}, {cut[self.engine]}>>"
+        return f"pagoda::TensorCores<pagoda::TensorShape<{formats}, {CUTS[self.engine]}>>"
 
     @property
     def rows(self) -> int:
-        return 64 if self.engine == "prefill" else 16
+        return {"prefill": 64, "stacked": 128, "stacked columns": 32}.get(self.engine, 16)
 
     @property
     def v_in_k(self) -> bool:
         return self.v == "PartOfK"
 
+
+CUTS = {
+    "decode": "1, 4, 1, 1, 3",
+    "prefill": "4, 1, 1, 1, 2",
+    "stacked": "4, 1, 1, 2, 2",
+    "deterministic": "1, 1, 1, 1, 2",
+    "columns": "4, 1, 4, 1, 2",
+    "stacked columns": "4, 1, 4, 2, 2",
+}
+"""Warps, teams, columns, stack and stages of an engine on tensor cores."""
 
 SHAPES = [
     Shape("F16", "F16", "F32", 128, 128),
@@ -73,7 +82,7 @@ SHAPES = [
     Shape("F16", "F16", "F32", 256, 256),
     Shape("F16", "F16", "F32", 192, 128),
     Shape("F16", "F16", "F32", 128, 128, "prefill"),
-    Shape("BF16", "BF16", "BF16", 64, 64, "prefill"),
+    Shape("BF16", "BF16", "BF16", 64, 64, "stacked"),
     Shape("F16", "F16", "F32", 128, 128, "deterministic"),
     Shape("F16", "F16", "F32", 576, 512, "columns"),
     Shape("F32", "F32", "F32", 128, 128, "cores"),
@@ -81,6 +90,9 @@ SHAPES = [
     Shape("BF16", "PartOfK", "F32", 80, 64),
     Shape("F16", "PartOfK", "F32", 576, 512, "columns"),
     Shape("F32", "PartOfK", "F32", 72, 40, "cores"),
+    Shape("F16", "F16", "F16", 128, 128, "stacked"),
+    Shape("F16", "F16", "F16", 128, 128, "deterministic"),
+    Shape("BF16", "F16", "BF16", 72, 96, "stacked columns"),
 ]
 APPENDS = [("F16", "F16", "F32"), ("BF16", "F32", "F16"), ("F32", "F16", "BF16"), ("BF16", "F16", "F32")]
 
@@ -421,7 +433,7 @@ def test_every_engine_and_head_size(shape: Shape, library: emulator.Library) -> 
 @pytest.mark.parametrize("window", [None, 1, 37, 100])
 def test_pages_and_windows(page_size: int, window: int | None, library: emulator.Library) -> None:
     for shape in (SHAPES[1], SHAPES[9]):
-        batch = [one(300, 3), one(5), one(64, 2), one(129, 40 if shape.engine == "prefill" else 1)]
+        batch = [one(300, 3), one(5), one(64, 2), one(129, 70 if shape.engine == "stacked" else 1)]
         World(shape, batch, page_size=page_size, window=window).compare(library, 7)
 
 
@@ -438,7 +450,7 @@ def test_spans(rope: tuple[int, bool] | None, library: emulator.Library) -> None
     """Dropped tokens: a sequence of several spans, which begin and end inside pages and have moved."""
     pieces = [Span(0, 21, 500), Span(5, 90, 40), Span(3, 1, 7), Span(0, 70)]
     for shape in (SHAPES[1], SHAPES[9]):
-        new = 30 if shape.engine == "prefill" else 4
+        new = 60 if shape.engine == "stacked" else 4
         batch = [Sequence(pieces, new), one(40), Sequence(pieces[1:], 2)]
         for window in (None, 75):
             World(shape, batch, rope=rope, window=window).compare(library, 6)
@@ -454,14 +466,20 @@ def test_no_query_at_all(library: emulator.Library) -> None:
     World(SHAPES[1], [one(10, 0), one(70, 2), one(3, 0)]).compare(library, 4)
 
 
-def test_bits_depend_on_the_sequence_alone(library: emulator.Library) -> None:
+@pytest.mark.parametrize(
+    ("shape", "prefill"),
+    [
+        (SHAPES[10], Shape("F16", "F16", "F32", 128, 128, "prefill")),
+        (Shape("F16", "F16", "F16", 128, 128, "deterministic"), Shape("F16", "F16", "F16", 128, 128, "stacked")),
+    ],
+)
+def test_bits_depend_on_the_sequence_alone(shape: Shape, prefill: Shape, library: emulator.Library) -> None:
     """By runs: another batch, another grid, another order, other places, chunks or one token at a time."""
-    shape, prefill = SHAPES[10], Shape("F16", "F16", "F32", 128, 128, "prefill")
     pieces = [Span(0, 4200), Span(9, 150)]
     alone = World(shape, [Sequence(pieces, 2)], kv_heads=1, group=2, seed=1)
     out, lse = alone.attend(library, 3, division=Division.RUNS)
     right, _ = alone.expected()
-    np.testing.assert_allclose(out, right, rtol=0, atol=3e-5)
+    np.testing.assert_allclose(out, right, rtol=0, atol=3e-5 if shape.q == "F32" else 1e-3)
     for other, division, grid, seed in (
         (shape, Division.RUNS, 1, 2),
         (prefill, Division.RUNS, 5, 3),
@@ -586,6 +604,7 @@ BROKEN = {
     "no mask": ("tensor_cores.cuh", "const bool seen = whole ||", "const bool seen = true || whole ||"),
     "the entries of other pages": ("tensor_cores.cuh", "(stored >> shift) % WARP", "((stored >> shift) + 1) % WARP"),
     "the entry of another page": ("tensor_cores.cuh", "(first >> shift) % WARP", "((first >> shift) + 1) % WARP"),
+    "values of an old maximum": ("tensor_cores.cuh", "if (__all_sync(~0u, same)) return;", "return;"),
     "no common parts": ("unit.cuh", "i < mine.commons", "i < 0"),
     "common parts of other queries": ("unit.cuh", "args.common_rows[mine.first_common + i] + query", "query"),
 }

@@ -84,8 +84,8 @@ def attend(k: str, v: str, q: str, dim: int, v_dim: int, group: int, mode: str, 
     else:
         tries = [
             [_tensor(names, dim, v_dim, *cut, stages) for stages in range(STAGES_MAX, 1, -1)]
-            for cut in _cuts(v_dim, mode)
-            if group <= 16 * cut[0] // cut[2]
+            for cut in _cuts(names, v_dim, mode)
+            if group <= _rows(*cut)
         ]
     if not tries:
         raise BackendUnavailable(f"num_q_heads = {group} a K/V head: fewer, for {k}/{v} rows of {dim} and {v_dim}")
@@ -99,32 +99,41 @@ def attend(k: str, v: str, q: str, dim: int, v_dim: int, group: int, mode: str, 
     )
 
 
-def _cuts(v_dim: int, mode: str) -> list[tuple[int, int, int]]:
-    """(warps, teams, columns) of the engine, the best first, then those that need less shared memory or take more heads."""
+def _cuts(names: tuple[str, str, str], v_dim: int, mode: str) -> list[tuple[int, int, int, int]]:
+    """(warps, teams, columns, stack) of the engine: the best first, then what needs less shared memory or takes more heads."""
     columns = 4 if v_dim > 256 else 2 if v_dim > 128 else 1
     while v_dim % (8 * columns):
         columns //= 2
-    by_rows = [(warps, 1, columns) for warps in (4, 2, 1) if warps >= columns]
-    if v_dim > 256 or mode.startswith("prefill"):
+    by_rows = [(warps, 1, columns, 1) for warps in (4, 2, 1) if warps >= columns]
+    if mode.startswith("prefill"):
+        k, _, q = names
+        # Queries and weights of several parts leave no registers for 32 rows.
+        return by_rows if q == "f32" or (q, k) in SPLITS else [(4, 1, columns, 2), *by_rows]
+    if v_dim > 256:
         return by_rows
-    alone = (columns, 1, columns) if mode.endswith("deterministic") else (1, 4, 1)
+    alone = (columns, 1, columns, 1) if mode.endswith("deterministic") else (1, 4, 1, 1)
     return [alone, *by_rows]
 
 
+def _rows(warps: int, _teams: int, columns: int, stack: int) -> int:
+    """Query rows of a thread block."""
+    return 16 * stack * warps // columns
+
+
 def _tensor(
-    names: tuple[str, str, str], dim: int, v_dim: int, warps: int, teams: int, columns: int, stages: int
+    names: tuple[str, str, str], dim: int, v_dim: int, warps: int, teams: int, columns: int, stack: int, stages: int
 ) -> Attention:
     """`TensorShape` of tensor_cores.cuh."""
     k, v, q = names
-    rows, slice_rows = 16 * warps // columns, TILE // teams
+    rows, slice_rows = _rows(warps, teams, columns, stack), TILE // teams
     depth = -(-dim // 16) * 16
     k_stride, v_stride = depth // 8 | 1, v_dim // 8 | 1
     q_bytes = SPLITS.get((q, k), 1) * rows * k_stride * 16 + rows * 4
     stage_rows = min(slice_rows, 16 if dim + v_dim > 512 else 32)
     stride = k_stride if v == PART_OF_K else k_stride + v_stride
-    ring = teams * stages * stage_rows * stride * 16 + 16
+    ring = teams * stages * (stage_rows * stride + 1) * 16 + 16
     exchange = teams * rows * (v_dim + 4 + 2) * 4
-    shape = f"pagoda::TensorShape<{_formats(names)}, {dim}, {v_dim}, {warps}, {teams}, {columns}, {stages}>"
+    shape = f"pagoda::TensorShape<{_formats(names)}, {dim}, {v_dim}, {warps}, {teams}, {columns}, {stack}, {stages}>"
     kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::TensorCores<{shape}>>")
     return Attention(kernel, rows, 32 * warps * teams, q_bytes + max(ring, exchange), v_dim)
 

@@ -141,6 +141,7 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
     return result;
 }
 inline bool __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline bool __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
 template <class T>
 T atomicAdd(T* target, T value) {
     const T before = *target;

@@ -55,8 +55,8 @@ struct CudaCores : Unit<Shape_> {
 
     __device__ static float* floats() { return reinterpret_cast<float*>(shared_memory()); }
 
-    __device__ void load_queries(const Walk& walk) {
-        const float2* angles = this->angles_of(walk);
+    __device__ void load_queries(const Span* span) {
+        const float2* angles = this->angles_of(span);
         __syncthreads();
         for (int i = threadIdx.x; i < ROWS * D; i += Shape::THREADS) {
             const int row = i / D;
@@ -152,12 +152,12 @@ struct CudaCores : Unit<Shape_> {
             tops[row] = minus_infinity();
             sums[row] = 0.0f;
         }
-        int64 prepared = walk.piece.offset;
-        load_queries(walk);
+        const Span* prepared = walk.span;
+        load_queries(prepared);
         for (; walk.left > 0; walk.next()) {
-            if (walk.piece.offset != prepared) {
-                prepared = walk.piece.offset;
-                load_queries(walk);
+            if (walk.span->offset != prepared->offset) {
+                prepared = walk.span;
+                load_queries(prepared);
             }
             for (int first = walk.tile * TILE; first < (walk.tile + 1) * TILE; first += KEYS) {
                 load_rows<typename Shape::K, D, Shape::DEPTH>(keys, args.k_plane, walk, first);

@@ -55,7 +55,6 @@ struct Piece {
     int first_page, low, high, first_tile, last_tile;
     /// The place on the token axis of stored row 0; below 0 where the span skips rows.
     int origin;
-    int64 offset;
 
     __device__ static Piece of(const Span& span, int low, int high) {
         const int first = max(span.before, low), last = min(span.before + span.count, high);
@@ -66,7 +65,6 @@ struct Piece {
         piece.high = last > first ? last - piece.origin : piece.low;
         piece.first_tile = piece.low / TILE;
         piece.last_tile = last > first ? (piece.high + TILE - 1) / TILE : piece.first_tile;
-        piece.offset = span.offset;
         return piece;
     }
 };

@@ -1,8 +1,8 @@
 // The engine of attention over 16-bit rows: tensor cores.
 //
 // Inside a thread block teams of warps share a tile: with 16 query rows (decode) four teams of one warp take 16 stored rows
-// each and meet at the end; with 64 query rows (prefill) one team of four warps takes them all, each warp for its own 16
-// query rows. A team has its own ring of stages in shared memory, which asynchronous copies fill ahead.
+// each and meet at the end; with 128 query rows (prefill) one team of four warps takes them all, each warp for its own 32
+// query rows, so that what it loads of K and V from shared memory serves two products. A team has its own ring of stages in shared memory, which asynchronous copies fill ahead.
 #pragma once
 
 #include <pagoda/unit.cuh>
@@ -11,17 +11,18 @@ namespace pagoda {
 
 /// The parameters of a kernel and what they imply. K, V: row formats of 16 bits, or PartOfK for V. Q: the format of queries and outputs.
 /// D, DV: head_dim and v_head_dim, multiples of 8. WARPS: of a team. TEAMS: that share a tile. COLUMNS: warps of a team that
-/// share 16 query rows, each for its part of the values, where these do not fit the registers of one. STAGES: of a ring.
-template <class K_, class V_, class Q_, int D_, int DV_, int WARPS_, int TEAMS_, int COLUMNS_, int STAGES_>
+/// share query rows, each for its part of the values, where these do not fit the registers of one. STACK: 16 query rows that
+/// a warp has, so many times. STAGES: of a ring.
+template <class K_, class V_, class Q_, int D_, int DV_, int WARPS_, int TEAMS_, int COLUMNS_, int STACK_, int STAGES_>
 struct TensorShape {
     using K = K_;
     using V = typename StoredV<K_, V_>::Format;
     using Q = Q_;
     static constexpr bool V_IN_K = StoredV<K_, V_>::IN_K;
-    static constexpr int D = D_, DV = DV_, WARPS = WARPS_, TEAMS = TEAMS_, COLUMNS = COLUMNS_, STAGES = STAGES_;
+    static constexpr int D = D_, DV = DV_, WARPS = WARPS_, TEAMS = TEAMS_, COLUMNS = COLUMNS_, STACK = STACK_, STAGES = STAGES_;
     static_assert(WARPS == 1 || TEAMS == 1, "a team of several warps uses the barrier of the thread block");
     static_assert(DV % (8 * COLUMNS) == 0 && STAGES >= 2, "a warp has whole columns of 8, and a stage to fill");
-    static constexpr int ROWS = 16 * WARPS / COLUMNS, SLICE = TILE / TEAMS;
+    static constexpr int ROWS = 16 * STACK * WARPS / COLUMNS, SLICE = TILE / TEAMS;
     static constexpr int TEAM = WARP * WARPS, THREADS = TEAM * TEAMS;
     /// Elements of V that a warp accumulates.
     static constexpr int WIDTH = DV / COLUMNS;
@@ -39,7 +40,8 @@ struct TensorShape {
     static constexpr int Q_SPLIT_BYTES = Q_SPLITS * ROWS * K_STRIDE * 16;
     static constexpr int Q_BYTES = Q_SPLIT_BYTES + ROWS * 4;
     static constexpr int K_BYTES = SCORES * K_STRIDE * 16, V_BYTES = SCORES * V_STRIDE * 16;
-    static constexpr int STAGE_BYTES = V_IN_K ? K_BYTES : K_BYTES + V_BYTES, V_START = V_IN_K ? 0 : K_BYTES;
+    static constexpr int V_START = V_IN_K ? 0 : K_BYTES, NOTE_START = V_IN_K ? K_BYTES : K_BYTES + V_BYTES;
+    static constexpr int STAGE_BYTES = NOTE_START + 16;
     /// Floats of a row of values on their way between teams.
     static constexpr int EXCHANGE = DV + 4;
     static constexpr int EXCHANGE_BYTES = TEAMS * ROWS * (EXCHANGE + 2) * 4;
@@ -48,7 +50,12 @@ struct TensorShape {
     /// Floats of a partial result: values, then maxima, then sums.
     static constexpr int PARTIAL = ROWS * DV + 2 * ROWS;
     /// Query fragments stay in registers where these hold them beside values and scores.
-    static constexpr bool Q_IN_REGISTERS = Q_SPLITS * DEPTH / 4 + WIDTH / 2 + SCORES / 2 < 120;
+    static constexpr bool Q_IN_REGISTERS = STACK * (Q_SPLITS * DEPTH / 4 + WIDTH / 2 + SCORES / 2) < 120;
+};
+
+/// What a stage holds: of its rows [low, high) are real, row 0 is at `place` of the token axis, and all are of one span.
+struct Note {
+    int low, high, place, span;
 };
 
 /// Table entries of 64 pages around the current one: a lane holds one of the current 32 and one of the next.
@@ -91,25 +98,27 @@ struct TensorCores : Unit<Shape_> {
     using Unit<Shape>::rows;
     using KElement = typename Shape::K::Element;
     using VElement = typename Shape::V::Element;
-    static constexpr int D = Shape::D, DV = Shape::DV, STAGES = Shape::STAGES, TEAMS = Shape::TEAMS;
+    static constexpr int D = Shape::D, DV = Shape::DV, STAGES = Shape::STAGES, TEAMS = Shape::TEAMS, STACK = Shape::STACK;
+    using Scores = float[STACK][Shape::SCORES / 8][4];
     /// Thread blocks of a multiprocessor that registers are sparing for: more would spill.
     static constexpr int BLOCKS = 2;
 
     /// `warp` is its place in the team; its query rows begin at `first_row`, its values at `first_column`.
     const int lane, warp, team, first_row, first_column;
     uint8 *const q_shared, *const ring;
-    /// Of rows lane / 4 and lane / 4 + 8 of the warp's 16: running maximum, this lane's share of the sum, values.
-    float top[2], sum[2], values[Shape::WIDTH / 8][4];
-    /// What their scores are multiplied with.
-    float scale[2];
-    uint32 query[Shape::Q_IN_REGISTERS ? Shape::Q_SPLITS : 1][Shape::DEPTH / 16][4];
+    /// Of the warp's rows lane / 4 + 8 r: running maximum, this lane's share of the sum, what scores are multiplied with where
+    /// queries are scaled.
+    float top[2 * STACK], sum[2 * STACK], scale[2 * STACK];
+    /// Of rows lane / 4 (0, 1) and lane / 4 + 8 (2, 3) of each 16.
+    float values[STACK][Shape::WIDTH / 8][4];
+    uint32 query[Shape::Q_IN_REGISTERS ? Shape::Q_SPLITS : 1][Shape::DEPTH / 16][STACK][4];
 
     __device__ explicit TensorCores(const Attend& args_)
         : Unit<Shape>(args_, shared_memory() + Shape::Q_BYTES, shared_memory()),
           lane(threadIdx.x % WARP),
           warp(threadIdx.x / WARP % Shape::WARPS),
           team(threadIdx.x / Shape::TEAM),
-          first_row(warp / Shape::COLUMNS * 16),
+          first_row(warp / Shape::COLUMNS * (16 * STACK)),
           first_column(warp % Shape::COLUMNS * Shape::WIDTH),
           q_shared(shared_memory()),
           ring(shared_memory() + Shape::Q_BYTES) {}
@@ -127,8 +136,8 @@ struct TensorCores : Unit<Shape_> {
     __device__ uint8* stage(int index) const { return ring + (team * STAGES + index) * Shape::STAGE_BYTES; }
 
     /// Brings the queries of the unit to shared memory as 16-bit elements, and the rests of what those cannot hold.
-    __device__ void load_queries(const Walk& walk) {
-        const float2* angles = this->angles_of(walk);
+    __device__ void load_queries(const Span* span) {
+        const float2* angles = this->angles_of(span);
         float* factors = reinterpret_cast<float*>(q_shared + Shape::Q_SPLIT_BYTES);
         __syncthreads();
         for (int row = threadIdx.x / WARP; row < Shape::ROWS; row += Shape::THREADS / WARP) {
@@ -136,7 +145,8 @@ struct TensorCores : Unit<Shape_> {
             if (lane == 0) factors[row] = factor;
         }
         __syncthreads();
-        for (int r = 0; r < 2; ++r) scale[r] = args.scale / factors[first_row + lane / 4 + 8 * r];
+#pragma unroll
+        for (int r = 0; r < 2 * STACK; ++r) scale[r] = args.scale / factors[row_of(r)];
         for (int i = threadIdx.x; i < Shape::ROWS * Shape::DEPTH / 2; i += Shape::THREADS) {
             const int row = i / (Shape::DEPTH / 2), e = i % (Shape::DEPTH / 2) * 2;
             float x = 0.0f, y = 0.0f;
@@ -173,9 +183,15 @@ struct TensorCores : Unit<Shape_> {
         return __uint_as_float(static_cast<uint32>(min(exponent, 252)) << 23);
     }
 
-    __device__ void load_query(uint32 (&fragment)[4], int split, int k) const {
-        const int row = split * Shape::ROWS + first_row + lane % 16;
-        load_matrix(fragment, q_shared + (row * Shape::K_STRIDE + k * 2 + lane / 16) * 16);
+    /// The row of the block that numbers `r` of this thread are of.
+    __device__ int row_of(int r) const { return first_row + lane / 4 + 8 * r; }
+
+    __device__ void load_query(uint32 (&fragments)[STACK][4], int split, int k) const {
+#pragma unroll
+        for (int t = 0; t < STACK; ++t) {
+            const int row = split * Shape::ROWS + first_row + t * 16 + lane % 16;
+            load_matrix(fragments[t], q_shared + (row * Shape::K_STRIDE + k * 2 + lane / 16) * 16);
+        }
     }
 
     /// The first stored row of a part of the team's slice of a tile.
@@ -195,9 +211,9 @@ struct TensorCores : Unit<Shape_> {
             const uint8* source = args.pages.block(entry) + in_block;
             source += static_cast<int64>(first & ((1 << shift) - 1)) * (DIM * 2) + thread * 16;
             const int low = walk.piece.low - first, high = walk.piece.high - first;
-#pragma unroll 4
+#pragma unroll(STACK == 1 ? 4 : 2)
             for (int start = 0; start < ALL; start += Shape::TEAM) {
-                const int row = row_of<CHUNKS>(start, thread), chunk = chunk_of<CHUNKS>(start, thread);
+                const int row = copied_row<CHUNKS>(start, thread), chunk = copied_chunk<CHUNKS>(start, thread);
                 const bool valid = row >= low && row < high;
                 if (ALL % Shape::TEAM == 0 || start + thread < ALL) {
                     copy_async(target + (row * STRIDE + chunk) * 16, source + start * 16, valid);
@@ -205,9 +221,9 @@ struct TensorCores : Unit<Shape_> {
             }
             return;
         }
-#pragma unroll 4
+#pragma unroll(STACK == 1 ? 4 : 2)
         for (int start = 0; start < ALL; start += Shape::TEAM) {
-            const int row = row_of<CHUNKS>(start, thread), chunk = chunk_of<CHUNKS>(start, thread), stored = first + row;
+            const int row = copied_row<CHUNKS>(start, thread), chunk = copied_chunk<CHUNKS>(start, thread), stored = first + row;
             const uint32 entry = __shfl_sync(~0u, window.now, (stored >> shift) % WARP);
             const bool valid = stored >= walk.piece.low && stored < walk.piece.high;
             const int64 in_page = stored & ((1 << shift) - 1);
@@ -218,15 +234,21 @@ struct TensorCores : Unit<Shape_> {
 
     /// The row of a stage, and the 16 bytes of it, that a thread copies in a round which begins at `start`.
     template <int CHUNKS>
-    __device__ static int row_of(int start, int thread) {
+    __device__ static int copied_row(int start, int thread) {
         return Shape::TEAM % CHUNKS == 0 ? start / CHUNKS + thread / CHUNKS : (start + thread) / CHUNKS;
     }
     template <int CHUNKS>
-    __device__ static int chunk_of(int start, int thread) {
+    __device__ static int copied_chunk(int start, int thread) {
         return Shape::TEAM % CHUNKS == 0 ? thread % CHUNKS : (start + thread) % CHUNKS;
     }
 
+    __device__ Note& note(int index) const { return *reinterpret_cast<Note*>(stage(index) + Shape::NOTE_START); }
+
     __device__ void copy_stage(int index, const Walk& walk, int first, PageWindow& window) const {
+        if (threadIdx.x % Shape::TEAM == 0) {
+            const int span = static_cast<int>(walk.span - args.pages.spans);
+            note(index) = {walk.piece.low - first, walk.piece.high - first, walk.piece.origin + first, span};
+        }
         window.seek(first >> args.pages.page_shift, lane);
         copy_rows<D, Shape::K_STRIDE>(stage(index), args.k_plane, walk, first, window);
         if constexpr (!Shape::V_IN_K) {
@@ -239,11 +261,11 @@ struct TensorCores : Unit<Shape_> {
         window.open(args.pages.table + row, ((walk.piece.high - 1) >> args.pages.page_shift) + 1);
     }
 
-    /// Scores, softmax and values of the rows of a stage, the first of which is `first`.
-    __device__ void compute_stage(int index, const Walk& walk, int first) {
-        float scores[Shape::SCORES / 8][4];
+    /// Scores, softmax and values of the rows of a stage.
+    __device__ void compute_stage(int index) {
+        Scores scores;
         score(scores, stage(index));
-        const bool whole = mask(scores, walk, first);
+        const bool whole = mask(scores, note(index));
         weigh(scores);
         const uint8* rows_of_v = stage(index) + Shape::V_START + first_column * 2;
         if (whole || block.queries == 1) {
@@ -253,20 +275,17 @@ struct TensorCores : Unit<Shape_> {
         }
     }
 
-    __device__ void score(float (&scores)[Shape::SCORES / 8][4], const uint8* keys) const {
+    __device__ void score(Scores& scores, const uint8* keys) const {
 #pragma unroll
-        for (int n = 0; n < Shape::SCORES / 8; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) scores[n][i] = 0.0f;
-        }
-#pragma unroll
+        for (int i = 0; i < STACK * Shape::SCORES / 2; ++i) scores[i / (Shape::SCORES / 2)][i / 4 % (Shape::SCORES / 8)][i % 4] = 0.0f;
+#pragma unroll(Shape::Q_IN_REGISTERS ? Shape::DEPTH / 16 : 4)
         for (int k = 0; k < Shape::DEPTH / 16; ++k) {
 #pragma unroll
             for (int s = 0; s < Shape::Q_SPLITS; ++s) {
-                uint32 a[4];
+                uint32 a[STACK][4];
                 if constexpr (Shape::Q_IN_REGISTERS) {
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) a[i] = query[s][k][i];
+                    for (int i = 0; i < 4 * STACK; ++i) a[i / 4][i % 4] = query[s][k][i / 4][i % 4];
                 } else {
                     load_query(a, s, k);
                 }
@@ -275,61 +294,74 @@ struct TensorCores : Unit<Shape_> {
                     uint32 b[4];
                     const int row = n * 8 + lane / 16 * 8 + lane % 8;
                     load_matrix(b, keys + (row * Shape::K_STRIDE + k * 2 + lane / 8 % 2) * 16);
-                    multiply_add(scores[n], a, b[0], b[1], KElement());
-                    multiply_add(scores[n + 1], a, b[2], b[3], KElement());
+#pragma unroll
+                    for (int t = 0; t < STACK; ++t) {
+                        multiply_add(scores[t][n], a[t], b[0], b[1], KElement());
+                        multiply_add(scores[t][n + 1], a[t], b[2], b[3], KElement());
+                    }
                 }
             }
         }
     }
 
-    /// Scales scores of the stored rows from `first` on; those that their query does not see become -inf. True if there are none.
-    __device__ bool mask(float (&scores)[Shape::SCORES / 8][4], const Walk& walk, int first) const {
-        const int place = walk.piece.origin + first;
-        const bool whole = first >= walk.piece.low && first + Shape::SCORES <= walk.piece.high &&
-                           place + Shape::SCORES - 1 <= block.position &&
-                           place > block.position + block.queries - 1 - args.window;
-        const int last[2] = {block.position + (first_row + lane / 4) / args.group,
-                             block.position + (first_row + lane / 4 + 8) / args.group};
+    /// Scales scores; those of rows that their query does not see become -inf. True if there are none.
+    __device__ bool mask(Scores& scores, const Note note) const {
+        const bool whole = note.low <= 0 && note.high >= Shape::SCORES && note.place + Shape::SCORES - 1 <= block.position &&
+                           note.place > block.position + block.queries - 1 - args.window;
 #pragma unroll
-        for (int n = 0; n < Shape::SCORES / 8; ++n) {
+        for (int r = 0; r < 2 * STACK; ++r) {
+            const int last = block.position + row_of(r) / args.group;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int column = n * 8 + lane % 4 * 2 + i % 2;
-                const bool seen = whole || (first + column >= walk.piece.low && first + column < walk.piece.high &&
-                                            place + column <= last[i / 2] && place + column > last[i / 2] - args.window);
-                scores[n][i] = seen ? scores[n][i] * scale[i / 2] : minus_infinity();
+            for (int n = 0; n < Shape::SCORES / 8; ++n) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int column = n * 8 + lane % 4 * 2 + i;
+                    const int place = note.place + column;
+                    const bool seen = whole || (column >= note.low && column < note.high && place <= last && place > last - args.window);
+                    float& score = scores[r / 2][n][r % 2 * 2 + i];
+                    score = seen ? score * (Shape::Q_SCALED ? scale[r] : args.scale) : minus_infinity();
+                }
             }
         }
         return whole;
     }
 
     /// Online softmax: scores become weights relative to the new maximum, and the values so far are scaled to it.
-    __device__ void weigh(float (&scores)[Shape::SCORES / 8][4]) {
+    __device__ void weigh(Scores& scores) {
+        float decay[2 * STACK];
+        bool same = true;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        for (int r = 0; r < 2 * STACK; ++r) {
+            float(&mine)[Shape::SCORES / 8][4] = scores[r / 2];
+            const int i = r % 2 * 2;
             float highest = top[r];
 #pragma unroll
-            for (int n = 0; n < Shape::SCORES / 8; ++n) highest = fmaxf(highest, fmaxf(scores[n][2 * r], scores[n][2 * r + 1]));
+            for (int n = 0; n < Shape::SCORES / 8; ++n) highest = fmaxf(highest, fmaxf(mine[n][i], mine[n][i + 1]));
             highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
             highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
             // Where nothing is seen so far every weight is exp2(-inf - 0) = 0.
             const float base = highest == minus_infinity() ? 0.0f : highest;
-            const float decay = exp2_fast(top[r] - base);
+            decay[r] = exp2_fast(top[r] - base);
+            same &= decay[r] == 1.0f;
             top[r] = highest;
             float total = 0.0f;
 #pragma unroll
             for (int n = 0; n < Shape::SCORES / 8; ++n) {
-#pragma unroll
-                for (int i = 2 * r; i < 2 * r + 2; ++i) {
-                    scores[n][i] = exp2_fast(scores[n][i] - base);
-                    total += scores[n][i];
-                }
+                mine[n][i] = exp2_fast(mine[n][i] - base);
+                mine[n][i + 1] = exp2_fast(mine[n][i + 1] - base);
+                total += mine[n][i];
+                total += mine[n][i + 1];
             }
-            sum[r] = sum[r] * decay + total;
+            sum[r] = sum[r] * decay[r] + total;
+        }
+        // Maxima settle soon: most stages leave the values as they are.
+        if (__all_sync(~0u, same)) return;
+#pragma unroll
+        for (int t = 0; t < STACK; ++t) {
 #pragma unroll
             for (int n = 0; n < Shape::WIDTH / 8; ++n) {
-                values[n][2 * r] *= decay;
-                values[n][2 * r + 1] *= decay;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) values[t][n][i] *= decay[2 * t + i / 2];
             }
         }
     }
@@ -337,51 +369,62 @@ struct TensorCores : Unit<Shape_> {
     /// Adds the V rows, times their weights, to the warp's values. CAREFUL: some queries do not see some of the rows, and what
     /// is infinite or NaN there, and times a weight of 0 is NaN, must not reach them.
     template <bool CAREFUL>
-    __device__ void accumulate(const float (&weights)[Shape::SCORES / 8][4], const uint8* rows_of_v) {
+    __device__ void accumulate(const Scores& weights, const uint8* rows_of_v) {
 #pragma unroll
         for (int k = 0; k < Shape::SCORES / 16; ++k) {
-            // What an accumulator holds of two column blocks is what a fragment of the left factor holds.
-            float p[8];
-            uint32 a[Shape::P_SPLITS][4], sees[4];
+            uint32 a[STACK][Shape::P_SPLITS][4], sees[STACK][4];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) p[i] = weights[2 * k + i / 4][i % 4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (CAREFUL) sees[i] = Pair<VElement>::pack(p[2 * i] > 0.0f, p[2 * i + 1] > 0.0f);
-#pragma unroll
-                for (int s = 0; s < Shape::P_SPLITS; ++s) {
-                    a[s][i] = Pair<VElement>::pack(p[2 * i], p[2 * i + 1]);
-                    p[2 * i] -= Pair<VElement>::low(a[s][i]);
-                    p[2 * i + 1] -= Pair<VElement>::high(a[s][i]);
-                }
-            }
+            for (int t = 0; t < STACK; ++t) split_weights(a[t], sees[t], weights[t][2 * k], weights[t][2 * k + 1]);
 #pragma unroll
             for (int n = 0; n < Shape::WIDTH / 8; n += 2) {
                 uint32 b[4];
                 load_matrix_transposed(b, rows_of_v + ((k * 16 + lane % 16) * Shape::V_STRIDE + n + lane / 16) * 16);
-                if (CAREFUL) {
-                    take_out(values[n], sees, b[0], b[1]);
-                    if (n + 1 < Shape::WIDTH / 8) take_out(values[n + 1], sees, b[2], b[3]);
-                }
 #pragma unroll
-                for (int s = 0; s < Shape::P_SPLITS; ++s) {
-                    multiply_add(values[n], a[s], b[0], b[1], VElement());
+                for (int half = 0; half < 2; ++half) {
                     // An odd number of blocks: the last load has brought 8 elements of another row.
-                    if (n + 1 < Shape::WIDTH / 8) multiply_add(values[n + 1], a[s], b[2], b[3], VElement());
+                    if (n + half == Shape::WIDTH / 8) break;
+                    uint32 &b0 = b[2 * half], &b1 = b[2 * half + 1];
+                    if (CAREFUL) take_out(n + half, sees, b0, b1);
+#pragma unroll
+                    for (int t = 0; t < STACK; ++t) {
+#pragma unroll
+                        for (int s = 0; s < Shape::P_SPLITS; ++s) multiply_add(values[t][n + half], a[t][s], b0, b1, VElement());
+                    }
                 }
             }
         }
     }
 
-    /// Makes what is infinite or NaN in a fragment 0, and the values of queries that see it NaN.
-    __device__ static void take_out(float (&out)[4], const uint32 (&sees)[4], uint32& b0, uint32& b1) {
-        const uint32 marks[2] = {take_out_pair(b0), take_out_pair(b1)};
-        if (!__any_sync(~0u, (marks[0] | marks[1]) != 0)) return;
-        float hits[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        multiply_add(hits, sees, marks[0], marks[1], VElement());
+    /// Weights of 16 rows as left factors, which together hold them, and ones where they are above 0. What an accumulator
+    /// holds of two column blocks is what a fragment of the left factor holds.
+    __device__ static void split_weights(uint32 (&a)[Shape::P_SPLITS][4], uint32 (&sees)[4], const float (&left)[4],
+                                         const float (&right)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if (hits[i] > 0.0f) out[i] = __uint_as_float(0x7fc00000u);
+            const float(&half)[4] = i < 2 ? left : right;
+            float x = half[i % 2 * 2], y = half[i % 2 * 2 + 1];
+            sees[i] = Pair<VElement>::pack(x > 0.0f, y > 0.0f);
+#pragma unroll
+            for (int s = 0; s < Shape::P_SPLITS; ++s) {
+                a[s][i] = Pair<VElement>::pack(x, y);
+                x -= Pair<VElement>::low(a[s][i]);
+                y -= Pair<VElement>::high(a[s][i]);
+            }
+        }
+    }
+
+    /// Makes what is infinite or NaN in a fragment 0, and the values of queries that see it NaN.
+    __device__ void take_out(int column, const uint32 (&sees)[STACK][4], uint32& b0, uint32& b1) {
+        const uint32 marks[2] = {take_out_pair(b0), take_out_pair(b1)};
+        if (!__any_sync(~0u, (marks[0] | marks[1]) != 0)) return;
+#pragma unroll
+        for (int t = 0; t < STACK; ++t) {
+            float hits[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+            multiply_add(hits, sees[t], marks[0], marks[1], VElement());
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (hits[i] > 0.0f) values[t][column][i] = __uint_as_float(0x7fc00000u);
+            }
         }
     }
 
@@ -396,21 +439,21 @@ struct TensorCores : Unit<Shape_> {
     /// Goes over the tiles (or the run) from `from` on. Leaves maxima, sums and values of all teams in the exchange.
     __device__ void work(int from, int count) {
         const Span* spans = args.pages.spans + args.pages.span_starts[block.sequence];
-        Walk compute;
-        compute.start(spans, block.low, block.high, from, count, args.division != TILES);
-        Walk load = compute;
+        Walk walk;
+        walk.start(spans, block.low, block.high, from, count, args.division != TILES);
         PageWindow window;
-        open_window(window, load);
+        open_window(window, walk);
         pad_keys();
-        int index = 0, load_sub = 0, sub = 0;
+        int prepared = static_cast<int>(walk.span - args.pages.spans);
+        int index = 0, sub = 0, left = walk.left * Shape::SUBS;
         auto advance = [&] {
-            if (load.left > 0) {
-                copy_stage(index, load, first_of(load, load_sub), window);
-                if (++load_sub == Shape::SUBS) {
-                    const Span* span = load.span;
-                    load_sub = 0;
-                    load.next();
-                    if (load.left > 0 && load.span != span) open_window(window, load);
+            if (walk.left > 0) {
+                copy_stage(index, walk, first_of(walk, sub), window);
+                if (++sub == Shape::SUBS) {
+                    const Span* span = walk.span;
+                    sub = 0;
+                    walk.next();
+                    if (walk.left > 0 && walk.span != span) open_window(window, walk);
                 }
             }
             copy_commit();
@@ -418,29 +461,22 @@ struct TensorCores : Unit<Shape_> {
         };
 #pragma unroll
         for (int i = 0; i < STAGES - 1; ++i) advance();
-        top[0] = top[1] = minus_infinity();
-        sum[0] = sum[1] = 0.0f;
 #pragma unroll
-        for (int n = 0; n < Shape::WIDTH / 8; ++n) {
+        for (int r = 0; r < 2 * STACK; ++r) top[r] = minus_infinity(), sum[r] = 0.0f;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) values[n][i] = 0.0f;
-        }
-        int64 prepared = compute.piece.offset;
-        load_queries(compute);
-        for (int at = 0; compute.left > 0; at = at + 1 == STAGES ? 0 : at + 1) {
-            if (compute.piece.offset != prepared) {
-                prepared = compute.piece.offset;
-                load_queries(compute);
-            }
+        for (int i = 0; i < STACK * Shape::WIDTH / 2; ++i) values[i / (Shape::WIDTH / 2)][i / 4 % (Shape::WIDTH / 8)][i % 4] = 0.0f;
+        load_queries(args.pages.spans + prepared);
+        for (int at = 0; left > 0; --left, at = at + 1 == STAGES ? 0 : at + 1) {
             copy_wait<STAGES - 2>();
             // The stage has arrived for all, and all are done with the one before, whose place is filled next.
             team_barrier<Shape::WARPS>();
             advance();
-            compute_stage(at, compute, first_of(compute, sub));
-            if (++sub == Shape::SUBS) {
-                sub = 0;
-                compute.next();
+            const int span = note(at).span;
+            if (span != prepared) {
+                if (args.pages.spans[span].offset != args.pages.spans[prepared].offset) load_queries(args.pages.spans + span);
+                prepared = span;
             }
+            if (first_row < rows) compute_stage(at);
         }
         copy_wait<0>();
         __syncthreads();
@@ -452,8 +488,8 @@ struct TensorCores : Unit<Shape_> {
     __device__ void give() {
         float* out = this->exchange(team);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = first_row + lane / 4 + 8 * r;
+        for (int r = 0; r < 2 * STACK; ++r) {
+            const int row = row_of(r);
             sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
             sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
             if (lane % 4 == 0 && first_column == 0) {
@@ -463,8 +499,8 @@ struct TensorCores : Unit<Shape_> {
 #pragma unroll
             for (int n = 0; n < Shape::WIDTH / 8; ++n) {
                 float* pair = out + row * Shape::EXCHANGE + first_column + n * 8 + lane % 4 * 2;
-                pair[0] = values[n][2 * r];
-                pair[1] = values[n][2 * r + 1];
+                pair[0] = values[r / 2][n][r % 2 * 2];
+                pair[1] = values[r / 2][n][r % 2 * 2 + 1];
             }
         }
     }

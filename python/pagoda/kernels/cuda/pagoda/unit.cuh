@@ -157,9 +157,9 @@ struct Unit {
     }
     __device__ int head_of(int row) const { return head * args.group + row % args.group; }
 
-    /// The angles of the span that a walk is in, if it has moved.
-    __device__ const float2* angles_of(const Walk& walk) const {
-        return walk.piece.offset == 0 ? nullptr : args.angles + (walk.span - args.pages.spans) * args.rotary_pairs;
+    /// The angles of a span, if it has moved.
+    __device__ const float2* angles_of(const Span* span) const {
+        return span->offset == 0 ? nullptr : args.angles + (span - args.pages.spans) * args.rotary_pairs;
     }
 
     /// Element `e` of a query row, rotated back by `angles` if there are any.
