@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 
@@ -52,14 +53,20 @@ def test_docs_quote_registers_as_they_are() -> None:
     import compile_kernels
 
     text = (Path(__file__).parent.parent / "docs/kernels.md").read_text()
-    rows = re.findall(r"\| (decode|prefill) (\d+), (f16|f32) queries, (\d) stages \| (\d+) \| (\d+) KB \|", text)
+    (quoted,) = re.findall(r"sm_90, NVRTC ([\d.]+)\)", text)
+    if not version("nvidia-cuda-nvrtc").startswith(f"{quoted}."):
+        pytest.skip(f"the figures are of NVRTC {quoted}")
+    rows = re.findall(r"\| ((?:decode|prefill) \d+, f\d+ queries, \d stages) \| (\d+) \| (\d+) KB \|", text)
     assert len(rows) >= 2
-    for mode, dim, q, stages, registers, kilobytes in rows:
+    found = []
+    for name, *_ in rows:
+        mode, dim, q = re.split(r"[ ,]+", name)[:3]
         one = instances.attend("f16", "f16", q, int(dim), int(dim), 4, mode, 227 << 10)
-        assert one.kernel.expression.endswith(f" {stages}>>>")
-        assert round(one.shared_bytes / 1000) == int(kilobytes)
         (compiled,) = compile_kernels.compile_all({"sm_90": [one.kernel]})
-        assert compiled.registers == int(registers)
+        stages = one.kernel.expression.removesuffix(">>>").split(", ")[-1]
+        described = f"{mode} {dim}, {q} queries, {stages} stages"
+        found.append((described, str(compiled.registers), str(round(one.shared_bytes / 1000))))
+    assert rows == found
 
 
 @needs_nvrtc

@@ -84,12 +84,8 @@ def _kernels() -> Finding:
 
 def _gpu() -> list[Finding]:
     lack = cuda.lack()
-    cupy = sys.modules.get("cupy")
-    if lack is not None:
-        findings = [Finding("GPU", False, *lack)]
-    else:
-        findings = [_device(index) for index in range(cupy.cuda.runtime.getDeviceCount())]
-    if cupy is not None:
+    findings = [Finding("GPU", False, *lack)] if lack else [_device(index) for index in range(cuda.count())]
+    if sys.modules.get("cupy"):
         findings += [_cupy(), _nvrtc(), _headers()]
     return [*findings, _proof()] if all(finding.fine for finding in findings) else findings
 
@@ -140,7 +136,7 @@ def _headers() -> Finding:
         return Finding("CUDA headers", False, "not found", loader.TOOLKIT)
     missing = [name for name in ("cuda_fp16.h", "cuda_bf16.h") if not (Path(folder) / name).exists()]
     if missing:
-        return Finding("CUDA headers", False, f"{' and '.join(missing)} are not in {folder}", loader.TOOLKIT)
+        return Finding("CUDA headers", False, f"{' and '.join(missing)} not in {folder}", loader.TOOLKIT)
     return Finding("CUDA headers", True, folder)
 
 

@@ -54,7 +54,7 @@ def lack() -> Lack | None:
     if not driver:
         return Lack("there is no NVIDIA driver", "install it; start containers with --gpus all")
     try:
-        runtime.getDeviceCount()
+        count()
     except runtime.CUDARuntimeError as error:
         if error.status == DRIVER_TOO_OLD:
             return Lack(
@@ -73,6 +73,13 @@ def version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
+def count() -> int:
+    """How many devices there are. Where there is none CuPy raises."""
+    import cupy
+
+    return int(cupy.cuda.runtime.getDeviceCount())
+
+
 def capability(index: int) -> tuple[int, int]:
     """The compute capability of a device."""
     import cupy
@@ -85,11 +92,8 @@ def open_driver(index: int) -> Driver:
     missing = lack()
     if missing is not None:
         raise BackendUnavailable(f"device = cuda: {missing.found}; {missing.remedy}")
-    import cupy
-
-    count = cupy.cuda.runtime.getDeviceCount()
-    if index >= count:
-        raise InvalidArgument(f"device = cuda:{index}: from cuda:0 to cuda:{count - 1}")
+    if index >= count():
+        raise InvalidArgument(f"device = cuda:{index}: from cuda:0 to cuda:{count() - 1}")
     if capability(index) < CAPABILITY_MIN:
         raise BackendUnavailable(
             f"device = cuda:{index}: compute capability {capability(index)}; from {CAPABILITY_MIN} on"
