@@ -58,14 +58,14 @@ def test_docs_quote_registers_as_they_are() -> None:
         pytest.skip(f"the figures are of NVRTC {quoted}")
     rows = re.findall(r"\| ((?:decode|prefill) \d+, f\d+ queries, \d stages) \| (\d+) \| (\d+) KB \|", text)
     assert len(rows) >= 2
+    keys = [re.split(r"[ ,]+", name)[:3] for name, *_ in rows]
+    ones = [instances.attend("f16", "f16", q, int(dim), int(dim), 4, mode, 227 << 10) for mode, dim, q in keys]
     found = []
-    for name, *_ in rows:
-        mode, dim, q = re.split(r"[ ,]+", name)[:3]
-        one = instances.attend("f16", "f16", q, int(dim), int(dim), 4, mode, 227 << 10)
-        (compiled,) = compile_kernels.compile_all({"sm_90": [one.kernel]})
+    all_compiled = compile_kernels.compile_all({"sm_90": [one.kernel for one in ones]})
+    for (mode, dim, q), one, compiled in zip(keys, ones, all_compiled, strict=True):
         stages = one.kernel.expression.removesuffix(">>>").split(", ")[-1]
-        described = f"{mode} {dim}, {q} queries, {stages} stages"
-        found.append((described, str(compiled.registers), str(round(one.shared_bytes / 1000))))
+        name = f"{mode} {dim}, {q} queries, {stages} stages"
+        found.append((name, str(compiled.registers), str(round(one.shared_bytes / 1000))))
     assert rows == found
 
 

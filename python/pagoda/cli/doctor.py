@@ -86,19 +86,20 @@ def _gpu() -> list[Finding]:
     lack = cuda.lack()
     findings = [Finding("GPU", False, *lack)] if lack else [_device(index) for index in range(cuda.count())]
     if sys.modules.get("cupy"):
-        findings += [_cupy(), _nvrtc(), _headers()]
+        findings.append(_cupy())
+        findings += [_nvrtc(), _headers()] if findings[-1].fine else []
     return [*findings, _proof()] if all(finding.fine for finding in findings) else findings
 
 
 def _cupy() -> Finding:
     import cupy
 
-    runtime = cupy.cuda.runtime
-    built, driver = runtime.runtimeGetVersion(), runtime.driverGetVersion()
-    found = f"{cupy.__version__} for CUDA {cuda.version(built)}, driver for CUDA {cuda.version(driver)}"
+    driver = cupy.cuda.runtime.driverGetVersion()
+    found = f"{cupy.__version__} for CUDA {cuda.version(cupy.cuda.runtime.runtimeGetVersion())}"
+    found += f", driver for CUDA {cuda.version(driver)}" if driver else ""
     fine = tuple(map(int, cupy.__version__.split(".")[:2])) >= CUPY_MIN
     return Finding(
-        "CuPy", fine, found, "" if fine else "upgrade to 14.2: older ones compile kernels anew in every process"
+        "CuPy", fine, found, "" if fine else "upgrade to 14.2: older ones may compile kernels in every process"
     )
 
 

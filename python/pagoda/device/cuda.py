@@ -25,7 +25,6 @@ TYPES = {"<f4": "f32", "<f2": "f16", "<u2": "u16"}
 
 CAPABILITY_MIN = (8, 0)
 
-
 INSTALL = 'pip install "pagoda-kv[cuda13]" (or [cuda12])'
 
 NO_DEVICE, DRIVER_TOO_OLD = 100, 35
