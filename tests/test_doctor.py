@@ -10,7 +10,7 @@ from typing import Any
 import emulator
 import pagoda
 import pytest
-from emulator.driver import EmulatedDriver
+from emulator.driver import EmulatedDriver, Stream
 from pagoda.cli import doctor, main
 from pagoda.cli.doctor import Finding
 from pagoda.device import cuda
@@ -202,6 +202,12 @@ def test_a_machine_that_has_everything(machine: Machine, monkeypatch: pytest.Mon
     assert findings["GPU kernels"].found.startswith("one was loaded and run")
     names = ["GPU 0", "CuPy", "NVRTC", "CUDA headers", "GPU kernels"]
     assert all(findings[name].fine and not findings[name].remedy for name in names)
+
+
+def test_a_kernel_that_does_nothing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "open_driver", EmulatedDriver)
+    monkeypatch.setattr(Stream, "launch", lambda *arguments, **options: None)
+    assert not examine(machine, monkeypatch)["GPU kernels"].fine
 
 
 def test_kernels_that_do_not_load(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

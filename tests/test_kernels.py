@@ -119,6 +119,14 @@ def test_an_architecture_that_nvrtc_does_not_know(arch: str) -> None:
         compile_kernels.compile_for(arch, instances.UNPACK)
 
 
+def test_three_errors_are_enough() -> None:
+    log = "".join(f"{loader.SOURCES}/pagoda/unit.cuh({line}): error: nonsense\n  x\n  ^\n\n" for line in range(1, 101))
+    assert loader.explain(instances.UNPACK, log, "sm_90", (13, 2)).splitlines() == [
+        "unpack for sm_90:",
+        *[f"  pagoda/unit.cuh({line}): error: nonsense" for line in (1, 2, 3)],
+    ]
+
+
 @pytest.mark.parametrize(
     ("log", "nvrtc", "hint"),
     [
