@@ -61,7 +61,7 @@ format:  ## put everything into shape
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-kernels: setup  ## compile every device kernel for every architecture
+kernels: setup  ## compile the device kernels that models ask for, for sm_80 to sm_120; CONTRIBUTING says how long
 	$(BIN)/python tools/compile_kernels.py
 
 bench: setup  ## the figures of docs/benchmarks, on this machine

@@ -53,17 +53,9 @@ def _gpu_or_skip(request: pytest.FixtureRequest) -> None:
     """Skips a test marked `gpu` where there is none, unless PAGODA_REQUIRE_GPU=1 says that there must be."""
     if request.node.get_closest_marker("gpu") is None:
         return
-    reason = _why_no_gpu()
-    if reason is None:
+    lack = cuda.lack()
+    if lack is None:
         return
     if os.environ.get("PAGODA_REQUIRE_GPU") == "1":
-        pytest.fail(f"PAGODA_REQUIRE_GPU=1, but {reason}")
-    pytest.skip(reason)
-
-
-def _why_no_gpu() -> str | None:
-    try:
-        import cupy
-    except ImportError:
-        return "CuPy is not installed"
-    return None if cupy.cuda.is_available() else "CuPy finds no CUDA device"
+        pytest.fail(f"PAGODA_REQUIRE_GPU=1, but {lack.found}; {lack.remedy}")
+    pytest.skip(lack.found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -59,9 +60,10 @@ def test_what_no_device_is() -> None:
 
 
 def test_a_gpu_that_is_not_there() -> None:
-    if cuda.available() or device.AUTO != "cpu":
+    missing = cuda.lack()
+    if missing is None or device.AUTO != "cpu":
         pytest.skip("there is a device")
-    with pytest.raises(pagoda.BackendUnavailable, match="CuPy"):
+    with pytest.raises(pagoda.BackendUnavailable, match=re.escape(f"device = cuda: {missing.found}; {missing.remedy}")):
         pagoda.Cache(SPEC, device="cuda")
 
 

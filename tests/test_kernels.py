@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 
@@ -10,23 +12,64 @@ import emulator
 import pytest
 from pagoda.errors import BackendUnavailable
 from pagoda.kernels import instances, loader
+from pagoda.kernels.instances import Kernel
 
 NVRTC = all(importlib.util.find_spec(name) for name in ("cuda", "nvidia")) and importlib.util.find_spec("nvidia.cu13")
 
 
-@pytest.mark.skipif(not NVRTC, reason="the wheels of NVRTC are not installed")
+needs_nvrtc = pytest.mark.skipif(not NVRTC, reason="the wheels of NVRTC are not installed")
+
+
+@needs_nvrtc
 def test_kernels_compile_and_do_not_spill() -> None:
     import compile_kernels
 
     kernels = {arch: compile_kernels.covering(arch) for arch in ("sm_80", "sm_90", "sm_120")}
-    assert all(20 <= len(wanted) <= 60 for wanted in kernels.values())
-    compiled = compile_kernels.compile_all(kernels)
+    for wanted in kernels.values():
+        assert 20 <= len(wanted) <= 60
+        assert {instances.MOVE, instances.UNPACK} <= set(wanted)
+        assert sum("PartOfK" in kernel.expression for kernel in wanted) >= 2
+    compiled = list(compile_kernels.compile_all(kernels))
     assert len(compiled) == sum(map(len, kernels.values()))
     assert [entry for entry in compiled if entry.spilled] == []
     assert all(entry.registers <= 255 for entry in compiled)
 
 
-@pytest.mark.skipif(not NVRTC, reason="the wheels of NVRTC are not installed")
+def test_make_kernels_does_what_models_ask_for() -> None:
+    import compile_kernels
+
+    for arch, shared in compile_kernels.SHARED_MAX.items():
+        kernels = set(compile_kernels.every(arch))
+        assert len(kernels) <= 250
+        for half in ("f16", "bf16"):
+            for q, dim, group, mode in product((half, "f32"), (64, 128, 256), (1, 7, 16), compile_kernels.MODES):
+                assert instances.attend(half, half, q, dim, dim, group, mode, shared << 10).kernel in kernels
+            latent = instances.attend(half, instances.PART_OF_K, half, 576, 512, 16, "decode", shared << 10)
+            assert latent.kernel in kernels
+
+
+@needs_nvrtc
+def test_docs_quote_registers_as_they_are() -> None:
+    import compile_kernels
+
+    text = (Path(__file__).parent.parent / "docs/kernels.md").read_text()
+    (quoted,) = re.findall(r"sm_90, NVRTC ([\d.]+)\)", text)
+    if not version("nvidia-cuda-nvrtc").startswith(f"{quoted}."):
+        pytest.skip(f"the figures are of NVRTC {quoted}")
+    rows = re.findall(r"\| ((?:decode|prefill) \d+, f\d+ queries, \d stages) \| (\d+) \| (\d+) KB \|", text)
+    assert len(rows) >= 2
+    keys = [re.split(r"[ ,]+", name)[:3] for name, *_ in rows]
+    ones = [instances.attend("f16", "f16", q, int(dim), int(dim), 4, mode, 227 << 10) for mode, dim, q in keys]
+    found = []
+    all_compiled = compile_kernels.compile_all({"sm_90": [one.kernel for one in ones]})
+    for (mode, dim, q), one, compiled in zip(keys, ones, all_compiled, strict=True):
+        stages = one.kernel.expression.removesuffix(">>>").split(", ")[-1]
+        name = f"{mode} {dim}, {q} queries, {stages} stages"
+        found.append((name, str(compiled.registers), str(round(one.shared_bytes / 1000))))
+    assert rows == found
+
+
+@needs_nvrtc
 def test_a_compile_error_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import compile_kernels
 
@@ -34,8 +77,69 @@ def test_a_compile_error_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder.mkdir()
     (folder / "broken.cuh").write_text("#pragma once\n__global__ void broken(int) { nonsense; }\n")
     monkeypatch.setattr(loader, "SOURCES", tmp_path)
-    with pytest.raises(loader.KernelCompileError, match=r"broken\.cuh\(2\).*nonsense"):
-        compile_kernels.compile_for("sm_80", "broken.cuh", ["broken"])
+    with pytest.raises(loader.KernelCompileError) as caught:
+        compile_kernels.compile_for("sm_80", Kernel("broken.cuh", "broken"))
+    first, second = str(caught.value).splitlines()
+    assert first == "broken for sm_80:"
+    assert second == '  pagoda/broken.cuh(2): error: identifier "nonsense" is undefined'
+
+
+@needs_nvrtc
+def test_an_error_deep_in_a_template_is_short() -> None:
+    import compile_kernels
+
+    shape = "pagoda::TensorShape<pagoda::F16, pagoda::F16, pagoda::F16, 33, 17, 1, 4, 1, 4>"
+    kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::TensorCores<{shape}>>")
+    with pytest.raises(loader.KernelCompileError) as caught:
+        compile_kernels.compile_for("sm_90", kernel)
+    first, *errors = str(caught.value).splitlines()
+    assert first == "attend<TensorCores<TensorShape<F16, F16, F16, 33, 17, 1, 4, 1, 4>>> for sm_90:"
+    assert 1 <= len(errors) <= 3
+    assert re.fullmatch(r"  pagoda/tensor_cores\.cuh\(\d+\): error: static assertion failed with .*", errors[0])
+
+
+@needs_nvrtc
+def test_missing_headers_of_cuda_and_what_brings_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import compile_kernels
+
+    monkeypatch.setattr(compile_kernels, "toolkit_headers", lambda: tmp_path)
+    with pytest.raises(loader.KernelCompileError) as caught:
+        compile_kernels.compile_for("sm_90", instances.UNPACK)
+    _, error, hint = str(caught.value).splitlines()
+    assert re.fullmatch(r'  pagoda/machine\.cuh\(\d+\): .*error: cannot open source file "cuda_bf16\.h"', error)
+    assert hint == f"  CUDA's headers are missing: {loader.TOOLKIT}"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_70", "sm_999"])
+def test_an_architecture_that_nvrtc_does_not_know(arch: str) -> None:
+    import compile_kernels
+
+    with pytest.raises(loader.KernelCompileError, match=rf"NVRTC \d+\.\d+ has no code for {arch}"):
+        compile_kernels.compile_for(arch, instances.UNPACK)
+
+
+def test_three_errors_are_enough() -> None:
+    log = "".join(f"{loader.SOURCES}/pagoda/unit.cuh({line}): error: nonsense\n  x\n  ^\n\n" for line in range(1, 101))
+    assert loader.explain(instances.UNPACK, log, "sm_90", (13, 2)).splitlines() == [
+        "unpack for sm_90:",
+        *[f"  pagoda/unit.cuh({line}): error: nonsense" for line in (1, 2, 3)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("log", "nvrtc", "hint"),
+    [
+        ("Failed to find CUDA headers. Please install CUDA toolkit headers", (13, 2), "CUDA's headers are missing"),
+        ('Failure finding "libnvrtc.so.13 or libnvrtc.so.12": No such file', None, "NVRTC is missing"),
+        ("CUDA_ERROR_NO_BINARY_FOR_GPU: no kernel image is available", (12, 6), "NVRTC 12.6 has no code for sm_120"),
+        ("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access", (13, 2), None),
+    ],
+)
+def test_what_cupy_says_before_and_after_nvrtc(log: str, nvrtc: tuple[int, int] | None, hint: str | None) -> None:
+    message = loader.explain(instances.UNPACK, log, "sm_120", nvrtc).splitlines()
+    assert message[:2] == ["unpack for sm_120:", f"  {log}"]
+    assert [line.strip().split(":")[0] for line in message[2:]] == ([] if hint is None else [hint])
 
 
 def test_the_fingerprint_covers_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from pagoda.kernels import loader
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,15 +42,17 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     assert "cp310-abi3" in wheel.name
-    names = zipfile.ZipFile(wheel).namelist()
+    archive = zipfile.ZipFile(wheel)
+    names = archive.namelist()
     assert {name.split("/")[0] for name in names} == {"pagoda", f"{wheel.name.split('-cp310')[0]}.dist-info"}
     needed = {
         "pagoda/_core.abi3.so",
         "pagoda/_core.pyi",
         "pagoda/py.typed",
         "pagoda/models/kjv-bytes/model.safetensors",
-        "pagoda/kernels/cuda/pagoda/attend.cuh",
-        "pagoda/kernels/cuda/pagoda/machine.cuh",
     }
     assert needed <= set(names)
+    code = {path.relative_to(ROOT / "python").as_posix(): path for path in loader.SOURCES.rglob("*") if path.is_file()}
+    assert "pagoda/kernels/cuda/pagoda/attend.cuh" in code
+    assert {name: path.read_bytes() for name, path in code.items()} == {name: archive.read(name) for name in code}
     assert wheel.stat().st_size < 20 << 20

@@ -1,4 +1,4 @@
-"""Compiles device kernels by NVRTC, without a GPU: `make kernels` does every instance for every architecture.
+"""Compiles device kernels by NVRTC, without a GPU: `make kernels` does what `every` lists, for every architecture.
 
     .venv/bin/python tools/compile_kernels.py [--archs sm_80,sm_90] [--covering]
 
@@ -9,16 +9,17 @@ nvidia-cuda-runtime (headers) and cuda-bindings, which are among the development
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import re
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 
@@ -30,7 +31,21 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 SHARED_MAX = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}
 """KiB of shared memory that a thread block can have (CUDA C++ Programming Guide, technical specifications)."""
 
-MODES = ("decode", "prefill", "decode-deterministic")
+SIZES = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (512, 512), (576, 512))
+"""Elements of a K and of a V row in today's models."""
+
+PART_SIZES = ((128, 128), (576, 512))
+"""Those where V can be the first elements of K."""
+
+Layer = tuple[tuple[str, str, str], tuple[int, int]]
+"""Types of K, V and queries, and elements of a K and of a V row."""
+
+MODES = ("decode", "prefill", "decode-deterministic", "prefill-deterministic")
+GROUPS = (1, 4, 8, 16)
+"""Query heads of a K/V head."""
+
+OPTIONS = (*loader.OPTIONS, "-ftz=true", "--device-as-default-execution-space")
+"""The options of the loader, and those that CuPy adds."""
 
 
 @dataclass(frozen=True)
@@ -45,90 +60,88 @@ class Compiled:
 
 
 def every(arch: str) -> list[Kernel]:
-    """All instances of the head sizes of today's models that fit an architecture."""
-    kernels = [instances.UNPACK]
-    kernels += [instances.append(k, v, given) for k, v, given in product(instances.NAMES, repeat=3)]
-    sizes = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (512, 512), (576, 512)]
-    for (dim, v_dim), (k, v, q), mode in product(sizes, product(instances.NAMES, repeat=3), MODES):
-        kernels += _fitting(arch, k, v, q, dim, v_dim, mode)
-    return sorted(set(kernels), key=lambda kernel: kernel.expression)
+    """What today's models ask for on an architecture. Queries are of K's type or f32."""
+    halves = ("f16", "bf16")
+    types = [(k, v, q) for k, v in product(halves, repeat=2) for q in (k, "f32")] + [("f32", "f32", "f32")]
+    parts = [(k, instances.PART_OF_K, q) for k in halves for q in (k, "f32")]
+    appends = [instances.append(*names) for names in product(instances.NAMES, repeat=3)]
+    return _distinct(appends, _fitting(arch, [*product(types, SIZES), *product(parts, PART_SIZES)], GROUPS))
 
 
 def covering(arch: str) -> list[Kernel]:
     """A few of each kind: at most 60."""
-    kernels = [instances.UNPACK, instances.append("f16", "bf16", "f32"), instances.append("f32", "f16", "bf16")]
-    sizes = [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512)]
-    for (dim, v_dim), mode in product(sizes, MODES):
-        for formats in (("f16", "f16", "f32"), ("bf16", "bf16", "bf16")):
-            kernels += _fitting(arch, *formats, dim, v_dim, mode)
-    kernels += _fitting(arch, "f32", "f32", "f32", 128, 128, "decode")
-    kernels += _fitting(arch, "f32", "f16", "bf16", 256, 256, "decode")
-    return sorted(set(kernels), key=lambda kernel: kernel.expression)
+    sizes = ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512))
+    layers = [*product((("f16", "f16", "f32"), ("bf16", "bf16", "bf16")), sizes)]
+    layers += [(("bf16", instances.PART_OF_K, "bf16"), both) for both in PART_SIZES]
+    layers += [(("f32", "f32", "f32"), (128, 128)), (("f32", "f16", "bf16"), (256, 256))]
+    appends = [instances.append("f16", "bf16", "f32"), instances.append("f32", "f16", "bf16")]
+    return _distinct(appends, _fitting(arch, layers, [4]))
 
 
-def _fitting(arch: str, k: str, v: str, q: str, dim: int, v_dim: int, mode: str) -> list[Kernel]:
-    try:
-        return [instances.attend(k, v, q, dim, v_dim, 4, mode, SHARED_MAX[arch] << 10).kernel]
-    except BackendUnavailable:
-        return []
+def _distinct(appends: list[Kernel], attends: list[Kernel]) -> list[Kernel]:
+    """With the kernels of which there is one instance, each once."""
+    kernels = {instances.UNPACK, instances.MOVE, *appends, *attends}
+    return sorted(kernels, key=lambda kernel: kernel.expression)
 
 
-def compile_for(arch: str, header: str, expressions: list[str]) -> list[Compiled]:
-    """Compiles instances of one header. Raises KernelCompileError with the first complaints."""
-    import nvidia.cu13
+def _fitting(arch: str, layers: Sequence[Layer], groups: Sequence[int]) -> list[Kernel]:
+    """Attention over layers in every mode, as far as it fits the architecture."""
+    kernels = []
+    for (types, sizes), group, mode in product(layers, groups, MODES):
+        with contextlib.suppress(BackendUnavailable):
+            kernels.append(instances.attend(*types, *sizes, group, mode, SHARED_MAX[arch] << 10).kernel)
+    return kernels
+
+
+def compile_for(arch: str, kernel: Kernel) -> Compiled:
+    """Compiles a kernel with the options that CuPy gives. Raises KernelCompileError."""
     from cuda.bindings import nvrtc
 
-    includes = [loader.SOURCES, Path(nvidia.cu13.__path__[0]) / "include"]
-    options = [f"--gpu-architecture={arch}", *loader.OPTIONS, *(f"-I{path}" for path in includes), "--ptxas-options=-v"]
-    _, program = nvrtc.nvrtcCreateProgram(loader.program(header).encode(), header.encode(), 0, [], [])
-    for expression in expressions:
-        nvrtc.nvrtcAddNameExpression(program, expression.encode())
+    _, program = nvrtc.nvrtcCreateProgram(loader.program(kernel.header).encode(), kernel.header.encode(), 0, [], [])
+    nvrtc.nvrtcAddNameExpression(program, kernel.expression.encode())
+    includes = [f"-I{path}" for path in (loader.SOURCES, toolkit_headers())]
+    options = [f"--gpu-architecture={arch}", *OPTIONS, *includes, "--ptxas-options=-v"]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
     nvrtc.nvrtcGetProgramLog(program, log)
     text = log.decode().rstrip("\0")
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise loader.KernelCompileError(f"{header} for {arch}: {text[:2000]}")
-    size = int(nvrtc.nvrtcGetCUBINSize(program)[1])
-    used = {}
-    pattern = r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
-    for name, stores, loads, registers in re.findall(pattern, text, re.S):
-        used[name] = (int(registers), int(stores) + int(loads))
-    names = {text: nvrtc.nvrtcGetLoweredName(program, text.encode())[1].decode() for text in expressions}
-    return [Compiled(text, arch, *used[names[text]], size // len(expressions)) for text in expressions]
+        raise loader.KernelCompileError(loader.explain(kernel, text, arch, nvrtc.nvrtcVersion()[1:]))
+    name = nvrtc.nvrtcGetLoweredName(program, kernel.expression.encode())[1].decode()
+    pattern = rf"entry function '{name}'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
+    found = re.search(pattern, text, re.S)
+    assert found is not None, text
+    stores, loads, registers = map(int, found.groups())
+    return Compiled(kernel.expression, arch, registers, stores + loads, int(nvrtc.nvrtcGetCUBINSize(program)[1]))
 
 
-def _cached(arch: str, header: str, expressions: list[str]) -> list[Compiled]:
-    """`compile_for`, remembered by a hash of all sources."""
-    key = hashlib.sha256("\0".join([loader.fingerprint(), arch, header, *expressions]).encode()).hexdigest()[:32]
+def toolkit_headers() -> Path:
+    """The folder of CUDA's own headers."""
+    import nvidia.cu13
+
+    return Path(nvidia.cu13.__path__[0]) / "include"
+
+
+def _cached(arch: str, kernel: Kernel) -> Compiled:
+    """`compile_for`, remembered by a hash of all that goes in."""
+    inputs = [version("nvidia-cuda-nvrtc"), loader.fingerprint(), *OPTIONS, arch, kernel.header, kernel.expression]
     folder = Path(tempfile.gettempdir()) / f"pagoda-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    path = folder / f"{key}.json"
+    path = folder / f"{hashlib.sha256(chr(0).join(inputs).encode()).hexdigest()[:32]}.json"
     if path.exists():
-        return [Compiled(**entry) for entry in json.loads(path.read_text())]
-    compiled = compile_for(arch, header, expressions)
+        return Compiled(**json.loads(path.read_text()))
+    compiled = compile_for(arch, kernel)
     with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-        file.write(json.dumps([asdict(entry) for entry in compiled]))
+        file.write(json.dumps(asdict(compiled)))
     Path(file.name).replace(path)
     return compiled
 
 
-def _pieces(kernels: dict[str, list[Kernel]]) -> Iterator[tuple[str, str, list[str]]]:
-    """Work for one process: a few instances of one header and architecture."""
-    for arch, wanted in kernels.items():
-        headers = defaultdict(list)
-        for kernel in wanted:
-            headers[kernel.header].append(kernel.expression)
-        for header, expressions in headers.items():
-            for start in range(0, len(expressions), 8):
-                yield arch, header, expressions[start : start + 8]
-
-
-def compile_all(kernels: dict[str, list[Kernel]]) -> list[Compiled]:
-    """Compiles kernels of each architecture in two processes."""
-    with ProcessPoolExecutor(2) as pool:
-        done = pool.map(_cached, *zip(*_pieces(kernels), strict=True))
-        return [entry for entries in done for entry in entries]
+def compile_all(kernels: dict[str, list[Kernel]]) -> Iterator[Compiled]:
+    """Compiles kernels of each architecture, on all cores."""
+    pairs = [(arch, kernel) for arch, wanted in kernels.items() for kernel in wanted]
+    with ProcessPoolExecutor() as pool:
+        yield from pool.map(_cached, *zip(*pairs, strict=True))
 
 
 def main() -> None:
@@ -137,11 +150,11 @@ def main() -> None:
     parser.add_argument("--covering", action="store_true", help="only the instances that the tests compile")
     arguments = parser.parse_args()
     choose = covering if arguments.covering else every
-    compiled = compile_all({arch: choose(arch) for arch in arguments.archs.split(",")})
-    for entry in compiled:
-        print(f"{entry.arch:>7} {entry.registers:>4} registers {entry.spilled:>5} spilled  {entry.expression}")
-    spilling = [entry for entry in compiled if entry.spilled]
-    print(f"{len(compiled)} kernels, {len(spilling)} spill")
+    count, spilling = 0, 0
+    for one in compile_all({arch: choose(arch) for arch in arguments.archs.split(",")}):
+        print(f"{one.arch:>7} {one.registers:>4} registers {one.spilled:>5} spilled  {one.expression}", flush=True)
+        count, spilling = count + 1, spilling + bool(one.spilled)
+    print(f"{count} kernels, {spilling} spill")
     sys.exit(bool(spilling))
 
 

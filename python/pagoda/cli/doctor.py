@@ -8,18 +8,29 @@ import os
 import platform
 import resource
 import shutil
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pagoda import build_info
 from pagoda.device import cuda
+from pagoda.errors import PagodaError
+from pagoda.kernels import instances, loader
+from pagoda.kernels.arguments import Unpack
 from pagoda.sizes import format_size
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+CUPY_MIN = (14, 2)
+"""The first CuPy that keeps compiled templates on disk with every driver."""
 
 
 class Finding(NamedTuple):
@@ -46,14 +57,15 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     table = Table("", "what", "found", "remedy")
     for finding in findings:
-        table.add_row("[green]ok[/]" if finding.fine else "[yellow]--[/]", finding.what, finding.found, finding.remedy)
+        state = "[green]ok[/]" if finding.fine else "[yellow]--[/]"
+        table.add_row(state, finding.what, escape(finding.found), escape(finding.remedy))
     Console().print(table)
     return 0
 
 
 def examine() -> list[Finding]:
     """Looks at everything."""
-    return [_module(), _kernels(), _gpu(), _memory(), _locked_memory(), _huge_pages(), _io_uring(), _disk()]
+    return [_module(), _kernels(), *_gpu(), _memory(), _locked_memory(), _huge_pages(), _io_uring(), _disk()]
 
 
 def _module() -> Finding:
@@ -70,25 +82,81 @@ def _kernels() -> Finding:
     return Finding("CPU kernels", fine, f"{info['isa']} of {', '.join(info['isas'])}, {os.cpu_count()} cores", remedy)
 
 
-def _gpu() -> Finding:
-    try:
-        import cupy
-    except ImportError:
-        return Finding(
-            "GPU",
-            False,
-            "CuPy is not installed",
-            "pip install 'pagoda-kv[cuda13]' or [cuda12]",
-        )
-    if not cupy.cuda.is_available():
-        return Finding("GPU", False, "CuPy finds no device", "install or update the NVIDIA driver")
-    properties = cupy.cuda.runtime.getDeviceProperties(0)
-    capability = (properties["major"], properties["minor"])
-    found = (
-        f"{properties['name'].decode()}, {format_size(properties['totalGlobalMem'])}, compute capability {capability}"
+def _gpu() -> list[Finding]:
+    lack = cuda.lack()
+    findings = [Finding("GPU", False, *lack)] if lack else [_device(index) for index in range(cuda.count())]
+    if sys.modules.get("cupy"):
+        findings.append(_cupy())
+        findings += [_nvrtc(), _headers()] if findings[-1].fine else []
+    return [*findings, _proof()] if all(finding.fine for finding in findings) else findings
+
+
+def _cupy() -> Finding:
+    import cupy
+
+    driver = cupy.cuda.runtime.driverGetVersion()
+    found = f"{cupy.__version__} for CUDA {cuda.version(cupy.cuda.runtime.runtimeGetVersion())}"
+    found += f", driver for CUDA {cuda.version(driver)}" if driver else ""
+    fine = tuple(map(int, cupy.__version__.split(".")[:2])) >= CUPY_MIN
+    return Finding(
+        "CuPy", fine, found, "" if fine else "upgrade to 14.2: older ones may compile kernels in every process"
     )
-    fine = capability >= cuda.CAPABILITY_MIN
-    return Finding("GPU", fine, found, "" if fine else f"kernels need compute capability {cuda.CAPABILITY_MIN}")
+
+
+def _device(index: int) -> Finding:
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(index)
+    shared = cupy.cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"]
+    link = Path("/sys/bus/pci/devices") / cupy.cuda.runtime.deviceGetPCIBusId(index).lower()
+    speed, width = _read(f"{link}/current_link_speed"), _read(f"{link}/current_link_width")
+    found = [
+        properties["name"].decode(),
+        format_size(properties["totalGlobalMem"]),
+        "compute capability {}.{}".format(*cuda.capability(index)),
+        f"{format_size(shared)} of shared memory a thread block",
+        *([f"PCIe {speed.removesuffix(' PCIe')} x{width} now"] if speed else []),
+    ]
+    fine = cuda.capability(index) >= cuda.CAPABILITY_MIN
+    remedy = "" if fine else "kernels need compute capability {}.{} (Ampere) or newer".format(*cuda.CAPABILITY_MIN)
+    return Finding(f"GPU {index}", fine, ", ".join(found), remedy)
+
+
+def _nvrtc() -> Finding:
+    version = loader.nvrtc_version()
+    if version is None:
+        return Finding("NVRTC", False, "not found", loader.TOOLKIT)
+    return Finding("NVRTC", True, "{}.{}, kernels are kept in {}".format(*version, loader.cache_folder()))
+
+
+def _headers() -> Finding:
+    from cuda.pathfinder import find_nvidia_header_directory
+
+    folder = find_nvidia_header_directory("cudart")
+    if folder is None:
+        return Finding("CUDA headers", False, "not found", loader.TOOLKIT)
+    missing = [name for name in ("cuda_fp16.h", "cuda_bf16.h") if not (Path(folder) / name).exists()]
+    if missing:
+        return Finding("CUDA headers", False, f"{' and '.join(missing)} not in {folder}", loader.TOOLKIT)
+    return Finding("CUDA headers", True, folder)
+
+
+def _proof() -> Finding:
+    """Has a kernel take a word to its place."""
+    started = time.monotonic()
+    try:
+        driver = cuda.open_driver(0)
+        pinned = driver.pinned(28)
+        words, target = pinned.array.view(np.uint32), pinned.address + 24
+        words[:] = [1, target & 0xFFFFFFFF, target >> 32, 0, 1, 4711, 0]
+        stream = driver.stream()
+        stream.launch(instances.UNPACK, 1, 32, Unpack(pinned.address))
+        stream.record().wait()
+    except (PagodaError, RuntimeError) as error:
+        return Finding("GPU kernels", False, str(error))
+    fine = bool(words[6] == 4711)
+    found = f"one was loaded and run in {time.monotonic() - started:.1f} s" if fine else "one ran and did nothing"
+    return Finding("GPU kernels", fine, found)
 
 
 def _memory() -> Finding:

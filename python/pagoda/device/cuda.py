@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import mmap
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,31 +25,78 @@ TYPES = {"<f4": "f32", "<f2": "f16", "<u2": "u16"}
 
 CAPABILITY_MIN = (8, 0)
 
+INSTALL = 'pip install "pagoda-kv[cuda13]" (or [cuda12])'
 
-@lru_cache(maxsize=1)
-def available() -> bool:
-    """Whether CuPy finds a device."""
-    if importlib.util.find_spec("cupy") is None:
-        return False
+NO_DEVICE, DRIVER_TOO_OLD = 100, 35
+"""cudaErrorNoDevice, cudaErrorInsufficientDriver."""
+
+
+class Lack(NamedTuple):
+    """What is missing and what brings it."""
+
+    found: str
+    remedy: str
+
+
+def lack() -> Lack | None:
+    """Why there is no device to use; None where there is one."""
+    try:
+        import cupy
+    except ImportError as error:
+        if error.name == "cupy":
+            return Lack("CuPy is not installed", INSTALL)
+        return Lack(f"CuPy does not load ({error.__cause__ or error})", INSTALL)
+    except OSError as error:
+        return Lack(f"CuPy cannot make its folder ({error})", "set CUPY_CACHE_DIR to a folder that can be written")
+    runtime = cupy.cuda.runtime
+    driver, wanted = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+    if not driver:
+        return Lack("there is no NVIDIA driver", "install it; start containers with --gpus all")
+    try:
+        count()
+    except runtime.CUDARuntimeError as error:
+        if error.status == DRIVER_TOO_OLD:
+            return Lack(
+                f"the NVIDIA driver is for CUDA {version(driver)}, CuPy for CUDA {version(wanted)}",
+                "update the driver, or install pagoda-kv[cuda12] and no cupy-cuda13x",
+            )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if error.status == NO_DEVICE and visible is not None:
+            return Lack(f"CUDA_VISIBLE_DEVICES = {visible!r} leaves no device", "unset it")
+        return Lack(f"CuPy finds no device ({error})", "nvidia-smi says what the driver sees")
+    return None
+
+
+def version(number: int) -> str:
+    """CUDA's version numbers, as 13.2 of 13020."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def count() -> int:
+    """How many devices there are. Where there is none CuPy raises."""
     import cupy
 
-    return bool(cupy.cuda.is_available())
+    return int(cupy.cuda.runtime.getDeviceCount())
+
+
+def capability(index: int) -> tuple[int, int]:
+    """The compute capability of a device."""
+    import cupy
+
+    return divmod(int(cupy.cuda.Device(index).compute_capability), 10)
 
 
 def open_driver(index: int) -> Driver:
     """The device number `index`. Raises BackendUnavailable with what is missing, and InvalidArgument."""
-    if importlib.util.find_spec("cupy") is None:
-        raise BackendUnavailable("device = cuda: CuPy is not installed; pip install pagoda-kv[cuda13] (or [cuda12])")
-    import cupy
-
-    if not available():
-        raise BackendUnavailable("device = cuda: CuPy finds no CUDA device and driver")
-    count = cupy.cuda.runtime.getDeviceCount()
-    if index >= count:
-        raise InvalidArgument(f"device = cuda:{index}: from cuda:0 to cuda:{count - 1}")
-    capability = divmod(int(cupy.cuda.Device(index).compute_capability), 10)
-    if capability < CAPABILITY_MIN:
-        raise BackendUnavailable(f"device = cuda:{index}: compute capability {capability}; from {CAPABILITY_MIN} on")
+    missing = lack()
+    if missing is not None:
+        raise BackendUnavailable(f"device = cuda: {missing.found}; {missing.remedy}")
+    if index >= count():
+        raise InvalidArgument(f"device = cuda:{index}: from cuda:0 to cuda:{count() - 1}")
+    if capability(index) < CAPABILITY_MIN:
+        raise BackendUnavailable(
+            f"device = cuda:{index}: compute capability {capability(index)}; from {CAPABILITY_MIN} on"
+        )
     return CudaDriver(index)
 
 

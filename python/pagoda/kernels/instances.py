@@ -36,6 +36,11 @@ class Kernel:
     header: str
     expression: str
 
+    @property
+    def short(self) -> str:
+        """For people."""
+        return self.expression.replace("pagoda::", "")
+
 
 UNPACK = Kernel("unpack.cuh", "pagoda::unpack")
 MOVE = Kernel("move.cuh", "pagoda::move")

@@ -1,8 +1,20 @@
-"""Device code on its way to the device: NVRTC compiles it at its first use, through CuPy, which keeps the result on disk."""
+"""Device code on its way to the device: NVRTC compiles it at its first use, through CuPy, which keeps the result on disk.
+
+CuPy (from 14.2 on) names a result after the text of `program`, the expression, the options, the architecture and the version
+of NVRTC; a file that does not verify is compiled anew.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,9 +27,20 @@ SOURCES = Path(__file__).parent / "cuda"
 
 OPTIONS = ("--std=c++17",)
 
+TOOLKIT = 'pip install "pagoda-kv[cuda13]" (or [cuda12]), or set CUDA_PATH to the folder of a CUDA toolkit'
+"""What brings NVRTC and CUDA's headers."""
+
+PATIENCE_S = 0.5
+"""Loading that takes longer is compiling: from the disk it takes some milliseconds."""
+
+ERRORS_SHOWN = 3
+"""Later ones mostly follow from the first."""
+
+_log = logging.getLogger("pagoda.kernels")
+
 
 class KernelCompileError(PagodaError):
-    """NVRTC refused a kernel: which, and its first complaints."""
+    """A kernel does not compile or load: which, the first complaints, and what helps where the cause is known."""
 
 
 @lru_cache(maxsize=1)
@@ -38,13 +61,72 @@ def load(kernel: Kernel) -> Any:
     """The kernel as CuPy calls it, for the current device. Raises KernelCompileError."""
     import cupy
 
+    options = (*OPTIONS, f"-I{SOURCES}")
+    module = cupy.RawModule(code=program(kernel.header), options=options, name_expressions=[kernel.expression])
     try:
-        module = cupy.RawModule(
-            code=program(kernel.header),
-            options=(*OPTIONS, f"-I{SOURCES}"),
-            name_expressions=[kernel.expression],
-        )
-        module.compile()
-        return module.get_function(kernel.expression)
-    except cupy.cuda.compiler.CompileException as error:
-        raise KernelCompileError(f"{kernel.expression}: {str(error)[:2000]}") from error
+        with _announced(kernel):
+            return module.get_function(kernel.expression)
+    except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
+        arch = f"sm_{cupy.cuda.Device().compute_capability}"
+        raise KernelCompileError(explain(kernel, str(error), arch, nvrtc_version())) from error
+
+
+def nvrtc_version() -> tuple[int, int] | None:
+    """Of the NVRTC that CuPy finds."""
+    import cupy
+
+    try:
+        major, minor = cupy.cuda.nvrtc.getVersion()
+    except RuntimeError:
+        return None
+    return major, minor
+
+
+def explain(kernel: Kernel, log: str, arch: str, nvrtc: tuple[int, int] | None) -> str:
+    """The message of a KernelCompileError. log: what NVRTC said, or CuPy. nvrtc: its version."""
+    lines = [line.strip() for line in log.replace(f"{SOURCES}/", "").splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"\berror: ", line)] or lines
+    message = [f"{kernel.short} for {arch}:", *errors[:ERRORS_SHOWN]]
+    if nvrtc is None:
+        message.append(f"NVRTC is missing: {TOOLKIT}")
+    elif re.search(r'cannot open source file "cuda_\w+\.h"|Failed to find CUDA headers', log):
+        message.append(f"CUDA's headers are missing: {TOOLKIT}")
+    elif re.search(r"invalid value for --gpu-architecture|CUDA_ERROR_NO_BINARY_FOR_GPU", log):
+        message.append(f"NVRTC {nvrtc[0]}.{nvrtc[1]} has no code for {arch}: install a newer CUDA, or CuPy for one")
+    return "\n  ".join(message)
+
+
+@contextlib.contextmanager
+def _announced(kernel: Kernel) -> Iterator[None]:
+    """Says so when it takes long."""
+    shown = contextlib.ExitStack()
+    timer = threading.Timer(PATIENCE_S, lambda: shown.enter_context(_compiling(kernel)))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        shown.close()
+
+
+@contextlib.contextmanager
+def _compiling(kernel: Kernel) -> Iterator[None]:
+    """A line that vanishes on a terminal, two records of the logger `pagoda.kernels` elsewhere."""
+    text = f"compiling {kernel.short} (first use; kept in {cache_folder()})"
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.markup import escape
+
+        with Console(stderr=True).status(escape(text)):
+            yield
+        return
+    _log.info("%s", text)
+    start = time.monotonic() - PATIENCE_S
+    yield
+    _log.info("compiled %s: %.1f s", kernel.short, time.monotonic() - start)
+
+
+def cache_folder() -> Path:
+    """Where CuPy keeps compiled kernels."""
+    return Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()

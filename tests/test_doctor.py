@@ -1,0 +1,224 @@
+"""What `pagoda doctor` and `device="cuda"` say of a machine, which is a stand-in of CuPy that answers as CuPy does there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import emulator
+import pagoda
+import pytest
+from emulator.driver import EmulatedDriver, Stream
+from pagoda.cli import doctor, main
+from pagoda.cli.doctor import Finding
+from pagoda.device import cuda
+from pagoda.kernels import loader
+
+OPEN_DRIVER = cuda.open_driver
+"""The real one, whatever --device is."""
+
+NO_DEVICE = "cudaErrorNoDevice: no CUDA-capable device is detected"
+TOO_OLD = "cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version"
+
+
+class RuntimeFailure(RuntimeError):
+    """CuPy's CUDARuntimeError."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Machine:
+    """One that has everything; tests take things away."""
+
+    def __init__(self, headers: Path) -> None:
+        self.driver, self.runtime = 13010, 13020
+        self.failure: Exception | None = None
+        self.capability = "90"
+        self.nvrtc: tuple[int, int] | None = (13, 2)
+        self.version = "14.2.0"
+        self.headers: Path | None = headers
+
+    def _count(self) -> int:
+        if self.failure:
+            raise self.failure
+        return 1
+
+    def _nvrtc(self) -> tuple[int, int]:
+        if self.nvrtc is None:
+            raise RuntimeError('Failure finding "libnvrtc.so.13 or libnvrtc.so.12"')
+        return self.nvrtc
+
+    def modules(self) -> dict[str, Any]:
+        runtime = SimpleNamespace(
+            CUDARuntimeError=RuntimeFailure,
+            driverGetVersion=lambda: self.driver,
+            runtimeGetVersion=lambda: self.runtime,
+            getDeviceCount=self._count,
+            getDeviceProperties=lambda index: {"name": b"NVIDIA H200", "totalGlobalMem": 139 << 30},
+            deviceGetPCIBusId=lambda index: "FFFF:00:00.0",
+        )
+        device = SimpleNamespace(
+            compute_capability=self.capability, attributes={"MaxSharedMemoryPerBlockOptin": 227 << 10}
+        )
+        cupy = SimpleNamespace(
+            __version__=self.version,
+            cuda=SimpleNamespace(
+                runtime=runtime, Device=lambda index=0: device, nvrtc=SimpleNamespace(getVersion=self._nvrtc)
+            ),
+        )
+        find = SimpleNamespace(find_nvidia_header_directory=lambda name: self.headers and str(self.headers))
+        return {"cupy": cupy, "cuda.pathfinder": find}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    for name in ("cuda_fp16.h", "cuda_bf16.h"):
+        (tmp_path / name).touch()
+    return Machine(tmp_path)
+
+
+def examine(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> dict[str, Finding]:
+    for name, module in machine.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return {finding.what: finding for finding in doctor.examine()}
+
+
+def test_no_cupy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setenv("COLUMNS", "300")
+    assert main(["doctor"]) == 0
+    assert 'pip install "pagoda-kv[cuda13]" (or [cuda12])' in capsys.readouterr().out
+    assert cuda.lack() == ("CuPy is not installed", 'pip install "pagoda-kv[cuda13]" (or [cuda12])')
+
+
+@pytest.mark.parametrize(
+    ("error", "found", "remedy"),
+    [
+        ("ImportError('Failed to import CuPy.')", "CuPy does not load (Failed to import CuPy.)", "pip install"),
+        ("PermissionError(13, 'Permission denied', '/x')", "CuPy cannot make its folder", "CUPY_CACHE_DIR"),
+    ],
+)
+def test_a_cupy_that_does_not_load(
+    error: str, found: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cupy.py").write_text(f"raise {error}\n")
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    lack = cuda.lack()
+    assert lack is not None
+    assert lack.found.startswith(found)
+    assert remedy in lack.remedy
+
+
+@pytest.mark.parametrize(
+    ("driver", "failure", "visible", "found", "remedy"),
+    [
+        (0, RuntimeFailure(35, TOO_OLD), None, "there is no NVIDIA driver", "--gpus all"),
+        (
+            12040,
+            RuntimeFailure(35, TOO_OLD),
+            None,
+            "the NVIDIA driver is for CUDA 12.4, CuPy for CUDA 13.2",
+            "[cuda12]",
+        ),
+        (13010, RuntimeFailure(100, NO_DEVICE), "", "CUDA_VISIBLE_DEVICES = '' leaves no device", "unset it"),
+        (13010, RuntimeFailure(100, NO_DEVICE), None, f"CuPy finds no device ({NO_DEVICE})", "nvidia-smi"),
+    ],
+)
+def test_no_device(
+    machine: Machine,
+    driver: int,
+    failure: Exception,
+    visible: str | None,
+    found: str,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine.driver, machine.failure = driver, failure
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    findings = examine(machine, monkeypatch)
+    assert findings["GPU"][1:3] == (False, found)
+    assert remedy in findings["GPU"].remedy
+    # What can be looked at without a device is.
+    assert findings["NVRTC"].fine
+    assert findings["CUDA headers"].fine
+    assert "GPU kernels" not in findings
+    with pytest.raises(pagoda.BackendUnavailable) as caught:
+        OPEN_DRIVER(0)
+    assert str(caught.value) == f"device = cuda: {found}; {findings['GPU'].remedy}"
+
+
+def test_a_gpu_that_is_too_old(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.capability = "75"
+    findings = examine(machine, monkeypatch)
+    assert not findings["GPU 0"].fine
+    assert "compute capability 7.5" in findings["GPU 0"].found
+    assert "8.0" in findings["GPU 0"].remedy
+    assert "GPU kernels" not in findings
+    with pytest.raises(pagoda.BackendUnavailable, match=r"cuda:0: compute capability \(7, 5\)"):
+        OPEN_DRIVER(0)
+    with pytest.raises(pagoda.InvalidArgument, match="cuda:1: from cuda:0 to cuda:0"):
+        OPEN_DRIVER(1)
+
+
+def test_no_nvrtc(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.nvrtc = None
+    findings = examine(machine, monkeypatch)
+    assert findings["NVRTC"] == Finding("NVRTC", False, "not found", loader.TOOLKIT)
+    assert "GPU kernels" not in findings
+
+
+def test_no_headers_of_cuda(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.headers is not None
+    (machine.headers / "cuda_bf16.h").unlink()
+    partly = examine(machine, monkeypatch)["CUDA headers"]
+    assert partly == Finding("CUDA headers", False, f"cuda_bf16.h not in {machine.headers}", loader.TOOLKIT)
+    machine.headers = None
+    findings = examine(machine, monkeypatch)
+    assert findings["CUDA headers"] == Finding("CUDA headers", False, "not found", loader.TOOLKIT)
+    assert "GPU kernels" not in findings
+
+
+def test_a_cupy_that_keeps_no_kernels(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.version = "14.1.1"
+    finding = examine(machine, monkeypatch)["CuPy"]
+    assert (finding.fine, finding.found) == (False, "14.1.1 for CUDA 13.2, driver for CUDA 13.1")
+    assert "14.2" in finding.remedy
+
+
+def test_a_machine_that_has_everything(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.require()
+    monkeypatch.setattr(cuda, "open_driver", EmulatedDriver)
+    findings = examine(machine, monkeypatch)
+    gpu = findings["GPU 0"].found
+    assert gpu == "NVIDIA H200, 139.0 GiB, compute capability 9.0, 227.0 KiB of shared memory a thread block"
+    assert findings["NVRTC"].found.startswith("13.2, ")
+    assert findings["GPU kernels"].found.startswith("one was loaded and run")
+    names = ["GPU 0", "CuPy", "NVRTC", "CUDA headers", "GPU kernels"]
+    assert all(findings[name].fine and not findings[name].remedy for name in names)
+
+
+def test_a_kernel_that_does_nothing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "open_driver", EmulatedDriver)
+    monkeypatch.setattr(Stream, "launch", lambda *arguments, **options: None)
+    assert not examine(machine, monkeypatch)["GPU kernels"].fine
+
+
+def test_kernels_that_do_not_load(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(index: int) -> Any:
+        raise loader.KernelCompileError("unpack for sm_90:\n  machine.cuh(5): error: nonsense")
+
+    monkeypatch.setattr(cuda, "open_driver", fail)
+    finding = examine(machine, monkeypatch)["GPU kernels"]
+    assert (finding.fine, finding.found) == (False, "unpack for sm_90:\n  machine.cuh(5): error: nonsense")
+
+
+@pytest.mark.gpu
+def test_this_machine() -> None:
+    assert {finding.what: finding for finding in doctor.examine()}["GPU kernels"].fine
