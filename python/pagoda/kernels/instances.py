@@ -105,7 +105,7 @@ def attend(k: str, v: str, q: str, dim: int, v_dim: int, group: int, mode: str, 
 
 
 def _cuts(names: tuple[str, str, str], v_dim: int, mode: str) -> list[tuple[int, int, int, int]]:
-    """(warps, teams, columns, stack) of the engine: the best first, then what needs less shared memory or takes more heads."""
+    """(warps, teams, columns, stack) of the engine: the best, then what needs less shared memory or takes more heads."""
     columns = 4 if v_dim > 256 else 2 if v_dim > 128 else 1
     while v_dim % (8 * columns):
         columns //= 2
