@@ -28,29 +28,35 @@ CAPABILITY_MIN = (8, 0)
 
 @lru_cache(maxsize=1)
 def available() -> bool:
-    """Whether CuPy finds a device."""
-    if importlib.util.find_spec("cupy") is None:
+    """Whether there is a device that the kernels run on."""
+    try:
+        gpu(0)
+    except BackendUnavailable:
         return False
-    import cupy
-
-    return bool(cupy.cuda.is_available())
+    return True
 
 
-def open_driver(index: int) -> Driver:
-    """The device number `index`. Raises BackendUnavailable with what is missing, and InvalidArgument."""
+def gpu(index: int) -> Any:
+    """CuPy's device number `index`. Raises BackendUnavailable with what is missing, and InvalidArgument."""
     if importlib.util.find_spec("cupy") is None:
         raise BackendUnavailable("device = cuda: CuPy is not installed; pip install pagoda-kv[cuda13] (or [cuda12])")
     import cupy
 
-    if not available():
+    if not cupy.cuda.is_available():
         raise BackendUnavailable("device = cuda: CuPy finds no CUDA device and driver")
     count = cupy.cuda.runtime.getDeviceCount()
     if index >= count:
         raise InvalidArgument(f"device = cuda:{index}: from cuda:0 to cuda:{count - 1}")
-    capability = divmod(int(cupy.cuda.Device(index).compute_capability), 10)
+    device = cupy.cuda.Device(index)
+    capability = divmod(int(device.compute_capability), 10)
     if capability < CAPABILITY_MIN:
         raise BackendUnavailable(f"device = cuda:{index}: compute capability {capability}; from {CAPABILITY_MIN} on")
-    return CudaDriver(index)
+    return device
+
+
+def open_driver(index: int) -> Driver:
+    """The device number `index`, as an engine needs it. Raises as `gpu` does."""
+    return CudaDriver(gpu(index))
 
 
 class _Memory:
@@ -194,10 +200,8 @@ class _Stream:
 class CudaDriver:
     """One GPU."""
 
-    def __init__(self, index: int) -> None:
-        import cupy
-
-        self._device = cupy.cuda.Device(index)
+    def __init__(self, device: Any) -> None:
+        self._device = device
         attributes = self._device.attributes
         self.multiprocessors = int(attributes["MultiProcessorCount"])
         self.shared_bytes_max = int(attributes["MaxSharedMemoryPerBlockOptin"])
