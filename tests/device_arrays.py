@@ -52,6 +52,7 @@ class DeviceArray:
         return _call(operator.getitem, self, key)
 
     def get(self) -> npt.NDArray[Any]:
+        device.require()
         return self.hidden.copy()
 
     def reshape(self, *shape: int) -> Any:

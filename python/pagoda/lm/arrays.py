@@ -34,5 +34,5 @@ def library(device: str) -> Library:
 
 
 def to_host(array: Any) -> npt.NDArray[Any]:
-    """An array of any library as one of NumPy. On a GPU it waits for what the current stream has yet to do."""
+    """An array of any library as one of NumPy. On a GPU, which is the current device, it waits for the current stream."""
     return array if isinstance(array, np.ndarray) else array.get()

@@ -63,9 +63,10 @@ def generate(
     decoder = model.tokenizer.decoder()
 
     def read(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        with model.device, cache.step([sequence], [len(tokens)]) as step:
-            logits = model.forward(tokens, step)[0]
-        return to_host(logits)
+        with model.device:
+            with cache.step([sequence], [len(tokens)]) as step:
+                logits = model.forward(tokens, step)
+            return to_host(logits[0])
 
     done = 0
     while done < len(prompt):

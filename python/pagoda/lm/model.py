@@ -1,7 +1,7 @@
 """The forward pass of Llama and its kin, in float32. K and V go through a step; weights are all that is kept here.
 
 Weights, and what is computed from them, are arrays of one library (`pagoda.lm.arrays`), written `Array`. Token ids, positions
-and angles are NumPy's everywhere: they come from the host, and are small.
+and angles come from NumPy everywhere, and are handed over: they are small.
 """
 
 from __future__ import annotations
