@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,15 @@ TEXT = np.frombuffer(b"In the beginning was the page, and the page was with the 
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> str:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A name under which caches and models are on an emulated device."""
     emulator.require()
-    monkeypatch.setattr(cuda, "open_driver", device_arrays.StrictDriver)
+    driver = device_arrays.StrictDriver()
+    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
     strict = arrays.Library(device_arrays.xp, device_arrays.device)
     monkeypatch.setattr(model, "library", lambda name: strict if name == "cuda" else arrays.library(name))
-    return "cuda"
+    yield "cuda"
+    driver.check()
 
 
 def on(device: str, of: LanguageModel) -> pagoda.Cache:
