@@ -37,7 +37,8 @@ def logits_of(folder: Path) -> Array:
     model = LanguageModel.load(folder)
     cache = ContiguousCache(model.spec, k_dtype="f32", v_dtype="f32")
     with cache.step([cache.create()], [len(TOKENS)]) as step:
-        return model.forward(TOKENS, step, logits="all")
+        logits: Array = model.forward(TOKENS, step, logits="all")
+    return logits
 
 
 def with_biases(*parts: str) -> Callable[[Tensors], Tensors]:

@@ -197,10 +197,12 @@ def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str
     return report
 
 
-def same_run(capsys: pytest.CaptureFixture[str], model: LanguageModel, read: int, tokens: int) -> None:
+def same_run(
+    capsys: pytest.CaptureFixture[str], model: LanguageModel, read: int, tokens: int, device: str = "cpu"
+) -> None:
     """The command on a tenth of the memory prints the tokens and logits of the command with all of it."""
     kv = read * model.spec.bytes_per_token()
-    base = ["--read", str(read), "--tokens", str(tokens), "--deterministic"]
+    base = ["--read", str(read), "--tokens", str(tokens), "--deterministic", "--device", device]
     spilled = run_command(capsys, *base, "--device-memory", str(kv // 10), "--host-memory", "2GiB")
     resident = run_command(capsys, *base, "--device-memory", "2GiB")
     assert spilled["prompt_tokens"] == read
@@ -209,8 +211,11 @@ def same_run(capsys: pytest.CaptureFixture[str], model: LanguageModel, read: int
     assert (spilled["tokens"], spilled["logits_sha256"]) == (resident["tokens"], resident["logits_sha256"])
 
 
-def test_generate_on_a_tenth_of_the_memory(capsys: pytest.CaptureFixture[str], model: LanguageModel) -> None:
-    same_run(capsys, model, 12_000, 30)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_generate_on_a_tenth_of_the_memory(
+    device: str, capsys: pytest.CaptureFixture[str], model: LanguageModel
+) -> None:
+    same_run(capsys, model, 12_000, 30, device)
 
 
 @pytest.mark.long
@@ -221,7 +226,7 @@ def test_generate_over_100k_tokens_on_a_tenth_of_the_memory(
 
 
 def test_generate_as_plain_arrays_do(capsys: pytest.CaptureFixture[str]) -> None:
-    base = ["--read", "2000", "--tokens", "60"]
+    base = ["--read", "2000", "--tokens", "60", "--device", "cpu"]
     runs = [run_command(capsys, *base, *more) for more in ([], ["--no-kv-cache-paged"])]
     assert runs[0]["tokens"] == runs[1]["tokens"]
     assert "pages" not in runs[1]

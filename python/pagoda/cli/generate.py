@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pagoda import device as devices
 from pagoda.cache import Cache
 from pagoda.errors import InvalidArgument
 from pagoda.lm import ContiguousCache, LanguageModel, Read, Sampler, generate
@@ -41,6 +42,11 @@ def register(commands: Commands) -> None:
     source.add_argument("--prompt", help="text to read")
     parser.add_argument("--read", help="read so many tokens of the text at most; k is 1024")
     parser.add_argument("--tokens", type=int, default=200, help="tokens to write")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="cpu, cuda or cuda:1, of the cache and the model; auto is what it is for a cache",
+    )
     parser.add_argument("--device-memory", default="2GiB", help="budget of the device tier")
     parser.add_argument("--host-memory", default="8GiB", help="budget of the host tier")
     parser.add_argument("--page-size", type=int, default=64, help="tokens in a page")
@@ -62,13 +68,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Reads and writes."""
     if arguments.tokens < 0:
         raise InvalidArgument(f"--tokens = {arguments.tokens}: at least 0")
-    model = LanguageModel.load(arguments.model)
+    device = _device(arguments)
+    model = LanguageModel.load(arguments.model, device)
     prompt = model.tokenizer.encode(_text(arguments))
     if arguments.read is not None:
         prompt = prompt[: parse_tokens(arguments.read, "--read")]
     sampler = Sampler(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    cache = _cache(arguments, model)
-    view = View(cache if isinstance(cache, Cache) else None, len(prompt), quiet=arguments.json)
+    cache = _cache(arguments, model, device)
+    view = View(cache if isinstance(cache, Cache) else None, device, len(prompt), quiet=arguments.json)
     with view:
         for event in generate(model, cache, cache.create(), prompt, arguments.tokens, sampler, chunk=arguments.chunk):
             view.show(event)
@@ -87,13 +94,24 @@ def _text(arguments: argparse.Namespace) -> str:
         raise InvalidArgument(f"--text = {str(path)!r}: a readable file ({error})") from error
 
 
-def _cache(arguments: argparse.Namespace, model: LanguageModel) -> Any:
+def _device(arguments: argparse.Namespace) -> str:
+    """Of the model and the cache."""
+    plain, device = arguments.no_kv_cache_paged, str(arguments.device)
+    if device == "auto":
+        return "cpu" if plain else devices.AUTO
+    if plain and device != "cpu":
+        raise InvalidArgument(f"--device = {device!r}: cpu, with --no-kv-cache-paged, whose arrays are NumPy's")
+    return device
+
+
+def _cache(arguments: argparse.Namespace, model: LanguageModel, device: str) -> Any:
     types = {"k_dtype": arguments.cache_type_k, "v_dtype": arguments.cache_type_v}
     if arguments.no_kv_cache_paged:
         return ContiguousCache(model.spec, **types)
     return Cache(
         model.spec,
         page_size=arguments.page_size,
+        device=device,
         device_memory=arguments.device_memory,
         host_memory=arguments.host_memory,
         threads=arguments.threads,
@@ -107,6 +125,7 @@ class View:
     """What is seen of a run: a live picture on a terminal, lines elsewhere, a report for machines."""
 
     cache: Cache | None
+    device: str
     prompt_tokens: int
     quiet: bool
     read: int = 0
@@ -165,6 +184,7 @@ class View:
     def report(self) -> dict[str, Any]:
         """The run in numbers. Seconds and bytes; logits as the digest of all that tokens were chosen by."""
         report: dict[str, Any] = {
+            "device": self.device,
             "prompt_tokens": self.prompt_tokens,
             "read_tokens": self.read,
             "read_seconds": round(self._read_seconds, 3),

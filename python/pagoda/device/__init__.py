@@ -9,17 +9,21 @@ from pagoda.device.engine import DeviceEngine
 from pagoda.errors import InvalidArgument
 from pagoda.geometry import CoreLayer
 
-__all__ = ["AUTO", "DeviceEngine", "engine_for"]
+__all__ = ["AUTO", "DeviceEngine", "device_index", "engine_for"]
 
 AUTO = "cpu"
 """What device="auto" is: the CPU, until the kernels have been seen on a GPU."""
 
 
-def engine_for(device: str, layers: list[CoreLayer], **options: Any) -> DeviceEngine | None:
-    """The engine for `device`; None for the CPU. Raises InvalidArgument, and BackendUnavailable for what is not there."""
+def device_index(device: str) -> int | None:
+    """The number of the GPU that `device` names; None for the CPU. Raises InvalidArgument."""
     name, colon, number = (AUTO if device == "auto" else device).partition(":")
     if name not in ("cpu", "cuda") or (colon and (name == "cpu" or not number.isdecimal())):
         raise InvalidArgument(f'device = {device!r}: "auto", "cpu", "cuda" or "cuda:1"')
-    if name == "cpu":
-        return None
-    return DeviceEngine(cuda.open_driver(int(number or 0)), layers, **options)
+    return None if name == "cpu" else int(number or 0)
+
+
+def engine_for(device: str, layers: list[CoreLayer], **options: Any) -> DeviceEngine | None:
+    """The engine for `device`; None for the CPU. Raises InvalidArgument, and BackendUnavailable for what is not there."""
+    index = device_index(device)
+    return None if index is None else DeviceEngine(cuda.open_driver(index), layers, **options)

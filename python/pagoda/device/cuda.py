@@ -86,8 +86,8 @@ def capability(index: int) -> tuple[int, int]:
     return divmod(int(cupy.cuda.Device(index).compute_capability), 10)
 
 
-def open_driver(index: int) -> Driver:
-    """The device number `index`. Raises BackendUnavailable with what is missing, and InvalidArgument."""
+def gpu(index: int) -> Any:
+    """CuPy's device number `index`. Raises BackendUnavailable with what is missing, and InvalidArgument."""
     missing = lack()
     if missing is not None:
         raise BackendUnavailable(f"device = cuda: {missing.found}; {missing.remedy}")
@@ -97,7 +97,14 @@ def open_driver(index: int) -> Driver:
         raise BackendUnavailable(
             f"device = cuda:{index}: compute capability {capability(index)}; from {CAPABILITY_MIN} on"
         )
-    return CudaDriver(index)
+    import cupy
+
+    return cupy.cuda.Device(index)
+
+
+def open_driver(index: int) -> Driver:
+    """The device number `index`, as an engine needs it. Raises as `gpu` does."""
+    return CudaDriver(gpu(index))
 
 
 class _Memory:
@@ -241,10 +248,8 @@ class _Stream:
 class CudaDriver:
     """One GPU."""
 
-    def __init__(self, index: int) -> None:
-        import cupy
-
-        self._device = cupy.cuda.Device(index)
+    def __init__(self, device: Any) -> None:
+        self._device = device
         attributes = self._device.attributes
         self.multiprocessors = int(attributes["MultiProcessorCount"])
         self.shared_bytes_max = int(attributes["MaxSharedMemoryPerBlockOptin"])

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.errors import InvalidArgument
+from pagoda.lm.arrays import to_host
 from pagoda.lm.model import LanguageModel
 from pagoda.lm.sampling import Sampler
 
@@ -32,7 +33,7 @@ class Written:
     token: int
     text: str
     logits: npt.NDArray[np.float32]
-    """float32 [vocab]: what it was chosen by."""
+    """float32 [vocab], on the host: what it was chosen by."""
 
 
 def generate(
@@ -60,19 +61,24 @@ def generate(
         raise InvalidArgument(f"new_tokens = {new_tokens}: at least 0")
     ends = model.end_tokens if stop is None else frozenset(stop)
     decoder = model.tokenizer.decoder()
+
+    def read(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        with model.device:
+            with cache.step([sequence], [len(tokens)]) as step:
+                logits = model.forward(tokens, step)
+            return to_host(logits[0])
+
     done = 0
     while done < len(prompt):
         part = prompt[done : done + chunk]
-        with cache.step([sequence], [len(part)]) as step:
-            logits = model.forward(part, step)
+        logits = read(part)
         done += len(part)
         yield Read(done, len(prompt))
     for index in range(new_tokens):
-        token = sampler.pick(logits[0])
+        token = sampler.pick(logits)
         last = index + 1 == new_tokens or token in ends
         text = decoder.feed(token)
-        yield Written(token, text + decoder.finish() if last else text, logits[0])
+        yield Written(token, text + decoder.finish() if last else text, logits)
         if last:
             return
-        with cache.step([sequence], [1]) as step:
-            logits = model.forward(np.array([token]), step)
+        logits = read(np.array([token]))

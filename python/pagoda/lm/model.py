@@ -1,4 +1,8 @@
-"""The forward pass of Llama and its kin, in NumPy float32. K and V go through a step; weights are all that is kept here."""
+"""The forward pass of Llama and its kin, in float32. K and V go through a step; weights are all that is kept here.
+
+Weights, and what is computed from them, are arrays of one library (`pagoda.lm.arrays`), written `Array`. Token ids, positions
+and angles come from NumPy everywhere, and are handed over: they are small.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,16 @@ import numpy.typing as npt
 
 from pagoda.errors import InvalidArgument
 from pagoda.hf_config import Config, read_config
+from pagoda.lm.arrays import Library, library
 from pagoda.lm.checkpoint import Checkpoint
 from pagoda.lm.tokenizer import Tokenizer, load_tokenizer
 from pagoda.rope import Rope, YarnScaling
 from pagoda.spec import AttentionLayer, ModelSpec
 
 Float32 = npt.NDArray[np.float32]
+
+Array = Any
+"""float32, of the model's library."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
@@ -41,7 +49,7 @@ class ForwardStep(Protocol):
         """int32 [B + 1]."""
         ...
 
-    def forward(self, layer: int, q: Float32, k: Float32, v: Float32) -> Any:
+    def forward(self, layer: int, q: Array, k: Array, v: Array) -> Array:
         """Append and attend."""
         ...
 
@@ -63,24 +71,24 @@ class QueryLogScale:
 class Block:
     """The weights of one layer. Matrices are [in, out]; those that read the same input are one."""
 
-    attention_norm: Float32
-    qkv: Float32
-    qkv_bias: Float32 | None
-    q_norm: Float32 | None
-    k_norm: Float32 | None
-    o: Float32
-    o_bias: Float32 | None
-    mlp_norm: Float32
-    gate_up: Float32
-    gate_up_bias: Float32 | None
-    down: Float32
-    down_bias: Float32 | None
+    attention_norm: Array
+    qkv: Array
+    qkv_bias: Array | None
+    q_norm: Array | None
+    k_norm: Array | None
+    o: Array
+    o_bias: Array | None
+    mlp_norm: Array
+    gate_up: Array
+    gate_up_bias: Array | None
+    down: Array
+    down_bias: Array | None
 
 
 class LanguageModel:
     """A decoder-only model: token ids in, logits out. Made by `LanguageModel.load`."""
 
-    def __init__(self, config: dict[str, Any], checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: dict[str, Any], checkpoint: Checkpoint, tokenizer: Tokenizer, arrays: Library) -> None:
         reader = Config(config)
         kind, act = config.get("model_type"), config.get("hidden_act", "silu")
         if kind not in FAMILIES:
@@ -88,6 +96,7 @@ class LanguageModel:
         if act != "silu":
             raise InvalidArgument(f"config.hidden_act = {act!r}: silu")
         self.config, self.tokenizer = config, tokenizer
+        self.device, self._xp = arrays.device, arrays.xp
         self.spec = ModelSpec.from_config(config)
         self.vocab_size = reader.integer("vocab_size")
         self._hidden, self._inner = reader.integer("hidden_size"), reader.integer("intermediate_size")
@@ -95,30 +104,38 @@ class LanguageModel:
         self._log_scale = _query_log_scale(config)
         self.end_tokens = _end_tokens(config)
         self._biased = _biased(config)
-        self._embedding = checkpoint.take("model.embed_tokens.weight", self.vocab_size, self._hidden)
+        embedding = checkpoint.take("model.embed_tokens.weight", self.vocab_size, self._hidden)
+        self._embedding = self._xp.asarray(embedding)
         self._blocks = [self._block(checkpoint, index, layer) for index, layer in enumerate(self.spec.attention_layers)]
-        self._norm = checkpoint.take("model.norm.weight", self._hidden)
+        self._norm = self._xp.asarray(checkpoint.take("model.norm.weight", self._hidden))
         # A key that is absent has the default of its family in transformers.
         tied = _flag(config, "tie_word_embeddings", default=kind == "smollm3")
-        head = self._embedding if tied else checkpoint.take("lm_head.weight", self.vocab_size, self._hidden)
-        self._head = np.ascontiguousarray(head.T)
+        head = embedding if tied else checkpoint.take("lm_head.weight", self.vocab_size, self._hidden)
+        self._head = self._xp.asarray(np.ascontiguousarray(head.T))
 
     @classmethod
-    def load(cls, folder: str | Path) -> LanguageModel:
-        """Reads a Hugging Face checkpoint folder. Raises InvalidArgument for what it cannot be."""
-        folder = Path(folder)
+    def load(cls, folder: str | Path, device: str = "cpu") -> LanguageModel:
+        """Reads a Hugging Face checkpoint folder, its weights to a device as `pagoda.Cache` names them.
+
+        On a GPU forward passes run on CuPy's current stream, which is a step's by default, with `device` the current one:
+        `with model.device, cache.step(...) as step`. Raises InvalidArgument for what cannot be, BackendUnavailable for a
+        device that is not there.
+        """
+        arrays, folder = library(device), Path(folder)
         if not folder.is_dir():
             raise InvalidArgument(f"model = {str(folder)!r}: a folder with config.json and model.safetensors")
         config = read_config(folder)
-        return cls(config, Checkpoint(folder), load_tokenizer(folder, config))
+        with arrays.device:
+            return cls(config, Checkpoint(folder), load_tokenizer(folder, config), arrays)
 
-    def forward(self, tokens: npt.ArrayLike, step: ForwardStep, logits: Literal["last", "all"] = "last") -> Float32:
+    def forward(self, tokens: npt.ArrayLike, step: ForwardStep, logits: Literal["last", "all"] = "last") -> Array:
         """Runs the new tokens of a step through all layers.
 
-        tokens: integers [sum(new)], below vocab_size. Returns float32 logits of each sequence's last new token [B, vocab],
-        or with logits="all" of every one [sum(new), vocab]. Sequences without new tokens have no row in "last".
+        tokens: integers [sum(new)], below vocab_size, on the host. Returns float32 logits of each sequence's last new token
+        [B, vocab], or with logits="all" of every one [sum(new), vocab], on the model's device. Sequences without new tokens
+        have no row in "last".
         """
-        ids = np.asarray(tokens)
+        xp, ids = self._xp, np.asarray(tokens)
         positions = step.positions
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) != len(positions):
             raise InvalidArgument(f"tokens = {ids.dtype} {ids.shape}: integers [{len(positions)}], one a new token")
@@ -127,54 +144,89 @@ class LanguageModel:
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             raise InvalidArgument(f"tokens = {int(ids.min())} to {int(ids.max())}: from 0 to {self.vocab_size - 1}")
         ropes = {layer.rope: layer.head_dim for layer in self.spec.attention_layers}
-        turns = {rope: _turns(rope, head_dim, positions) for rope, head_dim in ropes.items()}
-        x = self._embedding[ids]
+        turns = {rope: self._turns(rope, head_dim, positions) for rope, head_dim in ropes.items()}
+        growth = None if self._log_scale is None else xp.asarray(self._log_scale.at(positions))[:, None, None]
+        x = self._embedding[xp.asarray(ids)]
         for index, (layer, block) in enumerate(zip(self.spec.attention_layers, self._blocks, strict=True)):
-            q, k, v = self._qkv(layer, block, _rms_norm(x, block.attention_norm, self._epsilon))
+            q, k, v = self._qkv(layer, block, self._rms_norm(x, block.attention_norm))
             turn = turns[layer.rope]
             if turn is not None:
                 _rotate(q, *turn)
                 _rotate(k, *turn)
-            elif self._log_scale is not None and layer.window is None:
-                q = q * self._log_scale.at(positions)[:, None, None]
+            elif growth is not None and layer.window is None:
+                q = q * growth
             mixed = step.forward(index, q, k, v)
             x += _linear(mixed.reshape(len(ids), layer.num_q_heads * layer.v_dim), block.o, block.o_bias)
-            gate_up = _linear(_rms_norm(x, block.mlp_norm, self._epsilon), block.gate_up, block.gate_up_bias)
-            x += _linear(_swiglu(gate_up), block.down, block.down_bias)
+            gate_up = _linear(self._rms_norm(x, block.mlp_norm), block.gate_up, block.gate_up_bias)
+            x += _linear(self._swiglu(gate_up), block.down, block.down_bias)
         if logits == "last":
             bounds = step.cu_seqlens
-            x = x[bounds[1:][np.diff(bounds) > 0] - 1]
-        return _rms_norm(x, self._norm, self._epsilon) @ self._head
+            x = x[xp.asarray(bounds[1:][np.diff(bounds) > 0] - 1)]
+        return self._rms_norm(x, self._norm) @ self._head
 
-    def _qkv(self, layer: AttentionLayer, block: Block, x: Float32) -> tuple[Float32, Float32, Float32]:
+    def _qkv(self, layer: AttentionLayer, block: Block, x: Array) -> tuple[Array, Array, Array]:
         queries, keys = layer.num_q_heads, layer.num_q_heads + layer.num_kv_heads
         rows = _linear(x, block.qkv, block.qkv_bias).reshape(len(x), keys + layer.num_kv_heads, layer.head_dim)
         q, k, v = rows[:, :queries], rows[:, queries:keys], rows[:, keys:]
         if block.q_norm is not None and block.k_norm is not None:
-            q, k = _rms_norm(q, block.q_norm, self._epsilon), _rms_norm(k, block.k_norm, self._epsilon)
+            q, k = self._rms_norm(q, block.q_norm), self._rms_norm(k, block.k_norm)
         return q, k, v
+
+    def _rms_norm(self, x: Array, weight: Array) -> Array:
+        """x / sqrt(mean(x^2) + epsilon) * weight over the last dimension, https://arxiv.org/abs/1910.07467."""
+        mean = self._xp.einsum("...d,...d->...", x, x)[..., None] / np.float32(x.shape[-1])
+        y = x * (1 / self._xp.sqrt(mean + self._epsilon))
+        y *= weight
+        return y
+
+    def _swiglu(self, gate_up: Array) -> Array:
+        """silu(gate) * up, https://arxiv.org/abs/2002.05202."""
+        xp, half = self._xp, gate_up.shape[1] // 2
+        gate, up = gate_up[:, :half], gate_up[:, half:]
+        # Below -80 the result is 0 in float32 either way, and exp stays finite.
+        weight = xp.negative(gate)
+        xp.minimum(weight, 80, out=weight)
+        xp.exp(weight, out=weight)
+        weight += 1
+        xp.divide(gate, weight, out=weight)
+        weight *= up
+        return weight
+
+    def _turns(self, rope: Rope | None, head_dim: int, positions: npt.NDArray[np.int64]) -> tuple[Array, Array] | None:
+        """Cosines and sines [tokens, 1, pairs]. Angles are formed in float64: at position 10^6 float32 is off by a tenth."""
+        if rope is None:
+            return None
+        factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+        angles = positions[:, None, None] * rope.inv_freq(head_dim).astype(np.float64)
+        np.remainder(angles, 2 * math.pi, out=angles)
+        small = angles.astype(np.float32)
+        cos, sin = (self._xp.asarray(turn(small) * np.float32(factor)) for turn in (np.cos, np.sin))
+        return cos, sin
 
     def _block(self, checkpoint: Checkpoint, index: int, layer: AttentionLayer) -> Block:
         prefix = f"model.layers.{index}."
         hidden, inner, dim = self._hidden, self._inner, layer.head_dim
         queries, keys = layer.num_q_heads * dim, layer.num_kv_heads * dim
 
-        def linear(parts: dict[str, int], width: int) -> tuple[Float32, Float32 | None]:
+        def take(name: str, *shape: int) -> Array:
+            return self._xp.asarray(checkpoint.take(f"{prefix}{name}.weight", *shape))
+
+        def linear(parts: dict[str, int], width: int) -> tuple[Array, Array | None]:
             weights = [checkpoint.take(f"{prefix}{part}.weight", out, width) for part, out in parts.items()]
             biases = [checkpoint.take(f"{prefix}{part}.bias", n) for part, n in parts.items() if part in self._biased]
-            return np.ascontiguousarray(np.concatenate(weights).T), np.concatenate(biases) if biases else None
+            matrix = self._xp.asarray(np.ascontiguousarray(np.concatenate(weights).T))
+            return matrix, self._xp.asarray(np.concatenate(biases)) if biases else None
 
-        def head_norm(name: str) -> Float32 | None:
-            normed = self.config["model_type"] == "qwen3"
-            return checkpoint.take(f"{prefix}self_attn.{name}.weight", dim) if normed else None
+        def head_norm(name: str) -> Array | None:
+            return take(f"self_attn.{name}", dim) if self.config["model_type"] == "qwen3" else None
 
         block = Block(
-            checkpoint.take(f"{prefix}input_layernorm.weight", hidden),
+            take("input_layernorm", hidden),
             *linear({"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}, hidden),
             head_norm("q_norm"),
             head_norm("k_norm"),
             *linear({"self_attn.o_proj": hidden}, queries),
-            checkpoint.take(f"{prefix}post_attention_layernorm.weight", hidden),
+            take("post_attention_layernorm", hidden),
             *linear({"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden),
             *linear({"mlp.down_proj": hidden}, inner),
         )
@@ -225,47 +277,14 @@ def _query_log_scale(config: dict[str, Any]) -> QueryLogScale | None:
     return QueryLogScale(floor, coefficient)
 
 
-def _linear(x: Float32, weight: Float32, bias: Float32 | None) -> Float32:
-    y: Float32 = x @ weight
+def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
+    y = x @ weight
     if bias is not None:
         y += bias
     return y
 
 
-def _rms_norm(x: Float32, weight: Float32, epsilon: np.float32) -> Float32:
-    """x / sqrt(mean(x^2) + epsilon) * weight over the last dimension, https://arxiv.org/abs/1910.07467."""
-    mean = np.einsum("...d,...d->...", x, x)[..., None] / np.float32(x.shape[-1])
-    y: Float32 = x * (1 / np.sqrt(mean + epsilon))
-    y *= weight
-    return y
-
-
-def _swiglu(gate_up: Float32) -> Float32:
-    """silu(gate) * up, https://arxiv.org/abs/2002.05202."""
-    half = gate_up.shape[1] // 2
-    gate, up = gate_up[:, :half], gate_up[:, half:]
-    # Below -80 the result is 0 in float32 either way, and exp stays finite.
-    weight = np.negative(gate)
-    np.minimum(weight, 80, out=weight)
-    np.exp(weight, out=weight)
-    weight += 1
-    np.divide(gate, weight, out=weight)
-    weight *= up
-    return weight
-
-
-def _turns(rope: Rope | None, head_dim: int, positions: npt.NDArray[np.int64]) -> tuple[Float32, Float32] | None:
-    """Cosines and sines [tokens, 1, pairs]. Angles are formed in float64: at position 10^6 float32 is off by a tenth."""
-    if rope is None:
-        return None
-    factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
-    angles = positions[:, None, None] * rope.inv_freq(head_dim).astype(np.float64)
-    np.remainder(angles, 2 * math.pi, out=angles)
-    small = angles.astype(np.float32)
-    return np.cos(small) * np.float32(factor), np.sin(small) * np.float32(factor)
-
-
-def _rotate(rows: Float32, cos: Float32, sin: Float32) -> None:
+def _rotate(rows: Array, cos: Array, sin: Array) -> None:
     """Rotates pairs (i, i + pairs) of [tokens, heads, head_dim] in place."""
     pairs = cos.shape[2]
     low, high = rows[..., :pairs], rows[..., pairs : 2 * pairs]

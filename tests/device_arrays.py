@@ -1,0 +1,112 @@
+"""Arrays as strict as those of a GPU, over NumPy: none becomes an array of the host but by `get`, and none mixes with one."""
+
+from __future__ import annotations
+
+import operator
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from emulator.driver import EmulatedDriver
+from pagoda.device.driver import View
+from pagoda.errors import InvalidArgument
+
+
+class Device(AbstractContextManager[object]):
+    """As a device of CuPy that is not the current one unless it is made so."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+    def require(self) -> None:
+        if not self.depth:
+            raise RuntimeError("another device is the current one")
+
+
+device = Device()
+
+
+class DeviceArray:
+    """What a model uses of `cupy.ndarray`. NumPy's functions refuse it, where CuPy's would take them over."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, hidden: npt.NDArray[Any]) -> None:
+        self.hidden = hidden
+        self.shape, self.dtype = hidden.shape, hidden.dtype
+
+    def __array__(self, *_: Any, **__: Any) -> npt.NDArray[Any]:
+        raise TypeError("an array of the device becomes one of the host by `get` only")
+
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+    def __getitem__(self, key: Any) -> Any:
+        return _call(operator.getitem, self, key)
+
+    def get(self) -> npt.NDArray[Any]:
+        device.require()
+        return self.hidden.copy()
+
+    def reshape(self, *shape: int) -> Any:
+        return _call(np.reshape, self, shape)
+
+
+def _call(function: Any, *given: Any, **named: Any) -> Any:
+    """`function` of what the arrays hide; raises TypeError for arrays of the host."""
+    device.require()
+
+    def open_up(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            raise TypeError(f"{function}: an array of the host among those of the device")
+        return value.hidden if isinstance(value, DeviceArray) else value
+
+    result = function(*map(open_up, given), **{name: open_up(value) for name, value in named.items()})
+    return DeviceArray(result) if isinstance(result, np.ndarray) else result
+
+
+def _operator(function: Any, *, swapped: bool = False) -> Any:
+    return lambda a, b: _call(function, b, a) if swapped else _call(function, a, b)
+
+
+for _name in ("add", "sub", "mul", "truediv", "matmul"):
+    _plain = getattr(operator, _name)
+    setattr(DeviceArray, f"__{_name}__", _operator(_plain))
+    setattr(DeviceArray, f"__r{_name}__", _operator(_plain, swapped=True))
+    setattr(DeviceArray, f"__i{_name}__", _operator(getattr(operator, f"__i{_name}__")))
+
+
+def _function(name: str) -> Any:
+    return lambda *given, **named: _call(getattr(np, name), *given, **named)
+
+
+def _asarray(host: npt.NDArray[Any]) -> DeviceArray:
+    device.require()
+    return DeviceArray(np.array(host))
+
+
+xp = SimpleNamespace(
+    asarray=_asarray,
+    **{name: _function(name) for name in ("einsum", "sqrt", "negative", "minimum", "exp", "divide")},
+)
+"""The library of such arrays: what a model calls of CuPy. `asarray` copies, as to a GPU."""
+
+
+class StrictDriver(EmulatedDriver):
+    """An emulated device whose arrays are these, and no others."""
+
+    def view(self, name: str, array: Any) -> View:
+        if not isinstance(array, DeviceArray):
+            raise InvalidArgument(f"{name} = {type(array).__name__}: an array of the device")
+        return super().view(name, array.hidden)
+
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        device.require()
+        return DeviceArray(super().empty(shape, like.hidden, dtype))
