@@ -592,7 +592,11 @@ BROKEN = {
         "copy_wait<0>();",
     ),
     "no barrier after the exchange": ("tensor_cores.cuh", "give();\n        __syncthreads();", "give();"),
-    "no barrier between units": ("attend.cuh", "__syncthreads();\n        at += count;", "at += count;"),
+    "no barrier between units": (
+        "attend.cuh",
+        "__syncthreads();\n        now.at += now.count;",
+        "now.at += now.count;",
+    ),
     "queries before they are there": (
         "tensor_cores.cuh",
         "= pair;\n            }\n        }\n        __syncthreads();",
@@ -601,12 +605,12 @@ BROKEN = {
     "counters stay": ("unit.cuh", "if (last) args.pending[unit] = 0;", ""),
     "rows past the fill": ("tensor_cores.cuh", "&& stored < walk.piece.high;", "&& true;"),
     "rows past the fill of one page": ("tensor_cores.cuh", "row < high;", "row < high + 64;"),
-    "no mask": ("tensor_cores.cuh", "const bool seen = whole ||", "const bool seen = true || whole ||"),
+    "no mask": ("tensor_cores.cuh", "if (!seen)", "if (!seen && args.window < 0)"),
     "the entries of other pages": ("tensor_cores.cuh", "(stored >> shift) % WARP", "((stored >> shift) + 1) % WARP"),
     "the entry of another page": ("tensor_cores.cuh", "(first >> shift) % WARP", "((first >> shift) + 1) % WARP"),
     "values of an old maximum": ("tensor_cores.cuh", "if (__all_sync(~0u, same)) return;", "return;"),
-    "no common parts": ("unit.cuh", "i < mine.commons", "i < 0"),
-    "common parts of other queries": ("unit.cuh", "args.common_rows[mine.first_common + i] + query", "query"),
+    "no common parts": ("unit.cuh", "i < block().commons", "i < 0"),
+    "common parts of other queries": ("unit.cuh", "args.common_rows[block().first_common + i] + query", "query"),
 }
 
 

@@ -88,12 +88,12 @@ def test_a_compile_error_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_an_error_deep_in_a_template_is_short() -> None:
     import compile_kernels
 
-    shape = "pagoda::TensorShape<pagoda::F16, pagoda::F16, pagoda::F16, 33, 17, 1, 4, 1, 4>"
+    shape = "pagoda::TensorShape<pagoda::F16, pagoda::F16, pagoda::F16, 33, 17, 1, 4, 1, 1, 4>"
     kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::TensorCores<{shape}>>")
     with pytest.raises(loader.KernelCompileError) as caught:
         compile_kernels.compile_for("sm_90", kernel)
     first, *errors = str(caught.value).splitlines()
-    assert first == "attend<TensorCores<TensorShape<F16, F16, F16, 33, 17, 1, 4, 1, 4>>> for sm_90:"
+    assert first == "attend<TensorCores<TensorShape<F16, F16, F16, 33, 17, 1, 4, 1, 1, 4>>> for sm_90:"
     assert 1 <= len(errors) <= 3
     assert re.fullmatch(r"  pagoda/tensor_cores\.cuh\(\d+\): error: static assertion failed with .*", errors[0])
 

@@ -22,6 +22,9 @@ SPLITS = {
 TILE = 64
 STAGES_MAX = 4
 
+KEPT_BYTES = 64
+"""As in unit.cuh."""
+
 WARPS_WANTED = 8
 """Warps of a multiprocessor from which on more stages are better than more warps."""
 
@@ -136,11 +139,11 @@ def _tensor(
     q_bytes = SPLITS.get((q, k), 1) * rows * k_stride * 16 + rows * 4
     stage_rows = min(slice_rows, 16 if dim + v_dim > 512 else 32)
     stride = k_stride if v == PART_OF_K else k_stride + v_stride
-    ring = teams * stages * (stage_rows * stride + 1) * 16 + 16
+    ring = teams * stages * (stage_rows * stride * 16 + 32) + 16
     exchange = teams * rows * (v_dim + 4 + 2) * 4
     shape = f"pagoda::TensorShape<{_formats(names)}, {dim}, {v_dim}, {warps}, {teams}, {columns}, {stack}, {stages}>"
     kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::TensorCores<{shape}>>")
-    return Attention(kernel, rows, 32 * warps * teams, q_bytes + max(ring, exchange), v_dim)
+    return Attention(kernel, rows, 32 * warps * teams, q_bytes + max(ring, exchange) + KEPT_BYTES, v_dim)
 
 
 def _cores(names: tuple[str, str, str], dim: int, v_dim: int, rows: int) -> Attention:
@@ -148,7 +151,7 @@ def _cores(names: tuple[str, str, str], dim: int, v_dim: int, rows: int) -> Atte
     keys = 16 if dim + v_dim > 512 else 32
     v_floats = 0 if names[1] == PART_OF_K else keys * v_dim
     ring = max(keys * (dim + 4) + v_floats, rows * (v_dim + 4 + 2))
-    shared = 4 * (rows * dim + rows * keys + 3 * rows + ring)
+    shared = 4 * (rows * dim + rows * keys + 3 * rows + ring) + KEPT_BYTES
     shape = f"pagoda::CoreShape<{_formats(names)}, {dim}, {v_dim}, {rows}>"
     return Attention(Kernel("attend.cuh", f"pagoda::attend<pagoda::CudaCores<{shape}>>"), rows, 128, shared, v_dim)
 

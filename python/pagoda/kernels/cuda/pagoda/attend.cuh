@@ -41,47 +41,65 @@ __device__ inline int64 share_start(const Attend& args, int blocks, int64 all, i
     return at == place.start ? at : place.start + place.work;
 }
 
+/// What a thread block is at: the part [at, end) of all work that is left of its share, of that `count` of the unit at `place`.
+struct Progress {
+    int64 at, end, all, grid;
+    Place place;
+    int count;
+};
+static_assert(sizeof(Progress) <= KEPT_BYTES, "it is kept in shared memory while a unit is worked on: registers are short");
+
+/// What becomes of the part of a unit that has been worked on.
+template <class Engine>
+__device__ void finish(const Attend& args, const Engine& engine, const Progress& now) {
+    const Place place = now.place;
+    const int first = static_cast<int>(now.at - place.start), unit = place.block * args.kv_heads + place.head;
+    if (now.count == place.work) {
+        engine.write_all();
+    } else if (args.division == UNITS) {
+        engine.add_run(first == 0, first + 1 == place.work);
+    } else if (args.division == RUNS) {
+        engine.write_partial(now.at);
+        if (engine.is_last(unit, place.work)) engine.merge(place.work, [=](int part) { return place.start + part; });
+    } else {
+        // The thread block whose share holds `x` is the last that begins at or before it.
+        const auto owner = [=](int64 x) { return ((x + 1) * now.grid - 1) / now.all; };
+        const int64 first_owner = owner(place.start), last_owner = owner(place.start + place.work - 1);
+        const int parts = static_cast<int>(last_owner - first_owner + 1);
+        engine.write_partial(2 * static_cast<int64>(blockIdx.x) + (first == 0));
+        if (engine.is_last(unit, parts)) {
+            engine.merge(parts, [=](int part) { return 2 * (first_owner + part) + (part == 0); });
+        }
+    }
+}
+
 /// Grid: any number of thread blocks, in one dimension, with Engine::Shape::THREADS threads and SHARED_BYTES of shared memory.
 template <class Engine>
 __global__ void __launch_bounds__(Engine::Shape::THREADS, Engine::BLOCKS) attend(const Attend args) {
     const int blocks = *args.block_count;
-    const int64 all = static_cast<int64>(args.prefix[blocks]) * args.kv_heads;
+    Progress now;
+    now.all = static_cast<int64>(args.prefix[blocks]) * args.kv_heads;
     // Nobody's share is empty, unless units are whole.
-    const int64 grid = min(static_cast<int64>(gridDim.x), all);
-    if (blockIdx.x >= grid) return;
-    int64 at = share_start(args, blocks, all, blockIdx.x, grid);
-    const int64 end = share_start(args, blocks, all, blockIdx.x + 1, grid);
+    now.grid = min(static_cast<int64>(gridDim.x), now.all);
+    if (blockIdx.x >= now.grid) return;
+    now.at = share_start(args, blocks, now.all, blockIdx.x, now.grid);
+    now.end = share_start(args, blocks, now.all, blockIdx.x + 1, now.grid);
+    Progress* const kept = reinterpret_cast<Progress*>(shared_memory() + Engine::Shape::SHARED_BYTES - KEPT_BYTES);
     Engine engine(args);
-    while (at < end) {
-        const Place place = Place::of(args, blocks, at);
-        const int first = static_cast<int>(at - place.start);
-        const int count =
-            args.division == TILES ? static_cast<int>(min(static_cast<int64>(place.work - first), end - at)) : 1;
-        engine.index = place.block;
-        engine.block = args.blocks[place.block];
-        engine.head = place.head;
-        engine.rows = engine.block.queries * args.group;
-        engine.work(first, count);
-        const int unit = place.block * args.kv_heads + place.head;
-        if (count == place.work) {
-            engine.write_all();
-        } else if (args.division == UNITS) {
-            engine.add_run(first == 0, first + 1 == place.work);
-        } else if (args.division == RUNS) {
-            engine.write_partial(at);
-            if (engine.is_last(unit, place.work)) engine.merge(place.work, [=](int part) { return place.start + part; });
-        } else {
-            // The thread block whose share holds `x` is the last that begins at or before it.
-            const auto owner = [=](int64 x) { return ((x + 1) * grid - 1) / all; };
-            const int64 first_owner = owner(place.start), last_owner = owner(place.start + place.work - 1);
-            const int parts = static_cast<int>(last_owner - first_owner + 1);
-            engine.write_partial(2 * static_cast<int64>(blockIdx.x) + (first == 0));
-            if (engine.is_last(unit, parts)) {
-                engine.merge(parts, [=](int part) { return 2 * (first_owner + part) + (part == 0); });
-            }
-        }
+    while (now.at < now.end) {
+        now.place = Place::of(args, *args.block_count, now.at);
+        const int first = static_cast<int>(now.at - now.place.start);
+        const int64 left = min(static_cast<int64>(now.place.work - first), now.end - now.at);
+        now.count = args.division == TILES ? static_cast<int>(left) : 1;
+        if (threadIdx.x == 0) *kept = now;
+        engine.index = now.place.block;
+        engine.head = now.place.head;
+        engine.rows = engine.block().queries * args.group;
+        engine.work(first, now.count);
+        now = *kept;
+        finish(args, engine, now);
         __syncthreads();
-        at += count;
+        now.at += now.count;
     }
 }
 

@@ -24,7 +24,7 @@ struct CoreShape {
     static constexpr int SCORE_FLOATS = ROWS * KEYS + 3 * ROWS;
     static constexpr int EXCHANGE_FLOATS = ROWS * (EXCHANGE + 2);
     static constexpr int RING_FLOATS = K_FLOATS + V_FLOATS > EXCHANGE_FLOATS ? K_FLOATS + V_FLOATS : EXCHANGE_FLOATS;
-    static constexpr int SHARED_BYTES = 4 * (Q_FLOATS + SCORE_FLOATS + RING_FLOATS);
+    static constexpr int SHARED_BYTES = 4 * (Q_FLOATS + SCORE_FLOATS + RING_FLOATS) + KEPT_BYTES;
     static constexpr int PARTIAL = ROWS * DV + 2 * ROWS;
 };
 
@@ -70,7 +70,7 @@ struct CudaCores : Unit<Shape_> {
     template <class Format, int DIM, int STRIDE>
     __device__ void load_rows(float* target, const Plane& plane, const Walk& walk, int first) const {
         const int shift = args.pages.page_shift;
-        const uint32* table = args.pages.table + block.sequence * args.pages.columns + walk.piece.first_page;
+        const uint32* table = args.pages.table + block().sequence * args.pages.columns + walk.piece.first_page;
         for (int i = threadIdx.x; i < KEYS * DIM / 8; i += Shape::THREADS) {
             const int row = i / (DIM / 8), chunk = i % (DIM / 8), stored = first + row;
             float x[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
@@ -86,7 +86,7 @@ struct CudaCores : Unit<Shape_> {
     __device__ void score(const Walk& walk, int first) const {
         for (int i = threadIdx.x; i < ROWS * KEYS; i += Shape::THREADS) {
             const int row = i / KEYS, key = i % KEYS, stored = first + key, place = walk.piece.origin + stored;
-            const int last = block.position + row / args.group;
+            const int last = block().position + row / args.group;
             float score = minus_infinity();
             if (stored >= walk.piece.low && stored < walk.piece.high && place <= last && place > last - args.window) {
                 float sum = 0.0f;
@@ -140,9 +140,8 @@ struct CudaCores : Unit<Shape_> {
 
     /// As TensorCores::work.
     __device__ void work(int from, int count) {
-        const Span* spans = args.pages.spans + args.pages.span_starts[block.sequence];
         Walk walk;
-        walk.start(spans, block.low, block.high, from, count, args.division != TILES);
+        walk.start(args.pages, block(), from, count, args.division != TILES);
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
@@ -154,7 +153,7 @@ struct CudaCores : Unit<Shape_> {
         }
         const Span* prepared = walk.span;
         load_queries(prepared);
-        for (; walk.left > 0; walk.next()) {
+        for (; walk.left > 0; walk.next(block())) {
             if (walk.span->offset != prepared->offset) {
                 prepared = walk.span;
                 load_queries(prepared);

@@ -41,21 +41,22 @@ struct TensorShape {
     static constexpr int Q_BYTES = Q_SPLIT_BYTES + ROWS * 4;
     static constexpr int K_BYTES = SCORES * K_STRIDE * 16, V_BYTES = SCORES * V_STRIDE * 16;
     static constexpr int V_START = V_IN_K ? 0 : K_BYTES, NOTE_START = V_IN_K ? K_BYTES : K_BYTES + V_BYTES;
-    static constexpr int STAGE_BYTES = NOTE_START + 16;
+    static constexpr int STAGE_BYTES = NOTE_START + 32;
     /// Floats of a row of values on their way between teams.
     static constexpr int EXCHANGE = DV + 4;
     static constexpr int EXCHANGE_BYTES = TEAMS * ROWS * (EXCHANGE + 2) * 4;
     static constexpr int RING_BYTES = TEAMS * STAGES * STAGE_BYTES + 16;
-    static constexpr int SHARED_BYTES = Q_BYTES + (RING_BYTES > EXCHANGE_BYTES ? RING_BYTES : EXCHANGE_BYTES);
+    static constexpr int SHARED_BYTES = Q_BYTES + (RING_BYTES > EXCHANGE_BYTES ? RING_BYTES : EXCHANGE_BYTES) + KEPT_BYTES;
     /// Floats of a partial result: values, then maxima, then sums.
     static constexpr int PARTIAL = ROWS * DV + 2 * ROWS;
     /// Query fragments stay in registers where these hold them beside values and scores.
     static constexpr bool Q_IN_REGISTERS = STACK * (Q_SPLITS * DEPTH / 4 + WIDTH / 2 + SCORES / 2) < 120;
 };
 
-/// What a stage holds: of its rows [low, high) are real, row 0 is at `place` of the token axis, and all are of one span.
+/// What a stage holds: of its rows [low, high) are real, row 0 is at `place` of the token axis, and all are of one span. `whole`:
+/// every query sees all of them.
 struct Note {
-    int low, high, place, span;
+    int low, high, place, span, whole;
 };
 
 /// Table entries of 64 pages around the current one: a lane holds one of the current 32 and one of the next.
@@ -211,7 +212,7 @@ struct TensorCores : Unit<Shape_> {
             const uint8* source = args.pages.block(entry) + in_block;
             source += static_cast<int64>(first & ((1 << shift) - 1)) * (DIM * 2) + thread * 16;
             const int low = walk.piece.low - first, high = walk.piece.high - first;
-#pragma unroll(STACK == 1 ? 4 : 2)
+#pragma unroll(STACK == 1 ? 4 : Shape::TEAM % CHUNKS == 0 ? 2 : 1)
             for (int start = 0; start < ALL; start += Shape::TEAM) {
                 const int row = copied_row<CHUNKS>(start, thread), chunk = copied_chunk<CHUNKS>(start, thread);
                 const bool valid = row >= low && row < high;
@@ -221,7 +222,7 @@ struct TensorCores : Unit<Shape_> {
             }
             return;
         }
-#pragma unroll(STACK == 1 ? 4 : 2)
+#pragma unroll(STACK == 1 ? 4 : Shape::TEAM % CHUNKS == 0 ? 2 : 1)
         for (int start = 0; start < ALL; start += Shape::TEAM) {
             const int row = copied_row<CHUNKS>(start, thread), chunk = copied_chunk<CHUNKS>(start, thread), stored = first + row;
             const uint32 entry = __shfl_sync(~0u, window.now, (stored >> shift) % WARP);
@@ -245,19 +246,22 @@ struct TensorCores : Unit<Shape_> {
     __device__ Note& note(int index) const { return *reinterpret_cast<Note*>(stage(index) + Shape::NOTE_START); }
 
     __device__ void copy_stage(int index, const Walk& walk, int first, PageWindow& window) const {
-        if (threadIdx.x % Shape::TEAM == 0) {
-            const int span = static_cast<int>(walk.span - args.pages.spans);
-            note(index) = {walk.piece.low - first, walk.piece.high - first, walk.piece.origin + first, span};
-        }
         window.seek(first >> args.pages.page_shift, lane);
         copy_rows<D, Shape::K_STRIDE>(stage(index), args.k_plane, walk, first, window);
         if constexpr (!Shape::V_IN_K) {
             copy_rows<DV, Shape::V_STRIDE>(stage(index) + Shape::V_START, args.v_plane, walk, first, window);
         }
+        if (threadIdx.x % Shape::TEAM == 0) {
+            const QueryBlock& queries = block();
+            const int low = walk.piece.low - first, high = walk.piece.high - first, place = walk.piece.origin + first;
+            const bool whole = low <= 0 && high >= Shape::SCORES && place + Shape::SCORES - 1 <= queries.position &&
+                               place > queries.position + queries.queries - 1 - args.window;
+            note(index) = {low, high, place, static_cast<int>(walk.span - args.pages.spans), whole};
+        }
     }
 
     __device__ void open_window(PageWindow& window, const Walk& walk) const {
-        const int64 row = block.sequence * args.pages.columns + walk.piece.first_page;
+        const int64 row = block().sequence * args.pages.columns + walk.piece.first_page;
         window.open(args.pages.table + row, ((walk.piece.high - 1) >> args.pages.page_shift) + 1);
     }
 
@@ -265,10 +269,11 @@ struct TensorCores : Unit<Shape_> {
     __device__ void compute_stage(int index) {
         Scores scores;
         score(scores, stage(index));
-        const bool whole = mask(scores, note(index));
+        const bool whole = note(index).whole;
+        if (!whole) mask(scores, note(index));
         weigh(scores);
         const uint8* rows_of_v = stage(index) + Shape::V_START + first_column * 2;
-        if (whole || block.queries == 1) {
+        if (whole || block().queries == 1) {
             accumulate<false>(scores, rows_of_v);
         } else {
             accumulate<true>(scores, rows_of_v);
@@ -304,29 +309,22 @@ struct TensorCores : Unit<Shape_> {
         }
     }
 
-    /// Scales scores; those of rows that their query does not see become -inf. True if there are none.
-    __device__ bool mask(Scores& scores, const Note note) const {
-        const bool whole = note.low <= 0 && note.high >= Shape::SCORES && note.place + Shape::SCORES - 1 <= block.position &&
-                           note.place > block.position + block.queries - 1 - args.window;
+    /// Makes scores of rows that their query does not see -inf.
+    __device__ void mask(Scores& scores, const Note note) const {
+        const int position = block().position;
 #pragma unroll
         for (int r = 0; r < 2 * STACK; ++r) {
-            const int last = block.position + row_of(r) / args.group;
+            const int last = position + row_of(r) / args.group;
 #pragma unroll
-            for (int n = 0; n < Shape::SCORES / 8; ++n) {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int column = n * 8 + lane % 4 * 2 + i;
-                    const int place = note.place + column;
-                    const bool seen = whole || (column >= note.low && column < note.high && place <= last && place > last - args.window);
-                    float& score = scores[r / 2][n][r % 2 * 2 + i];
-                    score = seen ? score * (Shape::Q_SCALED ? scale[r] : args.scale) : minus_infinity();
-                }
+            for (int i = 0; i < Shape::SCORES / 4; ++i) {
+                const int column = i / 2 * 8 + lane % 4 * 2 + i % 2, place = note.place + column;
+                const bool seen = column >= note.low && column < note.high && place <= last && place > last - args.window;
+                if (!seen) scores[r / 2][i / 2][r % 2 * 2 + i % 2] = minus_infinity();
             }
         }
-        return whole;
     }
 
-    /// Online softmax: scores become weights relative to the new maximum, and the values so far are scaled to it.
+    /// Online softmax: scores are scaled and become weights relative to the new maximum, and the values so far are scaled to it.
     __device__ void weigh(Scores& scores) {
         float decay[2 * STACK];
         bool same = true;
@@ -334,11 +332,14 @@ struct TensorCores : Unit<Shape_> {
         for (int r = 0; r < 2 * STACK; ++r) {
             float(&mine)[Shape::SCORES / 8][4] = scores[r / 2];
             const int i = r % 2 * 2;
-            float highest = top[r];
+            const float factor = Shape::Q_SCALED ? scale[r] : args.scale;
+            float highest = minus_infinity();
 #pragma unroll
             for (int n = 0; n < Shape::SCORES / 8; ++n) highest = fmaxf(highest, fmaxf(mine[n][i], mine[n][i + 1]));
             highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
             highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+            // Factors are above 0: the largest stays the largest.
+            highest = fmaxf(highest * factor, top[r]);
             // Where nothing is seen so far every weight is exp2(-inf - 0) = 0.
             const float base = highest == minus_infinity() ? 0.0f : highest;
             decay[r] = exp2_fast(top[r] - base);
@@ -347,8 +348,8 @@ struct TensorCores : Unit<Shape_> {
             float total = 0.0f;
 #pragma unroll
             for (int n = 0; n < Shape::SCORES / 8; ++n) {
-                mine[n][i] = exp2_fast(mine[n][i] - base);
-                mine[n][i + 1] = exp2_fast(mine[n][i + 1] - base);
+                mine[n][i] = exp2_fast(fmaf(mine[n][i], factor, -base));
+                mine[n][i + 1] = exp2_fast(fmaf(mine[n][i + 1], factor, -base));
                 total += mine[n][i];
                 total += mine[n][i + 1];
             }
@@ -438,9 +439,8 @@ struct TensorCores : Unit<Shape_> {
 
     /// Goes over the tiles (or the run) from `from` on. Leaves maxima, sums and values of all teams in the exchange.
     __device__ void work(int from, int count) {
-        const Span* spans = args.pages.spans + args.pages.span_starts[block.sequence];
         Walk walk;
-        walk.start(spans, block.low, block.high, from, count, args.division != TILES);
+        walk.start(args.pages, block(), from, count, args.division != TILES);
         PageWindow window;
         open_window(window, walk);
         pad_keys();
@@ -452,7 +452,7 @@ struct TensorCores : Unit<Shape_> {
                 if (++sub == Shape::SUBS) {
                     const Span* span = walk.span;
                     sub = 0;
-                    walk.next();
+                    walk.next(block());
                     if (walk.left > 0 && walk.span != span) open_window(window, walk);
                 }
             }

@@ -63,7 +63,7 @@ struct Attend {
     /// Tokens that a query sees at most, itself included.
     int window;
     Division division;
-    /// Of scores, with the factor log2(e).
+    /// Of scores, with the factor log2(e); above 0.
     float scale;
     /// [spans, rotary_pairs]: cosine and sine of a span's offset, to rotate queries back; null if no span has one. Element 2 i
     /// goes with 2 i + 1 if interleaved, else i with i + rotary_pairs.
@@ -77,15 +77,14 @@ struct Attend {
 /// The tiles of a part of a unit, one after the other, over the spans of the sequence.
 struct Walk {
     const Span* span;
-    int low, high;
     Piece piece;
     int tile, left;
 
-    /// Begins at the tile (or run) `from` of what `[low, high)` of the token axis touches, for `count` tiles (or one run).
-    __device__ void start(const Span* first, int low_, int high_, int from, int count, bool by_runs) {
-        span = first, low = low_, high = high_;
+    /// Begins at the tile (or run) `from` of what the block goes over, for `count` tiles (or one run).
+    __device__ void start(const Pages& pages, const QueryBlock& block, int from, int count, bool by_runs) {
+        span = pages.spans + pages.span_starts[block.sequence];
         while (true) {
-            piece = Piece::of(*span, low, high);
+            piece = Piece::of(*span, block.low, block.high);
             const int tiles = piece.last_tile - piece.first_tile;
             const int first_run = piece.first_tile / RUN_TILES;
             const int here = !by_runs || tiles == 0 ? tiles : (piece.last_tile + RUN_TILES - 1) / RUN_TILES - first_run;
@@ -105,10 +104,10 @@ struct Walk {
         }
     }
 
-    __device__ void next() {
+    __device__ void next(const QueryBlock& block) {
         ++tile, --left;
         while (left > 0 && tile == piece.last_tile) {
-            piece = Piece::of(*++span, low, high);
+            piece = Piece::of(*++span, block.low, block.high);
             tile = piece.first_tile;
         }
     }
@@ -132,6 +131,9 @@ struct Sum {
     }
 };
 
+/// Bytes at the end of shared memory for what a thread block has to know when a unit is done.
+constexpr int KEPT_BYTES = 64;
+
 /// A unit of work in the hands of a thread block. An engine leaves its result in the exchange, in shared memory: for each of
 /// Shape::TEAMS teams that saw other stored rows, values [ROWS][EXCHANGE], maxima [ROWS] and sums [ROWS].
 template <class Shape>
@@ -143,16 +145,18 @@ struct Unit {
     /// Where the exchange is, and one word to tell all threads something.
     float* const exchanged;
     int* const flag;
-    /// Of the block of queries; `index` is its place in the list.
-    QueryBlock block;
+    /// The place of the block of queries in the list, the K/V head, and query rows.
     int index, head, rows;
 
     __device__ Unit(const Attend& args_, void* exchanged_, void* flag_)
         : args(args_), exchanged(static_cast<float*>(exchanged_)), flag(static_cast<int*>(flag_)) {}
 
+    /// Read where it is needed, and not kept: registers are short.
+    __device__ const QueryBlock& block() const { return args.blocks[index]; }
+
     /// The query row of the batch and the query head of a row of the block.
     __device__ int64 token_of(int row) const {
-        const int query = block.token + row / args.group;
+        const int query = block().token + row / args.group;
         return args.members == nullptr ? query : args.members[query];
     }
     __device__ int head_of(int row) const { return head * args.group + row % args.group; }
@@ -189,16 +193,14 @@ struct Unit {
     __device__ void write(int row, int column, Sum sum) const {
         const int query = row / args.group, query_head = head_of(row), heads = args.kv_heads * args.group;
         if (args.members != nullptr) {
-            float* part = args.commons + (static_cast<int64>(block.token + query) * heads + query_head) * (DV + 2);
+            float* part = args.commons + (static_cast<int64>(block().token + query) * heads + query_head) * (DV + 2);
             part[column] = sum.value;
             if (column == 0) part[DV] = sum.top, part[DV + 1] = sum.total;
             return;
         }
         Sum all;
-        // Read here, and not kept from the start: registers are short.
-        const QueryBlock& mine = args.blocks[index];
-        for (int i = 0; i < mine.commons; ++i) {
-            const int64 common = args.common_rows[mine.first_common + i] + query;
+        for (int i = 0; i < block().commons; ++i) {
+            const int64 common = args.common_rows[block().first_common + i] + query;
             const float* part = args.commons + (common * heads + query_head) * (DV + 2);
             all.add(part[column], part[DV], part[DV + 1]);
         }
