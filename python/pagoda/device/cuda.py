@@ -62,6 +62,8 @@ class _Memory:
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise BackendUnavailable(f"device_memory: {size} bytes ({error})") from error
         cupy.cuda.runtime.memset(self._memory.ptr, 0, size)
+        # Streams of callers do not wait for the one that this was done on.
+        cupy.cuda.runtime.streamSynchronize(0)
         self.address = int(self._memory.ptr)
 
 
