@@ -289,7 +289,7 @@ def test_pages_at_the_far_end_of_a_large_pool(cp: Any) -> None:
                 expected, _ = attention(q[last], *rows)
                 np.testing.assert_allclose(out[last].get(), expected, rtol=0, atol=ERROR["f16"])
         elements = furthest * page * 2 * KV_HEADS * DIM
-        assert elements > 1 << 31 and 2 * elements > 1 << 32, f"block {furthest} of {pages}"
+        assert elements > 1 << 31, f"block {furthest} of {pages}, which has two bytes an element"
 
 
 def test_tables_drive_flashinfer(cp: Any, torch: Any) -> None:
@@ -492,7 +492,7 @@ def test_random_calls_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     end = time.monotonic() + 60
     chosen = settings(max_examples=5, stateful_step_count=40, deadline=None, database=None)
     while time.monotonic() < end:
-        run_state_machine_as_test(CacheMachine, settings=chosen)  # type: ignore[no-untyped-call]
+        run_state_machine_as_test(CacheMachine, settings=chosen)
 
 
 def test_host_memory_is_pinned_as_it_is_used(cp: Any) -> None:
@@ -509,8 +509,8 @@ def test_host_memory_is_pinned_as_it_is_used(cp: Any) -> None:
         assert len(host._pinned) == 1
         assert cache.demote(sequence).wait()
         assert 2 <= len(host._pinned) <= 3, "368 MB in pieces of 256 MiB"
-        for again in (lambda: cache.demote(sequence), lambda: cache.promote(sequence)):
-            assert again().wait()
+        for move in (cache.demote, cache.promote):
+            assert move(sequence).wait()
             q, new_k, new_v = draw(rng, 1)
             with cache.step([sequence], [1]) as step:
                 out = step.forward(0, *map(to_device, (q, new_k, new_v)))
