@@ -49,7 +49,9 @@ class NullStream:
     def copy(self, target: int, source: int, size: int) -> None:
         pass
 
-    def launch(self, kernel: Any, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0) -> None:
+    def launch(
+        self, kernel: Any, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
+    ) -> None:
         pass
 
 
@@ -152,8 +154,10 @@ def main() -> None:
         uploads.append(time.perf_counter() - start)
 
     tables.StepTables.upload = timed  # type: ignore[method-assign]
-    print(f"{SEQUENCES} sequences, {'context':>8} {'shared':>7} {'layers':>6} {'reserve':>8} {'(upload)':>8} {'append':>7} "
-          f"{'attend':>7} {'commit':>7} {'reserve + commit':>17}")
+    print(
+        f"{SEQUENCES} sequences, {'context':>8} {'shared':>7} {'layers':>6} {'reserve':>8} {'(upload)':>8} {'append':>7} "
+        f"{'attend':>7} {'commit':>7} {'reserve + commit':>17}"
+    )
     for context, shared, layers in ((1000, 0, 1), (4000, 0, 32), (32_000, 0, 32), (32_000, 31_000, 32)):
         steps = Steps(context, layers, shared)
         for declared in (False, True):
@@ -169,8 +173,10 @@ def main() -> None:
                 profiler.disable()
                 profiler.dump_stats(profile)
             reserve, uploaded, append, attend, commit = 1e6 * np.median(times, axis=0)
-            print(f"{'declared' if declared else 'as it is':>14} {context:9,} {shared:7,} {layers:6} {reserve:8.1f} "
-                  f"{uploaded:8.1f} {append:7.1f} {attend:7.1f} {commit:7.1f} {reserve + commit:17.1f}")
+            print(
+                f"{'declared' if declared else 'as it is':>14} {context:9,} {shared:7,} {layers:6} {reserve:8.1f} "
+                f"{uploaded:8.1f} {append:7.1f} {attend:7.1f} {commit:7.1f} {reserve + commit:17.1f}"
+            )
         steps.cache.close()
 
 

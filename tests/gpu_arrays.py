@@ -1,4 +1,4 @@
-"""Arrays, streams and delays of a real GPU, for tests and benchmarks."""
+"""Arrays, streams and delays of a real GPU, for tests."""
 
 from __future__ import annotations
 
