@@ -1,6 +1,6 @@
 # One verb a chore. Every target installs what it needs into .venv; nothing else is touched.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-device test-long loom check format kernels bench clean
+.PHONY: help setup demo test test-rust test-python test-device test-long loom check format kernels bench bench-gpu clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -73,6 +73,10 @@ bench: setup  ## the figures of docs/benchmarks, on this machine
 	cargo bench --quiet -p pagoda-cpu --bench decode
 	cargo run --quiet --release --manifest-path benches/bookkeeping/Cargo.toml --target-dir target/bookkeeping
 	$(BIN)/pagoda bench
+
+bench-gpu: setup  ## the figures of docs/benchmarks/gpu.md; needs a GPU
+	$(BIN)/python -m pip install --quiet "torch>=2.6"
+	benches/gpu/run.sh target/gpu
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) target dist
