@@ -1,6 +1,6 @@
 """What a step costs the host on a device, by phases: over a device that does nothing, so that no GPU is needed.
 
-    python benches/host_step.py                 # --profile FILE writes where time goes, for `python -m pstats FILE`
+    python benches/host_step.py                 # where time goes: python -m cProfile -s tottime benches/host_step.py
 
 64 sequences decode one token each in every step, for every layer appended and attended. Microseconds, the median of all
 steps. Columns: reserve (tables are on their way when it returns) and of that the upload; append and attend of one layer;
@@ -9,9 +9,7 @@ commit.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import cProfile
 import ctypes
 import time
 from typing import Any
@@ -141,9 +139,6 @@ class Steps:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profile", help="a file for cProfile")
-    profile = parser.parse_args().profile
     cuda.open_driver = lambda index: NullDriver()
     uploads: list[float] = []
     upload = tables.StepTables.upload
@@ -165,13 +160,7 @@ def main() -> None:
                 steps.cache.declare(sequences=SEQUENCES, new_tokens=1, context=context + 4 * STEPS)
             for _ in range(WARM):
                 steps.run(uploads)
-            profiler = cProfile.Profile() if profile and not declared and layers > 1 else None
-            if profiler:
-                profiler.enable()
             times = [steps.run(uploads) for _ in range(STEPS)]
-            if profiler:
-                profiler.disable()
-                profiler.dump_stats(profile)
             reserve, uploaded, append, attend, commit = 1e6 * np.median(times, axis=0)
             print(
                 f"{'declared' if declared else 'as it is':>14} {context:9,} {shared:7,} {layers:6} {reserve:8.1f} "
