@@ -39,8 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Caches are on the device that `--device` names: every test of the API runs on each, with arrays of NumPy."""
-    kind = request.config.getoption("--device")
+    """Caches are on the device that `--device` names: every test of the API runs on each, with arrays of NumPy.
+
+    Tests marked `gpu` name a GPU themselves, and have arrays on it.
+    """
+    kind = "cpu" if request.node.get_closest_marker("gpu") else request.config.getoption("--device")
     emulated: list[EmulatedDriver] = []
 
     def open_driver(index: int) -> Driver:

@@ -55,4 +55,4 @@ def memory(address: int, size: int, owner: object) -> Any:
     import cupy
 
     unowned = cupy.cuda.UnownedMemory(address, size, owner)
-    return cupy.ndarray(size, np.uint8, cupy.cuda.MemoryPointer(unowned, 0))
+    return cupy.ndarray((size,), np.uint8, cupy.cuda.MemoryPointer(unowned, 0))

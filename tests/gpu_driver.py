@@ -96,8 +96,8 @@ class CopyingDriver:
     def __init__(self, inner: Driver) -> None:
         self._inner = inner
         self.multiprocessors, self.shared_bytes_max = inner.multiprocessors, inner.shared_bytes_max
-        self.copied: dict[int, Copied] = {}
-        """The arrays of the open step, by where their memory begins."""
+        self.copied: dict[tuple[int, int], Copied] = {}
+        """The arrays of the open step, by where their memory begins and ends."""
 
     @property
     def copy_engine_bytes(self) -> int:
@@ -126,7 +126,10 @@ class CopyingDriver:
         if array.size == 0:
             return view
         whole = owner(array)
-        copied = self.copied.setdefault(byte_bounds(whole)[0], Copied(self._inner, whole))
+        place = byte_bounds(whole)
+        if place not in self.copied:
+            self.copied[place] = Copied(self._inner, whole)
+        copied = self.copied[place]
         copied.send()
         return View(copied.place(view.address), view.shape, view.strides, view.dtype, view.writeable)
 
