@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import math
 import mmap
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -94,6 +95,8 @@ class _HostArena:
     """Address space that is registered with the driver piece by piece, as it is used."""
 
     def __init__(self, size: int, piece: int) -> None:
+        # What is registered begins and ends with pages of the system: none can be registered twice.
+        piece = math.lcm(piece, mmap.PAGESIZE)
         self._piece = piece * max(1, PIECE_BYTES // piece)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         try:
