@@ -79,6 +79,26 @@ def flashinfer(filled: Filled, pages: Pages) -> Calls:
     return [lambda layer=layer: wrapper.run(filled.q, tuple(layer), out=out) for layer in pages.layers], out
 
 
+def xformers(filled: Filled, pages: Pages) -> Calls:
+    """Its Triton kernel that splits K and V, for one new token."""
+    from xformers.ops import fmha
+
+    if filled.new != 1:
+        raise NotImplementedError("more than one new token")
+    batch, group, out = len(filled.lengths), filled.q_heads // KV_HEADS, torch.empty_like(filled.q)
+    bias = fmha.attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens(
+        q_seqlen=[1] * batch, kv_seqlen=filled.lengths, block_tables=pages.table, page_size=filled.page_size
+    ).to(out.device)
+    q = filled.q.view(1, batch, KV_HEADS, group, DIM)
+
+    def call(k: Any, v: Any) -> None:
+        rows = [plane.view(1, -1, KV_HEADS, 1, DIM).expand(-1, -1, -1, group, -1) for plane in (k, v)]
+        result = fmha.memory_efficient_attention_forward(q, *rows, attn_bias=bias, op=fmha.triton_splitk.FwOp)
+        out.copy_(result.reshape(out.shape))
+
+    return [lambda layer=layer: call(*layer) for layer in pages.layers], out
+
+
 def sdpa(filled: Filled, pages: Pages) -> Calls:
     """torch, over contiguous K and V: one new token, all sequences equally long."""
     if filled.new != 1 or len(set(filled.lengths)) != 1:
@@ -101,5 +121,6 @@ def sdpa(filled: Filled, pages: Pages) -> Calls:
 PEERS: dict[str, Callable[[Filled, Pages], Calls]] = {
     "FlashAttention-3": flash_attention_3,
     "FlashInfer": flashinfer,
+    "xformers": xformers,
     "torch SDPA": sdpa,
 }
