@@ -18,7 +18,7 @@ TOTAL = 256 << 20
 def main() -> None:
     report = Report("gather")
     driver = CudaDriver(0)
-    host, device = driver.host_arena(2 * TOTAL, 4 << 20), driver.memory(2 * TOTAL)
+    host, device = driver.host_arena(2 * TOTAL, TOTAL), driver.memory(2 * TOTAL)
     host.pin(host.address, 2 * TOTAL)
     mover, stream = Mover(driver, host), driver.stream()
     chosen = driver.copy_engine_bytes
