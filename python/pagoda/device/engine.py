@@ -285,7 +285,7 @@ class DeviceEngine:
             raise InvalidArgument("replay: maxima declared first, by Cache.declare")
         for layer in range(len(self._layers)):
             self.core.check_append(layer, not self._layers[layer]["v_alias"])
-        with self._now.current():
+        with contextlib.nullcontext() if self._stream is None else self._stream.current():
             launch()
         for layer in range(len(self._layers)):
             self.core.appended(layer)
@@ -370,7 +370,9 @@ class DeviceEngine:
         shape = self._driver.view("q", q).shape
         if len(shape) != 3:
             raise InvalidArgument(f"q = {list(shape)}: an array [tokens, heads, dim]")
-        return self._driver.empty(shape[:2], q, "f32") if dim is None else self._driver.empty((*shape[:2], dim), q)
+        # On the step's stream: an array that it may have had before is still in use on no other.
+        with contextlib.nullcontext() if self._stream is None else self._stream.current():
+            return self._driver.empty(shape[:2], q, "f32") if dim is None else self._driver.empty((*shape[:2], dim), q)
 
     @property
     def _now(self) -> Stream:
