@@ -3,10 +3,10 @@
 use std::fmt;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use crate::layer::{Arenas, Layer, SequenceTable};
-use crate::pool::Pool;
 use crate::codec::encode_row;
 use crate::layer::HEAD_DIM_MAX;
+use crate::layer::{Arenas, Layer, SequenceTable};
+use crate::pool::Pool;
 use crate::rows::{Element, Rows};
 use crate::simd::Kernels;
 use pagoda_core::layout::{RowFormat, Strip};
@@ -70,10 +70,10 @@ pub(crate) unsafe fn append(
                         + row * strip.row_stride as usize;
                     block.wrapping_add(offset)
                 };
-                let target = Target { format: *format, row: place(&plane.rows), scales: place(&plane.scales) };
+                let target =
+                    Target { format: *format, row: place(&plane.rows), scales: place(&plane.scales) };
                 // SAFETY: the caller has a row for every token and head, and the block has a slot for it.
-                let fits =
-                    unsafe { store(kernels, source.row(token, head), source.element, *dim, &target) };
+                let fits = unsafe { store(kernels, source.row(token, head), source.element, *dim, &target) };
                 if checked && !fits {
                     overflow.fetch_min(((token * heads + head) * 2 + i) as u64, Ordering::Relaxed);
                 }
@@ -130,13 +130,7 @@ struct Target {
 ///
 /// # Safety
 /// There are `dim` elements at `source` and room for them at the target; the kernels are for this CPU.
-unsafe fn store(
-    kernels: &Kernels,
-    source: *const u8,
-    element: Element,
-    dim: usize,
-    target: &Target,
-) -> bool {
+unsafe fn store(kernels: &Kernels, source: *const u8, element: Element, dim: usize, target: &Target) -> bool {
     let plain = match target.format {
         RowFormat::F32 => Some(Element::F32),
         RowFormat::F16 => Some(Element::F16),

@@ -416,8 +416,11 @@ impl Pass<'_> {
         }
         rows = strip(&values.rows, 0);
         for index in 0..count {
-            let next =
-                if index + 1 < count { strip(&values.rows, index + 1) } else { after.0.rows(&keys.rows, after.1) };
+            let next = if index + 1 < count {
+                strip(&values.rows, index + 1)
+            } else {
+                after.0.rows(&keys.rows, after.1)
+            };
             let (head, tile) = cell(index);
             let chunk = Chunk { rows, scales: strip(&values.scales, index), next, piece_shift };
             // SAFETY: as the caller promises.

@@ -1,4 +1,4 @@
-//! Quantised rows, number by number: what is stored for a row of numbers, and which numbers stored rows stand for.
+//! Rows, number by number: what is stored for a row of numbers, and which numbers stored rows stand for.
 //!
 //! Within a block of 32 elements 4-bit numbers lie as in ggml: byte `j` holds element `j` below and `j + 16` above. The fifth
 //! bits of q5_0 follow the nibbles of all blocks, 4 bytes a block, element `j` in bit `j`. Formulas are those of ggml's
@@ -10,7 +10,7 @@
 
 use pagoda_core::layout::RowFormat;
 
-use crate::convert::{f16_to_f32, f32_to_f16};
+use crate::convert::{F16_MAX, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 
 /// Elements that share a scale.
 pub(crate) const BLOCK: usize = 32;
@@ -24,7 +24,6 @@ const E4M3_NAN: u8 = 0x7f;
 const E8M0_NAN: u8 = 0xff;
 /// The bits of NaN in binary16.
 const F16_NAN: u16 = 0x7e00;
-const F16_MAX: f32 = 65504.0;
 
 /// What E2M1 codes stand for.
 pub(crate) const E2M1: [f32; 16] =
@@ -40,21 +39,18 @@ fn largest(x: &[f32]) -> f32 {
 /// `rows` and `scales` have the sizes that the format says for `x`, whose length is a multiple of its unit.
 ///
 /// # Panics
-/// For plain formats, and slices that are too short.
+/// For slices that are too short.
 pub fn encode_row(format: RowFormat, x: &[f32], rows: &mut [u8], scales: &mut [u8]) -> bool {
-    let (top, factor) = match format {
-        RowFormat::Fp8E4m3 => (E4M3_MAX, f32::MAX),
-        RowFormat::Int8 => (127.0, f32::MAX),
-        RowFormat::Q8_0 => (127.0, F16_MAX),
-        RowFormat::Q5_0 => (16.0, F16_MAX),
-        RowFormat::Q4_0 => (8.0, F16_MAX),
-        RowFormat::Mxfp4 => (6.0, f32::MAX),
-        RowFormat::Nvfp4 => (6.0, E4M3_MAX),
-        RowFormat::F32 | RowFormat::F16 | RowFormat::Bf16 => unreachable!("{format:?} is not quantised"),
+    // The largest magnitude that a scale can be found for.
+    let limit = match format {
+        RowFormat::F32 | RowFormat::F16 | RowFormat::Bf16 => return encode_plain(format, x, rows),
+        RowFormat::Fp8E4m3 | RowFormat::Int8 | RowFormat::Mxfp4 => f32::MAX / 2.0,
+        RowFormat::Q8_0 => 127.0 * F16_MAX,
+        RowFormat::Q5_0 => 16.0 * F16_MAX,
+        RowFormat::Q4_0 => 8.0 * F16_MAX,
+        RowFormat::Nvfp4 => 6.0 * E4M3_MAX,
     };
-    // Infinite where the format has a scale for every finite number.
-    let limit = top * factor;
-    let fits = x.iter().all(|x| x.is_finite() && x.abs() <= limit);
+    let fits = x.iter().all(|x| x.abs() <= limit);
     let size = match format {
         RowFormat::Fp8E4m3 | RowFormat::Int8 => x.len(),
         RowFormat::Nvfp4 => NV_BLOCK,
@@ -66,8 +62,7 @@ pub fn encode_row(format: RowFormat, x: &[f32], rows: &mut [u8], scales: &mut [u
         let block = &mut block[..size];
         block.copy_from_slice(part);
         if !fits {
-            let most = limit.min(f32::MAX);
-            block.iter_mut().for_each(|x| *x = if x.is_nan() { *x } else { x.clamp(-most, most) });
+            block.iter_mut().for_each(|x| *x = if x.is_nan() { *x } else { x.clamp(-limit, limit) });
         }
         match format {
             RowFormat::Fp8E4m3 => row_of_e4m3(block, rows, scales),
@@ -112,7 +107,7 @@ pub fn encode_row(format: RowFormat, x: &[f32], rows: &mut [u8], scales: &mut [u
                 }
                 scales[index] = code;
             }
-            RowFormat::F32 | RowFormat::F16 | RowFormat::Bf16 => unreachable!("checked"),
+            RowFormat::F32 | RowFormat::F16 | RowFormat::Bf16 => unreachable!("has returned"),
         }
     }
     fits
@@ -121,7 +116,7 @@ pub fn encode_row(format: RowFormat, x: &[f32], rows: &mut [u8], scales: &mut [u
 /// Reads what [`encode_row`] has written.
 ///
 /// # Panics
-/// For plain formats, and slices that are too short.
+/// For slices that are too short.
 pub fn decode_row(format: RowFormat, rows: &[u8], scales: &[u8], x: &mut [f32]) {
     let nibbles = x.len() / 2;
     let nibble = |i: usize| rows[i / BLOCK * NV_BLOCK + i % NV_BLOCK] >> (i % BLOCK / NV_BLOCK * 4) & 15;
@@ -142,9 +137,38 @@ pub fn decode_row(format: RowFormat, rows: &[u8], scales: &[u8], x: &mut [f32]) 
             RowFormat::Q4_0 => (f32::from(nibble(i)) - 8.0) * f16_scale(i),
             RowFormat::Mxfp4 => E2M1[nibble(i) as usize] * e8m0(scales[i / BLOCK]),
             RowFormat::Nvfp4 => E2M1[nibble(i) as usize] * e4m3(scales[i / NV_BLOCK]),
-            RowFormat::F32 | RowFormat::F16 | RowFormat::Bf16 => unreachable!("{format:?} is not quantised"),
+            RowFormat::F32 => {
+                f32::from_le_bytes([rows[4 * i], rows[4 * i + 1], rows[4 * i + 2], rows[4 * i + 3]])
+            }
+            RowFormat::F16 => f16_to_f32(u16::from_le_bytes([rows[2 * i], rows[2 * i + 1]])),
+            RowFormat::Bf16 => bf16_to_f32(u16::from_le_bytes([rows[2 * i], rows[2 * i + 1]])),
         };
     }
+}
+
+/// Formats that store each number by itself.
+fn encode_plain(format: RowFormat, x: &[f32], rows: &mut [u8]) -> bool {
+    let mut fits = true;
+    for (i, &x) in x.iter().enumerate() {
+        let bound = match format {
+            RowFormat::F16 => {
+                // NaN stays NaN.
+                let bits = f32_to_f16(if x.abs() > F16_MAX { F16_MAX.copysign(x) } else { x });
+                rows[2 * i..][..2].copy_from_slice(&bits.to_le_bytes());
+                65520.0
+            }
+            RowFormat::Bf16 => {
+                rows[2 * i..][..2].copy_from_slice(&f32_to_bf16(x).to_le_bytes());
+                f32::from_bits(0x7f7f_8000)
+            }
+            _ => {
+                rows[4 * i..][..4].copy_from_slice(&x.to_le_bytes());
+                f32::INFINITY
+            }
+        };
+        fits &= x.abs() < bound;
+    }
+    fits
 }
 
 fn inverse(d: f32) -> f32 {

@@ -139,7 +139,10 @@ impl fmt::Display for LayerError {
         match *self {
             Self::Dim { what, dim, format } => {
                 let unit = format.unit();
-                write!(f, "{what} is {dim}; {format:?} rows have a multiple of {unit} from {unit} to {HEAD_DIM_MAX}")
+                write!(
+                    f,
+                    "{what} is {dim}; {format:?} rows have a multiple of {unit} from {unit} to {HEAD_DIM_MAX}"
+                )
             }
             Self::PartOfK { v_head_dim, head_dim } => {
                 write!(f, "v_head_dim is {v_head_dim}; V is part of a K row of {head_dim}")

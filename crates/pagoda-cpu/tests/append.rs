@@ -7,8 +7,8 @@ use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::SpanView;
 use pagoda_cpu::{
-    Arenas, Backend, Element, Error, F16_MAX, Isa, Layer, Overflow, Rows, SequenceTable, bf16_to_f32, f16_to_f32,
-    f32_to_bf16, f32_to_f16,
+    Arenas, Backend, Element, Error, F16_MAX, Isa, Layer, Overflow, Rows, SequenceTable, bf16_to_f32,
+    f16_to_f32, f32_to_bf16, f32_to_f16,
 };
 use world::{ELEMENTS, Random, rows};
 
@@ -136,7 +136,8 @@ fn rows_convert_as_in_half() {
         assert!((0..=u16::MAX).zip(&wide).all(|(bits, &x)| same(x, bf16::from_bits(bits).to_f32())), "{isa}");
         // 72 elements are four and a half vectors of 16.
         let f16s = words(&stored(isa, 72, ELEMENTS[0], RowFormat::F16, &edge_bytes, false).expect("append"));
-        let bf16s = words(&stored(isa, 72, ELEMENTS[0], RowFormat::Bf16, &edge_bytes, false).expect("append"));
+        let bf16s =
+            words(&stored(isa, 72, ELEMENTS[0], RowFormat::Bf16, &edge_bytes, false).expect("append"));
         for ((&x, a), b) in edges.iter().zip(f16s).zip(bf16s) {
             let limited = if x.is_nan() { x } else { x.clamp(-F16_MAX, F16_MAX) };
             assert!(same(f16::from_bits(a).to_f32(), f16::from_f32(limited).to_f32()), "{isa} {x:e} {a:#x}");

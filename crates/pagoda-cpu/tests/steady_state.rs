@@ -3,7 +3,7 @@
 use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::SpanView;
-use pagoda_cpu::{Element, Arenas, Backend, Layer, Rows, RowsMut, SequenceTable};
+use pagoda_cpu::{Arenas, Backend, Element, Layer, Rows, RowsMut, SequenceTable};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
 
