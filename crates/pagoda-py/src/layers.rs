@@ -5,7 +5,7 @@ use crate::errors::cpu;
 use pagoda_core::cache::{Group, GroupKind};
 use pagoda_core::ids::GroupId;
 use pagoda_core::layout::{BlockLayout, LayerGeometry};
-use pagoda_cpu::{Layer, Rope};
+use pagoda_cpu::{Layer, Rope, Transform};
 use pyo3::prelude::*;
 
 /// One attention layer, as a dict.
@@ -67,6 +67,7 @@ pub(crate) fn place(
                 num_q_heads,
                 scale,
                 window,
+                transform: Transform::default(),
                 rope: rope.clone().map(|(inv_freq, interleaved)| Rope { inv_freq, interleaved }),
             };
             layer.check().map_err(|error| cpu(py, &error.into()))?;
