@@ -159,7 +159,15 @@ def test_attention_over_every_pair(
     shape = layer(num_q_heads=2 * group, num_kv_heads=2, head_dim=max(dims), v_head_dim=min(dims), v_alias=alias)
     spec = pagoda.ModelSpec([shape])
     with pagoda.Cache(
-        spec, k_dtype=dtypes[0], v_dtype=dtypes[1], page_size=page_size, device_memory="8MiB", host_memory=0, threads=2
+        spec,
+        k_dtype=dtypes[0],
+        v_dtype=dtypes[1],
+        center=None,
+        rotate=False,
+        page_size=page_size,
+        device_memory="8MiB",
+        host_memory=0,
+        threads=2,
     ) as cache:
         mirror = Mirror(cache, np.random.default_rng(seed))
         batch = [mirror.create(), mirror.create()]

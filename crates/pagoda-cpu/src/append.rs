@@ -125,6 +125,33 @@ pub(crate) unsafe fn append(
     }
 }
 
+/// The mean of the rows of each head, or nothing if one is not finite.
+///
+/// # Safety
+/// There are `tokens` rows for each head; the kernels are for this CPU.
+pub(crate) unsafe fn mean(
+    kernels: &Kernels,
+    rows: Rows,
+    tokens: usize,
+    heads: usize,
+    dim: usize,
+) -> Option<Vec<f32>> {
+    let mut sums = vec![0.0f64; heads * dim];
+    let mut numbers = [0.0f32; HEAD_DIM_MAX as usize];
+    for token in 0..tokens {
+        for (head, sums) in sums.chunks_exact_mut(dim).enumerate() {
+            // SAFETY: as the caller promises; a row has at most HEAD_DIM_MAX elements.
+            unsafe {
+                let convert = kernels.convert(rows.element, Element::F32);
+                convert(rows.row(token, head), numbers.as_mut_ptr().cast(), dim);
+            }
+            sums.iter_mut().zip(&numbers).for_each(|(sum, &x)| *sum += f64::from(x));
+        }
+    }
+    let means: Vec<f32> = sums.iter().map(|sum| (sum / tokens as f64) as f32).collect();
+    means.iter().all(|x| x.is_finite()).then_some(means)
+}
+
 /// Where a row is stored, and how.
 struct Target<'a> {
     format: RowFormat,
