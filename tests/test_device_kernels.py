@@ -166,6 +166,8 @@ class World:
     page_size: int = 16
     window: int | None = None
     rope: tuple[int, bool] | None = None
+    softcap: float | None = None
+    sinks: bool = False
     seed: int = 0
     commons: list[Common] = field(default_factory=list)
     keep: list[Guarded] = field(default_factory=list)
@@ -241,6 +243,7 @@ class World:
         q_heads = heads * self.group
         q = rng.standard_normal((self.tokens, q_heads, self.shape.dim)).astype(DTYPES[self.shape.q])
         self.q = self.filled(q)
+        self.sink_logits = self.filled(rng.normal(0, 2, q_heads).astype(np.float32))
         self.inv_freq = 10000.0 ** -(np.arange(self.rope[0]) / self.rope[0]) if self.rope else np.zeros(0)
         offsets = self.spans.array["offset"]
         angles = offsets[:, None] * self.inv_freq
@@ -340,7 +343,9 @@ class World:
             group=self.group,
             window=1 << 30 if self.window is None else self.window,
             division=division,
-            scale=self.shape.dim**-0.5 * math.log2(math.e),
+            scale=self.shape.dim**-0.5 * (math.log2(math.e) if self.softcap is None else 1 / self.softcap),
+            softcap=0.0 if self.softcap is None else self.softcap * math.log2(math.e),
+            sinks=self.sink_logits.address if self.sinks else None,
             angles=self.angles.address if self.rope else None,
             rotary_pairs=self.rope[0] if self.rope else 0,
             interleaved=self.rope[1] if self.rope else 0,
@@ -392,9 +397,12 @@ class World:
                     turned = np.stack([self.turned(q, int(offset)) for offset in offsets[first : position + 1]])
                     k = keys[first : position + 1, head // self.group].astype(np.float64)
                     scores = (turned * k).sum(1) * self.shape.dim**-0.5
+                    if self.softcap is not None:
+                        scores = self.softcap * np.tanh(scores / self.softcap)
                     weights = np.exp(scores - scores.max())
+                    sink = math.exp(self.sink_logits.array[head] - scores.max()) if self.sinks else 0.0
                     v = values[first : position + 1, head // self.group].astype(np.float64)
-                    out[token, head] = weights @ v / weights.sum()
+                    out[token, head] = weights @ v / (weights.sum() + sink)
                     lse[token, head] = scores.max() + np.log(weights.sum())
                 token += 1
         return out, lse
@@ -427,6 +435,33 @@ LENGTHS = [one(1), one(15), one(16), one(17), one(63), one(64), one(130, 2), one
 def test_every_engine_and_head_size(shape: Shape, library: emulator.Library) -> None:
     few = [one(1), one(17), one(130, 2)] if shape.dim > 256 else LENGTHS
     World(shape, few, group=2 if shape.dim > 256 else 3).compare(library, 5)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_soft_caps_and_sinks(shape: Shape, library: emulator.Library) -> None:
+    """In every engine, and each way of dividing work: results in one part and in several, with parts in common."""
+    group = 2 if shape.dim > 256 else 3
+    batch = [one(1), one(150, 2), one(90, 40 if "stacked" in shape.engine else 1)]
+    options: dict[str, Any] = {"group": group, "kv_heads": 1, "page_size": 8}
+    for softcap, sinks in ((0.7, False), (None, True), (2.0, True)):
+        world = World(shape, batch, softcap=softcap, sinks=sinks, window=70, **options)
+        world.compare(library, 1)
+        world.compare(library, 5)
+    world = World(shape, batch, sinks=True, **options)
+    for division in (Division.RUNS, Division.UNITS):
+        world.compare(library, 2, division=division)
+    commons = [Common([1, 2], 0, 32)]
+    World(shape, [one(70), one(60), one(50)], softcap=1.0, sinks=True, commons=commons, **options).compare(library, 3)
+
+
+def test_scores_beyond_a_cap(library: emulator.Library) -> None:
+    """What the cap cuts off entirely, and NaN, which it does not."""
+    for shape in (SHAPES[0], SHAPES[9], SHAPES[12]):
+        world = World(shape, [one(90, 3)], softcap=0.01)
+        world.compare(library, 3)
+        world.q.array[1, 2] = np.nan
+        out, _ = world.attend(library, 3)
+        assert np.isnan(out.astype(np.float32)).all(-1).sum() == np.isnan(out.astype(np.float32)).any(-1).sum() == 1
 
 
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64, 256])
@@ -610,6 +645,21 @@ BROKEN = {
     "the entry of another page": ("tensor_cores.cuh", "(first >> shift) % WARP", "((first >> shift) + 1) % WARP"),
     "values of an old maximum": ("tensor_cores.cuh", "if (__all_sync(~0u, same)) return;", "return;"),
     "no common parts": ("unit.cuh", "i < block().commons", "i < 0"),
+    "no sink": ("unit.cuh", "if (args.sinks != nullptr)", "if (false)"),
+    "a sink twice": ("unit.cuh", "total += exp2_fast(fmaf(", "total += 2.0f * exp2_fast(fmaf("),
+    "a sink in every common part": (
+        "unit.cuh",
+        "all.add(part[column], part[DV], part[DV + 1]);",
+        "all.add(part[column], part[DV], part[DV + 1] + exp2_fast(args.sinks[query_head] * LOG2_E - part[DV]));",
+    ),
+    "a sink in the log-sum-exp": ("unit.cuh", "log2f(all.total)", "log2f(total)"),
+    "the sinks of other heads": ("unit.cuh", "args.sinks[query_head]", "args.sinks[0]"),
+    "a cap behind the mask": (
+        "tensor_cores.cuh",
+        "if (!whole) mask(scores, note(index));",
+        "if (!whole) mask(scores, note(index));\n        if (args.softcap > 0.0f) cap(scores);",
+    ),
+    "no cap": ("tensor_cores.cuh", "if (args.softcap > 0.0f) cap(scores);", ""),
     "common parts of other queries": ("unit.cuh", "args.common_rows[block().first_common + i] + query", "query"),
 }
 
@@ -631,4 +681,5 @@ def test_what_is_broken_is_noticed(broken: str, tmp_path: Path) -> None:
                 for page_size in (8, 32):
                     commons = [Common([1, 2], 0, 32)]
                     batch = [one(300, 5), one(90), one(70, 2)]
-                    World(shape, batch, page_size=page_size, commons=commons, seed=seed).compare(library, 3, seed=seed)
+                    options: dict[str, Any] = {"softcap": 3.0, "sinks": True, "commons": commons}
+                    World(shape, batch, page_size=page_size, seed=seed, **options).compare(library, 3, seed=seed)

@@ -26,6 +26,9 @@ class CoreLayer(TypedDict):
     v_alias: bool
     window: int | None
     scale: float
+    softcap: float | None
+    sinks: bool
+    kv_owner: int | None
     rope: tuple[list[float], bool] | None
 
 
@@ -35,24 +38,19 @@ def group_layers(spec: ModelSpec) -> list[list[int]]:
 
 
 def core_layers(spec: ModelSpec) -> list[CoreLayer]:
-    """The layers as the core takes them. Raises BackendUnavailable for what the CPU backend does not do yet."""
+    """The layers as the core takes them. Raises BackendUnavailable for what the cache does not do yet."""
     group_of = {layer: group for group, members in enumerate(group_layers(spec)) for layer in members}
-    return [_core_layer(index, layer, group_of.get(index, 0)) for index, layer in enumerate(spec.layers)]
+    return [_core_layer(index, layer, group_of) for index, layer in enumerate(spec.layers)]
 
 
-def _core_layer(index: int, layer: object, group: int) -> CoreLayer:
+def _core_layer(index: int, layer: object, group_of: dict[int, int]) -> CoreLayer:
     if not isinstance(layer, AttentionLayer):
         raise BackendUnavailable(
             f"layers[{index}] = {type(layer).__name__}: the cache has attention layers only so far"
         )
-    for name in ("softcap", "sinks", "kv_owner"):
-        if getattr(layer, name) not in (None, False):
-            raise BackendUnavailable(
-                f"layers[{index}].{name} = {getattr(layer, name)!r}: not supported by the cache yet"
-            )
     rope = layer.rope
     return {
-        "group": group,
+        "group": group_of[index if layer.kv_owner is None else layer.kv_owner],
         "num_q_heads": layer.num_q_heads,
         "num_kv_heads": layer.num_kv_heads,
         "head_dim": layer.head_dim,
@@ -60,6 +58,9 @@ def _core_layer(index: int, layer: object, group: int) -> CoreLayer:
         "v_alias": layer.v_alias,
         "window": layer.window,
         "scale": layer.head_dim**-0.5 if layer.scale is None else layer.scale,
+        "softcap": layer.softcap,
+        "sinks": layer.sinks,
+        "kv_owner": layer.kv_owner,
         "rope": None if rope is None else (rope.inv_freq(layer.head_dim).tolist(), rope.interleaved),
     }
 

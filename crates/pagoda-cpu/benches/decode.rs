@@ -124,6 +124,7 @@ impl Cache {
                 page_size: page as u32,
                 num_q_heads: shape.q_heads,
                 scale: 1.0 / (shape.dim as f32).sqrt(),
+                softcap: None,
                 window: None,
                 rope: None,
             },
@@ -149,7 +150,7 @@ impl Cache {
         let queries = Rows { ptr: self.queries.as_ptr().cast(), element, token_stride, head_stride };
         let out = RowsMut { ptr: self.out.as_mut_ptr().cast(), element, token_stride, head_stride };
         // SAFETY: the row names blocks of `memory`, and the arrays have a row for every token and head.
-        unsafe { backend.attend(&arenas, &self.layer, &[table], queries, out, None) }.expect("attend");
+        unsafe { backend.attend(&arenas, &self.layer, &[table], queries, None, out, None) }.expect("attend");
         black_box(&self.out);
     }
 }

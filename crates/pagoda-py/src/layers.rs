@@ -4,7 +4,7 @@ use crate::arrays::format_named;
 use crate::errors::{cpu, invalid};
 use pagoda_core::cache::{Group, GroupKind};
 use pagoda_core::ids::GroupId;
-use pagoda_core::layout::{BlockLayout, LayerGeometry};
+use pagoda_core::layout::{BlockLayout, LayerGeometry, LayerLayout};
 use pagoda_cpu::{Layer, Rope};
 use pyo3::prelude::*;
 
@@ -20,6 +20,9 @@ pub(crate) struct LayerArguments {
     v_alias: bool,
     window: Option<u32>,
     scale: f32,
+    softcap: Option<f32>,
+    sinks: bool,
+    kv_owner: Option<usize>,
     rope: Option<(Vec<f32>, bool)>,
 }
 
@@ -27,6 +30,10 @@ pub(crate) struct LayerArguments {
 pub(crate) struct PlacedLayer {
     pub(crate) group: GroupId,
     pub(crate) layer: Layer,
+    /// Whether a logit for each query head joins the softmax.
+    pub(crate) sinks: bool,
+    /// The layer whose K and V this one reads, where it stores none.
+    pub(crate) owner: Option<usize>,
 }
 
 /// Lays out the blocks of every group and checks every layer.
@@ -50,28 +57,32 @@ pub(crate) fn place(
     };
     let count = layers.iter().map(|layer| layer.group as usize + 1).max().unwrap_or(0);
     let mut groups = Vec::with_capacity(count);
-    let mut placed: Vec<Option<PlacedLayer>> = layers.iter().map(|_| None).collect();
+    let mut layouts: Vec<Option<LayerLayout>> = vec![None; layers.len()];
     for group in 0..count {
-        let members: Vec<usize> =
-            (0..layers.len()).filter(|&at| layers[at].group as usize == group).collect();
+        let members: Vec<usize> = (0..layers.len())
+            .filter(|&at| layers[at].group as usize == group && layers[at].kv_owner.is_none())
+            .collect();
         let geometries: Vec<_> = members.iter().map(|&at| geometry(&layers[at])).collect();
         let layout = BlockLayout::new(&geometries, page_size);
         groups.push(Group { block_bytes: layout.block_bytes, kind: GroupKind::Paged { page_size } });
-        for (&at, &layout_of_layer) in members.iter().zip(&layout.layers) {
-            let LayerArguments { num_q_heads, window, scale, ref rope, .. } = layers[at];
-            let layer = Layer {
-                geometry: geometry(&layers[at]),
-                layout: layout_of_layer,
-                block_bytes: layout.block_bytes,
-                page_size,
-                num_q_heads,
-                scale,
-                window,
-                rope: rope.clone().map(|(inv_freq, interleaved)| Rope { inv_freq, interleaved }),
-            };
-            layer.check().map_err(|error| cpu(py, &error.into()))?;
-            placed[at] = Some(PlacedLayer { group: GroupId(group as u8), layer });
-        }
+        members.iter().zip(layout.layers).for_each(|(&at, of_layer)| layouts[at] = Some(of_layer));
     }
-    Ok((groups, placed.into_iter().map(|layer| layer.expect("every layer has a group")).collect()))
+    let place = |(at, arguments): (usize, &LayerArguments)| {
+        let LayerArguments { group, num_q_heads, window, scale, softcap, sinks, kv_owner, .. } = *arguments;
+        let layer = Layer {
+            geometry: geometry(arguments),
+            layout: layouts[kv_owner.unwrap_or(at)].expect("every owner is a member of a group"),
+            block_bytes: groups[group as usize].block_bytes,
+            page_size,
+            num_q_heads,
+            scale,
+            softcap,
+            window,
+            rope: arguments.rope.clone().map(|(inv_freq, interleaved)| Rope { inv_freq, interleaved }),
+        };
+        layer.check().map_err(|error| cpu(py, &error.into()))?;
+        Ok(PlacedLayer { group: GroupId(group), layer, sinks, owner: kv_owner })
+    };
+    let placed = layers.iter().enumerate().map(place).collect::<PyResult<_>>()?;
+    Ok((groups, placed))
 }

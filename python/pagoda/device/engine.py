@@ -240,15 +240,18 @@ class DeviceEngine:
             self._check_fit(layer)
         self.core.appended(layer)
 
-    def attend(self, layer: int, q: Any, out: Any, lse: Any = None, dtype: str | None = None) -> None:
+    def attend(
+        self, layer: int, q: Any, out: Any, lse: Any = None, dtype: str | None = None, sink_logits: Any = None
+    ) -> None:
         """See `Step.attend`."""
-        self.core.check_attend(layer)
+        self.core.check_attend(layer, sink_logits is not None)
         shape = self._layers[layer]
         heads, kv_heads = shape["num_q_heads"], shape["num_kv_heads"]
         queries = self._rows("q", q, (heads, shape["head_dim"]), dtype)
         result = self._output("out", out, (heads, shape["v_head_dim"]), queries, dtype)
         if lse is not None:
             lse = self._rows("lse", lse, (heads,), None, kinds=("f32",))
+        sinks = None if sink_logits is None else self._floats("sink_logits", sink_logits, heads)
         tables = self._tables.groups[shape["group"]]
         k_plane, v_plane, block_bytes = self._planes[layer]
         rope = shape["rope"]
@@ -270,7 +273,8 @@ class DeviceEngine:
             kv_heads=kv_heads,
             group=heads // kv_heads,
             window=WINDOW_MAX if shape["window"] is None else shape["window"],
-            scale=shape["scale"] * LOG2_E,
+            **_scales(shape),
+            sinks=sinks,
             angles=self._tables.angles.get(layer),
             rotary_pairs=len(rope[0]) if rope else 0,
             interleaved=bool(rope and rope[1]),
@@ -283,11 +287,12 @@ class DeviceEngine:
         """See `Step.replay`."""
         if self._maxima is None:
             raise InvalidArgument("replay: maxima declared first, by Cache.declare")
-        for layer in range(len(self._layers)):
+        storing = [layer for layer, shape in enumerate(self._layers) if shape["kv_owner"] is None]
+        for layer in storing:
             self.core.check_append(layer, not self._layers[layer]["v_alias"])
         with self._now.current():
             launch()
-        for layer in range(len(self._layers)):
+        for layer in storing:
             self.core.appended(layer)
 
     def commit(self, accepted: npt.NDArray[np.int64] | None = None) -> None:
@@ -386,8 +391,11 @@ class DeviceEngine:
         """K plane, V plane and block bytes of each layer: docs/layout.md, in the order of `layout.rs`."""
         sizes = [4 if name == "f32" else 2 for name in self._dtypes]
         ends: dict[int, int] = {}
-        planes = []
+        planes: list[tuple[arguments.Plane, arguments.Plane]] = []
         for shape in self._layers:
+            if shape["kv_owner"] is not None:
+                planes.append(planes[shape["kv_owner"]])
+                continue
             pair = []
             dims = [shape["head_dim"], shape["v_head_dim"]][: 1 if shape["v_alias"] else 2]
             for size, dim in zip(sizes, dims, strict=False):
@@ -572,6 +580,14 @@ class DeviceEngine:
             raise InvalidArgument(f"{name} = strides {strides}: a contiguous last dimension")
         return View(view.address, view.shape, strides, kind, view.writeable)
 
+    def _floats(self, name: str, array: Any, length: int) -> int:
+        """The address of an array of the caller: float32 [length], contiguous."""
+        view = self._driver.view(name, array)
+        if view.dtype != "f32" or view.shape != (length,) or view.strides != (4,):
+            given = f"dtype {view.dtype}, shape {list(view.shape)}, strides {list(view.strides)}"
+            raise InvalidArgument(f"{name} = {given}: f32 [{length}], contiguous")
+        return view.address
+
     def _output(self, name: str, array: Any, row: tuple[int, ...], like: View, dtype: str | None) -> View:
         """Checks an array that results are written to: of the queries' type, and nothing twice."""
         view = self._rows(name, array, row, dtype, kinds=(like.dtype,))
@@ -591,3 +607,10 @@ class DeviceEngine:
         if low < theirs_high and theirs_low < high:
             raise InvalidArgument(f"{name} = memory of q: memory of its own")
         return view
+
+
+def _scales(layer: CoreLayer) -> dict[str, float]:
+    """`scale` and `softcap` of a kernel, whose scores are base-2 logarithms."""
+    if layer["softcap"] is None:
+        return {"scale": layer["scale"] * LOG2_E, "softcap": 0.0}
+    return {"scale": layer["scale"] / layer["softcap"], "softcap": layer["softcap"] * LOG2_E}

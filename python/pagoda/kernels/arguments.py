@@ -95,6 +95,8 @@ class Attend(ctypes.Structure):
         ("window", ctypes.c_int),
         ("division", ctypes.c_int),
         ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("sinks", ctypes.c_void_p),
         ("angles", ctypes.c_void_p),
         ("rotary_pairs", ctypes.c_int),
         ("interleaved", ctypes.c_int),

@@ -92,6 +92,7 @@ struct CudaCores : Unit<Shape_> {
                 float sum = 0.0f;
                 for (int d = 0; d < D; ++d) sum = fmaf(query[row * D + d], keys[key * Shape::DEPTH + d], sum);
                 score = sum * args.scale;
+                if (args.softcap > 0.0f) score = args.softcap * tanh_fast(score);
             }
             scores[i] = score;
         }

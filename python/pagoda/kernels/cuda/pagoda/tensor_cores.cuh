@@ -269,6 +269,7 @@ struct TensorCores : Unit<Shape_> {
     __device__ void compute_stage(int index) {
         Scores scores;
         score(scores, stage(index));
+        if (args.softcap > 0.0f) cap(scores);
         const bool whole = note(index).whole;
         if (!whole) mask(scores, note(index));
         weigh(scores);
@@ -309,6 +310,21 @@ struct TensorCores : Unit<Shape_> {
         }
     }
 
+    /// What numbers `r` of scores are multiplied with.
+    __device__ float scale_of(int r) const { return Shape::Q_SCALED ? scale[r] : args.scale; }
+
+    /// Scores become hyperbolic tangents of what they were, scaled; `weigh` multiplies them with `softcap`.
+    __device__ void cap(Scores& scores) const {
+#pragma unroll
+        for (int r = 0; r < 2 * STACK; ++r) {
+#pragma unroll
+            for (int i = 0; i < Shape::SCORES / 4; ++i) {
+                float& score = scores[r / 2][i / 2][r % 2 * 2 + i % 2];
+                score = tanh_fast(score * scale_of(r));
+            }
+        }
+    }
+
     /// Makes scores of rows that their query does not see -inf.
     __device__ void mask(Scores& scores, const Note note) const {
         const int position = block().position;
@@ -332,7 +348,7 @@ struct TensorCores : Unit<Shape_> {
         for (int r = 0; r < 2 * STACK; ++r) {
             float(&mine)[Shape::SCORES / 8][4] = scores[r / 2];
             const int i = r % 2 * 2;
-            const float factor = Shape::Q_SCALED ? scale[r] : args.scale;
+            const float factor = args.softcap > 0.0f ? args.softcap : scale_of(r);
             float highest = minus_infinity();
 #pragma unroll
             for (int n = 0; n < Shape::SCORES / 8; ++n) highest = fmaxf(highest, fmaxf(mine[n][i], mine[n][i + 1]));

@@ -15,9 +15,28 @@
 
 namespace pagoda {
 
-constexpr float LN_2 = 0.693147180559945f;
+constexpr float LN_2 = 0.693147180559945f, LOG2_E = 1.44269504088896f;
 
 __device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
+
+/// tanh, to 3e-7 of itself and never beyond 1; NaN for NaN. A rational approximation on |x| < 7.9, where tanh is 1 in float:
+/// `generic_fast_tanh_float` of Eigen (MathFunctionsImpl.h, MPL-2.0). pagoda-cpu has the same.
+__device__ __forceinline__ float tanh_fast(float x) {
+    constexpr float LIMIT = 7.90531110763549805f;
+    // Not fminf and fmaxf, which drop NaN.
+    x = x < -LIMIT ? -LIMIT : x > LIMIT ? LIMIT : x;
+    const float xx = x * x;
+    float p = fmaf(xx, -2.76076847742355e-16f, 2.00018790482477e-13f);
+    p = fmaf(xx, p, -8.60467152213735e-11f);
+    p = fmaf(xx, p, 5.12229709037114e-08f);
+    p = fmaf(xx, p, 1.48572235717979e-05f);
+    p = fmaf(xx, p, 6.37261928875436e-04f);
+    p = fmaf(xx, p, 4.89352455891786e-03f);
+    float q = fmaf(xx, 1.19825839466702e-06f, 1.18534705686654e-04f);
+    q = fmaf(xx, q, 2.26843463243900e-03f);
+    q = fmaf(xx, q, 4.89352518554385e-03f);
+    return divide_fast(x * p, q);
+}
 
 /// Consecutive queries of one sequence, or queries of several that hold pages in common.
 struct QueryBlock {
@@ -63,8 +82,13 @@ struct Attend {
     /// Tokens that a query sees at most, itself included.
     int window;
     Division division;
-    /// Of scores, with the factor log2(e); above 0.
+    /// What products q k are multiplied with; above 0. Scores are base-2 logarithms: log2(e) is a factor of `softcap`, or of `scale`
+    /// where there is none.
     float scale;
+    /// Scores are softcap * tanh(scale * q k); 0 where they are scale * q k.
+    float softcap;
+    /// [parts * group] or null: natural logarithms that join each sum of weights, and not the log-sum-exp.
+    const float* sinks;
     /// [spans, rotary_pairs]: cosine and sine of a span's offset, to rotate queries back; null if no span has one. Element 2 i
     /// goes with 2 i + 1 if interleaved, else i with i + rotary_pairs.
     const float2* angles;
@@ -207,7 +231,9 @@ struct Unit {
         all.add(sum.value, sum.top, sum.total);
         const int64 token = token_of(row);
         const bool nothing = all.total == 0.0f;
-        store_one(args.out.row(token, query_head) + column * Q::BYTES, nothing ? 0.0f : all.value / all.total);
+        float total = all.total;
+        if (args.sinks != nullptr) total += exp2_fast(fmaf(args.sinks[query_head], LOG2_E, -all.top));
+        store_one(args.out.row(token, query_head) + column * Q::BYTES, nothing ? 0.0f : all.value / total);
         if (column == 0 && args.lse != nullptr) {
             args.lse[token * heads + query_head] = nothing ? minus_infinity() : (all.top + log2f(all.total)) * LN_2;
         }
