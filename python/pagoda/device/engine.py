@@ -246,7 +246,7 @@ class DeviceEngine:
         """See `Step.attend`."""
         self.core.check_attend(layer, sink_logits is not None)
         shape = self._layers[layer]
-        heads, kv_heads = shape["num_q_heads"], shape["num_kv_heads"]
+        heads = shape["num_q_heads"]
         queries = self._rows("q", q, (heads, shape["head_dim"]), dtype)
         result = self._output("out", out, (heads, shape["v_head_dim"]), queries, dtype)
         if lse is not None:
@@ -270,8 +270,6 @@ class DeviceEngine:
             q=arguments.Rows(queries.address, queries.strides[0], queries.strides[1]),
             out=arguments.Rows(result.address, result.strides[0], result.strides[1]),
             lse=None if lse is None else lse.address,
-            kv_heads=kv_heads,
-            group=heads // kv_heads,
             window=WINDOW_MAX if shape["window"] is None else shape["window"],
             **_scales(shape),
             sinks=sinks,
@@ -411,12 +409,11 @@ class DeviceEngine:
         together = not (prefill or self._deterministic) and shape["window"] is None
         return Work(
             group=shape["group"],
-            heads=self._heads(layer),
             window=shape["window"],
             prefill=prefill,
             few=self._few(layer),
-            rows=self._attention(layer, "f32", prefill).rows,
-            common_rows=self._attention(layer, "f32", True).rows if together else 0,
+            queries=self._queries(layer, prefill),
+            common_queries=self._queries(layer, True) if together else 0,
             by_runs=self._deterministic,
         )
 
@@ -427,6 +424,11 @@ class DeviceEngine:
         return instances.attend(
             *self._formats(layer), q, *sizes, self._heads(layer), mode, self._driver.shared_bytes_max
         )
+
+    def _queries(self, layer: int, prefill: bool) -> int:
+        """Of a block: as many as fit a unit whatever their type, which is not known when a step is opened."""
+        chosen = [self._attention(layer, q, prefill) for q in ("f32", "f16", "bf16")]
+        return min(one.rows // (self._heads(layer) // one.sets) for one in chosen)
 
     def _formats(self, layer: int) -> tuple[str, str]:
         """Row formats of K and V."""
@@ -467,14 +469,17 @@ class DeviceEngine:
             common = work.common
             call.members, call.common_rows = common.members, common.rows
             call.blocks, call.prefix, call.block_count = common.blocks, common.prefix, common.count
-            self._launch(self._attention(layer, q, True), call)
+            self._launch(layer, self._attention(layer, q, True), call)
             call.members = None
         if self._deterministic:
             call.division = Division.UNITS if prefill else Division.RUNS
         call.blocks, call.prefix, call.block_count = work.blocks, work.prefix, work.count
-        self._launch(self._attention(layer, q, prefill), call)
+        self._launch(layer, self._attention(layer, q, prefill), call)
 
-    def _launch(self, chosen: instances.Attention, call: arguments.Attend) -> None:
+    def _launch(self, layer: int, chosen: instances.Attention, call: arguments.Attend) -> None:
+        call.sets = self._layers[layer]["num_kv_heads"] * chosen.sets
+        call.group = self._heads(layer) // chosen.sets
+        call.set_shift = chosen.sets.bit_length() - 1
         self._now.launch(chosen.kernel, self._grid(chosen), chosen.threads, call, shared_bytes=chosen.shared_bytes)
 
     def _grid(self, chosen: instances.Attention) -> int:
@@ -485,18 +490,18 @@ class DeviceEngine:
         work = self._tables.works[self._work(layer, prefill)]
         chosen = self._attention(layer, q, prefill)
         shape = self._layers[layer]
-        kv_heads, room = shape["num_kv_heads"], self._tables.room
-        floats, units, members = 2 * self._grid(chosen) * chosen.partial, work.blocks_max * kv_heads, 0
+        sets, room = shape["num_kv_heads"] * chosen.sets, self._tables.room
+        floats, units, members = 2 * self._grid(chosen) * chosen.partial, work.blocks_max * sets, 0
         if self._deterministic and prefill:
             floats = self._grid(chosen) * 3 * chosen.rows * chosen.v_dim
         elif self._deterministic:
             runs = room.columns * self._page_size // (64 * 64) + room.spans + 1
-            floats = work.blocks_max * runs * kv_heads * chosen.partial
+            floats = work.blocks_max * runs * sets * chosen.partial
         if work.common is not None:
             members = work.members_max if all_members else self._tables.members
             common = self._attention(layer, q, True)
             floats = max(floats, 2 * self._grid(common) * common.partial if members else 0)
-            units = max(units, members * kv_heads)
+            units = max(units, members * shape["num_kv_heads"] * common.sets)
         return 4 * floats, 4 * units, 4 * members * shape["num_q_heads"] * (shape["v_head_dim"] + 2)
 
     def _enter(self) -> None:

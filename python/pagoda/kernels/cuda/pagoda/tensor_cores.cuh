@@ -95,14 +95,13 @@ struct TensorCores : Unit<Shape_> {
     using Q = typename Shape::Q;
     using Unit<Shape>::args;
     using Unit<Shape>::block;
-    using Unit<Shape>::head;
     using Unit<Shape>::rows;
     using KElement = typename Shape::K::Element;
     using VElement = typename Shape::V::Element;
     static constexpr int D = Shape::D, DV = Shape::DV, STAGES = Shape::STAGES, TEAMS = Shape::TEAMS, STACK = Shape::STACK;
     using Scores = float[STACK][Shape::SCORES / 8][4];
     /// Thread blocks of a multiprocessor that registers are sparing for: more would spill.
-    static constexpr int BLOCKS = 2;
+    static constexpr int BLOCKS = Shape::THREADS > 128 ? 1 : 2;
 
     /// `warp` is its place in the team; its query rows begin at `first_row`, its values at `first_column`.
     const int lane, warp, team, first_row, first_column;
@@ -205,7 +204,7 @@ struct TensorCores : Unit<Shape_> {
     __device__ void copy_rows(uint8* target, const Plane& plane, const Walk& walk, int first, const PageWindow& window) const {
         constexpr int CHUNKS = DIM / 8, ALL = Shape::SCORES * CHUNKS;
         const int shift = args.pages.page_shift, thread = warp * WARP + lane;
-        const int64 in_block = plane.offset + head * plane.head_stride;
+        const int64 in_block = plane.offset + this->kv_head() * plane.head_stride;
         if (Shape::SCORES <= 1 << shift) {
             // All in one page: one stretch of bytes.
             const uint32 entry = __shfl_sync(~0u, window.now, (first >> shift) % WARP);
