@@ -52,6 +52,8 @@ class Mirror:
 
     cache: pagoda.Cache
     rng: np.random.Generator
+    q_scale: float = 1.0
+    """What random queries are multiplied with."""
     live: list[Tokens] = field(default_factory=list)
 
     def create(self) -> Tokens:
@@ -131,7 +133,7 @@ class Mirror:
 
         k = rows(layer.num_kv_heads, layer.head_dim)
         v = rows(layer.num_kv_heads, layer.v_dim)
-        return k, v, rows(layer.num_q_heads, layer.head_dim)
+        return k, v, rows(layer.num_q_heads, layer.head_dim) * np.float32(self.q_scale)
 
     def _stored(self, layer: pagoda.AttentionLayer, k: Array, v: Array) -> tuple[Array, Array]:
         """What the cache makes of K and V."""
