@@ -54,6 +54,8 @@ class Mirror:
 
     cache: pagoda.Cache
     rng: np.random.Generator
+    q_scale: float = 1.0
+    """What random queries are multiplied with."""
     live: list[Tokens] = field(default_factory=list)
 
     def create(self) -> Tokens:
@@ -85,21 +87,22 @@ class Mirror:
         with self.cache.step([tokens.sequence for tokens in batch], counts) as step:
             assert step.cu_seqlens.tolist() == [0, *np.cumsum(counts).tolist()]
             bounds = step.cu_seqlens
+            stored: list[tuple[Array, Array]] = []
             for index, layer in enumerate(self._layers()):
                 k, v, q = self._rows(layer, int(bounds[-1]))
                 for number, count in enumerate(new):
                     k[bounds[number] + count : bounds[number + 1]] = np.nan
                     v[bounds[number] + count : bounds[number + 1]] = np.nan
-                out, lse = step.forward(index, q, k, None if layer.v_alias else v, return_lse=True)
-                k, v = (self._stored(rows, dtype) for rows, dtype in zip((k, v), self._dtypes(), strict=True))
-                if layer.v_alias:
-                    v = k[..., : layer.v_dim]
+                sinks = self.rng.normal(0, 3, layer.num_q_heads).astype(np.float32) if layer.sinks else None
+                given = (k, None if layer.v_alias else v) if layer.kv_owner is None else ()
+                out, lse = step.forward(index, q, *given, sink_logits=sinks, return_lse=True)
+                stored.append(self._stored(layer, k, v) if layer.kv_owner is None else stored[layer.kv_owner])
+                k, v = stored[index]
                 for number, tokens in enumerate(batch):
                     part = slice(bounds[number], bounds[number] + new[number])
                     keys = np.concatenate([tokens.k[index], k[part]])
                     values = np.concatenate([tokens.v[index], v[part]])
-                    expected = attention(q[part], keys, values, scale=layer.scale, window=layer.window)
-                    check(out[part], lse[part], *expected)
+                    check(out[part], lse[part], *expected(layer, q[part], keys, values, sinks))
                     kept = slice(bounds[number], bounds[number] + keep[number])
                     tokens.k[index] = np.concatenate([tokens.k[index], k[kept]])
                     tokens.v[index] = np.concatenate([tokens.v[index], v[kept]])
@@ -126,25 +129,37 @@ class Mirror:
     def _layers(self) -> list[pagoda.AttentionLayer]:
         return [layer for layer in self.cache.spec.layers if isinstance(layer, pagoda.AttentionLayer)]
 
-    def _dtypes(self) -> tuple[str, str]:
-        return self.cache.dtypes[0]
-
     def _rows(self, layer: pagoda.AttentionLayer, count: int) -> tuple[Array, Array, Array]:
         def rows(heads: int, dim: int) -> Array:
             return self.rng.standard_normal((count, heads, dim), np.float32)
 
         k = rows(layer.num_kv_heads, layer.head_dim)
         v = rows(layer.num_kv_heads, layer.v_dim)
-        return k, v, rows(layer.num_q_heads, layer.head_dim)
+        return k, v, rows(layer.num_q_heads, layer.head_dim) * np.float32(self.q_scale)
 
-    @staticmethod
-    def _stored(rows: Array, dtype: str) -> Array:
-        if dtype not in DTYPES:
-            dim = rows.shape[-1]
-            data, scales = _core.encode_rows(rows.reshape(-1, dim), dtype)
-            return _core.decode_rows(data, scales, dtype, dim).reshape(rows.shape).astype(np.float64)
+    def _stored(self, layer: pagoda.AttentionLayer, k: Array, v: Array) -> tuple[Array, Array]:
+        """What the cache makes of K and V."""
+        k_dtype, v_dtype = self.cache.dtypes[0]
+        k, v = through(k, k_dtype), through(v, v_dtype)
+        return k, k[..., : layer.v_dim] if layer.v_alias else v
+
+
+def through(rows: Array, dtype: str) -> Array:
+    """What is left of rows in a format."""
+    if dtype in DTYPES:
         stored: Array = rows.astype(DTYPES[dtype]).astype(np.float64)
         return stored
+    dim = rows.shape[-1]
+    data, scales = _core.encode_rows(rows.reshape(-1, dim), dtype)
+    return _core.decode_rows(data, scales, dtype, dim).reshape(rows.shape).astype(np.float64)
+
+
+def expected(
+    layer: pagoda.AttentionLayer, q: Array, k: Array, v: Array, sink_logits: Array | None = None
+) -> tuple[Array, Array]:
+    """What attention of a layer says in float64."""
+    options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap}
+    return attention(q, k, v, sink_logits=sink_logits, **options)
 
 
 def settled(cache: pagoda.Cache) -> Stats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -33,11 +34,28 @@ def layers(draw: st.DrawFn) -> pagoda.AttentionLayer:
         v_alias=v_head_dim <= head_dim and draw(st.booleans()),
         window=draw(st.none() | st.integers(1, 150)),
         scale=draw(st.none() | st.floats(0.01, 0.5)),
+        softcap=draw(st.none() | st.sampled_from([0.5, 5.0, 50.0])),
+        sinks=draw(st.booleans()),
     )
 
 
+@st.composite
+def models(draw: st.DrawFn) -> list[pagoda.AttentionLayer]:
+    """One to three layers, of which later ones may read the K and V of the first."""
+    first, *others = draw(st.lists(layers(), min_size=1, max_size=3))
+    shared: dict[str, Any] = {"kv_owner": 0}
+    shared |= {name: getattr(first, name) for name in ("num_kv_heads", "head_dim", "v_head_dim", "v_alias")}
+
+    def reader(own: pagoda.AttentionLayer) -> pagoda.AttentionLayer:
+        window = first.window and draw(st.integers(1, first.window))
+        heads = first.num_kv_heads * (own.num_q_heads // own.num_kv_heads)
+        return replace(own, **shared, num_q_heads=heads, window=window or own.window)
+
+    return [first, *(reader(own) if draw(st.booleans()) else own for own in others)]
+
+
 @given(
-    layers=st.lists(layers(), min_size=1, max_size=3),
+    layers=models(),
     page_size=st.sampled_from([8, 16, 32, 64, 128]),
     dtypes=st.tuples(st.sampled_from(list(DTYPES)), st.sampled_from(list(DTYPES))),
     steps=st.lists(
@@ -56,7 +74,7 @@ def test_tiled_attention_matches_full_attention(
     junk: int,
     seed: int,
 ) -> None:
-    """Random shapes, formats and windows; ragged lengths of 0, 1, page - 1, page, page + 1 and others; NaN beyond the end."""
+    """Random shapes, formats, windows, caps, sinks and owners; ragged lengths about those of pages; NaN beyond the end."""
     lengths = {-1: page_size - 1, 0x10: page_size, 0x11: page_size + 1}
     with small_cache(layers, page_size=page_size, k_dtype=dtypes[0], v_dtype=dtypes[1], device_memory="64MiB") as cache:
         mirror = Mirror(cache, np.random.default_rng(seed))

@@ -55,7 +55,8 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        return {"prefill": 64, "stacked": 128, "stacked columns": 32}.get(self.engine, 16)
+        rows = {"prefill": 64, "stacked": 128, "stacked columns": 32, "wide": 64, "wide columns": 64}
+        return rows.get(self.engine, 16)
 
     @property
     def v_in_k(self) -> bool:
@@ -69,6 +70,8 @@ CUTS = {
     "deterministic": "1, 1, 1, 1, 2",
     "columns": "4, 1, 4, 1, 2",
     "stacked columns": "4, 1, 4, 2, 2",
+    "wide": "8, 1, 2, 1, 2",
+    "wide columns": "8, 1, 4, 2, 2",
 }
 """Warps, teams, columns, stack and stages of an engine on tensor cores."""
 
@@ -93,6 +96,8 @@ SHAPES = [
     Shape("F16", "F16", "F16", 128, 128, "stacked"),
     Shape("F16", "F16", "F16", 128, 128, "deterministic"),
     Shape("BF16", "F16", "BF16", 72, 96, "stacked columns"),
+    Shape("F16", "F16", "F32", 64, 32, "wide"),
+    Shape("BF16", "PartOfK", "BF16", 576, 512, "wide columns"),
 ]
 APPENDS = [("F16", "F16", "F32"), ("BF16", "F32", "F16"), ("F32", "F16", "BF16"), ("BF16", "F16", "F32")]
 
@@ -163,9 +168,12 @@ class World:
     sequences: list[Sequence]
     kv_heads: int = 2
     group: int = 3
+    sets: int = 1
     page_size: int = 16
     window: int | None = None
     rope: tuple[int, bool] | None = None
+    softcap: float | None = None
+    sinks: bool = False
     seed: int = 0
     commons: list[Common] = field(default_factory=list)
     keep: list[Guarded] = field(default_factory=list)
@@ -241,10 +249,16 @@ class World:
         q_heads = heads * self.group
         q = rng.standard_normal((self.tokens, q_heads, self.shape.dim)).astype(DTYPES[self.shape.q])
         self.q = self.filled(q)
+        self.sink_logits = self.filled(rng.normal(0, 2, q_heads).astype(np.float32))
         self.inv_freq = 10000.0 ** -(np.arange(self.rope[0]) / self.rope[0]) if self.rope else np.zeros(0)
         offsets = self.spans.array["offset"]
         angles = offsets[:, None] * self.inv_freq
         self.angles = self.filled(np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32))
+
+    @property
+    def set_heads(self) -> int:
+        """Query heads of a unit."""
+        return self.group // self.sets
 
     def guarded(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Guarded:
         array = Guarded(shape, dtype)
@@ -269,8 +283,8 @@ class World:
         for common in self.commons:
             start = len(members)
             members += [token for m in common.members for token in range(tokens[m], tokens[m + 1])]
-            for first in range(start, len(members), rows // self.group):
-                queries = min(rows // self.group, len(members) - first)
+            for first in range(start, len(members), rows // self.set_heads):
+                queries = min(rows // self.set_heads, len(members) - first)
                 block = (common.members[0], first, queries, common.high - 1, common.low, common.high, 0, 0)
                 blocks.append(block)
                 prefix.append(prefix[-1] + len({t // TILE for t in range(common.low, common.high)}))
@@ -281,7 +295,7 @@ class World:
         blocks, prefix, token = [], [0], 0
         common_rows: list[int] = []
         members = self.common_work(self.shape.rows)[2].tolist()
-        most = self.shape.rows // self.group
+        most = self.shape.rows // self.set_heads
         for index, sequence in enumerate(self.sequences):
             for first in range(0, sequence.new, most):
                 queries = min(most, sequence.new - first)
@@ -336,11 +350,14 @@ class World:
             q=rows(self.q),
             out=rows(out),
             lse=lse.address,
-            kv_heads=self.kv_heads,
-            group=self.group,
+            sets=self.kv_heads * self.sets,
+            group=self.set_heads,
+            set_shift=int(math.log2(self.sets)),
             window=1 << 30 if self.window is None else self.window,
             division=division,
-            scale=self.shape.dim**-0.5 * math.log2(math.e),
+            scale=self.shape.dim**-0.5 * (math.log2(math.e) if self.softcap is None else 1 / self.softcap),
+            softcap=0.0 if self.softcap is None else self.softcap * math.log2(math.e),
+            sinks=self.sink_logits.address if self.sinks else None,
             angles=self.angles.address if self.rope else None,
             rotary_pairs=self.rope[0] if self.rope else 0,
             interleaved=self.rope[1] if self.rope else 0,
@@ -363,11 +380,11 @@ class World:
         name = self.shape.name
         threads = library.constant(f"{name}_THREADS")
         partial = library.constant(f"{name}_PARTIAL")
-        slots = 2 * grid if call.division == Division.TILES else int(prefix[-1]) * self.kv_heads
+        slots = 2 * grid if call.division == Division.TILES else int(prefix[-1]) * self.kv_heads * self.sets
         if call.division == Division.UNITS:
             slots, partial = grid, 3 * self.shape.rows * self.shape.v_dim
         call.partials = self.guarded((slots, partial), np.float32).address
-        pending = self.filled(np.zeros(len(blocks) * self.kv_heads, np.int32))
+        pending = self.filled(np.zeros(len(blocks) * self.kv_heads * self.sets, np.int32))
         call.pending = pending.address
         call.blocks, call.prefix = self.filled(blocks).address, self.filled(prefix).address
         call.block_count = self.filled(np.array([len(blocks)], np.int32)).address
@@ -392,9 +409,12 @@ class World:
                     turned = np.stack([self.turned(q, int(offset)) for offset in offsets[first : position + 1]])
                     k = keys[first : position + 1, head // self.group].astype(np.float64)
                     scores = (turned * k).sum(1) * self.shape.dim**-0.5
+                    if self.softcap is not None:
+                        scores = self.softcap * np.tanh(scores / self.softcap)
                     weights = np.exp(scores - scores.max())
+                    sink = math.exp(self.sink_logits.array[head] - scores.max()) if self.sinks else 0.0
                     v = values[first : position + 1, head // self.group].astype(np.float64)
-                    out[token, head] = weights @ v / weights.sum()
+                    out[token, head] = weights @ v / (weights.sum() + sink)
                     lse[token, head] = scores.max() + np.log(weights.sum())
                 token += 1
         return out, lse
@@ -429,6 +449,33 @@ def test_every_engine_and_head_size(shape: Shape, library: emulator.Library) -> 
     World(shape, few, group=2 if shape.dim > 256 else 3).compare(library, 5)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_soft_caps_and_sinks(shape: Shape, library: emulator.Library) -> None:
+    """In every engine, and each way of dividing work: results in one part and in several, with parts in common."""
+    group = 2 if shape.dim > 256 else 3
+    batch = [one(1), one(150, 2), one(90, 40 if "stacked" in shape.engine else 1)]
+    options: dict[str, Any] = {"group": group, "kv_heads": 1, "page_size": 8}
+    for softcap, sinks in ((0.7, False), (None, True), (2.0, True)):
+        world = World(shape, batch, softcap=softcap, sinks=sinks, window=70, **options)
+        world.compare(library, 1)
+        world.compare(library, 5)
+    world = World(shape, batch, sinks=True, **options)
+    for division in (Division.RUNS, Division.UNITS):
+        world.compare(library, 2, division=division)
+    commons = [Common([1, 2], 0, 32)]
+    World(shape, [one(70), one(60), one(50)], softcap=1.0, sinks=True, commons=commons, **options).compare(library, 3)
+
+
+def test_scores_beyond_a_cap(library: emulator.Library) -> None:
+    """What the cap cuts off entirely, and NaN, which it does not."""
+    for shape in (SHAPES[0], SHAPES[9], SHAPES[12]):
+        world = World(shape, [one(90, 3)], softcap=0.01)
+        world.compare(library, 3)
+        world.q.array[1, 2] = np.nan
+        out, _ = world.attend(library, 3)
+        assert np.isnan(out.astype(np.float32)).all(-1).sum() == np.isnan(out.astype(np.float32)).any(-1).sum() == 1
+
+
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64, 256])
 @pytest.mark.parametrize("window", [None, 1, 37, 100])
 def test_pages_and_windows(page_size: int, window: int | None, library: emulator.Library) -> None:
@@ -460,6 +507,17 @@ def test_spans(rope: tuple[int, bool] | None, library: emulator.Library) -> None
 def test_any_group(group: int, library: emulator.Library) -> None:
     for shape in (SHAPES[1], SHAPES[9]):
         World(shape, [one(70, 3), one(100)], group=group, kv_heads=3).compare(library, 4)
+
+
+@pytest.mark.parametrize(("number", "group", "sets"), [(0, 32, 2), (0, 64, 8), (12, 32, 4), (20, 128, 2), (21, 128, 2)])
+def test_more_heads_than_a_unit_has_rows(number: int, group: int, sets: int, library: emulator.Library) -> None:
+    """The query heads of a K/V head in several units, in one part and in several, with common pages."""
+    shape = SHAPES[number]
+    batch = [one(50), one(70, 1 if shape.dim > 256 else 3)]
+    options: dict[str, Any] = {"group": group, "sets": sets, "kv_heads": 1 if shape.dim > 256 else 2, "page_size": 8}
+    for commons in ([], [Common([0, 1], 0, 24)]):
+        for grid in (2, 7):
+            World(shape, batch, commons=commons, sinks=True, **options).compare(library, grid, seed=grid)
 
 
 def test_no_query_at_all(library: emulator.Library) -> None:
@@ -609,7 +667,23 @@ BROKEN = {
     "the entries of other pages": ("tensor_cores.cuh", "(stored >> shift) % WARP", "((stored >> shift) + 1) % WARP"),
     "the entry of another page": ("tensor_cores.cuh", "(first >> shift) % WARP", "((first >> shift) + 1) % WARP"),
     "values of an old maximum": ("tensor_cores.cuh", "if (__all_sync(~0u, same)) return;", "return;"),
+    "the rows of another head": ("unit.cuh", "return set >> args.set_shift;", "return set;"),
     "no common parts": ("unit.cuh", "i < block().commons", "i < 0"),
+    "no sink": ("unit.cuh", "if (args.sinks != nullptr)", "if (false)"),
+    "a sink twice": ("unit.cuh", "total += exp2_fast(fmaf(", "total += 2.0f * exp2_fast(fmaf("),
+    "a sink in every common part": (
+        "unit.cuh",
+        "all.add(part[column], part[DV], part[DV + 1]);",
+        "all.add(part[column], part[DV], part[DV + 1] + exp2_fast(args.sinks[query_head] * LOG2_E - part[DV]));",
+    ),
+    "a sink in the log-sum-exp": ("unit.cuh", "log2f(all.total)", "log2f(total)"),
+    "the sinks of other heads": ("unit.cuh", "args.sinks[query_head]", "args.sinks[0]"),
+    "a cap behind the mask": (
+        "tensor_cores.cuh",
+        "if (!whole) mask(scores, note(index));",
+        "if (!whole) mask(scores, note(index));\n        if (args.softcap > 0.0f) cap(scores);",
+    ),
+    "no cap": ("tensor_cores.cuh", "if (args.softcap > 0.0f) cap(scores);", ""),
     "common parts of other queries": ("unit.cuh", "args.common_rows[block().first_common + i] + query", "query"),
 }
 
@@ -631,4 +705,5 @@ def test_what_is_broken_is_noticed(broken: str, tmp_path: Path) -> None:
                 for page_size in (8, 32):
                     commons = [Common([1, 2], 0, 32)]
                     batch = [one(300, 5), one(90), one(70, 2)]
-                    World(shape, batch, page_size=page_size, commons=commons, seed=seed).compare(library, 3, seed=seed)
+                    options: dict[str, Any] = {"softcap": 3.0, "sinks": True, "commons": commons, "group": 4, "sets": 2}
+                    World(shape, batch, page_size=page_size, seed=seed, **options).compare(library, 3, seed=seed)

@@ -67,10 +67,40 @@ def test_a_gpu_that_is_not_there() -> None:
         pagoda.Cache(SPEC, device="cuda")
 
 
-@pytest.mark.parametrize("change", [{"softcap": 30.0}, {"sinks": True}])
-def test_layers_that_the_cache_does_not_do_yet(change: dict[str, Any]) -> None:
-    with pytest.raises(pagoda.BackendUnavailable, match=next(iter(change))):
-        pagoda.Cache(pagoda.ModelSpec(layers=[layer(**change)]))
+SHARED = pagoda.ModelSpec(layers=[layer(sinks=True), layer(num_q_heads=2, kv_owner=0)])
+
+
+@pytest.mark.parametrize(
+    ("named", "call"),
+    [
+        ("layer = 1: a layer that stores K and V", lambda step: step.append(1, rows(2, 2, 16), rows(2, 2, 16))),
+        ("layer = 1: a layer that stores K and V", lambda step: step.forward(1, rows(2, 2, 16), rows(2, 2, 16))),
+        ("layer = 0: a layer that this step", lambda step: step.attend(1, rows(2, 2, 16))),
+        ("layer = 0: appended to before", lambda step: step.commit()),
+        ("k = None", lambda step: step.forward(0, rows(2, 4, 16), None, rows(2, 2, 16))),
+    ],
+)
+def test_layers_that_read_the_pages_of_others(named: str, call: Callable[[pagoda.Step], object]) -> None:
+    with pagoda.Cache(SHARED, device_memory="1MiB", host_memory=0, threads=1) as cache:
+        sequence = cache.create()
+        with pytest.raises(pagoda.InvalidArgument, match=named), cache.step([sequence], [2]) as step:
+            call(step)
+        with cache.step([sequence], [2]) as step:
+            step.append(0, rows(2, 2, 16), rows(2, 2, 16))
+            np.testing.assert_array_equal(step.forward(1, rows(2, 2, 16)), rows(2, 2, 16))
+            assert (step.table(1).slot_mapping == step.table(0).slot_mapping).all()
+        cache.audit()
+
+
+def test_sink_logits_are_for_layers_with_sinks() -> None:
+    with pagoda.Cache(SHARED, threads=1) as cache, cache.step([cache.create()], [2]) as step:
+        step.append(0, rows(2, 2, 16), rows(2, 2, 16))
+        for wrong in (None, rows(3), rows(1, 4), rows(4, dtype=np.float64), rows(4, dtype=np.float16)):
+            with pytest.raises(pagoda.InvalidArgument, match="sink_logits = "):
+                step.attend(0, rows(2, 4, 16), sink_logits=wrong)
+        with pytest.raises(pagoda.InvalidArgument, match="sink_logits = an array: None"):
+            step.attend(1, rows(2, 2, 16), sink_logits=rows(2))
+        step.attend(0, rows(2, 4, 16), sink_logits=rows(4))
 
 
 def test_values_of_a_layer_that_stores_none() -> None:

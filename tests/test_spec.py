@@ -131,6 +131,25 @@ def test_layers_that_cannot_be(fields: dict[str, Any], named: str) -> None:
         AttentionLayer(**({"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64} | fields))
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"kv_owner": 1}, r"layers\[1\].kv_owner = 1"),
+        ({"kv_owner": 0, "num_kv_heads": 4}, r"layers\[1\].num_kv_heads = 4: 2"),
+        ({"kv_owner": 0, "head_dim": 32, "v_head_dim": 64}, r"layers\[1\].head_dim = 32: 64"),
+        ({"kv_owner": 0, "v_head_dim": 32}, r"layers\[1\].v_head_dim = 32: 64"),
+        ({"kv_owner": 0, "v_alias": True}, r"layers\[1\].v_alias = True: False"),
+        ({"kv_owner": 0, "window": None}, r"layers\[1\].window = None: at most 100"),
+        ({"kv_owner": 0, "window": 101}, r"layers\[1\].window = 101: at most 100"),
+    ],
+)
+def test_owners_that_cannot_be(fields: dict[str, Any], named: str) -> None:
+    owner: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "window": 100}
+    reader = AttentionLayer(**(owner | fields))
+    with pytest.raises(InvalidArgument, match=named):
+        ModelSpec([AttentionLayer(**owner), reader])
+
+
 def test_unknown_presets_suggest_near_ones() -> None:
     with pytest.raises(InvalidArgument, match=r"qwen3-8b"):
         ModelSpec.preset("Qwen3-8B-")

@@ -44,6 +44,9 @@ MODES = ("decode", "prefill", "decode-deterministic", "prefill-deterministic")
 GROUPS = (1, 4, 8, 16)
 """Query heads of a K/V head."""
 
+LATENT_GROUPS = (16, 128)
+"""Those where V is a part of K."""
+
 OPTIONS = (*loader.OPTIONS, "-ftz=true", "--device-as-default-execution-space")
 """The options of the loader, and those that CuPy adds."""
 
@@ -65,7 +68,11 @@ def every(arch: str) -> list[Kernel]:
     types = [(k, v, q) for k, v in product(halves, repeat=2) for q in (k, "f32")] + [("f32", "f32", "f32")]
     parts = [(k, instances.PART_OF_K, q) for k in halves for q in (k, "f32")]
     appends = [instances.append(*names) for names in product(instances.NAMES, repeat=3)]
-    return _distinct(appends, _fitting(arch, [*product(types, SIZES), *product(parts, PART_SIZES)], GROUPS))
+    attends = [
+        *_fitting(arch, [*product(types, SIZES)], GROUPS),
+        *_fitting(arch, [*product(parts, PART_SIZES)], LATENT_GROUPS),
+    ]
+    return _distinct(appends, attends)
 
 
 def covering(arch: str) -> list[Kernel]:
@@ -75,7 +82,8 @@ def covering(arch: str) -> list[Kernel]:
     layers += [(("bf16", instances.PART_OF_K, "bf16"), both) for both in PART_SIZES]
     layers += [(("f32", "f32", "f32"), (128, 128)), (("f32", "f16", "bf16"), (256, 256))]
     appends = [instances.append("f16", "bf16", "f32"), instances.append("f32", "f16", "bf16")]
-    return _distinct(appends, _fitting(arch, layers, [4]))
+    many = [(("f16", "f16", "f32"), (256, 256)), (("bf16", instances.PART_OF_K, "bf16"), (576, 512))]
+    return _distinct(appends, [*_fitting(arch, layers, [4]), *_fitting(arch, many, [128])])
 
 
 def _distinct(appends: list[Kernel], attends: list[Kernel]) -> list[Kernel]:

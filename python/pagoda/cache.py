@@ -128,7 +128,8 @@ class Batch:
 class Table:
     """The page table of one layer of an open step, as arrays under their usual names. Valid until the step ends.
 
-    Taking a table takes over the writing of the layer's new rows: `append` is not required any more.
+    Taking a table takes over the writing of the layer's new rows: `append` is not required any more. A layer with kv_owner
+    has the table of its owner, and no rows.
     """
 
     __slots__ = ("_core", "_layer", "block_table", "pointers", "slot_mapping")
@@ -218,7 +219,7 @@ class Step:
         return self._core.cu_seqlens()
 
     def table(self, layer: int) -> Table:
-        """The page table of a layer, for kernels that are not ours."""
+        """The page table of a layer, for kernels that are not ours; of a layer with kv_owner, that of its owner."""
         return Table(self._core, layer)
 
     def append(self, layer: int, k: Array, v: Array | None = None, *, dtype: str | None = None) -> None:
@@ -237,37 +238,46 @@ class Step:
         *,
         out: Array | None = None,
         return_lse: bool = False,
+        sink_logits: Array | None = None,
         dtype: str | None = None,
     ) -> Any:
         """Attention of the new tokens over everything up to them, causal, within the layer's window.
 
         q: [sum(new), num_q_heads, head_dim] in the types of `append`. Returns [sum(new), num_q_heads, v_head_dim] in q's
         type, in `out` if given; with return_lse a pair with the float32 natural log-sum-exp [sum(new), num_q_heads].
-        A query that sees nothing gets 0 and -inf. `append` comes first.
+        A query that sees nothing gets 0 and -inf. `append` comes first, of the layer that kv_owner names if there is one.
+
+        sink_logits: float32 [num_q_heads], for a layer with sinks and only there; on a GPU an array of the device, whose
+        address a captured graph keeps. Each is one more score of its head, of a token with V = 0; the log-sum-exp is
+        without it.
         """
         if out is None:
             out = self._cache._empty(q, self._cache._v_head_dim(layer))
         if not return_lse:
-            self._core.attend(layer, q, out, None, dtype)
+            self._core.attend(layer, q, out, None, dtype, sink_logits)
             return out
         lse = self._cache._empty(q, None)
-        self._core.attend(layer, q, out, lse, dtype)
+        self._core.attend(layer, q, out, lse, dtype, sink_logits)
         return out, lse
 
     def forward(
         self,
         layer: int,
         q: Array,
-        k: Array,
+        k: Array | None = None,
         v: Array | None = None,
         *,
         out: Array | None = None,
         return_lse: bool = False,
+        sink_logits: Array | None = None,
         dtype: str | None = None,
     ) -> Any:
-        """`append`, then `attend`."""
-        self.append(layer, k, v, dtype=dtype)
-        return self.attend(layer, q, out=out, return_lse=return_lse, dtype=dtype)
+        """`append`, then `attend`; without k, for a layer with kv_owner, `attend` alone."""
+        if k is not None:
+            self.append(layer, k, v, dtype=dtype)
+        elif v is not None:
+            raise InvalidArgument("k = None: an array, as there is v")
+        return self.attend(layer, q, out=out, return_lse=return_lse, sink_logits=sink_logits, dtype=dtype)
 
     def replay(self, launch: Callable[[], object]) -> None:
         """Runs `launch`, which does the appends and attends of all layers by replaying a graph that an earlier step captured.

@@ -33,6 +33,9 @@ class CoreLayer(TypedDict):
     rotate: tuple[bool, bool]
     window: int | None
     scale: float
+    softcap: float | None
+    sinks: bool
+    kv_owner: int | None
     rope: tuple[list[float], bool] | None
 
 
@@ -50,35 +53,28 @@ def group_layers(spec: ModelSpec, dtypes: Dtypes) -> list[list[int]]:
 
 
 def core_layers(spec: ModelSpec, dtypes: Dtypes, outliers: Outliers) -> list[CoreLayer]:
-    """The layers as the core takes them.
+    """The layers as the core takes them; one that reads another's pages has that one's formats.
 
     Raises BackendUnavailable for what no backend does yet, InvalidArgument for rows that a format cannot have.
     """
     group_of = {layer: group for group, members in enumerate(group_layers(spec, dtypes)) for layer in members}
-    return [
-        _core_layer(index, layer, group_of.get(index, 0), dtypes[index], outliers)
-        for index, layer in enumerate(spec.layers)
-    ]
+    return [_core_layer(index, layer, group_of, dtypes, outliers) for index, layer in enumerate(spec.layers)]
 
 
-def _core_layer(index: int, layer: object, group: int, dtypes: tuple[str, str], outliers: Outliers) -> CoreLayer:
+def _core_layer(index: int, layer: object, group_of: dict[int, int], dtypes: Dtypes, outliers: Outliers) -> CoreLayer:
     if not isinstance(layer, AttentionLayer):
         raise BackendUnavailable(
             f"layers[{index}] = {type(layer).__name__}: the cache has attention layers only so far"
         )
-    for name in ("softcap", "sinks", "kv_owner"):
-        if getattr(layer, name) not in (None, False):
-            raise BackendUnavailable(
-                f"layers[{index}].{name} = {getattr(layer, name)!r}: not supported by the cache yet"
-            )
-    k_dtype, v_dtype = dtypes
+    owner = index if layer.kv_owner is None else layer.kv_owner
+    k_dtype, v_dtype = dtypes[owner]
     stored = {"head_dim": (layer.head_dim, k_dtype), "v_head_dim": (layer.v_dim, k_dtype if layer.v_alias else v_dtype)}
     for name, (dim, dtype) in stored.items():
         if dim % FORMATS[dtype].unit:
             raise InvalidArgument(f"layers[{index}].{name} = {dim}: a multiple of {FORMATS[dtype].unit}, for {dtype}")
     rope = layer.rope
     return {
-        "group": group,
+        "group": group_of[owner],
         "num_q_heads": layer.num_q_heads,
         "num_kv_heads": layer.num_kv_heads,
         "head_dim": layer.head_dim,
@@ -86,9 +82,12 @@ def _core_layer(index: int, layer: object, group: int, dtypes: tuple[str, str], 
         "v_alias": layer.v_alias,
         "k_dtype": k_dtype,
         "v_dtype": v_dtype,
-        **outliers.of(index, layer, dtypes),
+        **outliers.of(owner, layer, (k_dtype, v_dtype)),
         "window": layer.window,
         "scale": layer.head_dim**-0.5 if layer.scale is None else layer.scale,
+        "softcap": layer.softcap,
+        "sinks": layer.sinks,
+        "kv_owner": layer.kv_owner,
         "rope": None if rope is None else (rope.inv_freq(layer.head_dim).tolist(), rope.interleaved),
     }
 
@@ -125,6 +124,8 @@ def block_layouts(layers: list[CoreLayer], page_size: int) -> list[BlockLayout]:
     """The blocks of each layer group."""
     layouts = [BlockLayout({}, 0) for _ in range(1 + max((layer["group"] for layer in layers), default=-1))]
     for index, layer in enumerate(layers):
+        if layer["kv_owner"] is not None:
+            continue
         layout = layouts[layer["group"]]
 
         def strip(row_bytes: int, layout: BlockLayout = layout, heads: int = layer["num_kv_heads"]) -> Strip:

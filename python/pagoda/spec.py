@@ -28,8 +28,9 @@ class AttentionLayer:
     (the same by default), multiples of 8. window: a query sees the last so many tokens, itself included. scale: what dot
     products are multiplied with, head_dim**-0.5 by default. rope: how the caller rotates queries and keys; needed only where
     `drop` is to shift positions. softcap: scores become softcap * tanh(score / softcap). sinks: a learned logit per query
-    head joins the softmax. kv_owner: index of the layer whose K and V this one reads; it stores none. v_alias: V is the
-    first v_head_dim elements of the stored K row.
+    head joins the softmax (`Step.attend` takes them). kv_owner: index of the earlier layer whose K and V this one reads; it
+    stores none, and its window reaches no further than the owner's. v_alias: V is the first v_head_dim elements of the stored
+    K row.
     """
 
     num_q_heads: int
@@ -121,13 +122,8 @@ class ModelSpec:
         for index, layer in enumerate(layers):
             if not isinstance(layer, AttentionLayer | StateLayer):
                 raise InvalidArgument(f"layers[{index}] = {type(layer).__name__}: an AttentionLayer or StateLayer")
-            owner = layer.kv_owner if isinstance(layer, AttentionLayer) else None
-            if owner is not None:
-                owned = layers[owner] if owner < index else None
-                if not isinstance(owned, AttentionLayer) or owned.kv_owner is not None:
-                    raise InvalidArgument(
-                        f"layers[{index}].kv_owner = {owner}: an earlier layer that stores its K and V"
-                    )
+            if isinstance(layer, AttentionLayer) and (owner := layer.kv_owner) is not None:
+                _check_owner(index, layer, layers[owner] if owner < index else None)
         object.__setattr__(self, "layers", tuple(layers))
         object.__setattr__(self, "name", name)
 
@@ -178,6 +174,21 @@ class ModelSpec:
     def state_bytes(self) -> int:
         """Bytes that the recurrent layers need for one sequence, whatever its length."""
         return sum(layer.state_bytes for layer in self.layers if isinstance(layer, StateLayer))
+
+
+def _check_owner(index: int, layer: AttentionLayer, owner: Layer | None) -> None:
+    """Raises InvalidArgument unless a layer can read the K and V of its kv_owner."""
+    if not isinstance(owner, AttentionLayer) or owner.kv_owner is not None:
+        raise InvalidArgument(f"layers[{index}].kv_owner = {layer.kv_owner}: an earlier layer that stores its K and V")
+    for name in ("num_kv_heads", "head_dim", "v_dim", "v_alias"):
+        mine, theirs = getattr(layer, name), getattr(owner, name)
+        if mine != theirs:
+            shown = "v_head_dim" if name == "v_dim" else name
+            raise InvalidArgument(f"layers[{index}].{shown} = {mine}: {theirs}, that of its kv_owner {layer.kv_owner}")
+    if owner.window is not None and (layer.window is None or layer.window > owner.window):
+        raise InvalidArgument(
+            f"layers[{index}].window = {layer.window}: at most {owner.window}, that of its kv_owner {layer.kv_owner}"
+        )
 
 
 def _integer(name: str, value: int, low: int, high: int) -> None:

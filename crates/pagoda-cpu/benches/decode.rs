@@ -127,6 +127,7 @@ impl Cache {
                 page_size: page as u32,
                 num_q_heads: shape.q_heads,
                 scale: 1.0 / (shape.dim as f32).sqrt(),
+                softcap: None,
                 window: None,
                 rope: None,
                 transform: Transform::default(),
@@ -153,7 +154,7 @@ impl Cache {
         let queries = Rows { ptr: self.queries.as_ptr().cast(), element, token_stride, head_stride };
         let out = RowsMut { ptr: self.out.as_mut_ptr().cast(), element, token_stride, head_stride };
         // SAFETY: the row names blocks of `memory`, and the arrays have a row for every token and head.
-        unsafe { backend.attend(&arenas, &self.layer, &[table], queries, out, None) }.expect("attend");
+        unsafe { backend.attend(&arenas, &self.layer, &[table], queries, None, out, None) }.expect("attend");
         black_box(&self.out);
     }
 }

@@ -1,7 +1,6 @@
 //! Attention over pages: running the items of a plan.
 
-use std::f32::consts::LOG2_E;
-use std::f64::consts::LN_2;
+use std::f64::consts::{LN_2, LOG2_E};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -93,6 +92,7 @@ struct Call<'a> {
     layer: &'a Layer,
     sequences: &'a [SequenceTable<'a>],
     queries: Rows,
+    sinks: Option<&'a [f32]>,
     out: RowsMut,
     lse: Option<*mut f32>,
     plan: &'a Plan,
@@ -119,6 +119,7 @@ pub(crate) unsafe fn attend(
     layer: &Layer,
     sequences: &[SequenceTable<'_>],
     queries: Rows,
+    sinks: Option<&[f32]>,
     out: RowsMut,
     lse: Option<*mut f32>,
 ) {
@@ -134,6 +135,7 @@ pub(crate) unsafe fn attend(
         layer,
         sequences,
         queries,
+        sinks,
         out,
         lse,
         plan,
@@ -299,7 +301,7 @@ impl Call<'_> {
             let (max, sum) = (state.max[r], state.sum[r]);
             // A row that saw nothing has values of 0 already.
             if sum != 0.0 {
-                let inverse = 1.0 / sum;
+                let inverse = 1.0 / (sum + self.sinks.map_or(0.0, |sinks| sink_weight(sinks[head], max)));
                 values.iter_mut().for_each(|value| *value *= inverse);
             }
             if self.layer.transform.rotate_v {
@@ -319,6 +321,11 @@ impl Call<'_> {
             }
         }
     }
+}
+
+/// The weight of a sink beside weights that are relative to `2^max`.
+fn sink_weight(logit: f32, max: f32) -> f32 {
+    (f64::from(logit) * LOG2_E - f64::from(max)).exp2() as f32
 }
 
 /// The batch row and the query head of every row of a group: K/V heads outside, then queries, then the query heads
@@ -351,6 +358,8 @@ impl Pass<'_> {
         if let Some(rope) = rope {
             rope.angles(offset, angles);
         }
+        // The base of exponentials is 2; a cap multiplies with the logarithm itself.
+        let factor = layer.softcap.map_or(layer.scale * LOG2_E as f32, |cap| layer.scale / cap);
         let rows = self.queries.chunks_exact_mut(dim.next_multiple_of(ALIGN));
         let rows = rows.zip(&mut *self.biases);
         for ((row, bias), (token, head)) in rows.zip(group_rows(self.group, layer.group())) {
@@ -360,7 +369,7 @@ impl Pass<'_> {
             if let Some(rope) = rope {
                 rope.rotate_back(angles, row);
             }
-            row.iter_mut().for_each(|x| *x *= layer.scale * LOG2_E);
+            row.iter_mut().for_each(|x| *x *= factor);
             let center = layer.transform.center(head / layer.group(), dim);
             *bias = center.map_or(0.0, |center| row.iter().zip(center).map(|(q, c)| q * c).sum());
             if layer.transform.rotate_k {
@@ -553,6 +562,7 @@ impl Pass<'_> {
         let scores = &mut self.scores[cell * rows * TILE..][..rows * TILE];
         let mut softmax = Softmax {
             scores: &mut scores[part.start * TILE..part.end * TILE],
+            cap: layer.softcap.map(|cap| cap * LOG2_E as f32),
             low: seen.start,
             high: seen.end,
             bias: &self.biases[state_part.clone()],

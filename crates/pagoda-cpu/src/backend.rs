@@ -130,6 +130,7 @@ impl Backend {
     /// Attention of the queries `[sum(new_tokens), num_q_heads, head_dim]` of the new tokens, causal in the order of
     /// tokens, into `out` `[.., num_q_heads, v_head_dim]` and, if given, natural-log-sum-exps `[.., num_q_heads]`.
     ///
+    /// `sinks`, a logit for each query head, join the sums of weights that outputs are divided by, but not the log-sum-exps.
     /// Where a query sees nothing the output is 0 and the log-sum-exp `-inf`.
     ///
     /// # Safety
@@ -143,10 +144,13 @@ impl Backend {
         layer: &Layer,
         sequences: &[SequenceTable<'_>],
         queries: Rows,
+        sinks: Option<&[f32]>,
         out: RowsMut,
         lse: Option<*mut f32>,
     ) -> Result<(), Error> {
         check(layer, sequences)?;
+        let heads = layer.num_q_heads as usize;
+        assert!(sinks.is_none_or(|sinks| sinks.len() == heads), "a sink for each query head");
         // A panic left nothing in the scratch memory that the next call does not overwrite.
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: as the caller promises; layer and tables are checked, and the kernels are for this CPU.
@@ -160,6 +164,7 @@ impl Backend {
                 layer,
                 sequences,
                 queries,
+                sinks,
                 out,
                 lse,
             );

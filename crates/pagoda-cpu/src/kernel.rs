@@ -183,8 +183,10 @@ unsafe fn score_rows<S: Simd, F: Stored, const Q: usize, const R: usize>(args: &
 
 /// Arguments of [`softmax`]: scores of some query rows become weights.
 pub(crate) struct Softmax<'a> {
-    /// `[count][TILE]`: base-2 logarithms in, weights relative to the new maximum out.
+    /// `[count][TILE]`: base-2 logarithms in (with `cap` parts of it), weights relative to the new maximum out.
     pub(crate) scores: &'a mut [f32],
+    /// Scores are `cap * tanh(score)` in truth.
+    pub(crate) cap: Option<f32>,
     /// Every row sees the tokens `low..high` of the tile, which are not empty.
     pub(crate) low: usize,
     pub(crate) high: usize,
@@ -203,6 +205,15 @@ pub(crate) struct Softmax<'a> {
 pub(crate) unsafe fn softmax<S: Simd>(args: &mut Softmax<'_>) {
     for row in 0..args.max.len() {
         let scores = &mut args.scores[row * TILE..][..TILE];
+        let mut bias = args.bias[row];
+        if let Some(cap) = args.cap {
+            for lanes in scores.chunks_exact_mut(S::LANES) {
+                let p = lanes.as_mut_ptr();
+                // SAFETY: the caller has the instruction set.
+                unsafe { S::store(p, S::mul(S::splat(cap), tanh::<S>(S::add(S::load(p), S::splat(bias))))) };
+            }
+            bias = 0.0;
+        }
         scores[..args.low].fill(f32::NEG_INFINITY);
         scores[args.high..].fill(f32::NEG_INFINITY);
         let scores = scores.as_mut_ptr();
@@ -213,7 +224,6 @@ pub(crate) unsafe fn softmax<S: Simd>(args: &mut Softmax<'_>) {
             for i in 0..TILE / S::LANES {
                 tops[i % 4] = S::max(tops[i % 4], S::load(scores.add(i * S::LANES)));
             }
-            let bias = args.bias[row];
             let top = S::max_lane(S::max(S::max(tops[0], tops[1]), S::max(tops[2], tops[3]))) + bias;
             let max = args.max[row];
             let top = if max > top { max } else { top };
@@ -443,6 +453,33 @@ unsafe fn exp2<S: Simd>(v: S::V) -> S::V {
     }
 }
 
+/// `tanh(v)`, to 3e-7 of itself and never beyond 1; NaN for NaN. A rational approximation on `|v| < 7.9`, where tanh is 1 in
+/// float: `generic_fast_tanh_float` of Eigen (MathFunctionsImpl.h, MPL-2.0). Device kernels have the same (cuda/pagoda/unit.cuh).
+#[inline(always)]
+unsafe fn tanh<S: Simd>(v: S::V) -> S::V {
+    const LIMIT: f32 = 7.905_311;
+    const ODD: [f32; 7] = [
+        4.893_524_6e-3,
+        6.372_619e-4,
+        1.485_722_3e-5,
+        5.122_297e-8,
+        -8.604_672e-11,
+        2.000_188e-13,
+        -2.760_768_4e-16,
+    ];
+    const EVEN: [f32; 4] = [4.893_525e-3, 2.268_434_6e-3, 1.185_347_1e-4, 1.198_258_4e-6];
+    // SAFETY: the caller has the instruction set.
+    unsafe {
+        // `min` and `max` return their second argument if it is NaN.
+        let v = S::max(S::splat(-LIMIT), S::min(S::splat(LIMIT), v));
+        let square = S::mul(v, v);
+        let polynomial = |coefficients: &[f32]| {
+            coefficients.iter().rev().fold(S::splat(0.0), |p, &c| S::fma(p, square, S::splat(c)))
+        };
+        S::div(S::mul(v, polynomial(&ODD)), polynomial(&EVEN))
+    }
+}
+
 /// [`exp2`] of one number.
 #[inline(always)]
 unsafe fn exp2_one<S: Simd>(x: f32) -> f32 {
@@ -450,4 +487,32 @@ unsafe fn exp2_one<S: Simd>(x: f32) -> f32 {
     // SAFETY: the caller has the instruction set; no vector is longer than ALIGN.
     unsafe { S::store(lanes.as_mut_ptr(), exp2::<S>(S::splat(x))) };
     lanes[0]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::simd::scalar::Scalar;
+
+    #[test]
+    fn tanh_is_right_to_3e_7() {
+        let tanh = |x: f32| {
+            let mut lanes = [0.0; ALIGN];
+            // SAFETY: every CPU has it, and no vector is longer than ALIGN.
+            unsafe { <Scalar as Simd>::store(lanes.as_mut_ptr(), tanh::<Scalar>(Scalar::splat(x))) };
+            lanes[0]
+        };
+        // Every 64th number from 2^-60 to 64.
+        for bits in (2f32.powi(-60).to_bits()..64f32.to_bits()).step_by(64) {
+            let x = f32::from_bits(bits);
+            let (is, right) = (tanh(x), f64::from(x).tanh());
+            assert!(
+                (f64::from(is) - right).abs() <= 3e-7 * right && is <= 1.0,
+                "tanh({x}) is {is}, not {right}"
+            );
+            assert_eq!(tanh(-x), -is);
+        }
+        assert_eq!([tanh(0.0), tanh(f32::INFINITY), tanh(f32::NEG_INFINITY)], [0.0, tanh(9.0), tanh(-9.0)]);
+        assert!(tanh(f32::NAN).is_nan());
+    }
 }

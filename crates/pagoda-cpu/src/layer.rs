@@ -54,6 +54,8 @@ pub struct Layer {
     pub num_q_heads: u32,
     /// What dot products are multiplied with.
     pub scale: f32,
+    /// Scores become `softcap * tanh(score / softcap)`; above 0.
+    pub softcap: Option<f32>,
     /// How many tokens a query sees, itself included; all if `None`.
     pub window: Option<u32>,
     /// How queries were rotated, for spans that have moved.

@@ -28,6 +28,7 @@ fn layer(geometry: LayerGeometry, pages: usize) -> (Layer, Vec<u64>, Vec<BlockRe
         page_size: PAGE as u32,
         num_q_heads: geometry.num_kv_heads,
         scale: 1.0,
+        softcap: None,
         window: None,
         rope: None,
         transform: Transform::default(),

@@ -62,6 +62,13 @@ fn random_world(random: &mut Random) -> World {
         let inv_freq = (0..pairs).map(|i| 10_000f32.powf(-(i as f32) / pairs as f32)).collect();
         world.layer.rope = Some(Rope { inv_freq, interleaved: random.below(2) == 0 });
     }
+    if random.below(3) == 0 {
+        world.layer.softcap = Some(random.pick(&[0.1, 1.0, 30.0]));
+    }
+    if random.below(3) == 0 {
+        let sink = |_| random.pick(&[f32::NEG_INFINITY, -3.0, 0.0, 1.5, 200.0]);
+        world.sinks = Some((0..world.layer.num_q_heads).map(sink).collect());
+    }
     for _ in 0..1 + random.below(3) {
         let mut cuts = Vec::new();
         let spans = random.below(4);
@@ -161,6 +168,9 @@ fn long_sequences_are_split_and_merged() {
         world.add(&mut random, &[plain(65)]);
         world.fill(&backend, ELEMENTS[0]);
         compare(&mut world, &backend, &[(0, 9500, 1), (1, 700, 3), (2, 65, 65)], ELEMENTS[0]);
+        world.sinks = Some(vec![0.5, 2.0, -1.0, 0.0, 3.0, 1.0]);
+        world.layer.softcap = Some(5.0);
+        compare(&mut world, &backend, &[(0, 9500, 1), (1, 700, 3), (2, 65, 65)], ELEMENTS[0]);
         world.layer.window = Some(4600);
         compare(&mut world, &backend, &[(0, 9500, 40), (1, 700, 1)], ELEMENTS[0]);
     }
@@ -189,6 +199,7 @@ fn what_sees_nothing_is_zero() {
     world.add(&mut random, &[plain(20)]);
     world.fill(&backend, ELEMENTS[0]);
     world.layer.window = Some(0);
+    world.sinks = Some(vec![1.0; 4]);
     let (out, lse) = world.attend(&backend, &[(0, 20, 3)], ELEMENTS[0]);
     assert!(out.iter().all(|x| x.to_bits() == 0));
     assert!(lse.iter().all(|&x| x == f32::NEG_INFINITY));
@@ -203,18 +214,22 @@ fn large_scores_do_not_overflow() {
     world.add(&mut random, &[plain(100)]);
     world.layer.scale = 300.0;
     world.fill(&backend, ELEMENTS[0]);
-    let (out, lse) = world.attend(&backend, &[(0, 100, 5)], ELEMENTS[0]);
-    assert!(out.iter().chain(&lse).all(|x| x.is_finite()));
+    for softcap in [None, Some(50.0)] {
+        world.layer.softcap = softcap;
+        let (out, lse) = world.attend(&backend, &[(0, 100, 5)], ELEMENTS[0]);
+        assert!(out.iter().chain(&lse).all(|x| x.is_finite()));
+    }
 }
 
 #[test]
 fn nan_in_a_visible_key_or_value_reaches_the_output_and_only_later_queries() {
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
-        for in_keys in [true, false] {
+        for (in_keys, softcap) in [(true, None), (true, Some(20.0)), (false, None)] {
             let mut random = Random(5);
             let backend = Backend::new(1, false, Some(isa)).expect("supported");
             let mut world = World::new(&mut random, small(32, RowFormat::F32), 2, 16, 40);
             world.add(&mut random, &[plain(90)]);
+            world.layer.softcap = softcap;
             world.fill(&backend, ELEMENTS[0]);
             let page = world.sequences[0].row[4];
             let (plane, arenas) =

@@ -49,6 +49,7 @@ fn append_and_attend_allocate_nothing() {
         page_size: 64,
         num_q_heads: 8,
         scale: 0.125,
+        softcap: None,
         window: None,
         rope: None,
         transform: Transform::default(),
@@ -80,7 +81,7 @@ fn append_and_attend_allocate_nothing() {
             unsafe {
                 let (k, v) = (view(&keys, 2), view(&keys, 2));
                 backend.append(&arenas, &layer, &tables, k, Some(v), true).unwrap();
-                backend.attend(&arenas, &layer, &tables, view(&queries, 8), out, None).unwrap();
+                backend.attend(&arenas, &layer, &tables, view(&queries, 8), None, out, None).unwrap();
             }
         };
         // Each thread has taken each kind of work after a while.

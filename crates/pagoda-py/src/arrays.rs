@@ -1,7 +1,7 @@
 //! NumPy arrays as the rows that the CPU backend reads and writes: shapes, types and strides are checked here.
 
 use crate::errors::invalid;
-use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{PyArray1, PyArrayDescrMethods, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pagoda_core::layout::RowFormat;
 use pagoda_cpu::{Element, Rows, RowsMut};
 use pyo3::prelude::*;
@@ -121,6 +121,19 @@ pub(crate) fn rows_mut(
         return Err(invalid(py, name, "memory of q", "memory of its own"));
     }
     Ok(RowsMut { ptr: data, element, token_stride: strides[0], head_stride: strides[1] })
+}
+
+/// A copy of a float32 array `[length]`.
+pub(crate) fn floats(name: &str, array: &Bound<'_, PyUntypedArray>, length: usize) -> PyResult<Vec<f32>> {
+    let py = array.py();
+    let Ok(floats) = array.cast::<PyArray1<f32>>() else {
+        let given = format_args!("dtype {}, shape {:?}", array.dtype(), array.shape()).to_string();
+        return Err(invalid(py, name, given, format_args!("float32 [{length}]")));
+    };
+    if floats.len() != length {
+        return Err(invalid(py, name, format_args!("shape {:?}", array.shape()), format_args!("[{length}]")));
+    }
+    Ok(floats.try_readonly()?.as_array().to_vec())
 }
 
 /// The addresses between the lowest and the highest byte of an array.

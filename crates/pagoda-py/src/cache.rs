@@ -1,6 +1,6 @@
 //! `pagoda._core.Cache`: the bookkeeping, the memory and the CPU kernels behind one lock.
 
-use crate::arrays::{rows, rows_mut};
+use crate::arrays::{floats, rows, rows_mut};
 use crate::device::{self, AnglePlaces, GroupPlaces, Room, Upload, WorkPlaces};
 use crate::errors::{core, cpu, invalid, invalid_because, released, unavailable};
 use crate::fork;
@@ -63,7 +63,7 @@ pub(crate) struct StepState {
     ranges: Vec<Range<usize>>,
     /// Where each sequence's new tokens begin, and where the last one's end.
     bounds: Vec<u32>,
-    /// Per layer: whether its rows of the new tokens are written, or the caller does so through the tables.
+    /// Per layer: whether its rows of the new tokens are written, or the caller does so through the tables, or it has none.
     written: Vec<bool>,
     /// Memory for the tables of one call.
     sequences: Vec<SequenceTable<'static>>,
@@ -86,7 +86,7 @@ impl StepState {
     }
 
     /// Lays out the spans of the step that `core` has just opened.
-    fn enter(&mut self, core: &pagoda_core::Cache, groups: usize, layers: usize) {
+    fn enter(&mut self, core: &pagoda_core::Cache, groups: usize, layers: &[PlacedLayer]) {
         self.spans.clear();
         self.ranges.clear();
         for group in 0..groups as u8 {
@@ -102,8 +102,9 @@ impl StepState {
             *end += new_tokens;
             Some(*end)
         }));
+        let nothing = self.new_tokens() == 0;
         self.written.clear();
-        self.written.resize(layers, self.new_tokens() == 0);
+        self.written.extend(layers.iter().map(|placed| nothing || placed.owner.is_some()));
     }
 }
 
@@ -213,6 +214,15 @@ impl Inner {
         self.layers.get(layer).ok_or_else(|| invalid(py, "layer", layer, limit))
     }
 
+    /// A layer that stores K and V.
+    fn owning_layer(&self, py: Python<'_>, layer: usize) -> PyResult<&PlacedLayer> {
+        let placed = self.layer(py, layer)?;
+        let Some(owner) = placed.owner else { return Ok(placed) };
+        let limit =
+            format_args!("a layer that stores K and V; this one reads those of layer {owner}").to_string();
+        Err(invalid(py, "layer", layer, limit))
+    }
+
     fn require_unwritten(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
         if self.step.written[layer] && self.step.new_tokens() > 0 {
             return Err(invalid(py, "layer", layer, "a layer that this step has not appended to"));
@@ -220,7 +230,9 @@ impl Inner {
         Ok(())
     }
 
+    /// Refuses unless the rows that a layer reads are written.
     fn require_written(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
+        let layer = self.layers[layer].owner.unwrap_or(layer);
         if !self.step.written[layer] {
             return Err(invalid(py, "layer", layer, "a layer that this step has appended to"));
         }
@@ -390,7 +402,7 @@ impl Cache {
             }
         }
         let Inner { core, layers, step, block_bytes, .. } = &mut **inner;
-        step.enter(core, block_bytes.len(), layers.len());
+        step.enter(core, block_bytes.len(), layers);
         Ok(())
     }
 
@@ -407,7 +419,7 @@ impl Cache {
         let mut guard = self.lock(py)?;
         let inner = guard.as_mut().expect("locked open");
         inner.require_step(py)?;
-        let placed = inner.layer(py, layer)?;
+        let placed = inner.owning_layer(py, layer)?;
         let bits = bits(py, dtype)?;
         let geometry = placed.layer.geometry;
         let shape = |dim: u32| [inner.step.new_tokens(), geometry.num_kv_heads as usize, dim as usize];
@@ -425,7 +437,12 @@ impl Cache {
             let (heads, dim) = (geometry.num_kv_heads as usize, geometry.head_dim as usize);
             // SAFETY: the array was checked.
             let mean = unsafe { backend.mean(keys, step.new_tokens(), heads, dim) };
-            layers[layer].layer.transform.center = mean.unwrap_or_default();
+            let center = mean.unwrap_or_default();
+            for (at, placed) in layers.iter_mut().enumerate() {
+                if at == layer || placed.owner == Some(layer) {
+                    placed.layer.transform.center.clone_from(&center);
+                }
+            }
         }
         let memory = std::mem::take(&mut step.sequences);
         let tables = sequence_tables(core, step, layers[layer].group, memory);
@@ -441,7 +458,7 @@ impl Cache {
     }
 
     /// Attention of the new tokens of one layer, into `out` and `lse`.
-    #[pyo3(signature = (layer, q, out, lse=None, dtype=None))]
+    #[pyo3(signature = (layer, q, out, lse=None, dtype=None, sink_logits=None))]
     fn attend(
         &self,
         py: Python<'_>,
@@ -450,6 +467,7 @@ impl Cache {
         out: &Bound<'_, PyUntypedArray>,
         lse: Option<&Bound<'_, PyArray2<f32>>>,
         dtype: Option<&str>,
+        sink_logits: Option<&Bound<'_, PyUntypedArray>>,
     ) -> PyResult<()> {
         let mut guard = self.lock(py)?;
         let inner = guard.as_mut().expect("locked open");
@@ -460,6 +478,8 @@ impl Cache {
         let shape = |dim: u32| [inner.step.new_tokens(), heads, dim as usize];
         let queries = rows("q", q, shape(placed.layer.geometry.head_dim), bits)?;
         let outputs = rows_mut("out", out, shape(placed.layer.geometry.v_head_dim), bits, q)?;
+        require_sinks(py, placed, sink_logits.is_some())?;
+        let sinks = sink_logits.map(|array| floats("sink_logits", array, heads)).transpose()?;
         inner.require_written(py, layer)?;
         inner.require_cpu(py)?;
         let lse = lse.map(|lse| lse_address(lse, [inner.step.new_tokens(), heads])).transpose()?;
@@ -473,7 +493,10 @@ impl Cache {
             let lse = lse.map(|address| address.get());
             // SAFETY: pages do not move or change while the step is open, and the arrays were checked; Python keeps them
             // alive for the call.
-            unsafe { backend.attend(arenas, &layers[layer].layer, &tables, queries, outputs, lse) }
+            unsafe {
+                let sinks = sinks.as_deref();
+                backend.attend(arenas, &layers[layer].layer, &tables, queries, sinks, outputs, lse)
+            }
         });
         step.sequences = recycle(tables);
         result.map_err(|error| cpu(py, &error))
@@ -769,7 +792,7 @@ impl Cache {
         let mut guard = self.lock(py)?;
         let inner = guard.as_mut().expect("locked open");
         inner.require_step(py)?;
-        require_values(py, &inner.layer(py, layer)?.layer.geometry, has_values)?;
+        require_values(py, &inner.owning_layer(py, layer)?.layer.geometry, has_values)?;
         inner.require_unwritten(py, layer)
     }
 
@@ -781,11 +804,11 @@ impl Cache {
     }
 
     /// Refuses unless the open step may attend over the layer now.
-    fn check_attend(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
+    fn check_attend(&self, py: Python<'_>, layer: usize, has_sinks: bool) -> PyResult<()> {
         let mut guard = self.lock(py)?;
         let inner = guard.as_mut().expect("locked open");
         inner.require_step(py)?;
-        inner.layer(py, layer)?;
+        require_sinks(py, inner.layer(py, layer)?, has_sinks)?;
         inner.require_written(py, layer)
     }
 
@@ -836,6 +859,18 @@ fn require_values(py: Python<'_>, geometry: &LayerGeometry, given: bool) -> PyRe
             Err(invalid(py, "v", "None", format_args!("an array [sum(new), {heads}, {dim}]")))
         }
         (true, None) => Err(invalid(py, "v", "an array", "None, for a layer with v_alias")),
+        _ => Ok(()),
+    }
+}
+
+/// Whether sinks are given where a layer has them, and only there.
+fn require_sinks(py: Python<'_>, placed: &PlacedLayer, given: bool) -> PyResult<()> {
+    match (given, placed.sinks) {
+        (false, true) => {
+            let limit = format_args!("a float32 array [{}]", placed.layer.num_q_heads).to_string();
+            Err(invalid(py, "sink_logits", "None", limit))
+        }
+        (true, false) => Err(invalid(py, "sink_logits", "an array", "None, for a layer without sinks")),
         _ => Ok(()),
     }
 }

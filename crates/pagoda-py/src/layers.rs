@@ -4,7 +4,7 @@ use crate::arrays::format_named;
 use crate::errors::cpu;
 use pagoda_core::cache::{Group, GroupKind};
 use pagoda_core::ids::GroupId;
-use pagoda_core::layout::{BlockLayout, LayerGeometry};
+use pagoda_core::layout::{BlockLayout, LayerGeometry, LayerLayout};
 use pagoda_cpu::{Layer, Rope, Transform};
 use pyo3::prelude::*;
 
@@ -25,6 +25,9 @@ pub(crate) struct LayerArguments {
     rotate: (bool, bool),
     window: Option<u32>,
     scale: f32,
+    softcap: Option<f32>,
+    sinks: bool,
+    kv_owner: Option<usize>,
     rope: Option<(Vec<f32>, bool)>,
 }
 
@@ -34,6 +37,10 @@ pub(crate) struct PlacedLayer {
     pub(crate) layer: Layer,
     /// Whether the first rows of K will say what all are centred by.
     pub(crate) center_first: bool,
+    /// Whether a logit for each query head joins the softmax.
+    pub(crate) sinks: bool,
+    /// The layer whose K and V this one reads, where it stores none.
+    pub(crate) owner: Option<usize>,
 }
 
 /// Lays out the blocks of every group and checks every layer.
@@ -55,37 +62,38 @@ pub(crate) fn place(
     };
     let count = layers.iter().map(|layer| layer.group as usize + 1).max().unwrap_or(0);
     let mut groups = Vec::with_capacity(count);
-    let mut placed: Vec<Option<PlacedLayer>> = layers.iter().map(|_| None).collect();
+    let mut layouts: Vec<Option<LayerLayout>> = vec![None; layers.len()];
     for group in 0..count {
-        let members: Vec<usize> =
-            (0..layers.len()).filter(|&at| layers[at].group as usize == group).collect();
+        let members: Vec<usize> = (0..layers.len())
+            .filter(|&at| layers[at].group as usize == group && layers[at].kv_owner.is_none())
+            .collect();
         let geometries = members.iter().map(|&at| geometry(&layers[at])).collect::<PyResult<Vec<_>>>()?;
         let layout = BlockLayout::new(&geometries, page_size);
         groups.push(Group { block_bytes: layout.block_bytes, kind: GroupKind::Paged { page_size } });
-        for (&at, &layout_of_layer) in members.iter().zip(&layout.layers) {
-            let LayerArguments { num_q_heads, window, scale, ref rope, .. } = layers[at];
-            let layer = Layer {
-                geometry: geometry(&layers[at])?,
-                layout: layout_of_layer,
-                block_bytes: layout.block_bytes,
-                page_size,
-                num_q_heads,
-                scale,
-                window,
-                transform: Transform {
-                    center: layers[at].center.clone().unwrap_or_default(),
-                    rotate_k: layers[at].rotate.0,
-                    rotate_v: layers[at].rotate.1,
-                },
-                rope: rope.clone().map(|(inv_freq, interleaved)| Rope { inv_freq, interleaved }),
-            };
-            layer.check().map_err(|error| cpu(py, &error.into()))?;
-            placed[at] = Some(PlacedLayer {
-                group: GroupId(group as u8),
-                layer,
-                center_first: layers[at].center_first,
-            });
-        }
+        members.iter().zip(layout.layers).for_each(|(&at, of_layer)| layouts[at] = Some(of_layer));
     }
-    Ok((groups, placed.into_iter().map(|layer| layer.expect("every layer has a group")).collect()))
+    let place = |(at, arguments): (usize, &LayerArguments)| {
+        let LayerArguments { group, num_q_heads, window, scale, softcap, sinks, kv_owner, .. } = *arguments;
+        let layer = Layer {
+            geometry: geometry(arguments)?,
+            layout: layouts[kv_owner.unwrap_or(at)].expect("every owner is a member of a group"),
+            block_bytes: groups[group as usize].block_bytes,
+            page_size,
+            num_q_heads,
+            scale,
+            softcap,
+            window,
+            transform: Transform {
+                center: arguments.center.clone().unwrap_or_default(),
+                rotate_k: arguments.rotate.0,
+                rotate_v: arguments.rotate.1,
+            },
+            rope: arguments.rope.clone().map(|(inv_freq, interleaved)| Rope { inv_freq, interleaved }),
+        };
+        layer.check().map_err(|error| cpu(py, &error.into()))?;
+        let center_first = arguments.center_first;
+        Ok(PlacedLayer { group: GroupId(group), layer, center_first, sinks, owner: kv_owner })
+    };
+    let placed = layers.iter().enumerate().map(place).collect::<PyResult<_>>()?;
+    Ok((groups, placed))
 }

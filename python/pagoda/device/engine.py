@@ -237,15 +237,18 @@ class DeviceEngine:
             self._check_fit(layer)
         self.core.appended(layer)
 
-    def attend(self, layer: int, q: Any, out: Any, lse: Any = None, dtype: str | None = None) -> None:
+    def attend(
+        self, layer: int, q: Any, out: Any, lse: Any = None, dtype: str | None = None, sink_logits: Any = None
+    ) -> None:
         """See `Step.attend`."""
-        self.core.check_attend(layer)
+        self.core.check_attend(layer, sink_logits is not None)
         shape = self._layers[layer]
-        heads, kv_heads = shape["num_q_heads"], shape["num_kv_heads"]
+        heads = shape["num_q_heads"]
         queries = self._rows("q", q, (heads, shape["head_dim"]), dtype)
         result = self._output("out", out, (heads, shape["v_head_dim"]), queries, dtype)
         if lse is not None:
             lse = self._rows("lse", lse, (heads,), None, kinds=("f32",))
+        sinks = None if sink_logits is None else self._floats("sink_logits", sink_logits, heads)
         tables = self._tables.groups[shape["group"]]
         k_plane, v_plane, block_bytes = self._planes(layer)
         rope = shape["rope"]
@@ -264,10 +267,9 @@ class DeviceEngine:
             q=arguments.Rows(queries.address, queries.strides[0], queries.strides[1]),
             out=arguments.Rows(result.address, result.strides[0], result.strides[1]),
             lse=None if lse is None else lse.address,
-            kv_heads=kv_heads,
-            group=heads // kv_heads,
             window=WINDOW_MAX if shape["window"] is None else shape["window"],
-            scale=shape["scale"] * LOG2_E,
+            **_scales(shape),
+            sinks=sinks,
             angles=self._tables.angles.get(layer),
             rotary_pairs=len(rope[0]) if rope else 0,
             interleaved=bool(rope and rope[1]),
@@ -280,11 +282,12 @@ class DeviceEngine:
         """See `Step.replay`."""
         if self._maxima is None:
             raise InvalidArgument("replay: maxima declared first, by Cache.declare")
-        for layer in range(len(self._layers)):
+        storing = [layer for layer, shape in enumerate(self._layers) if shape["kv_owner"] is None]
+        for layer in storing:
             self.core.check_append(layer, not self._layers[layer]["v_alias"])
         with contextlib.nullcontext() if self._stream is None else self._stream.current():
             launch()
-        for layer in range(len(self._layers)):
+        for layer in storing:
             self.core.appended(layer)
 
     def commit(self, accepted: npt.NDArray[np.int64] | None = None) -> None:
@@ -383,8 +386,10 @@ class DeviceEngine:
 
     def _planes(self, layer: int) -> tuple[arguments.Plane, arguments.Plane, int]:
         """K plane, V plane and block bytes of a layer."""
+        owner = self._layers[layer]["kv_owner"]
         layout = self._layouts[self._layers[layer]["group"]]
-        k, v = (arguments.Plane(plane.rows.offset, plane.rows.head_stride) for plane in layout.planes[layer])
+        planes = layout.planes[layer if owner is None else owner]
+        k, v = (arguments.Plane(plane.rows.offset, plane.rows.head_stride) for plane in planes)
         return k, v, layout.block_bytes
 
     def _work(self, layer: int, prefill: bool) -> Work:
@@ -392,12 +397,11 @@ class DeviceEngine:
         together = not (prefill or self._deterministic) and shape["window"] is None
         return Work(
             group=shape["group"],
-            heads=self._heads(layer),
             window=shape["window"],
             prefill=prefill,
             few=self._few(layer),
-            rows=self._attention(layer, "f32", prefill).rows,
-            common_rows=self._attention(layer, "f32", True).rows if together else 0,
+            queries=self._queries(layer, prefill),
+            common_queries=self._queries(layer, True) if together else 0,
             by_runs=self._deterministic,
         )
 
@@ -408,6 +412,11 @@ class DeviceEngine:
         return instances.attend(
             *self._formats(layer), q, *sizes, self._heads(layer), mode, self._driver.shared_bytes_max
         )
+
+    def _queries(self, layer: int, prefill: bool) -> int:
+        """Of a block: as many as fit a unit whatever their type, which is not known when a step is opened."""
+        chosen = [self._attention(layer, q, prefill) for q in ("f32", "f16", "bf16")]
+        return min(one.rows // (self._heads(layer) // one.sets) for one in chosen)
 
     def _formats(self, layer: int) -> tuple[str, str]:
         """Row formats of K and V."""
@@ -448,14 +457,17 @@ class DeviceEngine:
             common = work.common
             call.members, call.common_rows = common.members, common.rows
             call.blocks, call.prefix, call.block_count = common.blocks, common.prefix, common.count
-            self._launch(self._attention(layer, q, True), call)
+            self._launch(layer, self._attention(layer, q, True), call)
             call.members = None
         if self._deterministic:
             call.division = Division.UNITS if prefill else Division.RUNS
         call.blocks, call.prefix, call.block_count = work.blocks, work.prefix, work.count
-        self._launch(self._attention(layer, q, prefill), call)
+        self._launch(layer, self._attention(layer, q, prefill), call)
 
-    def _launch(self, chosen: instances.Attention, call: arguments.Attend) -> None:
+    def _launch(self, layer: int, chosen: instances.Attention, call: arguments.Attend) -> None:
+        call.sets = self._layers[layer]["num_kv_heads"] * chosen.sets
+        call.group = self._heads(layer) // chosen.sets
+        call.set_shift = chosen.sets.bit_length() - 1
         self._now.launch(chosen.kernel, self._grid(chosen), chosen.threads, call, shared_bytes=chosen.shared_bytes)
 
     def _grid(self, chosen: instances.Attention) -> int:
@@ -466,18 +478,18 @@ class DeviceEngine:
         work = self._tables.works[self._work(layer, prefill)]
         chosen = self._attention(layer, q, prefill)
         shape = self._layers[layer]
-        kv_heads, room = shape["num_kv_heads"], self._tables.room
-        floats, units, members = 2 * self._grid(chosen) * chosen.partial, work.blocks_max * kv_heads, 0
+        sets, room = shape["num_kv_heads"] * chosen.sets, self._tables.room
+        floats, units, members = 2 * self._grid(chosen) * chosen.partial, work.blocks_max * sets, 0
         if self._deterministic and prefill:
             floats = self._grid(chosen) * 3 * chosen.rows * chosen.v_dim
         elif self._deterministic:
             runs = room.columns * self._page_size // (64 * 64) + room.spans + 1
-            floats = work.blocks_max * runs * kv_heads * chosen.partial
+            floats = work.blocks_max * runs * sets * chosen.partial
         if work.common is not None:
             members = work.members_max if all_members else self._tables.members
             common = self._attention(layer, q, True)
             floats = max(floats, 2 * self._grid(common) * common.partial if members else 0)
-            units = max(units, members * kv_heads)
+            units = max(units, members * shape["num_kv_heads"] * common.sets)
         return 4 * floats, 4 * units, 4 * members * shape["num_q_heads"] * (shape["v_head_dim"] + 2)
 
     def _enter(self) -> None:
@@ -561,6 +573,14 @@ class DeviceEngine:
             raise InvalidArgument(f"{name} = strides {strides}: a contiguous last dimension")
         return View(view.address, view.shape, strides, kind, view.writeable)
 
+    def _floats(self, name: str, array: Any, length: int) -> int:
+        """The address of an array of the caller: float32 [length], contiguous."""
+        view = self._driver.view(name, array)
+        if view.dtype != "f32" or view.shape != (length,) or view.strides != (4,):
+            given = f"dtype {view.dtype}, shape {list(view.shape)}, strides {list(view.strides)}"
+            raise InvalidArgument(f"{name} = {given}: f32 [{length}], contiguous")
+        return view.address
+
     def _output(self, name: str, array: Any, row: tuple[int, ...], like: View, dtype: str | None) -> View:
         """Checks an array that results are written to: of the queries' type, and nothing twice."""
         view = self._rows(name, array, row, dtype, kinds=(like.dtype,))
@@ -580,3 +600,10 @@ class DeviceEngine:
         if low < theirs_high and theirs_low < high:
             raise InvalidArgument(f"{name} = memory of q: memory of its own")
         return view
+
+
+def _scales(layer: CoreLayer) -> dict[str, float]:
+    """`scale` and `softcap` of a kernel, whose scores are base-2 logarithms."""
+    if layer["softcap"] is None:
+        return {"scale": layer["scale"] * LOG2_E, "softcap": 0.0}
+    return {"scale": layer["scale"] / layer["softcap"], "softcap": layer["softcap"] * LOG2_E}

@@ -23,17 +23,16 @@ from pagoda.kernels import arguments, instances
 class Work:
     """How queries of some layers are cut: one work list for all of them.
 
-    few: new tokens of a sequence up to which it is decoded. rows: query rows of a unit; common_rows: of a unit over pages
-    that several sequences hold, 0 where each goes over its own.
+    few: new tokens of a sequence up to which it is decoded. queries: of a block; common_queries: of a block over pages that
+    several sequences hold, 0 where each goes over its own.
     """
 
     group: int
-    heads: int
     window: int | None
     prefill: bool
     few: int
-    rows: int
-    common_rows: int
+    queries: int
+    common_queries: int
     by_runs: bool
 
     @property
@@ -168,7 +167,7 @@ class StepTables:
                 {
                     "group": work.group,
                     "new_tokens": work.new_tokens,
-                    "queries": work.rows // work.heads,
+                    "queries": work.queries,
                     "window": work.window,
                     "by_runs": work.by_runs,
                     "blocks": tables.blocks,
@@ -219,14 +218,14 @@ class StepTables:
     def _work_tables(self, work: Work, carve: Carve) -> WorkTables:
         room = self.room
         # What is decoded is one block a sequence.
-        blocks = room.sequences + (room.tokens // (work.rows // work.heads) if work.prefill else 0)
+        blocks = room.sequences + (room.tokens // work.queries if work.prefill else 0)
         size = arguments.QUERY_BLOCK.itemsize
         common, members = None, 0
-        if work.common_rows:
+        if work.common_queries:
             levels = _core.COMMON_LEVELS_MAX
             members = levels * min(room.tokens, room.sequences * work.few)
             common = CommonTables(
-                queries=work.common_rows // work.heads,
+                queries=work.common_queries,
                 # Of one query each, at worst.
                 blocks=carve.take(size * members),
                 prefix=carve.take(4 * (members + 1)),

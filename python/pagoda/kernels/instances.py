@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -53,10 +54,12 @@ MOVE = Kernel("move.cuh", "pagoda::move")
 class Attention:
     """An instance of `attend`.
 
-    rows: query rows of a work unit at most. shared_bytes, threads: of a thread block. v_dim: elements of a result.
+    sets: units that the query heads of a K/V head are cut into, a power of two. rows: query rows of a unit at most.
+    shared_bytes, threads: of a thread block. v_dim: elements of a result.
     """
 
     kernel: Kernel
+    sets: int
     rows: int
     threads: int
     shared_bytes: int
@@ -84,27 +87,33 @@ def attend(k: str, v: str, q: str, dim: int, v_dim: int, group: int, mode: str, 
     """Attention over formats `k` and `v` (or PART_OF_K) for queries of type `q`; `group` query heads share a K/V head.
 
     mode: "decode" for sequences with up to 16 query rows, "prefill", or either with "-deterministic". shared_max: bytes of
-    shared memory that a thread block can have. Raises BackendUnavailable for what no instance can do.
+    shared memory that a thread block can have. Each unit reads its rows of K and V, so as few as possible share a K/V head.
+    Raises BackendUnavailable for what no instance can do.
     """
     names = (k, v, q)
-    if "f32" in (k, v):
-        tries = [[_cores(names, dim, v_dim, rows)] for rows in (16, 64) if group <= rows]
-    else:
-        tries = [
-            [_tensor(names, dim, v_dim, *cut, stages) for stages in range(STAGES_MAX, 1, -1)]
-            for cut in _cuts(names, v_dim, mode)
-            if group <= _rows(*cut)
-        ]
-    if not tries:
+    least: Attention | None = None
+    for sets in (1 << n for n in range(group.bit_length()) if group % (1 << n) == 0):
+        for stages in _instances(names, dim, v_dim, mode, sets):
+            if group <= sets * stages[0].rows:
+                fitting = [one for one in stages if one.shared_bytes <= shared_max]
+                if fitting:
+                    return max(fitting, key=lambda one: one.resident(shared_max))
+                least = stages[-1]
+    if least is None:
         raise BackendUnavailable(f"num_q_heads = {group} a K/V head: fewer, for {k}/{v} rows of {dim} and {v_dim}")
-    for stages in tries:
-        fitting = [one for one in stages if one.shared_bytes <= shared_max]
-        if fitting:
-            return max(fitting, key=lambda one: one.resident(shared_max))
     raise BackendUnavailable(
-        f"head_dim = {dim}, {v_dim}: attention over {k}/{v} rows needs {tries[-1][-1].shared_bytes} bytes of shared memory, "
+        f"head_dim = {dim}, {v_dim}: attention over {k}/{v} rows needs {least.shared_bytes} bytes of shared memory, "
         f"and a thread block of this device has {shared_max}"
     )
+
+
+def _instances(names: tuple[str, str, str], dim: int, v_dim: int, mode: str, sets: int) -> Iterator[list[Attention]]:
+    """Instances by preference, each with more or fewer stages."""
+    if "f32" in names[:2]:
+        yield from ([_cores(names, dim, v_dim, rows, sets)] for rows in (16, 64))
+        return
+    for cut in _cuts(names, v_dim, mode):
+        yield [_tensor(names, dim, v_dim, *cut, stages, sets) for stages in range(STAGES_MAX, 1, -1)]
 
 
 def _cuts(names: tuple[str, str, str], v_dim: int, mode: str) -> list[tuple[int, int, int, int]]:
@@ -113,14 +122,18 @@ def _cuts(names: tuple[str, str, str], v_dim: int, mode: str) -> list[tuple[int,
     while v_dim % (8 * columns):
         columns //= 2
     by_rows = [(warps, 1, columns, 1) for warps in (4, 2, 1) if warps >= columns]
+    k, _, q = names
+    # Queries and weights of several parts leave no registers for 32 rows of a warp.
+    split = q == "f32" or (q, k) in SPLITS
+    stacked = [] if split else [(4, 1, columns, 2)]
+    # For many heads: a thread block has a multiprocessor to itself.
+    wide = [(8, 1, columns, 1 if split else 2)]
     if mode.startswith("prefill"):
-        k, _, q = names
-        # Queries and weights of several parts leave no registers for 32 rows.
-        return by_rows if q == "f32" or (q, k) in SPLITS else [(4, 1, columns, 2), *by_rows]
+        return [*stacked, *by_rows, *wide]
     if v_dim > 256:
-        return by_rows
+        return [*by_rows, *stacked, *wide]
     alone = (columns, 1, columns, 1) if mode.endswith("deterministic") else (1, 4, 1, 1)
-    return [alone, *by_rows]
+    return [alone, *by_rows, *stacked, *wide]
 
 
 def _rows(warps: int, _teams: int, columns: int, stack: int) -> int:
@@ -129,7 +142,15 @@ def _rows(warps: int, _teams: int, columns: int, stack: int) -> int:
 
 
 def _tensor(
-    names: tuple[str, str, str], dim: int, v_dim: int, warps: int, teams: int, columns: int, stack: int, stages: int
+    names: tuple[str, str, str],
+    dim: int,
+    v_dim: int,
+    warps: int,
+    teams: int,
+    columns: int,
+    stack: int,
+    stages: int,
+    sets: int,
 ) -> Attention:
     """`TensorShape` of tensor_cores.cuh."""
     k, v, q = names
@@ -143,17 +164,18 @@ def _tensor(
     exchange = teams * rows * (v_dim + 4 + 2) * 4
     shape = f"pagoda::TensorShape<{_formats(names)}, {dim}, {v_dim}, {warps}, {teams}, {columns}, {stack}, {stages}>"
     kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::TensorCores<{shape}>>")
-    return Attention(kernel, rows, 32 * warps * teams, q_bytes + max(ring, exchange) + KEPT_BYTES, v_dim)
+    return Attention(kernel, sets, rows, 32 * warps * teams, q_bytes + max(ring, exchange) + KEPT_BYTES, v_dim)
 
 
-def _cores(names: tuple[str, str, str], dim: int, v_dim: int, rows: int) -> Attention:
+def _cores(names: tuple[str, str, str], dim: int, v_dim: int, rows: int, sets: int) -> Attention:
     """`CoreShape` of cuda_cores.cuh."""
     keys = 16 if dim + v_dim > 512 else 32
     v_floats = 0 if names[1] == PART_OF_K else keys * v_dim
     ring = max(keys * (dim + 4) + v_floats, rows * (v_dim + 4 + 2))
     shared = 4 * (rows * dim + rows * keys + 3 * rows + ring) + KEPT_BYTES
     shape = f"pagoda::CoreShape<{_formats(names)}, {dim}, {v_dim}, {rows}>"
-    return Attention(Kernel("attend.cuh", f"pagoda::attend<pagoda::CudaCores<{shape}>>"), rows, 128, shared, v_dim)
+    kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::CudaCores<{shape}>>")
+    return Attention(kernel, sets, rows, 128, shared, v_dim)
 
 
 def _formats(names: tuple[str, ...]) -> str:

@@ -52,6 +52,11 @@ impl Simd for Neon {
         unsafe { vmulq_f32(a, b) }
     }
     #[inline(always)]
+    unsafe fn div(a: float32x4_t, b: float32x4_t) -> float32x4_t {
+        // SAFETY: see the impl.
+        unsafe { vdivq_f32(a, b) }
+    }
+    #[inline(always)]
     unsafe fn fma(a: float32x4_t, b: float32x4_t, c: float32x4_t) -> float32x4_t {
         // SAFETY: see the impl.
         unsafe { vfmaq_f32(c, a, b) }

@@ -54,6 +54,10 @@ impl Simd for Scalar {
         from_fn(|i| a[i] * b[i])
     }
     #[inline(always)]
+    unsafe fn div(a: V, b: V) -> V {
+        from_fn(|i| a[i] / b[i])
+    }
+    #[inline(always)]
     unsafe fn fma(a: V, b: V, c: V) -> V {
         from_fn(|i| a[i] * b[i] + c[i])
     }

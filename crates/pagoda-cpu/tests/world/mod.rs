@@ -116,6 +116,8 @@ impl Sequence {
 /// Arenas full of NaN, a layer, and sequences to store.
 pub struct World {
     pub layer: Layer,
+    /// A logit for each query head.
+    pub sinks: Option<Vec<f32>>,
     memory: [Vec<u64>; 2],
     free: Vec<BlockRef>,
     pub sequences: Vec<Sequence>,
@@ -149,6 +151,7 @@ impl World {
             page_size,
             num_q_heads,
             scale: 1.0 / (geometry.head_dim as f32).sqrt(),
+            softcap: None,
             window: None,
             rope: None,
             transform: Transform::default(),
@@ -161,7 +164,7 @@ impl World {
         for i in (1..free.len()).rev() {
             free.swap(i, random.below(i + 1));
         }
-        Self { layer, memory: [vec![!0; words], vec![!0; words]], free, sequences: Vec::new() }
+        Self { layer, sinks: None, memory: [vec![!0; words], vec![!0; words]], free, sequences: Vec::new() }
     }
 
     pub fn arenas(&mut self) -> Arenas {
@@ -317,7 +320,15 @@ impl World {
         unsafe {
             let queries = rows(&queries, element, heads, dim);
             backend
-                .attend(&arenas, &self.layer, &tables, queries, target, Some(lse.as_mut_ptr()))
+                .attend(
+                    &arenas,
+                    &self.layer,
+                    &tables,
+                    queries,
+                    self.sinks.as_deref(),
+                    target,
+                    Some(lse.as_mut_ptr()),
+                )
                 .expect("attend");
         }
         let mut result = Vec::new();
@@ -378,14 +389,18 @@ impl World {
                             };
                             let key = &keys[(j * kv_heads + kv) * dim..][..dim];
                             let dot: f64 = q.iter().zip(key).map(|(q, &k)| q * f64::from(k)).sum();
-                            dot * f64::from(layer.scale)
+                            let score = dot * f64::from(layer.scale);
+                            layer
+                                .softcap
+                                .map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
                         })
                         .collect();
                     let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                     let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
+                    let sink = self.sinks.as_ref().map_or(0.0, |sinks| (f64::from(sinks[head]) - top).exp());
                     let mut row = vec![0.0; v_dim];
                     for (j, score) in (low..=i).zip(&scores) {
-                        let weight = (score - top).exp() / sum;
+                        let weight = (score - top).exp() / (sum + sink);
                         for (x, &v) in row.iter_mut().zip(&values[(j * kv_heads + kv) * v_dim..]) {
                             *x += weight * f64::from(v);
                         }

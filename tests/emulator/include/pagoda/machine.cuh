@@ -85,5 +85,6 @@ void multiply_add(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, Ele
 }
 
 inline float exp2_fast(float x) { return std::exp2(x); }
+inline float divide_fast(float x, float y) { return x / y; }
 
 }  // namespace pagoda

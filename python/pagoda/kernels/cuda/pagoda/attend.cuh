@@ -6,9 +6,9 @@
 
 namespace pagoda {
 
-/// The unit that a piece of work belongs to. Work is numbered unit after unit, heads of a block of queries side by side.
+/// The unit that a piece of work belongs to. Work is numbered unit after unit, sets of heads of a block of queries side by side.
 struct Place {
-    int block, head;
+    int block, set;
     /// Where the unit's work begins, and how much it is.
     int64 start;
     int work;
@@ -17,18 +17,18 @@ struct Place {
         int low = 0, high = blocks;
         while (high - low > 1) {
             const int middle = (low + high) / 2;
-            if (static_cast<int64>(args.prefix[middle]) * args.kv_heads <= at) {
+            if (static_cast<int64>(args.prefix[middle]) * args.sets <= at) {
                 low = middle;
             } else {
                 high = middle;
             }
         }
         Place place;
-        const int64 before = static_cast<int64>(args.prefix[low]) * args.kv_heads;
+        const int64 before = static_cast<int64>(args.prefix[low]) * args.sets;
         place.block = low;
         place.work = args.prefix[low + 1] - args.prefix[low];
-        place.head = static_cast<int>((at - before) / place.work);
-        place.start = before + static_cast<int64>(place.head) * place.work;
+        place.set = static_cast<int>((at - before) / place.work);
+        place.start = before + static_cast<int64>(place.set) * place.work;
         return place;
     }
 };
@@ -53,7 +53,7 @@ static_assert(sizeof(Progress) <= KEPT_BYTES, "it is kept in shared memory while
 template <class Engine>
 __device__ void finish(const Attend& args, const Engine& engine, const Progress& now) {
     const Place place = now.place;
-    const int first = static_cast<int>(now.at - place.start), unit = place.block * args.kv_heads + place.head;
+    const int first = static_cast<int>(now.at - place.start), unit = place.block * args.sets + place.set;
     if (now.count == place.work) {
         engine.write_all();
     } else if (args.division == UNITS) {
@@ -78,7 +78,7 @@ template <class Engine>
 __global__ void __launch_bounds__(Engine::Shape::THREADS, Engine::BLOCKS) attend(const Attend args) {
     const int blocks = *args.block_count;
     Progress now;
-    now.all = static_cast<int64>(args.prefix[blocks]) * args.kv_heads;
+    now.all = static_cast<int64>(args.prefix[blocks]) * args.sets;
     // Nobody's share is empty, unless units are whole.
     now.grid = min(static_cast<int64>(gridDim.x), now.all);
     if (blockIdx.x >= now.grid) return;
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(Engine::Shape::THREADS, Engine::BLOCKS) attend
         now.count = args.division == TILES ? static_cast<int>(left) : 1;
         if (threadIdx.x == 0) *kept = now;
         engine.index = now.place.block;
-        engine.head = now.place.head;
+        engine.set = now.place.set;
         engine.rows = engine.block().queries * args.group;
         engine.work(first, now.count);
         now = *kept;

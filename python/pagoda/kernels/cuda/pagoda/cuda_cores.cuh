@@ -33,7 +33,6 @@ struct CudaCores : Unit<Shape_> {
     using Shape = Shape_;
     using Unit<Shape>::args;
     using Unit<Shape>::block;
-    using Unit<Shape>::head;
     using Unit<Shape>::rows;
     static constexpr int D = Shape::D, DV = Shape::DV, ROWS = Shape::ROWS, KEYS = Shape::KEYS;
     /// As in TensorCores.
@@ -75,7 +74,7 @@ struct CudaCores : Unit<Shape_> {
             const int row = i / (DIM / 8), chunk = i % (DIM / 8), stored = first + row;
             float x[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
             if (stored >= walk.piece.low && stored < walk.piece.high) {
-                const uint8* page = args.pages.block(table[stored >> shift]) + plane.offset + head * plane.head_stride;
+                const uint8* page = args.pages.block(table[stored >> shift]) + plane.offset + this->kv_head() * plane.head_stride;
                 Format::load(page + (static_cast<int64>(stored & ((1 << shift) - 1)) * DIM + chunk * 8) * Format::BYTES, x);
             }
             for (int e = 0; e < 8; ++e) target[row * STRIDE + chunk * 8 + e] = x[e];
@@ -92,6 +91,7 @@ struct CudaCores : Unit<Shape_> {
                 float sum = 0.0f;
                 for (int d = 0; d < D; ++d) sum = fmaf(query[row * D + d], keys[key * Shape::DEPTH + d], sum);
                 score = sum * args.scale;
+                if (args.softcap > 0.0f) score = args.softcap * tanh_fast(score);
             }
             scores[i] = score;
         }

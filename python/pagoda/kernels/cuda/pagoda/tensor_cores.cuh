@@ -95,14 +95,13 @@ struct TensorCores : Unit<Shape_> {
     using Q = typename Shape::Q;
     using Unit<Shape>::args;
     using Unit<Shape>::block;
-    using Unit<Shape>::head;
     using Unit<Shape>::rows;
     using KElement = typename Shape::K::Element;
     using VElement = typename Shape::V::Element;
     static constexpr int D = Shape::D, DV = Shape::DV, STAGES = Shape::STAGES, TEAMS = Shape::TEAMS, STACK = Shape::STACK;
     using Scores = float[STACK][Shape::SCORES / 8][4];
     /// Thread blocks of a multiprocessor that registers are sparing for: more would spill.
-    static constexpr int BLOCKS = 2;
+    static constexpr int BLOCKS = Shape::THREADS > 128 ? 1 : 2;
 
     /// `warp` is its place in the team; its query rows begin at `first_row`, its values at `first_column`.
     const int lane, warp, team, first_row, first_column;
@@ -205,7 +204,7 @@ struct TensorCores : Unit<Shape_> {
     __device__ void copy_rows(uint8* target, const Plane& plane, const Walk& walk, int first, const PageWindow& window) const {
         constexpr int CHUNKS = DIM / 8, ALL = Shape::SCORES * CHUNKS;
         const int shift = args.pages.page_shift, thread = warp * WARP + lane;
-        const int64 in_block = plane.offset + head * plane.head_stride;
+        const int64 in_block = plane.offset + this->kv_head() * plane.head_stride;
         if (Shape::SCORES <= 1 << shift) {
             // All in one page: one stretch of bytes.
             const uint32 entry = __shfl_sync(~0u, window.now, (first >> shift) % WARP);
@@ -269,6 +268,7 @@ struct TensorCores : Unit<Shape_> {
     __device__ void compute_stage(int index) {
         Scores scores;
         score(scores, stage(index));
+        if (args.softcap > 0.0f) cap(scores);
         const bool whole = note(index).whole;
         if (!whole) mask(scores, note(index));
         weigh(scores);
@@ -309,6 +309,21 @@ struct TensorCores : Unit<Shape_> {
         }
     }
 
+    /// What numbers `r` of scores are multiplied with.
+    __device__ float scale_of(int r) const { return Shape::Q_SCALED ? scale[r] : args.scale; }
+
+    /// Scores become hyperbolic tangents of what they were, scaled; `weigh` multiplies them with `softcap`.
+    __device__ void cap(Scores& scores) const {
+#pragma unroll
+        for (int r = 0; r < 2 * STACK; ++r) {
+#pragma unroll
+            for (int i = 0; i < Shape::SCORES / 4; ++i) {
+                float& score = scores[r / 2][i / 2][r % 2 * 2 + i % 2];
+                score = tanh_fast(score * scale_of(r));
+            }
+        }
+    }
+
     /// Makes scores of rows that their query does not see -inf.
     __device__ void mask(Scores& scores, const Note note) const {
         const int position = block().position;
@@ -332,7 +347,7 @@ struct TensorCores : Unit<Shape_> {
         for (int r = 0; r < 2 * STACK; ++r) {
             float(&mine)[Shape::SCORES / 8][4] = scores[r / 2];
             const int i = r % 2 * 2;
-            const float factor = Shape::Q_SCALED ? scale[r] : args.scale;
+            const float factor = args.softcap > 0.0f ? args.softcap : scale_of(r);
             float highest = minus_infinity();
 #pragma unroll
             for (int n = 0; n < Shape::SCORES / 8; ++n) highest = fmaxf(highest, fmaxf(mine[n][i], mine[n][i + 1]));

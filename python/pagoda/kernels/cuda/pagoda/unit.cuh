@@ -1,9 +1,9 @@
 // The work of an attend kernel and what becomes of its parts: shares, partial results, merging. How scores and values are
 // computed is left to an engine (tensor_cores.cuh, cuda_cores.cuh).
 //
-// The work is a list: for each block of queries and each K/V head, the tiles of 64 stored rows that some query sees. It is
+// The work is a list: for each block of queries and each set of query heads of a K/V head, the tiles of 64 stored rows that some query sees. It is
 // cut into equal shares, one for each thread block, whatever borders that crosses, so that skewed batches stay balanced and
-// the grid is the same at every step (a graph may replay it). What a share holds of a unit (block of queries, head) is a
+// the grid is the same at every step (a graph may replay it). What a share holds of a unit (block of queries, set) is a
 // partial result unless it is all of it; the thread block that finishes a unit last merges its parts in order.
 //
 // Sequences may hold pages in common. A launch of its own goes over these once, for the queries of all who hold them, and
@@ -15,9 +15,28 @@
 
 namespace pagoda {
 
-constexpr float LN_2 = 0.693147180559945f;
+constexpr float LN_2 = 0.693147180559945f, LOG2_E = 1.44269504088896f;
 
 __device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
+
+/// tanh, to 3e-7 of itself and never beyond 1; NaN for NaN. A rational approximation on |x| < 7.9, where tanh is 1 in float:
+/// `generic_fast_tanh_float` of Eigen (MathFunctionsImpl.h, MPL-2.0). pagoda-cpu has the same.
+__device__ __forceinline__ float tanh_fast(float x) {
+    constexpr float LIMIT = 7.90531110763549805f;
+    // Not fminf and fmaxf, which drop NaN.
+    x = x < -LIMIT ? -LIMIT : x > LIMIT ? LIMIT : x;
+    const float xx = x * x;
+    float p = fmaf(xx, -2.76076847742355e-16f, 2.00018790482477e-13f);
+    p = fmaf(xx, p, -8.60467152213735e-11f);
+    p = fmaf(xx, p, 5.12229709037114e-08f);
+    p = fmaf(xx, p, 1.48572235717979e-05f);
+    p = fmaf(xx, p, 6.37261928875436e-04f);
+    p = fmaf(xx, p, 4.89352455891786e-03f);
+    float q = fmaf(xx, 1.19825839466702e-06f, 1.18534705686654e-04f);
+    q = fmaf(xx, q, 2.26843463243900e-03f);
+    q = fmaf(xx, q, 4.89352518554385e-03f);
+    return divide_fast(x * p, q);
+}
 
 /// Consecutive queries of one sequence, or queries of several that hold pages in common.
 struct QueryBlock {
@@ -47,29 +66,36 @@ struct Attend {
     Pages pages;
     Plane k_plane, v_plane;
     Rows q, out;
-    /// [tokens, kv_heads * group] or null: natural log-sum-exp.
+    /// [tokens, sets * group] or null: natural log-sum-exp.
     float* lse;
     const QueryBlock* blocks;
-    /// [blocks + 1]: the tiles (or runs) of the blocks before, for one head.
+    /// [blocks + 1]: the tiles (or runs) of the blocks before, for one set.
     const int* prefix;
     /// How many blocks there are, on the device.
     const int* block_count;
     /// The row in the batch of each query that holds common pages; null where blocks are of consecutive queries.
     const int* members;
     const int* common_rows;
-    /// [members, kv_heads * group, V_DIM + 2]: values, maximum and sum of common parts. Written if there are `members`.
+    /// [members, sets * group, V_DIM + 2]: values, maximum and sum of common parts. Written if there are `members`.
     float* commons;
-    int kv_heads, group;
+    /// A set is `group` query heads, all of a K/V head or, where these have more rows than a unit may, a half of them, a quarter, ...:
+    /// set s goes over K/V head s >> set_shift.
+    int sets, group, set_shift;
     /// Tokens that a query sees at most, itself included.
     int window;
     Division division;
-    /// Of scores, with the factor log2(e); above 0.
+    /// What products q k are multiplied with; above 0. Scores are base-2 logarithms: log2(e) is a factor of `softcap`, or of `scale`
+    /// where there is none.
     float scale;
+    /// Scores are softcap * tanh(scale * q k); 0 where they are scale * q k.
+    float softcap;
+    /// [sets * group] or null: natural logarithms that join each sum of weights, and not the log-sum-exp.
+    const float* sinks;
     /// [spans, rotary_pairs]: cosine and sine of a span's offset, to rotate queries back; null if no span has one. Element 2 i
     /// goes with 2 i + 1 if interleaved, else i with i + rotary_pairs.
     const float2* angles;
     int rotary_pairs, interleaved;
-    /// By division [2 * grid][PARTIAL], [runs][PARTIAL], or [grid][3 * ROWS * V_DIM]; and [blocks * kv_heads], 0 before and after.
+    /// By division [2 * grid][PARTIAL], [runs][PARTIAL], or [grid][3 * ROWS * V_DIM]; and [blocks * sets], 0 before and after.
     float* partials;
     int* pending;
 };
@@ -145,8 +171,8 @@ struct Unit {
     /// Where the exchange is, and one word to tell all threads something.
     float* const exchanged;
     int* const flag;
-    /// The place of the block of queries in the list, the K/V head, and query rows.
-    int index, head, rows;
+    /// The place of the block of queries in the list, the set of heads, and query rows.
+    int index, set, rows;
 
     __device__ Unit(const Attend& args_, void* exchanged_, void* flag_)
         : args(args_), exchanged(static_cast<float*>(exchanged_)), flag(static_cast<int*>(flag_)) {}
@@ -154,12 +180,14 @@ struct Unit {
     /// Read where it is needed, and not kept: registers are short.
     __device__ const QueryBlock& block() const { return args.blocks[index]; }
 
+    __device__ int kv_head() const { return set >> args.set_shift; }
+
     /// The query row of the batch and the query head of a row of the block.
     __device__ int64 token_of(int row) const {
         const int query = block().token + row / args.group;
         return args.members == nullptr ? query : args.members[query];
     }
-    __device__ int head_of(int row) const { return head * args.group + row % args.group; }
+    __device__ int head_of(int row) const { return set * args.group + row % args.group; }
 
     /// The angles of a span, if it has moved.
     __device__ const float2* angles_of(const Span* span) const {
@@ -191,7 +219,7 @@ struct Unit {
 
     /// Writes one value of the output, and with the first its row's log-sum-exp: 0 and -inf where the row saw nothing.
     __device__ void write(int row, int column, Sum sum) const {
-        const int query = row / args.group, query_head = head_of(row), heads = args.kv_heads * args.group;
+        const int query = row / args.group, query_head = head_of(row), heads = args.sets * args.group;
         if (args.members != nullptr) {
             float* part = args.commons + (static_cast<int64>(block().token + query) * heads + query_head) * (DV + 2);
             part[column] = sum.value;
@@ -207,7 +235,9 @@ struct Unit {
         all.add(sum.value, sum.top, sum.total);
         const int64 token = token_of(row);
         const bool nothing = all.total == 0.0f;
-        store_one(args.out.row(token, query_head) + column * Q::BYTES, nothing ? 0.0f : all.value / all.total);
+        float total = all.total;
+        if (args.sinks != nullptr) total += exp2_fast(fmaf(args.sinks[query_head], LOG2_E, -all.top));
+        store_one(args.out.row(token, query_head) + column * Q::BYTES, nothing ? 0.0f : all.value / total);
         if (column == 0 && args.lse != nullptr) {
             args.lse[token * heads + query_head] = nothing ? minus_infinity() : (all.top + log2f(all.total)) * LN_2;
         }
