@@ -11,12 +11,16 @@ import numpy.typing as npt
 import pagoda
 import pytest
 from emulator.driver import CallerStream, EmulatedDriver
-from pagoda.attention.reference import attention
+from mirror import expected
 from pagoda.device import cuda
 
 Array = npt.NDArray[Any]
 
-LAYERS = [pagoda.AttentionLayer(4, 2, 64), pagoda.AttentionLayer(4, 2, 64, window=40)]
+LAYERS = [
+    pagoda.AttentionLayer(4, 2, 64, sinks=True),
+    pagoda.AttentionLayer(4, 2, 64, window=40, softcap=5.0),
+    pagoda.AttentionLayer(4, 2, 64, window=30, kv_owner=0),
+]
 SEQUENCES, CONTEXT = 6, 400
 
 
@@ -36,6 +40,7 @@ class Model:
         self.q = [np.empty((rows, 4, 64), np.float32) for _ in LAYERS]
         self.k, self.v = ([np.empty((rows, 2, 64), np.float16) for _ in LAYERS] for _ in range(2))
         self.out = [np.empty((rows, 4, 64), np.float32) for _ in LAYERS]
+        self.sinks = np.empty(4, np.float32)
         self.held: dict[pagoda.Sequence, list[tuple[Array, Array]]] = {}
 
     def create(self) -> pagoda.Sequence:
@@ -49,9 +54,10 @@ class Model:
         return child
 
     def forward(self, step: pagoda.Step) -> None:
-        for layer in range(len(LAYERS)):
-            step.append(layer, self.k[layer], self.v[layer])
-            step.attend(layer, self.q[layer], out=self.out[layer])
+        for layer, shape in enumerate(LAYERS):
+            rows = (self.k[layer], self.v[layer]) if shape.kv_owner is None else ()
+            sinks = self.sinks if shape.sinks else None
+            step.forward(layer, self.q[layer], *rows, out=self.out[layer], sink_logits=sinks)
 
     def step(
         self, batch: list[pagoda.Sequence], counts: list[int], launch: Callable[[pagoda.Step], object] | None = None
@@ -64,6 +70,7 @@ class Model:
                 # Rows past the batch's are nobody's.
                 array[total:] = np.nan
             self.out[layer][...] = 12345
+        self.sinks[...] = self.rng.standard_normal(4)
         with self.cache.step(batch, counts, stream=self.stream) as step:
             (launch or self.forward)(step)
         self.cache.audit()
@@ -71,11 +78,14 @@ class Model:
             start = 0
             for sequence, count in zip(batch, counts, strict=True):
                 rows = slice(start, start + count)
-                keys, values = self.held[sequence][layer]
-                keys = np.concatenate([keys, self.k[layer][rows]])
-                values = np.concatenate([values, self.v[layer][rows]])
-                self.held[sequence][layer] = keys, values
-                right, _ = attention(self.q[layer][rows], keys, values, window=shape.window)
+                if shape.kv_owner is None:
+                    new = self.k[layer][rows], self.v[layer][rows]
+                    held = zip(self.held[sequence][layer], new, strict=True)
+                    keys, values = map(np.concatenate, held)
+                    self.held[sequence][layer] = keys, values
+                else:
+                    keys, values = self.held[sequence][shape.kv_owner]
+                right, _ = expected(shape, self.q[layer][rows], keys, values, self.sinks if shape.sinks else None)
                 np.testing.assert_allclose(self.out[layer][rows], right, rtol=0, atol=3e-5)
                 start += count
             assert (self.out[layer][total:] == 12345).all(), "rows past the batch's are left alone"
