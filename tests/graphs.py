@@ -8,11 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pagoda
-from pagoda.attention.reference import attention
+from mirror import expected
 
 Array = npt.NDArray[Any]
 
-LAYERS = [pagoda.AttentionLayer(4, 2, 64), pagoda.AttentionLayer(4, 2, 64, window=40)]
+LAYERS = [
+    pagoda.AttentionLayer(4, 2, 64, sinks=True),
+    pagoda.AttentionLayer(4, 2, 64, window=40, softcap=5.0),
+    pagoda.AttentionLayer(4, 2, 64, window=30, kv_owner=0),
+]
 SEQUENCES, CONTEXT = 6, 400
 
 
@@ -38,6 +42,7 @@ class Model:
         self.q = [xp.empty((rows, 4, 64), np.float32) for _ in LAYERS]
         self.k, self.v = ([xp.empty((rows, 2, 64), np.float16) for _ in LAYERS] for _ in range(2))
         self.out = [xp.empty((rows, 4, 64), np.float32) for _ in LAYERS]
+        self.sinks = xp.empty(4, np.float32)
         self.held: dict[pagoda.Sequence, list[tuple[Array, Array]]] = {}
 
     def create(self) -> pagoda.Sequence:
@@ -51,9 +56,10 @@ class Model:
         return child
 
     def forward(self, step: pagoda.Step) -> None:
-        for layer in range(len(LAYERS)):
-            step.append(layer, self.k[layer], self.v[layer])
-            step.attend(layer, self.q[layer], out=self.out[layer])
+        for layer, shape in enumerate(LAYERS):
+            rows = (self.k[layer], self.v[layer]) if shape.kv_owner is None else ()
+            sinks = self.sinks if shape.sinks else None
+            step.forward(layer, self.q[layer], *rows, out=self.out[layer], sink_logits=sinks)
 
     def step(
         self, batch: list[pagoda.Sequence], counts: list[int], launch: Callable[[pagoda.Step], object] | None = None
@@ -64,6 +70,7 @@ class Model:
             given = [
                 [self._fill(array, total) for array in arrays] for arrays in zip(self.q, self.k, self.v, strict=True)
             ]
+            sinks = self._fill(self.sinks, 4)
             for out in self.out:
                 out.fill(12345)
         with self.cache.step(batch, counts, stream=self.stream) as step:
@@ -76,10 +83,11 @@ class Model:
             start = 0
             for sequence, count in zip(batch, counts, strict=True):
                 rows = slice(start, start + count)
-                keys, values = self.held[sequence][layer]
-                keys, values = np.concatenate([keys, k[rows]]), np.concatenate([values, v[rows]])
-                self.held[sequence][layer] = keys, values
-                right, _ = attention(q[rows], keys, values, window=shape.window)
+                keys, values = self.held[sequence][layer if shape.kv_owner is None else shape.kv_owner]
+                if shape.kv_owner is None:
+                    keys, values = np.concatenate([keys, k[rows]]), np.concatenate([values, v[rows]])
+                    self.held[sequence][layer] = keys, values
+                right, _ = expected(shape, q[rows], keys, values, sinks if shape.sinks else None)
                 np.testing.assert_allclose(results[layer][rows], right, rtol=0, atol=3e-5)
                 start += count
             assert (results[layer][total:] == 12345).all(), "rows past the batch's are left alone"

@@ -203,8 +203,12 @@ def test_deterministic_bits_do_not_depend_on_chunks_batch_threads_or_tiers(
 ) -> None:
     rng = np.random.default_rng(seed)
     total = sum(chunks)
-    layers = [layer(num_q_heads=6, num_kv_heads=2, head_dim=24, window=window) for window in (None, 100)]
+    layers = [
+        layer(num_q_heads=6, num_kv_heads=2, head_dim=24, window=window, softcap=9.0, sinks=True)
+        for window in (None, 100)
+    ]
     rows = [[rng.standard_normal((total, heads, 24), np.float32) for heads in (6, 2, 2)] for _ in layers]
+    sinks = rng.standard_normal(6).astype(np.float32)
 
     def run(pieces: list[int], threads: int, crowd: int, migrate: bool) -> list[Any]:
         with small_cache(layers, page_size=16, threads=threads, deterministic=True, device_memory="32MiB") as cache:
@@ -218,7 +222,7 @@ def test_deterministic_bits_do_not_depend_on_chunks_batch_threads_or_tiers(
                         noise = [rng.standard_normal((3 * crowd, *part.shape[1:]), np.float32) for part in rows[index]]
                         part = [p[start : start + piece] for p in rows[index]]
                         both = [np.concatenate(pair) for pair in zip(noise, part, strict=True)]
-                        outs[index].append(step.forward(index, *both)[3 * crowd :])
+                        outs[index].append(step.forward(index, *both, sink_logits=sinks)[3 * crowd :])
                 start += piece
                 if migrate:
                     cache.demote(sequence, (0, int(rng.integers(0, start + 1)))).wait()

@@ -454,7 +454,7 @@ unsafe fn exp2<S: Simd>(v: S::V) -> S::V {
 }
 
 /// `tanh(v)`, to 3e-7 of itself and never beyond 1; NaN for NaN. A rational approximation on `|v| < 7.9`, where tanh is 1 in
-/// float: `generic_fast_tanh_float` of Eigen (MathFunctionsImpl.h, MPL-2.0). Device kernels have the same (cuda/pagoda/unit.cuh).
+/// float: `generic_fast_tanh_float` of Eigen (MathFunctionsImpl.h, MPL-2.0).
 #[inline(always)]
 unsafe fn tanh<S: Simd>(v: S::V) -> S::V {
     const LIMIT: f32 = 7.905_311;

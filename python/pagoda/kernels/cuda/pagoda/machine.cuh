@@ -79,7 +79,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-/// x / y to 2 ulp; `y` is between 2^-126 and 2^126.
+/// x / y to 2 ulp for |y| from 2^-126 to 2^126, 0 beyond.
 __device__ __forceinline__ float divide_fast(float x, float y) { return __fdividef(x, y); }
 
 }  // namespace pagoda
