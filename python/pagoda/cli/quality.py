@@ -1,0 +1,164 @@
+"""`pagoda bench quality`: what row formats and retention do to attention and to the shipped language model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pagoda import build_info
+from pagoda.cache import Cache
+from pagoda.errors import BackendUnavailable
+from pagoda.formats import FORMATS, row_format
+from pagoda.quality import plot
+from pagoda.quality.heads import DISTANCES, OUTLIERS, Head, recall_head
+from pagoda.quality.language import TOKENS, ShippedText
+from pagoda.quality.measure import CacheOf, Kept, Recall, streaming
+from pagoda.sizes import format_tokens, parse_tokens
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+Row = dict[str, Any]
+
+STREAM_CONTEXTS = (8192, 32768, 131072)
+WINDOW = 1024
+RETENTION: dict[str, dict[str, Any]] = {
+    "all": {},
+    f"last {WINDOW:,}": {"window": WINDOW},
+    f"4 + last {WINDOW:,}": {"keep": (4, WINDOW)},
+}
+"""What the head with a sink keeps, as arguments of `streaming`: the window of a layer has no sinks."""
+KEPT: tuple[Kept, ...] = ((4, WINDOW), (64, 4 * WINDOW))
+"""What the language model keeps, if not everything."""
+
+
+def register(commands: Commands) -> None:
+    """Adds the command."""
+    stored = ",".join(name for name, row_format in FORMATS.items() if row_format.stored)
+    parser = commands.add_parser("quality", help="what formats and retention do to recall and predictions")
+    parser.add_argument("--formats", default=stored, help="row formats, or pairs K/V of them, comma-separated")
+    parser.add_argument("--contexts", default="4k,32k,128k", help="tokens of the recall heads; k is 1024")
+    parser.add_argument("--plot", type=Path, help="draw into this file, by its suffix; needs matplotlib")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures and prints."""
+    caches = {name: cache_of(name) for name in arguments.formats.split(",")}
+    contexts = [parse_tokens(part, "--contexts") for part in arguments.contexts.split(",")]
+    heads = [recall_head(context, outliers) for context in contexts for outliers in OUTLIERS]
+    if arguments.plot is not None:
+        plot.pyplot()
+    with Console(stderr=True).status("") as status:
+        report: Row = {"build": build_info(), **measure(caches, heads, status.update)}
+    if arguments.plot is not None:
+        plot.draw(report, arguments.plot)
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+        return 0
+    console = Console()
+    for table in (heads_table(report["heads"]), streaming_table(report["streaming"]), text_table(report["language"])):
+        console.print(table)
+    return 0
+
+
+def cache_of(name: str) -> CacheOf:
+    """What makes caches of a format, or of a pair K/V. Raises InvalidArgument, and BackendUnavailable if it is not stored."""
+    k_dtype, _, v_dtype = name.partition("/")
+    v_dtype = v_dtype or k_dtype
+    for part in (k_dtype, v_dtype):
+        if not row_format(part, "--formats").stored:
+            raise BackendUnavailable(f"--formats = {name!r}: the cache does not store {part} yet")
+    return lambda spec: Cache(spec, k_dtype=k_dtype, v_dtype=v_dtype)
+
+
+def measure(caches: dict[str, CacheOf], heads: list[Head], show: Callable[[str], object]) -> dict[str, list[Row]]:
+    """Every head and the shipped text in every format. What is not about formats is measured over float32."""
+    reference = cache_of("f32")
+    recalls, streams, texts = [], [], []
+    for head in heads:
+        test = Recall(head)
+        for name, cache in caches.items():
+            show(f"recall over {format_tokens(head.context)}, outliers {head.outliers}, {name}")
+            place = {"format": name, "context": head.context, "outliers": head.outliers, "beta": head.beta}
+            recalls.append({**place, **asdict(test.fidelity(cache))})
+    for context in STREAM_CONTEXTS:
+        for kept, options in RETENTION.items():
+            show(f"head with a sink over {format_tokens(context)}, kept: {kept}")
+            streams.append({"context": context, "retention": kept, **asdict(streaming(context, reference, **options))})
+    show("shipped text, f32")
+    text = ShippedText(reference)
+    for name, cache, keep in [
+        *((*item, None) for item in caches.items()),
+        *(("f32", reference, keep) for keep in KEPT),
+    ]:
+        kept = "all" if keep is None else f"{keep[0]} + last {keep[1]:,}"
+        show(f"shipped text, {name}, kept: {kept}")
+        texts += [{"format": name, "retention": kept, **asdict(row)} for row in text.divergence(cache, keep=keep)]
+    return {"heads": recalls, "streaming": streams, "language": texts}
+
+
+def heads_table(rows: list[Row]) -> Table:
+    """Recall with graded margins."""
+    table = Table("context", "outliers", "format", title="associative recall; the law's figure in brackets")
+    columns = ("sigma", "KL, nats", "worst", "needle weight", "output error")
+    for column in (*columns, *(f"recall, {distance} off" for distance in DISTANCES)):
+        table.add_column(column, justify="right")
+    for row in rows:
+        recalls = (f"{row['recall'][d]:.3f} ({row['recall_law'][d]:.3f})" for d in DISTANCES)
+        table.add_row(
+            format_tokens(row["context"]),
+            row["outliers"],
+            row["format"],
+            f"{row['sigma']:.2g} ({row['sigma_law']:.2g})",
+            f"{row['kl']:.1e}",
+            f"{row['kl_worst']:.1e}",
+            f"{row['needle_weight']:.3f} ({row['needle_weight_law']:.3f})",
+            f"{row['output_error']:.1e}",
+            *recalls,
+        )
+    return table
+
+
+def streaming_table(rows: list[Row]) -> Table:
+    """The head with a sink."""
+    table = Table("context", "kept", title="needles and a sink; the law's figure in brackets")
+    for column in ("needles found, kept", "dropped", "answers invented", "weight off the sink"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        beyond = row["recall_beyond"]
+        table.add_row(
+            format_tokens(row["context"]),
+            row["retention"],
+            f"{row['recall_within']:.3f}",
+            "-" if beyond is None else f"{beyond:.3f}",
+            f"{row['invented']:.3f}",
+            f"{row['presence']:.2g} ({row['presence_law']:.2g})",
+        )
+    return table
+
+
+def text_table(rows: list[Row]) -> Table:
+    """The shipped language model."""
+    table = Table("format", "kept", title=f"shipped model, {TOKENS:,} bytes token by token, against f32")
+    for column in ("after", "bits a byte", "KLD, nats", "99.9 %", "same top, %"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row["format"],
+            row["retention"],
+            format_tokens(row["start"]),
+            f"{row['bits_per_byte']:.4f}",
+            f"{row['kld']:.1e}",
+            f"{row['kld_999']:.1e}",
+            f"{100 * row['same_top']:.2f}",
+        )
+    return table
