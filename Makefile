@@ -1,6 +1,6 @@
 # One verb a chore. Every target installs what it needs into .venv; nothing else is touched.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-device test-long loom check format kernels bench clean
+.PHONY: help setup demo test test-rust test-python test-device test-long loom check format kernels bench bench-gpu clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,6 +9,11 @@ export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Lets tests take fences away, to show that they notice.
 FEATURES := pagoda-core/broken-fences
+# Where there is a GPU, or must be, tests of the API run on it, and elsewhere on one that is emulated.
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep ^GPU)$(filter 1,$(PAGODA_REQUIRE_GPU))
+DEVICE := $(if $(GPU),cuda,emulated)
+comma := ,
+EXTRAS := dev$(if $(GPU),$(comma)cuda13)
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find crates -name '*.rs' -o -name Cargo.toml)
 
 help:  ## list the targets
@@ -17,7 +22,7 @@ help:  ## list the targets
 $(VENV)/built: pyproject.toml $(RUST_SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip "maturin>=1.12,<2"
-	$(BIN)/maturin develop --release --quiet --extras dev
+	$(BIN)/maturin develop --release --quiet --extras $(EXTRAS)
 	@touch $@
 
 setup: $(VENV)/built  ## make .venv and build the module into it
@@ -37,8 +42,8 @@ test-rust:  ## the Rust tests
 test-python: setup  ## the Python tests
 	$(BIN)/python -m pytest -q -m "not long"
 
-test-device: setup  ## the tests of the API once more, on a device that is emulated
-	$(BIN)/python -m pytest -q -m "not long" --device=emulated tests/test_attention.py tests/test_stateful.py \
+test-device: setup  ## the tests of the API once more, on a GPU or one that is emulated
+	$(BIN)/python -m pytest -q -m "not long" --device=$(DEVICE) tests/test_attention.py tests/test_stateful.py \
 		tests/test_sequences.py tests/test_tiers.py tests/test_errors.py
 
 test-long: setup  ## the tests that take minutes
@@ -68,6 +73,10 @@ bench: setup  ## the figures of docs/benchmarks, on this machine
 	cargo bench --quiet -p pagoda-cpu --bench decode
 	cargo run --quiet --release --manifest-path benches/bookkeeping/Cargo.toml --target-dir target/bookkeeping
 	$(BIN)/pagoda bench
+
+bench-gpu: setup  ## the figures of docs/benchmarks/gpu.md; needs a GPU
+	$(BIN)/python -m pip install --quiet "torch>=2.6"
+	benches/gpu/run.sh target/gpu
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) target dist

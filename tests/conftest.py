@@ -9,42 +9,56 @@ import emulator
 import hypothesis
 import pytest
 from emulator.driver import EmulatedDriver
+from gpu_driver import CopyingDriver
 from pagoda import device
 from pagoda.device import cuda
+from pagoda.device.cuda import open_driver as open_gpu
+from pagoda.device.driver import Driver
 
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max_examples=2000)
-hypothesis.settings.register_profile(
-    "emulated", deadline=None, print_blob=True, max_examples=12, stateful_step_count=25
-)
+hypothesis.settings.register_profile("device", deadline=None, print_blob=True, max_examples=12, stateful_step_count=25)
 hypothesis.settings.load_profile(os.environ.get("PAGODA_HYPOTHESIS", "default"))
+
+DEVICES = ["cpu", "emulated", "copied", "cuda"]
+"""What `--device` may be. emulated: kernels run on the CPU, and arrays of NumPy are arrays of the device. cuda: a GPU, which
+arrays are copied to and from. copied: the emulated device in the place of the GPU."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=["cpu", "emulated"], default="cpu", help='what device="auto" is in tests')
+    parser.addoption("--device", choices=DEVICES, default="cpu", help='what device="auto" is in tests')
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--device") == "emulated":
-        # A new shape of attention takes g++ two seconds.
-        hypothesis.settings.load_profile("emulated")
+    if config.getoption("--device") != "cpu":
+        # A new shape of attention takes a compiler two seconds.
+        hypothesis.settings.load_profile("device")
+    if config.getoption("--device") == "cuda" and (lack := cuda.lack()):
+        raise pytest.UsageError(f"--device=cuda: {lack.found}; {lack.remedy}")
 
 
 @pytest.fixture(autouse=True)
 def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """With --device=emulated caches are on a device whose kernels run on the CPU: every test of the API runs on both."""
-    drivers: list[EmulatedDriver] = []
+    """Caches are on the device that `--device` names: every test of the API runs on each, with arrays of NumPy.
 
-    def open_driver(index: int) -> EmulatedDriver:
-        drivers.append(EmulatedDriver(seed=index))
-        return drivers[-1]
+    Tests marked `gpu` name a GPU themselves, and have arrays on it.
+    """
+    kind = "cpu" if request.node.get_closest_marker("gpu") else request.config.getoption("--device")
+    emulated: list[EmulatedDriver] = []
 
-    if request.config.getoption("--device") == "emulated":
-        emulator.require()
+    def open_driver(index: int) -> Driver:
+        if kind == "cuda":
+            return CopyingDriver(open_gpu(index))
+        emulated.append(EmulatedDriver(seed=index))
+        return emulated[-1] if kind == "emulated" else CopyingDriver(emulated[-1])
+
+    if kind != "cpu":
+        if kind != "cuda":
+            emulator.require()
         monkeypatch.setattr(device, "AUTO", "cuda")
         monkeypatch.setattr(cuda, "open_driver", open_driver)
     yield
-    for driver in drivers:
+    for driver in emulated:
         driver.check()
 
 

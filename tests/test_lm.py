@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pagoda.lm import ContiguousCache, LanguageModel, Read, Sampler, Written, generate
-from pagoda.lm.checkpoint import bf16_to_f32, f32_to_bf16
 from pagoda.lm.tokenizer import ByteTokenizer, FileTokenizer
 from safetensors.numpy import load_file, save_file
 
@@ -168,13 +167,6 @@ def test_samplers() -> None:
     for options in ({"temperature": -1}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.5}):
         with pytest.raises(pagoda.InvalidArgument, match=next(iter(options))):
             Sampler(**options)
-
-
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50))
-def test_bfloat16_rounds_as_ml_dtypes_does(values: list[float]) -> None:
-    array = np.array(values, np.float32)
-    ours = bf16_to_f32(f32_to_bf16(array))
-    np.testing.assert_array_equal(ours, array.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
 def test_generation_reads_writes_and_goes_on(tmp_path: Path) -> None:

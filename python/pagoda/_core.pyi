@@ -11,10 +11,24 @@ from pagoda.geometry import CoreLayer
 __version__: str
 COMMON_LEVELS_MAX: int
 
-__all__ = ["COMMON_LEVELS_MAX", "Cache", "Plan", "Ticket", "__version__", "after_fork_in_child", "build_info"]
+__all__ = [
+    "COMMON_LEVELS_MAX",
+    "Cache",
+    "Plan",
+    "Ticket",
+    "__version__",
+    "after_fork_in_child",
+    "build_info",
+    "decode_rows",
+    "encode_rows",
+]
 
 def build_info() -> dict[str, Any]: ...
 def after_fork_in_child() -> None: ...
+def encode_rows(numbers: npt.NDArray[np.float32], name: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]: ...
+def decode_rows(
+    rows: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], name: str, dim: int
+) -> npt.NDArray[np.float32]: ...
 
 @final
 class Plan:
@@ -36,8 +50,6 @@ class Cache:
         layers: Sequence[CoreLayer],
         *,
         page_size: int,
-        k_dtype: str,
-        v_dtype: str,
         memory: Sequence[tuple[int, int]],
         threads: int,
         deterministic: bool,

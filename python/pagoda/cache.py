@@ -32,7 +32,8 @@ from pagoda.device import engine_for
 from pagoda.device.driver import Stream
 from pagoda.device.engine import DeviceEngine
 from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, PagodaError, UseAfterRelease
-from pagoda.geometry import core_layers, group_layers, tier_memory
+from pagoda.formats import chosen
+from pagoda.geometry import block_layouts, core_layers, group_layers, tier_memory
 from pagoda.sizes import parse_size
 from pagoda.spec import ModelSpec
 from pagoda.stats import Stats
@@ -332,8 +333,9 @@ class Ticket:
 class Cache:
     """A tiered, paged KV cache.
 
-    spec: the model's layers. page_size: tokens in a page, a power of two from 8 to 4096. k_dtype, v_dtype: "f32", "f16"
-    or "bf16". device: "cpu", "cuda", "cuda:1"; "auto" is the CPU for now. device_memory, host_memory:
+    spec: the model's layers. page_size: tokens in a page, a power of two from 8 to 4096. k_dtype, v_dtype: row formats of
+    `pagoda.formats`, one for all layers or one for each; PAGODA_KV_DTYPE in the environment goes before them.
+    device: "cpu", "cuda", "cuda:1"; "auto" is the CPU for now. device_memory, host_memory:
     budgets, in bytes or like "512MiB"; on the CPU memory is taken as it is used, on a GPU at once. threads: CPU workers,
     all cores by default. deterministic: the bits of a result depend on the sequence alone, not on batch, chunks, threads or
     where pages lie. checked: values that do not fit their row format, infinities and NaN raise in `append`. spill: when the
@@ -347,8 +349,8 @@ class Cache:
         spec: ModelSpec,
         *,
         page_size: int = 64,
-        k_dtype: str = "f16",
-        v_dtype: str = "f16",
+        k_dtype: str | Collection[str] = "f16",
+        v_dtype: str | Collection[str] = "f16",
         device: str = "auto",
         device_memory: int | str = "2GiB",
         host_memory: int | str = "8GiB",
@@ -367,15 +369,15 @@ class Cache:
             raise InvalidArgument(f"threads = {threads!r}: from 1 to 1024")
         if not isinstance(page_size, int) or page_size not in {1 << n for n in range(3, 13)}:
             raise InvalidArgument(f"page_size = {page_size!r}: a power of two from 8 to 4096")
-        self.spec, self.page_size, self.k_dtype, self.v_dtype = spec, page_size, k_dtype, v_dtype
-        self.deterministic = deterministic
-        self._groups = group_layers(spec)
-        layers = core_layers(spec)
+        self.spec, self.page_size, self.deterministic = spec, page_size, deterministic
+        self.dtypes = chosen(k_dtype, v_dtype, len(spec.layers))
+        """Row formats of K and V of each layer."""
+        self._groups = group_layers(spec, self.dtypes)
+        layers = core_layers(spec, self.dtypes)
+        layouts = block_layouts(layers, page_size)
         self._v_head_dims = [layer["v_head_dim"] for layer in layers]
         memory = tier_memory(
-            spec,
-            page_size,
-            (k_dtype, v_dtype),
+            layouts,
             parse_size(device_memory, "device_memory"),
             parse_size(host_memory, "host_memory"),
         )
@@ -383,7 +385,7 @@ class Cache:
             device,
             layers,
             page_size=page_size,
-            dtypes=(k_dtype, v_dtype),
+            layouts=layouts,
             memory=memory,
             deterministic=deterministic,
             checked=checked,
@@ -391,8 +393,6 @@ class Cache:
         self._core = self._device or _core.Cache(
             layers,
             page_size=page_size,
-            k_dtype=k_dtype,
-            v_dtype=v_dtype,
             memory=memory,
             threads=threads,
             deterministic=deterministic,

@@ -1,38 +1,62 @@
-"""Row formats: how one K or V row (one token, one head) is stored. The one table of them."""
+"""Row formats: how one K or V row (one token, one head) is stored. The one table of them, and their bytes."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from pagoda import _core
 from pagoda.errors import InvalidArgument
+
+VARIABLE = "PAGODA_KV_DTYPE"
+"""Of the environment: formats for every cache, whatever it asks for, to find out whether a format is at fault. One for K and
+V, or two with a comma."""
+
+BLOCK = 32
+"""Elements of a block with a scale of its own, in most formats."""
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """`unit_bytes` for each `unit` elements, and `row_bytes` more a row."""
+    """Bits of an element, and the bytes of scales: so many for each block of elements, or for a row.
 
+    unit: a row has a multiple of so many elements.
+    """
+
+    bits: float
     unit: int
-    unit_bytes: int
-    row_bytes: int = 0
-    stored: bool = False
-    """Whether the cache can store it; the planner reckons with all of them."""
+    scale_bytes: int = 0
+    block: int | None = None
+
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of the elements of a row."""
+        return int(dim * self.bits // 8)
 
     def bytes(self, dim: int) -> int:
         """Bytes of a row of `dim` elements."""
-        return -(-dim // self.unit) * self.unit_bytes + self.row_bytes
+        return self.row_bytes(dim) + self.scale_bytes * (-(-dim // self.block) if self.block else 1)
 
 
 FORMATS = {
-    "f32": RowFormat(1, 4, stored=True),
-    "f16": RowFormat(1, 2, stored=True),
-    "bf16": RowFormat(1, 2, stored=True),
-    "fp8_e4m3": RowFormat(1, 1, row_bytes=4),
-    "q8_0": RowFormat(32, 34),
-    "q5_0": RowFormat(32, 22),
-    "q4_0": RowFormat(32, 18),
+    "f32": RowFormat(32, 8),
+    "f16": RowFormat(16, 8),
+    "bf16": RowFormat(16, 8),
+    "fp8_e4m3": RowFormat(8, 16, 4),
+    "int8": RowFormat(8, 16, 4),
+    "q8_0": RowFormat(8, 32, 2, BLOCK),
+    "q5_0": RowFormat(5, 32, 2, BLOCK),
+    "q4_0": RowFormat(4, 32, 2, BLOCK),
+    "mxfp4": RowFormat(4, 32, 1, BLOCK),
+    "nvfp4": RowFormat(4, 32, 1, 16),
 }
-"""fp8_e4m3 with one float32 scale a row; q8_0, q5_0, q4_0 are ggml's blocks of 32 elements with a float16 scale
-(ggml-common.h: block_q8_0 34, block_q5_0 22, block_q4_0 18 bytes)."""
+"""fp8_e4m3 and int8: one float32 scale a row. q8_0, q5_0, q4_0: ggml's blocks of 32 elements with a float16 scale
+(ggml-common.h). mxfp4: OCP's blocks of 32 E2M1 with an E8M0 scale. nvfp4: blocks of 16 E2M1 with an E4M3 scale.
+docs/layout.md says how values become them."""
 
 
 def row_format(name: str, argument: str) -> RowFormat:
@@ -40,3 +64,103 @@ def row_format(name: str, argument: str) -> RowFormat:
     if name not in FORMATS:
         raise InvalidArgument(f"{argument} = {name!r}: one of {', '.join(FORMATS)}")
     return FORMATS[name]
+
+
+def chosen(k_dtype: str | Sequence[str], v_dtype: str | Sequence[str], layers: int) -> list[tuple[str, str]]:
+    """The formats of K and V of each layer, from one for all or one for each. Raises InvalidArgument."""
+    forced = os.environ.get(VARIABLE)
+    if forced:
+        names = [name.strip() for name in forced.split(",")]
+        if len(names) > 2:
+            raise InvalidArgument(f"{VARIABLE} = {forced!r}: one format, or two with a comma")
+        k_dtype, v_dtype = names[0], names[-1]
+    pair = []
+    for argument, given in (("k_dtype", k_dtype), ("v_dtype", v_dtype)):
+        names = [given] * layers if isinstance(given, str) else list(given)
+        if len(names) != layers:
+            raise InvalidArgument(f"{argument} = {len(names)} formats: one, or {layers}, one for each layer")
+        for name in names:
+            row_format(name, VARIABLE if forced else argument)
+        pair.append(names)
+    return list(zip(*pair, strict=True))
+
+
+def encode(x: npt.ArrayLike, name: str) -> npt.NDArray[np.uint8]:
+    """Rows of numbers as a format stores them.
+
+    x: [..., dim]; dim is a multiple of the format's unit. Returns uint8 [..., bytes]: blocks as ggml lays them out (scale,
+    then fifth bits, then quants; ggml-common.h) for formats that ggml has, nvfp4 in its blocks of 64, so dim is a multiple of
+    64; elements and then the float32 scale for fp8_e4m3 and int8. Raises InvalidArgument.
+    """
+    numbers = np.ascontiguousarray(x, np.float32)
+    dim = _checked(name, numbers.shape)
+    shape = (*numbers.shape[:-1], FORMATS[name].bytes(dim))
+    if not numbers.size:
+        return np.zeros(shape, np.uint8)
+    rows, scales = _core.encode_rows(numbers.reshape(-1, dim), name)
+    return np.concatenate(_blocks(name, rows, scales, dim), axis=-1).reshape(shape)
+
+
+def decode(rows: npt.NDArray[np.uint8], name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """What `encode` has made of numbers [*shape]: float32. Raises InvalidArgument."""
+    dim = _checked(name, shape)
+    size = FORMATS[name].bytes(dim)
+    if rows.dtype != np.uint8 or rows.shape != (*shape[:-1], size):
+        raise InvalidArgument(f"rows = {rows.dtype} {list(rows.shape)}: uint8 {[*shape[:-1], size]}")
+    if not rows.size:
+        return np.zeros(shape, np.float32)
+    data, scales = _unpacked(name, rows.reshape(-1, size), dim)
+    return _core.decode_rows(data, scales, name, dim).reshape(shape)
+
+
+def _checked(name: str, shape: tuple[int, ...]) -> int:
+    """The elements of a row."""
+    unit = 64 if name == "nvfp4" else row_format(name, "name").unit
+    if not shape or shape[-1] < 1 or shape[-1] % unit:
+        raise InvalidArgument(f"shape = {list(shape)}: rows of a multiple of {unit} elements, for {name}")
+    return shape[-1]
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def _blocks(name: str, rows: Bytes, scales: Bytes, dim: int) -> list[Any]:
+    """The parts of packed rows, in order: whole rows, or [rows, all of a block] flattened."""
+    form = FORMATS[name]
+    if form.block is None:
+        return [rows, scales]
+    count, blocks = len(rows), dim // BLOCK
+    if name == "nvfp4":
+        # ggml's sub-blocks of 16 hold element j below and j + 8 above; ours of 32 j and j + 16.
+        halves = rows.reshape(count, blocks, 1, 16)
+        codes = np.concatenate([halves & 15, halves >> 4], axis=2).reshape(count, blocks * 2, 2, 8)
+        quants = (codes[:, :, 0] | codes[:, :, 1] << 4).reshape(count, dim // 64, 32)
+        return [np.concatenate([scales.reshape(count, dim // 64, 4), quants], axis=2).reshape(count, -1)]
+    parts = [scales.reshape(count, blocks, form.scale_bytes)]
+    if name == "q5_0":
+        parts.append(rows[:, dim // 2 :].reshape(count, blocks, 4))
+        rows = rows[:, : dim // 2]
+    parts.append(rows.reshape(count, blocks, -1))
+    return [np.concatenate(parts, axis=2).reshape(count, -1)]
+
+
+def _unpacked(name: str, packed: Bytes, dim: int) -> tuple[Bytes, Bytes]:
+    """The inverse of `_blocks`: rows and scales."""
+    form = FORMATS[name]
+    count, blocks = len(packed), dim // BLOCK
+    if form.block is None:
+        size = form.row_bytes(dim)
+        return np.ascontiguousarray(packed[:, :size]), np.ascontiguousarray(packed[:, size:])
+    if name == "nvfp4":
+        parts = packed.reshape(count, dim // 64, 36)
+        quants = parts[:, :, 4:].reshape(count, blocks * 2, 8)
+        codes = np.stack([quants & 15, quants >> 4], axis=2).reshape(count, blocks, 2, 16)
+        rows = codes[:, :, 0] | codes[:, :, 1] << 4
+        return rows.reshape(count, -1), np.ascontiguousarray(parts[:, :, :4]).reshape(count, -1)
+    parts = packed.reshape(count, blocks, -1)
+    scales = np.ascontiguousarray(parts[:, :, : form.scale_bytes]).reshape(count, -1)
+    rest = parts[:, :, form.scale_bytes :]
+    if name == "q5_0":
+        nibbles, high = rest[:, :, 4:].reshape(count, -1), rest[:, :, :4].reshape(count, -1)
+        return np.concatenate([nibbles, high], axis=1), scales
+    return np.ascontiguousarray(rest).reshape(count, -1), scales

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypedDict
 
 from pagoda.errors import BackendUnavailable, InvalidArgument
-from pagoda.formats import row_format
+from pagoda.formats import FORMATS
 from pagoda.spec import AttentionLayer, ModelSpec
 
 EXTENT_BYTES = 32 << 20
@@ -24,23 +25,36 @@ class CoreLayer(TypedDict):
     head_dim: int
     v_head_dim: int
     v_alias: bool
+    k_dtype: str
+    v_dtype: str
     window: int | None
     scale: float
     rope: tuple[list[float], bool] | None
 
 
-def group_layers(spec: ModelSpec) -> list[list[int]]:
-    """The layers of each group, in the order in which groups first appear."""
-    return [list(group.layers) for group in spec.groups]
+Dtypes = list[tuple[str, str]]
+"""Row formats of K and V of each layer."""
 
 
-def core_layers(spec: ModelSpec) -> list[CoreLayer]:
-    """The layers as the core takes them. Raises BackendUnavailable for what the CPU backend does not do yet."""
-    group_of = {layer: group for group, members in enumerate(group_layers(spec)) for layer in members}
-    return [_core_layer(index, layer, group_of.get(index, 0)) for index, layer in enumerate(spec.layers)]
+def group_layers(spec: ModelSpec, dtypes: Dtypes) -> list[list[int]]:
+    """The layers of each group: of one shape, window and format; in the order of their first layers."""
+    groups: dict[tuple[int, tuple[str, str]], list[int]] = {}
+    for number, group in enumerate(spec.groups):
+        for layer in group.layers:
+            groups.setdefault((number, dtypes[layer]), []).append(layer)
+    return sorted(groups.values())
 
 
-def _core_layer(index: int, layer: object, group: int) -> CoreLayer:
+def core_layers(spec: ModelSpec, dtypes: Dtypes) -> list[CoreLayer]:
+    """The layers as the core takes them.
+
+    Raises BackendUnavailable for what no backend does yet, InvalidArgument for rows that a format cannot have.
+    """
+    group_of = {layer: group for group, members in enumerate(group_layers(spec, dtypes)) for layer in members}
+    return [_core_layer(index, layer, group_of.get(index, 0), dtypes[index]) for index, layer in enumerate(spec.layers)]
+
+
+def _core_layer(index: int, layer: object, group: int, dtypes: tuple[str, str]) -> CoreLayer:
     if not isinstance(layer, AttentionLayer):
         raise BackendUnavailable(
             f"layers[{index}] = {type(layer).__name__}: the cache has attention layers only so far"
@@ -50,6 +64,11 @@ def _core_layer(index: int, layer: object, group: int) -> CoreLayer:
             raise BackendUnavailable(
                 f"layers[{index}].{name} = {getattr(layer, name)!r}: not supported by the cache yet"
             )
+    k_dtype, v_dtype = dtypes
+    stored = {"head_dim": (layer.head_dim, k_dtype), "v_head_dim": (layer.v_dim, k_dtype if layer.v_alias else v_dtype)}
+    for name, (dim, dtype) in stored.items():
+        if dim % FORMATS[dtype].unit:
+            raise InvalidArgument(f"layers[{index}].{name} = {dim}: a multiple of {FORMATS[dtype].unit}, for {dtype}")
     rope = layer.rope
     return {
         "group": group,
@@ -58,33 +77,70 @@ def _core_layer(index: int, layer: object, group: int) -> CoreLayer:
         "head_dim": layer.head_dim,
         "v_head_dim": layer.v_dim,
         "v_alias": layer.v_alias,
+        "k_dtype": k_dtype,
+        "v_dtype": v_dtype,
         "window": layer.window,
         "scale": layer.head_dim**-0.5 if layer.scale is None else layer.scale,
         "rope": None if rope is None else (rope.inv_freq(layer.head_dim).tolist(), rope.interleaved),
     }
 
 
-def block_bytes(spec: ModelSpec, page_size: int, dtypes: tuple[str, str]) -> list[int]:
-    """Bytes of a block of each layer group: `page_size` rows of K and V of all its layers."""
-    for name, dtype in zip(("k_dtype", "v_dtype"), dtypes, strict=True):
-        if not row_format(dtype, name).stored:
-            raise BackendUnavailable(f"{name} = {dtype!r}: the cache stores f32, f16 and bf16 so far")
-    attention = {index: layer for index, layer in enumerate(spec.layers) if isinstance(layer, AttentionLayer)}
-    return [
-        page_size * sum(attention[index].bytes_per_token(*dtypes) for index in members)
-        for members in group_layers(spec)
-    ]
+ALIGN = 16
+"""Rows and scales of each plane begin at multiples of this: `BlockLayout::ALIGN` of the core."""
 
 
-def tier_memory(
-    spec: ModelSpec, page_size: int, dtypes: tuple[str, str], device_bytes: int, host_bytes: int
-) -> list[tuple[int, int]]:
+@dataclass(frozen=True)
+class Strip:
+    """Rows, or their scales, of one layer inside a block: [kv_head][token][row]. Bytes."""
+
+    offset: int
+    head_stride: int
+
+
+@dataclass(frozen=True)
+class Plane:
+    """K or V of one layer inside a block."""
+
+    rows: Strip
+    scales: Strip
+
+
+@dataclass
+class BlockLayout:
+    """Where the layers of a group lie in its blocks: docs/layout.md, as `layout.rs` has it. planes: K and V of each layer."""
+
+    planes: dict[int, tuple[Plane, Plane]]
+    block_bytes: int
+
+
+def block_layouts(layers: list[CoreLayer], page_size: int) -> list[BlockLayout]:
+    """The blocks of each layer group."""
+    layouts = [BlockLayout({}, 0) for _ in range(1 + max((layer["group"] for layer in layers), default=-1))]
+    for index, layer in enumerate(layers):
+        layout = layouts[layer["group"]]
+
+        def strip(row_bytes: int, layout: BlockLayout = layout, heads: int = layer["num_kv_heads"]) -> Strip:
+            strip = Strip(layout.block_bytes, row_bytes * page_size)
+            layout.block_bytes += -(-strip.head_stride * heads // ALIGN) * ALIGN
+            return strip
+
+        planes = []
+        for dim, dtype in ((layer["head_dim"], layer["k_dtype"]), (layer["v_head_dim"], layer["v_dtype"])):
+            form = FORMATS[dtype]
+            planes.append(Plane(strip(form.row_bytes(dim)), strip(form.bytes(dim) - form.row_bytes(dim))))
+            if layer["v_alias"]:
+                break
+        layout.planes[index] = (planes[0], planes[-1])
+    return layouts
+
+
+def tier_memory(layouts: list[BlockLayout], device_bytes: int, host_bytes: int) -> list[tuple[int, int]]:
     """(bytes, extent bytes) of the device and the host tier.
 
     An extent holds whole blocks of the largest group, about `EXTENT_BYTES` of them, but few enough that every group can
     have some. Raises InvalidArgument when a budget cannot hold one block of each group.
     """
-    sizes = block_bytes(spec, page_size, dtypes)
+    sizes = [layout.block_bytes for layout in layouts]
     largest, groups = max(sizes), len(sizes)
     memory = []
     for name, budget in (("device_memory", device_bytes), ("host_memory", host_bytes)):

@@ -25,6 +25,20 @@ import emulator
 TYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16", np.dtype(np.uint16): "u16"}
 TYPES[np.dtype(ml_dtypes.bfloat16)] = "bf16"
 
+
+def numpy_view(name: str, array: Any) -> View:
+    """An array of NumPy. Raises InvalidArgument for anything else."""
+    if not isinstance(array, np.ndarray):
+        raise InvalidArgument(f"{name} = {type(array).__name__}: an array of NumPy")
+    kind = TYPES.get(array.dtype, str(array.dtype))
+    return View(array.ctypes.data, array.shape, array.strides, kind, array.flags.writeable)
+
+
+def numpy_empty(shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+    """`Driver.empty`, of NumPy."""
+    return np.empty(shape, np.float32 if dtype else like.dtype)
+
+
 _LIBRARIES: dict[Kernel, emulator.Library] = {}
 
 
@@ -156,7 +170,16 @@ class Stream:
 
 
 class CallerStream(Stream):
-    """A stream of the caller, who reads results as NumPy arrays: it waits for attention, and for nothing else."""
+    """A stream of the caller, who reads results as NumPy arrays: it waits for attention, and for nothing else.
+
+    To make it the current one, as CuPy's, has no effect.
+    """
+
+    def __enter__(self) -> CallerStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
@@ -169,15 +192,22 @@ class CallerStream(Stream):
         """Kernels are written down and not run; anything else is refused."""
         self.captured = []
 
-    def end_capture(self) -> Callable[[], None]:
-        """What launches the kernels that were written down."""
+    def end_capture(self) -> Graph:
+        """The kernels that were written down."""
         captured, self.captured = self.captured or [], None
+        return Graph(self, captured)
 
-        def replay() -> None:
-            self.work.extend(captured)
-            self.reach(len(self.work))
 
-        return replay
+class Graph:
+    """Kernels that were captured."""
+
+    def __init__(self, stream: CallerStream, work: list[Callable[[], None]]) -> None:
+        self._stream, self._work = stream, work
+
+    def launch(self) -> None:
+        """Runs them, and waits as the caller does."""
+        self._stream.work.extend(self._work)
+        self._stream.reach(len(self._stream.work))
 
 
 class EmulatedDriver:
@@ -231,12 +261,10 @@ class EmulatedDriver:
         return given
 
     def view(self, name: str, array: Any) -> View:
-        if not isinstance(array, np.ndarray):
-            raise InvalidArgument(f"{name} = {type(array).__name__}: an array of NumPy")
+        view = numpy_view(name, array)
         # As a pool of device memory would: what a stream still reads is not given to others.
         self._kept.append(array)
-        kind = TYPES.get(array.dtype, str(array.dtype))
-        return View(array.ctypes.data, array.shape, array.strides, kind, array.flags.writeable)
+        return view
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
-        return np.empty(shape, np.float32 if dtype else like.dtype)
+        return numpy_empty(shape, like, dtype)

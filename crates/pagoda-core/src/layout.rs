@@ -1,7 +1,8 @@
 //! The bytes of a block, as arithmetic: `docs/layout.md` draws them.
 //!
-//! A block stores one page of one layer group. Within it layers follow each other, each as `[K data][V data]`,
-//! and K or V data is `[kv_head][token][row]`: one head of one page is one contiguous run.
+//! A block stores one page of one layer group. Within it layers follow each other, each as
+//! `[K rows][K scales][V rows][V scales]`, and each of these is `[kv_head][token][row]`: one head of one page is one
+//! contiguous run.
 
 /// How one K or V row (one token, one head) is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -12,14 +13,67 @@ pub enum RowFormat {
     F16,
     /// The upper half of a binary32.
     Bf16,
+    /// OCP E4M3 with a binary32 scale a row.
+    Fp8E4m3,
+    /// 8-bit integers with a binary32 scale a row.
+    Int8,
+    /// ggml's blocks of 32 8-bit integers with a binary16 scale.
+    Q8_0,
+    /// ggml's blocks of 32 5-bit integers with a binary16 scale.
+    Q5_0,
+    /// ggml's blocks of 32 4-bit integers with a binary16 scale.
+    Q4_0,
+    /// OCP blocks of 32 E2M1 with an E8M0 scale.
+    Mxfp4,
+    /// Blocks of 16 E2M1 with an E4M3 scale.
+    Nvfp4,
 }
 
 impl RowFormat {
-    /// Bytes of a row of `dim` elements.
-    pub const fn row_bytes(self, dim: u32) -> u64 {
+    /// All of them.
+    pub const ALL: [Self; 10] = [
+        Self::F32,
+        Self::F16,
+        Self::Bf16,
+        Self::Fp8E4m3,
+        Self::Int8,
+        Self::Q8_0,
+        Self::Q5_0,
+        Self::Q4_0,
+        Self::Mxfp4,
+        Self::Nvfp4,
+    ];
+
+    /// A row has a multiple of so many elements: rows and their parts are whole 16 bytes.
+    pub const fn unit(self) -> u32 {
         match self {
-            Self::F32 => dim as u64 * 4,
-            Self::F16 | Self::Bf16 => dim as u64 * 2,
+            Self::F32 | Self::F16 | Self::Bf16 => 8,
+            Self::Fp8E4m3 | Self::Int8 => 16,
+            Self::Q8_0 | Self::Q5_0 | Self::Q4_0 | Self::Mxfp4 | Self::Nvfp4 => 32,
+        }
+    }
+
+    /// Bytes of a row of `dim` elements, without scales.
+    pub const fn row_bytes(self, dim: u32) -> u64 {
+        let dim = dim as u64;
+        match self {
+            Self::F32 => dim * 4,
+            Self::F16 | Self::Bf16 => dim * 2,
+            Self::Fp8E4m3 | Self::Int8 | Self::Q8_0 => dim,
+            Self::Q5_0 => dim / 2 + dim / 8,
+            Self::Q4_0 | Self::Mxfp4 | Self::Nvfp4 => dim / 2,
+        }
+    }
+
+    /// Bytes of the scales of a row of `dim` elements.
+    pub const fn scale_bytes(self, dim: u32) -> u64 {
+        let dim = dim as u64;
+        match self {
+            Self::F32 | Self::F16 | Self::Bf16 => 0,
+            Self::Fp8E4m3 | Self::Int8 => 4,
+            Self::Q8_0 | Self::Q5_0 | Self::Q4_0 => dim / 32 * 2,
+            Self::Mxfp4 => dim / 32,
+            Self::Nvfp4 => dim / 16,
         }
     }
 }
@@ -29,9 +83,9 @@ impl RowFormat {
 pub struct LayerGeometry {
     /// K/V heads.
     pub num_kv_heads: u32,
-    /// Elements of a K row; a multiple of 8.
+    /// Elements of a K row; a multiple of the format's unit.
     pub head_dim: u32,
-    /// Elements of a V row; a multiple of 8.
+    /// Elements of a V row; likewise.
     pub v_head_dim: u32,
     /// Row format of K.
     pub k_format: RowFormat,
@@ -46,15 +100,24 @@ impl LayerGeometry {
     }
 }
 
-/// One plane of one layer inside a block: `[kv_head][token][row]`.
+/// Rows of equal size inside a block: `[kv_head][token][row]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Plane {
+pub struct Strip {
     /// Bytes from the start of the block.
     pub offset: u64,
     /// Bytes from one head to the next.
     pub head_stride: u64,
     /// Bytes from one token to the next.
     pub row_stride: u64,
+}
+
+/// K or V of one layer inside a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Plane {
+    /// The rows.
+    pub rows: Strip,
+    /// Their scales; nothing, for formats without.
+    pub scales: Strip,
 }
 
 /// The K and V planes of one layer inside a block.
@@ -78,23 +141,30 @@ pub struct BlockLayout {
 }
 
 impl BlockLayout {
+    /// Strips and blocks begin at multiples of this.
+    pub const ALIGN: u64 = 16;
+
     /// Lays out `layers` for pages of `page_size` tokens.
     pub fn new(layers: &[LayerGeometry], page_size: u32) -> Self {
-        let mut offset = 0;
-        let mut plane = |heads: u32, row_stride: u64| {
+        let mut end = 0u64;
+        let mut strip = |heads: u32, row_stride: u64| {
             let head_stride = row_stride * u64::from(page_size);
-            let plane = Plane { offset, head_stride, row_stride };
-            offset += head_stride * u64::from(heads);
-            plane
+            let strip = Strip { offset: end, head_stride, row_stride };
+            end = (end + head_stride * u64::from(heads)).next_multiple_of(Self::ALIGN);
+            strip
+        };
+        let mut plane = |heads: u32, format: RowFormat, dim: u32| Plane {
+            rows: strip(heads, format.row_bytes(dim)),
+            scales: strip(heads, format.scale_bytes(dim)),
         };
         let layers = layers
             .iter()
             .map(|layer| {
-                let k = plane(layer.num_kv_heads, layer.k_format.row_bytes(layer.head_dim));
-                let v = layer.v_format.map(|v| plane(layer.num_kv_heads, v.row_bytes(layer.v_head_dim)));
+                let k = plane(layer.num_kv_heads, layer.k_format, layer.head_dim);
+                let v = layer.v_format.map(|format| plane(layer.num_kv_heads, format, layer.v_head_dim));
                 LayerLayout { k, v: v.unwrap_or(k) }
             })
             .collect();
-        Self { page_size, block_bytes: offset, layers }
+        Self { page_size, block_bytes: end, layers }
     }
 }

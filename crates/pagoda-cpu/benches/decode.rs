@@ -16,7 +16,7 @@ use memmap2::{Advice, MmapMut};
 use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::SpanView;
-use pagoda_cpu::{Arenas, Backend, Isa, Layer, Rows, RowsMut, SequenceTable};
+use pagoda_cpu::{Arenas, Backend, Element, Isa, Layer, Rows, RowsMut, SequenceTable};
 
 /// The memory that layers rotate over, at least.
 const COLD: u64 = 512 << 20;
@@ -50,12 +50,8 @@ fn shape(word: &str) -> Shape {
 }
 
 fn format(word: &str) -> RowFormat {
-    match word {
-        "f32" => RowFormat::F32,
-        "f16" => RowFormat::F16,
-        "bf16" => RowFormat::Bf16,
-        _ => panic!("{word} is not a row format"),
-    }
+    let named = RowFormat::ALL.into_iter().find(|format| format!("{format:?}").eq_ignore_ascii_case(word));
+    named.unwrap_or_else(|| panic!("{word} is not a row format: one of {:?}", RowFormat::ALL))
 }
 
 /// A cache of one sequence whose pages lie in a given order.
@@ -88,7 +84,8 @@ impl Cache {
             k_format: format,
             v_format: Some(format),
         };
-        let bytes = 2 * u64::from(shape.kv_heads) * format.row_bytes(shape.dim) * context as u64;
+        let row = format.row_bytes(shape.dim) + format.scale_bytes(shape.dim);
+        let bytes = 2 * u64::from(shape.kv_heads) * row * context as u64;
         let layers = COLD.div_ceil(bytes).clamp(2, 64) as usize;
         let layout = BlockLayout::new(&vec![geometry; layers], page as u32);
         let pages = context.div_ceil(page);
@@ -99,11 +96,17 @@ impl Cache {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             state >> 33
         };
-        // Numbers of magnitude 1/8 to 1/2 in every format.
+        // Numbers, or scales, of magnitude 1/8 to 1/2 in every format.
         let (mask, bits) = match format {
-            RowFormat::F32 => (0x807f_ffff_807f_ffff, 0x3e00_0000_3e00_0000),
-            RowFormat::F16 => (0x83ff_83ff_83ff_83ff, 0x3000_3000_3000_3000),
+            RowFormat::F32 | RowFormat::Fp8E4m3 | RowFormat::Int8 => {
+                (0x807f_ffff_807f_ffff, 0x3e00_0000_3e00_0000)
+            }
+            RowFormat::F16 | RowFormat::Q8_0 | RowFormat::Q5_0 | RowFormat::Q4_0 => {
+                (0x83ff_83ff_83ff_83ff, 0x3000_3000_3000_3000)
+            }
             RowFormat::Bf16 => (0x807f_807f_807f_807f, 0x3e00_3e00_3e00_3e00u64),
+            RowFormat::Mxfp4 => (0x0101_0101_0101_0101, 0x7c7c_7c7c_7c7c_7c7c),
+            RowFormat::Nvfp4 => (0x0707_0707_0707_0707, 0x2828_2828_2828_2828),
         };
         for word in memory.chunks_exact_mut(8) {
             word.copy_from_slice(&((random() << 33 ^ random() << 13 ^ random()) & mask | bits).to_ne_bytes());
@@ -145,7 +148,7 @@ impl Cache {
         let arenas = Arenas { base: [self.memory.as_mut_ptr(), std::ptr::null_mut(), std::ptr::null_mut()] };
         let head_stride = self.layer.geometry.head_dim as isize * 4;
         let token_stride = head_stride * self.layer.num_q_heads as isize;
-        let element = RowFormat::F32;
+        let element = Element::F32;
         let queries = Rows { ptr: self.queries.as_ptr().cast(), element, token_stride, head_stride };
         let out = RowsMut { ptr: self.out.as_mut_ptr().cast(), element, token_stride, head_stride };
         // SAFETY: the row names blocks of `memory`, and the arrays have a row for every token and head.

@@ -3,10 +3,13 @@
 use std::fmt;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
+use crate::codec::encode_row;
+use crate::layer::HEAD_DIM_MAX;
 use crate::layer::{Arenas, Layer, SequenceTable};
 use crate::pool::Pool;
-use crate::rows::Rows;
-use crate::simd::{Kernels, format_index};
+use crate::rows::{Element, Rows};
+use crate::simd::Kernels;
+use pagoda_core::layout::{RowFormat, Strip};
 
 /// Tokens that a thread takes at a time.
 const TOKENS: usize = 16;
@@ -55,18 +58,22 @@ pub(crate) unsafe fn append(
     ];
     let total: usize = sequences.iter().map(|table| table.new_tokens as usize).sum();
     let token_bytes: usize =
-        planes.iter().flatten().map(|(_, plane, ..)| plane.row_stride as usize * heads).sum();
+        planes.iter().flatten().map(|(_, plane, ..)| plane.rows.row_stride as usize * heads).sum();
     // The first overflow, as (token, head, value) in one number.
     let overflow = AtomicU64::new(u64::MAX);
     let write = |token: usize, block: *mut u8, row: usize| {
         for (i, (source, plane, dim, format)) in planes.iter().flatten().enumerate() {
-            let convert = kernels.convert[format_index(source.element)][format_index(*format)];
             for head in 0..heads {
-                let offset = plane.offset as usize
-                    + head * plane.head_stride as usize
-                    + row * plane.row_stride as usize;
+                let place = |strip: &Strip| {
+                    let offset = strip.offset as usize
+                        + head * strip.head_stride as usize
+                        + row * strip.row_stride as usize;
+                    block.wrapping_add(offset)
+                };
+                let target =
+                    Target { format: *format, row: place(&plane.rows), scales: place(&plane.scales) };
                 // SAFETY: the caller has a row for every token and head, and the block has a slot for it.
-                let fits = unsafe { convert(source.row(token, head), block.wrapping_add(offset), *dim) };
+                let fits = unsafe { store(kernels, source.row(token, head), source.element, *dim, &target) };
                 if checked && !fits {
                     overflow.fetch_min(((token * heads + head) * 2 + i) as u64, Ordering::Relaxed);
                 }
@@ -109,6 +116,38 @@ pub(crate) unsafe fn append(
             let (n, value) = (n as usize / 2, n % 2 == 1);
             Err(Overflow { token: n / heads, head: n % heads, value })
         }
+    }
+}
+
+/// Where a row is stored, and how.
+struct Target {
+    format: RowFormat,
+    row: *mut u8,
+    scales: *mut u8,
+}
+
+/// Stores a row; false if it does not fit its format.
+///
+/// # Safety
+/// There are `dim` elements at `source` and room for them at the target; the kernels are for this CPU.
+unsafe fn store(kernels: &Kernels, source: *const u8, element: Element, dim: usize, target: &Target) -> bool {
+    let plain = match target.format {
+        RowFormat::F32 => Some(Element::F32),
+        RowFormat::F16 => Some(Element::F16),
+        RowFormat::Bf16 => Some(Element::Bf16),
+        _ => None,
+    };
+    // SAFETY: as the caller promises; a row has at most HEAD_DIM_MAX elements.
+    unsafe {
+        if let Some(to) = plain {
+            return kernels.convert(element, to)(source, target.row, dim);
+        }
+        let mut numbers = [0.0f32; HEAD_DIM_MAX as usize];
+        kernels.convert(element, Element::F32)(source, numbers.as_mut_ptr().cast(), dim);
+        let (rows, scales) = (target.format.row_bytes(dim as u32), target.format.scale_bytes(dim as u32));
+        let rows = std::slice::from_raw_parts_mut(target.row, rows as usize);
+        let scales = std::slice::from_raw_parts_mut(target.scales, scales as usize);
+        encode_row(target.format, &numbers[..dim], rows, scales)
     }
 }
 

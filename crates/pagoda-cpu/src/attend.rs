@@ -6,15 +6,15 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use pagoda_core::layout::Plane;
+use pagoda_core::layout::{LayerGeometry, Plane, Strip};
 use pagoda_core::work::{Piece, RUN_TILES, TILE, pieces};
 
-use crate::kernel::{ALIGN, Accumulate, Chunk, Fold, PIECES, Score, Softmax};
+use crate::kernel::{ALIGN, Accumulate, Chunk, Fold, PIECES, RowSize, Score, Softmax};
 use crate::layer::{Arenas, Layer, SequenceTable};
 use crate::plan::{Group, Item, Plan, state_floats, value_stride};
 use crate::pool::Pool;
-use crate::rows::{Rows, RowsMut};
-use crate::simd::{Kernels, format_index};
+use crate::rows::{Element, Rows, RowsMut};
+use crate::simd::Kernels;
 
 /// Memory for floats, aligned to vectors, that only grows.
 #[derive(Default)]
@@ -156,11 +156,32 @@ fn cells(queries: usize) -> usize {
     (CELLS / queries).max(1)
 }
 
-/// Where the rows of a tile lie in the planes of the first head.
+/// The blocks that a tile lies in, and the row in them at which it begins.
 #[derive(Clone, Copy)]
 struct TilePages {
-    keys: [*const u8; PIECES],
-    values: [*const u8; PIECES],
+    blocks: [*const u8; PIECES],
+    first: usize,
+}
+
+impl TilePages {
+    const NONE: Self = Self { blocks: [std::ptr::null(); PIECES], first: 0 };
+
+    /// Where the rows of a head begin in each block; anything where there is no block.
+    fn rows(&self, strip: &Strip, head: usize) -> [*const u8; PIECES] {
+        let offset = strip.offset as usize
+            + head * strip.head_stride as usize
+            + self.first * strip.row_stride as usize;
+        self.blocks.map(|block| block.wrapping_add(offset))
+    }
+}
+
+/// Elements and bytes of the rows of a plane.
+fn row_size(plane: &Plane, dim: u32) -> RowSize {
+    RowSize {
+        dim: dim as usize,
+        bytes: plane.rows.row_stride as usize,
+        scale_bytes: plane.scales.row_stride as usize,
+    }
 }
 
 impl Call<'_> {
@@ -268,7 +289,7 @@ impl Call<'_> {
     unsafe fn finish(&self, group: &Group, state: &mut State<'_>) {
         let stride = value_stride(self.layer);
         let dim = self.layer.geometry.v_head_dim as usize;
-        let store = self.kernels.convert[0][format_index(self.out.element)];
+        let store = self.kernels.convert(Element::F32, self.out.element);
         for (r, (token, head)) in group_rows(group, self.layer.group()).enumerate() {
             let values = &mut state.values[r * stride..][..dim];
             let (max, sum) = (state.max[r], state.sum[r]);
@@ -317,7 +338,7 @@ impl Pass<'_> {
         let layer = self.call.layer;
         let dim = layer.geometry.head_dim as usize;
         let source = self.call.queries;
-        let load = self.call.kernels.convert[format_index(source.element)][0];
+        let load = self.call.kernels.convert(source.element, Element::F32);
         let rope = layer.rope.as_ref().filter(|_| offset != 0);
         if let Some(rope) = rope {
             rope.angles(offset, angles);
@@ -371,40 +392,37 @@ impl Pass<'_> {
         let (keys, values) = (self.call.layer.layout.k, self.call.layer.layout.v);
         let page_rows = TILE.min(self.call.layer.page_size as usize);
         let piece_shift = page_rows.ilog2();
-        let at = |pages: &[*const u8; PIECES], plane: &Plane, head: usize| {
-            let offset = head * plane.head_stride as usize;
-            std::array::from_fn(|i| pages[i].wrapping_add(if i < TILE / page_rows { offset } else { 0 }))
-        };
         // Tiles inside heads: so they lie in memory.
         let count = heads.len() * block.len();
         let cell = |index: usize| (heads.start + index / block.len(), index % block.len());
-        let key_rows = |index: usize| {
+        let strip = |strip: &Strip, index: usize| {
             let (head, tile) = cell(index);
-            at(&pages[tile].keys, &keys, head)
+            pages[tile].rows(strip, head)
         };
-        let value_rows = |index: usize| {
-            let (head, tile) = cell(index);
-            at(&pages[tile].values, &values, head)
-        };
-        let mut rows = key_rows(0);
-        // Values that are part of K have been read with it.
+        let mut rows = strip(&keys.rows, 0);
         for index in 0..count {
             let next = match index + 1 {
-                next if next < count => key_rows(next),
-                _ if self.call.layer.geometry.v_format.is_none() => at(&after.0.keys, &keys, after.1),
-                _ => value_rows(0),
+                next if next < count => strip(&keys.rows, next),
+                // Values that are part of K have been read with it.
+                _ if self.call.layer.geometry.v_format.is_none() => after.0.rows(&keys.rows, after.1),
+                _ => strip(&values.rows, 0),
             };
             let (head, tile) = cell(index);
             // SAFETY: as the caller promises.
-            unsafe { self.score(piece, block.start + tile, head, index, &Chunk { rows, next, piece_shift }) };
+            let chunk = Chunk { rows, scales: strip(&keys.scales, index), next, piece_shift };
+            // SAFETY: as the caller promises.
+            unsafe { self.score(piece, block.start + tile, head, index, &chunk) };
             rows = next;
         }
-        rows = value_rows(0);
+        rows = strip(&values.rows, 0);
         for index in 0..count {
-            let next =
-                if index + 1 < count { value_rows(index + 1) } else { at(&after.0.keys, &keys, after.1) };
+            let next = if index + 1 < count {
+                strip(&values.rows, index + 1)
+            } else {
+                after.0.rows(&keys.rows, after.1)
+            };
             let (head, tile) = cell(index);
-            let chunk = Chunk { rows, next, piece_shift };
+            let chunk = Chunk { rows, scales: strip(&values.scales, index), next, piece_shift };
             // SAFETY: as the caller promises.
             unsafe { self.weigh(piece, block.start + tile, head, index, &chunk, state) };
             rows = next;
@@ -413,30 +431,25 @@ impl Pass<'_> {
 
     /// `pages` of each tile of a block.
     fn block_pages(&self, piece: &Piece<'_>, block: &Range<usize>) -> [TilePages; CELLS] {
-        let none = TilePages { keys: [std::ptr::null(); PIECES], values: [std::ptr::null(); PIECES] };
-        let mut pages = [none; CELLS];
+        let mut pages = [TilePages::NONE; CELLS];
         for (pages, tile) in pages.iter_mut().zip(block.clone()) {
             *pages = self.pages(piece, tile);
         }
         pages
     }
 
-    /// The rows of a tile in the first head. Pages outside the piece are not looked up.
+    /// The blocks of a tile. Pages outside the piece are not looked up.
     fn pages(&self, piece: &Piece<'_>, tile: usize) -> TilePages {
         let Call { layer, arenas, sequences, .. } = *self.call;
         let page_size = layer.page_size as usize;
-        let (keys, values) = (&layer.layout.k, &layer.layout.v);
         let row = &sequences[self.group.sequence].row[piece.span.first_page as usize..];
-        let mut pages = TilePages { keys: [std::ptr::null(); PIECES], values: [std::ptr::null(); PIECES] };
         let first = tile * TILE;
+        let mut pages = TilePages { first: first % page_size, ..TilePages::NONE };
         for i in 0..TILE / TILE.min(page_size) {
             let start = first + i * page_size;
             if start < piece.rows.end && start + page_size > piece.rows.start {
-                let block = arenas.block(row[start / page_size], layer.block_bytes as usize).cast_const();
-                let in_page = start % page_size;
-                pages.keys[i] = block.wrapping_add(keys.offset as usize + in_page * keys.row_stride as usize);
-                pages.values[i] =
-                    block.wrapping_add(values.offset as usize + in_page * values.row_stride as usize);
+                let block = arenas.block(row[start / page_size], layer.block_bytes as usize);
+                pages.blocks[i] = block.cast_const();
             }
         }
         pages
@@ -462,14 +475,14 @@ impl Pass<'_> {
                 .as_ptr(),
             stride,
             count: rows,
-            dim: layer.geometry.head_dim as usize,
+            size: row_size(&layer.layout.k, layer.geometry.head_dim),
             keys,
             low: self.seen(piece, tile, 0).start,
             high: self.seen(piece, tile, self.group.queries - 1).end,
             scores: self.scores[cell * rows * TILE..][..rows * TILE].as_mut_ptr(),
         };
         // SAFETY: the tile holds the rows `low..high`, and the scratch is as large as the kernel wants.
-        unsafe { (self.call.kernels.score[format_index(layer.geometry.k_format)])(&score) };
+        unsafe { (self.call.kernels.rows(layer.geometry.k_format).score)(&score) };
     }
 
     /// The softmax and the values of one tile and head, from cell `cell` of the scratch.
@@ -534,6 +547,8 @@ impl Pass<'_> {
         };
         // SAFETY: the kernels are for this CPU.
         unsafe { (kernels.softmax)(&mut softmax) };
+        let LayerGeometry { head_dim, v_head_dim, v_format, .. } = layer.geometry;
+        let stored_dim = if v_format.is_some() { v_head_dim } else { head_dim };
         let accumulate = Accumulate {
             weights: softmax.scores.as_ptr(),
             decay: Some(softmax.decay.as_ptr()),
@@ -541,13 +556,13 @@ impl Pass<'_> {
             stride,
             count: part.len(),
             dim: layer.geometry.v_head_dim as usize,
-            row_bytes: layer.layout.v.row_stride as usize,
+            size: row_size(&layer.layout.v, stored_dim),
             chunk: values,
             low: seen.start,
             high: seen.end,
             prefetch: part.start == 0 && layer.geometry.v_format.is_some(),
         };
         // SAFETY: the tile holds the rows `low..high`, and the state has the rows of the part.
-        unsafe { (kernels.accumulate[format_index(layer.geometry.v_rows())])(&accumulate) };
+        unsafe { (kernels.rows(layer.geometry.v_rows()).accumulate)(&accumulate) };
     }
 }

@@ -8,8 +8,8 @@ use std::f32::consts::LN_2;
 
 use pagoda_core::work::TILE;
 
-use crate::convert::Format;
 use crate::simd::Simd;
+use crate::stored::{Row, Stored};
 
 /// Pages that a tile touches at most: the smallest page holds 8 tokens.
 pub(crate) const PIECES: usize = TILE / 8;
@@ -18,19 +18,19 @@ const FEW_ROWS: usize = 8;
 
 /// How many bytes ahead of the rows in work later ones are asked for: far enough for memory, near enough to be in the L1
 /// cache still when their turn comes. Measured, as are the steps (docs/benchmarks).
-const fn lead<F: Format>() -> usize {
-    if F::BYTES == 2 { 16 << 10 } else { 6 << 10 }
+const fn lead<F: Stored>() -> usize {
+    if F::BITS == 32 { 6 << 10 } else { 16 << 10 }
 }
 
 /// Bytes of V rows that are worked on at once. Rows that do not fit the registers are read several times: a few at once,
 /// they stay in the L1 cache. Many query rows lose more by coming back to their accumulators.
-const fn step<F: Format>(rows: usize) -> usize {
+const fn step<F: Stored>(rows: usize) -> usize {
     if rows > FEW_ROWS {
         8 << 10
-    } else if F::BYTES == 2 {
-        4 << 10
-    } else {
+    } else if F::BITS == 32 {
         2 << 10
+    } else {
+        4 << 10
     }
 }
 
@@ -41,6 +41,8 @@ pub(crate) const ALIGN: usize = 16;
 pub(crate) struct Chunk {
     /// The first row of every piece. Pieces without a token of the sequence are never read.
     pub(crate) rows: [*const u8; PIECES],
+    /// Its scales, for formats with scales.
+    pub(crate) scales: [*const u8; PIECES],
     /// The chunk that will be read next, to be prefetched when this one has less left than [`lead`].
     pub(crate) next: [*const u8; PIECES],
     /// Rows of a piece, as a power of two.
@@ -48,25 +50,47 @@ pub(crate) struct Chunk {
 }
 
 impl Chunk {
-    /// The offset of row `t` in `rows[t >> piece_shift]`.
+    /// The place of row `t` in its piece.
     #[inline(always)]
-    fn offset(&self, t: usize, row_bytes: usize) -> usize {
-        (t & ((1 << self.piece_shift) - 1)) * row_bytes
+    fn place(&self, t: usize) -> usize {
+        t & ((1 << self.piece_shift) - 1)
     }
     /// Row `t` of the tile.
     #[inline(always)]
-    fn row(&self, t: usize, row_bytes: usize) -> *const u8 {
-        self.rows[t >> self.piece_shift].wrapping_add(self.offset(t, row_bytes))
+    fn row(&self, t: usize, size: RowSize) -> Row {
+        let (piece, place) = (t >> self.piece_shift, self.place(t));
+        Row {
+            data: self.rows[piece].wrapping_add(place * size.bytes),
+            scales: self.scales[piece].wrapping_add(place * size.scale_bytes),
+            dim: size.dim,
+        }
     }
     /// Where the row lies that is read `lead` bytes after row `t`, at most a tile later.
     #[inline(always)]
-    fn ahead(&self, t: usize, row_bytes: usize, lead: usize) -> *const u8 {
-        let t = t + (lead / row_bytes).min(TILE);
-        if t < TILE {
-            self.row(t, row_bytes)
-        } else {
-            let t = t - TILE;
-            self.next[t >> self.piece_shift].wrapping_add(self.offset(t, row_bytes))
+    fn ahead(&self, t: usize, size: RowSize, lead: usize) -> *const u8 {
+        let t = t + (lead / size.bytes).min(TILE);
+        let rows = if t < TILE { &self.rows } else { &self.next };
+        let t = t % TILE;
+        rows[t >> self.piece_shift].wrapping_add(self.place(t) * size.bytes)
+    }
+}
+
+/// Elements and bytes of a stored row.
+#[derive(Clone, Copy)]
+pub(crate) struct RowSize {
+    pub(crate) dim: usize,
+    pub(crate) bytes: usize,
+    pub(crate) scale_bytes: usize,
+}
+
+impl RowSize {
+    /// The row that is `n` rows later in the same piece.
+    #[inline(always)]
+    fn after(&self, row: Row, n: usize) -> Row {
+        Row {
+            data: row.data.wrapping_add(n * self.bytes),
+            scales: row.scales.wrapping_add(n * self.scale_bytes),
+            dim: row.dim,
         }
     }
 }
@@ -79,8 +103,8 @@ pub(crate) struct Score<'a> {
     pub(crate) stride: usize,
     /// Query rows.
     pub(crate) count: usize,
-    /// Elements of a K row.
-    pub(crate) dim: usize,
+    /// Of a K row.
+    pub(crate) size: RowSize,
     pub(crate) keys: &'a Chunk,
     pub(crate) low: usize,
     pub(crate) high: usize,
@@ -90,7 +114,7 @@ pub(crate) struct Score<'a> {
 
 /// Writes `scores` for the rows `low..high`; other entries are left or overwritten with anything.
 #[inline(always)]
-pub(crate) unsafe fn score<S: Simd, F: Format>(args: &Score<'_>) {
+pub(crate) unsafe fn score<S: Simd, F: Stored>(args: &Score<'_>) {
     let mut row = 0;
     // SAFETY: as the caller promises; every block gets as many query rows as there are.
     unsafe {
@@ -110,25 +134,25 @@ pub(crate) unsafe fn score<S: Simd, F: Format>(args: &Score<'_>) {
 
 /// Scores of `R` query rows, `4 * Q` K rows at a time.
 #[inline(always)]
-unsafe fn score_rows<S: Simd, F: Format, const Q: usize, const R: usize>(args: &Score<'_>, row: usize) {
-    let row_bytes = args.dim * F::BYTES;
-    let vector = S::LANES * F::BYTES;
-    let chunks = args.dim / S::LANES;
-    let has_half = !args.dim.is_multiple_of(S::LANES);
+unsafe fn score_rows<S: Simd, F: Stored, const Q: usize, const R: usize>(args: &Score<'_>, row: usize) {
+    let size = args.size;
+    let vector = S::LANES * F::BITS / 8;
+    let chunks = size.dim / S::LANES;
+    let has_half = !size.dim.is_multiple_of(S::LANES);
     // SAFETY: blocks of 8 rows lie within a page; `queries` and `scores` are as large as `Score` says.
     unsafe {
         let queries = args.queries.add(row * args.stride);
         let scores = args.scores.add(row * TILE);
         let mut t = args.low & !7;
         while t < args.high {
-            let keys = args.keys.row(t, row_bytes);
-            let ahead = args.keys.ahead(t, row_bytes, lead::<F>());
+            let keys = args.keys.row(t, size);
+            let ahead = args.keys.ahead(t, size, lead::<F>());
             let mut sums = [[[S::splat(0.0); 4]; R]; Q];
             for c in 0..chunks {
                 let query: [S::V; R] =
                     std::array::from_fn(|r| S::load(queries.add(r * args.stride + c * S::LANES)));
                 for i in 0..4 * Q {
-                    let key = F::load::<S>(keys.add(i * row_bytes + c * vector));
+                    let key = F::load::<S>(size.after(keys, i), c * S::LANES);
                     for r in 0..R {
                         sums[i / 4][r][i % 4] = S::fma(query[r], key, sums[i / 4][r][i % 4]);
                     }
@@ -143,7 +167,7 @@ unsafe fn score_rows<S: Simd, F: Format, const Q: usize, const R: usize>(args: &
                 let query: [S::V; R] =
                     std::array::from_fn(|r| S::load(queries.add(r * args.stride + chunks * S::LANES)));
                 for i in 0..4 * Q {
-                    let key = F::half::<S>(keys.add(i * row_bytes + chunks * vector));
+                    let key = F::half::<S>(size.after(keys, i), chunks * S::LANES);
                     for r in 0..R {
                         sums[i / 4][r][i % 4] = S::fma(query[r], key, sums[i / 4][r][i % 4]);
                     }
@@ -220,10 +244,10 @@ pub(crate) struct Accumulate<'a> {
     pub(crate) stride: usize,
     /// Query rows.
     pub(crate) count: usize,
-    /// Elements of a V row.
+    /// Elements of V.
     pub(crate) dim: usize,
-    /// Bytes from one V row to the next.
-    pub(crate) row_bytes: usize,
+    /// Of the row that V is, or is the first part of.
+    pub(crate) size: RowSize,
     pub(crate) chunk: &'a Chunk,
     pub(crate) low: usize,
     pub(crate) high: usize,
@@ -233,8 +257,8 @@ pub(crate) struct Accumulate<'a> {
 
 /// Adds the weighted V rows to `values`, token by token.
 #[inline(always)]
-pub(crate) unsafe fn accumulate<S: Simd, F: Format>(args: &Accumulate<'_>) {
-    let step = (step::<F>(args.count) / (args.dim * F::BYTES)).next_power_of_two().clamp(2, TILE);
+pub(crate) unsafe fn accumulate<S: Simd, F: Stored>(args: &Accumulate<'_>) {
+    let step = (step::<F>(args.count) * 8 / (args.dim * F::BITS)).next_power_of_two().clamp(2, TILE);
     let mut low = args.low;
     while low < args.high {
         let high = args.high.min((low / step + 1) * step);
@@ -247,7 +271,7 @@ pub(crate) unsafe fn accumulate<S: Simd, F: Format>(args: &Accumulate<'_>) {
 
 /// Some consecutive rows of [`accumulate`].
 #[inline(always)]
-unsafe fn accumulate_step<S: Simd, F: Format>(args: &Accumulate<'_>) {
+unsafe fn accumulate_step<S: Simd, F: Stored>(args: &Accumulate<'_>) {
     let mut row = 0;
     // SAFETY: as the caller promises; every block gets as many query rows as there are.
     unsafe {
@@ -271,7 +295,7 @@ unsafe fn accumulate_step<S: Simd, F: Format>(args: &Accumulate<'_>) {
 
 /// `R` query rows, up to `C` vectors of each at a time.
 #[inline(always)]
-unsafe fn accumulate_rows<S: Simd, F: Format, const R: usize, const C: usize>(
+unsafe fn accumulate_rows<S: Simd, F: Stored, const R: usize, const C: usize>(
     args: &Accumulate<'_>,
     row: usize,
 ) {
@@ -303,12 +327,12 @@ unsafe fn accumulate_rows<S: Simd, F: Format, const R: usize, const C: usize>(
 
 /// `R` query rows, the vectors `c..c + C` of each, or the half vector `c`.
 #[inline(always)]
-unsafe fn accumulate_block<S: Simd, F: Format, const R: usize, const C: usize, const HALF: bool>(
+unsafe fn accumulate_block<S: Simd, F: Stored, const R: usize, const C: usize, const HALF: bool>(
     args: &Accumulate<'_>,
     row: usize,
     c: usize,
 ) {
-    let row_bytes = args.row_bytes;
+    let (size, vector) = (args.size, S::LANES * F::BITS / 8);
     let prefetch = args.prefetch && row == 0;
     // SAFETY: as the caller promises.
     unsafe {
@@ -321,14 +345,13 @@ unsafe fn accumulate_block<S: Simd, F: Format, const R: usize, const C: usize, c
         let mut low = args.low;
         while low < args.high {
             let high = args.high.min(((low >> args.chunk.piece_shift) + 1) << args.chunk.piece_shift);
-            let column = c * S::LANES * F::BYTES;
-            let mut p = args.chunk.row(low, row_bytes).add(column);
+            let mut stored = args.chunk.row(low, size);
             // The blocks of a row share what lies ahead by size, not by column: it is asked for in order.
-            let mut ahead = args.chunk.ahead(low, row_bytes, lead::<F>()).wrapping_add((high - low) * column);
+            let mut ahead = args.chunk.ahead(low, size, lead::<F>()).wrapping_add((high - low) * c * vector);
             for t in low..high {
                 let v: [S::V; C] = std::array::from_fn(|i| {
-                    let p = p.add(i * S::LANES * F::BYTES);
-                    if HALF { F::half::<S>(p) } else { F::load::<S>(p) }
+                    let first = (c + i) * S::LANES;
+                    if HALF { F::half::<S>(stored, first) } else { F::load::<S>(stored, first) }
                 });
                 for (r, sums) in sums.iter_mut().enumerate() {
                     let weight = S::splat(*weights.add(r * TILE + t));
@@ -337,12 +360,12 @@ unsafe fn accumulate_block<S: Simd, F: Format, const R: usize, const C: usize, c
                     }
                 }
                 if prefetch {
-                    for line in (0..C * S::LANES * F::BYTES).step_by(64) {
+                    for line in (0..C * vector).step_by(64) {
                         S::prefetch(ahead.wrapping_add(line));
                     }
                 }
-                p = p.wrapping_add(row_bytes);
-                ahead = ahead.wrapping_add(C * S::LANES * F::BYTES);
+                stored = size.after(stored, 1);
+                ahead = ahead.wrapping_add(C * vector);
             }
             low = high;
         }

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use pagoda_core::ids::{BlockRef, Tier};
-use pagoda_core::layout::{LayerGeometry, LayerLayout};
+use pagoda_core::layout::{LayerGeometry, LayerLayout, RowFormat};
 use pagoda_core::table::SpanView;
 
 use crate::rope::Rope;
@@ -62,10 +62,12 @@ pub struct Layer {
 impl Layer {
     /// Whether this layer is within the limits of the kernels.
     pub fn check(&self) -> Result<(), LayerError> {
-        let LayerGeometry { num_kv_heads, head_dim, v_head_dim, .. } = self.geometry;
-        for (what, dim) in [("head_dim", head_dim), ("v_head_dim", v_head_dim)] {
-            if dim == 0 || dim > HEAD_DIM_MAX || !dim.is_multiple_of(8) {
-                return Err(LayerError::Dim { what, dim });
+        let LayerGeometry { num_kv_heads, head_dim, v_head_dim, k_format, .. } = self.geometry;
+        for (what, dim, format) in
+            [("head_dim", head_dim, k_format), ("v_head_dim", v_head_dim, self.geometry.v_rows())]
+        {
+            if dim == 0 || dim > HEAD_DIM_MAX || !dim.is_multiple_of(format.unit()) {
+                return Err(LayerError::Dim { what, dim, format });
             }
         }
         if self.geometry.v_format.is_none() && v_head_dim > head_dim {
@@ -104,6 +106,8 @@ pub enum LayerError {
         what: &'static str,
         /// Its value.
         dim: u32,
+        /// How rows are stored.
+        format: RowFormat,
     },
     /// More elements of V than the K row has that they are part of.
     PartOfK {
@@ -133,8 +137,12 @@ pub enum LayerError {
 impl fmt::Display for LayerError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
-            Self::Dim { what, dim } => {
-                write!(f, "{what} is {dim}; it has to be a multiple of 8 from 8 to {HEAD_DIM_MAX}")
+            Self::Dim { what, dim, format } => {
+                let unit = format.unit();
+                write!(
+                    f,
+                    "{what} is {dim}; {format:?} rows have a multiple of {unit} from {unit} to {HEAD_DIM_MAX}"
+                )
             }
             Self::PartOfK { v_head_dim, head_dim } => {
                 write!(f, "v_head_dim is {v_head_dim}; V is part of a K row of {head_dim}")

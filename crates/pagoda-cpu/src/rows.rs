@@ -1,9 +1,25 @@
 //! Arrays of rows that belong to the caller: K, V, queries and outputs.
 
-use pagoda_core::layout::RowFormat;
-
 /// The element type of an array.
-pub type Element = RowFormat;
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Element {
+    /// IEEE binary32.
+    F32,
+    /// IEEE binary16.
+    F16,
+    /// The upper half of a binary32.
+    Bf16,
+}
+
+impl Element {
+    /// Bytes of an element.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+}
 
 /// `[token][head][dim]` with any strides and a contiguous last dimension.
 #[derive(Clone, Copy, Debug)]

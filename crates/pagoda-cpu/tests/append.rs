@@ -7,10 +7,10 @@ use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::SpanView;
 use pagoda_cpu::{
-    Arenas, Backend, Error, F16_MAX, Isa, Layer, Overflow, Rows, SequenceTable, bf16_to_f32, f16_to_f32,
-    f32_to_bf16, f32_to_f16,
+    Arenas, Backend, Element, Error, F16_MAX, Isa, Layer, Overflow, Rows, SequenceTable, bf16_to_f32,
+    f16_to_f32, f32_to_bf16, f32_to_f16,
 };
-use world::{FORMATS, Random, rows};
+use world::{ELEMENTS, Random, rows};
 
 const PAGE: usize = 16;
 
@@ -52,12 +52,12 @@ fn bytes(memory: &[u64]) -> &[u8] {
 fn stored(
     isa: Isa,
     dim: usize,
-    from: RowFormat,
+    from: Element,
     to: RowFormat,
     input: &[u8],
     checked: bool,
 ) -> Result<Vec<u8>, Error> {
-    let tokens = input.len() / RowFormat::row_bytes(from, dim as u32) as usize;
+    let tokens = input.len() / (from.bytes() * dim);
     let pages = tokens.div_ceil(PAGE);
     let (layer, mut memory, row) = layer(geometry(1, (dim as u32, to), (8, RowFormat::F16)), pages);
     let spans = [SpanView { first_page: 0, skip: 0, count: tokens as u32, offset: 0 }];
@@ -67,15 +67,15 @@ fn stored(
     let arenas = host(&mut memory);
     // SAFETY: the table names blocks of `memory`, and the arrays have a row for every token.
     unsafe {
-        let (keys, values) = (rows(input, from, 1, dim), rows(&zeros, RowFormat::F16, 1, 8));
+        let (keys, values) = (rows(input, from, 1, dim), rows(&zeros, Element::F16, 1, 8));
         backend.append(&arenas, &layer, &[table], keys, Some(values), checked)?;
     }
     let plane = layer.layout.k;
-    let row_bytes = plane.row_stride as usize;
+    let row_bytes = plane.rows.row_stride as usize;
     Ok((0..tokens)
         .flat_map(|t| {
             let block = row[t / PAGE].block().index() as usize * layer.block_bytes as usize;
-            let start = block + plane.offset as usize + t % PAGE * row_bytes;
+            let start = block + plane.rows.offset as usize + t % PAGE * row_bytes;
             bytes(&memory)[start..start + row_bytes].to_vec()
         })
         .collect())
@@ -130,13 +130,14 @@ fn rows_convert_as_in_half() {
     let edges = edges();
     let edge_bytes: Vec<u8> = edges.iter().flat_map(|x| x.to_ne_bytes()).collect();
     for isa in isas() {
-        let wide = floats(&stored(isa, 512, FORMATS[1], FORMATS[0], &every, false).expect("append"));
+        let wide = floats(&stored(isa, 512, ELEMENTS[1], RowFormat::F32, &every, false).expect("append"));
         assert!((0..=u16::MAX).zip(&wide).all(|(bits, &x)| same(x, f16::from_bits(bits).to_f32())), "{isa}");
-        let wide = floats(&stored(isa, 8, FORMATS[2], FORMATS[0], &every, false).expect("append"));
+        let wide = floats(&stored(isa, 8, ELEMENTS[2], RowFormat::F32, &every, false).expect("append"));
         assert!((0..=u16::MAX).zip(&wide).all(|(bits, &x)| same(x, bf16::from_bits(bits).to_f32())), "{isa}");
         // 72 elements are four and a half vectors of 16.
-        let f16s = words(&stored(isa, 72, FORMATS[0], FORMATS[1], &edge_bytes, false).expect("append"));
-        let bf16s = words(&stored(isa, 72, FORMATS[0], FORMATS[2], &edge_bytes, false).expect("append"));
+        let f16s = words(&stored(isa, 72, ELEMENTS[0], RowFormat::F16, &edge_bytes, false).expect("append"));
+        let bf16s =
+            words(&stored(isa, 72, ELEMENTS[0], RowFormat::Bf16, &edge_bytes, false).expect("append"));
         for ((&x, a), b) in edges.iter().zip(f16s).zip(bf16s) {
             let limited = if x.is_nan() { x } else { x.clamp(-F16_MAX, F16_MAX) };
             assert!(same(f16::from_bits(a).to_f32(), f16::from_f32(limited).to_f32()), "{isa} {x:e} {a:#x}");
@@ -149,24 +150,24 @@ fn rows_convert_as_in_half() {
 fn checked_names_what_does_not_fit() {
     for isa in isas() {
         for (to, largest, too_large) in [
-            (FORMATS[1], 65519.0, 65520.0),
-            (FORMATS[2], 3.389e38, 3.3961776e38),
-            (FORMATS[0], f32::MAX, f32::INFINITY),
+            (RowFormat::F16, 65519.0, 65520.0),
+            (RowFormat::Bf16, 3.389e38, 3.3961776e38),
+            (RowFormat::F32, f32::MAX, f32::INFINITY),
         ] {
             for bad in [too_large, -too_large, f32::NAN, f32::NEG_INFINITY] {
                 let mut numbers = vec![largest; 40 * 24];
                 let encode =
                     |numbers: &[f32]| numbers.iter().flat_map(|x| x.to_ne_bytes()).collect::<Vec<_>>();
-                assert!(stored(isa, 24, FORMATS[0], to, &encode(&numbers), true).is_ok(), "{isa} {to:?}");
+                assert!(stored(isa, 24, ELEMENTS[0], to, &encode(&numbers), true).is_ok(), "{isa} {to:?}");
                 numbers[33 * 24 + 23] = bad;
                 numbers[35 * 24] = bad;
-                let error = stored(isa, 24, FORMATS[0], to, &encode(&numbers), true).expect_err("too large");
+                let error = stored(isa, 24, ELEMENTS[0], to, &encode(&numbers), true).expect_err("too large");
                 assert_eq!(
                     error,
                     Error::Overflow(Overflow { token: 33, head: 0, value: false }),
                     "{isa} {to:?} {bad}"
                 );
-                assert!(stored(isa, 24, FORMATS[0], to, &encode(&numbers), false).is_ok());
+                assert!(stored(isa, 24, ELEMENTS[0], to, &encode(&numbers), false).is_ok());
             }
         }
     }
@@ -205,7 +206,7 @@ fn rows_go_to_their_slots_and_nowhere_else() {
             let fused: Vec<f32> = random.floats(slots.len() * stride);
             let part = |offset: usize, dim: usize| Rows {
                 ptr: fused[offset..].as_ptr().cast(),
-                element: RowFormat::F32,
+                element: Element::F32,
                 token_stride: stride as isize * 4,
                 head_stride: dim as isize * 4,
             };
@@ -223,14 +224,14 @@ fn rows_go_to_their_slots_and_nowhere_else() {
                 for head in 0..heads {
                     let mut put = |plane: pagoda_core::layout::Plane, bytes: Vec<u8>| {
                         let at = base as u64
-                            + plane.offset
-                            + head as u64 * plane.head_stride
-                            + r as u64 * plane.row_stride;
+                            + plane.rows.offset
+                            + head as u64 * plane.rows.head_stride
+                            + r as u64 * plane.rows.row_stride;
                         expected[at as usize..][..bytes.len()].copy_from_slice(&bytes);
                     };
-                    put(layer.layout.k, world::encode(&input[head * k_dim..][..k_dim], RowFormat::F32));
+                    put(layer.layout.k, world::encode(&input[head * k_dim..][..k_dim], Element::F32));
                     let v = &input[heads * k_dim + head * v_dim..][..v_dim];
-                    put(layer.layout.v, world::encode(v, RowFormat::Bf16));
+                    put(layer.layout.v, world::encode(v, Element::Bf16));
                 }
             }
             assert!(bytes(&memory) == expected, "{isa} {threads}");
@@ -245,7 +246,7 @@ fn contradictions_are_refused() {
     let (layer, mut memory, row) = layer(good, 2);
     let attempt = |layer: &Layer, row: &[BlockRef], span: SpanView, new_tokens: u32, arenas: &Arenas| {
         let table = SequenceTable { row, spans: &[span], new_tokens };
-        let nothing = rows(&[], RowFormat::F16, 2, 16);
+        let nothing = rows(&[], Element::F16, 2, 16);
         // SAFETY: refused before anything is read.
         unsafe { backend.append(arenas, layer, &[table], nothing, Some(nothing), true) }
             .expect_err("refused")

@@ -2,10 +2,10 @@
 
 mod world;
 
-use pagoda_core::layout::LayerGeometry;
+use pagoda_core::layout::{LayerGeometry, RowFormat};
 use pagoda_cpu::{Backend, Isa, Rope};
 use proptest::prelude::*;
-use world::{Cut, FORMATS, Random, World};
+use world::{Cut, ELEMENTS, Random, World};
 
 /// A random length that likes the edges of pages.
 fn length(random: &mut Random, page: usize) -> usize {
@@ -19,21 +19,28 @@ fn length(random: &mut Random, page: usize) -> usize {
     }
 }
 
+/// A format that rows of `dim` elements may have.
+fn format(random: &mut Random, dim: u32) -> RowFormat {
+    let fitting: Vec<_> = RowFormat::ALL.into_iter().filter(|f| dim.is_multiple_of(f.unit())).collect();
+    random.pick(&fitting)
+}
+
 fn random_world(random: &mut Random) -> World {
     let dims = [8, 16, 24, 32, 40, 64, 72, 80, 104, 128, 136, 192, 256];
     let num_kv_heads = 1 + random.below(3) as u32;
     let group = random.pick(&[1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 33]);
     let head_dim = random.pick(&dims);
+    let v_head_dim = if random.below(3) == 0 { random.pick(&dims) } else { head_dim };
     let mut geometry = LayerGeometry {
         num_kv_heads,
         head_dim,
-        v_head_dim: if random.below(3) == 0 { random.pick(&dims) } else { head_dim },
-        k_format: random.pick(&FORMATS),
-        v_format: Some(random.pick(&FORMATS)),
+        v_head_dim,
+        k_format: format(random, head_dim),
+        v_format: Some(format(random, v_head_dim)),
     };
     if random.below(5) == 0 {
         geometry.v_format = None;
-        geometry.v_head_dim = geometry.v_head_dim.min(head_dim);
+        geometry.v_head_dim = head_dim.min(v_head_dim).next_multiple_of(geometry.k_format.unit());
     }
     let page = random.pick(&[8, 16, 32, 64, 128, 256]);
     let blocks = 8 * (300 / page + 3);
@@ -98,7 +105,7 @@ proptest! {
             let mut random = Random(seed);
             let backend = Backend::new(threads, deterministic, Some(isa)).expect("supported");
             let mut world = random_world(&mut random);
-            world.fill(&backend, random.pick(&FORMATS[..1]));
+            world.fill(&backend, random.pick(&ELEMENTS[..1]));
             let mut batch = Vec::new();
             for s in 0..world.sequences.len() {
                 let len = world.sequences[s].len();
@@ -109,13 +116,13 @@ proptest! {
                 };
                 batch.push((s, len, new));
             }
-            compare(&mut world, &backend, &batch, random.pick(&FORMATS));
+            compare(&mut world, &backend, &batch, random.pick(&ELEMENTS));
         }
     }
 }
 
 /// A layer with two K/V heads.
-fn small(head_dim: u32, format: pagoda_cpu::Element) -> LayerGeometry {
+fn small(head_dim: u32, format: RowFormat) -> LayerGeometry {
     LayerGeometry {
         num_kv_heads: 2,
         head_dim,
@@ -134,14 +141,14 @@ fn long_sequences_are_split_and_merged() {
     for (threads, deterministic) in [(1, false), (1, true), (2, false), (2, true), (7, false), (7, true)] {
         let mut random = Random(7);
         let backend = Backend::new(threads, deterministic, None).expect("supported");
-        let mut world = World::new(&mut random, small(16, FORMATS[1]), 6, 64, 300);
+        let mut world = World::new(&mut random, small(16, RowFormat::F16), 6, 64, 300);
         world.add(&mut random, &[Cut { shared: false, skip: 5, count: 4500, offset: 9 }, plain(5000)]);
         world.add(&mut random, &[plain(700)]);
         world.add(&mut random, &[plain(65)]);
-        world.fill(&backend, FORMATS[0]);
-        compare(&mut world, &backend, &[(0, 9500, 1), (1, 700, 3), (2, 65, 65)], FORMATS[0]);
+        world.fill(&backend, ELEMENTS[0]);
+        compare(&mut world, &backend, &[(0, 9500, 1), (1, 700, 3), (2, 65, 65)], ELEMENTS[0]);
         world.layer.window = Some(4600);
-        compare(&mut world, &backend, &[(0, 9500, 40), (1, 700, 1)], FORMATS[0]);
+        compare(&mut world, &backend, &[(0, 9500, 40), (1, 700, 1)], ELEMENTS[0]);
     }
 }
 
@@ -150,13 +157,13 @@ fn many_query_heads_share_a_head() {
     for group in [16, 17, 64] {
         let mut random = Random(u64::from(group));
         let backend = Backend::new(2, false, None).expect("supported");
-        let mut geometry = small(64, FORMATS[2]);
+        let mut geometry = small(64, RowFormat::Bf16);
         geometry.num_kv_heads = 1;
         let mut world = World::new(&mut random, geometry, group, 16, 100);
         world.add(&mut random, &[plain(333)]);
-        world.fill(&backend, FORMATS[0]);
-        compare(&mut world, &backend, &[(0, 333, 1)], FORMATS[0]);
-        compare(&mut world, &backend, &[(0, 333, 20)], FORMATS[0]);
+        world.fill(&backend, ELEMENTS[0]);
+        compare(&mut world, &backend, &[(0, 333, 1)], ELEMENTS[0]);
+        compare(&mut world, &backend, &[(0, 333, 20)], ELEMENTS[0]);
     }
 }
 
@@ -164,25 +171,25 @@ fn many_query_heads_share_a_head() {
 fn what_sees_nothing_is_zero() {
     let mut random = Random(3);
     let backend = Backend::new(2, false, None).expect("supported");
-    let mut world = World::new(&mut random, small(24, FORMATS[1]), 4, 8, 40);
+    let mut world = World::new(&mut random, small(24, RowFormat::F16), 4, 8, 40);
     world.add(&mut random, &[plain(20)]);
-    world.fill(&backend, FORMATS[0]);
+    world.fill(&backend, ELEMENTS[0]);
     world.layer.window = Some(0);
-    let (out, lse) = world.attend(&backend, &[(0, 20, 3)], FORMATS[0]);
+    let (out, lse) = world.attend(&backend, &[(0, 20, 3)], ELEMENTS[0]);
     assert!(out.iter().all(|x| x.to_bits() == 0));
     assert!(lse.iter().all(|&x| x == f32::NEG_INFINITY));
-    assert_eq!(world.attend(&backend, &[], FORMATS[0]), (vec![], vec![]));
+    assert_eq!(world.attend(&backend, &[], ELEMENTS[0]), (vec![], vec![]));
 }
 
 #[test]
 fn large_scores_do_not_overflow() {
     let mut random = Random(4);
     let backend = Backend::new(1, false, None).expect("supported");
-    let mut world = World::new(&mut random, small(32, FORMATS[0]), 4, 16, 40);
+    let mut world = World::new(&mut random, small(32, RowFormat::F32), 4, 16, 40);
     world.add(&mut random, &[plain(100)]);
     world.layer.scale = 300.0;
-    world.fill(&backend, FORMATS[0]);
-    let (out, lse) = world.attend(&backend, &[(0, 100, 5)], FORMATS[0]);
+    world.fill(&backend, ELEMENTS[0]);
+    let (out, lse) = world.attend(&backend, &[(0, 100, 5)], ELEMENTS[0]);
     assert!(out.iter().chain(&lse).all(|x| x.is_finite()));
 }
 
@@ -192,18 +199,18 @@ fn nan_in_a_visible_key_or_value_reaches_the_output_and_only_later_queries() {
         for in_keys in [true, false] {
             let mut random = Random(5);
             let backend = Backend::new(1, false, Some(isa)).expect("supported");
-            let mut world = World::new(&mut random, small(32, FORMATS[0]), 2, 16, 40);
+            let mut world = World::new(&mut random, small(32, RowFormat::F32), 2, 16, 40);
             world.add(&mut random, &[plain(90)]);
-            world.fill(&backend, FORMATS[0]);
+            world.fill(&backend, ELEMENTS[0]);
             let page = world.sequences[0].row[4];
             let (plane, arenas) =
                 (if in_keys { world.layer.layout.k } else { world.layer.layout.v }, world.arenas());
             let offset = u64::from(page.block().index()) * world.layer.block_bytes
-                + plane.offset
-                + 6 * plane.row_stride;
+                + plane.rows.offset
+                + 6 * plane.rows.row_stride;
             // SAFETY: the slot of token 70 in head 0.
             unsafe { arenas.base[page.tier().index()].add(offset as usize).cast::<f32>().write(f32::NAN) };
-            let (out, _) = world.attend(&backend, &[(0, 90, 90)], FORMATS[0]);
+            let (out, _) = world.attend(&backend, &[(0, 90, 90)], ELEMENTS[0]);
             for (token, row) in out.chunks_exact(64).enumerate() {
                 assert_eq!(row[0].is_nan(), token >= 70, "{isa} {in_keys} {token}");
                 assert!(row[32..].iter().all(|x| x.is_finite()));

@@ -2,10 +2,10 @@
 
 mod world;
 
-use pagoda_core::layout::LayerGeometry;
+use pagoda_core::layout::{LayerGeometry, RowFormat};
 use pagoda_cpu::{Backend, Isa, Rope};
 use proptest::prelude::*;
-use world::{Cut, FORMATS, Random, World};
+use world::{Cut, ELEMENTS, Random, World};
 
 fn bits(x: &(Vec<f32>, Vec<f32>)) -> Vec<u32> {
     x.0.iter().chain(&x.1).map(|x| x.to_bits()).collect()
@@ -19,9 +19,17 @@ fn world(random: &mut Random) -> World {
         num_kv_heads,
         head_dim: random.pick(&[8, 16, 24]),
         v_head_dim: random.pick(&[8, 16, 40]),
-        k_format: random.pick(&FORMATS),
-        v_format: Some(random.pick(&FORMATS)),
+        k_format: random.pick(&RowFormat::ALL[..3]),
+        v_format: Some(random.pick(&RowFormat::ALL[..3])),
     };
+    let quantised = LayerGeometry {
+        head_dim: 32,
+        v_head_dim: 64,
+        k_format: random.pick(&RowFormat::ALL),
+        v_format: Some(random.pick(&RowFormat::ALL)),
+        ..geometry
+    };
+    let geometry = random.pick(&[geometry, quantised]);
     let page_size = random.pick(&[16, 64, 256]);
     let mut world = World::new(random, geometry, num_kv_heads * group, page_size, 1200);
     world.layer.window = random.pick(&[None, None, Some(70), Some(5000)]);
@@ -49,15 +57,15 @@ proptest! {
             let mut random = Random(seed);
             let one = Backend::new(1, true, Some(isa)).expect("supported");
             let mut world = world(&mut random);
-            world.fill(&one, FORMATS[0]);
+            world.fill(&one, ELEMENTS[0]);
             let len = world.sequences[0].len();
             let other = world.sequences[1].len();
             let new = 60 + random.below(30);
             let width = |world: &World| world.layer.num_q_heads as usize * world.layer.geometry.v_head_dim as usize;
-            let whole = world.attend(&one, &[(0, len, new)], FORMATS[0]);
+            let whole = world.attend(&one, &[(0, len, new)], ELEMENTS[0]);
             for threads in [1, 2, 5] {
                 let backend = Backend::new(threads, true, Some(isa)).expect("supported");
-                prop_assert_eq!(bits(&whole), bits(&world.attend(&backend, &[(0, len, new)], FORMATS[0])));
+                prop_assert_eq!(bits(&whole), bits(&world.attend(&backend, &[(0, len, new)], ELEMENTS[0])));
                 world.shuffle(&mut random);
                 // Together with another, and in chunks down to single tokens.
                 let (mut out, mut lse) = (Vec::new(), Vec::new());
@@ -67,7 +75,7 @@ proptest! {
                     done += chunk;
                     let end = len - new + done;
                     let batch = [(0, end, chunk), (1, other, other.min(3))];
-                    let (o, l) = world.attend(&backend, &batch, FORMATS[0]);
+                    let (o, l) = world.attend(&backend, &batch, ELEMENTS[0]);
                     out.extend_from_slice(&o[..chunk * width(&world)]);
                     lse.extend_from_slice(&l[..chunk * world.layer.num_q_heads as usize]);
                 }

@@ -3,7 +3,7 @@
 use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::SpanView;
-use pagoda_cpu::{Arenas, Backend, Layer, Rows, RowsMut, SequenceTable};
+use pagoda_cpu::{Arenas, Backend, Element, Layer, Rows, RowsMut, SequenceTable};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -62,7 +62,7 @@ fn append_and_attend_allocate_nothing() {
     let (queries, keys, mut out) = (rows(8), rows(2), rows(8));
     let view = |array: &[f32], heads: isize| Rows {
         ptr: array.as_ptr().cast(),
-        element: RowFormat::F32,
+        element: Element::F32,
         token_stride: heads * 256,
         head_stride: 256,
     };
@@ -71,7 +71,7 @@ fn append_and_attend_allocate_nothing() {
         let mut round = || {
             let out = RowsMut {
                 ptr: out.as_mut_ptr().cast(),
-                element: RowFormat::F32,
+                element: Element::F32,
                 token_stride: 8 * 256,
                 head_stride: 256,
             };

@@ -3,23 +3,23 @@
 use crate::errors::invalid;
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pagoda_core::layout::RowFormat;
-use pagoda_cpu::{Rows, RowsMut};
+use pagoda_cpu::{Element, Rows, RowsMut};
 use pyo3::prelude::*;
 
-/// The name of a row format, as in Python.
-pub(crate) fn format_named(name: &str) -> Option<RowFormat> {
-    match name {
-        "f32" => Some(RowFormat::F32),
-        "f16" => Some(RowFormat::F16),
-        "bf16" => Some(RowFormat::Bf16),
-        _ => None,
+/// The row format of a name, as in Python.
+pub(crate) fn format_named(py: Python<'_>, argument: &str, name: &str) -> PyResult<RowFormat> {
+    const NAMES: [&str; RowFormat::ALL.len()] =
+        ["f32", "f16", "bf16", "fp8_e4m3", "int8", "q8_0", "q5_0", "q4_0", "mxfp4", "nvfp4"];
+    match NAMES.iter().position(|&known| known == name) {
+        Some(index) => Ok(RowFormat::ALL[index]),
+        None => Err(invalid(py, argument, format_args!("{name:?}"), format_args!("one of {NAMES:?}"))),
     }
 }
 
 /// Shape and strides that an array was checked for.
 struct Checked {
     data: *mut u8,
-    element: RowFormat,
+    element: Element,
     strides: [isize; 3],
     writeable: bool,
 }
@@ -29,7 +29,7 @@ fn check(
     name: &str,
     array: &Bound<'_, PyUntypedArray>,
     shape: [usize; 3],
-    bits: Option<RowFormat>,
+    bits: Option<Element>,
 ) -> PyResult<Checked> {
     let py = array.py();
     if array.shape() != shape {
@@ -39,10 +39,10 @@ fn check(
     let named =
         |name: &str| descr.getattr("name").is_ok_and(|n| n.extract::<&str>().is_ok_and(|n| n == name));
     let element = match (descr.kind(), descr.itemsize()) {
-        (b'f', 4) => RowFormat::F32,
-        (b'f', 2) => RowFormat::F16,
-        (b'u', 2) if bits == Some(RowFormat::Bf16) => RowFormat::Bf16,
-        (_, 2) if named("bfloat16") => RowFormat::Bf16,
+        (b'f', 4) => Element::F32,
+        (b'f', 2) => Element::F16,
+        (b'u', 2) if bits == Some(Element::Bf16) => Element::Bf16,
+        (_, 2) if named("bfloat16") => Element::Bf16,
         _ => {
             let limit = "float32, float16, bfloat16, or uint16 with dtype=\"bf16\"";
             return Err(invalid(py, name, format_args!("dtype {descr}"), limit));
@@ -81,7 +81,7 @@ pub(crate) fn rows(
     name: &str,
     array: &Bound<'_, PyUntypedArray>,
     shape: [usize; 3],
-    bits: Option<RowFormat>,
+    bits: Option<Element>,
 ) -> PyResult<Rows> {
     let Checked { data, element, strides, .. } = check(name, array, shape, bits)?;
     Ok(Rows { ptr: data, element, token_stride: strides[0], head_stride: strides[1] })
@@ -92,7 +92,7 @@ pub(crate) fn rows_mut(
     name: &str,
     array: &Bound<'_, PyUntypedArray>,
     shape: [usize; 3],
-    bits: Option<RowFormat>,
+    bits: Option<Element>,
     like: &Bound<'_, PyUntypedArray>,
 ) -> PyResult<RowsMut> {
     let py = array.py();

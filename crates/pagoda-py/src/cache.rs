@@ -1,6 +1,6 @@
 //! `pagoda._core.Cache`: the bookkeeping, the memory and the CPU kernels behind one lock.
 
-use crate::arrays::{format_named, rows, rows_mut};
+use crate::arrays::{rows, rows_mut};
 use crate::device::{self, AnglePlaces, GroupPlaces, Room, Upload, WorkPlaces};
 use crate::errors::{core, cpu, invalid, invalid_because, released, unavailable};
 use crate::fork;
@@ -16,7 +16,7 @@ use pagoda_core::ids::{BlockId, Epoch, GroupId, SequenceId, Tier};
 use pagoda_core::layout::LayerGeometry;
 use pagoda_core::plan::{BlockCopy, Selection};
 use pagoda_core::table::SpanView;
-use pagoda_cpu::{Arenas, Backend, Isa, SequenceTable};
+use pagoda_cpu::{Arenas, Backend, Element, Isa, SequenceTable};
 use pagoda_store::{Mover, Place, Slab, Transfer};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
@@ -265,13 +265,11 @@ fn recycle<'a>(mut tables: Vec<SequenceTable<'_>>) -> Vec<SequenceTable<'a>> {
 #[pymethods]
 impl Cache {
     #[new]
-    #[pyo3(signature = (layers, *, page_size, k_dtype, v_dtype, memory, threads, deterministic, checked, isa, bases=None))]
+    #[pyo3(signature = (layers, *, page_size, memory, threads, deterministic, checked, isa, bases=None))]
     fn new(
         py: Python<'_>,
         layers: Vec<LayerArguments>,
         page_size: u32,
-        k_dtype: &str,
-        v_dtype: &str,
         memory: [(u64, u64); 2],
         threads: usize,
         deterministic: bool,
@@ -279,7 +277,7 @@ impl Cache {
         isa: Option<&str>,
         bases: Option<[u64; 2]>,
     ) -> PyResult<Self> {
-        let (groups, layers) = place(py, &layers, page_size, k_dtype, v_dtype)?;
+        let (groups, layers) = place(py, &layers, page_size)?;
         let absent = TierMemory { bytes: 0, extent_bytes: u64::MAX };
         let [device, host] = memory.map(|(bytes, extent_bytes)| TierMemory { bytes, extent_bytes });
         let core =
@@ -811,11 +809,14 @@ impl Drop for Cache {
 }
 
 /// The meaning of 16-bit integers, if the caller says so.
-fn bits(py: Python<'_>, dtype: Option<&str>) -> PyResult<Option<pagoda_core::layout::RowFormat>> {
-    let named = |name| {
-        format_named(name).ok_or_else(|| invalid(py, "dtype", format_args!("{name:?}"), "f32, f16 or bf16"))
-    };
-    dtype.map(named).transpose()
+fn bits(py: Python<'_>, dtype: Option<&str>) -> PyResult<Option<Element>> {
+    match dtype {
+        None => Ok(None),
+        Some("f32") => Ok(Some(Element::F32)),
+        Some("f16") => Ok(Some(Element::F16)),
+        Some("bf16") => Ok(Some(Element::Bf16)),
+        Some(name) => Err(invalid(py, "dtype", format_args!("{name:?}"), "f32, f16 or bf16")),
+    }
 }
 
 /// Whether V is given where a layer stores it, and only there.

@@ -1,7 +1,7 @@
 //! The model geometry, as the facade hands it down.
 
 use crate::arrays::format_named;
-use crate::errors::{cpu, invalid};
+use crate::errors::cpu;
 use pagoda_core::cache::{Group, GroupKind};
 use pagoda_core::ids::GroupId;
 use pagoda_core::layout::{BlockLayout, LayerGeometry};
@@ -18,6 +18,8 @@ pub(crate) struct LayerArguments {
     head_dim: u32,
     v_head_dim: u32,
     v_alias: bool,
+    k_dtype: String,
+    v_dtype: String,
     window: Option<u32>,
     scale: f32,
     rope: Option<(Vec<f32>, bool)>,
@@ -34,19 +36,17 @@ pub(crate) fn place(
     py: Python<'_>,
     layers: &[LayerArguments],
     page_size: u32,
-    k_dtype: &str,
-    v_dtype: &str,
 ) -> PyResult<(Vec<Group>, Vec<PlacedLayer>)> {
-    let format = |argument, name: &str| {
-        format_named(name).ok_or_else(|| invalid(py, argument, format_args!("{name:?}"), "f32, f16 or bf16"))
-    };
-    let (k_format, v_format) = (format("k_dtype", k_dtype)?, format("v_dtype", v_dtype)?);
-    let geometry = |layer: &LayerArguments| LayerGeometry {
-        num_kv_heads: layer.num_kv_heads,
-        head_dim: layer.head_dim,
-        v_head_dim: layer.v_head_dim,
-        k_format,
-        v_format: (!layer.v_alias).then_some(v_format),
+    let geometry = |layer: &LayerArguments| {
+        let (k, v) =
+            (format_named(py, "k_dtype", &layer.k_dtype)?, format_named(py, "v_dtype", &layer.v_dtype)?);
+        PyResult::Ok(LayerGeometry {
+            num_kv_heads: layer.num_kv_heads,
+            head_dim: layer.head_dim,
+            v_head_dim: layer.v_head_dim,
+            k_format: k,
+            v_format: (!layer.v_alias).then_some(v),
+        })
     };
     let count = layers.iter().map(|layer| layer.group as usize + 1).max().unwrap_or(0);
     let mut groups = Vec::with_capacity(count);
@@ -54,13 +54,13 @@ pub(crate) fn place(
     for group in 0..count {
         let members: Vec<usize> =
             (0..layers.len()).filter(|&at| layers[at].group as usize == group).collect();
-        let geometries: Vec<_> = members.iter().map(|&at| geometry(&layers[at])).collect();
+        let geometries = members.iter().map(|&at| geometry(&layers[at])).collect::<PyResult<Vec<_>>>()?;
         let layout = BlockLayout::new(&geometries, page_size);
         groups.push(Group { block_bytes: layout.block_bytes, kind: GroupKind::Paged { page_size } });
         for (&at, &layout_of_layer) in members.iter().zip(&layout.layers) {
             let LayerArguments { num_q_heads, window, scale, ref rope, .. } = layers[at];
             let layer = Layer {
-                geometry: geometry(&layers[at]),
+                geometry: geometry(&layers[at])?,
                 layout: layout_of_layer,
                 block_bytes: layout.block_bytes,
                 page_size,

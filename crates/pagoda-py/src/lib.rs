@@ -2,6 +2,7 @@
 
 mod arrays;
 mod cache;
+mod codec;
 mod device;
 mod errors;
 mod fork;
@@ -31,6 +32,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("COMMON_LEVELS_MAX", pagoda_core::common::LEVELS_MAX)?;
     module.add_function(wrap_pyfunction!(build_info, module)?)?;
+    module.add_function(wrap_pyfunction!(codec::encode_rows, module)?)?;
+    module.add_function(wrap_pyfunction!(codec::decode_rows, module)?)?;
     module.add_function(wrap_pyfunction!(fork::after_fork_in_child, module)?)?;
     module.add_class::<cache::Cache>()?;
     module.add_class::<ticket::Plan>()?;

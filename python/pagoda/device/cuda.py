@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import os
 import sys
@@ -116,6 +117,8 @@ class _Memory:
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise BackendUnavailable(f"device_memory: {size} bytes ({error})") from error
         cupy.cuda.runtime.memset(self._memory.ptr, 0, size)
+        # Streams of callers do not wait for the one that this was done on.
+        cupy.cuda.runtime.streamSynchronize(0)
         self.address = int(self._memory.ptr)
 
 
@@ -146,6 +149,8 @@ class _HostArena:
     """Address space that is registered with the driver piece by piece, as it is used."""
 
     def __init__(self, size: int, piece: int) -> None:
+        # What is registered begins and ends with pages of the system: none can be registered twice.
+        piece = math.lcm(piece, mmap.PAGESIZE)
         self._piece = piece * max(1, PIECE_BYTES // piece)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         try:

@@ -28,7 +28,7 @@ from pagoda.device.driver import Driver, Event, Memory, Stream, View
 from pagoda.device.movement import Mover
 from pagoda.device.tables import Room, StepTables, Work
 from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, PagodaError
-from pagoda.geometry import CoreLayer
+from pagoda.geometry import BlockLayout, CoreLayer
 from pagoda.kernels import arguments, instances
 from pagoda.kernels.arguments import Division
 
@@ -109,12 +109,12 @@ class DeviceEngine:
         layers: list[CoreLayer],
         *,
         page_size: int,
-        dtypes: tuple[str, str],
+        layouts: list[BlockLayout],
         memory: list[tuple[int, int]],
         deterministic: bool,
         checked: bool,
     ) -> None:
-        self._driver, self._layers, self._dtypes = driver, layers, dtypes
+        self._driver, self._layers, self._layouts = driver, layers, layouts
         self._deterministic, self._page_size = deterministic, page_size
         works = {self._work(layer, prefill) for layer in range(len(layers)) for prefill in (False, True)}
         # No block lies across a border between extents, so none lies across one between pieces of pinned memory.
@@ -126,8 +126,6 @@ class DeviceEngine:
         self.core = _core.Cache(
             layers,
             page_size=page_size,
-            k_dtype=dtypes[0],
-            v_dtype=dtypes[1],
             memory=memory,
             threads=1,
             deterministic=deterministic,
@@ -146,7 +144,6 @@ class DeviceEngine:
         self._last_step: Event | None = None
         self._stream: Stream | None = None
         self._kinds: dict[int, tuple[bool, bool]] = {}
-        self._planes = self._lay_out()
         # Forwarded as they are: bookkeeping that touches no memory.
         core = self.core
         self.create, self.fork, self.length, self.rewind_limit = core.create, core.fork, core.length, core.rewind_limit
@@ -217,7 +214,7 @@ class DeviceEngine:
         if keys.dtype != values.dtype:
             raise InvalidArgument(f"v = dtype {values.dtype}: {keys.dtype}, the type of k")
         tables = self._tables.groups[shape["group"]]
-        k_plane, v_plane, block_bytes = self._planes[layer]
+        k_plane, v_plane, block_bytes = self._planes(layer)
         call = arguments.Append(
             k=arguments.Rows(keys.address, keys.strides[0], keys.strides[1]),
             v=arguments.Rows(values.address, values.strides[0], values.strides[1]),
@@ -250,7 +247,7 @@ class DeviceEngine:
         if lse is not None:
             lse = self._rows("lse", lse, (heads,), None, kinds=("f32",))
         tables = self._tables.groups[shape["group"]]
-        k_plane, v_plane, block_bytes = self._planes[layer]
+        k_plane, v_plane, block_bytes = self._planes(layer)
         rope = shape["rope"]
         call = arguments.Attend(
             pages=arguments.Pages(
@@ -285,7 +282,7 @@ class DeviceEngine:
             raise InvalidArgument("replay: maxima declared first, by Cache.declare")
         for layer in range(len(self._layers)):
             self.core.check_append(layer, not self._layers[layer]["v_alias"])
-        with self._now.current():
+        with contextlib.nullcontext() if self._stream is None else self._stream.current():
             launch()
         for layer in range(len(self._layers)):
             self.core.appended(layer)
@@ -370,7 +367,9 @@ class DeviceEngine:
         shape = self._driver.view("q", q).shape
         if len(shape) != 3:
             raise InvalidArgument(f"q = {list(shape)}: an array [tokens, heads, dim]")
-        return self._driver.empty(shape[:2], q, "f32") if dim is None else self._driver.empty((*shape[:2], dim), q)
+        # On the step's stream: an array that it may have had before is still in use on no other.
+        with contextlib.nullcontext() if self._stream is None else self._stream.current():
+            return self._driver.empty(shape[:2], q, "f32") if dim is None else self._driver.empty((*shape[:2], dim), q)
 
     @property
     def _now(self) -> Stream:
@@ -382,21 +381,11 @@ class DeviceEngine:
         """Rows of the arrays of the open step, as kernels have to expect them."""
         return self._tokens if self._maxima is None else self._maxima.sequences * self._maxima.new_tokens
 
-    def _lay_out(self) -> list[tuple[arguments.Plane, arguments.Plane, int]]:
-        """K plane, V plane and block bytes of each layer: docs/layout.md, in the order of `layout.rs`."""
-        sizes = [4 if name == "f32" else 2 for name in self._dtypes]
-        ends: dict[int, int] = {}
-        planes = []
-        for shape in self._layers:
-            pair = []
-            dims = [shape["head_dim"], shape["v_head_dim"]][: 1 if shape["v_alias"] else 2]
-            for size, dim in zip(sizes, dims, strict=False):
-                run = dim * size * self._page_size
-                start = ends.get(shape["group"], 0)
-                pair.append(arguments.Plane(start, run))
-                ends[shape["group"]] = start + run * shape["num_kv_heads"]
-            planes.append((pair[0], pair[-1]))
-        return [(k, v, ends[shape["group"]]) for (k, v), shape in zip(planes, self._layers, strict=True)]
+    def _planes(self, layer: int) -> tuple[arguments.Plane, arguments.Plane, int]:
+        """K plane, V plane and block bytes of a layer."""
+        layout = self._layouts[self._layers[layer]["group"]]
+        k, v = (arguments.Plane(plane.rows.offset, plane.rows.head_stride) for plane in layout.planes[layer])
+        return k, v, layout.block_bytes
 
     def _work(self, layer: int, prefill: bool) -> Work:
         shape = self._layers[layer]
@@ -422,8 +411,8 @@ class DeviceEngine:
 
     def _formats(self, layer: int) -> tuple[str, str]:
         """Row formats of K and V."""
-        k, v = self._dtypes
-        return k, instances.PART_OF_K if self._layers[layer]["v_alias"] else v
+        shape = self._layers[layer]
+        return shape["k_dtype"], instances.PART_OF_K if shape["v_alias"] else shape["v_dtype"]
 
     def _heads(self, layer: int) -> int:
         """Query heads of a K/V head."""

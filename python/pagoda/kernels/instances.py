@@ -75,7 +75,7 @@ class Attention:
 
 @cache
 def append(k: str, v: str, given: str) -> Kernel:
-    """Appends rows of type `given` to pages of formats `k` and `v` (or PART_OF_K)."""
+    """Appends rows of type `given` to pages of formats `k` and `v` (or PART_OF_K). Raises BackendUnavailable."""
     return Kernel("append.cuh", f"pagoda::append<{_formats((k, k if v == PART_OF_K else v, given))}>")
 
 
@@ -157,4 +157,7 @@ def _cores(names: tuple[str, str, str], dim: int, v_dim: int, rows: int) -> Atte
 
 
 def _formats(names: tuple[str, ...]) -> str:
+    for name in names:
+        if name not in NAMES and name != PART_OF_K:
+            raise BackendUnavailable(f"k_dtype, v_dtype = {name!r}: a device stores {', '.join(NAMES)} so far")
     return ", ".join(f"pagoda::{'PartOfK' if name == PART_OF_K else NAMES[name]}" for name in names)

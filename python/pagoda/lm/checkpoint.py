@@ -78,13 +78,6 @@ def bf16_to_f32(bits: npt.NDArray[np.uint16]) -> Float32:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def f32_to_bf16(values: Float32) -> npt.NDArray[np.uint16]:
-    """Rounds to the nearest bfloat16, ties to even. NaN stays NaN."""
-    bits = values.view(np.uint32)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
-
-
 def _header(path: Path) -> dict[str, Stored]:
     """The tensors of one file: 8 bytes of length, a JSON header, the data (https://github.com/huggingface/safetensors)."""
     try:

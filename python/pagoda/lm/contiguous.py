@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.errors import BackendUnavailable, InvalidArgument
-from pagoda.formats import row_format
-from pagoda.lm.checkpoint import bf16_to_f32, f32_to_bf16
+from pagoda.errors import InvalidArgument
+from pagoda.formats import chosen, decode, encode
 from pagoda.spec import ModelSpec
 
 Float32 = npt.NDArray[np.float32]
@@ -36,14 +34,12 @@ class ContiguousCache:
     """Does what `pagoda.Cache` does for a forward pass, in plain NumPy and float32, over contiguous memory.
 
     Rows are rounded to the row formats, as the paged cache would. It neither forks nor moves anything. Raises
-    InvalidArgument for a format that does not exist, BackendUnavailable for one that the cache does not store yet.
+    InvalidArgument for a format that does not exist.
     """
 
     def __init__(self, spec: ModelSpec, *, k_dtype: str = "f16", v_dtype: str = "f16") -> None:
-        for name, dtype in (("k_dtype", k_dtype), ("v_dtype", v_dtype)):
-            if not row_format(dtype, name).stored:
-                raise BackendUnavailable(f"{name} = {dtype!r}: the cache stores f32, f16 and bf16 so far")
-        self.spec, self.k_dtype, self.v_dtype = spec, k_dtype, v_dtype
+        self.spec = spec
+        (self.k_dtype, self.v_dtype), *_ = chosen(k_dtype, v_dtype, len(spec.layers))
 
     def create(self) -> ContiguousSequence:
         """A new, empty sequence."""
@@ -137,8 +133,5 @@ def _store(arrays: list[Float32], layer: int, start: int, rows: Float32, dtype: 
     return array
 
 
-def _rounded(rows: Float32, dtype: str) -> Any:
-    if dtype == "f16":
-        limit = np.float32(65504)
-        return np.clip(rows, -limit, limit).astype(np.float16)
-    return bf16_to_f32(f32_to_bf16(np.ascontiguousarray(rows))) if dtype == "bf16" else rows
+def _rounded(rows: Float32, dtype: str) -> Float32:
+    return rows if dtype == "f32" else decode(encode(rows, dtype), dtype, rows.shape)

@@ -151,6 +151,50 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn load_i8(p: *const u8) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn load_e4m3(p: *const u8) -> __m256 {
+        // SAFETY: see the impl. The bias is 7 where that of binary32 is 127.
+        unsafe {
+            let code = _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()));
+            let magnitude = _mm256_and_si256(code, _mm256_set1_epi32(0x7f));
+            let value = _mm256_castsi256_ps(_mm256_slli_epi32::<20>(magnitude));
+            let value = _mm256_mul_ps(value, _mm256_set1_ps(f32::from_bits((127 + 120) << 23)));
+            let nan = _mm256_castsi256_ps(_mm256_cmpeq_epi32(magnitude, _mm256_set1_epi32(0x7f)));
+            let value = _mm256_blendv_ps(value, _mm256_set1_ps(f32::NAN), nan);
+            let sign = _mm256_slli_epi32::<24>(_mm256_and_si256(code, _mm256_set1_epi32(0x80)));
+            _mm256_or_ps(value, _mm256_castsi256_ps(sign))
+        }
+    }
+    #[inline(always)]
+    unsafe fn splat_f16(p: *const u8) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_cvtph_ps(_mm_set1_epi16(p.cast::<i16>().read_unaligned())) }
+    }
+    #[inline(always)]
+    unsafe fn lookup(p: *const u8, high: bool, table: &[f32; 16]) -> __m256 {
+        // SAFETY: see the impl. Only the lower 3 bits of an index count; the fourth chooses the half of the table.
+        unsafe {
+            let codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()));
+            let codes = if high { _mm256_srli_epi32::<4>(codes) } else { codes };
+            let low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table.as_ptr()), codes);
+            let upper = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table.as_ptr().add(8)), codes);
+            _mm256_blendv_ps(low, upper, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(codes)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn masked(bits: u32, v: __m256) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe {
+            let lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+            let set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(bits as i32), lane), lane);
+            _mm256_and_ps(_mm256_castsi256_ps(set), v)
+        }
+    }
+    #[inline(always)]
     unsafe fn half_f32(_: *const u8) -> __m256 {
         unreachable!("rows are whole vectors")
     }

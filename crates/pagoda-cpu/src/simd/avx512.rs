@@ -166,6 +166,44 @@ impl Simd for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn load_i8(p: *const u8) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn load_e4m3(p: *const u8) -> __m512 {
+        // SAFETY: see the impl. The bias is 7 where that of binary32 is 127.
+        unsafe {
+            let code = _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()));
+            let magnitude = _mm512_and_si512(code, _mm512_set1_epi32(0x7f));
+            let value = _mm512_castsi512_ps(_mm512_slli_epi32::<20>(magnitude));
+            let value = _mm512_mul_ps(value, _mm512_set1_ps(f32::from_bits((127 + 120) << 23)));
+            let nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7f));
+            let value = _mm512_mask_blend_ps(nan, value, _mm512_set1_ps(f32::NAN));
+            let sign = _mm512_slli_epi32::<24>(_mm512_and_si512(code, _mm512_set1_epi32(0x80)));
+            _mm512_or_ps(value, _mm512_castsi512_ps(sign))
+        }
+    }
+    #[inline(always)]
+    unsafe fn splat_f16(p: *const u8) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_cvtph_ps(_mm256_set1_epi16(p.cast::<i16>().read_unaligned())) }
+    }
+    #[inline(always)]
+    unsafe fn lookup(p: *const u8, high: bool, table: &[f32; 16]) -> __m512 {
+        // SAFETY: see the impl. Only the lower 4 bits of an index count.
+        unsafe {
+            let codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()));
+            let codes = if high { _mm512_srli_epi32::<4>(codes) } else { codes };
+            _mm512_permutexvar_ps(codes, _mm512_loadu_ps(table.as_ptr()))
+        }
+    }
+    #[inline(always)]
+    unsafe fn masked(bits: u32, v: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_maskz_mov_ps(bits as __mmask16, v) }
+    }
+    #[inline(always)]
     unsafe fn half_f32(p: *const u8) -> __m512 {
         // SAFETY: see the impl.
         unsafe { _mm512_zextps256_ps512(_mm256_loadu_ps(p.cast())) }

@@ -17,6 +17,7 @@ use std::fmt;
 use pagoda_core::layout::RowFormat;
 
 use crate::kernel::{self, Accumulate, Fold, Score, Softmax};
+use crate::rows::Element;
 
 /// An instruction set that attention can run on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -97,22 +98,29 @@ impl fmt::Display for Isa {
 /// magnitude of the target, infinite or NaN.
 pub(crate) type Convert = unsafe fn(source: *const u8, target: *mut u8, n: usize) -> bool;
 
-/// The kernels of one instruction set. Arrays have one entry per row format, see [`format_index`].
+/// Kernels that read stored rows of one format.
+pub(crate) struct RowKernels {
+    pub(crate) score: unsafe fn(&Score<'_>),
+    pub(crate) accumulate: unsafe fn(&Accumulate<'_>),
+}
+
+/// The kernels of one instruction set.
 pub(crate) struct Kernels {
-    /// `[from][to]`.
-    pub(crate) convert: [[Convert; 3]; 3],
-    pub(crate) score: [unsafe fn(&Score<'_>); 3],
+    convert: [[Convert; 3]; 3],
+    rows: [RowKernels; RowFormat::ALL.len()],
     pub(crate) softmax: unsafe fn(&mut Softmax<'_>),
-    pub(crate) accumulate: [unsafe fn(&Accumulate<'_>); 3],
     pub(crate) fold: unsafe fn(&mut Fold<'_>),
 }
 
-/// The entry of `format` in the arrays of [`Kernels`].
-pub(crate) fn format_index(format: RowFormat) -> usize {
-    match format {
-        RowFormat::F32 => 0,
-        RowFormat::F16 => 1,
-        RowFormat::Bf16 => 2,
+impl Kernels {
+    /// Converts elements.
+    pub(crate) fn convert(&self, from: Element, to: Element) -> Convert {
+        self.convert[from as usize][to as usize]
+    }
+
+    /// Reads rows.
+    pub(crate) fn rows(&self, format: RowFormat) -> &RowKernels {
+        &self.rows[format as usize]
     }
 }
 
@@ -157,6 +165,17 @@ pub(crate) trait Simd {
     /// Rounds to nearest even.
     unsafe fn store_bf16(p: *mut u8, v: Self::V);
 
+    /// 8-bit integers.
+    unsafe fn load_i8(p: *const u8) -> Self::V;
+    /// E4M3.
+    unsafe fn load_e4m3(p: *const u8) -> Self::V;
+    /// One binary16, in all lanes.
+    unsafe fn splat_f16(p: *const u8) -> Self::V;
+    /// The lower (or `high`) nibble of each of LANES bytes, as an entry of a table.
+    unsafe fn lookup(p: *const u8, high: bool, table: &[f32; 16]) -> Self::V;
+    /// Lane `i` where bit `i` is set, else 0.
+    unsafe fn masked(bits: u32, v: Self::V) -> Self::V;
+
     /// Loads 8 elements where a vector has 16 lanes; the other lanes are zero.
     unsafe fn half_f32(p: *const u8) -> Self::V;
     unsafe fn half_f16(p: *const u8) -> Self::V;
@@ -173,6 +192,7 @@ macro_rules! kernels {
         mod $name {
             use super::*;
             use crate::convert::{self, Bf16, F16, F32, Format};
+            use crate::stored::{Fp8E4m3, Int8, Mxfp4, Nvfp4, Q4_0, Q5_0, Q8_0, Stored};
 
             $(#[target_feature(enable = $features)])?
             unsafe fn convert<A: Format, B: Format>(source: *const u8, target: *mut u8, n: usize) -> bool {
@@ -180,7 +200,7 @@ macro_rules! kernels {
                 unsafe { convert::convert::<$simd, A, B>(source, target, n) }
             }
             $(#[target_feature(enable = $features)])?
-            unsafe fn score<F: Format>(args: &Score<'_>) {
+            unsafe fn score<F: Stored>(args: &Score<'_>) {
                 // SAFETY: as the caller promises.
                 unsafe { kernel::score::<$simd, F>(args) }
             }
@@ -190,7 +210,7 @@ macro_rules! kernels {
                 unsafe { kernel::softmax::<$simd>(args) }
             }
             $(#[target_feature(enable = $features)])?
-            unsafe fn accumulate<F: Format>(args: &Accumulate<'_>) {
+            unsafe fn accumulate<F: Stored>(args: &Accumulate<'_>) {
                 // SAFETY: as the caller promises.
                 unsafe { kernel::accumulate::<$simd, F>(args) }
             }
@@ -206,11 +226,25 @@ macro_rules! kernels {
                     [convert::<F16, F32>, convert::<F16, F16>, convert::<F16, Bf16>],
                     [convert::<Bf16, F32>, convert::<Bf16, F16>, convert::<Bf16, Bf16>],
                 ],
-                score: [score::<F32>, score::<F16>, score::<Bf16>],
+                rows: [
+                    rows::<F32>(),
+                    rows::<F16>(),
+                    rows::<Bf16>(),
+                    rows::<Fp8E4m3>(),
+                    rows::<Int8>(),
+                    rows::<Q8_0>(),
+                    rows::<Q5_0>(),
+                    rows::<Q4_0>(),
+                    rows::<Mxfp4>(),
+                    rows::<Nvfp4>(),
+                ],
                 softmax,
-                accumulate: [accumulate::<F32>, accumulate::<F16>, accumulate::<Bf16>],
                 fold,
             };
+
+            const fn rows<F: Stored>() -> RowKernels {
+                RowKernels { score: score::<F>, accumulate: accumulate::<F> }
+            }
         }
     };
 }

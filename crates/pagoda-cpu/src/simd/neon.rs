@@ -3,6 +3,7 @@
 use std::arch::aarch64::*;
 
 use super::Simd;
+use crate::codec::e4m3;
 
 /// Advanced SIMD.
 pub(crate) struct Neon;
@@ -131,6 +132,41 @@ impl Simd for Neon {
             let rounded = vshrq_n_u32::<16>(vaddq_u32(bits, bias));
             let quiet = vorrq_u32(upper, vdupq_n_u32(0x40));
             vst1_u16(p.cast(), vmovn_u32(vbslq_u32(vceqq_f32(v, v), rounded, quiet)));
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_i8(p: *const u8) -> float32x4_t {
+        // SAFETY: see the impl.
+        unsafe {
+            let bytes = vreinterpret_s8_u32(vdup_n_u32(p.cast::<u32>().read_unaligned()));
+            vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes))))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_e4m3(p: *const u8) -> float32x4_t {
+        // SAFETY: see the impl.
+        unsafe { vld1q_f32(p.cast::<[u8; 4]>().read_unaligned().map(e4m3).as_ptr()) }
+    }
+    #[inline(always)]
+    unsafe fn splat_f16(p: *const u8) -> float32x4_t {
+        // SAFETY: see the impl.
+        unsafe { vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(p.cast::<u16>().read_unaligned()))) }
+    }
+    #[inline(always)]
+    unsafe fn lookup(p: *const u8, high: bool, table: &[f32; 16]) -> float32x4_t {
+        // SAFETY: see the impl.
+        unsafe {
+            let codes = p.cast::<[u8; 4]>().read_unaligned();
+            let shift = if high { 4 } else { 0 };
+            vld1q_f32(codes.map(|code| table[usize::from(code >> shift & 15)]).as_ptr())
+        }
+    }
+    #[inline(always)]
+    unsafe fn masked(bits: u32, v: float32x4_t) -> float32x4_t {
+        // SAFETY: see the impl.
+        unsafe {
+            let set = vtstq_u32(vdupq_n_u32(bits), vld1q_u32([1, 2, 4, 8].as_ptr()));
+            vreinterpretq_f32_u32(vandq_u32(set, vreinterpretq_u32_f32(v)))
         }
     }
     #[inline(always)]

@@ -3,6 +3,7 @@
 use std::array::from_fn;
 
 use super::Simd;
+use crate::codec::e4m3;
 use crate::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 
 /// Portable Rust.
@@ -116,6 +117,32 @@ impl Simd for Scalar {
     unsafe fn store_bf16(p: *mut u8, v: V) {
         // SAFETY: the caller has 8 elements at `p`.
         unsafe { p.cast::<[u16; 8]>().write_unaligned(v.map(f32_to_bf16)) }
+    }
+    #[inline(always)]
+    unsafe fn load_i8(p: *const u8) -> V {
+        // SAFETY: the caller has 8 elements at `p`.
+        unsafe { p.cast::<[i8; 8]>().read_unaligned() }.map(f32::from)
+    }
+    #[inline(always)]
+    unsafe fn load_e4m3(p: *const u8) -> V {
+        // SAFETY: the caller has 8 elements at `p`.
+        unsafe { p.cast::<[u8; 8]>().read_unaligned() }.map(e4m3)
+    }
+    #[inline(always)]
+    unsafe fn splat_f16(p: *const u8) -> V {
+        // SAFETY: the caller has an element at `p`.
+        [f16_to_f32(unsafe { p.cast::<u16>().read_unaligned() }); 8]
+    }
+    #[inline(always)]
+    unsafe fn lookup(p: *const u8, high: bool, table: &[f32; 16]) -> V {
+        let shift = if high { 4 } else { 0 };
+        // SAFETY: the caller has 8 bytes at `p`.
+        let codes = unsafe { p.cast::<[u8; 8]>().read_unaligned() };
+        codes.map(|code| table[usize::from(code >> shift & 15)])
+    }
+    #[inline(always)]
+    unsafe fn masked(bits: u32, v: V) -> V {
+        from_fn(|i| if bits >> i & 1 == 1 { v[i] } else { 0.0 })
     }
     #[inline(always)]
     unsafe fn half_f32(_: *const u8) -> V {

@@ -11,7 +11,9 @@ use half::{bf16, f16};
 use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::SpanView;
-use pagoda_cpu::{Arenas, Backend, Element, Layer, Rope, Rows, RowsMut, SequenceTable};
+use pagoda_cpu::{
+    Arenas, Backend, Element, Layer, Rope, Rows, RowsMut, SequenceTable, decode_row, encode_row,
+};
 
 /// SplitMix64.
 pub struct Random(pub u64);
@@ -40,34 +42,46 @@ impl Random {
     }
 }
 
-pub const FORMATS: [RowFormat; 3] = [RowFormat::F32, RowFormat::F16, RowFormat::Bf16];
+pub const ELEMENTS: [Element; 3] = [Element::F32, Element::F16, Element::Bf16];
 
-/// What is left of `x` in a format.
-pub fn through(x: f32, format: RowFormat) -> f32 {
+/// What is left of a row of numbers in a format.
+pub fn through(x: &[f32], format: RowFormat) -> Vec<f32> {
     match format {
-        RowFormat::F32 => x,
-        RowFormat::F16 => f16::from_f32(x).to_f32(),
-        RowFormat::Bf16 => bf16::from_f32(x).to_f32(),
-    }
-}
-
-pub fn encode(x: &[f32], format: Element) -> Vec<u8> {
-    match format {
-        RowFormat::F32 => x.iter().flat_map(|x| x.to_ne_bytes()).collect(),
-        RowFormat::F16 => x.iter().flat_map(|&x| f16::from_f32(x).to_ne_bytes()).collect(),
-        RowFormat::Bf16 => x.iter().flat_map(|&x| bf16::from_f32(x).to_ne_bytes()).collect(),
-    }
-}
-
-pub fn decode(bytes: &[u8], format: Element) -> Vec<f32> {
-    let words = || bytes.chunks_exact(2).map(|b| u16::from_ne_bytes([b[0], b[1]]));
-    match format {
-        RowFormat::F32 => {
-            bytes.chunks_exact(4).map(|b| f32::from_ne_bytes([b[0], b[1], b[2], b[3]])).collect()
+        RowFormat::F32 => x.to_vec(),
+        RowFormat::F16 => x.iter().map(|&x| f16::from_f32(x).to_f32()).collect(),
+        RowFormat::Bf16 => x.iter().map(|&x| bf16::from_f32(x).to_f32()).collect(),
+        _ => {
+            let size = |bytes: u64| vec![0u8; bytes as usize];
+            let mut rows = size(format.row_bytes(x.len() as u32));
+            let mut scales = size(format.scale_bytes(x.len() as u32));
+            assert!(encode_row(format, x, &mut rows, &mut scales));
+            let mut result = vec![0.0; x.len()];
+            decode_row(format, &rows, &scales, &mut result);
+            result
         }
-        RowFormat::F16 => words().map(|w| f16::from_bits(w).to_f32()).collect(),
-        RowFormat::Bf16 => words().map(|w| bf16::from_bits(w).to_f32()).collect(),
     }
+}
+
+pub fn encode(x: &[f32], element: Element) -> Vec<u8> {
+    match element {
+        Element::F32 => x.iter().flat_map(|x| x.to_ne_bytes()).collect(),
+        Element::F16 => x.iter().flat_map(|&x| f16::from_f32(x).to_ne_bytes()).collect(),
+        Element::Bf16 => x.iter().flat_map(|&x| bf16::from_f32(x).to_ne_bytes()).collect(),
+    }
+}
+
+pub fn decode(bytes: &[u8], element: Element) -> Vec<f32> {
+    let words = || bytes.chunks_exact(2).map(|b| u16::from_ne_bytes([b[0], b[1]]));
+    match element {
+        Element::F32 => bytes.chunks_exact(4).map(|b| f32::from_ne_bytes([b[0], b[1], b[2], b[3]])).collect(),
+        Element::F16 => words().map(|w| f16::from_bits(w).to_f32()).collect(),
+        Element::Bf16 => words().map(|w| bf16::from_bits(w).to_f32()).collect(),
+    }
+}
+
+/// What is left of numbers that were given in an element type.
+fn given(x: &[f32], element: Element) -> Vec<f32> {
+    decode(&encode(x, element), element)
 }
 
 /// A sequence with everything that was ever said about it.
@@ -287,7 +301,7 @@ impl World {
             .collect();
         let queries = encode(&queries, element);
         let total: usize = batch.iter().map(|&(_, _, new)| new).sum();
-        let size = RowFormat::row_bytes(element, 1) as usize;
+        let size = element.bytes();
         // Outputs lie with a gap between tokens that must stay as it is.
         let token_stride = heads * v_dim * size + 2 * size;
         let mut out = vec![0xa5u8; total * token_stride];
@@ -324,28 +338,31 @@ impl World {
         let (mut out, mut lse) = (Vec::new(), Vec::new());
         for &(s, len, new) in batch {
             let sequence = &self.sequences[s];
+            let stored = |rows: &[f32], dim: usize, format: RowFormat| -> Vec<f32> {
+                rows.chunks_exact(dim).flat_map(|row| through(row, format)).collect()
+            };
+            let keys = stored(&sequence.keys, dim, geometry.k_format);
+            let values = match geometry.v_format {
+                Some(format) => stored(&sequence.values, v_dim, format),
+                None => keys.chunks_exact(dim).flat_map(|row| &row[..v_dim]).copied().collect(),
+            };
+            let queries = given(&sequence.queries, element);
             let offsets: Vec<u64> =
                 sequence.spans.iter().flat_map(|s| vec![s.offset; s.count as usize]).collect();
             for i in len - new..len {
                 let low = layer.window.map_or(0, |w| (i + 1).saturating_sub(w as usize));
                 for head in 0..heads {
                     let kv = head / (heads / kv_heads);
-                    let q: Vec<f64> = sequence.queries[(i * heads + head) * dim..][..dim]
-                        .iter()
-                        .map(|&x| f64::from(through(x, element)))
-                        .collect();
+                    let q: Vec<f64> =
+                        queries[(i * heads + head) * dim..][..dim].iter().map(|&x| f64::from(x)).collect();
                     let scores: Vec<f64> = (low..=i)
                         .map(|j| {
                             let q = match &layer.rope {
                                 Some(rope) => rotate(&q, rope, -(offsets[j] as f64)),
                                 None => q.clone(),
                             };
-                            let key = &sequence.keys[(j * kv_heads + kv) * dim..][..dim];
-                            let dot: f64 = q
-                                .iter()
-                                .zip(key)
-                                .map(|(q, &k)| q * f64::from(through(k, geometry.k_format)))
-                                .sum();
+                            let key = &keys[(j * kv_heads + kv) * dim..][..dim];
+                            let dot: f64 = q.iter().zip(key).map(|(q, &k)| q * f64::from(k)).sum();
                             dot * f64::from(layer.scale)
                         })
                         .collect();
@@ -354,8 +371,8 @@ impl World {
                     let mut row = vec![0.0; v_dim];
                     for (j, score) in (low..=i).zip(&scores) {
                         let weight = (score - top).exp() / sum;
-                        for (x, &v) in row.iter_mut().zip(&sequence.values[(j * kv_heads + kv) * v_dim..]) {
-                            *x += weight * f64::from(through(v, geometry.v_rows()));
+                        for (x, &v) in row.iter_mut().zip(&values[(j * kv_heads + kv) * v_dim..]) {
+                            *x += weight * f64::from(v);
                         }
                     }
                     out.extend(row);
@@ -381,6 +398,6 @@ fn rotate(q: &[f64], rope: &Rope, by: f64) -> Vec<f64> {
 
 /// A contiguous array `[token][heads][dim]`.
 pub fn rows(bytes: &[u8], element: Element, heads: usize, dim: usize) -> Rows {
-    let head_stride = RowFormat::row_bytes(element, dim as u32) as isize;
+    let head_stride = (element.bytes() * dim) as isize;
     Rows { ptr: bytes.as_ptr(), element, token_stride: head_stride * heads as isize, head_stride }
 }

@@ -1,0 +1,86 @@
+"""Attention of one new token a sequence, and of batches that share a prefix, beside the ceiling and other libraries.
+
+Ceiling: a kernel that reads as many bytes as the K and V of a layer. of_ceiling: its time over that of attention.
+over_pagoda: another library's time over ours. error: the largest one, against float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness import Filled, Report, seconds
+from peers import PEERS, Pages
+
+K = 1024
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    name: str
+    lengths: list[int]
+    dtype: str = "bf16"
+    group: int = 4
+    page_size: int = 64
+    shared: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype} group {self.group} page {self.page_size}"
+
+
+ONE, MANY = [128 * K], [4 * K] * 64
+CASES = [
+    Case("1 x 1K", [K]),
+    Case("1 x 128K", ONE),
+    Case("1 x 1M", [K * K]),
+    Case("64 x 4K", MANY),
+    Case("64 x 32K", [32 * K] * 64),
+    Case("1 x 128K + 63 x 1K", [128 * K] + [K] * 63),
+    Case("1 x 128K", ONE, dtype="f16"),
+    Case("64 x 4K", MANY, dtype="f16"),
+    Case("1 x 128K", ONE, group=1),
+    Case("64 x 4K", MANY, group=1),
+    Case("1 x 128K", ONE, page_size=16),
+    Case("64 x 4K", MANY, page_size=16),
+    Case("1 x 128K", ONE, page_size=256),
+    Case("64 x 4K", MANY, page_size=256),
+    Case("64 x 32K sharing 31K", [32 * K] * 64, shared=31 * K),
+    Case("64 x 32K sharing 16K", [32 * K] * 64, shared=16 * K),
+]
+
+
+def main() -> None:
+    report = Report("decode")
+    for case in CASES:
+        filled = Filled(
+            case.lengths, dtype=case.dtype, page_size=case.page_size, q_heads=8 * case.group, shared=case.shared
+        )
+        held = (case.shared + sum(length - case.shared for length in case.lengths)) * filled.token_bytes
+        ceiling = seconds(filled.reads(held))
+        report.line(str(case), "read kernel", us=ceiling * 1e6, TBs=held / ceiling / 1e12)
+        ours = seconds(filled.calls())
+        report.line(
+            str(case), "pagoda", us=ours * 1e6, TBs=held / ours / 1e12, of_ceiling=ceiling / ours,
+            error=filled.error(filled.out),
+        )  # fmt: skip
+        beside(report, str(case), filled, ours)
+        filled.close()
+
+
+def beside(report: Report, case: str, filled: Filled, ours: float) -> None:
+    """What other libraries need for the same."""
+    pages = Pages(filled)
+    for name, peer in PEERS.items():
+        try:
+            calls, out = peer(filled, pages)
+            theirs = seconds(calls)
+        except Exception as error:
+            report.line(case, name, left_out=f"{type(error).__name__}: {str(error)[:200]}")
+            continue
+        report.line(case, name, us=theirs * 1e6, over_pagoda=theirs / ours, error=filled.error(out))
+        del calls, out
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Attention of 2,048 new tokens at the end of 32,768, causal. TFLOPs: 4 flop a query head, element and pair that is seen.
+
+of_matmul: over the rate of a product of two 8192 x 8192 matrices in the same type.
+"""
+
+from __future__ import annotations
+
+import torch
+from decode import beside
+from harness import DIM, Filled, Report, seconds
+
+CONTEXT, NEW, Q_HEADS = 32768, 2048, 32
+
+
+def main() -> None:
+    report = Report("prefill")
+    pairs = NEW * (CONTEXT - NEW) + NEW * (NEW + 1) // 2
+    flop = 4 * Q_HEADS * DIM * pairs
+    for dtype, page_size in (("bf16", 64), ("f16", 64), ("bf16", 16), ("bf16", 256)):
+        case = f"2K on 32K {dtype} group 4 page {page_size}"
+        filled = Filled([CONTEXT], dtype=dtype, page_size=page_size, q_heads=Q_HEADS, new=NEW)
+        a, b = (torch.randn(8192, 8192, device="cuda").to(filled.kind) for _ in range(2))
+        product = torch.empty_like(a)
+        rate = 2 * 8192**3 / seconds([lambda a=a, b=b, c=product: torch.matmul(a, b, out=c)] * 4)
+        report.line(case, "matmul", TFLOPs=rate / 1e12)
+        ours = seconds(filled.calls())
+        report.line(
+            case, "pagoda", us=ours * 1e6, TFLOPs=flop / ours / 1e12, of_matmul=flop / ours / rate,
+            error=filled.error(filled.out),
+        )  # fmt: skip
+        beside(report, case, filled, ours)
+        filled.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""What a step costs the host on a device, by phases: over a device that does nothing, so that no GPU is needed.
+
+    python benches/host_step.py                 # where time goes: python -m cProfile -s tottime benches/host_step.py
+
+64 sequences decode one token each in every step, for every layer appended and attended. Microseconds, the median of all
+steps. Columns: reserve (tables are on their way when it returns) and of that the upload; append and attend of one layer;
+commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from typing import Any
+
+import numpy as np
+import pagoda
+from pagoda.device import cuda, tables
+from pagoda.device.driver import View
+
+SEQUENCES, STEPS, WARM = 64, 2000, 200
+
+
+class Done:
+    """An event that has come by."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class NullStream:
+    """Work that nobody does."""
+
+    def record(self) -> Done:
+        return Done()
+
+    def follow(self, event: Any) -> None:
+        pass
+
+    def current(self) -> Any:
+        return contextlib.nullcontext()
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        pass
+
+    def launch(
+        self, kernel: Any, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
+    ) -> None:
+        pass
+
+
+class NullMemory:
+    """An address, and bytes of the host where somebody writes them."""
+
+    def __init__(self, size: int, real: bool) -> None:
+        self.array = np.zeros(size if real else 0, np.uint8)
+        self.address = self.array.ctypes.data if real else 1 << 40
+
+    def pin(self, address: int, size: int) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+class NullDriver:
+    """An H200 that is not there."""
+
+    multiprocessors, shared_bytes_max, copy_engine_bytes = 132, 227 << 10, 1 << 16
+
+    def memory(self, size: int) -> NullMemory:
+        return NullMemory(size, False)
+
+    def pinned(self, size: int) -> NullMemory:
+        return NullMemory(size, True)
+
+    def host_arena(self, size: int, piece: int) -> NullMemory:
+        return NullMemory(size, False)
+
+    def stream(self) -> NullStream:
+        return NullStream()
+
+    def caller_stream(self, given: object) -> NullStream:
+        return NullStream()
+
+    def view(self, name: str, array: Any) -> View:
+        return View(array.ctypes.data, array.shape, array.strides, "f16", True)
+
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        return np.empty(shape, np.float32 if dtype else like.dtype)
+
+
+class Steps:
+    """A batch that grows by a token a step."""
+
+    def __init__(self, context: int, layers: int, shared: int) -> None:
+        spec = pagoda.ModelSpec([pagoda.AttentionLayer(32, 8, 128)] * layers)
+        self.layers = layers
+        self.cache = pagoda.Cache(spec, device="cuda", device_memory="2TiB", host_memory=0)
+        self.k = np.zeros((1 << 16, 8, 128), np.float16)
+        self.q, self.out = (np.zeros((SEQUENCES, 32, 128), np.float16) for _ in range(2))
+        root = self.cache.create()
+        self._grow(root, shared)
+        sequences = [root.fork() if shared else self.cache.create() for _ in range(SEQUENCES)]
+        for sequence in sequences:
+            self._grow(sequence, context - shared)
+        self.batch = self.cache.batch(sequences)
+        self.ones = np.ones(SEQUENCES, np.int64)
+
+    def _grow(self, sequence: pagoda.Sequence, tokens: int) -> None:
+        for start in range(0, tokens, len(self.k)):
+            rows = self.k[: min(len(self.k), tokens - start)]
+            with self.cache.step([sequence], [len(rows)]) as step:
+                for layer in range(self.layers):
+                    step.append(layer, rows, rows)
+
+    def run(self, uploads: list[float]) -> list[float]:
+        """Seconds of reserve, upload, append, attend (of one layer each), commit."""
+        clock = time.perf_counter
+        k = self.k[:SEQUENCES]
+        uploads.clear()
+        start = clock()
+        step = self.cache.step(self.batch, self.ones).__enter__()
+        reserved = clock()
+        for layer in range(self.layers):
+            step.append(layer, k, k)
+        appended = clock()
+        for layer in range(self.layers):
+            step.attend(layer, self.q, out=self.out)
+        attended = clock()
+        step.commit()
+        end = clock()
+        each = [(appended - reserved) / self.layers, (attended - appended) / self.layers]
+        return [reserved - start, sum(uploads), *each, end - attended]
+
+
+def main() -> None:
+    cuda.open_driver = lambda index: NullDriver()
+    uploads: list[float] = []
+    upload = tables.StepTables.upload
+
+    def timed(self: tables.StepTables, stream: Any) -> None:
+        start = time.perf_counter()
+        upload(self, stream)
+        uploads.append(time.perf_counter() - start)
+
+    tables.StepTables.upload = timed  # type: ignore[method-assign]
+    print(
+        f"{SEQUENCES} sequences, {'context':>8} {'shared':>7} {'layers':>6} {'reserve':>8} {'(upload)':>8} {'append':>7} "
+        f"{'attend':>7} {'commit':>7} {'reserve + commit':>17}"
+    )
+    for context, shared, layers in ((1000, 0, 1), (4000, 0, 32), (32_000, 0, 32), (32_000, 31_000, 32)):
+        steps = Steps(context, layers, shared)
+        for declared in (False, True):
+            if declared:
+                steps.cache.declare(sequences=SEQUENCES, new_tokens=1, context=context + 4 * STEPS)
+            for _ in range(WARM):
+                steps.run(uploads)
+            times = [steps.run(uploads) for _ in range(STEPS)]
+            reserve, uploaded, append, attend, commit = 1e6 * np.median(times, axis=0)
+            print(
+                f"{'declared' if declared else 'as it is':>14} {context:9,} {shared:7,} {layers:6} {reserve:8.1f} "
+                f"{uploaded:8.1f} {append:7.1f} {attend:7.1f} {commit:7.1f} {reserve + commit:17.1f}"
+            )
+        steps.cache.close()
+
+
+if __name__ == "__main__":
+    main()

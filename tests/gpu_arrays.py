@@ -1,0 +1,58 @@
+"""Arrays, streams and delays of a real GPU, for tests."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+TYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
+
+SPIN = """
+extern "C" __global__ void spin(long long cycles) {
+    const long long start = clock64();
+    while (clock64() - start < cycles) {
+    }
+}
+"""
+
+CYCLES_PER_MS = 2_000_000
+"""At 2 GHz, which is more than most clocks: delays are rather longer."""
+
+
+@lru_cache(maxsize=1)
+def _spin() -> Any:
+    import cupy
+
+    return cupy.RawKernel(SPIN, "spin")
+
+
+def delay(milliseconds: float) -> None:
+    """Keeps the current stream of CuPy busy."""
+    _spin()((1,), (1,), (np.int64(milliseconds * CYCLES_PER_MS),))
+
+
+def to_device(array: Array) -> Any:
+    """An array of CuPy; of bfloat16 its bits."""
+    import cupy
+
+    return cupy.asarray(array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array)
+
+
+def to_host(array: Any, dtype: str) -> Array:
+    """What `to_device` had been given, from the current stream on."""
+    host: Array = array.get()
+    return host.view(TYPES[dtype])
+
+
+def memory(address: int, size: int, owner: object) -> Any:
+    """Bytes of the device as an array of CuPy; `owner` has them."""
+    import cupy
+
+    unowned = cupy.cuda.UnownedMemory(address, size, owner)
+    return cupy.ndarray((size,), np.uint8, cupy.cuda.MemoryPointer(unowned, 0))

@@ -1,0 +1,206 @@
+"""Row formats against other implementations: ggml's own Python package, ml_dtypes, and NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gguf
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pagoda
+import pytest
+from gguf.quants import dequantize, quantize
+from hypothesis import given
+from hypothesis import strategies as st
+from mirror import Mirror, layer
+from pagoda import formats
+
+Rows = npt.NDArray[np.float32]
+
+GGML = {"q8_0": gguf.GGMLQuantizationType.Q8_0, "q5_0": gguf.GGMLQuantizationType.Q5_0}
+GGML["q4_0"] = gguf.GGMLQuantizationType.Q4_0
+E4M3, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
+
+
+def samples(dim: int = 256) -> Rows:
+    """Rows of many scales, with zeros, single outliers, steps of one size, and numbers that are exact ties."""
+    rng = np.random.default_rng(0)
+    normal = rng.standard_normal((300, dim)) * 10.0 ** rng.uniform(-6, 3, (300, 1))
+    normal[::7] *= rng.random((43, dim)) < 0.1
+    normal += 0.0  # In blocks of zeros ggml and its Python package differ about the sign of the scale of -0.
+    outliers = rng.standard_normal((50, dim))
+    outliers[np.arange(50), rng.integers(0, dim, 50)] *= 1000
+    steps = rng.integers(-8, 9, (50, dim)) * 0.25
+    return np.concatenate([normal, outliers, steps, np.zeros((1, dim)), -np.ones((1, dim))]).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", GGML)
+def test_blocks_are_those_of_ggml(name: str) -> None:
+    x = samples()
+    theirs = quantize(x, GGML[name])
+    ours = formats.encode(x, name)
+    np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(formats.decode(ours, name, x.shape), dequantize(theirs, GGML[name]))
+
+
+def test_mxfp4_is_that_of_the_standard() -> None:
+    x = samples()
+    blocks = x.reshape(len(x), -1, 32)
+    with np.errstate(divide="ignore"):
+        exponent = np.floor(np.log2(np.abs(blocks).max(axis=2))) - 2
+    exponent = np.maximum(exponent, -127)
+    values = np.clip(blocks / np.exp2(exponent)[..., None].astype(np.float32), -6, 6).astype(E2M1).astype(np.float32)
+    expected = (values * np.exp2(exponent)[..., None]).reshape(x.shape)
+    packed = formats.encode(x, "mxfp4")
+    np.testing.assert_array_equal(formats.decode(packed, "mxfp4", x.shape), expected)
+    # ggml lays the same blocks out: its package reads them.
+    np.testing.assert_array_equal(dequantize(packed, gguf.GGMLQuantizationType.MXFP4), expected)
+
+
+def test_nvfp4_is_e2m1_times_e4m3() -> None:
+    x = samples()
+    blocks = x.reshape(len(x), -1, 16)
+    largest = np.minimum(np.abs(blocks).max(axis=2), np.float32(6 * 448))
+    scale = (largest / np.float32(6)).astype(E4M3).astype(np.float32)[..., None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = np.clip(np.where(scale == 0, 0, np.clip(blocks, -2688, 2688) / scale), -6, 6)
+    expected = (values.astype(E2M1).astype(np.float32) * scale).reshape(x.shape)
+    packed = formats.encode(x, "nvfp4")
+    np.testing.assert_array_equal(formats.decode(packed, "nvfp4", x.shape), expected)
+    np.testing.assert_array_equal(dequantize(packed, gguf.GGMLQuantizationType.NVFP4), expected)
+
+
+def test_fp8_is_that_of_ml_dtypes() -> None:
+    x = samples()
+    scale = (np.abs(x).max(axis=1, keepdims=True) / np.float32(448)).astype(np.float32)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        codes = np.where(scale == 0, 0, x / scale).clip(-448, 448).astype(E4M3)
+    packed = formats.encode(x, "fp8_e4m3")
+    np.testing.assert_array_equal(packed[:, -4:].copy().view(np.float32), scale)
+    np.testing.assert_array_equal(packed[:, :-4], codes.view(np.uint8))
+    np.testing.assert_array_equal(formats.decode(packed, "fp8_e4m3", x.shape), codes.astype(np.float32) * scale)
+
+
+def test_int8_rounds_to_nearest() -> None:
+    x = samples()
+    scale = (np.abs(x).max(axis=1, keepdims=True) / np.float32(127)).astype(np.float32)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        codes = np.rint(np.where(scale == 0, 0, x / scale)).astype(np.int8)
+    packed = formats.encode(x, "int8")
+    np.testing.assert_array_equal(packed[:, :-4].view(np.int8), codes)
+    np.testing.assert_array_equal(formats.decode(packed, "int8", x.shape), codes * scale)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("f32", np.float32), ("f16", np.float16), ("bf16", ml_dtypes.bfloat16)])
+def test_plain_formats(name: str, dtype: Any) -> None:
+    x = np.concatenate([samples().ravel(), [1e-8, -1e-40, 65519, 3.3e38 if name != "f16" else 1, 0, -0.0, 1, 2]])
+    rows = x.astype(np.float32).reshape(-1, 8)
+    packed = formats.encode(rows, name)
+    np.testing.assert_array_equal(packed, rows.astype(dtype).view(np.uint8))
+    np.testing.assert_array_equal(formats.decode(packed, name, rows.shape), rows.astype(dtype).astype(np.float32))
+
+
+ERRORS = {"f32": 0, "f16": 2e-3, "bf16": 1e-2, "fp8_e4m3": 4e-2, "int8": 1e-2, "q8_0": 1e-2, "q5_0": 7e-2, "q4_0": 0.13}
+ERRORS |= {"mxfp4": 0.26, "nvfp4": 0.24}
+"""The largest error, relative to the largest number of a block: half a step, roughly."""
+
+
+@given(name=st.sampled_from(list(formats.FORMATS)), seed=st.integers(0, 2**32 - 1), power=st.integers(-5, 2))
+def test_what_is_stored_is_near(name: str, seed: int, power: int) -> None:
+    x = (np.random.default_rng(seed).standard_normal((3, 64)) * 10.0**power).astype(np.float32)
+    packed = formats.encode(x, name)
+    assert packed.shape == (3, formats.FORMATS[name].bytes(64))
+    again = formats.decode(packed, name, x.shape)
+    if name == "nvfp4" and power < -2:
+        return  # E4M3 scales end at 2^-9.
+    assert np.abs(again - x).max() <= (ERRORS[name] + 1e-7) * np.abs(x).max() + 2**-24
+
+
+@pytest.mark.parametrize("name", [name for name in formats.FORMATS if formats.FORMATS[name].scale_bytes])
+def test_nan_and_infinity_in_a_block(name: str) -> None:
+    x = np.ones((1, 128), np.float32)
+    x[0, 3] = np.nan
+    again = formats.decode(formats.encode(x, name), name, x.shape)
+    size = formats.FORMATS[name].block or 128
+    assert np.isnan(again[0, :size]).all()
+    np.testing.assert_allclose(again[0, size:], 1, rtol=0.04)
+    x[0, 3] = -np.inf
+    again = formats.decode(formats.encode(x, name), name, x.shape)
+    assert np.isfinite(again).all()
+    assert again[0, 3] < -2000
+
+
+def test_what_cannot_be() -> None:
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: formats.encode(np.ones((2, 32)), "q9_0"), "name = 'q9_0'"),
+        (lambda: formats.encode(np.ones((2, 40)), "q8_0"), "multiple of 32"),
+        (lambda: formats.encode(np.ones((2, 32)), "nvfp4"), "multiple of 64"),
+        (lambda: formats.encode(np.float32(1), "f16"), "shape"),
+        (lambda: formats.decode(np.ones((2, 33), np.uint8), "q8_0", (2, 32)), r"rows = uint8 \[2, 33\]"),
+        (lambda: formats.decode(np.ones((2, 34), np.int8), "q8_0", (2, 32)), "rows = int8"),
+    ]
+    for call, named in calls:
+        with pytest.raises(pagoda.InvalidArgument, match=named):
+            call()
+
+
+@given(
+    dtypes=st.tuples(*[st.sampled_from(list(formats.FORMATS))] * 2),
+    dims=st.tuples(*[st.sampled_from([32, 64, 96, 160])] * 2),
+    page_size=st.sampled_from([8, 16, 64]),
+    alias=st.booleans(),
+    group=st.sampled_from([1, 3, 4]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_attention_over_every_pair(
+    dtypes: tuple[str, str], dims: tuple[int, int], page_size: int, alias: bool, group: int, seed: int
+) -> None:
+    """What is attended to is what the codec makes of the rows; rows that nobody may read hold NaN."""
+    shape = layer(num_q_heads=2 * group, num_kv_heads=2, head_dim=max(dims), v_head_dim=min(dims), v_alias=alias)
+    spec = pagoda.ModelSpec([shape])
+    with pagoda.Cache(
+        spec, k_dtype=dtypes[0], v_dtype=dtypes[1], page_size=page_size, device_memory="8MiB", host_memory=0, threads=2
+    ) as cache:
+        mirror = Mirror(cache, np.random.default_rng(seed))
+        batch = [mirror.create(), mirror.create()]
+        for counts in ([70, 3], [1, 1], [20, 0], [1, 5]):
+            mirror.step(batch, counts, junk=2)
+
+
+def test_a_cache_of_every_format_is_the_size_that_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = pagoda.AttentionLayer(num_q_heads=4, num_kv_heads=2, head_dim=64)
+    spec = pagoda.ModelSpec([layer])
+    for name in formats.FORMATS:
+        with pagoda.Cache(
+            spec, k_dtype=name, v_dtype="f16", page_size=16, device_memory="1MiB", host_memory=0
+        ) as cache:
+            assert cache.stats().block_bytes[0] == 16 * spec.bytes_per_token(name, "f16")
+    monkeypatch.setenv("PAGODA_KV_DTYPE", "q8_0, q4_0")
+    with pagoda.Cache(spec, device_memory="1MiB", host_memory=0) as cache:
+        assert cache.dtypes == [("q8_0", "q4_0")]
+    monkeypatch.setenv("PAGODA_KV_DTYPE", "q8_0,f12")
+    with pytest.raises(pagoda.InvalidArgument, match="PAGODA_KV_DTYPE = 'f12'"):
+        pagoda.Cache(spec)
+
+
+def test_formats_by_layer() -> None:
+    """Layers of other formats are other groups, in one budget."""
+    layer = pagoda.AttentionLayer(num_q_heads=2, num_kv_heads=1, head_dim=32)
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((100, heads, 32), np.float32) for heads in (2, 1, 1))
+    names = ["q8_0", "f32", "q8_0"]
+    with pagoda.Cache(
+        pagoda.ModelSpec([layer] * 3), k_dtype=names, v_dtype="f32", device_memory="4MiB", host_memory="4MiB"
+    ) as cache:
+        assert len(cache.stats().block_bytes) == 2
+        sequence = cache.create()
+        with cache.step([sequence], [100]) as step:
+            outs = [step.forward(layer, q, k, v) for layer in range(3)]
+        np.testing.assert_array_equal(outs[0], outs[2])
+        assert np.abs(outs[0] - outs[1]).max() > 1e-5
+        cache.execute(cache.plan(sequence, "host", layers=[1])).wait()
+        cache.audit()
+    with pytest.raises(pagoda.InvalidArgument, match="k_dtype = 2 formats"):
+        pagoda.Cache(pagoda.ModelSpec([layer] * 3), k_dtype=["f16", "f16"])
