@@ -14,7 +14,6 @@ from rich.table import Table
 
 from pagoda import build_info
 from pagoda.cache import Cache
-from pagoda.errors import BackendUnavailable
 from pagoda.formats import FORMATS, row_format
 from pagoda.quality import plot
 from pagoda.quality.heads import DISTANCES, OUTLIERS, Head, recall_head
@@ -41,9 +40,10 @@ KEPT: tuple[Kept, ...] = ((4, WINDOW), (64, 4 * WINDOW))
 
 def register(commands: Commands) -> None:
     """Adds the command."""
-    stored = ",".join(name for name, row_format in FORMATS.items() if row_format.stored)
     parser = commands.add_parser("quality", help="what formats and retention do to recall and predictions")
-    parser.add_argument("--formats", default=stored, help="row formats, or pairs K/V of them, comma-separated")
+    parser.add_argument(
+        "--formats", default=",".join(FORMATS), help="row formats, or pairs K/V of them, comma-separated"
+    )
     parser.add_argument("--contexts", default="4k,32k,128k", help="tokens of the recall heads; k is 1024")
     parser.add_argument("--plot", type=Path, help="draw into this file, by its suffix; needs matplotlib")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -65,18 +65,19 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2))
         return 0
     console = Console()
-    for table in (heads_table(report["heads"]), streaming_table(report["streaming"]), text_table(report["language"])):
-        console.print(table)
+    for context in dict.fromkeys(contexts):
+        console.print(heads_table([row for row in report["heads"] if row["context"] == context]))
+    console.print(streaming_table(report["streaming"]))
+    console.print(text_table(report["language"]))
     return 0
 
 
 def cache_of(name: str) -> CacheOf:
-    """What makes caches of a format, or of a pair K/V. Raises InvalidArgument, and BackendUnavailable if it is not stored."""
+    """What makes caches of a format, or of a pair K/V. Raises InvalidArgument."""
     k_dtype, _, v_dtype = name.partition("/")
     v_dtype = v_dtype or k_dtype
     for part in (k_dtype, v_dtype):
-        if not row_format(part, "--formats").stored:
-            raise BackendUnavailable(f"--formats = {name!r}: the cache does not store {part} yet")
+        row_format(part, "--formats")
     return lambda spec: Cache(spec, k_dtype=k_dtype, v_dtype=v_dtype)
 
 
@@ -107,23 +108,22 @@ def measure(caches: dict[str, CacheOf], heads: list[Head], show: Callable[[str],
 
 
 def heads_table(rows: list[Row]) -> Table:
-    """Recall with graded margins."""
-    table = Table("context", "outliers", "format", title="associative recall; the law's figure in brackets")
-    columns = ("sigma", "KL, nats", "worst", "needle weight", "output error")
-    for column in (*columns, *(f"recall, {distance} off" for distance in DISTANCES)):
+    """Recall with graded margins, of one context."""
+    title = f"associative recall, {format_tokens(rows[0]['context'])}; the law's figures in brackets"
+    table = Table("outliers", "format", title=title)
+    columns = ("sigma", "KL, nats", "output error", "needle weight", "found")
+    for column in (*columns, *(f"{distance} off" for distance in DISTANCES)):
         table.add_column(column, justify="right")
     for row in rows:
-        recalls = (f"{row['recall'][d]:.3f} ({row['recall_law'][d]:.3f})" for d in DISTANCES)
         table.add_row(
-            format_tokens(row["context"]),
             row["outliers"],
             row["format"],
             f"{row['sigma']:.2g} ({row['sigma_law']:.2g})",
             f"{row['kl']:.1e}",
-            f"{row['kl_worst']:.1e}",
-            f"{row['needle_weight']:.3f} ({row['needle_weight_law']:.3f})",
             f"{row['output_error']:.1e}",
-            *recalls,
+            f"{row['needle_weight']:.3f} ({row['needle_weight_law']:.3f})",
+            f"{row['found']:.3f}",
+            *(f"{row['recall'][distance]:.2f} ({row['recall_law'][distance]:.2f})" for distance in DISTANCES),
         )
     return table
 

@@ -1,7 +1,7 @@
 """Attention heads whose answer is known in closed form, over contexts of any length.
 
-A token t has a code of `CODE` signs. Its key is K_t = O code_t, with O a random orthonormal basis, and its value a word of
-a small vocabulary. A query holds the code of the needle it looks for, so that a key at Hamming distance h from it has the
+A token t has a code of `CODE` signs. Its key is O (code_t, noise), with O a random orthonormal basis, and its value a word
+of a small vocabulary. A query holds the code of the needle it looks for, so that a key at Hamming distance h from it has the
 logit beta (1 - 2 h / CODE). From that everything follows, without a trained weight:
 
 - Weight of the needle among N random codes: p = 1 / (1 + N ((1 + e^(-2 beta / CODE)) / 2)^CODE), the mean of e^logit over
@@ -10,9 +10,10 @@ logit beta (1 - 2 h / CODE). From that everything follows, without a trained wei
   Phi(margin / (sqrt(2) sigma)), margin = 2 h beta / CODE: graded margins make a psychometric curve of it.
 - If stored keys are off by e_c in channel c, independently, then sigma^2 = scale^2 sum_c q_c^2 e_c^2.
 
-Three things would make storage look better than it is, and are kept out: codes along the axes are exact in formats with a
-minimum and a maximum (hence O), channels of zeros favour formats with blocks (hence O over all channels), and a query
-parallel to its needle hides noise (hence `ASIDE`: most of a query lies where keys have nothing, as in models).
+Four things would make storage look better than it is, and are kept out: codes along the axes are exact in formats with a
+minimum and a maximum (hence O), channels of zeros favour formats with blocks (hence O over all channels), a query parallel
+to its needle hides noise (hence `ASIDE`: most of a query lies where no key does), and a needle and a rival that are nearly
+equal err alike (hence half of a key lies where no query does, another half for each token).
 
 Keys of models have outliers in few channels (https://arxiv.org/abs/2402.02750), in the slowest RoPE pairs
 (https://arxiv.org/abs/2502.01563). `OUTLIERS` has them in ways that leave every logit, up to a shift, as it is: what goes
@@ -128,7 +129,7 @@ class Head:
 
     @cached_property
     def basis(self) -> Float64:
-        """float64 [head_dim, columns]: orthonormal columns; CODE for codes, one for the sink, the others for queries only."""
+        """float64 [HEAD_DIM, columns]: orthonormal; for codes, for the sink (one column), for keys only, for queries only."""
         rows = np.arange(HEAD_DIM)
         if self.outliers == "varying":
             rows = np.delete(rows, OUTLIER_CHANNELS)
@@ -167,7 +168,7 @@ class Head:
 
     @property
     def answers(self) -> Ids:
-        """int64 [needles]: the word that each of them holds."""
+        """int64 [needles]: the word that each of them holds. A rival holds the next one."""
         return self.words[self.context - 1 - self.ages]
 
     @cached_property
@@ -189,15 +190,17 @@ class Head:
     def queries(self) -> Float32:
         """float32 [queries, HEAD_DIM]: (beta code + aside + what sees the sink), in the basis."""
         seen = self.codes * (self.beta / (CODE * SCALE))
-        aside = np.random.default_rng((self.seed, 7)).standard_normal((len(seen), self.basis.shape[1] - CODE - 1))
+        others = self.basis.shape[1] - CODE - 1
+        aside = np.random.default_rng((self.seed, 7)).standard_normal((len(seen), others - others // 2))
         aside *= ASIDE * self.beta / (SCALE * math.sqrt(CODE)) / np.linalg.norm(aside, axis=1, keepdims=True)
         sink = np.full((len(seen), 1), (self.sink or 0.0) / (SCALE * math.sqrt(CODE)))
-        return (np.hstack([seen, sink, aside]) @ self.basis.T).astype(np.float32)
+        unseen = np.zeros((len(seen), others // 2))
+        return (np.hstack([seen, sink, unseen, aside]) @ self.basis.T).astype(np.float32)
 
     def chunks(self) -> Iterator[tuple[Float32, Float32]]:
         """Keys [n, 1, HEAD_DIM] and values [n, 1, VALUE_DIM] of one chunk of tokens after another; the last is one token."""
         for start, stop in self._bounds:
-            keys = self._codes(start, stop) @ self.basis[:, :CODE].T
+            keys = self._codes(start, stop) @ self.basis[:, :CODE].T + self._noise(start, stop)
             values = self.vocabulary[self.words[start:stop]] + self.presence
             if self.sink is not None and start == 0:
                 keys[0], values[0] = math.sqrt(CODE) * self.basis[:, CODE], 0
@@ -245,15 +248,22 @@ class Head:
         codes[at[here] - start] = planted[here]
         return codes
 
+    def _noise(self, start: int, stop: int) -> Float64:
+        """float64 [n, HEAD_DIM]: what keys have where queries have nothing, as long as a code."""
+        columns = self.basis[:, CODE + 1 :][:, : (self.basis.shape[1] - CODE - 1) // 2]
+        noise = np.random.default_rng((self.seed, 11, start)).standard_normal((stop - start, columns.shape[1]))
+        added: Float64 = noise * math.sqrt(CODE / columns.shape[1]) @ columns.T
+        return added
+
     def _add_outliers(self, keys: Float64, start: int) -> None:
-        deviation = math.sqrt(CODE / HEAD_DIM)
+        """Adds them in place. Without them a key is about sqrt(HEAD_DIM) long: the deviation of a channel is 1."""
         channels = np.array(OUTLIER_CHANNELS)
         if self.outliers == "varying":
-            noise = np.random.default_rng((self.seed, 11, start)).standard_normal((len(keys), len(channels)))
-            keys[:, channels] += 20 * deviation * noise
+            noise = np.random.default_rng((self.seed, 12, start)).standard_normal((len(keys), len(channels)))
+            keys[:, channels] += 20 * noise
         elif self.outliers != "none":
             size = {"offset10": 10, "offset60": 60}[self.outliers]
-            keys[:, channels] += size * deviation * np.array([1, -1, -1, 1])
+            keys[:, channels] += size * np.array([1, -1, -1, 1])
 
 
 def haar(size: int, rng: np.random.Generator) -> Float64:

@@ -18,6 +18,7 @@ from pagoda.quality.heads import (
     HEAD_DIM,
     SCALE,
     VALUE_DIM,
+    WORDS,
     Float64,
     Head,
     margin,
@@ -61,8 +62,10 @@ class Fidelity:
     """Their closed form, without noise."""
     output_error: float
     """Root mean square of the outputs' error over that of the exact outputs."""
+    found: float
+    """Share of needles whose word is, of all words, the one most like the output."""
     recall: dict[int, float]
-    """Share of needles whose word the output tells, by the distance of the rival."""
+    """Share of needles whose word is more like the output than the rival's, by its distance."""
     recall_law: dict[int, float]
     """Phi(margin / (sqrt(2) sigma)), for the sigma measured."""
 
@@ -106,7 +109,8 @@ class Recall:
         needles = log_stored[np.arange(READ), (head.context - 1 - head.ages)[:READ]]
         margins = {distance: margin(distance, head.beta) for distance in DISTANCES}
         laws = [needle_weight(head.beta, head.context, margins[distance]) for distance in head.distances[:READ]]
-        right = (answers @ head.vocabulary.T).argmax(axis=1) == head.answers
+        likeness, queries = answers @ head.vocabulary.T, np.arange(head.needles)
+        beats = likeness[queries, head.answers] > likeness[queries, (head.answers + 1) % WORDS]
         squares = head.queries[:READ].astype(np.float64) ** 2
         errors = np.linalg.norm(answers[:READ] - self._outputs)
         return Fidelity(
@@ -117,7 +121,8 @@ class Recall:
             needle_weight=float(np.exp(needles).mean()),
             needle_weight_law=float(np.mean(laws)),
             output_error=float(errors / np.linalg.norm(self._outputs)),
-            recall={distance: float(right[head.distances == distance].mean()) for distance in DISTANCES},
+            found=float((likeness.argmax(axis=1) == head.answers).mean()),
+            recall={distance: float(beats[head.distances == distance].mean()) for distance in DISTANCES},
             recall_law={distance: recall(margins[distance], sigma) for distance in DISTANCES},
         )
 
