@@ -20,6 +20,7 @@ from pagoda.quality.heads import DISTANCES, OUTLIERS, Head, recall_head
 from pagoda.quality.language import TOKENS, ShippedText
 from pagoda.quality.measure import CacheOf, Kept, Recall, streaming
 from pagoda.sizes import format_tokens, parse_tokens
+from pagoda.spec import ModelSpec
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     contexts = [parse_tokens(part, "--contexts") for part in arguments.contexts.split(",")]
     heads = [recall_head(context, outliers) for context in contexts for outliers in OUTLIERS]
     if arguments.plot is not None:
-        plot.pyplot()
+        plot.figure_class()
     with Console(stderr=True).status("") as status:
         report: Row = {"build": build_info(), **measure(caches, heads, status.update)}
     if arguments.plot is not None:
@@ -74,11 +75,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 def cache_of(name: str) -> CacheOf:
     """What makes caches of a format, or of a pair K/V. Raises InvalidArgument."""
+    k_dtype, v_dtype = pair(name)
+    return lambda spec: Cache(spec, k_dtype=k_dtype, v_dtype=v_dtype)
+
+
+def pair(name: str) -> tuple[str, str]:
+    """The formats of K and V. Raises InvalidArgument."""
     k_dtype, _, v_dtype = name.partition("/")
     v_dtype = v_dtype or k_dtype
     for part in (k_dtype, v_dtype):
         row_format(part, "--formats")
-    return lambda spec: Cache(spec, k_dtype=k_dtype, v_dtype=v_dtype)
+    return k_dtype, v_dtype
+
+
+def bits(name: str, spec: ModelSpec) -> float:
+    """Bits that a model stores for an element of K or V, scales included."""
+    return 32 * spec.bytes_per_token(*pair(name)) / spec.bytes_per_token("f32", "f32")
 
 
 def measure(caches: dict[str, CacheOf], heads: list[Head], show: Callable[[str], object]) -> dict[str, list[Row]]:
@@ -103,7 +115,8 @@ def measure(caches: dict[str, CacheOf], heads: list[Head], show: Callable[[str],
     ]:
         kept = "all" if keep is None else f"{keep[0]} + last {keep[1]:,}"
         show(f"shipped text, {name}, kept: {kept}")
-        texts += [{"format": name, "retention": kept, **asdict(row)} for row in text.divergence(cache, keep=keep)]
+        place = {"format": name, "retention": kept, "bits": bits(name, text.model.spec)}
+        texts += [{**place, **asdict(row)} for row in text.divergence(cache, keep=keep)]
     return {"heads": recalls, "streaming": streams, "language": texts}
 
 
@@ -148,12 +161,13 @@ def streaming_table(rows: list[Row]) -> Table:
 
 def text_table(rows: list[Row]) -> Table:
     """The shipped language model."""
-    table = Table("format", "kept", title=f"shipped model, {TOKENS:,} bytes token by token, against f32")
+    table = Table("format", "bits", "kept", title=f"shipped model, {TOKENS:,} bytes token by token, against f32")
     for column in ("after", "bits a byte", "KLD, nats", "99.9 %", "same top, %"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
             row["format"],
+            f"{row['bits']:.2f}",
             row["retention"],
             format_tokens(row["start"]),
             f"{row['bits_per_byte']:.4f}",

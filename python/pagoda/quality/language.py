@@ -50,8 +50,8 @@ class ShippedText:
     """
 
     def __init__(self, cache_of_f32: CacheOf, starts: Collection[int] = STARTS, tokens: int = TOKENS) -> None:
-        self._model = LanguageModel.load(SHIPPED_MODEL)
-        self._text = self._model.tokenizer.encode(SHIPPED_TEXT.read_text())
+        self.model = LanguageModel.load(SHIPPED_MODEL)
+        self._text = self.model.tokenizer.encode(SHIPPED_TEXT.read_text())
         ends = [0, *(start + tokens for start in starts)]
         if tokens < 1 or any(start < end for start, end in zip(starts, ends, strict=False)):
             raise InvalidArgument(f"starts = {list(starts)}: growing, {tokens} tokens apart, for tokens of at least 1")
@@ -79,7 +79,7 @@ class ShippedText:
     def _predict(self, cache_of: CacheOf, keep: Kept | None) -> list[Float64]:
         """Log-probabilities [tokens, 256] of each stretch."""
         stretches = []
-        with cache_of(self._model.spec) as cache:
+        with cache_of(self.model.spec) as cache:
             sequence, done = cache.create(), 0
 
             def feed(count: int) -> npt.NDArray[np.float32]:
@@ -100,5 +100,5 @@ class ShippedText:
 
     def _feed(self, cache: Cache, sequence: Sequence, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         with cache.step([sequence], [len(tokens)]) as step:
-            logits: npt.NDArray[np.float32] = self._model.forward(tokens, step)[0]
+            logits: npt.NDArray[np.float32] = self.model.forward(tokens, step)[0]
         return logits

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 from pagoda.errors import BackendUnavailable, InvalidArgument
-from pagoda.formats import FORMATS
-from pagoda.quality.heads import HEAD_DIM, OUTLIERS, margin, recall
+from pagoda.quality.heads import OUTLIERS, margin, recall
 
 
-def pyplot() -> Any:
-    """matplotlib's figure factory, without a window. Raises BackendUnavailable, with what installs it."""
+def figure_class() -> Any:
+    """matplotlib's class of figures, which opens no window. Raises BackendUnavailable, with what installs it."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise BackendUnavailable('--plot: needs matplotlib; pip install "pagoda-kv[plot]"') from error
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
+    return Figure
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -29,8 +24,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
     report: as `pagoda.cli.quality` makes it. The suffix of the path is the format. Raises BackendUnavailable, and
     InvalidArgument for a path that cannot be written.
     """
-    plt = pyplot()
-    figure, (law, noise, language) = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    figure = figure_class()(figsize=(16, 5), layout="constrained")
+    law, noise, language = figure.subplots(1, 3)
     formats = list(dict.fromkeys(row["format"] for row in report["heads"]))
     largest = max(row["context"] for row in report["heads"])
 
@@ -53,25 +48,20 @@ def draw(report: dict[str, Any], path: Path) -> None:
         at = [formats.index(row["format"]) + (index - 1.5) / 5 for row in rows]
         noise.bar(at, [row["sigma"] for row in rows], width=0.2, label=outliers)
     noise.set_xticks(range(len(formats)), formats)
+    noise.tick_params(axis="x", labelrotation=60)
     noise.set(yscale="log", ylabel="sigma of a logit", title=f"noise, {largest:,} tokens")
     noise.legend(title="outliers")
 
+    latest = max(row["start"] for row in report["language"])
     for row in report["language"]:
-        if row["retention"] == "all" and row["kld"] > 0:
-            language.scatter(bits(row["format"]), row["kld"], color=f"C{formats.index(row['format'])}")
-            language.annotate(f"{row['format']} at {row['start']:,}", (bits(row["format"]), row["kld"]))
-    language.set(
-        yscale="log", xlabel="bits an element, K and V", ylabel="mean KLD, nats", title="language model, decoding"
-    )
+        if row["retention"] == "all" and row["start"] == latest and row["kld"] > 0:
+            language.scatter(row["bits"], row["kld"], color=f"C{formats.index(row['format'])}")
+            language.annotate(row["format"], (row["bits"], row["kld"]))
+    title = f"shipped model, token by token after {latest:,}"
+    language.set(yscale="log", xlabel="bits an element, K and V", ylabel="mean KLD, nats", title=title)
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise InvalidArgument(
             f"--plot = {str(path)!r}: a file that can be written, like quality.png ({error})"
         ) from error
-
-
-def bits(name: str) -> float:
-    """Bits an element, averaged over K and V, of a format or a pair such as q8_0/q4_0."""
-    pair = [FORMATS[part].bytes(HEAD_DIM) * 8 / HEAD_DIM for part in name.split("/")]
-    return math.fsum(pair) / len(pair)
