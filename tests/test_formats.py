@@ -107,14 +107,12 @@ ERRORS |= {"mxfp4": 0.26, "nvfp4": 0.24}
 """The largest error, relative to the largest number of a block: half a step, roughly."""
 
 
-@given(name=st.sampled_from(list(formats.FORMATS)), seed=st.integers(0, 2**32 - 1), power=st.integers(-5, 2))
+@given(name=st.sampled_from(list(formats.FORMATS)), seed=st.integers(0, 2**32 - 1), power=st.integers(-2, 2))
 def test_what_is_stored_is_near(name: str, seed: int, power: int) -> None:
     x = (np.random.default_rng(seed).standard_normal((3, 64)) * 10.0**power).astype(np.float32)
     packed = formats.encode(x, name)
     assert packed.shape == (3, formats.FORMATS[name].bytes(64))
     again = formats.decode(packed, name, x.shape)
-    if name == "nvfp4" and power < -2:
-        return  # E4M3 scales end at 2^-9.
     assert np.abs(again - x).max() <= (ERRORS[name] + 1e-7) * np.abs(x).max() + 2**-24
 
 
@@ -161,7 +159,15 @@ def test_attention_over_every_pair(
     shape = layer(num_q_heads=2 * group, num_kv_heads=2, head_dim=max(dims), v_head_dim=min(dims), v_alias=alias)
     spec = pagoda.ModelSpec([shape])
     with pagoda.Cache(
-        spec, k_dtype=dtypes[0], v_dtype=dtypes[1], page_size=page_size, device_memory="8MiB", host_memory=0, threads=2
+        spec,
+        k_dtype=dtypes[0],
+        v_dtype=dtypes[1],
+        center=None,
+        rotate=False,
+        page_size=page_size,
+        device_memory="8MiB",
+        host_memory=0,
+        threads=2,
     ) as cache:
         mirror = Mirror(cache, np.random.default_rng(seed))
         batch = [mirror.create(), mirror.create()]

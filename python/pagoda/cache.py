@@ -34,6 +34,7 @@ from pagoda.device.engine import DeviceEngine
 from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, PagodaError, UseAfterRelease
 from pagoda.formats import chosen
 from pagoda.geometry import block_layouts, core_layers, group_layers, tier_memory
+from pagoda.outliers import Outliers
 from pagoda.sizes import parse_size
 from pagoda.spec import ModelSpec
 from pagoda.stats import Stats
@@ -341,6 +342,8 @@ class Cache:
     where pages lie. checked: values that do not fit their row format, infinities and NaN raise in `append`. spill: when the
     device tier is full, the oldest pages go to the host tier by themselves.
 
+    center, rotate: what happens to rows before they are quantised, see `pagoda.outliers`; "auto" is by format.
+
     Raises InvalidArgument (also a ValueError) for what does not fit together, BackendUnavailable for what is not there.
     """
 
@@ -351,6 +354,8 @@ class Cache:
         page_size: int = 64,
         k_dtype: str | Collection[str] = "f16",
         v_dtype: str | Collection[str] = "f16",
+        center: Collection[Array | None] | str | None = "auto",
+        rotate: bool | str = "auto",
         device: str = "auto",
         device_memory: int | str = "2GiB",
         host_memory: int | str = "8GiB",
@@ -373,7 +378,7 @@ class Cache:
         self.dtypes = chosen(k_dtype, v_dtype, len(spec.layers))
         """Row formats of K and V of each layer."""
         self._groups = group_layers(spec, self.dtypes)
-        layers = core_layers(spec, self.dtypes)
+        layers = core_layers(spec, self.dtypes, Outliers(center, rotate, len(spec.layers)))
         layouts = block_layouts(layers, page_size)
         self._v_head_dims = [layer["v_head_dim"] for layer in layers]
         memory = tier_memory(

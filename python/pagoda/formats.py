@@ -25,13 +25,19 @@ BLOCK = 32
 class RowFormat:
     """Bits of an element, and the bytes of scales: so many for each block of elements, or for a row.
 
-    unit: a row has a multiple of so many elements.
+    unit: a row has a multiple of so many elements. rotate: whether rows are rotated by default (`pagoda.outliers`).
     """
 
     bits: float
     unit: int
     scale_bytes: int = 0
     block: int | None = None
+    rotate: bool = False
+
+    @property
+    def quantised(self) -> bool:
+        """Whether elements share a scale."""
+        return self.scale_bytes > 0
 
     def row_bytes(self, dim: int) -> int:
         """Bytes of the elements of a row."""
@@ -47,10 +53,10 @@ FORMATS = {
     "f16": RowFormat(16, 8),
     "bf16": RowFormat(16, 8),
     "fp8_e4m3": RowFormat(8, 16, 4),
-    "int8": RowFormat(8, 16, 4),
-    "q8_0": RowFormat(8, 32, 2, BLOCK),
-    "q5_0": RowFormat(5, 32, 2, BLOCK),
-    "q4_0": RowFormat(4, 32, 2, BLOCK),
+    "int8": RowFormat(8, 16, 4, rotate=True),
+    "q8_0": RowFormat(8, 32, 2, BLOCK, rotate=True),
+    "q5_0": RowFormat(5, 32, 2, BLOCK, rotate=True),
+    "q4_0": RowFormat(4, 32, 2, BLOCK, rotate=True),
     "mxfp4": RowFormat(4, 32, 1, BLOCK),
     "nvfp4": RowFormat(4, 32, 1, 16),
 }

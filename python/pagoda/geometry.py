@@ -7,6 +7,7 @@ from typing import TypedDict
 
 from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.formats import FORMATS
+from pagoda.outliers import Outliers
 from pagoda.spec import AttentionLayer, ModelSpec
 
 EXTENT_BYTES = 32 << 20
@@ -27,6 +28,9 @@ class CoreLayer(TypedDict):
     v_alias: bool
     k_dtype: str
     v_dtype: str
+    center: list[float] | None
+    center_first: bool
+    rotate: tuple[bool, bool]
     window: int | None
     scale: float
     rope: tuple[list[float], bool] | None
@@ -45,16 +49,19 @@ def group_layers(spec: ModelSpec, dtypes: Dtypes) -> list[list[int]]:
     return sorted(groups.values())
 
 
-def core_layers(spec: ModelSpec, dtypes: Dtypes) -> list[CoreLayer]:
+def core_layers(spec: ModelSpec, dtypes: Dtypes, outliers: Outliers) -> list[CoreLayer]:
     """The layers as the core takes them.
 
     Raises BackendUnavailable for what no backend does yet, InvalidArgument for rows that a format cannot have.
     """
     group_of = {layer: group for group, members in enumerate(group_layers(spec, dtypes)) for layer in members}
-    return [_core_layer(index, layer, group_of.get(index, 0), dtypes[index]) for index, layer in enumerate(spec.layers)]
+    return [
+        _core_layer(index, layer, group_of.get(index, 0), dtypes[index], outliers)
+        for index, layer in enumerate(spec.layers)
+    ]
 
 
-def _core_layer(index: int, layer: object, group: int, dtypes: tuple[str, str]) -> CoreLayer:
+def _core_layer(index: int, layer: object, group: int, dtypes: tuple[str, str], outliers: Outliers) -> CoreLayer:
     if not isinstance(layer, AttentionLayer):
         raise BackendUnavailable(
             f"layers[{index}] = {type(layer).__name__}: the cache has attention layers only so far"
@@ -79,6 +86,7 @@ def _core_layer(index: int, layer: object, group: int, dtypes: tuple[str, str]) 
         "v_alias": layer.v_alias,
         "k_dtype": k_dtype,
         "v_dtype": v_dtype,
+        **outliers.of(index, layer, dtypes),
         "window": layer.window,
         "scale": layer.head_dim**-0.5 if layer.scale is None else layer.scale,
         "rope": None if rope is None else (rope.inv_freq(layer.head_dim).tolist(), rope.interleaved),

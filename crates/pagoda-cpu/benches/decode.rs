@@ -16,7 +16,7 @@ use memmap2::{Advice, MmapMut};
 use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::SpanView;
-use pagoda_cpu::{Arenas, Backend, Element, Isa, Layer, Rows, RowsMut, SequenceTable};
+use pagoda_cpu::{Arenas, Backend, Element, Isa, Layer, Rows, RowsMut, SequenceTable, Transform};
 
 /// The memory that layers rotate over, at least.
 const COLD: u64 = 512 << 20;
@@ -129,6 +129,7 @@ impl Cache {
                 scale: 1.0 / (shape.dim as f32).sqrt(),
                 window: None,
                 rope: None,
+                transform: Transform::default(),
             },
             layout,
             row: order.into_iter().map(|i| BlockRef::new(Tier::Device, BlockId::new(i))).collect(),

@@ -9,6 +9,7 @@ use crate::layer::{Arenas, Layer, SequenceTable};
 use crate::pool::Pool;
 use crate::rows::{Element, Rows};
 use crate::simd::Kernels;
+use crate::transform::rotate;
 use pagoda_core::layout::{RowFormat, Strip};
 
 /// Tokens that a thread takes at a time.
@@ -50,7 +51,7 @@ pub(crate) unsafe fn append(
     values: Option<Rows>,
     checked: bool,
 ) -> Result<(), Overflow> {
-    let geometry = &layer.geometry;
+    let (geometry, transform) = (&layer.geometry, &layer.transform);
     let (heads, page_size) = (geometry.num_kv_heads as usize, layer.page_size as usize);
     let planes = [
         Some((keys, layer.layout.k, geometry.head_dim as usize, geometry.k_format)),
@@ -70,8 +71,13 @@ pub(crate) unsafe fn append(
                         + row * strip.row_stride as usize;
                     block.wrapping_add(offset)
                 };
-                let target =
-                    Target { format: *format, row: place(&plane.rows), scales: place(&plane.scales) };
+                let target = Target {
+                    format: *format,
+                    row: place(&plane.rows),
+                    scales: place(&plane.scales),
+                    center: if i == 0 { transform.center(head, *dim) } else { None },
+                    rotate: if i == 0 { transform.rotate_k } else { transform.rotate_v },
+                };
                 // SAFETY: the caller has a row for every token and head, and the block has a slot for it.
                 let fits = unsafe { store(kernels, source.row(token, head), source.element, *dim, &target) };
                 if checked && !fits {
@@ -119,18 +125,53 @@ pub(crate) unsafe fn append(
     }
 }
 
+/// The mean of the rows of each head, or nothing if one is not finite.
+///
+/// # Safety
+/// There are `tokens` rows for each head; the kernels are for this CPU.
+pub(crate) unsafe fn mean(
+    kernels: &Kernels,
+    rows: Rows,
+    tokens: usize,
+    heads: usize,
+    dim: usize,
+) -> Option<Vec<f32>> {
+    let mut sums = vec![0.0f64; heads * dim];
+    let mut numbers = [0.0f32; HEAD_DIM_MAX as usize];
+    for token in 0..tokens {
+        for (head, sums) in sums.chunks_exact_mut(dim).enumerate() {
+            // SAFETY: as the caller promises; a row has at most HEAD_DIM_MAX elements.
+            unsafe {
+                let convert = kernels.convert(rows.element, Element::F32);
+                convert(rows.row(token, head), numbers.as_mut_ptr().cast(), dim);
+            }
+            sums.iter_mut().zip(&numbers).for_each(|(sum, &x)| *sum += f64::from(x));
+        }
+    }
+    let means: Vec<f32> = sums.iter().map(|sum| (sum / tokens as f64) as f32).collect();
+    means.iter().all(|x| x.is_finite()).then_some(means)
+}
+
 /// Where a row is stored, and how.
-struct Target {
+struct Target<'a> {
     format: RowFormat,
     row: *mut u8,
     scales: *mut u8,
+    center: Option<&'a [f32]>,
+    rotate: bool,
 }
 
 /// Stores a row; false if it does not fit its format.
 ///
 /// # Safety
 /// There are `dim` elements at `source` and room for them at the target; the kernels are for this CPU.
-unsafe fn store(kernels: &Kernels, source: *const u8, element: Element, dim: usize, target: &Target) -> bool {
+unsafe fn store(
+    kernels: &Kernels,
+    source: *const u8,
+    element: Element,
+    dim: usize,
+    target: &Target<'_>,
+) -> bool {
     let plain = match target.format {
         RowFormat::F32 => Some(Element::F32),
         RowFormat::F16 => Some(Element::F16),
@@ -139,15 +180,22 @@ unsafe fn store(kernels: &Kernels, source: *const u8, element: Element, dim: usi
     };
     // SAFETY: as the caller promises; a row has at most HEAD_DIM_MAX elements.
     unsafe {
-        if let Some(to) = plain {
+        if let Some(to) = plain.filter(|_| target.center.is_none() && !target.rotate) {
             return kernels.convert(element, to)(source, target.row, dim);
         }
         let mut numbers = [0.0f32; HEAD_DIM_MAX as usize];
         kernels.convert(element, Element::F32)(source, numbers.as_mut_ptr().cast(), dim);
+        let numbers = &mut numbers[..dim];
+        if let Some(center) = target.center {
+            numbers.iter_mut().zip(center).for_each(|(x, c)| *x -= c);
+        }
+        if target.rotate {
+            rotate(numbers);
+        }
         let (rows, scales) = (target.format.row_bytes(dim as u32), target.format.scale_bytes(dim as u32));
         let rows = std::slice::from_raw_parts_mut(target.row, rows as usize);
         let scales = std::slice::from_raw_parts_mut(target.scales, scales as usize);
-        encode_row(target.format, &numbers[..dim], rows, scales)
+        encode_row(target.format, numbers, rows, scales)
     }
 }
 

@@ -15,6 +15,7 @@ use crate::plan::{Group, Item, Plan, state_floats, value_stride};
 use crate::pool::Pool;
 use crate::rows::{Element, Rows, RowsMut};
 use crate::simd::Kernels;
+use crate::transform::{rotate, rotate_back};
 
 /// Memory for floats, aligned to vectors, that only grows.
 #[derive(Default)]
@@ -43,6 +44,8 @@ struct Worker {
     queries: Floats,
     /// Scores, then weights, of one head.
     scores: Floats,
+    /// What is added to the scores of a query row.
+    biases: Floats,
     /// One factor a query row.
     decay: Floats,
     /// The result of the present run.
@@ -190,7 +193,7 @@ impl Call<'_> {
         let group = &self.plan.groups[item.group];
         let rows = group.queries * self.layer.group() * group.heads.len();
         let floats = state_floats(rows, self.layer);
-        let Worker { queries, scores, decay, state, merged, angles } = worker;
+        let Worker { queries, scores, biases, decay, state, merged, angles } = worker;
         let state = if group.parts == 1 {
             state.take(floats)
         } else {
@@ -206,6 +209,7 @@ impl Call<'_> {
             group,
             queries: queries.take(rows * (self.layer.geometry.head_dim as usize).next_multiple_of(ALIGN)),
             scores: scores.take(cells(group.queries) * group.queries * self.layer.group() * TILE),
+            biases: biases.take(rows),
             decay: decay.take(group.queries * self.layer.group()),
         };
         let mut counted = 0;
@@ -298,6 +302,9 @@ impl Call<'_> {
                 let inverse = 1.0 / sum;
                 values.iter_mut().for_each(|value| *value *= inverse);
             }
+            if self.layer.transform.rotate_v {
+                rotate_back(values);
+            }
             // SAFETY: `out` has a row for every query and head, and `lse` a number.
             unsafe {
                 store(values.as_ptr().cast(), self.out.row(token, head), dim);
@@ -329,6 +336,7 @@ struct Pass<'a> {
     group: &'a Group,
     queries: &'a mut [f32],
     scores: &'a mut [f32],
+    biases: &'a mut [f32],
     decay: &'a mut [f32],
 }
 
@@ -344,7 +352,8 @@ impl Pass<'_> {
             rope.angles(offset, angles);
         }
         let rows = self.queries.chunks_exact_mut(dim.next_multiple_of(ALIGN));
-        for (row, (token, head)) in rows.zip(group_rows(self.group, layer.group())) {
+        let rows = rows.zip(&mut *self.biases);
+        for ((row, bias), (token, head)) in rows.zip(group_rows(self.group, layer.group())) {
             // SAFETY: `queries` has a row for every query and head.
             unsafe { load(source.row(token, head), row.as_mut_ptr().cast(), dim) };
             row[dim..].fill(0.0);
@@ -352,6 +361,11 @@ impl Pass<'_> {
                 rope.rotate_back(angles, row);
             }
             row.iter_mut().for_each(|x| *x *= layer.scale * LOG2_E);
+            let center = layer.transform.center(head / layer.group(), dim);
+            *bias = center.map_or(0.0, |center| row.iter().zip(center).map(|(q, c)| q * c).sum());
+            if layer.transform.rotate_k {
+                rotate(&mut row[..dim]);
+            }
         }
     }
 
@@ -541,6 +555,7 @@ impl Pass<'_> {
             scores: &mut scores[part.start * TILE..part.end * TILE],
             low: seen.start,
             high: seen.end,
+            bias: &self.biases[state_part.clone()],
             max: &mut state.max[state_part.clone()],
             sum: &mut state.sum[state_part.clone()],
             decay: &mut self.decay[part.clone()],

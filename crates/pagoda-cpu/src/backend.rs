@@ -117,6 +117,16 @@ impl Backend {
         Ok(())
     }
 
+    /// The mean of rows `[tokens, heads, dim]` over the tokens, for [`Transform::center`](crate::Transform); nothing if it is
+    /// not finite.
+    ///
+    /// # Safety
+    /// There is a readable row for every token and head; `dim` is at most [`HEAD_DIM_MAX`](crate::HEAD_DIM_MAX).
+    pub unsafe fn mean(&self, rows: Rows, tokens: usize, heads: usize, dim: usize) -> Option<Vec<f32>> {
+        // SAFETY: as the caller promises; the kernels are for this CPU.
+        unsafe { append::mean(self.kernels, rows, tokens, heads, dim) }
+    }
+
     /// Attention of the queries `[sum(new_tokens), num_q_heads, head_dim]` of the new tokens, causal in the order of
     /// tokens, into `out` `[.., num_q_heads, v_head_dim]` and, if given, natural-log-sum-exps `[.., num_q_heads]`.
     ///

@@ -188,6 +188,8 @@ pub(crate) struct Softmax<'a> {
     /// Every row sees the tokens `low..high` of the tile, which are not empty.
     pub(crate) low: usize,
     pub(crate) high: usize,
+    /// What is to be added to all scores of a row.
+    pub(crate) bias: &'a [f32],
     /// The running maximum of every row.
     pub(crate) max: &'a mut [f32],
     /// The running sum of weights of every row.
@@ -211,7 +213,8 @@ pub(crate) unsafe fn softmax<S: Simd>(args: &mut Softmax<'_>) {
             for i in 0..TILE / S::LANES {
                 tops[i % 4] = S::max(tops[i % 4], S::load(scores.add(i * S::LANES)));
             }
-            let top = S::max_lane(S::max(S::max(tops[0], tops[1]), S::max(tops[2], tops[3])));
+            let bias = args.bias[row];
+            let top = S::max_lane(S::max(S::max(tops[0], tops[1]), S::max(tops[2], tops[3]))) + bias;
             let max = args.max[row];
             let top = if max > top { max } else { top };
             // Where everything is -inf so far, every weight is exp2(-inf - 0) = 0.
@@ -219,7 +222,7 @@ pub(crate) unsafe fn softmax<S: Simd>(args: &mut Softmax<'_>) {
             args.max[row] = top;
             let mut totals = [S::splat(0.0); 4];
             for i in 0..TILE / S::LANES {
-                let weight = exp2::<S>(S::sub(S::load(scores.add(i * S::LANES)), S::splat(base)));
+                let weight = exp2::<S>(S::sub(S::load(scores.add(i * S::LANES)), S::splat(base - bias)));
                 S::store(scores.add(i * S::LANES), weight);
                 totals[i % 4] = S::add(totals[i % 4], weight);
             }

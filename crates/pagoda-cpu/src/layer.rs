@@ -7,6 +7,7 @@ use pagoda_core::layout::{LayerGeometry, LayerLayout, RowFormat};
 use pagoda_core::table::SpanView;
 
 use crate::rope::Rope;
+use crate::transform::Transform;
 
 /// The largest row, in elements.
 pub const HEAD_DIM_MAX: u32 = 1024;
@@ -57,6 +58,8 @@ pub struct Layer {
     pub window: Option<u32>,
     /// How queries were rotated, for spans that have moved.
     pub rope: Option<Rope>,
+    /// What happens to rows before they are stored. Not with V in K.
+    pub transform: Transform,
 }
 
 impl Layer {

@@ -17,6 +17,7 @@ mod rope;
 mod rows;
 mod simd;
 mod stored;
+mod transform;
 
 pub use append::Overflow;
 pub use backend::{Backend, Error};
@@ -29,3 +30,4 @@ pub use layer::{
 pub use rope::Rope;
 pub use rows::{Element, Rows, RowsMut};
 pub use simd::Isa;
+pub use transform::Transform;

@@ -7,8 +7,8 @@ use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::SpanView;
 use pagoda_cpu::{
-    Arenas, Backend, Element, Error, F16_MAX, Isa, Layer, Overflow, Rows, SequenceTable, bf16_to_f32,
-    f16_to_f32, f32_to_bf16, f32_to_f16,
+    Arenas, Backend, Element, Error, F16_MAX, Isa, Layer, Overflow, Rows, SequenceTable, Transform,
+    bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16,
 };
 use world::{ELEMENTS, Random, rows};
 
@@ -30,6 +30,7 @@ fn layer(geometry: LayerGeometry, pages: usize) -> (Layer, Vec<u64>, Vec<BlockRe
         scale: 1.0,
         window: None,
         rope: None,
+        transform: Transform::default(),
     };
     let row = (0..pages as u32).rev().map(|i| BlockRef::new(Tier::Host, BlockId::new(i))).collect();
     (layer, vec![!0; (layout.block_bytes as usize * pages).div_ceil(8)], row)

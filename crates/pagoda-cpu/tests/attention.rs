@@ -3,7 +3,7 @@
 mod world;
 
 use pagoda_core::layout::{LayerGeometry, RowFormat};
-use pagoda_cpu::{Backend, Isa, Rope};
+use pagoda_cpu::{Backend, Isa, Rope, Transform};
 use proptest::prelude::*;
 use world::{Cut, ELEMENTS, Random, World};
 
@@ -48,6 +48,15 @@ fn random_world(random: &mut Random) -> World {
     if random.below(2) == 0 {
         world.layer.window = Some(random.pick(&[1, 2, 7, 63, 64, 65, 130, 1000]));
     }
+    if geometry.v_format.is_some() && random.below(3) == 0 {
+        let centered = random.below(2) == 0;
+        let center: Vec<f32> = random.floats((num_kv_heads * head_dim) as usize);
+        world.layer.transform = Transform {
+            center: if centered { center.iter().map(|c| c * 20.0).collect() } else { Vec::new() },
+            rotate_k: random.below(2) == 0,
+            rotate_v: random.below(2) == 0,
+        };
+    }
     if random.below(2) == 0 {
         let pairs = 1 + random.below(head_dim as usize / 2);
         let inv_freq = (0..pairs).map(|i| 10_000f32.powf(-(i as f32) / pairs as f32)).collect();
@@ -83,6 +92,11 @@ fn compare(
         pagoda_cpu::Element::F16 => 2e-3,
         pagoda_cpu::Element::Bf16 => 1.2e-2,
     };
+    // Rows that are transformed in f32 here and in f64 there may be rounded to different codes.
+    let LayerGeometry { k_format, v_format, .. } = world.layer.geometry;
+    let rounded = [Some(k_format), v_format].iter().any(|format| *format != Some(RowFormat::F32));
+    let coarse = rounded && world.layer.transform != Transform::default();
+    let (tolerance, lse_tolerance) = if coarse { (3e-2, 1e-2) } else { (tolerance, 1e-5) };
     assert_eq!(out.len(), expected_out.len());
     for (i, (&x, &y)) in out.iter().zip(&expected_out).enumerate() {
         assert!(
@@ -91,7 +105,7 @@ fn compare(
         );
     }
     for (i, (&x, &y)) in lse.iter().zip(&expected_lse).enumerate() {
-        let same = f64::from(x) == y || (f64::from(x) - y).abs() <= 1e-5 * (1.0 + y.abs());
+        let same = f64::from(x) == y || (f64::from(x) - y).abs() <= lse_tolerance * (1.0 + y.abs());
         assert!(same, "lse[{i}] is {x}, not {y}; {batch:?}");
     }
 }

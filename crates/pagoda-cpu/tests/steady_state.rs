@@ -3,7 +3,7 @@
 use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::SpanView;
-use pagoda_cpu::{Arenas, Backend, Element, Layer, Rows, RowsMut, SequenceTable};
+use pagoda_cpu::{Arenas, Backend, Element, Layer, Rows, RowsMut, SequenceTable, Transform};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -51,6 +51,7 @@ fn append_and_attend_allocate_nothing() {
         scale: 0.125,
         window: None,
         rope: None,
+        transform: Transform::default(),
     };
     let row: Vec<_> =
         (0..TOKENS.div_ceil(64) as u32).map(|b| BlockRef::new(Tier::Device, BlockId::new(b))).collect();

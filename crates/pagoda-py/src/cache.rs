@@ -421,6 +421,12 @@ impl Cache {
         else {
             unreachable!("checked")
         };
+        if std::mem::take(&mut layers[layer].center_first) && step.new_tokens() >= CENTER_TOKENS_MIN {
+            let (heads, dim) = (geometry.num_kv_heads as usize, geometry.head_dim as usize);
+            // SAFETY: the array was checked.
+            let mean = unsafe { backend.mean(keys, step.new_tokens(), heads, dim) };
+            layers[layer].layer.transform.center = mean.unwrap_or_default();
+        }
         let memory = std::mem::take(&mut step.sequences);
         let tables = sequence_tables(core, step, layers[layer].group, memory);
         let result = py.detach(|| {
@@ -807,6 +813,9 @@ impl Drop for Cache {
         }
     }
 }
+
+/// Rows that are enough to say what K is centred by; after fewer it is not.
+const CENTER_TOKENS_MIN: usize = 16;
 
 /// The meaning of 16-bit integers, if the caller says so.
 fn bits(py: Python<'_>, dtype: Option<&str>) -> PyResult<Option<Element>> {

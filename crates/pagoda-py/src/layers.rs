@@ -5,7 +5,7 @@ use crate::errors::cpu;
 use pagoda_core::cache::{Group, GroupKind};
 use pagoda_core::ids::GroupId;
 use pagoda_core::layout::{BlockLayout, LayerGeometry};
-use pagoda_cpu::{Layer, Rope};
+use pagoda_cpu::{Layer, Rope, Transform};
 use pyo3::prelude::*;
 
 /// One attention layer, as a dict.
@@ -20,6 +20,9 @@ pub(crate) struct LayerArguments {
     v_alias: bool,
     k_dtype: String,
     v_dtype: String,
+    center: Option<Vec<f32>>,
+    center_first: bool,
+    rotate: (bool, bool),
     window: Option<u32>,
     scale: f32,
     rope: Option<(Vec<f32>, bool)>,
@@ -29,6 +32,8 @@ pub(crate) struct LayerArguments {
 pub(crate) struct PlacedLayer {
     pub(crate) group: GroupId,
     pub(crate) layer: Layer,
+    /// Whether the first rows of K will say what all are centred by.
+    pub(crate) center_first: bool,
 }
 
 /// Lays out the blocks of every group and checks every layer.
@@ -67,10 +72,19 @@ pub(crate) fn place(
                 num_q_heads,
                 scale,
                 window,
+                transform: Transform {
+                    center: layers[at].center.clone().unwrap_or_default(),
+                    rotate_k: layers[at].rotate.0,
+                    rotate_v: layers[at].rotate.1,
+                },
                 rope: rope.clone().map(|(inv_freq, interleaved)| Rope { inv_freq, interleaved }),
             };
             layer.check().map_err(|error| cpu(py, &error.into()))?;
-            placed[at] = Some(PlacedLayer { group: GroupId(group as u8), layer });
+            placed[at] = Some(PlacedLayer {
+                group: GroupId(group as u8),
+                layer,
+                center_first: layers[at].center_first,
+            });
         }
     }
     Ok((groups, placed.into_iter().map(|layer| layer.expect("every layer has a group")).collect()))

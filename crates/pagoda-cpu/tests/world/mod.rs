@@ -12,7 +12,7 @@ use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::SpanView;
 use pagoda_cpu::{
-    Arenas, Backend, Element, Layer, Rope, Rows, RowsMut, SequenceTable, decode_row, encode_row,
+    Arenas, Backend, Element, Layer, Rope, Rows, RowsMut, SequenceTable, Transform, decode_row, encode_row,
 };
 
 /// SplitMix64.
@@ -151,6 +151,7 @@ impl World {
             scale: 1.0 / (geometry.head_dim as f32).sqrt(),
             window: None,
             rope: None,
+            transform: Transform::default(),
         };
         let words = (layout.block_bytes as usize * blocks as usize).div_ceil(8);
         let mut free: Vec<_> = [Tier::Device, Tier::Host]
@@ -338,12 +339,26 @@ impl World {
         let (mut out, mut lse) = (Vec::new(), Vec::new());
         for &(s, len, new) in batch {
             let sequence = &self.sequences[s];
-            let stored = |rows: &[f32], dim: usize, format: RowFormat| -> Vec<f32> {
-                rows.chunks_exact(dim).flat_map(|row| through(row, format)).collect()
+            let stored = |rows: &[f32], dim: usize, format: RowFormat, center: &[f32], rotated: bool| {
+                let mut all = Vec::new();
+                for (i, row) in rows.chunks_exact(dim).enumerate() {
+                    let zero = vec![0.0; dim];
+                    let center =
+                        if center.is_empty() { &zero } else { &center[i % kv_heads * dim..][..dim].to_vec() };
+                    let row: Vec<f32> = row.iter().zip(center).map(|(x, c)| x - c).collect();
+                    let row = if rotated {
+                        turn(&through(&turn(&row, false), format), true)
+                    } else {
+                        through(&row, format)
+                    };
+                    all.extend(row.iter().zip(center).map(|(x, c)| x + c));
+                }
+                all
             };
-            let keys = stored(&sequence.keys, dim, geometry.k_format);
+            let transform = &layer.transform;
+            let keys = stored(&sequence.keys, dim, geometry.k_format, &transform.center, transform.rotate_k);
             let values = match geometry.v_format {
-                Some(format) => stored(&sequence.values, v_dim, format),
+                Some(format) => stored(&sequence.values, v_dim, format, &[], transform.rotate_v),
                 None => keys.chunks_exact(dim).flat_map(|row| &row[..v_dim]).copied().collect(),
             };
             let queries = given(&sequence.queries, element);
@@ -382,6 +397,25 @@ impl World {
         }
         (out, lse)
     }
+}
+
+/// Random signs and a Hadamard matrix over blocks, or its inverse, written out.
+fn turn(x: &[f32], back: bool) -> Vec<f32> {
+    let size = 1 << x.len().trailing_zeros();
+    let sign = |i: usize| {
+        if Random((i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)).next() & 1 == 0 { 1.0 } else { -1.0 }
+    };
+    let mut out = Vec::new();
+    for i in 0..x.len() {
+        let first = i / size * size;
+        let entry = |j: usize| {
+            let parity = ((i - first) & (j - first)).count_ones() % 2;
+            f64::from(x[j]) * if back { 1.0 } else { sign(j) } * if parity == 0 { 1.0 } else { -1.0 }
+        };
+        let sum: f64 = (first..first + size).map(entry).sum();
+        out.push((sum / (size as f64).sqrt() * if back { sign(i) } else { 1.0 }) as f32);
+    }
+    out
 }
 
 fn rotate(q: &[f64], rope: &Rope, by: f64) -> Vec<f64> {

@@ -1,0 +1,73 @@
+"""What keeps few large elements from costing the others of a quantised row their precision.
+
+K is centred: a constant vector is taken off the K rows of each head. Scores of a query then miss the query times that vector,
+which is the same for all rows; it is added back. K and V are rotated: random signs and a Hadamard matrix over blocks of the
+largest power of two that divides the row; queries and results are rotated to fit. Either leaves attention as it is but for
+what quantising loses: docs/adr/0011 says how much, and where the defaults come from. Formats that are not quantised are left
+alone, and so are layers with V in K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.errors import InvalidArgument
+from pagoda.formats import FORMATS
+from pagoda.spec import AttentionLayer
+
+
+class CoreOutliers(TypedDict):
+    """As the core takes it."""
+
+    center: list[float] | None
+    center_first: bool
+    rotate: tuple[bool, bool]
+
+
+class Outliers:
+    """The choice of a cache.
+
+    center: "first" takes the mean of the first K rows that a layer is given (16 or more), for the life of the cache;
+    or an array [num_kv_heads, head_dim] for each layer, such as the bias of the K projection, or None; or None for all.
+    rotate: whether rows are. "auto": by the format. Raises InvalidArgument.
+    """
+
+    def __init__(self, center: Sequence[npt.NDArray[Any] | None] | str | None, rotate: bool | str, layers: int) -> None:
+        if isinstance(center, str) and center not in ("auto", "first"):
+            raise InvalidArgument(f'center = {center!r}: "auto", "first", None, or an array or None for each layer')
+        if not isinstance(center, str) and center is not None and len(center) != layers:
+            raise InvalidArgument(f"center = {len(center)} arrays: {layers}, one for each layer")
+        if not isinstance(rotate, bool) and rotate != "auto":
+            raise InvalidArgument(f'rotate = {rotate!r}: "auto", True or False')
+        self._first = isinstance(center, str)
+        self._given = [None] * layers if isinstance(center, str) or center is None else list(center)
+        self._rotate = rotate
+
+    def of(self, index: int, layer: AttentionLayer, dtypes: tuple[str, str]) -> CoreOutliers:
+        """Of one layer."""
+        k, v = (FORMATS[name] for name in dtypes)
+        rotate_k, rotate_v = (form.rotate if self._rotate == "auto" else bool(self._rotate) for form in (k, v))
+        if layer.v_alias or not k.quantised:
+            return {
+                "center": None,
+                "center_first": False,
+                "rotate": (False, rotate_v and v.quantised and not layer.v_alias),
+            }
+        return {
+            "center": self._center(index, layer),
+            "center_first": self._first,
+            "rotate": (rotate_k, rotate_v and v.quantised),
+        }
+
+    def _center(self, index: int, layer: AttentionLayer) -> list[float] | None:
+        given = self._given[index]
+        if given is None:
+            return None
+        array, shape = np.asarray(given, np.float32), (layer.num_kv_heads, layer.head_dim)
+        if array.shape != shape or not np.isfinite(array).all():
+            raise InvalidArgument(f"center[{index}] = shape {list(array.shape)}: finite numbers {list(shape)}")
+        return [float(x) for x in array.ravel()]

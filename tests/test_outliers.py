@@ -1,0 +1,141 @@
+"""Centring and rotation: what they must not change, and what they are for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pagoda
+import pytest
+from mirror import layer
+from pagoda.attention.reference import attention
+
+Array = npt.NDArray[Any]
+
+SHAPE = layer(num_q_heads=4, num_kv_heads=2, head_dim=64)
+
+
+def rows(tokens: int, regime: str, seed: int = 0) -> tuple[Array, Array, Array]:
+    """Queries, keys and values; keys with a constant offset in a few channels, or with channels that vary wildly."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal((tokens, heads, 64), np.float32) for heads in (4, 2, 2))
+    if regime == "offset":
+        k[..., [3, 40]] += 60
+        q[..., [3, 40]] *= 0.1
+    elif regime == "wild":
+        k[..., [7, 50]] *= 30
+        q[..., [7, 50]] /= 30
+    return q, k, v
+
+
+def run(q: Array, k: Array, v: Array, k_dtype: str, shape: pagoda.AttentionLayer = SHAPE, **options: Any) -> Any:
+    """Attention of the last 10 tokens, those before read in two chunks."""
+    spec = pagoda.ModelSpec([shape])
+    with pagoda.Cache(spec, k_dtype=k_dtype, device_memory="8MiB", host_memory=0, **options) as cache:
+        sequence = cache.create()
+        for part in (slice(0, 100), slice(100, len(q) - 10)):
+            with cache.step([sequence], [len(q[part])]) as step:
+                step.append(0, k[part], v[part])
+        with cache.step([sequence], [10]) as step:
+            return step.forward(0, q[-10:], k[-10:], v[-10:], return_lse=True)
+
+
+def error(regime: str, k_dtype: str, **options: Any) -> float:
+    """Of results, root mean square."""
+    q, k, v = rows(400, regime)
+    out, lse = run(q, k, v, k_dtype, v_dtype="f32", **options)
+    right, right_lse = attention(q[-10:], k, v)
+    assert np.abs(lse - right_lse).max() < 4
+    return float(np.sqrt(np.mean((out - right) ** 2)))
+
+
+@pytest.mark.parametrize("k_dtype", ["fp8_e4m3", "int8", "q8_0", "q5_0", "q4_0", "mxfp4", "nvfp4"])
+def test_a_constant_offset_costs_nothing_once_it_is_taken_off(k_dtype: str) -> None:
+    plain = error("offset", k_dtype, center=None, rotate=False)
+    by_default, without = error("offset", k_dtype), error("", k_dtype)
+    # Numbers with exponents lose little to an offset.
+    assert by_default < (plain if k_dtype == "fp8_e4m3" else plain / 4)
+    assert by_default < 1.5 * without
+
+
+@pytest.mark.parametrize("k_dtype", ["int8", "q8_0", "q5_0", "q4_0"])
+def test_rotation_spreads_what_is_wild(k_dtype: str) -> None:
+    assert error("wild", k_dtype) < error("wild", k_dtype, rotate=False) / 1.5
+
+
+@pytest.mark.parametrize("regime", ["", "offset"])
+def test_q4_0_with_it_and_q5_0_without(regime: str) -> None:
+    if regime == "offset":
+        assert error(regime, "q4_0") < error(regime, "q5_0", center=None, rotate=False)
+    else:
+        assert error(regime, "q4_0") < 4.5**0.5 * 1.1 * error(regime, "q5_0")
+
+
+def test_a_centre_that_is_given_is_exact() -> None:
+    """Rows that are the centre and small integers are stored as they are: results are those of float64."""
+    q, _, v = rows(300, "")
+    rng = np.random.default_rng(2)
+    center = rng.standard_normal((2, 64)).astype(np.float32) * 50
+    k = rng.integers(-127, 128, (300, 2, 64)).astype(np.float32)
+    k[..., 0] = 127
+    k += center
+    q *= 0.02
+    out, lse = run(q, k, v, "int8", v_dtype="f32", center=[center], rotate=False)
+    right, right_lse = attention(q[-10:], k, v)
+    np.testing.assert_allclose(out, right, atol=3e-4)
+    np.testing.assert_allclose(lse, right_lse, rtol=1e-5)
+
+
+def test_the_centre_stays_what_the_first_rows_said() -> None:
+    q, k, v = rows(300, "offset")
+    with pagoda.Cache(pagoda.ModelSpec([SHAPE]), k_dtype="q8_0", device_memory="8MiB", host_memory=0) as cache:
+        first, second = cache.create(), cache.create()
+        with cache.step([first], [300]) as step:
+            step.append(0, k, v)
+        # Of another mean: the centre is wrong for these, but no less exact than none.
+        with cache.step([second], [300]) as step:
+            out = step.forward(0, q, k - 60, v)
+        assert np.abs(out - attention(q, k - 60, v)[0]).max() < 1
+        with cache.step([first], [1]) as step:
+            out = step.forward(0, q[:1], k[:1], v[:1])
+        right, _ = attention(q[:1], np.concatenate([k, k[:1]]), np.concatenate([v, v[:1]]))
+        assert np.abs(out - right).max() < 0.05
+
+
+@pytest.mark.parametrize("options", [{}, {"center": None}, {"rotate": False}])
+def test_spans_that_have_moved(options: dict[str, Any]) -> None:
+    """Queries are rotated back for each span: what centring adds to scores is another number in each."""
+    rope = pagoda.Rope(theta=50.0)
+    shape = layer(num_q_heads=4, num_kv_heads=2, head_dim=64, rope=rope)
+    q, k, v = rows(300, "offset")
+    results = []
+    for k_dtype in ("f32", "q8_0"):
+        with pagoda.Cache(
+            pagoda.ModelSpec([shape]), k_dtype=k_dtype, v_dtype="f32", device_memory="8MiB", **options
+        ) as cache:
+            sequence = cache.create()
+            with cache.step([sequence], [299]) as step:
+                step.append(0, k[:299], v[:299])
+            sequence.drop(50, 120)
+            sequence.drop(100, 110)
+            with cache.step([sequence], [1]) as step:
+                results.append(step.forward(0, q[299:], k[299:], v[299:], return_lse=True))
+    loose = 5e-1 if options.get("center", "auto") is None else 3e-2
+    np.testing.assert_allclose(results[1][0], results[0][0], atol=loose)
+    np.testing.assert_allclose(results[1][1], results[0][1], atol=loose)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"center": "mean"}, "center = 'mean'"),
+        ({"center": [None, None]}, "center = 2 arrays"),
+        ({"center": [np.zeros((2, 32))]}, r"center\[0\] = shape \[2, 32\]"),
+        ({"center": [np.full((2, 64), np.nan)]}, r"center\[0\]"),
+        ({"rotate": "yes"}, "rotate = 'yes'"),
+    ],
+)
+def test_choices_that_cannot_be(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(pagoda.InvalidArgument, match=named):
+        pagoda.Cache(pagoda.ModelSpec([SHAPE]), k_dtype="q8_0", **options)
