@@ -93,7 +93,8 @@ def modelled(rounding: Rounding) -> CacheOf:
 
 
 def stored(name: str) -> CacheOf:
-    return lambda spec: pagoda.Cache(spec, k_dtype=name, v_dtype=name, threads=1)
+    """Rows as they come: neither centred nor rotated."""
+    return lambda spec: pagoda.Cache(spec, k_dtype=name, v_dtype=name, center=None, rotate=False, threads=1)
 
 
 @functools.cache
@@ -212,6 +213,19 @@ def test_outliers_do_to_formats_what_is_known_of_them() -> None:
     assert sigma["none"] < sigma["offset10"] < sigma["offset60"]
     assert sigma["varying"] > 3 * sigma["none"]
     assert exact("offset60").fidelity(stored("f16")).sigma < 0.02
+
+
+@pytest.mark.parametrize("name", ["int8", "q8_0", "q5_0", "q4_0"])
+def test_centred_and_rotated_rows_follow_the_laws_and_do_not_mind_a_constant(name: str) -> None:
+    results = {
+        outliers: exact(outliers).fidelity(lambda spec: pagoda.Cache(spec, k_dtype=name, v_dtype=name, threads=1))
+        for outliers in OUTLIERS
+    }
+    for result in results.values():
+        assert result.sigma == pytest.approx(result.sigma_law, rel=0.25)
+        assert result.sigma > 2 or follows_the_normal_law(result)
+    for outliers in ("offset10", "offset60"):
+        assert results[outliers].sigma == pytest.approx(results["none"].sigma, rel=0.1)
 
 
 def test_a_wrong_scale_breaks_the_law_of_sigma() -> None:

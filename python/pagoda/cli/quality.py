@@ -45,6 +45,7 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "--formats", default=",".join(FORMATS), help="row formats, or pairs K/V of them, comma-separated"
     )
+    parser.add_argument("--plain", action="store_true", help="neither centre nor rotate rows before quantising")
     parser.add_argument("--contexts", default="4k,32k,128k", help="tokens of the recall heads; k is 1024")
     parser.add_argument("--plot", type=Path, help="draw into this file, by its suffix; needs matplotlib")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -53,7 +54,7 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures and prints."""
-    caches = {name: cache_of(name) for name in arguments.formats.split(",")}
+    caches = {name: cache_of(name, plain=arguments.plain) for name in arguments.formats.split(",")}
     contexts = [parse_tokens(part, "--contexts") for part in arguments.contexts.split(",")]
     heads = [recall_head(context, outliers) for context in contexts for outliers in OUTLIERS]
     if arguments.plot is not None:
@@ -73,10 +74,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def cache_of(name: str) -> CacheOf:
-    """What makes caches of a format, or of a pair K/V. Raises InvalidArgument."""
+def cache_of(name: str, *, plain: bool = False) -> CacheOf:
+    """What makes caches of a format, or of a pair K/V; plain: with rows stored as they come. Raises InvalidArgument."""
     k_dtype, v_dtype = pair(name)
-    return lambda spec: Cache(spec, k_dtype=k_dtype, v_dtype=v_dtype)
+    options: dict[str, Any] = {"center": None, "rotate": False} if plain else {}
+    return lambda spec: Cache(spec, k_dtype=k_dtype, v_dtype=v_dtype, **options)
 
 
 def pair(name: str) -> tuple[str, str]:
