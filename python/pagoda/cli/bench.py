@@ -15,6 +15,7 @@ from rich.table import Table
 
 from pagoda import build_info
 from pagoda.cache import Cache
+from pagoda.cli import quality
 from pagoda.lm import ContiguousCache, LanguageModel, Sampler, generate
 from pagoda.models import SHIPPED_MODEL, SHIPPED_TEXT
 from pagoda.spec import AttentionLayer, ModelSpec
@@ -28,9 +29,10 @@ SMALL = AttentionLayer(num_q_heads=8, num_kv_heads=2, head_dim=64)
 
 def register(commands: Commands) -> None:
     """Adds the command."""
-    parser = commands.add_parser("bench", help="what calls cost through Python")
+    parser = commands.add_parser("bench", help="what calls cost through Python, and what formats cost in quality")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
+    quality.register(parser.add_subparsers(metavar="PART"))
 
 
 def run(arguments: argparse.Namespace) -> int:

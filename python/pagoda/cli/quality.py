@@ -1,0 +1,180 @@
+"""`pagoda bench quality`: what row formats and retention do to attention and to the shipped language model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pagoda import build_info
+from pagoda.cache import Cache
+from pagoda.formats import FORMATS, row_format
+from pagoda.quality import plot
+from pagoda.quality.heads import DISTANCES, OUTLIERS, Head, recall_head
+from pagoda.quality.language import TOKENS, ShippedText
+from pagoda.quality.measure import CacheOf, Kept, Recall, streaming
+from pagoda.sizes import format_tokens, parse_tokens
+from pagoda.spec import ModelSpec
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+Row = dict[str, Any]
+
+STREAM_CONTEXTS = (8192, 32768, 131072)
+WINDOW = 1024
+RETENTION: dict[str, dict[str, Any]] = {
+    "all": {},
+    f"last {WINDOW:,}": {"window": WINDOW},
+    f"4 + last {WINDOW:,}": {"keep": (4, WINDOW)},
+}
+"""What the head with a sink keeps, as arguments of `streaming`: the window of a layer has no sinks."""
+KEPT: tuple[Kept, ...] = ((4, WINDOW), (64, 4 * WINDOW))
+"""What the language model keeps, if not everything."""
+
+
+def register(commands: Commands) -> None:
+    """Adds the command."""
+    parser = commands.add_parser("quality", help="what formats and retention do to recall and predictions")
+    parser.add_argument(
+        "--formats", default=",".join(FORMATS), help="row formats, or pairs K/V of them, comma-separated"
+    )
+    parser.add_argument("--plain", action="store_true", help="neither centre nor rotate rows before quantising")
+    parser.add_argument("--contexts", default="4k,32k,128k", help="tokens of the recall heads; k is 1024")
+    parser.add_argument("--plot", type=Path, help="draw into this file, by its suffix; needs matplotlib")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures and prints."""
+    caches = {name: cache_of(name, plain=arguments.plain) for name in arguments.formats.split(",")}
+    contexts = [parse_tokens(part, "--contexts") for part in arguments.contexts.split(",")]
+    heads = [recall_head(context, outliers) for context in contexts for outliers in OUTLIERS]
+    if arguments.plot is not None:
+        plot.figure_class()
+    with Console(stderr=True).status("") as status:
+        report: Row = {"build": build_info(), **measure(caches, heads, status.update)}
+    if arguments.plot is not None:
+        plot.draw(report, arguments.plot)
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+        return 0
+    console = Console()
+    for context in dict.fromkeys(contexts):
+        console.print(heads_table([row for row in report["heads"] if row["context"] == context]))
+    console.print(streaming_table(report["streaming"]))
+    console.print(text_table(report["language"]))
+    return 0
+
+
+def cache_of(name: str, *, plain: bool = False) -> CacheOf:
+    """What makes caches of a format, or of a pair K/V; plain: with rows stored as they come. Raises InvalidArgument."""
+    k_dtype, v_dtype = pair(name)
+    options: dict[str, Any] = {"center": None, "rotate": False} if plain else {}
+    return lambda spec: Cache(spec, k_dtype=k_dtype, v_dtype=v_dtype, **options)
+
+
+def pair(name: str) -> tuple[str, str]:
+    """The formats of K and V. Raises InvalidArgument."""
+    k_dtype, _, v_dtype = name.partition("/")
+    v_dtype = v_dtype or k_dtype
+    for part in (k_dtype, v_dtype):
+        row_format(part, "--formats")
+    return k_dtype, v_dtype
+
+
+def bits(name: str, spec: ModelSpec) -> float:
+    """Bits that a model stores for an element of K or V, scales included."""
+    return 32 * spec.bytes_per_token(*pair(name)) / spec.bytes_per_token("f32", "f32")
+
+
+def measure(caches: dict[str, CacheOf], heads: list[Head], show: Callable[[str], object]) -> dict[str, list[Row]]:
+    """Every head and the shipped text in every format. What is not about formats is measured over float32."""
+    reference = cache_of("f32")
+    recalls, streams, texts = [], [], []
+    for head in heads:
+        test = Recall(head)
+        for name, cache in caches.items():
+            show(f"recall over {format_tokens(head.context)}, outliers {head.outliers}, {name}")
+            place = {"format": name, "context": head.context, "outliers": head.outliers, "beta": head.beta}
+            recalls.append({**place, **asdict(test.fidelity(cache))})
+    for context in STREAM_CONTEXTS:
+        for kept, options in RETENTION.items():
+            show(f"head with a sink over {format_tokens(context)}, kept: {kept}")
+            streams.append({"context": context, "retention": kept, **asdict(streaming(context, reference, **options))})
+    show("shipped text, f32")
+    text = ShippedText(reference)
+    for name, cache, keep in [
+        *((*item, None) for item in caches.items()),
+        *(("f32", reference, keep) for keep in KEPT),
+    ]:
+        kept = "all" if keep is None else f"{keep[0]} + last {keep[1]:,}"
+        show(f"shipped text, {name}, kept: {kept}")
+        place = {"format": name, "retention": kept, "bits": bits(name, text.model.spec)}
+        texts += [{**place, **asdict(row)} for row in text.divergence(cache, keep=keep)]
+    return {"heads": recalls, "streaming": streams, "language": texts}
+
+
+def heads_table(rows: list[Row]) -> Table:
+    """Recall with graded margins, of one context."""
+    title = f"associative recall, {format_tokens(rows[0]['context'])}; the law's figures in brackets"
+    table = Table("outliers", "format", title=title)
+    columns = ("sigma", "KL, nats", "output error", "needle weight", "found")
+    for column in (*columns, *(f"{distance} off" for distance in DISTANCES)):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row["outliers"],
+            row["format"],
+            f"{row['sigma']:.2g} ({row['sigma_law']:.2g})",
+            f"{row['kl']:.1e}",
+            f"{row['output_error']:.1e}",
+            f"{row['needle_weight']:.3f} ({row['needle_weight_law']:.3f})",
+            f"{row['found']:.3f}",
+            *(f"{row['recall'][distance]:.2f} ({row['recall_law'][distance]:.2f})" for distance in DISTANCES),
+        )
+    return table
+
+
+def streaming_table(rows: list[Row]) -> Table:
+    """The head with a sink."""
+    table = Table("context", "kept", title="needles and a sink; the law's figure in brackets")
+    for column in ("needles found, kept", "dropped", "answers invented", "weight off the sink"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        beyond = row["recall_beyond"]
+        table.add_row(
+            format_tokens(row["context"]),
+            row["retention"],
+            f"{row['recall_within']:.3f}",
+            "-" if beyond is None else f"{beyond:.3f}",
+            f"{row['invented']:.3f}",
+            f"{row['presence']:.2g} ({row['presence_law']:.2g})",
+        )
+    return table
+
+
+def text_table(rows: list[Row]) -> Table:
+    """The shipped language model."""
+    table = Table("format", "bits", "kept", title=f"shipped model, {TOKENS:,} bytes token by token, against f32")
+    for column in ("after", "bits a byte", "KLD, nats", "99.9 %", "same top, %"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row["format"],
+            f"{row['bits']:.2f}",
+            row["retention"],
+            format_tokens(row["start"]),
+            f"{row['bits_per_byte']:.4f}",
+            f"{row['kld']:.1e}",
+            f"{row['kld_999']:.1e}",
+            f"{100 * row['same_top']:.2f}",
+        )
+    return table

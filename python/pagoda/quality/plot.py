@@ -1,0 +1,67 @@
+"""The figures of `pagoda bench quality` as a picture, through matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pagoda.errors import BackendUnavailable, InvalidArgument
+from pagoda.quality.heads import OUTLIERS, margin, recall
+
+
+def figure_class() -> Any:
+    """matplotlib's class of figures, which opens no window. Raises BackendUnavailable, with what installs it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise BackendUnavailable('--plot: needs matplotlib; pip install "pagoda-kv[plot]"') from error
+    return Figure
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Three panels: recall against its law, noise by format and outliers, divergence of the language model by size.
+
+    report: as `pagoda.cli.quality` makes it. The suffix of the path is the format. Raises BackendUnavailable, and
+    InvalidArgument for a path that cannot be written.
+    """
+    figure = figure_class()(figsize=(16, 5), layout="constrained")
+    law, noise, language = figure.subplots(1, 3)
+    formats = list(dict.fromkeys(row["format"] for row in report["heads"]))
+    largest = max(row["context"] for row in report["heads"])
+
+    reach = [step / 20 for step in range(81)]
+    law.plot(reach, [recall(x, 1.0) for x in reach], color="black", label="Phi(margin / (sqrt(2) sigma))")
+    for name in formats:
+        rows = [row for row in report["heads"] if row["format"] == name and row["sigma"] > 0]
+        points = [
+            (margin(int(distance), row["beta"]) / row["sigma"], share)
+            for row in rows
+            for distance, share in row["recall"].items()
+        ]
+        seen = [point for point in points if point[0] <= reach[-1]]
+        law.scatter([x for x, _ in seen], [y for _, y in seen], s=12, label=name)
+    law.set(xlabel="margin / sigma", ylabel="recall", title="associative recall")
+    law.legend()
+
+    for index, outliers in enumerate(OUTLIERS):
+        rows = [row for row in report["heads"] if row["outliers"] == outliers and row["context"] == largest]
+        at = [formats.index(row["format"]) + (index - 1.5) / 5 for row in rows]
+        noise.bar(at, [row["sigma"] for row in rows], width=0.2, label=outliers)
+    noise.set_xticks(range(len(formats)), formats)
+    noise.tick_params(axis="x", labelrotation=60)
+    noise.set(yscale="log", ylabel="sigma of a logit", title=f"noise, {largest:,} tokens")
+    noise.legend(title="outliers")
+
+    latest = max(row["start"] for row in report["language"])
+    for row in report["language"]:
+        if row["retention"] == "all" and row["start"] == latest and row["kld"] > 0:
+            language.scatter(row["bits"], row["kld"], color=f"C{formats.index(row['format'])}")
+            language.annotate(row["format"], (row["bits"], row["kld"]))
+    title = f"shipped model, token by token after {latest:,}"
+    language.set(yscale="log", xlabel="bits an element, K and V", ylabel="mean KLD, nats", title=title)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(
+            f"--plot = {str(path)!r}: a file that can be written, like quality.png ({error})"
+        ) from error
