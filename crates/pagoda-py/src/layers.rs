@@ -5,6 +5,7 @@ use crate::errors::{cpu, invalid};
 use pagoda_core::cache::{Group, GroupKind};
 use pagoda_core::ids::GroupId;
 use pagoda_core::layout::{BlockLayout, LayerGeometry};
+use pagoda_core::window::Window;
 use pagoda_cpu::{Layer, Rope};
 use pyo3::prelude::*;
 
@@ -19,6 +20,8 @@ pub(crate) struct LayerArguments {
     v_head_dim: u32,
     v_alias: bool,
     window: Option<u32>,
+    /// Sinks, tokens of the window, headroom, and whether sinks trail; all tokens stay if None.
+    keeps: Option<(u32, u32, u32, bool)>,
     scale: f32,
     rope: Option<(Vec<f32>, bool)>,
 }
@@ -56,7 +59,17 @@ pub(crate) fn place(
             (0..layers.len()).filter(|&at| layers[at].group as usize == group).collect();
         let geometries: Vec<_> = members.iter().map(|&at| geometry(&layers[at])).collect();
         let layout = BlockLayout::new(&geometries, page_size);
-        groups.push(Group { block_bytes: layout.block_bytes, kind: GroupKind::Paged { page_size } });
+        let window = members.first().and_then(|&at| layers[at].keeps);
+        groups.push(Group {
+            block_bytes: layout.block_bytes,
+            kind: GroupKind::Paged { page_size },
+            window: window.map(|(sinks, tokens, headroom, trailing)| Window {
+                sinks,
+                tokens,
+                headroom,
+                trailing,
+            }),
+        });
         for (&at, &layout_of_layer) in members.iter().zip(&layout.layers) {
             let LayerArguments { num_q_heads, window, scale, ref rope, .. } = layers[at];
             let layer = Layer {
