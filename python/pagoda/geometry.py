@@ -6,6 +6,7 @@ from typing import TypedDict
 
 from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.formats import row_format
+from pagoda.retention import Keeps, SinkWindow, keeps_by_layer
 from pagoda.spec import AttentionLayer, ModelSpec
 
 EXTENT_BYTES = 32 << 20
@@ -25,6 +26,7 @@ class CoreLayer(TypedDict):
     v_head_dim: int
     v_alias: bool
     window: int | None
+    keeps: Keeps | None
     scale: float
     rope: tuple[list[float], bool] | None
 
@@ -34,13 +36,14 @@ def group_layers(spec: ModelSpec) -> list[list[int]]:
     return [list(group.layers) for group in spec.groups]
 
 
-def core_layers(spec: ModelSpec) -> list[CoreLayer]:
+def core_layers(spec: ModelSpec, retention: SinkWindow | None = None, headroom: int = 0) -> list[CoreLayer]:
     """The layers as the core takes them. Raises BackendUnavailable for what the CPU backend does not do yet."""
     group_of = {layer: group for group, members in enumerate(group_layers(spec)) for layer in members}
-    return [_core_layer(index, layer, group_of.get(index, 0)) for index, layer in enumerate(spec.layers)]
+    keeps = keeps_by_layer(spec, retention, headroom)
+    return [_core_layer(index, layer, group_of.get(index, 0), keeps[index]) for index, layer in enumerate(spec.layers)]
 
 
-def _core_layer(index: int, layer: object, group: int) -> CoreLayer:
+def _core_layer(index: int, layer: object, group: int, keeps: Keeps | None) -> CoreLayer:
     if not isinstance(layer, AttentionLayer):
         raise BackendUnavailable(
             f"layers[{index}] = {type(layer).__name__}: the cache has attention layers only so far"
@@ -58,7 +61,8 @@ def _core_layer(index: int, layer: object, group: int) -> CoreLayer:
         "head_dim": layer.head_dim,
         "v_head_dim": layer.v_dim,
         "v_alias": layer.v_alias,
-        "window": layer.window,
+        "window": None if keeps is None else keeps[1],
+        "keeps": keeps,
         "scale": layer.head_dim**-0.5 if layer.scale is None else layer.scale,
         "rope": None if rope is None else (rope.inv_freq(layer.head_dim).tolist(), rope.interleaved),
     }

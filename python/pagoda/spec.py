@@ -25,9 +25,10 @@ class AttentionLayer:
     """One attention layer.
 
     num_q_heads, num_kv_heads: query heads are a multiple of K/V heads. head_dim, v_head_dim: elements of a K and of a V row
-    (the same by default), multiples of 8. window: a query sees the last so many tokens, itself included. scale: what dot
+    (the same by default), multiples of 8. window: a query sees the last so many tokens, itself included; the cache lets go
+    of older ones. scale: what dot
     products are multiplied with, head_dim**-0.5 by default. rope: how the caller rotates queries and keys; needed only where
-    `drop` is to shift positions. softcap: scores become softcap * tanh(score / softcap). sinks: a learned logit per query
+    `drop` is to shift positions or sinks are to follow a window (`SinkWindow`). softcap: scores become softcap * tanh(score / softcap). sinks: a learned logit per query
     head joins the softmax. kv_owner: index of the layer whose K and V this one reads; it stores none. v_alias: V is the
     first v_head_dim elements of the stored K row.
     """

@@ -176,10 +176,14 @@ impl Table {
             let count = count + if last { new_tokens } else { 0 };
             let first = sinks.saturating_sub(token).min(u64::from(count)) as u32;
             let view = SpanView { first_page, skip, count, offset, sight: Sight::Window };
-            let (head, tail) = view.split(first, page_size);
+            let (head, tail) = if first > 0 {
+                let (head, tail) = view.split(first, page_size);
+                (Some(SpanView { sight: pinned, ..head }), tail)
+            } else {
+                (None, view)
+            };
             token += u64::from(count);
             offset -= if last { 0 } else { gap(i) - hidden(token) };
-            let head = (first > 0).then_some(SpanView { sight: pinned, ..head });
             head.into_iter().chain((tail.count > 0 || first == 0).then_some(tail))
         })
     }
