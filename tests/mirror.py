@@ -96,14 +96,30 @@ class Mirror:
                     part = slice(bounds[number], bounds[number] + new[number])
                     keys = np.concatenate([tokens.k[index], k[part]])
                     values = np.concatenate([tokens.v[index], v[part]])
-                    expected = attention(q[part], keys, values, scale=layer.scale, window=layer.window)
-                    check(out[part], lse[part], *expected)
+                    check(out[part], lse[part], *self.expected(layer, q[part], keys, values))
                     kept = slice(bounds[number], bounds[number] + keep[number])
                     tokens.k[index] = np.concatenate([tokens.k[index], k[kept]])
                     tokens.v[index] = np.concatenate([tokens.v[index], v[kept]])
             if junk or accepted is not None:
                 step.commit(accepted=keep)
         self.cache.audit()
+
+    def expected(self, layer: pagoda.AttentionLayer, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        """Attention of the last `len(q)` tokens over what their layer keeps."""
+        retention = self.cache.retention
+        if layer.window is not None or retention is None:
+            return attention(q, k, v, scale=layer.scale, window=layer.window)
+        window, sinks = retention.window, retention.sinks
+        if retention.positions == "original" or layer.rope is None:
+            return attention(q, k, v, scale=layer.scale, window=window, sinks=sinks)
+        results = [attention(q[:0], k, v)]
+        for row in range(len(q)):
+            end = len(k) - len(q) + row + 1
+            keys = k[:end].copy()
+            # Right before the window: nearer by the tokens between.
+            keys[:sinks] = rotated(keys[:sinks], layer.rope, max(0, end - window - sinks))
+            results.append(attention(q[row : row + 1], keys, v[:end], scale=layer.scale, window=window, sinks=sinks))
+        return np.concatenate([out for out, _ in results]), np.concatenate([lse for _, lse in results])
 
     def look(self) -> None:
         """Attends with a token that is then rejected: nothing but a check of every sequence."""
@@ -139,6 +155,20 @@ class Mirror:
     def _stored(rows: Array, dtype: str) -> Array:
         stored: Array = rows.astype(DTYPES[dtype]).astype(np.float64)
         return stored
+
+
+def rotated(rows: Array, rope: pagoda.Rope, positions: int) -> Array:
+    """K rows as if they had been stored so many positions later, in float64."""
+    inv_freq = rope.inv_freq(rows.shape[-1]).astype(np.float64)
+    pairs = len(inv_freq)
+    first, second = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if rope.interleaved else (
+        slice(0, pairs),
+        slice(pairs, 2 * pairs),
+    )
+    turned = (rows[..., first] + 1j * rows[..., second]) * np.exp(1j * positions * inv_freq)
+    result = rows.astype(np.float64)
+    result[..., first], result[..., second] = turned.real, turned.imag
+    return result
 
 
 def settled(cache: pagoda.Cache) -> Stats:
