@@ -161,9 +161,13 @@ def rotated(rows: Array, rope: pagoda.Rope, positions: int) -> Array:
     """K rows as if they had been stored so many positions later, in float64."""
     inv_freq = rope.inv_freq(rows.shape[-1]).astype(np.float64)
     pairs = len(inv_freq)
-    first, second = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if rope.interleaved else (
-        slice(0, pairs),
-        slice(pairs, 2 * pairs),
+    first, second = (
+        (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
+        if rope.interleaved
+        else (
+            slice(0, pairs),
+            slice(pairs, 2 * pairs),
+        )
     )
     turned = (rows[..., first] + 1j * rows[..., second]) * np.exp(1j * positions * inv_freq)
     result = rows.astype(np.float64)

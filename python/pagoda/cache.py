@@ -139,8 +139,8 @@ class Table:
         self._core, self._layer = core, layer
         arrays = core.table(layer)
         self.block_table: npt.NDArray[np.int32] = arrays["block_table"]
-        """int32 [B, pages]: device block of each page; -1 past the end, for pages on another tier and for those that have left a
-        window. Of a layer with a window the columns begin at a multiple of 4096 tokens not far before it."""
+        """int32 [B, pages]: device block of each page; -1 past the end, for pages on another tier and for those that have
+        left a window. Of a layer with a window the columns begin at a multiple of 4096 tokens not far before it."""
         self.pointers: npt.NDArray[np.uint64] = arrays["pointers"]
         """uint64 [B, pages]: address of each page's block; 0 past the end."""
         self.slot_mapping: npt.NDArray[np.int64] = arrays["slot_mapping"]
@@ -450,8 +450,8 @@ class Cache:
     def declare(self, *, sequences: int, new_tokens: int, context: int) -> None:
         """Declares maxima of all steps to come, so that a graph can be captured in one step and replayed in later ones.
 
-        sequences: in a step. new_tokens: of each of them. context: tokens that a sequence keeps. From then on steps allocate no
-        device memory, and launch the same kernels with the same arguments whatever sequences grow, join or leave; larger
+        sequences: in a step. new_tokens: of each of them. context: tokens that a sequence keeps. From then on steps allocate
+        no device memory, and launch the same kernels with the same arguments whatever sequences grow, join or leave; larger
         ones raise InvalidArgument, and so do sequences that have been dropped from more than seven times. K, V, queries and
         outputs may have up to `sequences * new_tokens` rows, of which kernels use the first sum(new).
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagoda.errors import InvalidArgument
-from pagoda.spec import WINDOW_MAX, ModelSpec, _integer
+from pagoda.spec import WINDOW_MAX, ModelSpec, check_integer
 
 Keeps = tuple[int, int, int, bool]
 """Sinks, tokens of the window, headroom, and whether sinks trail: `Window` of the core."""
@@ -25,8 +25,8 @@ class SinkWindow:
     positions: str = "original"
 
     def __post_init__(self) -> None:
-        _integer("sinks", self.sinks, 0, WINDOW_MAX)
-        _integer("window", self.window, 1, WINDOW_MAX)
+        check_integer("sinks", self.sinks, 0, WINDOW_MAX)
+        check_integer("window", self.window, 1, WINDOW_MAX)
         if self.positions not in ("original", "cache"):
             raise InvalidArgument(f'positions = {self.positions!r}: "original" or "cache"')
 
@@ -34,14 +34,13 @@ class SinkWindow:
 def keeps_by_layer(spec: ModelSpec, retention: SinkWindow | None, headroom: int) -> list[Keeps | None]:
     """What each layer keeps; None is everything. Raises InvalidArgument where the retention says nothing to the model.
 
-    A layer without `rope` beside others with one rotates nothing, so positions do not matter to it; where no layer has
-    one, nobody has said how to rotate.
+    A layer without `rope` in a model that has others with one rotates nothing, so positions do not matter to it; where no
+    layer has one, nobody has said how to rotate.
     """
     if retention is not None:
-        full = [layer for layer in spec.attention_layers if layer.window is None]
-        if not full:
+        if all(layer.window is not None for layer in spec.attention_layers):
             raise InvalidArgument(f"retention = {retention}: a model with layers that have no window of their own")
-        if retention.positions == "cache" and all(layer.rope is None for layer in full):
+        if retention.positions == "cache" and all(layer.rope is None for layer in spec.attention_layers):
             raise InvalidArgument('retention.positions = "cache": layers with a rope, to rotate queries by')
     keeps: list[Keeps | None] = []
     for layer in spec.layers:
@@ -54,5 +53,7 @@ def keeps_by_layer(spec: ModelSpec, retention: SinkWindow | None, headroom: int)
             keeps.append(None)
     for kept in filter(None, keeps):
         if sum(kept[:3]) > WINDOW_MAX:
-            raise InvalidArgument(f"headroom = {headroom}: with {kept[0]} sinks and {kept[1]} more, at most {WINDOW_MAX}")
+            raise InvalidArgument(
+                f"headroom = {headroom}: with {kept[0]} sinks and {kept[1]} more, at most {WINDOW_MAX}"
+            )
     return keeps
