@@ -28,7 +28,7 @@ $(VENV)/built: pyproject.toml $(RUST_SOURCES)
 setup: $(VENV)/built  ## make .venv and build the module into it
 
 demo: setup  ## a language model reads a long text and writes on, its pages over two tiers
-	$(BIN)/pagoda generate --read 40k --tokens 400 --temperature 0.7 --device-memory 16MiB --host-memory 512MiB
+	$(BIN)/pagoda generate --read 40k --tokens 400 --temperature 0.7 --device-memory 4MiB --host-memory 512MiB
 
 test: test-rust test-python test-device  ## every test that fits on two cores
 

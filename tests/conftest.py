@@ -62,6 +62,12 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         driver.check()
 
 
+@pytest.fixture
+def emulated(request: pytest.FixtureRequest) -> bool:
+    """Whether caches are on an emulated device: attention takes it a thousand times as long."""
+    return bool(request.config.getoption("--device") == "emulated")
+
+
 @pytest.fixture(autouse=True)
 def _gpu_or_skip(request: pytest.FixtureRequest) -> None:
     """Skips a test marked `gpu` where there is none, unless PAGODA_REQUIRE_GPU=1 says that there must be."""

@@ -102,7 +102,7 @@ class Mirror:
                     part = slice(bounds[number], bounds[number] + new[number])
                     keys = np.concatenate([tokens.k[index], k[part]])
                     values = np.concatenate([tokens.v[index], v[part]])
-                    check(out[part], lse[part], *expected(layer, q[part], keys, values, sinks))
+                    check(out[part], lse[part], *expected(layer, q[part], keys, values, sinks, self.cache.retention))
                     kept = slice(bounds[number], bounds[number] + keep[number])
                     tokens.k[index] = np.concatenate([tokens.k[index], k[kept]])
                     tokens.v[index] = np.concatenate([tokens.v[index], v[kept]])
@@ -155,11 +155,47 @@ def through(rows: Array, dtype: str) -> Array:
 
 
 def expected(
-    layer: pagoda.AttentionLayer, q: Array, k: Array, v: Array, sink_logits: Array | None = None
+    layer: pagoda.AttentionLayer,
+    q: Array,
+    k: Array,
+    v: Array,
+    sink_logits: Array | None = None,
+    retention: pagoda.SinkWindow | None = None,
 ) -> tuple[Array, Array]:
-    """What attention of a layer says in float64."""
-    options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap}
-    return attention(q, k, v, sink_logits=sink_logits, **options)
+    """What attention of a layer says in float64, over what it keeps of all rows."""
+    options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "sink_logits": sink_logits}
+    if layer.window is not None or retention is None:
+        return attention(q, k, v, window=layer.window, **options)
+    options |= {"window": retention.window, "sinks": retention.sinks}
+    if retention.positions == "original" or layer.rope is None:
+        return attention(q, k, v, **options)
+    results = [attention(q[:0], k, v)]
+    for row in range(len(q)):
+        end = len(k) - len(q) + row + 1
+        keys = k[:end].copy()
+        # Right before the window: nearer by the tokens between.
+        first = keys[: retention.sinks]
+        keys[: retention.sinks] = rotated(first, layer.rope, max(0, end - retention.window - retention.sinks))
+        results.append(attention(q[row : row + 1], keys, v[:end], **options))
+    return np.concatenate([out for out, _ in results]), np.concatenate([lse for _, lse in results])
+
+
+def rotated(rows: Array, rope: pagoda.Rope, positions: int) -> Array:
+    """K rows as if they had been stored so many positions later, in float64."""
+    inv_freq = rope.inv_freq(rows.shape[-1]).astype(np.float64)
+    pairs = len(inv_freq)
+    first, second = (
+        (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
+        if rope.interleaved
+        else (
+            slice(0, pairs),
+            slice(pairs, 2 * pairs),
+        )
+    )
+    turned = (rows[..., first] + 1j * rows[..., second]) * np.exp(1j * positions * inv_freq)
+    result = rows.astype(np.float64)
+    result[..., first], result[..., second] = turned.real, turned.imag
+    return result
 
 
 def settled(cache: pagoda.Cache) -> Stats:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pytest
 from emulator import Guarded
 from pagoda.kernels import arguments
-from pagoda.kernels.arguments import Division
+from pagoda.kernels.arguments import Division, Sight
 
 Array = npt.NDArray[Any]
 
@@ -133,6 +133,12 @@ class Span:
     skip: int
     count: int
     offset: int = 0
+    sight: Sight = Sight.IN_WINDOW
+    start: int = 0
+    """Of a span that trails: queries behind this place see it nearer."""
+
+    def offset_for(self, position: int) -> int:
+        return self.offset + (max(0, position - self.start) if self.sight == Sight.TRAILING else 0)
 
 
 @dataclass
@@ -228,7 +234,7 @@ class World:
                         for plane, data in planes:
                             start = block * self.block_bytes + plane[0] + head * plane[1] + row % page * plane[2]
                             self.arenas[tier].array[start : start + data.nbytes] = data.view(np.uint8)
-                spans.append((page_index, span.skip, span.count, before, span.offset))
+                spans.append([page_index, span.skip, span.count, before, span.offset, span.sight])
                 page_index += count
                 before += span.count
             starts.append(len(spans))
@@ -243,17 +249,24 @@ class World:
                     self.keys[first][tokens_of],
                     self.values[first][tokens_of],
                 )
-        self.spans = self.filled(np.array(spans, arguments.SPAN))
+        self.inv_freq = 10000.0 ** -(np.arange(self.rope[0]) / self.rope[0]) if self.rope else np.zeros(0)
+        offsets, token = [span[4] for span in spans], 0
+        for index, sequence in enumerate(self.sequences):
+            for number, span in enumerate(sequence.spans):
+                if span.sight == Sight.TRAILING:
+                    spans[starts[index] + number][4] = len(offsets) - token
+                    queries = range(sequence.length - sequence.new, sequence.length)
+                    offsets += [span.offset_for(position) for position in queries]
+            token += sequence.new
+        angles = np.array(offsets)[:, None] * self.inv_freq
+        self.angles = self.filled(np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32))
+        self.spans = self.filled(np.array([tuple(span) for span in spans], arguments.SPAN))
         self.span_starts = self.filled(np.array(starts, np.int32))
         self.tokens = sum(sequence.new for sequence in self.sequences)
         q_heads = heads * self.group
         q = rng.standard_normal((self.tokens, q_heads, self.shape.dim)).astype(DTYPES[self.shape.q])
         self.q = self.filled(q)
         self.sink_logits = self.filled(rng.normal(0, 2, q_heads).astype(np.float32))
-        self.inv_freq = 10000.0 ** -(np.arange(self.rope[0]) / self.rope[0]) if self.rope else np.zeros(0)
-        offsets = self.spans.array["offset"]
-        angles = offsets[:, None] * self.inv_freq
-        self.angles = self.filled(np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32))
 
     @property
     def set_heads(self) -> int:
@@ -306,7 +319,8 @@ class World:
                 low = max([low, *(common.high for common in self.commons if index in common.members)])
                 units, before = set(), 0
                 for number, span in enumerate(sequence.spans):
-                    seen = range(max(low, before), min(position + queries, before + span.count))
+                    first_seen = before if span.sight else max(low, before)
+                    seen = range(first_seen, min(position + queries, before + span.count))
                     unit = TILE * RUN_TILES if by_runs else TILE
                     units |= {(number, (t - before + span.skip) // unit) for t in seen}
                     before += span.count
@@ -401,19 +415,20 @@ class World:
         lse = np.full((self.tokens, heads), -np.inf)
         token = 0
         for sequence, keys, values in zip(self.sequences, self.keys, self.values, strict=True):
-            offsets = np.repeat([span.offset for span in sequence.spans], [span.count for span in sequence.spans])
+            spans = [span for span in sequence.spans for _ in range(span.count)]
             for position in range(sequence.length - sequence.new, sequence.length):
                 first = 0 if self.window is None else max(0, position + 1 - self.window)
+                seen = [t for t in range(position + 1) if t >= first or spans[t].sight]
                 for head in range(heads):
                     q = self.q.array[token, head].astype(np.float64)
-                    turned = np.stack([self.turned(q, int(offset)) for offset in offsets[first : position + 1]])
-                    k = keys[first : position + 1, head // self.group].astype(np.float64)
+                    turned = np.stack([self.turned(q, spans[t].offset_for(position)) for t in seen])
+                    k = keys[seen, head // self.group].astype(np.float64)
                     scores = (turned * k).sum(1) * self.shape.dim**-0.5
                     if self.softcap is not None:
                         scores = self.softcap * np.tanh(scores / self.softcap)
                     weights = np.exp(scores - scores.max())
                     sink = math.exp(self.sink_logits.array[head] - scores.max()) if self.sinks else 0.0
-                    v = values[first : position + 1, head // self.group].astype(np.float64)
+                    v = values[seen, head // self.group].astype(np.float64)
                     out[token, head] = weights @ v / (weights.sum() + sink)
                     lse[token, head] = scores.max() + np.log(weights.sum())
                 token += 1
@@ -500,6 +515,18 @@ def test_spans(rope: tuple[int, bool] | None, library: emulator.Library) -> None
         new = 60 if shape.engine == "stacked" else 4
         batch = [Sequence(pieces, new), one(40), Sequence(pieces[1:], 2)]
         for window in (None, 75):
+            World(shape, batch, rope=rope, window=window).compare(library, 6)
+
+
+@pytest.mark.parametrize("sight", [Sight.ALWAYS, Sight.TRAILING])
+@pytest.mark.parametrize("rope", [None, (32, False), (16, True)])
+def test_sinks(rope: tuple[int, bool] | None, sight: Sight, library: emulator.Library) -> None:
+    """Spans that every query sees, some of them nearer than others; entries before a span whose pages have left."""
+    sinks = [Span(0, 21, 500, sight, 60), Span(5, 10, 40, sight, -30)]
+    for shape in (SHAPES[1], SHAPES[9]):
+        new = 60 if shape.engine == "stacked" else 4
+        batch = [one(40), Sequence([*sinks, Span(70, 90)], new), Sequence([sinks[1], Span(0, 50, 7), Span(0, 30)], 2)]
+        for window in (None, 25):
             World(shape, batch, rope=rope, window=window).compare(library, 6)
 
 

@@ -13,6 +13,7 @@ import pytest
 from pagoda.cli import main
 from pagoda.lm import ContiguousCache, LanguageModel
 from pagoda.models import SHIPPED_MODEL, SHIPPED_TEXT
+from pagoda.planner import Planner
 
 Ids = npt.NDArray[np.int64]
 
@@ -77,12 +78,12 @@ def test_long_context_32k_coherent(model: LanguageModel, text: Ids) -> None:
     """32K tokens on a small device tier: the same bits as all resident, and predictions as good as early in the text."""
     tokens = text[: 32 * 1024]
     runs = []
-    for device_memory in ("12MiB", "1GiB"):
+    for device_memory in ("3MiB", "1GiB"):
         options: dict[str, Any] = {"device_memory": device_memory, "host_memory": "1GiB", "deterministic": True}
         with pagoda.Cache(model.spec, **options) as cache:
             runs.append(read(model, cache, tokens, keep=4096))
-            share = cache.stats().used_bytes("host") / (32 * 1024 * model.spec.bytes_per_token())
-            assert share >= 0.8 if device_memory == "12MiB" else share == 0
+            share = cache.stats().used_bytes("host") / Planner(model.spec).footprint(len(tokens)).paged_bytes
+            assert share >= 0.8 if device_memory == "3MiB" else share == 0
     np.testing.assert_array_equal(runs[0], runs[1])
     late = bits_per_byte(runs[1][:-1], tokens[-4095:])
     with pagoda.Cache(model.spec) as cache:
@@ -201,12 +202,12 @@ def same_run(
     capsys: pytest.CaptureFixture[str], model: LanguageModel, read: int, tokens: int, device: str = "cpu"
 ) -> None:
     """The command on a tenth of the memory prints the tokens and logits of the command with all of it."""
-    kv = read * model.spec.bytes_per_token()
-    base = ["--read", str(read), "--tokens", str(tokens), "--deterministic", "--device", device]
+    kv = Planner(model.spec).footprint(read).paged_bytes
+    base = ["--read", str(read), "--tokens", str(tokens), "--deterministic", "--device", device, "--chunk", "64"]
     spilled = run_command(capsys, *base, "--device-memory", str(kv // 10), "--host-memory", "2GiB")
     resident = run_command(capsys, *base, "--device-memory", "2GiB")
     assert spilled["prompt_tokens"] == read
-    assert spilled["pages"]["host"] >= 8 * spilled["pages"]["device"]
+    assert spilled["bytes"]["host"] >= 8 * spilled["bytes"]["device"]
     assert resident["pages"]["host"] == 0
     assert (spilled["tokens"], spilled["logits_sha256"]) == (resident["tokens"], resident["logits_sha256"])
 
@@ -232,6 +233,21 @@ def test_generate_as_plain_arrays_do(capsys: pytest.CaptureFixture[str]) -> None
     assert "pages" not in runs[1]
 
 
+def test_generate_with_a_window(capsys: pytest.CaptureFixture[str]) -> None:
+    """One that holds everything changes no bit; a small one keeps memory small."""
+    base = ["--read", "3000", "--tokens", "60", "--device", "cpu", "--deterministic"]
+    everything, wide = (
+        run_command(capsys, *base, *more) for more in ([], ["--window-size", "4k", "--sink-tokens", "0"])
+    )
+    assert everything["logits_sha256"] == wide["logits_sha256"]
+    for positions in ("original", "cache"):
+        window = ["--window-size", "512", "--sink-tokens", "16", "--sink-positions", positions, "--chunk", "64"]
+        streamed = run_command(capsys, *base, *window)
+        assert streamed["logits_sha256"] != everything["logits_sha256"]
+        assert len(streamed["tokens"]) == 60
+        assert streamed["pages"]["device"] <= everything["pages"]["device"] - 3060 // 64 + 1 + (512 + 64) // 64 + 2
+
+
 def test_generate_from_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--prompt", "And it came to pass", "--tokens", "40", "--temperature", "0.8", "--top-k", "20"]
     first, again = (run_command(capsys, *arguments, "--seed", "3") for _ in range(2))
@@ -254,6 +270,11 @@ def test_generate_from_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
         ["--cache-type-k", "q9"],
         ["--chunk", "0"],
         ["--temperature", "-1"],
+        ["--window-size", "x"],
+        ["--window-size", "0"],
+        ["--sink-tokens", "4"],
+        ["--sink-positions", "cache"],
+        ["--window-size", "64", "--no-kv-cache-paged", "--device", "cpu"],
     ],
 )
 def test_generate_refuses_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

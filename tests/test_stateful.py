@@ -26,8 +26,19 @@ class CacheMachine(RuleBasedStateMachine):
         dtypes=st.tuples(*[st.sampled_from(["f32", "f16", "bf16"])] * 2),
         spill=st.booleans(),
         deterministic=st.booleans(),
+        retention=st.none() | st.builds(pagoda.SinkWindow, st.integers(0, 40), st.integers(1, 60)),
+        headroom=st.integers(0, 50),
     )
-    def open(self, seed: int, page_size: int, dtypes: tuple[str, str], spill: bool, deterministic: bool) -> None:
+    def open(
+        self,
+        seed: int,
+        page_size: int,
+        dtypes: tuple[str, str],
+        spill: bool,
+        deterministic: bool,
+        retention: pagoda.SinkWindow | None,
+        headroom: int,
+    ) -> None:
         layers = [layer(), layer(window=20), layer(), layer(window=20, num_kv_heads=4)]
         cache = pagoda.Cache(
             pagoda.ModelSpec(layers=layers),
@@ -39,6 +50,8 @@ class CacheMachine(RuleBasedStateMachine):
             threads=2,
             deterministic=deterministic,
             spill=spill,
+            retention=retention,
+            headroom=headroom,
         )
         self.mirror = Mirror(cache, np.random.default_rng(seed))
         self.tickets: list[pagoda.Ticket] = []
@@ -68,15 +81,27 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.mirror.live)
     @rule(which=FRACTION, length=FRACTION)
     def truncate(self, which: float, length: float) -> None:
-        tokens = self.pick(which)
-        self.mirror.truncate(tokens, int(length * len(tokens)))
+        tokens, limit = self.pick(which), self.pick(which).sequence.rewind_limit
+        wanted = int(length * len(tokens))
+        if 0 < wanted < limit:
+            with pytest.raises(pagoda.InvalidArgument, match=f"from {limit} to {len(tokens)}"):
+                tokens.sequence.truncate(wanted)
+            wanted = limit
+        self.mirror.truncate(tokens, wanted)
 
     @precondition(lambda self: self.mirror.live)
     @rule(which=FRACTION, ends=st.tuples(FRACTION, FRACTION))
     def drop(self, which: float, ends: tuple[float, float]) -> None:
         tokens = self.pick(which)
         start, stop = sorted(int(end * len(tokens)) for end in ends)
-        self.mirror.drop(tokens, start, stop)
+        limit = tokens.sequence.rewind_limit
+        try:
+            self.mirror.drop(tokens, start, stop)
+        except pagoda.InvalidArgument:
+            retention = self.mirror.cache.retention
+            sinks = 0 if retention is None else retention.sinks
+            assert limit > 0
+            assert start < sinks or stop - start > len(tokens) - limit
 
     @precondition(lambda self: self.mirror.live)
     @rule(

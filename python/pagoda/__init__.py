@@ -17,6 +17,7 @@ from pagoda.errors import (
     TierIOError,
     UseAfterRelease,
 )
+from pagoda.retention import SinkWindow
 from pagoda.spec import AttentionLayer, ModelSpec, Rope
 from pagoda.stats import Stats
 
@@ -35,6 +36,7 @@ __all__ = [
     "Plan",
     "Rope",
     "Sequence",
+    "SinkWindow",
     "Stats",
     "Step",
     "Table",

@@ -35,6 +35,7 @@ from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, Pago
 from pagoda.formats import chosen
 from pagoda.geometry import block_layouts, core_layers, group_layers, tier_memory
 from pagoda.outliers import Outliers
+from pagoda.retention import SinkWindow, keeps_by_layer
 from pagoda.sizes import parse_size
 from pagoda.spec import ModelSpec
 from pagoda.stats import Stats
@@ -72,7 +73,7 @@ class Sequence:
 
     @property
     def rewind_limit(self) -> int:
-        """The least length, besides 0, that `truncate` takes."""
+        """The least length, besides 0, that `truncate` takes: 0 until pages have left a window."""
         return self._cache._core.rewind_limit(self.id)
 
     def fork(self) -> Sequence:
@@ -82,7 +83,8 @@ class Sequence:
     def truncate(self, length: int) -> None:
         """Takes the tokens from `length` on back, as if they had never been appended.
 
-        Raises InvalidArgument unless `length` is 0 or from `rewind_limit` to `len(self)`.
+        Raises InvalidArgument unless `length` is 0 or from `rewind_limit` to `len(self)`: once a window has moved on, the
+        last `headroom` tokens of the cache can be taken back.
         """
         self._cache._core.truncate(self.id, _natural("length", length))
 
@@ -90,7 +92,9 @@ class Sequence:
         """Takes the tokens [start, stop) out: a context shift. No byte moves.
 
         Positions only grow: later tokens keep the positions they were stored with, and tokens before the gap are seen
-        as if they stood right before it (`AttentionLayer.rope` says how to rotate queries for that).
+        as if they stood right before it (`AttentionLayer.rope` says how to rotate queries for that). Once pages have left a
+        window, raises InvalidArgument for sinks, and for more than `len(self) - rewind_limit` of the tokens that are there:
+        the window would reach back to what has left.
         """
         self._cache._core.drop(self.id, _natural("start", start), _natural("stop", stop))
 
@@ -138,7 +142,8 @@ class Table:
         self._core, self._layer = core, layer
         arrays = core.table(layer)
         self.block_table: npt.NDArray[np.int32] = arrays["block_table"]
-        """int32 [B, pages]: device block of each page; -1 past the end and for pages on another tier."""
+        """int32 [B, pages]: device block of each page; -1 past the end, for pages on another tier and for those that have
+        left a window. Of a layer with a window the columns begin at a multiple of 4096 tokens not far before it."""
         self.pointers: npt.NDArray[np.uint64] = arrays["pointers"]
         """uint64 [B, pages]: address of each page's block; 0 past the end."""
         self.slot_mapping: npt.NDArray[np.int64] = arrays["slot_mapping"]
@@ -350,7 +355,12 @@ class Cache:
     budgets, in bytes or like "512MiB"; on the CPU memory is taken as it is used, on a GPU at once. threads: CPU workers,
     all cores by default. deterministic: the bits of a result depend on the sequence alone, not on batch, chunks, threads or
     where pages lie. checked: values that do not fit their row format, infinities and NaN raise in `append`. spill: when the
-    device tier is full, the oldest pages go to the host tier by themselves.
+    device tier is full, the oldest pages go to the host tier by themselves. retention: what layers without a window keep,
+    everything by default, or `SinkWindow`. headroom: tokens that are kept behind every window, so that `truncate` can take
+    back as many; a page by default.
+
+    A layer with a window holds the pages of its last `window + headroom` tokens; others leave when a step is committed, so
+    memory is constant however long a sequence grows. A step's own tokens are held until then.
 
     center, rotate: what happens to rows before they are quantised, see `pagoda.outliers`; "auto" is by format.
 
@@ -376,6 +386,8 @@ class Cache:
         deterministic: bool = False,
         checked: bool = False,
         spill: bool = True,
+        retention: SinkWindow | None = None,
+        headroom: int | None = None,
     ) -> None:
         if disk is not None or resume or parse_size(disk_memory, "disk_memory"):
             raise BackendUnavailable(f"disk = {disk!r}: the disk tier is not there yet; use host_memory")
@@ -385,10 +397,14 @@ class Cache:
         if not isinstance(page_size, int) or page_size not in {1 << n for n in range(3, 13)}:
             raise InvalidArgument(f"page_size = {page_size!r}: a power of two from 8 to 4096")
         self.spec, self.page_size, self.deterministic = spec, page_size, deterministic
+        if retention is not None and not isinstance(retention, SinkWindow):
+            raise InvalidArgument(f"retention = {retention!r}: None or a SinkWindow")
+        self.retention, self.headroom = retention, page_size if headroom is None else _natural("headroom", headroom)
         self.dtypes = chosen(k_dtype, v_dtype, len(spec.layers))
         """Row formats of K and V of each layer."""
         self._groups = group_layers(spec, self.dtypes)
-        layers = core_layers(spec, self.dtypes, Outliers(center, rotate, len(spec.layers)))
+        keeps = keeps_by_layer(spec, retention, self.headroom)
+        layers = core_layers(spec, self.dtypes, Outliers(center, rotate, len(spec.layers)), keeps)
         layouts = block_layouts(layers, page_size)
         self._v_head_dims = [layer["v_head_dim"] for layer in layers]
         memory = tier_memory(
@@ -450,8 +466,8 @@ class Cache:
     def declare(self, *, sequences: int, new_tokens: int, context: int) -> None:
         """Declares maxima of all steps to come, so that a graph can be captured in one step and replayed in later ones.
 
-        sequences: in a step. new_tokens: of each of them. context: tokens of a sequence. From then on steps allocate no
-        device memory, and launch the same kernels with the same arguments whatever sequences grow, join or leave; larger
+        sequences: in a step. new_tokens: of each of them. context: tokens that a sequence keeps. From then on steps allocate
+        no device memory, and launch the same kernels with the same arguments whatever sequences grow, join or leave; larger
         ones raise InvalidArgument, and so do sequences that have been dropped from more than seven times. K, V, queries and
         outputs may have up to `sequences * new_tokens` rows, of which kernels use the first sum(new).
 

@@ -8,6 +8,7 @@ from typing import TypedDict
 from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.formats import FORMATS
 from pagoda.outliers import Outliers
+from pagoda.retention import Keeps
 from pagoda.spec import AttentionLayer, ModelSpec
 
 EXTENT_BYTES = 32 << 20
@@ -32,6 +33,7 @@ class CoreLayer(TypedDict):
     center_first: bool
     rotate: tuple[bool, bool]
     window: int | None
+    keeps: Keeps | None
     scale: float
     softcap: float | None
     sinks: bool
@@ -52,16 +54,20 @@ def group_layers(spec: ModelSpec, dtypes: Dtypes) -> list[list[int]]:
     return sorted(groups.values())
 
 
-def core_layers(spec: ModelSpec, dtypes: Dtypes, outliers: Outliers) -> list[CoreLayer]:
+def core_layers(spec: ModelSpec, dtypes: Dtypes, outliers: Outliers, keeps: list[Keeps | None]) -> list[CoreLayer]:
     """The layers as the core takes them; one that reads another's pages has that one's formats.
 
     Raises BackendUnavailable for what no backend does yet, InvalidArgument for rows that a format cannot have.
     """
     group_of = {layer: group for group, members in enumerate(group_layers(spec, dtypes)) for layer in members}
-    return [_core_layer(index, layer, group_of, dtypes, outliers) for index, layer in enumerate(spec.layers)]
+    return [
+        _core_layer(index, layer, group_of, dtypes, outliers, keeps[index]) for index, layer in enumerate(spec.layers)
+    ]
 
 
-def _core_layer(index: int, layer: object, group_of: dict[int, int], dtypes: Dtypes, outliers: Outliers) -> CoreLayer:
+def _core_layer(
+    index: int, layer: object, group_of: dict[int, int], dtypes: Dtypes, outliers: Outliers, keeps: Keeps | None
+) -> CoreLayer:
     if not isinstance(layer, AttentionLayer):
         raise BackendUnavailable(
             f"layers[{index}] = {type(layer).__name__}: the cache has attention layers only so far"
@@ -83,7 +89,8 @@ def _core_layer(index: int, layer: object, group_of: dict[int, int], dtypes: Dty
         "k_dtype": k_dtype,
         "v_dtype": v_dtype,
         **outliers.of(owner, layer, (k_dtype, v_dtype)),
-        "window": layer.window,
+        "window": None if keeps is None else keeps[1],
+        "keeps": keeps,
         "scale": layer.head_dim**-0.5 if layer.scale is None else layer.scale,
         "softcap": layer.softcap,
         "sinks": layer.sinks,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from pagoda.errors import InvalidArgument
 from pagoda.formats import row_format
+from pagoda.retention import SinkWindow, keeps_by_layer
 from pagoda.spec import AttentionLayer, ModelSpec
+
+TOKENS_MAX = 1 << 31
+"""The longest sequence: `limits::TOKENS_PER_SEQUENCE_MAX` of the core."""
 
 
 @dataclass(frozen=True)
@@ -16,9 +21,7 @@ class Footprint:
     tokens: int
     batch: int
     paged_bytes: int
-    """Pages as the cache keeps them today: every page of every layer, whole pages only."""
-    ring_bytes: int
-    """Pages if windowed layers kept their window only. The cache does not do that yet."""
+    """Whole pages; of layers with a window at most those that the window, its headroom and sinks reach into."""
     state_bytes: int
     """Fixed states of recurrent layers."""
 
@@ -47,6 +50,9 @@ class Planner:
     k_dtype: str = "f16"
     v_dtype: str = "f16"
     page_size: int = 64
+    retention: SinkWindow | None = None
+    headroom: int | None = None
+    """As of `Cache`: a page if None."""
 
     def __post_init__(self) -> None:
         row_format(self.k_dtype, "k_dtype")
@@ -63,15 +69,17 @@ class Planner:
         _natural("tokens", tokens, 0)
         _natural("batch", batch, 1)
         pages = -(-tokens // self.page_size)
-        kept, ringed = 0, 0
-        for layer in self.spec.layers:
+        paged = 0
+        keeps = keeps_by_layer(self.spec, self.retention, self.page_size if self.headroom is None else self.headroom)
+        for layer, kept in zip(self.spec.layers, keeps, strict=True):
             if isinstance(layer, AttentionLayer):
-                size = layer.bytes_per_token(self.k_dtype, self.v_dtype) * self.page_size
-                kept += size * pages
-                # A window that ends inside a page reaches into one page more.
-                most = pages if layer.window is None else -(-layer.window // self.page_size) + 1
-                ringed += size * min(pages, most)
-        return Footprint(tokens, batch, kept * batch, ringed * batch, self.spec.state_bytes() * batch)
+                most = pages
+                if kept is not None:
+                    sinks, window, headroom, _ = kept
+                    # A window that ends inside a page reaches into one page more.
+                    most = min(pages, -(-sinks // self.page_size) - (-(window + headroom) // self.page_size) + 1)
+                paged += layer.bytes_per_token(self.k_dtype, self.v_dtype) * self.page_size * most
+        return Footprint(tokens, batch, paged * batch, self.spec.state_bytes() * batch)
 
     def split(self, footprint: Footprint, device_bytes: int, host_bytes: int = 0, disk_bytes: int = 0) -> Split:
         """Fills the tiers in order; states stay on the device."""
@@ -85,10 +93,12 @@ class Planner:
         return Split(parts[0] + min(footprint.state_bytes, device_bytes), parts[1], parts[2], lacking)
 
     def longest_context(self, budget_bytes: int, batch: int = 1) -> int:
-        """The most tokens, in whole pages, whose memory fits a budget; 0 if none do. Unlimited growth only."""
-        page = self.bytes_per_token * self.page_size * batch
-        left = budget_bytes - self.spec.state_bytes() * batch
-        return max(0, left // page) * self.page_size if page else 0
+        """The most tokens, in whole pages, whose memory fits a budget; 0 if none do, `TOKENS_MAX` if memory stops growing."""
+        pages = range(1, TOKENS_MAX // self.page_size + 1)
+        fit = bisect_right(
+            pages, budget_bytes, key=lambda count: self.footprint(count * self.page_size, batch).total_bytes
+        )
+        return fit * self.page_size
 
 
 def _natural(name: str, value: int, low: int) -> None:

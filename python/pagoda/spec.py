@@ -25,12 +25,12 @@ class AttentionLayer:
     """One attention layer.
 
     num_q_heads, num_kv_heads: query heads are a multiple of K/V heads. head_dim, v_head_dim: elements of a K and of a V row
-    (the same by default), multiples of 8. window: a query sees the last so many tokens, itself included. scale: what dot
-    products are multiplied with, head_dim**-0.5 by default. rope: how the caller rotates queries and keys; needed only where
-    `drop` is to shift positions. softcap: scores become softcap * tanh(score / softcap). sinks: a learned logit per query
-    head joins the softmax (`Step.attend` takes them). kv_owner: index of the earlier layer whose K and V this one reads; it
-    stores none, and its window reaches no further than the owner's. v_alias: V is the first v_head_dim elements of the stored
-    K row.
+    (the same by default), multiples of 8. window: a query sees the last so many tokens, itself included; a cache lets go of
+    older ones. scale: what dot products are multiplied with, head_dim**-0.5 by default. rope: how the caller rotates queries
+    and keys; needed only where `drop` is to shift positions or sinks are to follow a window (`SinkWindow`). softcap: scores
+    become softcap * tanh(score / softcap). sinks: a learned logit per query head joins the softmax (given to `Step.attend`).
+    kv_owner: index of the earlier layer whose K and V this one reads; it stores none, and its window reaches no further than
+    the owner's. v_alias: V is the first v_head_dim elements of the stored K row.
     """
 
     num_q_heads: int
@@ -46,21 +46,21 @@ class AttentionLayer:
     v_alias: bool = False
 
     def __post_init__(self) -> None:
-        _integer("num_kv_heads", self.num_kv_heads, 1, HEADS_MAX)
-        _integer("num_q_heads", self.num_q_heads, 1, HEADS_MAX)
+        check_integer("num_kv_heads", self.num_kv_heads, 1, HEADS_MAX)
+        check_integer("num_q_heads", self.num_q_heads, 1, HEADS_MAX)
         if self.num_q_heads % self.num_kv_heads:
             raise InvalidArgument(f"num_q_heads = {self.num_q_heads}: a multiple of num_kv_heads = {self.num_kv_heads}")
         for name, dim in (("head_dim", self.head_dim), ("v_head_dim", self.v_dim)):
-            _integer(name, dim, 8, HEAD_DIM_MAX)
+            check_integer(name, dim, 8, HEAD_DIM_MAX)
             if dim % 8:
                 raise InvalidArgument(f"{name} = {dim}: a multiple of 8")
         if self.window is not None:
-            _integer("window", self.window, 1, WINDOW_MAX)
+            check_integer("window", self.window, 1, WINDOW_MAX)
         for name, value in (("scale", self.scale), ("softcap", self.softcap)):
             if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise InvalidArgument(f"{name} = {value!r}: a finite number above 0")
         if self.kv_owner is not None:
-            _integer("kv_owner", self.kv_owner, 0, LAYERS_MAX)
+            check_integer("kv_owner", self.kv_owner, 0, LAYERS_MAX)
         if self.v_alias and self.v_dim > self.head_dim:
             raise InvalidArgument(f"v_head_dim = {self.v_dim}: at most head_dim = {self.head_dim} with v_alias")
 
@@ -89,8 +89,8 @@ class StateLayer:
     conv_elements: int = 0
 
     def __post_init__(self) -> None:
-        _integer("state_elements", self.state_elements, 1, 1 << 40)
-        _integer("conv_elements", self.conv_elements, 0, 1 << 40)
+        check_integer("state_elements", self.state_elements, 1, 1 << 40)
+        check_integer("conv_elements", self.conv_elements, 0, 1 << 40)
 
     @property
     def state_bytes(self) -> int:
@@ -191,6 +191,7 @@ def _check_owner(index: int, layer: AttentionLayer, owner: Layer | None) -> None
         )
 
 
-def _integer(name: str, value: int, low: int, high: int) -> None:
+def check_integer(name: str, value: int, low: int, high: int) -> None:
+    """Raises InvalidArgument."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidArgument(f"{name} = {value!r}: an integer from {low} to {high}")

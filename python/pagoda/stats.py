@@ -28,7 +28,7 @@ class Stats:
     shared_pages: int
     """Pages that more than one place in the page tables refers to."""
     dead_rows: int
-    """Tokens in pages that no sequence sees any more, left behind by `drop` and `truncate`."""
+    """Tokens in pages that no sequence sees any more, left behind by `drop`, `truncate` and windows."""
     moved_bytes: dict[tuple[str, str], int]
     """Bytes copied so far, by (source, target) tier."""
 

@@ -4,6 +4,8 @@ use crate::cache::{Cache, GroupKind};
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, GroupId, PageId, Tier};
 use crate::pages::Slot;
+use crate::table::{Left, Table};
+use crate::work::RUN_ROWS;
 use std::collections::{HashMap, HashSet};
 
 macro_rules! require {
@@ -69,7 +71,7 @@ impl Cache {
     fn audit_references(&self) -> Result<()> {
         let mut counts = HashMap::<PageId, u32>::new();
         let tables = self.sequences.iter().flat_map(|(_, sequence)| &sequence.tables);
-        let entries = tables.flat_map(|table| &table.pages).copied();
+        let entries = tables.flat_map(Table::held);
         let replaced = self.step.undo.iter().filter_map(|undo| undo.replaced);
         entries.chain(replaced).for_each(|page| *counts.entry(page).or_default() += 1);
         for (id, page) in self.pages.iter() {
@@ -80,10 +82,7 @@ impl Cache {
                 "page {id:?} has blocks, but neither references nor copies"
             );
             require!(held == 0 || page.fastest().is_some(), "page {id:?} is referenced and cannot be read");
-            let page_size = match self.groups[page.group.index()].kind {
-                GroupKind::Paged { page_size } => page_size,
-                GroupKind::State => 1,
-            };
+            let page_size = self.groups[page.group.index()].page_size();
             require!(page.fill <= page_size, "page {id:?} holds {} of {page_size} tokens", page.fill);
             require!(
                 page.sealed == (page.fill == page_size),
@@ -112,17 +111,45 @@ impl Cache {
         Ok(())
     }
 
+    /// What left a window is what no query to come may see, and nothing that should have left is there.
+    fn audit_window(&self, name: &str, len: u64, group: GroupId, table: &Table) -> Result<()> {
+        let (left, page_size) = (table.left, u64::from(self.groups[group.index()].page_size()));
+        let Some(window) = self.groups[group.index()].window else {
+            require!(left == Left::default(), "{name} has no window, and {left:?} have left");
+            return Ok(());
+        };
+        let sinks = u64::from(window.sinks);
+        require!(
+            left.count == 0 || (left.after == sinks && window.least_len(left.end()) <= len),
+            "{name} of {len} tokens: {left:?} have left, queries to come see the last {}",
+            window.tokens
+        );
+        let first = sinks + left.count;
+        require!(
+            window.keeps_from(len) < first + page_size,
+            "{name} of {len} tokens still has token {first}, which {window:?} does not keep"
+        );
+        Ok(())
+    }
+
     /// Spans cover their pages, positions grow, rows agree with pages, and every token lies in a valid row.
     fn audit_tables(&self) -> Result<()> {
         for (id, sequence) in self.sequences.iter() {
             for (group, table) in self.group_ids().zip(&sequence.tables) {
                 let name = format!("sequence {} group {}", id.index, group.0);
+                self.audit_window(&name, sequence.len, group, table)?;
                 let tokens: u64 = table.spans.iter().map(|span| u64::from(span.count)).sum();
-                require!(tokens == sequence.len, "{name} has {tokens} tokens of {}", sequence.len);
+                require!(
+                    tokens + table.left.count == sequence.len,
+                    "{name} has {tokens} tokens of {}, {} have left",
+                    sequence.len,
+                    table.left.count
+                );
                 require!(table.row.len() == table.pages.len(), "{name}: row and pages differ in length");
                 if table.placement == self.placement[group.index()] {
                     for (at, page) in table.row.iter().zip(&table.pages) {
-                        let fastest = self.pages[*page].fastest();
+                        let Some(page) = *page else { continue };
+                        let fastest = self.pages[page].fastest();
                         require!(fastest == Some(*at), "{name} reads {at:?}, its page is at {fastest:?}");
                     }
                 }
@@ -131,10 +158,18 @@ impl Cache {
                 for (index, span) in table.spans.iter().enumerate() {
                     let last = index + 1 == table.spans.len();
                     require!(
-                        span.skip < page_size,
-                        "{name}: a span skips {} tokens of its first page",
+                        span.skip / page_size <= RUN_ROWS as u32 / page_size,
+                        "{name}: a span begins behind {} rows",
                         span.skip
                     );
+                    for entry in 0..span.rows().div_ceil(page_size) {
+                        let held = table.pages[(span.first_page + entry) as usize].is_some();
+                        require!(
+                            held == (entry >= span.skip / page_size),
+                            "{name}: entry {entry} of span {index}, which begins behind {} rows, has a page: {held}",
+                            span.skip
+                        );
+                    }
                     require!(
                         span.first_page == first_page,
                         "{name}: span {index} starts at page {}",
@@ -148,8 +183,8 @@ impl Cache {
                             "{name}: positions go back at span {index}"
                         );
                     }
-                    for page_index in 0..span.rows().div_ceil(page_size) {
-                        let page = &self.pages[table.pages[(span.first_page + page_index) as usize]];
+                    for page_index in span.skip / page_size..span.rows().div_ceil(page_size) {
+                        let page = &self.pages[table.page(span.first_page + page_index)];
                         let rows = page_size.min(span.rows() - page_index * page_size);
                         require!(
                             page.fill >= rows,

@@ -9,6 +9,7 @@ use crate::pages::Pages;
 use crate::plan::Ticket;
 use crate::step::Step;
 use crate::table::{Sequences, Table};
+use crate::window::Window;
 use std::ops::Range;
 
 /// One layer group: what its blocks are.
@@ -18,6 +19,18 @@ pub struct Group {
     pub block_bytes: u64,
     /// What a block holds.
     pub kind: GroupKind,
+    /// Which tokens of a sequence stay; all if `None`, as of states.
+    pub window: Option<Window>,
+}
+
+impl Group {
+    /// Tokens of a page.
+    pub(crate) fn page_size(&self) -> u32 {
+        match self.kind {
+            GroupKind::Paged { page_size } => page_size,
+            GroupKind::State => 1,
+        }
+    }
 }
 
 /// What a block of a group holds.
@@ -85,6 +98,17 @@ impl Cache {
                 let limit = format!("from 1 to {}", limits::PAGE_SIZE_MAX);
                 return Err(Error::invalid("page_size", page_size, limit));
             }
+            if let Some(Window { sinks, tokens, headroom, .. }) = group.window {
+                let kept = u64::from(sinks) + u64::from(tokens) + u64::from(headroom);
+                if tokens == 0 || kept > limits::TOKENS_PER_SEQUENCE_MAX || group.kind == GroupKind::State {
+                    let value = format!("{tokens} and {sinks} sinks with headroom {headroom}");
+                    let limit = format!(
+                        "at least 1 token of a paged group, at most {} in all",
+                        limits::TOKENS_PER_SEQUENCE_MAX
+                    );
+                    return Err(Error::invalid("window", value, limit));
+                }
+            }
         }
         let sizes: Vec<u64> = groups.iter().map(|group| group.block_bytes).collect();
         let arena =
@@ -117,8 +141,8 @@ impl Cache {
         let sequence = self.sequences.get_idle(id)?;
         let (len, tables) = (sequence.len, sequence.tables.clone());
         let child = self.sequences.insert(len, self.epochs.minted(), tables)?;
-        for page in self.sequences[child].tables.iter().flat_map(|table| &table.pages) {
-            self.pages.add_reference(*page);
+        for page in self.sequences[child].tables.iter().flat_map(Table::held) {
+            self.pages.add_reference(page);
         }
         Ok(child)
     }
@@ -133,20 +157,30 @@ impl Cache {
         Ok(self.sequences.get(id)?.tables[0].last().end_position())
     }
 
-    /// The least length that `truncate` takes besides 0. States keep no history: they cannot be rewound.
+    /// The least length that `truncate` takes besides 0. States keep no history: they cannot be rewound. Windows can, as far as
+    /// no query will miss a page that has left.
     pub fn rewind_limit(&self, id: SequenceId) -> Result<u64> {
-        let len = self.sequences.get(id)?.len;
-        Ok(if self.has_states() { len } else { 0 })
+        let sequence = self.sequences.get(id)?;
+        let limits = self.groups.iter().zip(&sequence.tables).map(|(group, table)| match group.window {
+            _ if group.kind == GroupKind::State => sequence.len,
+            Some(window) if table.left.count > 0 => window.least_len(table.left.end()),
+            _ => 0,
+        });
+        Ok(limits.max().unwrap_or(0))
     }
 
     /// Takes the tokens from `len` on back, as if they had never been appended.
     pub fn truncate(&mut self, id: SequenceId, len: u64) -> Result<()> {
         self.settle();
         let limit = self.rewind_limit(id)?;
+        let states = self.has_states();
         let sequence = self.sequences.get_idle(id)?;
         if len > sequence.len || (len < limit && len > 0) {
-            let limit = if limit > 0 {
+            let limit = if states {
                 format!("0 or {limit}: states cannot be rewound")
+            } else if limit > 0 {
+                let len = sequence.len;
+                format!("0, or from {limit} to {len}: pages behind the window and its headroom have left")
             } else {
                 format!("at most {}", sequence.len)
             };
@@ -161,6 +195,8 @@ impl Cache {
     }
 
     /// Takes the tokens `range` out of the middle: a context shift. No byte moves; positions only grow.
+    ///
+    /// Where pages have left, windows keep what they need: the sinks, and one window's tokens of those that are there.
     pub fn drop_tokens(&mut self, id: SequenceId, range: Range<u64>) -> Result<()> {
         self.settle();
         let states = self.has_states();
@@ -179,18 +215,28 @@ impl Cache {
         if range.is_empty() {
             return Ok(());
         }
+        for (group, table) in self.groups.iter().zip(&sequence.tables) {
+            let Some(window) = group.window.filter(|_| table.left.count > 0) else { continue };
+            let (end, least) = (table.left.end(), window.least_len(table.left.end()));
+            let taken = range.end.max(end) - range.start.max(end);
+            if range.start < table.left.after || taken > sequence.len - least {
+                let limit = format!(
+                    "none of the first {}, and at most {} tokens from {end} on: those before have left, and a window is {}",
+                    table.left.after,
+                    sequence.len - least,
+                    window.tokens
+                );
+                return Err(Error::invalid("range", format!("({}, {})", range.start, range.end), limit));
+            }
+        }
         sequence.len -= range.end - range.start;
         for group in self.group_ids() {
-            let GroupKind::Paged { page_size } = self.groups[group.index()].kind else {
-                unreachable!("no states")
-            };
+            let page_size = self.groups[group.index()].page_size();
             let table = &mut self.sequences[id].tables[group.index()];
             let cut = table.without(range.start, range.end, page_size);
             let before = std::mem::replace(table, cut);
-            for index in 0..self.sequences[id].tables[group.index()].pages.len() {
-                self.pages.add_reference(self.sequences[id].tables[group.index()].pages[index]);
-            }
-            before.pages.into_iter().for_each(|page| self.release_page(page));
+            self.sequences[id].tables[group.index()].held().for_each(|page| self.pages.add_reference(page));
+            before.held().for_each(|page| self.release_page(page));
         }
         Ok(())
     }
@@ -200,7 +246,7 @@ impl Cache {
         self.settle();
         self.sequences.get_idle(id)?;
         for table in self.sequences.remove(id) {
-            table.pages.into_iter().for_each(|page| self.release_page(page));
+            table.held().for_each(|page| self.release_page(page));
         }
         Ok(())
     }
@@ -236,17 +282,17 @@ impl Cache {
         self.pages.iter().filter(|(id, _)| self.pages.references(*id) > 1).count() as u64
     }
 
-    /// Rows of pages that no sequence's span covers: what `drop` and `truncate` left behind.
+    /// Rows of pages that no sequence's span covers: what `drop`, `truncate` and windows left behind.
     pub fn dead_rows(&self) -> u64 {
         let mut used = std::collections::HashMap::<PageId, Vec<Range<u32>>>::new();
         for (_, sequence) in self.sequences.iter() {
             for (group, table) in self.groups.iter().zip(&sequence.tables) {
                 let GroupKind::Paged { page_size } = group.kind else { continue };
                 for span in &table.spans {
-                    for index in 0..span.rows().div_ceil(page_size) {
+                    for index in span.skip / page_size..span.rows().div_ceil(page_size) {
                         let rows =
                             (index * page_size).max(span.skip)..((index + 1) * page_size).min(span.rows());
-                        let page = table.pages[(span.first_page + index) as usize];
+                        let Some(page) = table.pages[(span.first_page + index) as usize] else { continue };
                         used.entry(page)
                             .or_default()
                             .push(rows.start - index * page_size..rows.end - index * page_size);
@@ -300,8 +346,9 @@ impl Cache {
         while self.sequences[id].tables[group.index()].pages.len() > pages as usize {
             let table = &mut self.sequences[id].tables[group.index()];
             table.row.pop();
-            let page = table.pages.pop().expect("longer than its spans");
-            self.release_page(page);
+            if let Some(page) = table.pages.pop().expect("longer than its spans") {
+                self.release_page(page);
+            }
         }
         if shrinks {
             let table = &mut self.sequences[id].tables[group.index()];

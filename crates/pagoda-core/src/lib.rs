@@ -20,6 +20,7 @@ pub mod plan;
 pub mod step;
 mod sync;
 pub mod table;
+pub mod window;
 pub mod work;
 
 pub use cache::Cache;

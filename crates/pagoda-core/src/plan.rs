@@ -112,7 +112,8 @@ impl Cache {
             if *newest_first {
                 indices.reverse();
             }
-            let mut candidates = indices.into_iter().map(|index| table.pages[index]).collect::<Vec<_>>();
+            let mut candidates =
+                indices.into_iter().filter_map(|index| table.pages[index]).collect::<Vec<_>>();
             // A page that a drop has split stands in the table twice, side by side.
             candidates.dedup();
             let movable = candidates.into_iter().filter_map(|id| {
@@ -312,6 +313,8 @@ pub enum Fence {
     Step,
     /// A page is not read where a copy is still writing it.
     Completion,
+    /// A page stays while it is in the window of a query to come.
+    Window,
 }
 
 impl Cache {

@@ -1,10 +1,10 @@
 //! One forward pass over a ragged batch: reserve, then (outside) append and attend, then commit or roll back.
 
-use crate::cache::{Cache, GroupKind};
+use crate::cache::{Cache, Group, GroupKind};
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, BlockRef, Epoch, GroupId, PageId, SequenceId, Tier};
 use crate::limits;
-use crate::plan::BlockCopy;
+use crate::plan::{BlockCopy, Fence};
 use crate::table::SpanView;
 
 /// The open step, and the memory that steps reuse.
@@ -110,7 +110,7 @@ impl Cache {
         let table = &self.sequences[sequence].tables[group.index()];
         let room = table.last_pages() * page_size - table.last().rows();
         if room > 0 {
-            let tail = table.pages[table.pages.len() - 1];
+            let tail = table.page(table.pages.len() as u32 - 1);
             self.open_tail(sequence, group, tail, page_size - room);
         }
         self.push_pages(sequence, group, new_tokens.saturating_sub(room).div_ceil(page_size));
@@ -138,7 +138,7 @@ impl Cache {
         self.pages[copy].fill = used;
         let table = &mut self.sequences[sequence].tables[group.index()];
         let last = table.pages.len() - 1;
-        table.pages[last] = copy;
+        table.pages[last] = Some(copy);
         table.row[last] = BlockRef::new(Tier::Device, block);
         table.version = table.version.wrapping_add(1);
         self.step.undo.last_mut().expect("pushed by enter").replaced = Some(tail);
@@ -149,7 +149,7 @@ impl Cache {
             let Some(block) = self.take_device_block(group) else { continue };
             let page = self.pages.open(group, block);
             let table = &mut self.sequences[sequence].tables[group.index()];
-            table.pages.push(page);
+            table.pages.push(Some(page));
             table.row.push(BlockRef::new(Tier::Device, block));
         }
     }
@@ -173,7 +173,8 @@ impl Cache {
             return;
         }
         for (at, page) in table.row.iter_mut().zip(&table.pages) {
-            *at = self.pages[*page].fastest().expect("a referenced page can be read");
+            let Some(page) = *page else { continue };
+            *at = self.pages[page].fastest().expect("a referenced page can be read");
         }
         table.placement = placement;
         table.version = table.version.wrapping_add(1);
@@ -240,7 +241,10 @@ impl Cache {
                 // A reserve that failed half way has no undo for the tables it did not reach.
                 let Some(before) = undone.next() else { break };
                 match accepted {
-                    Some(count) => self.seal(sequence, group, count, before),
+                    Some(count) => {
+                        self.seal(sequence, group, count, before);
+                        self.move_window(sequence, group);
+                    }
                     None => self.restore(sequence, group, before),
                 }
             }
@@ -262,7 +266,7 @@ impl Cache {
                 let (span, len) = (table.last(), table.pages.len() as u32);
                 let touched = before.pages.saturating_sub(1).max(span.first_page);
                 for index in touched..if count > 0 { len } else { touched } {
-                    let page = &mut self.pages[table.pages[index as usize]];
+                    let page = &mut self.pages[table.page(index)];
                     let fill = page_size.min(span.rows() - (index - span.first_page) * page_size);
                     // A sealed page that was full before the step is somebody's already.
                     if !page.sealed {
@@ -276,13 +280,13 @@ impl Cache {
             }
             GroupKind::State if count > 0 => {
                 let table = &mut self.sequences[sequence].tables[group.index()];
-                let written = table.pages[table.pages.len() - 1];
+                let written = table.page(table.pages.len() as u32 - 1);
                 self.pages[written].sealed = true;
                 self.pages[written].fill = 1;
                 if before.pages > 0 {
                     table.version = table.version.wrapping_add(1);
                     table.row.swap_remove(0);
-                    let last = table.pages.swap_remove(0);
+                    let last = table.pages.swap_remove(0).expect("a version of the state");
                     self.release_page(last);
                 }
             }
@@ -290,12 +294,26 @@ impl Cache {
         }
     }
 
+    /// Lets the pages leave that the group's window has passed.
+    fn move_window(&mut self, sequence: SequenceId, group: GroupId) {
+        let Group { window: Some(window), .. } = self.groups[group.index()] else { return };
+        let page_size = self.groups[group.index()].page_size();
+        let from = if self.keeps(Fence::Window) {
+            window.keeps_from(self.sequences[sequence].len)
+        } else {
+            self.sequences[sequence].len.saturating_sub(1)
+        };
+        let mut table = std::mem::take(&mut self.sequences[sequence].tables[group.index()]);
+        table.leave(window.sinks, from, page_size, |page| self.release_page(page));
+        self.sequences[sequence].tables[group.index()] = table;
+    }
+
     /// Gives a table back the pages it had before the step.
     fn restore(&mut self, sequence: SequenceId, group: GroupId, before: Undo) {
         while self.sequences[sequence].tables[group.index()].pages.len() > before.pages as usize {
             let table = &mut self.sequences[sequence].tables[group.index()];
             table.row.pop();
-            let page = table.pages.pop().expect("longer than before");
+            let page = table.pages.pop().flatten().expect("reserved by this step");
             table.version = table.version.wrapping_add(1);
             self.release_page(page);
         }
@@ -303,7 +321,7 @@ impl Cache {
             let at = self.pages[tail].fastest().expect("a referenced page can be read");
             let table = &mut self.sequences[sequence].tables[group.index()];
             let last = table.pages.len() - 1;
-            let copy = std::mem::replace(&mut table.pages[last], tail);
+            let copy = table.pages[last].replace(tail).expect("opened by this step");
             table.row[last] = at;
             table.version = table.version.wrapping_add(1);
             self.release_page(copy);
@@ -344,6 +362,19 @@ impl Cache {
     /// The spans of the `index`-th sequence of the open step, new tokens included.
     pub fn step_spans(&self, index: usize, group: GroupId) -> impl Iterator<Item = SpanView> + '_ {
         let entry = self.step.entries[index];
-        self.sequences[entry.sequence].tables[group.index()].views(entry.new_tokens)
+        let Group { window, .. } = self.groups[group.index()];
+        let page_size = self.groups[group.index()].page_size();
+        self.sequences[entry.sequence].tables[group.index()].views(entry.new_tokens, window, page_size)
+    }
+
+    /// Where the new tokens of the `index`-th sequence of the open step go: a block of the device and a row of it.
+    pub fn step_slots(&self, index: usize, group: GroupId) -> impl Iterator<Item = (BlockId, u32)> + '_ {
+        let entry = self.step.entries[index];
+        let table = &self.sequences[entry.sequence].tables[group.index()];
+        let page_size = self.groups[group.index()].page_size();
+        let span = table.last();
+        (span.rows()..span.rows() + entry.new_tokens).map(move |row| {
+            (table.row[(span.first_page + row / page_size) as usize].block(), row % page_size)
+        })
     }
 }

@@ -3,30 +3,69 @@
 use crate::error::{Error, Result};
 use crate::ids::{BlockRef, Epoch, PageId, SequenceId};
 use crate::limits;
+use crate::window::Window;
+use crate::work::RUN_ROWS;
+use std::ops::Range;
 
 /// A run of pages whose tokens are contiguous, as a kernel reads it.
 ///
 /// The pages are `row[first_page..]` of the sequence's row; the run begins `skip` tokens into the first of them and
 /// holds `count` tokens. `offset` is what `drop` took out behind it: a query at position `p` sees these keys as if it
-/// were at `p - offset`. The last span of a sequence has offset 0.
+/// were at `p - offset`. The last span of a sequence has offset 0. Of a group with a window these are the tokens that have
+/// not left: they make up the axis that kernels count on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpanView {
     /// Index of the first page in the row.
     pub first_page: u32,
-    /// Tokens of the first page that do not belong to the span.
+    /// Stored rows before the span: of pages that have left, whose entries in the row mean nothing, and of its first page.
     pub skip: u32,
     /// Tokens in the span.
     pub count: u32,
     /// Positions by which the span has moved towards the end of the sequence.
     pub offset: u64,
+    /// Which queries see it.
+    pub sight: Sight,
+}
+
+/// Which queries see the tokens of a span, of those that come after them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Sight {
+    /// Those whose window they are in.
+    #[default]
+    Window,
+    /// All: they are sinks.
+    Always,
+    /// All, and queries behind place `from` of the axis see them nearer, by as many positions as they are behind it.
+    Trailing {
+        /// Below 0 where every query is behind it.
+        from: i64,
+    },
+}
+
+impl SpanView {
+    /// Positions by which a query at place `query` of the axis is rotated back for this span.
+    pub fn offset_for(&self, query: usize) -> u64 {
+        match self.sight {
+            Sight::Trailing { from } => self.offset + (query as i64 - from).max(0) as u64,
+            Sight::Window | Sight::Always => self.offset,
+        }
+    }
+
+    /// The first `count` tokens and the others.
+    fn split(self, count: u32, page_size: u32) -> (Self, Self) {
+        let rows = self.skip + count;
+        let first_page = self.first_page + rows / page_size;
+        let rest = Self { first_page, skip: rows % page_size, count: self.count - count, ..self };
+        (Self { count, ..self }, rest)
+    }
 }
 
 /// A run of pages whose tokens are contiguous.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Span {
     /// Index of the first page in the table.
     pub(crate) first_page: u32,
-    /// Tokens of the first page before the span.
+    /// Stored rows before the span: those of pages that have left, and of the first page that has not.
     pub(crate) skip: u32,
     pub(crate) count: u32,
     /// Position that the first token was stored with.
@@ -45,14 +84,36 @@ impl Span {
     }
 }
 
+/// Tokens that are not in a table any more: `count` of them, behind the first `after` of the sequence.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Left {
+    pub(crate) after: u64,
+    pub(crate) count: u64,
+}
+
+impl Left {
+    /// The token behind them.
+    pub(crate) fn end(&self) -> u64 {
+        self.after + self.count
+    }
+
+    /// Where a token of the sequence is among those of the table; where they were, for one that has left.
+    pub(crate) fn place(&self, token: u64) -> u64 {
+        if token <= self.after { token } else { token.max(self.end()) - self.count }
+    }
+}
+
 /// The pages of one sequence in one layer group, in token order.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Table {
-    pub(crate) pages: Vec<PageId>,
-    /// Where each page is read from, as of `placement`.
+    /// None where one has left: its entries go a run at a time, so that rows do not shift at every step.
+    pub(crate) pages: Vec<Option<PageId>>,
+    /// Where each page is read from, as of `placement`; anything where one has left.
     pub(crate) row: Vec<BlockRef>,
     /// Never empty; only the last one grows. A state has one that counts its tokens and no others.
     pub(crate) spans: Vec<Span>,
+    /// What the group's window has passed.
+    pub(crate) left: Left,
     /// The group's placement version that `row` agrees with.
     pub(crate) placement: u32,
     /// Changes whenever `row` changes in another way than by growing.
@@ -61,8 +122,8 @@ pub(crate) struct Table {
 
 impl Table {
     pub(crate) fn new(placement: u32) -> Self {
-        let span = Span { first_page: 0, skip: 0, count: 0, position: 0 };
-        Self { pages: Vec::new(), row: Vec::new(), spans: vec![span], placement, version: 0 }
+        let (pages, row, left) = (Vec::new(), Vec::new(), Left::default());
+        Self { pages, row, spans: vec![Span::default()], left, placement, version: 0 }
     }
 
     pub(crate) fn last(&self) -> &Span {
@@ -79,21 +140,57 @@ impl Table {
         self.pages.len() as u32 - self.last().first_page
     }
 
-    /// The spans as a kernel reads them, the last one longer by `new_tokens`.
-    pub(crate) fn views(&self, new_tokens: u32) -> impl Iterator<Item = SpanView> + '_ {
+    /// The table's pages, those that have left excepted.
+    pub(crate) fn held(&self) -> impl Iterator<Item = PageId> + '_ {
+        self.pages.iter().filter_map(|page| *page)
+    }
+
+    /// The page of an entry that holds tokens of the sequence.
+    pub(crate) fn page(&self, index: u32) -> PageId {
+        self.pages[index as usize].expect("a page that holds tokens has not left")
+    }
+
+    /// The spans as a kernel reads them, the last one longer by `new_tokens`. Sinks have spans of their own.
+    pub(crate) fn views(
+        &self,
+        new_tokens: u32,
+        window: Option<Window>,
+        page_size: u32,
+    ) -> impl Iterator<Item = SpanView> + '_ {
+        let left = self.left;
+        // What left between two spans has not moved those before it: a query sees them where they were.
+        let hidden = move |token: u64| if token == left.after && token > 0 { left.count } else { 0 };
         let gap = |i: usize| self.spans[i + 1].position - self.spans[i].end_position();
-        let mut offset: u64 = (0..self.spans.len() - 1).map(gap).sum();
-        self.spans.iter().enumerate().map(move |(i, span)| {
+        let mut offset = (0..self.spans.len() - 1).map(gap).sum::<u64>() - hidden(left.after);
+        let mut token = 0;
+        let sinks = window.map_or(0, |window| u64::from(window.sinks));
+        let pinned = match window {
+            Some(window) if window.trailing => {
+                Sight::Trailing { from: window.trails_from() as i64 - left.count as i64 }
+            }
+            _ => Sight::Always,
+        };
+        self.spans.iter().enumerate().flat_map(move |(i, span)| {
             let last = i + 1 == self.spans.len();
-            let count = span.count + if last { new_tokens } else { 0 };
-            let view = SpanView { first_page: span.first_page, skip: span.skip, count, offset };
-            offset -= if last { 0 } else { gap(i) };
-            view
+            let Span { first_page, skip, count, .. } = *span;
+            let count = count + if last { new_tokens } else { 0 };
+            let first = sinks.saturating_sub(token).min(u64::from(count)) as u32;
+            let view = SpanView { first_page, skip, count, offset, sight: Sight::Window };
+            let (head, tail) = if first > 0 {
+                let (head, tail) = view.split(first, page_size);
+                (Some(SpanView { sight: pinned, ..head }), tail)
+            } else {
+                (None, view)
+            };
+            token += u64::from(count);
+            offset -= if last { 0 } else { gap(i) - hidden(token) };
+            head.into_iter().chain((tail.count > 0 || first == 0).then_some(tail))
         })
     }
 
     /// The indices of the pages that hold a token of `range` (token axis).
-    pub(crate) fn pages_of(&self, range: std::ops::Range<u64>, page_size: u32) -> Vec<usize> {
+    pub(crate) fn pages_of(&self, range: Range<u64>, page_size: u32) -> Vec<usize> {
+        let range = self.left.place(range.start)..self.left.place(range.end);
         let mut indices: Vec<usize> = Vec::new();
         let mut token = 0;
         for span in &self.spans {
@@ -111,15 +208,16 @@ impl Table {
         indices
     }
 
-    /// The table without the tokens `[start, stop)`: spans are cut, no token moves. The second table returned is what
-    /// was there before.
+    /// The table without the tokens `[start, stop)` of the sequence: spans are cut, no token moves.
     pub(crate) fn without(&self, start: u64, stop: u64, page_size: u32) -> Self {
         let mut cut = Self { pages: Vec::new(), row: Vec::new(), spans: Vec::new(), ..*self };
+        let (here, there) = (self.left.place(start), self.left.place(stop));
+        cut.left.count -= stop - start - (there - here);
         let mut token = 0;
         for span in &self.spans {
             let count = u64::from(span.count);
-            let left = start.saturating_sub(token).min(count) as u32;
-            let right = stop.saturating_sub(token).min(count) as u32;
+            let left = here.saturating_sub(token).min(count) as u32;
+            let right = there.saturating_sub(token).min(count) as u32;
             if left == right {
                 cut.keep(self, span, 0..span.count, page_size);
             } else {
@@ -138,16 +236,18 @@ impl Table {
         cut
     }
 
-    fn keep(&mut self, from: &Self, span: &Span, tokens: std::ops::Range<u32>, page_size: u32) {
+    fn keep(&mut self, from: &Self, span: &Span, tokens: Range<u32>, page_size: u32) {
         if tokens.is_empty() {
             return;
         }
         let (start, stop) = (span.skip + tokens.start, span.skip + tokens.end);
-        let pages = (span.first_page + start / page_size) as usize
-            ..(span.first_page + stop.div_ceil(page_size)) as usize;
+        // An uncut start keeps its rows' numbers, by which attention in deterministic mode is cut into runs.
+        let before = if tokens.start == 0 { 0 } else { start / page_size };
+        let pages =
+            (span.first_page + before) as usize..(span.first_page + stop.div_ceil(page_size)) as usize;
         self.spans.push(Span {
             first_page: self.pages.len() as u32,
-            skip: start % page_size,
+            skip: start - before * page_size,
             count: tokens.end - tokens.start,
             position: span.position + u64::from(tokens.start),
         });
@@ -157,7 +257,12 @@ impl Table {
 
     /// Takes the tokens from `len` on off the spans; the pages past the last span are the caller's to pop.
     pub(crate) fn shorten(&mut self, len: u64) {
-        let mut surplus = self.spans.iter().map(|s| u64::from(s.count)).sum::<u64>() - len;
+        if len == 0 {
+            self.spans.truncate(1);
+            (self.spans[0], self.left) = (Span::default(), Left::default());
+            return;
+        }
+        let mut surplus = self.spans.iter().map(|s| u64::from(s.count)).sum::<u64>() - self.left.place(len);
         while surplus > 0 {
             let span = self.last_mut();
             let gone = surplus.min(u64::from(span.count));
@@ -167,6 +272,105 @@ impl Table {
                 self.spans.pop();
             }
         }
+    }
+
+    /// Lets the tokens between the first `sinks` and token `from` of the sequence leave, whole pages of them; `gone` is told
+    /// of each page.
+    pub(crate) fn leave(&mut self, sinks: u32, from: u64, page_size: u32, mut gone: impl FnMut(PageId)) {
+        let sinks = u64::from(sinks);
+        if from <= sinks + self.left.count {
+            return;
+        }
+        // The span that holds `from`, its first token, and the first row of the page.
+        let (mut at, first) = self.span_of(self.left.place(from));
+        let span = self.spans[at];
+        let row = span.skip + (self.left.place(from) - first) as u32;
+        let row = (row - row % page_size).max(span.skip);
+        if first + u64::from(row - span.skip) <= sinks {
+            return;
+        }
+        let (mut begin, start) = self.span_of(sinks);
+        self.left.after = sinks;
+        let mut skip = row;
+        if start < sinks {
+            let split = self.split(begin, (sinks - start) as u32, page_size);
+            begin += 1;
+            skip = if at + 1 == begin { row - split } else { row };
+            at += 1;
+        }
+        let passed = self.spans[begin].first_page..self.spans[at].first_page;
+        self.left.count += self.spans[begin..at].iter().map(|span| u64::from(span.count)).sum::<u64>();
+        self.spans.drain(begin..at);
+        self.empty(&passed, &mut gone);
+        self.remove_entries(passed);
+        let Span { first_page, skip: before, .. } = self.spans[begin];
+        self.empty(&(first_page + before / page_size..first_page + skip / page_size), &mut gone);
+        let span = &mut self.spans[begin];
+        span.count -= skip - before;
+        span.position += u64::from(skip - before);
+        self.left.count += u64::from(skip - before);
+        // In whole runs, so that rows keep their places in them.
+        let run = (RUN_ROWS as u32 / page_size).max(1);
+        let entries = skip / page_size / run * run;
+        span.skip = skip - entries * page_size;
+        self.remove_entries(first_page..first_page + entries);
+    }
+
+    /// The span that holds a token of the table, and the first token of that span.
+    fn span_of(&self, token: u64) -> (usize, u64) {
+        let mut first = 0;
+        for (index, span) in self.spans.iter().enumerate() {
+            let end = first + u64::from(span.count);
+            if token < end {
+                return (index, first);
+            }
+            first = end;
+        }
+        unreachable!("token {token} of {first}")
+    }
+
+    /// Cuts a span behind its first `count` tokens; returns how many of its rows are before the second part's first page.
+    /// A page that both have a part of stays with the first: the other is about to let go of its part.
+    fn split(&mut self, index: usize, count: u32, page_size: u32) -> u32 {
+        let span = &mut self.spans[index];
+        let rows = span.skip + count;
+        let shared = rows % page_size;
+        let first_page = span.first_page + rows.div_ceil(page_size);
+        let rest = Span {
+            first_page,
+            skip: shared,
+            count: span.count - count,
+            position: span.position + u64::from(count),
+        };
+        span.count = count;
+        self.spans.insert(index + 1, rest);
+        if shared > 0 {
+            self.pages.insert(first_page as usize, None);
+            self.row.insert(first_page as usize, self.row[first_page as usize - 1]);
+            self.spans[index + 2..].iter_mut().for_each(|span| span.first_page += 1);
+            self.version = self.version.wrapping_add(1);
+        }
+        rows - shared
+    }
+
+    /// Hands out the pages of entries.
+    fn empty(&mut self, entries: &Range<u32>, gone: impl FnMut(PageId)) {
+        let pages = &mut self.pages[entries.start as usize..entries.end as usize];
+        pages.iter_mut().filter_map(Option::take).for_each(gone);
+    }
+
+    /// Takes entries without pages out.
+    fn remove_entries(&mut self, entries: Range<u32>) {
+        let count = entries.end - entries.start;
+        if count == 0 {
+            return;
+        }
+        let range = entries.start as usize..entries.end as usize;
+        self.pages.drain(range.clone());
+        self.row.drain(range);
+        let behind = self.spans.iter_mut().filter(|span| span.first_page >= entries.end);
+        behind.for_each(|span| span.first_page -= count);
+        self.version = self.version.wrapping_add(1);
     }
 }
 

@@ -5,12 +5,14 @@
 
 use std::ops::Range;
 
-use crate::table::SpanView;
+use crate::table::{Sight, SpanView};
 
 /// Stored rows that are worked on together.
 pub const TILE: usize = 64;
 /// Tiles of a fixed run: 4096 stored rows.
-pub const RUN_TILES: usize = 4096 / TILE;
+pub const RUN_TILES: usize = RUN_ROWS / TILE;
+/// Stored rows of a fixed run.
+pub const RUN_ROWS: usize = 4096;
 
 /// The tiles of one span that a range of the token axis touches.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,13 +34,14 @@ impl Piece<'_> {
     }
 }
 
-/// The pieces of a sequence that hold a part of `range` of its token axis.
+/// The pieces of a sequence that hold a part of `range` of its token axis, and of what every query sees up to the range's end.
 pub fn pieces<'a>(spans: &'a [SpanView], range: Range<usize>) -> impl Iterator<Item = Piece<'a>> {
     let mut start = 0;
     spans.iter().filter_map(move |span| {
         let (first, skip) = (start, span.skip as usize);
         start += span.count as usize;
-        let (low, high) = (first.max(range.start), start.min(range.end));
+        let low = if span.sight == Sight::Window { first.max(range.start) } else { first };
+        let high = start.min(range.end);
         (low < high).then(|| {
             let rows = low - first + skip..high - first + skip;
             let tiles = rows.start / TILE..rows.end.div_ceil(TILE);
@@ -184,14 +187,16 @@ mod tests {
 
     /// Spans one after the other, each from its own page on.
     fn spans() -> impl Strategy<Value = Vec<SpanView>> {
-        proptest::collection::vec((0u32..200, 1u32..9000), 1..5).prop_map(|parts| {
+        let parts = proptest::collection::vec((0u32..200, 1u32..9000), 1..5);
+        (parts, 0usize..3).prop_map(|(parts, sinks)| {
             let mut first_page = 0;
-            let span = |(skip, count): (u32, u32)| {
-                let view = SpanView { first_page, skip, count, offset: 0 };
+            let span = |(index, (skip, count)): (usize, (u32, u32))| {
+                let sight = if index < sinks { Sight::Always } else { Sight::Window };
+                let view = SpanView { first_page, skip, count, offset: 0, sight };
                 first_page += (skip + count).div_ceil(16);
                 view
             };
-            parts.into_iter().map(span).collect()
+            parts.into_iter().enumerate().map(span).collect()
         })
     }
 
@@ -229,12 +234,14 @@ mod tests {
                     for row in 0..span.count {
                         let token = start + row;
                         let visible = (block.position as u32..next).any(|query| {
-                            token >= held.end && token <= query && window.is_none_or(|window| token + window > query)
+                            let sink = span.sight == Sight::Always;
+                            token <= query
+                                && (sink || token >= held.end && window.is_none_or(|window| token + window > query))
                         });
                         if visible {
                             let tile = (span.skip + row) as usize / TILE;
                             seen.insert((index, if by_runs { tile / RUN_TILES } else { tile }));
-                            prop_assert!(token >= block.low as u32);
+                            prop_assert!(token >= block.low as u32 || span.sight == Sight::Always);
                         }
                     }
                     start += span.count;

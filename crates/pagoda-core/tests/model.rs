@@ -2,7 +2,8 @@
 //!
 //! A fake machine holds one word per token slot of every block. Kernels run late and in order, as on a stream; copies run
 //! whenever they like, in pieces; those off the device wait for the steps that may have written what they read. Every word names the token that wrote it, so
-//! a stale, foreign or torn page is recognised wherever it is read. The model is a list of tokens per sequence.
+//! a stale, foreign or torn page is recognised wherever it is read. The model is a list of tokens per sequence: all of them,
+//! also those that have left a window; what a query may see is recounted from the list.
 //!
 //! `PAGODA_MODEL_OPS` sets the number of operations (default 1 000 000); proptest prints the seed of a failure.
 
@@ -10,6 +11,8 @@ use pagoda_core::cache::{Group, GroupKind, TierMemory};
 use pagoda_core::fence::Completion;
 use pagoda_core::ids::{BlockId, Epoch, GroupId, SequenceId, Tier};
 use pagoda_core::plan::{BlockCopy, Fence, Plan, Selection};
+use pagoda_core::table::Sight;
+use pagoda_core::window::Window;
 use pagoda_core::{Cache, Error};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
@@ -87,11 +90,18 @@ struct Shape {
 }
 
 fn shapes() -> impl Strategy<Value = Shape> {
-    let paged = (1u32..6, 1u64..4).prop_map(|(page_size, scale)| Group {
-        block_bytes: u64::from(page_size) * 8 * scale,
-        kind: GroupKind::Paged { page_size },
-    });
-    let state = (1u64..60).prop_map(|block_bytes| Group { block_bytes, kind: GroupKind::State });
+    let window = (prop_oneof![Just(0), 1u32..8], 1u32..10, 0u32..8, any::<bool>())
+        .prop_map(|(sinks, tokens, headroom, trailing)| Window { sinks, tokens, headroom, trailing });
+    let paged =
+        (1u32..6, 1u64..4, proptest::option::weighted(0.4, window)).prop_map(|(page_size, scale, window)| {
+            Group {
+                block_bytes: u64::from(page_size) * 8 * scale,
+                kind: GroupKind::Paged { page_size },
+                window,
+            }
+        });
+    let state =
+        (1u64..60).prop_map(|block_bytes| Group { block_bytes, kind: GroupKind::State, window: None });
     let groups = (proptest::collection::vec(paged, 1..3), proptest::option::weighted(0.15, state));
     let groups = groups.prop_map(|(mut paged, state)| {
         paged.extend(state);
@@ -115,6 +125,8 @@ struct Modelled {
     id: SequenceId,
     tokens: Vec<Token>,
     next_position: u64,
+    /// The most tokens that it ever had.
+    longest: u64,
     /// What the state of every state group must be.
     state: u64,
 }
@@ -180,6 +192,9 @@ struct Seen {
     pages_moved: u64,
     moves_inside_step: u64,
     failed_tickets: u64,
+    /// Steps of a sequence over a window that has passed tokens.
+    past_windows: u64,
+    refused_rewinds: u64,
 }
 
 impl Seen {
@@ -194,6 +209,8 @@ impl Seen {
         self.pages_moved += other.pages_moved;
         self.moves_inside_step += other.moves_inside_step;
         self.failed_tickets += other.failed_tickets;
+        self.past_windows += other.past_windows;
+        self.refused_rewinds += other.refused_rewinds;
     }
 }
 
@@ -227,6 +244,11 @@ impl Machine {
 
     fn has_states(&self) -> bool {
         self.shape.groups.iter().any(|g| g.kind == GroupKind::State)
+    }
+
+    fn windows(&self) -> impl Iterator<Item = (GroupId, Window)> + '_ {
+        let groups = self.shape.groups.iter().enumerate();
+        groups.filter_map(|(index, group)| Some((GroupId(index as u8), group.window?)))
     }
 
     fn block(&mut self, at: Place) -> &mut Vec<u64> {
@@ -310,7 +332,7 @@ impl Machine {
         match *op {
             Op::Create if self.model.len() < 12 => {
                 let id = self.cache.create().unwrap();
-                self.model.push(Modelled { id, tokens: Vec::new(), next_position: 0, state: 0 });
+                self.model.push(Modelled { id, tokens: Vec::new(), next_position: 0, longest: 0, state: 0 });
             }
             Op::Fork(pick) if self.model.len() < 12 => {
                 let Some(index) = self.pick(pick) else { return Ok(()) };
@@ -336,8 +358,10 @@ impl Machine {
             Op::Truncate(pick, len) => {
                 let Some(index) = self.pick(pick) else { return Ok(()) };
                 let len = len as usize % (self.model[index].tokens.len() + 1);
+                let limit = self.cache.rewind_limit(self.model[index].id).unwrap();
                 let result = self.cache.truncate(self.model[index].id, len as u64);
-                if self.has_states() && len > 0 && len < self.model[index].tokens.len() {
+                if len > 0 && (len as u64) < limit {
+                    self.seen.refused_rewinds += 1;
                     prop_assert!(refused(&result, "len") || self.stepping(index));
                 } else if self.expect_idle(index, result)?.is_some() {
                     let sequence = &mut self.model[index];
@@ -349,6 +373,9 @@ impl Machine {
                     {
                         sequence.next_position = last.position + 1;
                     }
+                    if len == 0 {
+                        (sequence.next_position, sequence.longest) = (0, 0);
+                    }
                     sequence.tokens.truncate(len);
                     sequence.state = if len == 0 { 0 } else { sequence.state };
                 }
@@ -358,9 +385,15 @@ impl Machine {
                 let count = self.model[index].tokens.len() + 1;
                 let (a, b) = (a as usize % count, b as usize % count);
                 let (start, stop) = (a.min(b), a.max(b));
+                let limit = self.cache.rewind_limit(self.model[index].id).unwrap();
                 let result = self.cache.drop_tokens(self.model[index].id, start as u64..stop as u64);
+                let sinks = self.windows().map(|(_, window)| window.sinks).max().unwrap_or(0);
+                let spare = (count as u64 - 1).saturating_sub(limit);
                 if self.has_states() && start < stop {
                     prop_assert!(refused(&result, "range") || self.stepping(index));
+                } else if refused(&result, "range") {
+                    // What has left is missed only if sinks change, or more leaves than there is to spare.
+                    prop_assert!(limit > 0 && (start < sinks as usize || (stop - start) as u64 > spare));
                 } else if self.expect_idle(index, result)?.is_some() {
                     self.model[index].tokens.drain(start..stop);
                 }
@@ -402,6 +435,15 @@ impl Machine {
         }
         self.cache.audit().map_err(|error| TestCaseError::fail(format!("after {op:?}: {error}")))?;
         for sequence in &self.model {
+            let limit = self.cache.rewind_limit(sequence.id).unwrap();
+            prop_assert!(limit <= sequence.tokens.len() as u64);
+            let headroom = self.windows().map(|(_, window)| window.headroom).min().unwrap_or(0);
+            let passed = sequence.longest.saturating_sub(u64::from(headroom));
+            prop_assert!(
+                self.has_states() || limit <= passed,
+                "{limit} of {}: headroom {headroom}",
+                sequence.longest
+            );
             prop_assert_eq!(self.cache.token_count(sequence.id).unwrap(), sequence.tokens.len() as u64);
             prop_assert_eq!(self.cache.next_position(sequence.id).unwrap(), sequence.next_position);
         }
@@ -506,7 +548,7 @@ impl Machine {
 
     /// Issues the appends and the reads of one sequence in one group, by the core's row and spans.
     fn issue(&mut self, index: usize, at: usize, group: GroupId, new: &[Token]) -> Outcome {
-        let sequence = &self.model[at];
+        let sequence = self.model[at].clone();
         let row = self.cache.step_row(index, group).0.to_vec();
         let place = |page: usize| (row[page].tier(), group, row[page].block());
         if self.shape.groups[group.index()].kind == GroupKind::State {
@@ -525,18 +567,29 @@ impl Machine {
         let page_size = self.rows(group) as u32;
         let expected: Vec<Token> = sequence.tokens.iter().chain(new).copied().collect();
         let end = sequence.next_position + new.len() as u64;
+        let spans: Vec<_> = self.cache.step_spans(index, group).collect();
+        let sinks: usize = spans.iter().filter(|s| s.sight != Sight::Window).map(|s| s.count as usize).sum();
+        let left = expected.len() - spans.iter().map(|span| span.count as usize).sum::<usize>();
+        self.check_window(at, group, sinks, left, expected.len())?;
+        self.seen.past_windows += u64::from(left > 0);
         let mut token = 0;
         let mut last_offset = None;
-        let mut reads = Vec::new();
-        for span in self.cache.step_spans(index, group) {
+        let (mut reads, mut written) = (Vec::new(), Vec::new());
+        for span in spans {
+            token = if token == sinks { token + left } else { token };
             for i in 0..span.count {
                 let (page, r) = ((span.skip + i) / page_size, (span.skip + i) % page_size);
                 let at = place((span.first_page + page) as usize);
                 let want = expected[token];
                 let seen_at = end - (expected.len() - token) as u64;
                 prop_assert_eq!(want.position + span.offset, seen_at, "token {} of {:?}", token, span);
+                for query in sequence.tokens.len().max(token)..expected.len() {
+                    let nearer = self.trails(group, token, query);
+                    prop_assert_eq!(span.offset_for(query - left), span.offset + nearer, "{:?}", span);
+                }
                 if token >= sequence.tokens.len() {
                     prop_assert_eq!(at.0, Tier::Device);
+                    written.push((at.2, r));
                     self.stream.push_back(Kernel::Write { at, row: r, word: want.name });
                 }
                 reads.push(Kernel::Read { at, rows: vec![(r, want.name)] });
@@ -545,7 +598,37 @@ impl Machine {
             last_offset = Some(span.offset);
         }
         prop_assert_eq!((token, last_offset), (expected.len(), Some(0)));
+        prop_assert_eq!(self.cache.step_slots(index, group).collect::<Vec<_>>(), written);
         self.stream.extend(reads);
+        Ok(())
+    }
+
+    /// Positions by which a query sees a token nearer than it was stored.
+    fn trails(&self, group: GroupId, token: usize, query: usize) -> u64 {
+        let Some(window) = self.shape.groups[group.index()].window else { return 0 };
+        let (sinks, tokens) = (window.sinks as usize, window.tokens as usize);
+        if !window.trailing || token >= sinks { 0 } else { (query + 1).saturating_sub(sinks + tokens) as u64 }
+    }
+
+    /// Every query to come finds what its window holds, and little more is there. Of `len` tokens, new ones included, `left` are
+    /// gone behind the first `sinks`.
+    fn check_window(&self, at: usize, group: GroupId, sinks: usize, left: usize, len: usize) -> Outcome {
+        let Group { window, .. } = self.shape.groups[group.index()];
+        let Some(window) = window else {
+            prop_assert_eq!((sinks, left), (0, 0));
+            return Ok(());
+        };
+        let before = self.model[at].tokens.len();
+        prop_assert_eq!(sinks, len.min(window.sinks as usize));
+        // From the earliest query that a rewind may lead to.
+        let earliest = self.cache.rewind_limit(self.model[at].id).unwrap() as usize;
+        for query in earliest..=len {
+            for token in (query + 1).saturating_sub(window.tokens as usize)..query {
+                prop_assert!(token < sinks || token >= sinks + left, "query {query} misses token {token}");
+            }
+        }
+        let kept = (window.tokens + window.headroom) as usize + self.rows(group);
+        prop_assert!(before.saturating_sub(sinks + left) <= kept, "{before} tokens, {left} of them left");
         Ok(())
     }
 
@@ -568,6 +651,7 @@ impl Machine {
             self.seen.rejected_tokens += (new.len() - count) as u64;
             sequence.tokens.extend(&new[..count]);
             sequence.next_position += count as u64;
+            sequence.longest = sequence.longest.max(sequence.tokens.len() as u64);
             sequence.state = new.last().map_or(sequence.state, |last| last.name);
         }
         Ok(())
@@ -641,9 +725,20 @@ fn the_core_agrees_with_a_naive_model() {
         rejected_tokens,
         words_read,
         pages_moved,
+        past_windows,
+        refused_rewinds,
         ..
     } = seen;
-    let often = [steps, refused_steps, copies_on_write, rejected_tokens, words_read, pages_moved];
+    let often = [
+        steps,
+        refused_steps,
+        copies_on_write,
+        rejected_tokens,
+        words_read,
+        pages_moved,
+        past_windows,
+        refused_rewinds,
+    ];
     assert!(often.iter().all(|&count| count > operations / 1000), "the operations miss the point: {seen:?}");
     assert!(seen.moves_inside_step > 0 && seen.failed_tickets > 0, "{seen:?}");
 }
@@ -676,4 +771,9 @@ fn a_missing_step_fence_is_noticed() {
 #[test]
 fn a_missing_completion_fence_is_noticed() {
     notices_that_it_is_gone(Fence::Completion);
+}
+
+#[test]
+fn a_page_that_leaves_its_window_too_early_is_noticed() {
+    notices_that_it_is_gone(Fence::Window);
 }

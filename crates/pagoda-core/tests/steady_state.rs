@@ -2,6 +2,7 @@
 
 use pagoda_core::Cache;
 use pagoda_core::cache::{Group, GroupKind, TierMemory};
+use pagoda_core::window::Window;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -28,9 +29,10 @@ static ALLOCATOR: Counting = Counting;
 
 #[test]
 fn a_step_allocates_nothing() {
-    let group = |block_bytes| Group { block_bytes, kind: GroupKind::Paged { page_size: 16 } };
+    let group = |block_bytes, window| Group { block_bytes, kind: GroupKind::Paged { page_size: 16 }, window };
+    let window = Window { sinks: 20, tokens: 50, headroom: 10, trailing: true };
     let memory = TierMemory { bytes: 1 << 22, extent_bytes: 1 << 14 };
-    let mut cache = Cache::new(&[group(256), group(64)], [memory; 3]).unwrap();
+    let mut cache = Cache::new(&[group(256, None), group(64, Some(window))], [memory; 3]).unwrap();
     let sequences: Vec<_> = (0..64).map(|_| cache.create().unwrap()).collect();
     let batch: Vec<_> = sequences.iter().map(|&id| (id, 1)).collect();
     let accepted = vec![1; batch.len()];

@@ -15,7 +15,7 @@ use std::time::Instant;
 use memmap2::{Advice, MmapMut};
 use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
-use pagoda_core::table::SpanView;
+use pagoda_core::table::{Sight, SpanView};
 use pagoda_cpu::{Arenas, Backend, Element, Isa, Layer, Rows, RowsMut, SequenceTable, Transform};
 
 /// The memory that layers rotate over, at least.
@@ -134,7 +134,13 @@ impl Cache {
             },
             layout,
             row: order.into_iter().map(|i| BlockRef::new(Tier::Device, BlockId::new(i))).collect(),
-            spans: [SpanView { first_page: 0, skip: 0, count: context as u32, offset: 0 }],
+            spans: [SpanView {
+                first_page: 0,
+                skip: 0,
+                count: context as u32,
+                offset: 0,
+                sight: Sight::Window,
+            }],
             bytes,
             next_layer: 0,
             queries: (0..rows).map(|i| (i % 17) as f32 / 8.0 - 1.0).collect(),

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use pagoda_core::layout::{LayerGeometry, Plane, Strip};
+use pagoda_core::table::{Sight, SpanView};
 use pagoda_core::work::{Piece, RUN_TILES, TILE, pieces};
 
 use crate::kernel::{ALIGN, Accumulate, Chunk, Fold, PIECES, RowSize, Score, Softmax};
@@ -224,11 +225,12 @@ impl Call<'_> {
                 continue;
             }
             let mut tiles = piece.tiles.start + first - base..piece.tiles.start + last - base;
-            let offset = if self.layer.rope.is_some() { piece.span.offset } else { 0 };
-            if prepared != Some(offset) {
-                prepared = Some(offset);
+            let from = if let Sight::Trailing { from } = piece.span.sight { Some(from) } else { None };
+            let turn = self.layer.rope.as_ref().map(|_| (piece.span.offset, from));
+            if prepared != Some(turn) {
+                prepared = Some(turn);
                 // SAFETY: as the caller promises.
-                unsafe { pass.prepare(offset, angles) };
+                unsafe { pass.prepare(piece.span, angles) };
             }
             while !tiles.is_empty() {
                 let mut end = tiles.end;
@@ -348,26 +350,30 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// Loads the queries, rotated back by `offset` positions and scaled for base-2 exponentials.
-    unsafe fn prepare(&mut self, offset: u64, angles: &mut Vec<(f32, f32)>) {
+    /// Loads the queries, rotated back for a span and scaled for base-2 exponentials.
+    unsafe fn prepare(&mut self, span: &SpanView, angles: &mut Vec<(f32, f32)>) {
         let layer = self.call.layer;
         let dim = layer.geometry.head_dim as usize;
         let source = self.call.queries;
         let load = self.call.kernels.convert(source.element, Element::F32);
-        let rope = layer.rope.as_ref().filter(|_| offset != 0);
-        if let Some(rope) = rope {
-            rope.angles(offset, angles);
-        }
         // The base of exponentials is 2; a cap multiplies with the logarithm itself.
         let factor = layer.softcap.map_or(layer.scale * LOG2_E as f32, |cap| layer.scale / cap);
+        let mut offset = 0;
         let rows = self.queries.chunks_exact_mut(dim.next_multiple_of(ALIGN));
         let rows = rows.zip(&mut *self.biases);
         for ((row, bias), (token, head)) in rows.zip(group_rows(self.group, layer.group())) {
             // SAFETY: `queries` has a row for every query and head.
             unsafe { load(source.row(token, head), row.as_mut_ptr().cast(), dim) };
             row[dim..].fill(0.0);
-            if let Some(rope) = rope {
-                rope.rotate_back(angles, row);
+            if let Some(rope) = &layer.rope {
+                let wanted = span.offset_for(self.group.position + token - self.group.token);
+                if wanted != offset {
+                    offset = wanted;
+                    rope.angles(offset, angles);
+                }
+                if offset != 0 {
+                    rope.rotate_back(angles, row);
+                }
             }
             row.iter_mut().for_each(|x| *x *= factor);
             let center = layer.transform.center(head / layer.group(), dim);
@@ -484,7 +490,8 @@ impl Pass<'_> {
         let stored = piece.rows.start.saturating_sub(tile * TILE)..(piece.rows.end - tile * TILE).min(TILE);
         let end = (self.group.position + query + 1) as isize - first;
         let high = end.min(stored.end as isize);
-        let start = self.call.layer.window.map_or(isize::MIN, |window| end - window as isize);
+        let window = self.call.layer.window.filter(|_| piece.span.sight == Sight::Window);
+        let start = window.map_or(isize::MIN, |window| end - window as isize);
         start.max(stored.start as isize) as usize..high.max(0) as usize
     }
 

@@ -5,7 +5,7 @@ mod world;
 use half::{bf16, f16};
 use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
-use pagoda_core::table::SpanView;
+use pagoda_core::table::{Sight, SpanView};
 use pagoda_cpu::{
     Arenas, Backend, Element, Error, F16_MAX, Isa, Layer, Overflow, Rows, SequenceTable, Transform,
     bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16,
@@ -62,7 +62,7 @@ fn stored(
     let tokens = input.len() / (from.bytes() * dim);
     let pages = tokens.div_ceil(PAGE);
     let (layer, mut memory, row) = layer(geometry(1, (dim as u32, to), (8, RowFormat::F16)), pages);
-    let spans = [SpanView { first_page: 0, skip: 0, count: tokens as u32, offset: 0 }];
+    let spans = [SpanView { first_page: 0, skip: 0, count: tokens as u32, offset: 0, sight: Sight::Window }];
     let table = SequenceTable { row: &row, spans: &spans, new_tokens: tokens as u32 };
     let zeros = vec![0u8; tokens * 16];
     let backend = Backend::new(2, false, Some(isa))?;
@@ -187,10 +187,10 @@ fn rows_go_to_their_slots_and_nowhere_else() {
             let (layer, mut memory, row) = layer(geometry, 60);
             // Old and new tokens: a span that begins inside a page, one that shares its last page, a prefill.
             let spans_a = [
-                SpanView { first_page: 0, skip: 5, count: 20, offset: 7 },
-                SpanView { first_page: 1, skip: 9, count: 4, offset: 0 },
+                SpanView { first_page: 0, skip: 5, count: 20, offset: 7, sight: Sight::Window },
+                SpanView { first_page: 1, skip: 9, count: 4, offset: 0, sight: Sight::Window },
             ];
-            let spans_b = [SpanView { first_page: 0, skip: 0, count: 500, offset: 0 }];
+            let spans_b = [SpanView { first_page: 0, skip: 0, count: 500, offset: 0, sight: Sight::Window }];
             let tables = [
                 SequenceTable { row: &row[..2], spans: &spans_a, new_tokens: 6 },
                 SequenceTable { row: &[], spans: &[], new_tokens: 0 },
@@ -255,7 +255,7 @@ fn contradictions_are_refused() {
             .to_string()
     };
     let arenas = host(&mut memory);
-    let span = |skip, count| SpanView { first_page: 1, skip, count, offset: 0 };
+    let span = |skip, count| SpanView { first_page: 1, skip, count, offset: 0, sight: Sight::Window };
     assert_eq!(
         attempt(&layer, &row, span(1, 16), 1, &arenas),
         "sequence 0 of the batch needs 3 pages and has 2"

@@ -3,6 +3,7 @@
 mod world;
 
 use pagoda_core::layout::{LayerGeometry, RowFormat};
+use pagoda_core::table::Sight;
 use pagoda_cpu::{Backend, Isa, Rope, Transform};
 use proptest::prelude::*;
 use world::{Cut, ELEMENTS, Random, World};
@@ -72,12 +73,16 @@ fn random_world(random: &mut Random) -> World {
     for _ in 0..1 + random.below(3) {
         let mut cuts = Vec::new();
         let spans = random.below(4);
+        let sinks = random.below(spans + 1);
+        let from = random.below(400) as i64 - 100;
+        let pinned = random.pick(&[Sight::Always, Sight::Trailing { from }]);
         for span in 0..=spans {
             cuts.push(Cut {
                 shared: random.below(2) == 0,
                 skip: random.below(page as usize),
                 count: length(random, page as usize),
                 offset: if span == spans { 0 } else { random.below(100_000) as u64 },
+                sight: if span < sinks { pinned } else { Sight::Window },
             });
         }
         world.add(random, &cuts);
@@ -154,7 +159,7 @@ fn small(head_dim: u32, format: RowFormat) -> LayerGeometry {
 }
 
 fn plain(count: usize) -> Cut {
-    Cut { shared: false, skip: 0, count, offset: 0 }
+    Cut { shared: false, skip: 0, count, offset: 0, sight: Sight::Window }
 }
 
 #[test]
@@ -163,7 +168,7 @@ fn long_sequences_are_split_and_merged() {
         let mut random = Random(7);
         let backend = Backend::new(threads, deterministic, None).expect("supported");
         let mut world = World::new(&mut random, small(16, RowFormat::F16), 6, 64, 300);
-        world.add(&mut random, &[Cut { shared: false, skip: 5, count: 4500, offset: 9 }, plain(5000)]);
+        world.add(&mut random, &[Cut { skip: 5, offset: 9, ..plain(4500) }, plain(5000)]);
         world.add(&mut random, &[plain(700)]);
         world.add(&mut random, &[plain(65)]);
         world.fill(&backend, ELEMENTS[0]);

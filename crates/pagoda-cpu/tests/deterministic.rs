@@ -3,6 +3,7 @@
 mod world;
 
 use pagoda_core::layout::{LayerGeometry, RowFormat};
+use pagoda_core::table::Sight;
 use pagoda_cpu::{Backend, Isa, Rope};
 use proptest::prelude::*;
 use world::{Cut, ELEMENTS, Random, World};
@@ -35,16 +36,17 @@ fn world(random: &mut Random) -> World {
     world.layer.window = random.pick(&[None, None, Some(70), Some(5000)]);
     let inv_freq = vec![1.0, 0.1];
     world.layer.rope = Some(Rope { inv_freq, interleaved: false });
+    let sight = random.pick(&[Sight::Window, Sight::Always, Sight::Trailing { from: 4100 }]);
     let (count, rest) = (4000 + random.below(5000), 100 + random.below(300));
     world.add(
         random,
         &[
-            Cut { shared: false, skip: 3, count, offset: 1000 },
-            Cut { shared: true, skip: 0, count: rest, offset: 0 },
+            Cut { shared: false, skip: 3, count, offset: 1000, sight },
+            Cut { shared: true, skip: 0, count: rest, offset: 0, sight: Sight::Window },
         ],
     );
     let count = 1 + random.below(500);
-    world.add(random, &[Cut { shared: false, skip: 0, count, offset: 0 }]);
+    world.add(random, &[Cut { shared: false, skip: 0, count, offset: 0, sight: Sight::Window }]);
     world
 }
 

@@ -7,8 +7,8 @@ use crate::cache::StepState;
 use crate::layers::PlacedLayer;
 use pagoda_core::Cache;
 use pagoda_core::common::{Candidate, Commons, LEVELS_MAX};
-use pagoda_core::ids::{BlockRef, GroupId, SequenceId, Tier};
-use pagoda_core::table::SpanView;
+use pagoda_core::ids::{GroupId, SequenceId};
+use pagoda_core::table::{Sight, SpanView};
 use pagoda_core::work::{Cut, Held, QueryBlock, WorkList};
 use pyo3::prelude::*;
 use std::ops::Range;
@@ -71,7 +71,7 @@ pub(crate) struct CommonPlaces {
 #[pyo3(from_item_all)]
 pub(crate) struct AnglePlaces {
     layer: usize,
-    /// float32 `[spans, pairs, 2]`.
+    /// float32 `[rows, pairs, 2]`.
     angles: u64,
 }
 
@@ -84,6 +84,8 @@ pub(crate) struct Room {
     columns: usize,
     /// Spans of all sequences, in any group.
     spans: usize,
+    /// Rows of angles of any layer: one a span, and for one that trails one a query besides.
+    angles: usize,
 }
 
 /// Pages in common, as long as the tables of a batch only grow.
@@ -193,11 +195,23 @@ impl Upload {
         }
         self.run(starts, first..self.words.len());
         let first = self.words.len();
-        for index in 0..core.step_batch().len() {
+        let mut turned = i64::from(count);
+        for (index, (_, new_tokens)) in core.step_batch().enumerate() {
             let mut before = 0;
             for span in step.spans(core, index, GroupId(group as u8)) {
-                let SpanView { first_page, skip, count, offset } = *span;
+                let SpanView { first_page, skip, count, mut offset, sight } = *span;
+                if let Sight::Trailing { .. } = sight {
+                    // Where its angles for row 0 of the batch would be.
+                    offset = (turned - i64::from(step.bounds()[index])) as u64;
+                    turned += i64::from(new_tokens);
+                }
+                let sight = match sight {
+                    Sight::Window => 0,
+                    Sight::Always => 1,
+                    Sight::Trailing { .. } => 2,
+                };
                 self.words.extend([first_page, skip, count, before, offset as u32, (offset >> 32) as u32]);
+                self.words.extend([sight, 0]);
                 before += count;
             }
         }
@@ -210,15 +224,9 @@ impl Upload {
         let Some(placed) = layers.iter().find(|placed| placed.group == id) else { return };
         let page_size = placed.layer.page_size;
         let first = self.words.len();
-        for (index, (_, new_tokens)) in core.step_batch().enumerate() {
-            let Some(span) = step.spans(core, index, id).last() else { continue };
-            let row = core.step_row(index, id).0;
-            let end = span.skip + span.count;
-            for stored in end - new_tokens..end {
-                let block: BlockRef = row[(span.first_page + stored / page_size) as usize];
-                debug_assert_eq!(block.tier(), Tier::Device);
-                let slot =
-                    u64::from(block.block().index()) * u64::from(page_size) + u64::from(stored % page_size);
+        for index in 0..core.step_batch().len() {
+            for (block, row) in core.step_slots(index, id) {
+                let slot = u64::from(block.index()) * u64::from(page_size) + u64::from(row);
                 self.words.extend([slot as u32, (slot >> 32) as u32]);
             }
         }
@@ -346,25 +354,39 @@ impl Upload {
         }
     }
 
-    /// Cosines and sines of the offsets of all spans, if any has one.
+    /// Cosines and sines of the offsets of all spans, then of each that trails for each of its sequence's queries; if any has one.
     fn angles(&mut self, core: &Cache, step: &StepState, layers: &[PlacedLayer], at: usize) {
         let AnglePlaces { layer, angles } = self.angles[at];
         let placed = &layers[layer];
         let Some(rope) = &placed.layer.rope else { return };
         let batch = core.step_batch().len();
         let spans = || (0..batch).flat_map(|index| step.spans(core, index, placed.group));
-        if spans().all(|span| span.offset == 0) {
+        if spans().all(|span| span.offset == 0 && !trails(span)) {
             return;
         }
         let first = self.words.len();
-        for span in spans() {
-            self.words.extend(rope.inv_freq.iter().flat_map(|&frequency| {
-                let (sin, cos) = (span.offset as f64 * f64::from(frequency)).sin_cos();
+        let words = &mut self.words;
+        let mut add = |offset: u64| {
+            words.extend(rope.inv_freq.iter().flat_map(|&frequency| {
+                let (sin, cos) = (offset as f64 * f64::from(frequency)).sin_cos();
                 [(cos as f32).to_bits(), (sin as f32).to_bits()]
             }));
+        };
+        spans().for_each(|span| add(span.offset));
+        for (index, (_, new_tokens)) in core.step_batch().enumerate() {
+            let spans = step.spans(core, index, placed.group);
+            let length: u32 = spans.iter().map(|span| span.count).sum();
+            for span in spans.iter().filter(|span| trails(span)) {
+                (length - new_tokens..length).for_each(|query| add(span.offset_for(query as usize)));
+            }
         }
         self.run(angles, first..self.words.len());
     }
+}
+
+/// Whether each query sees a span at a distance of its own.
+fn trails(span: &SpanView) -> bool {
+    matches!(span.sight, Sight::Trailing { .. })
 }
 
 /// Writes blocks, prefix and count of a work list down; returns where.
@@ -386,12 +408,15 @@ fn write_list(words: &mut Vec<u32>, list: &WorkList) -> [Range<usize>; 3] {
 pub(crate) fn room(core: &Cache, step: &StepState, groups: usize) -> Room {
     let mut room = Room { sequences: core.step_batch().len(), tokens: step.new_tokens(), ..Room::default() };
     for group in (0..groups as u8).map(GroupId) {
-        let mut spans = 0;
-        for index in 0..room.sequences {
+        let (mut spans, mut angles) = (0, 0);
+        for (index, (_, new_tokens)) in core.step_batch().enumerate() {
             room.columns = room.columns.max(core.step_row(index, group).0.len());
             spans += step.spans(core, index, group).len();
+            let trailing = step.spans(core, index, group).iter().filter(|span| trails(span)).count();
+            angles += trailing * new_tokens as usize;
         }
         room.spans = room.spans.max(spans);
+        room.angles = room.angles.max(spans + angles);
     }
     room
 }

@@ -5,6 +5,7 @@ use crate::errors::cpu;
 use pagoda_core::cache::{Group, GroupKind};
 use pagoda_core::ids::GroupId;
 use pagoda_core::layout::{BlockLayout, LayerGeometry, LayerLayout};
+use pagoda_core::window::Window;
 use pagoda_cpu::{Layer, Rope, Transform};
 use pyo3::prelude::*;
 
@@ -24,6 +25,8 @@ pub(crate) struct LayerArguments {
     center_first: bool,
     rotate: (bool, bool),
     window: Option<u32>,
+    /// Sinks, tokens of the window, headroom, and whether sinks trail; all tokens stay if None.
+    keeps: Option<(u32, u32, u32, bool)>,
     scale: f32,
     softcap: Option<f32>,
     sinks: bool,
@@ -69,7 +72,17 @@ pub(crate) fn place(
             .collect();
         let geometries = members.iter().map(|&at| geometry(&layers[at])).collect::<PyResult<Vec<_>>>()?;
         let layout = BlockLayout::new(&geometries, page_size);
-        groups.push(Group { block_bytes: layout.block_bytes, kind: GroupKind::Paged { page_size } });
+        let window = members.first().and_then(|&at| layers[at].keeps);
+        groups.push(Group {
+            block_bytes: layout.block_bytes,
+            kind: GroupKind::Paged { page_size },
+            window: window.map(|(sinks, tokens, headroom, trailing)| Window {
+                sinks,
+                tokens,
+                headroom,
+                trailing,
+            }),
+        });
         members.iter().zip(layout.layers).for_each(|(&at, of_layer)| layouts[at] = Some(of_layer));
     }
     let place = |(at, arguments): (usize, &LayerArguments)| {

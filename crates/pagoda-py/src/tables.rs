@@ -42,7 +42,8 @@ impl GroupTable {
 
 /// `block_table` int32 and `pointers` uint64 `[B, pages]`, `slot_mapping` int64 `[sum(new)]`.
 ///
-/// Entries past a sequence's pages are -1 and 0; pages that are not on the device tier are -1 in `block_table`.
+/// Entries past a sequence's pages, and of pages that have left a window, are -1 and 0; pages that are not on the device tier
+/// are -1 in `block_table`.
 pub(crate) fn export<'py>(py: Python<'py>, inner: &mut Inner, layer: usize) -> PyResult<Bound<'py, PyDict>> {
     let group = inner.layers[layer].group;
     let page_size = inner.layers[layer].layer.page_size;
@@ -80,6 +81,13 @@ pub(crate) fn export<'py>(py: Python<'py>, inner: &mut Inner, layer: usize) -> P
                 pointer_rows[start + column] =
                     base[at.tier().index()] + u64::from(at.block().index()) * block_bytes;
             }
+            for span in inner.core.step_spans(index, group) {
+                let left = (start + span.first_page as usize)..;
+                for entry in left.take((span.skip / page_size) as usize) {
+                    block_rows[entry] = -1;
+                    pointer_rows[entry] = 0;
+                }
+            }
             table.stamps[index] = Some((sequence, version, row.len()));
         }
     }
@@ -105,14 +113,11 @@ fn device_block(at: BlockRef) -> i32 {
 /// `block * page_size + row` of every new token.
 fn slot_mapping(inner: &Inner, group: GroupId, page_size: u32) -> Vec<i64> {
     let mut slots = Vec::new();
-    for (index, (_, new_tokens)) in inner.core.step_batch().enumerate() {
-        let row = inner.core.step_row(index, group).0;
-        let Some(span) = inner.core.step_spans(index, group).last() else { continue };
-        let end = span.skip + span.count;
-        slots.extend((end - new_tokens..end).map(|r| {
-            let block = row[(span.first_page + r / page_size) as usize].block();
-            i64::from(block.index()) * i64::from(page_size) + i64::from(r % page_size)
-        }));
+    for index in 0..inner.core.step_batch().len() {
+        let places = inner.core.step_slots(index, group);
+        slots.extend(
+            places.map(|(block, row)| i64::from(block.index()) * i64::from(page_size) + i64::from(row)),
+        );
     }
     slots
 }
@@ -124,12 +129,14 @@ pub(crate) fn csr<'py>(py: Python<'py>, inner: &Inner, layer: usize) -> PyResult
     let (mut indptr, mut indices, mut last_page_len) = (vec![0], Vec::new(), Vec::new());
     for (index, _) in inner.core.step_batch().enumerate() {
         let spans: Vec<_> = inner.core.step_spans(index, group).filter(|span| span.count > 0).collect();
-        if spans.len() > 1 || spans.iter().any(|span| span.skip > 0) {
-            let what =
-                format!("kv_indices = sequence {index} of the batch: one whole span; drop() has cut it");
+        if spans.len() > 1 || spans.iter().any(|span| span.skip % page_size > 0) {
+            let what = format!(
+                "kv_indices = sequence {index} of the batch: one whole span; drop() or sinks have cut it"
+            );
             return Err(invalid_because(py, what));
         }
-        let row = inner.core.step_row(index, group).0;
+        let left = spans.first().map_or(0, |span| span.skip / page_size);
+        let row = &inner.core.step_row(index, group).0[left as usize..];
         if row.iter().any(|at| at.tier() != Tier::Device) {
             let what =
                 format!("kv_indices = sequence {index} of the batch: all pages on the device; promote them");

@@ -18,13 +18,14 @@ def attention(
     *,
     scale: float | None = None,
     window: int | None = None,
+    sinks: int = 0,
     softcap: float | None = None,
     sink_logits: Array | None = None,
 ) -> tuple[Float64, Float64]:
     """Causal attention of the last `len(q)` tokens of one sequence over all of its tokens.
 
     q: [n, num_q_heads, head_dim]. k: [tokens, num_kv_heads, head_dim]. v: [tokens, num_kv_heads, v_head_dim]. Query i is
-    token `tokens - n + i`; it sees the tokens up to itself, of those the last `window`. Returns float64
+    token `tokens - n + i`; it sees the tokens up to itself, of those the last `window` and the first `sinks`. Returns float64
     (out [n, num_q_heads, v_head_dim], natural log-sum-exp of the scores [n, num_q_heads]); 0 and -inf where nothing is
     seen. The formula is softmax(q k^T * scale) v, https://arxiv.org/abs/1706.03762, with the key head of query head h
     being h // (num_q_heads // num_kv_heads), https://arxiv.org/abs/2305.13245. With softcap scores become
@@ -36,7 +37,7 @@ def attention(
     scale = head_dim**-0.5 if scale is None else scale
     at = np.arange(tokens - queries, tokens)[:, None]
     key = np.arange(tokens)[None, :]
-    seen = (key <= at) & (key > at - (tokens if window is None else window))
+    seen = (key <= at) & ((key > at - (tokens if window is None else window)) | (key < sinks))
     out = np.zeros((queries, heads, v_head_dim))
     lse = np.full((queries, heads), -np.inf)
     for head in range(heads):

@@ -23,6 +23,7 @@ from pagoda.cache import Cache
 from pagoda.errors import InvalidArgument
 from pagoda.lm import ContiguousCache, LanguageModel, Read, Sampler, generate
 from pagoda.models import SHIPPED_MODEL, SHIPPED_TEXT
+from pagoda.retention import SinkWindow
 from pagoda.sizes import format_size, parse_tokens
 
 if TYPE_CHECKING:
@@ -53,6 +54,13 @@ def register(commands: Commands) -> None:
     parser.add_argument("--cache-type-k", default="f16", help="row format of K")
     parser.add_argument("--cache-type-v", default="f16", help="row format of V")
     parser.add_argument("--no-kv-cache-paged", action="store_true", help="keep K and V in plain arrays, for comparison")
+    parser.add_argument("--window-size", help="keep so many tokens and the first ones: memory stops growing; k is 1024")
+    parser.add_argument("--sink-tokens", help="how many of the first tokens are kept with --window-size; 64 by default")
+    parser.add_argument(
+        "--sink-positions",
+        choices=["original", "cache"],
+        help="where the first tokens are seen: where they were (default), or right before the window",
+    )
     parser.add_argument("--chunk", type=int, default=512, help="tokens a step reads")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--top-k", type=int)
@@ -104,8 +112,22 @@ def _device(arguments: argparse.Namespace) -> str:
     return device
 
 
+def _retention(arguments: argparse.Namespace) -> SinkWindow | None:
+    window, sinks, positions = arguments.window_size, arguments.sink_tokens, arguments.sink_positions
+    for option, value in (("--window-size", window), ("--sink-tokens", sinks), ("--sink-positions", positions)):
+        if value is not None and arguments.no_kv_cache_paged:
+            raise InvalidArgument(f"{option} = {value!r}: not with --no-kv-cache-paged, whose arrays keep every token")
+        if value is not None and window is None:
+            raise InvalidArgument(f"{option} = {value!r}: only with --window-size")
+    if window is None:
+        return None
+    kept = SinkWindow.sinks if sinks is None else parse_tokens(sinks, "--sink-tokens")
+    return SinkWindow(kept, parse_tokens(window, "--window-size"), positions or "original")
+
+
 def _cache(arguments: argparse.Namespace, model: LanguageModel, device: str) -> Any:
     types = {"k_dtype": arguments.cache_type_k, "v_dtype": arguments.cache_type_v}
+    retention = _retention(arguments)
     if arguments.no_kv_cache_paged:
         return ContiguousCache(model.spec, **types)
     return Cache(
@@ -116,6 +138,7 @@ def _cache(arguments: argparse.Namespace, model: LanguageModel, device: str) -> 
         host_memory=arguments.host_memory,
         threads=arguments.threads,
         deterministic=arguments.deterministic,
+        retention=retention,
         **types,
     )
 

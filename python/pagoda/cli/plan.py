@@ -84,7 +84,6 @@ def describe(planner: Planner, contexts: list[int], batch: int, budgets: dict[st
             {
                 "tokens": context,
                 "paged_bytes": footprint.paged_bytes,
-                "paged_bytes_with_rings": footprint.ring_bytes,
                 "state_bytes": footprint.state_bytes,
                 "total_bytes": footprint.total_bytes,
                 "by_format": {
@@ -132,24 +131,21 @@ def draw(document: dict[str, Any], console: Console) -> None:
     console.print(f"{document['bytes_per_token']:,} bytes a token, {full:,} of them in layers without a window")
     if document["state_bytes"]:
         console.print(f"{format_size(document['state_bytes'])} of recurrent state a sequence")
-    windowed = document["layers"]["windowed"] > 0
-    if windowed:
+    if document["layers"]["windowed"]:
         console.print(
-            f"Windowed layers need {format_size(document['window_bytes'])} a sequence, but their older pages still "
-            "count against the budget: the cache skips them and does not free them yet."
+            f"Windowed layers need {format_size(document['window_bytes'])} a sequence for their windows, and up to two pages "
+            "a layer more; their older pages are freed."
         )
     devices = document["longest_context"]
-    table = Table("context", "memory", *(["with rings"] if windowed else []), *(f"in {name}" for name in devices))
+    table = Table("context", "memory", *(f"in {name}" for name in devices))
     for row in document["contexts"]:
-        rings = [format_size(row["paged_bytes_with_rings"] + row["state_bytes"])] if windowed else []
         table.add_row(
             format_tokens(row["tokens"]),
             format_size(row["total_bytes"]),
-            *rings,
             *map(_place, row["budgets"].values()),
         )
     table.add_section()
-    table.add_row("longest", "", *([""] if windowed else []), *(f"{tokens:,}" for tokens in devices.values()))
+    table.add_row("longest", "", *(f"{tokens:,}" for tokens in devices.values()))
     console.print(table)
     table = Table("context", *FORMATS, title="K and V both in")
     for row in document["contexts"]:

@@ -44,7 +44,10 @@ POLL_SECONDS = 2e-4
 """Sleep between two looks at an event, where a wait has an end."""
 
 SPANS_DECLARED = 8
-"""Spans of a sequence that there is room for once maxima are declared: `drop` leaves one more each time."""
+"""Spans of a sequence that there is room for once maxima are declared: `drop` leaves one more each time, sinks are one."""
+
+RUN_ROWS = 64 * 64
+"""Stored rows of a fixed run: `RUN_ROWS` of the core. Entries of pages that have left a window go a run at a time."""
 
 WINDOW_MAX = 1 << 30
 """Tokens that a query sees where there is no window."""
@@ -166,8 +169,10 @@ class DeviceEngine:
             if value < 1:
                 raise InvalidArgument(f"{name} = {value}: at least 1")
         self._wait_for_steps()
-        columns = -(-context // self._page_size) + SPANS_DECLARED
-        room = Room(sequences, sequences * new_tokens, columns, sequences * SPANS_DECLARED)
+        passed = RUN_ROWS if any(layer["keeps"] for layer in self._layers) else 0
+        columns = -(-(context + passed) // self._page_size) + SPANS_DECLARED
+        tokens, spans = sequences * new_tokens, sequences * SPANS_DECLARED
+        room = Room(sequences, tokens, columns, spans, angles=spans + tokens)
         self._tables.place(room)
         self._tables.fixed = True
         self._maxima = Maxima(sequences, new_tokens, context)
@@ -483,7 +488,7 @@ class DeviceEngine:
         if self._deterministic and prefill:
             floats = self._grid(chosen) * 3 * chosen.rows * chosen.v_dim
         elif self._deterministic:
-            runs = room.columns * self._page_size // (64 * 64) + room.spans + 1
+            runs = room.columns * self._page_size // RUN_ROWS + room.spans + 1
             floats = work.blocks_max * runs * sets * chosen.partial
         if work.common is not None:
             members = work.members_max if all_members else self._tables.members

@@ -43,12 +43,13 @@ class Work:
 
 @dataclass
 class Room:
-    """How much the tables can hold: sequences, new tokens, pages and spans of one sequence (pages) or of all (spans)."""
+    """How much the tables can hold: sequences, new tokens, pages of one sequence, spans of all, rows of angles of a layer."""
 
     sequences: int = 0
     tokens: int = 0
     columns: int = 0
     spans: int = 0
+    angles: int = 0
 
     def covers(self, need: dict[str, int]) -> bool:
         """Whether there is room for all of it."""
@@ -210,7 +211,7 @@ class StepTables:
         ]
         self.works = {work: self._work_tables(work, carve) for work in self._work_keys}
         self.angles = {
-            layer: carve.take(8 * room.spans * len(shape["rope"][0]))
+            layer: carve.take(8 * room.angles * len(shape["rope"][0]))
             for layer, shape in enumerate(self._layers)
             if shape["rope"]
         }

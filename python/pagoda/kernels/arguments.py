@@ -10,7 +10,8 @@ import numpy as np
 TIERS = 3
 
 SPAN = np.dtype(
-    [("first_page", "<i4"), ("skip", "<i4"), ("count", "<i4"), ("before", "<i4"), ("offset", "<i8")], align=True
+    [(name, "<i4") for name in ("first_page", "skip", "count", "before")] + [("offset", "<i8"), ("sight", "<i4")],
+    align=True,
 )
 """`Span` of tables.cuh."""
 
@@ -18,6 +19,14 @@ QUERY_BLOCK = np.dtype(
     [(name, "<i4") for name in ("sequence", "token", "queries", "position", "low", "high", "first_common", "commons")]
 )
 """`QueryBlock` of unit.cuh."""
+
+
+class Sight(IntEnum):
+    """`Sight` of tables.cuh."""
+
+    IN_WINDOW = 0
+    ALWAYS = 1
+    TRAILING = 2
 
 
 class Division(IntEnum):

@@ -10,7 +10,7 @@
 use half::{bf16, f16};
 use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
-use pagoda_core::table::SpanView;
+use pagoda_core::table::{Sight, SpanView};
 use pagoda_cpu::{
     Arenas, Backend, Element, Layer, Rope, Rows, RowsMut, SequenceTable, Transform, decode_row, encode_row,
 };
@@ -131,6 +131,7 @@ pub struct Cut {
     pub skip: usize,
     pub count: usize,
     pub offset: u64,
+    pub sight: Sight,
 }
 
 impl World {
@@ -202,6 +203,7 @@ impl World {
                 skip: skip as u32,
                 count: cut.count as u32,
                 offset: cut.offset,
+                sight: cut.sight,
             });
         }
         let len: usize = cuts.iter().map(|cut| cut.count).sum();
@@ -373,18 +375,25 @@ impl World {
                 None => keys.chunks_exact(dim).flat_map(|row| &row[..v_dim]).copied().collect(),
             };
             let queries = given(&sequence.queries, element);
-            let offsets: Vec<u64> =
-                sequence.spans.iter().flat_map(|s| vec![s.offset; s.count as usize]).collect();
+            let spans: Vec<SpanView> =
+                sequence.spans.iter().flat_map(|s| vec![*s; s.count as usize]).collect();
             for i in len - new..len {
                 let low = layer.window.map_or(0, |w| (i + 1).saturating_sub(w as usize));
+                let seen: Vec<usize> =
+                    (0..=i).filter(|&j| j >= low || spans[j].sight != Sight::Window).collect();
+                let offset = |j: usize| match spans[j].sight {
+                    Sight::Trailing { from } => spans[j].offset as f64 + (i as i64 - from).max(0) as f64,
+                    Sight::Window | Sight::Always => spans[j].offset as f64,
+                };
                 for head in 0..heads {
                     let kv = head / (heads / kv_heads);
                     let q: Vec<f64> =
                         queries[(i * heads + head) * dim..][..dim].iter().map(|&x| f64::from(x)).collect();
-                    let scores: Vec<f64> = (low..=i)
-                        .map(|j| {
+                    let scores: Vec<f64> = seen
+                        .iter()
+                        .map(|&j| {
                             let q = match &layer.rope {
-                                Some(rope) => rotate(&q, rope, -(offsets[j] as f64)),
+                                Some(rope) => rotate(&q, rope, -offset(j)),
                                 None => q.clone(),
                             };
                             let key = &keys[(j * kv_heads + kv) * dim..][..dim];
@@ -399,7 +408,7 @@ impl World {
                     let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
                     let sink = self.sinks.as_ref().map_or(0.0, |sinks| (f64::from(sinks[head]) - top).exp());
                     let mut row = vec![0.0; v_dim];
-                    for (j, score) in (low..=i).zip(&scores) {
+                    for (&j, score) in seen.iter().zip(&scores) {
                         let weight = (score - top).exp() / (sum + sink);
                         for (x, &v) in row.iter_mut().zip(&values[(j * kv_heads + kv) * v_dim..]) {
                             *x += weight * f64::from(v);

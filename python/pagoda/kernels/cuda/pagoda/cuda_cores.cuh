@@ -55,12 +55,16 @@ struct CudaCores : Unit<Shape_> {
     __device__ static float* floats() { return reinterpret_cast<float*>(shared_memory()); }
 
     __device__ void load_queries(const Span* span) {
-        const float2* angles = this->angles_of(span);
         __syncthreads();
         for (int i = threadIdx.x; i < ROWS * D; i += Shape::THREADS) {
             const int row = i / D;
             const bool real = row < rows;
-            query[i] = real ? this->query_element(args.q.row(this->token_of(row), this->head_of(row)), i % D, angles) : 0.0f;
+            float x = 0.0f;
+            if (real) {
+                const uint8* source = args.q.row(this->token_of(row), this->head_of(row));
+                x = this->query_element(source, i % D, this->angles_of(span, row));
+            }
+            query[i] = x;
         }
         __syncthreads();
     }
@@ -87,7 +91,8 @@ struct CudaCores : Unit<Shape_> {
             const int row = i / KEYS, key = i % KEYS, stored = first + key, place = walk.piece.origin + stored;
             const int last = block().position + row / args.group;
             float score = minus_infinity();
-            if (stored >= walk.piece.low && stored < walk.piece.high && place <= last && place > last - args.window) {
+            const bool near = walk.piece.always || place > last - args.window;
+            if (stored >= walk.piece.low && stored < walk.piece.high && place <= last && near) {
                 float sum = 0.0f;
                 for (int d = 0; d < D; ++d) sum = fmaf(query[row * D + d], keys[key * Shape::DEPTH + d], sum);
                 score = sum * args.scale;
@@ -154,7 +159,7 @@ struct CudaCores : Unit<Shape_> {
         const Span* prepared = walk.span;
         load_queries(prepared);
         for (; walk.left > 0; walk.next(block())) {
-            if (walk.span->offset != prepared->offset) {
+            if (!walk.span->turns_as(*prepared)) {
                 prepared = walk.span;
                 load_queries(prepared);
             }

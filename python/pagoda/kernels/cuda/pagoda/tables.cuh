@@ -25,11 +25,29 @@ struct Rows {
     __device__ uint8* row(int64 token, int64 head) const { return data + token * token_stride + head * head_stride; }
 };
 
+/// Which queries see a span, of those that come after it.
+enum Sight : int {
+    /// Those whose window it is in.
+    IN_WINDOW,
+    /// All.
+    ALWAYS,
+    /// All, each at a distance of its own.
+    TRAILING,
+};
+
 /// A run of pages whose tokens are contiguous; the stored row `skip` of page `first_page` is token `before` of the sequence.
+/// Entries of pages that `skip` leaves behind mean nothing.
 struct Span {
     int first_page, skip, count, before;
-    /// Positions by which queries are rotated back for this span.
+    /// Positions by which queries are rotated back for this span. Of one that trails: the row of the angles that belongs to row
+    /// 0 of the batch.
     int64 offset;
+    int sight;
+
+    /// Whether queries are rotated for both alike.
+    __device__ bool turns_as(const Span& other) const {
+        return offset == other.offset && (sight == TRAILING) == (other.sight == TRAILING);
+    }
 };
 
 /// Pages of one layer group.
@@ -50,16 +68,21 @@ struct Pages {
     }
 };
 
-/// The part of a span that a range of the token axis touches: stored rows [low, high), tiles [first_tile, last_tile).
+/// The part of a span that a range of the token axis touches, or that is seen anyway up to the range's end: stored rows
+/// [low, high), tiles [first_tile, last_tile).
 struct Piece {
     int first_page, low, high, first_tile, last_tile;
+    /// Whether windows do not matter.
+    bool always;
     /// The place on the token axis of stored row 0; below 0 where the span skips rows.
     int origin;
 
     __device__ static Piece of(const Span& span, int low, int high) {
-        const int first = max(span.before, low), last = min(span.before + span.count, high);
+        const bool always = span.sight != IN_WINDOW;
+        const int first = always ? span.before : max(span.before, low), last = min(span.before + span.count, high);
         Piece piece;
         piece.first_page = span.first_page;
+        piece.always = always;
         piece.origin = span.before - span.skip;
         piece.low = first - piece.origin;
         piece.high = last > first ? last - piece.origin : piece.low;

@@ -54,9 +54,9 @@ struct TensorShape {
 };
 
 /// What a stage holds: of its rows [low, high) are real, row 0 is at `place` of the token axis, and all are of one span. `whole`:
-/// every query sees all of them.
+/// every query sees all of them; `always`: whatever the window.
 struct Note {
-    int low, high, place, span, whole;
+    int low, high, place, span, whole, always;
 };
 
 /// Table entries of 64 pages around the current one: a lane holds one of the current 32 and one of the next.
@@ -137,11 +137,10 @@ struct TensorCores : Unit<Shape_> {
 
     /// Brings the queries of the unit to shared memory as 16-bit elements, and the rests of what those cannot hold.
     __device__ void load_queries(const Span* span) {
-        const float2* angles = this->angles_of(span);
         float* factors = reinterpret_cast<float*>(q_shared + Shape::Q_SPLIT_BYTES);
         __syncthreads();
         for (int row = threadIdx.x / WARP; row < Shape::ROWS; row += Shape::THREADS / WARP) {
-            const float factor = Shape::Q_SCALED && row < rows ? factor_of(row, angles) : 1.0f;
+            const float factor = Shape::Q_SCALED && row < rows ? factor_of(row, this->angles_of(span, row)) : 1.0f;
             if (lane == 0) factors[row] = factor;
         }
         __syncthreads();
@@ -152,6 +151,7 @@ struct TensorCores : Unit<Shape_> {
             float x = 0.0f, y = 0.0f;
             if (row < rows && e < D) {
                 const uint8* source = args.q.row(this->token_of(row), this->head_of(row));
+                const float2* angles = this->angles_of(span, row);
                 x = this->query_element(source, e, angles) * factors[row];
                 y = this->query_element(source, e + 1, angles) * factors[row];
             }
@@ -254,8 +254,8 @@ struct TensorCores : Unit<Shape_> {
             const QueryBlock& queries = block();
             const int low = walk.piece.low - first, high = walk.piece.high - first, place = walk.piece.origin + first;
             const bool whole = low <= 0 && high >= Shape::SCORES && place + Shape::SCORES - 1 <= queries.position &&
-                               place > queries.position + queries.queries - 1 - args.window;
-            note(index) = {low, high, place, static_cast<int>(walk.span - args.pages.spans), whole};
+                               (walk.piece.always || place > queries.position + queries.queries - 1 - args.window);
+            note(index) = {low, high, place, static_cast<int>(walk.span - args.pages.spans), whole, walk.piece.always};
         }
     }
 
@@ -333,7 +333,8 @@ struct TensorCores : Unit<Shape_> {
 #pragma unroll
             for (int i = 0; i < Shape::SCORES / 4; ++i) {
                 const int column = i / 2 * 8 + lane % 4 * 2 + i % 2, place = note.place + column;
-                const bool seen = column >= note.low && column < note.high && place <= last && place > last - args.window;
+                const bool near = note.always || place > last - args.window;
+                const bool seen = column >= note.low && column < note.high && place <= last && near;
                 if (!seen) scores[r / 2][i / 2][r % 2 * 2 + i % 2] = minus_infinity();
             }
         }
@@ -488,7 +489,7 @@ struct TensorCores : Unit<Shape_> {
             advance();
             const int span = note(at).span;
             if (span != prepared) {
-                if (args.pages.spans[span].offset != args.pages.spans[prepared].offset) load_queries(args.pages.spans + span);
+                if (!args.pages.spans[span].turns_as(args.pages.spans[prepared])) load_queries(args.pages.spans + span);
                 prepared = span;
             }
             if (first_row < rows) compute_stage(at);

@@ -84,8 +84,8 @@ struct Attend {
     float softcap;
     /// [sets * group] or null: natural logarithms that join each sum of weights, and not the log-sum-exp.
     const float* sinks;
-    /// [spans, rotary_pairs]: cosine and sine of a span's offset, to rotate queries back; null if no span has one. Element 2 i
-    /// goes with 2 i + 1 if interleaved, else i with i + rotary_pairs.
+    /// [spans and more, rotary_pairs]: cosine and sine of a span's offset, or for one that trails of a query's, to rotate queries
+    /// back; null if no span has one. Element 2 i goes with 2 i + 1 if interleaved, else i with i + rotary_pairs.
     const float2* angles;
     int rotary_pairs, interleaved;
     /// By division [2 * grid][PARTIAL], [runs][PARTIAL], or [grid][3 * ROWS * V_DIM]; and [blocks * sets], 0 before and after.
@@ -182,8 +182,9 @@ struct Unit {
     }
     __device__ int head_of(int row) const { return set * args.group + row % args.group; }
 
-    /// The angles of a span, if it has moved.
-    __device__ const float2* angles_of(const Span* span) const {
+    /// The angles of a span for a query row, if it has moved.
+    __device__ const float2* angles_of(const Span* span, int row) const {
+        if (span->sight == TRAILING) return args.angles + (span->offset + token_of(row)) * args.rotary_pairs;
         return span->offset == 0 ? nullptr : args.angles + (span - args.pages.spans) * args.rotary_pairs;
     }
 

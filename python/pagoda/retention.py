@@ -1,0 +1,61 @@
+"""Which tokens of a sequence a cache keeps, where that is not all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagoda.errors import InvalidArgument
+from pagoda.spec import WINDOW_MAX, ModelSpec, check_integer
+
+Keeps = tuple[int, int, int, bool]
+"""Sinks, tokens of the window, headroom, and whether sinks trail: `Window` of the core."""
+
+
+@dataclass(frozen=True)
+class SinkWindow:
+    """The first `sinks` tokens and the last `window`: text without end in constant memory.
+
+    For layers without a window of their own: their queries see these tokens, themselves included, and no others.
+    positions: "original" sees the sinks where they were stored, ever farther away; "cache" as if they stood right before
+    the window, by rotating queries: no key is rotated again. https://arxiv.org/abs/2309.17453.
+    """
+
+    sinks: int = 64
+    window: int = 16384
+    positions: str = "original"
+
+    def __post_init__(self) -> None:
+        check_integer("sinks", self.sinks, 0, WINDOW_MAX)
+        check_integer("window", self.window, 1, WINDOW_MAX)
+        if self.positions not in ("original", "cache"):
+            raise InvalidArgument(f'positions = {self.positions!r}: "original" or "cache"')
+
+
+def keeps_by_layer(spec: ModelSpec, retention: SinkWindow | None, headroom: int) -> list[Keeps | None]:
+    """What each layer keeps; None is everything. Raises InvalidArgument where the retention says nothing to the model.
+
+    A layer without `rope` in a model that has others with one rotates nothing, so positions do not matter to it; where no
+    layer has one, nobody has said how to rotate.
+    """
+    if retention is not None:
+        if all(layer.window is not None for layer in spec.attention_layers):
+            raise InvalidArgument(f"retention = {retention}: a model with layers that have no window of their own")
+        if retention.positions == "cache" and all(layer.rope is None for layer in spec.attention_layers):
+            raise InvalidArgument('retention.positions = "cache": layers with a rope, to rotate queries by')
+    keeps: list[Keeps | None] = []
+    for index, layer in enumerate(spec.layers):
+        window, owner = getattr(layer, "window", None), getattr(layer, "kv_owner", None)
+        if window is not None and owner is not None and (keeps[owner] or (0,))[0]:
+            raise InvalidArgument(f"layers[{index}].window = {window}: none, where layer {owner} keeps sinks for it")
+        if window is not None:
+            keeps.append((0, window, headroom, False))
+        elif retention is not None:
+            keeps.append((retention.sinks, retention.window, headroom, retention.positions == "cache"))
+        else:
+            keeps.append(None)
+    for kept in filter(None, keeps):
+        if sum(kept[:3]) > WINDOW_MAX:
+            raise InvalidArgument(
+                f"headroom = {headroom}: with {kept[0]} sinks and {kept[1]} more, at most {WINDOW_MAX}"
+            )
+    return keeps
