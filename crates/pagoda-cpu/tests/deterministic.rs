@@ -34,6 +34,8 @@ fn world(random: &mut Random) -> World {
     let page_size = random.pick(&[16, 64, 256]);
     let mut world = World::new(random, geometry, num_kv_heads * group, page_size, 1200);
     world.layer.window = random.pick(&[None, None, Some(70), Some(5000)]);
+    world.layer.softcap = random.pick(&[None, Some(3.0)]);
+    world.sinks = random.pick(&[None, Some(0.5)]).map(|logit| vec![logit; (num_kv_heads * group) as usize]);
     let inv_freq = vec![1.0, 0.1];
     world.layer.rope = Some(Rope { inv_freq, interleaved: false });
     let sight = random.pick(&[Sight::Window, Sight::Always, Sight::Trailing { from: 4100 }]);
