@@ -17,7 +17,8 @@ SPEC = pagoda.ModelSpec(layers=[layer(), layer(), layer(window=40)])
 
 @pytest.fixture
 def mirror() -> Any:
-    with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=2) as cache:
+    options: dict[str, Any] = {"device_memory": "1MiB", "host_memory": "1MiB", "threads": 2, "headroom": 1000}
+    with pagoda.Cache(SPEC, page_size=16, **options) as cache:
         yield Mirror(cache, np.random.default_rng(0))
 
 
@@ -105,7 +106,7 @@ def test_a_context_larger_than_the_device_spills_and_is_attended_to_in_full() ->
     with pagoda.Cache(SPEC, page_size=16, device_memory="256KiB", host_memory="4MiB", threads=2) as cache:
         mirror = Mirror(cache, np.random.default_rng(1))
         tokens = mirror.create()
-        for _ in range(40):
+        for _ in range(60):
             mirror.step([tokens], [70])
         stats = cache.stats()
         assert stats.used_bytes("host") > 2 * stats.used_bytes("device")
@@ -119,7 +120,8 @@ def test_a_context_larger_than_the_device_spills_and_is_attended_to_in_full() ->
 
 
 def test_spilling_takes_the_sequence_that_rested_longest() -> None:
-    with pagoda.Cache(SPEC, page_size=16, device_memory="256KiB", host_memory="4MiB", threads=1) as cache:
+    options: dict[str, Any] = {"device_memory": "256KiB", "host_memory": "4MiB", "threads": 1, "headroom": 1000}
+    with pagoda.Cache(SPEC, page_size=16, **options) as cache:
         mirror = Mirror(cache, np.random.default_rng(2))
         idle, busy = mirror.create(), mirror.create()
         mirror.step([idle], [160])
