@@ -58,8 +58,8 @@ class RoundingStep(pagoda.Step):
 class RoundingCache(pagoda.Cache):
     """A cache in float32 whose rows went through `rounding`."""
 
-    def __init__(self, spec: ModelSpec, rounding: Rounding) -> None:
-        super().__init__(spec, k_dtype="f32", v_dtype="f32", threads=1)
+    def __init__(self, spec: ModelSpec, retention: pagoda.SinkWindow | None, rounding: Rounding) -> None:
+        super().__init__(spec, k_dtype="f32", v_dtype="f32", retention=retention, threads=1)
         self.rounding = rounding
 
     def step(self, batch: Any, new_tokens: Any, *, stream: object = None) -> RoundingStep:
@@ -89,12 +89,13 @@ MODELS: dict[str, Rounding] = {
 
 
 def modelled(rounding: Rounding) -> CacheOf:
-    return lambda spec: RoundingCache(spec, rounding)
+    return lambda spec, keep: RoundingCache(spec, keep, rounding)
 
 
 def stored(name: str) -> CacheOf:
     """Rows as they come: neither centred nor rotated."""
-    return lambda spec: pagoda.Cache(spec, k_dtype=name, v_dtype=name, center=None, rotate=False, threads=1)
+    options: dict[str, Any] = {"k_dtype": name, "v_dtype": name, "center": None, "rotate": False, "threads": 1}
+    return lambda spec, keep: pagoda.Cache(spec, retention=keep, **options)
 
 
 @functools.cache
@@ -218,7 +219,7 @@ def test_outliers_do_to_formats_what_is_known_of_them() -> None:
 @pytest.mark.parametrize("name", ["int8", "q8_0", "q5_0", "q4_0"])
 def test_centred_and_rotated_rows_follow_the_laws_and_do_not_mind_a_constant(name: str) -> None:
     results = {
-        outliers: exact(outliers).fidelity(lambda spec: pagoda.Cache(spec, k_dtype=name, v_dtype=name, threads=1))
+        outliers: exact(outliers).fidelity(lambda spec, _: pagoda.Cache(spec, k_dtype=name, v_dtype=name, threads=1))
         for outliers in OUTLIERS
     }
     for result in results.values():
@@ -253,7 +254,7 @@ def test_equal_weights_give_the_mean_of_all_values() -> None:
 def test_a_window_alone_loses_the_sink_and_invents_answers() -> None:
     whole = streaming(8192, stored("f16"))
     window = streaming(8192, stored("f16"), window=1024)
-    both = streaming(8192, stored("f16"), keep=(4, 1024))
+    both = streaming(8192, stored("f16"), keep=pagoda.SinkWindow(4, 1024))
     assert (whole.kept, window.kept, both.kept) == (8192, 1024, 1028)
     assert whole.recall_within == window.recall_within == both.recall_within == 1.0
     assert whole.recall_beyond is None
@@ -310,7 +311,7 @@ def test_the_shipped_model_over_formats(text: ShippedText) -> None:
 
 
 def test_the_shipped_model_over_a_window(text: ShippedText) -> None:
-    same, other = text.divergence(stored("f32"), keep=(4, 600))
+    same, other = text.divergence(stored("f32"), keep=pagoda.SinkWindow(4, 600))
     assert same.kld == 0.0, "500 tokens fit"
     assert other.kld > 0
     assert other.same_top < 1

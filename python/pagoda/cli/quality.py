@@ -18,7 +18,8 @@ from pagoda.formats import FORMATS, row_format
 from pagoda.quality import plot
 from pagoda.quality.heads import DISTANCES, OUTLIERS, Head, recall_head
 from pagoda.quality.language import TOKENS, ShippedText
-from pagoda.quality.measure import CacheOf, Kept, Recall, streaming
+from pagoda.quality.measure import CacheOf, Recall, streaming
+from pagoda.retention import SinkWindow
 from pagoda.sizes import format_tokens, parse_tokens
 from pagoda.spec import ModelSpec
 
@@ -32,10 +33,10 @@ WINDOW = 1024
 RETENTION: dict[str, dict[str, Any]] = {
     "all": {},
     f"last {WINDOW:,}": {"window": WINDOW},
-    f"4 + last {WINDOW:,}": {"keep": (4, WINDOW)},
+    f"4 + last {WINDOW:,}": {"keep": SinkWindow(4, WINDOW)},
 }
 """What the head with a sink keeps, as arguments of `streaming`: the window of a layer has no sinks."""
-KEPT: tuple[Kept, ...] = ((4, WINDOW), (64, 4 * WINDOW))
+KEPT = (SinkWindow(4, WINDOW), SinkWindow(64, 4 * WINDOW))
 """What the language model keeps, if not everything."""
 
 
@@ -78,7 +79,7 @@ def cache_of(name: str, *, plain: bool = False) -> CacheOf:
     """What makes caches of a format, or of a pair K/V; plain: with rows stored as they come. Raises InvalidArgument."""
     k_dtype, v_dtype = pair(name)
     options: dict[str, Any] = {"center": None, "rotate": False} if plain else {}
-    return lambda spec: Cache(spec, k_dtype=k_dtype, v_dtype=v_dtype, **options)
+    return lambda spec, keep: Cache(spec, k_dtype=k_dtype, v_dtype=v_dtype, retention=keep, **options)
 
 
 def pair(name: str) -> tuple[str, str]:
@@ -115,7 +116,7 @@ def measure(caches: dict[str, CacheOf], heads: list[Head], show: Callable[[str],
         *((*item, None) for item in caches.items()),
         *(("f32", reference, keep) for keep in KEPT),
     ]:
-        kept = "all" if keep is None else f"{keep[0]} + last {keep[1]:,}"
+        kept = "all" if keep is None else f"{keep.sinks} + last {keep.window:,}"
         show(f"shipped text, {name}, kept: {kept}")
         place = {"format": name, "retention": kept, "bits": bits(name, text.model.spec)}
         texts += [{**place, **asdict(row)} for row in text.divergence(cache, keep=keep)]

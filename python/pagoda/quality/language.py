@@ -20,7 +20,8 @@ from pagoda.lm import LanguageModel
 from pagoda.lm.generate import CHUNK
 from pagoda.models import SHIPPED_MODEL, SHIPPED_TEXT
 from pagoda.quality.heads import Float64
-from pagoda.quality.measure import CacheOf, Kept, forget
+from pagoda.quality.measure import CacheOf
+from pagoda.retention import SinkWindow
 
 STARTS = (1024, 8192, 32768)
 TOKENS = 2048
@@ -60,7 +61,7 @@ class ShippedText:
         self.starts, self.tokens = tuple(starts), tokens
         self._exact = self._predict(cache_of_f32, None)
 
-    def divergence(self, cache_of: CacheOf, *, keep: Kept | None = None) -> list[Divergence]:
+    def divergence(self, cache_of: CacheOf, *, keep: SinkWindow | None = None) -> list[Divergence]:
         """One for each stretch, over another cache, of all tokens or of those that `keep` leaves."""
         stretches = zip(self.starts, self._exact, self._predict(cache_of, keep), strict=True)
         return [self._compare(start, exact, stored) for start, exact, stored in stretches]
@@ -76,17 +77,15 @@ class ShippedText:
             same_top=float((exact.argmax(axis=1) == stored.argmax(axis=1)).mean()),
         )
 
-    def _predict(self, cache_of: CacheOf, keep: Kept | None) -> list[Float64]:
+    def _predict(self, cache_of: CacheOf, keep: SinkWindow | None) -> list[Float64]:
         """Log-probabilities [tokens, 256] of each stretch."""
         stretches = []
-        with cache_of(self.model.spec) as cache:
+        with cache_of(self.model.spec, keep) as cache:
             sequence, done = cache.create(), 0
 
             def feed(count: int) -> npt.NDArray[np.float32]:
                 nonlocal done
                 logits = self._feed(cache, sequence, self._text[done : done + count])
-                if keep is not None:
-                    forget(sequence, keep)
                 done += count
                 return logits
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagoda.cache import Array, Cache, Sequence
+from pagoda.cache import Array, Cache
 from pagoda.quality.heads import (
     DISTANCES,
     HEAD_DIM,
@@ -26,13 +26,11 @@ from pagoda.quality.heads import (
     recall,
     sink_weight,
 )
+from pagoda.retention import SinkWindow
 from pagoda.spec import AttentionLayer, ModelSpec
 
-CacheOf = Callable[[ModelSpec], Cache]
-"""Makes the cache of a spec, which is closed after use."""
-
-Kept = tuple[int, int]
-"""How many of the first tokens of a sequence are kept, and how many of the last (https://arxiv.org/abs/2309.17453)."""
+CacheOf = Callable[[ModelSpec, SinkWindow | None], Cache]
+"""Makes the cache of a spec with this retention, which is closed after use."""
 
 HEADS = 128
 """Queries attended at once: the most query heads that may share a K/V head."""
@@ -128,7 +126,7 @@ class Recall:
 
 
 def streaming(
-    context: int, cache_of: CacheOf, *, window: int | None = None, keep: Kept | None = None, seed: int = 0
+    context: int, cache_of: CacheOf, *, window: int | None = None, keep: SinkWindow | None = None, seed: int = 0
 ) -> Streaming:
     """Runs the head with a sink over a layer with this window, or over the tokens that `keep` leaves, or over all of them."""
     head = Head(context, STREAM_BETA, needles=128, rivals=False, strangers=128, sink=STREAM_SINK, seed=seed)
@@ -137,7 +135,7 @@ def streaming(
     answered = presence > 0.5
     needles = slice(0, head.needles)
     right = answered[needles] & ((outputs[needles] @ head.vocabulary.T).argmax(axis=1) == head.answers)
-    sinks, recent = keep or (0 if window else 1, window or context)
+    sinks, recent = (keep.sinks, keep.window) if keep else (0 if window else 1, window or context)
     within = (head.ages < recent) | (context - 1 - head.ages < sinks)
     kept = min(context, sinks + recent)
     return Streaming(
@@ -150,22 +148,15 @@ def streaming(
     )
 
 
-def forget(sequence: Sequence, keep: Kept) -> None:
-    """Drops what the next token will not see: it sees the first `sinks` tokens and the last `window`, itself included."""
-    sinks, window = keep
-    if len(sequence) >= sinks + window:
-        sequence.drop(sinks, len(sequence) + 1 - window)
-
-
 def ask(
-    head: Head, cache_of: CacheOf, *, window: int | None = None, keep: Kept | None = None
+    head: Head, cache_of: CacheOf, *, window: int | None = None, keep: SinkWindow | None = None
 ) -> tuple[Float64, Float64]:
-    """Appends all tokens in chunks, and forgets between them; the last token asks all queries.
+    """Appends all tokens in chunks to a layer with this window; the last token asks all queries.
 
     Returns float64 outputs [queries, VALUE_DIM] and log-sum-exps [queries].
     """
     outputs, sums, seen = [], [], 0
-    with cache_of(ModelSpec([AttentionLayer(HEADS, 1, HEAD_DIM, VALUE_DIM, window=window)])) as cache:
+    with cache_of(ModelSpec([AttentionLayer(HEADS, 1, HEAD_DIM, VALUE_DIM, window=window)]), keep) as cache:
         sequence = cache.create()
         for keys, values in head.chunks():
             with cache.step([sequence], [len(keys)]) as step:
@@ -175,8 +166,6 @@ def ask(
                     output, total = step.attend(0, part[None], return_lse=True)
                     outputs.append(output[0])
                     sums.append(total[0])
-            if keep is not None:
-                forget(sequence, keep)
     count = len(head.queries)
     return np.concatenate(outputs)[:count].astype(np.float64), np.concatenate(sums)[:count].astype(np.float64)
 
@@ -186,7 +175,7 @@ def read_logits(head: Head, cache_of: CacheOf) -> Float64:
     queries = head.queries[:READ]
     layer = AttentionLayer(READ, 1, HEAD_DIM, VALUE_DIM, window=1)
     pieces = []
-    with cache_of(ModelSpec([layer])) as cache:
+    with cache_of(ModelSpec([layer]), None) as cache:
         sequence = cache.create()
         for keys, values in head.chunks():
             with cache.step([sequence], [len(keys)]) as step:
@@ -203,7 +192,7 @@ def key_errors(head: Head, cache_of: CacheOf) -> Float64:
     """
     keys, values = next(head.chunks())
     layer = AttentionLayer(HEAD_DIM, 1, HEAD_DIM, VALUE_DIM, window=1, scale=1.0)
-    with cache_of(ModelSpec([layer])) as cache:
+    with cache_of(ModelSpec([layer]), None) as cache:
         with cache.step([cache.create()], [len(keys)]) as step:
             every = np.broadcast_to(np.eye(HEAD_DIM, dtype=np.float32), (len(keys), HEAD_DIM, HEAD_DIM))
             _, stored = step.forward(0, every, keys, values, return_lse=True)
