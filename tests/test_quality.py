@@ -312,8 +312,8 @@ def test_the_shipped_model_over_formats(text: ShippedText) -> None:
 
 def test_the_shipped_model_over_a_window(text: ShippedText) -> None:
     same, other = text.divergence(stored("f32"), keep=pagoda.SinkWindow(4, 600))
-    assert same.kld == 0.0, "500 tokens fit"
-    assert other.kld > 0
+    assert abs(same.kld) < 1e-10, "500 tokens fit"
+    assert other.kld > 1e-4
     assert other.same_top < 1
 
 
