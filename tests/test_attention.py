@@ -120,6 +120,26 @@ def test_latent_rows_are_read_once_as_k_and_as_v() -> None:
         check(out, lse, *attention(q, stored, stored[..., :512]))
 
 
+def test_many_small_terms_are_not_lost_beside_a_large_one() -> None:
+    """One heavy key, then 100,000 light ones that together weigh half as much."""
+    rng = np.random.default_rng(6)
+    count = 100_000
+    k = np.zeros((count, 1, 32), np.float32)
+    k[0, 0, 0] = np.log(2 * count) * 32**0.5
+    q = np.zeros((1, 1, 32), np.float32)
+    q[..., 0] = 1
+    v = rng.random((count, 1, 32), np.float32)
+    shape = layer(num_q_heads=1, num_kv_heads=1, head_dim=32)
+    with small_cache([shape], k_dtype="f32", v_dtype="f32", device="cpu", device_memory="64MiB", threads=1) as cache:
+        sequence = cache.create()
+        with cache.step([sequence], [count - 1]) as step:
+            step.append(0, k[:-1], v[:-1])
+        with cache.step([sequence], [1]) as step:
+            out = step.forward(0, q, k[-1:], v[-1:])
+    right, _ = attention(q, k, v)
+    assert np.abs(out - right).max() < 5e-6
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_arrays_of_every_type_and_stride(dtype: Any) -> None:
     """K, V and Q may be slices of one fused array; the result has the type of Q."""

@@ -48,10 +48,10 @@ struct Worker {
     biases: Floats,
     /// One factor a query row.
     decay: Floats,
-    /// The result of the present run.
+    /// The result so far.
     state: Floats,
-    /// The merged results of earlier runs.
-    merged: Floats,
+    /// That of the present run, if it is not the first.
+    run: Floats,
     /// Cosines and sines.
     angles: Vec<(f32, f32)>,
 }
@@ -99,7 +99,6 @@ struct Call<'a> {
     plan: &'a Plan,
     /// The partial results, disjoint by item.
     parts: *mut f32,
-    deterministic: bool,
     next: AtomicUsize,
 }
 
@@ -141,7 +140,6 @@ pub(crate) unsafe fn attend(
         lse,
         plan,
         parts,
-        deterministic,
         next: AtomicUsize::new(0),
     };
     pool.run(plan.workers.min(plan.items.len()), &|index| {
@@ -196,7 +194,7 @@ impl Call<'_> {
         let group = &self.plan.groups[item.group];
         let rows = group.queries * self.layer.group() * group.heads.len();
         let floats = state_floats(rows, self.layer);
-        let Worker { queries, scores, biases, decay, state, merged, angles } = worker;
+        let Worker { queries, scores, biases, decay, state, run, angles } = worker;
         let state = if group.parts == 1 {
             state.take(floats)
         } else {
@@ -205,8 +203,8 @@ impl Call<'_> {
         };
         let mut state = State::new(state, rows, self.layer);
         state.reset();
-        let mut merged = State::new(merged.take(floats), rows, self.layer);
-        let (mut prepared, mut runs) = (None, 0);
+        let mut run = State::new(run.take(floats), rows, self.layer);
+        let (mut prepared, mut first_run) = (None, true);
         let mut pass = Pass {
             call: self,
             group,
@@ -233,26 +231,18 @@ impl Call<'_> {
                 unsafe { pass.prepare(piece.span, angles) };
             }
             while !tiles.is_empty() {
-                let mut end = tiles.end;
-                if self.deterministic {
-                    end = end.min((tiles.start / RUN_TILES + 1) * RUN_TILES);
-                    if runs == 1 {
-                        merged.reset();
-                    }
-                    if runs > 0 {
-                        self.fold(&mut merged, &state);
-                        state.reset();
-                    }
-                    runs += 1;
-                }
+                // Run by run, also where bits need not be the same: many small terms would be lost beside one large sum.
+                let end = tiles.end.min((tiles.start / RUN_TILES + 1) * RUN_TILES);
+                let target = if first_run { &mut state } else { &mut run };
+                target.reset();
                 // SAFETY: as the caller promises.
-                unsafe { pass.tiles(&piece, tiles.start..end, &mut state) };
+                unsafe { pass.tiles(&piece, tiles.start..end, target) };
+                if !first_run {
+                    self.fold(&mut state, &run);
+                }
+                first_run = false;
                 tiles.start = end;
             }
-        }
-        if runs > 1 {
-            self.fold(&mut merged, &state);
-            state = merged;
         }
         if group.parts > 1 {
             if group.pending.fetch_sub(1, Ordering::AcqRel) > 1 {

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ LOG2_E = math.log2(math.e)
 
 DECODE_ROWS = 16
 """Query rows of a sequence up to which its stored rows are split between warps, and above which its queries are."""
+
+QUERY_TYPES = ("f32", "f16", "bf16")
 
 FOREVER = 1e6
 """Seconds from which on a wait has no end."""
@@ -119,7 +122,8 @@ class DeviceEngine:
     ) -> None:
         self._driver, self._layers, self._layouts = driver, layers, layouts
         self._deterministic, self._page_size = deterministic, page_size
-        works = {self._work(layer, prefill) for layer in range(len(layers)) for prefill in (False, True)}
+        kinds = product(range(len(layers)), (False, True), QUERY_TYPES)
+        works = {self._work(layer, prefill, q) for layer, prefill, q in kinds}
         # No block lies across a border between extents, so none lies across one between pieces of pinned memory.
         host = driver.host_arena(*memory[1]) if memory[1][0] else None
         arena = driver.memory(memory[0][0])
@@ -178,7 +182,7 @@ class DeviceEngine:
         self._maxima = Maxima(sequences, new_tokens, context)
         for layer in range(len(self._layers)):
             for prefill in (False, True):
-                for q in ("f32", "f16", "bf16"):
+                for q in QUERY_TYPES:
                     self._scratch.grow(self._scratch_bytes(layer, q, prefill, all_members=True))
 
     def reserve(self, sequences: npt.NDArray[np.uint64], new_tokens: npt.NDArray[np.int64]) -> None:
@@ -397,7 +401,8 @@ class DeviceEngine:
         k, v = (arguments.Plane(plane.rows.offset, plane.rows.head_stride) for plane in planes)
         return k, v, layout.block_bytes
 
-    def _work(self, layer: int, prefill: bool) -> Work:
+    def _work(self, layer: int, prefill: bool, q: str) -> Work:
+        """The work list of a layer for queries of a type; those that are decoded are cut alike for all types."""
         shape = self._layers[layer]
         together = not (prefill or self._deterministic) and shape["window"] is None
         return Work(
@@ -405,22 +410,22 @@ class DeviceEngine:
             window=shape["window"],
             prefill=prefill,
             few=self._few(layer),
-            queries=self._queries(layer, prefill),
-            common_queries=self._queries(layer, True) if together else 0,
+            queries=self._queries(layer, "prefill", [q]) if prefill else self._queries(layer, "decode", QUERY_TYPES),
+            common_queries=self._queries(layer, "common", QUERY_TYPES) if together else 0,
             by_runs=self._deterministic,
         )
 
-    def _attention(self, layer: int, q: str, prefill: bool) -> instances.Attention:
+    def _attention(self, layer: int, q: str, mode: str) -> instances.Attention:
         shape = self._layers[layer]
-        mode = ("prefill" if prefill else "decode") + ("-deterministic" if self._deterministic else "")
+        mode += "-deterministic" if self._deterministic else ""
         sizes = shape["head_dim"], shape["v_head_dim"]
         return instances.attend(
             *self._formats(layer), q, *sizes, self._heads(layer), mode, self._driver.shared_bytes_max
         )
 
-    def _queries(self, layer: int, prefill: bool) -> int:
-        """Of a block: as many as fit a unit whatever their type, which is not known when a step is opened."""
-        chosen = [self._attention(layer, q, prefill) for q in ("f32", "f16", "bf16")]
+    def _queries(self, layer: int, mode: str, types: Collection[str]) -> int:
+        """Of a block: as many as fit a unit, of whichever of the types."""
+        chosen = [self._attention(layer, q, mode) for q in types]
         return min(one.rows // (self._heads(layer) // one.sets) for one in chosen)
 
     def _formats(self, layer: int) -> tuple[str, str]:
@@ -448,8 +453,8 @@ class DeviceEngine:
 
     def _launch_attention(self, layer: int, q: str, prefill: bool, call: arguments.Attend) -> None:
         """One kind of queries: what they have in common with others, then what is their own."""
-        key = self._work(layer, prefill)
-        work = self._tables.works[key]
+        mode = "prefill" if prefill else "decode"
+        work = self._tables.works[self._work(layer, prefill, q)]
         sizes = self._scratch_bytes(layer, q, prefill, all_members=self._maxima is not None)
         if not self._scratch.covers(sizes):
             self._wait_for_steps()
@@ -462,12 +467,12 @@ class DeviceEngine:
             common = work.common
             call.members, call.common_rows = common.members, common.rows
             call.blocks, call.prefix, call.block_count = common.blocks, common.prefix, common.count
-            self._launch(layer, self._attention(layer, q, True), call)
+            self._launch(layer, self._attention(layer, q, "common"), call)
             call.members = None
         if self._deterministic:
             call.division = Division.UNITS if prefill else Division.RUNS
         call.blocks, call.prefix, call.block_count = work.blocks, work.prefix, work.count
-        self._launch(layer, self._attention(layer, q, prefill), call)
+        self._launch(layer, self._attention(layer, q, mode), call)
 
     def _launch(self, layer: int, chosen: instances.Attention, call: arguments.Attend) -> None:
         call.sets = self._layers[layer]["num_kv_heads"] * chosen.sets
@@ -480,8 +485,8 @@ class DeviceEngine:
 
     def _scratch_bytes(self, layer: int, q: str, prefill: bool, *, all_members: bool) -> tuple[int, int, int]:
         """Partial results, counters and common parts of attention over a layer."""
-        work = self._tables.works[self._work(layer, prefill)]
-        chosen = self._attention(layer, q, prefill)
+        work = self._tables.works[self._work(layer, prefill, q)]
+        chosen = self._attention(layer, q, "prefill" if prefill else "decode")
         shape = self._layers[layer]
         sets, room = shape["num_kv_heads"] * chosen.sets, self._tables.room
         floats, units, members = 2 * self._grid(chosen) * chosen.partial, work.blocks_max * sets, 0
@@ -492,7 +497,7 @@ class DeviceEngine:
             floats = work.blocks_max * runs * sets * chosen.partial
         if work.common is not None:
             members = work.members_max if all_members else self._tables.members
-            common = self._attention(layer, q, True)
+            common = self._attention(layer, q, "common")
             floats = max(floats, 2 * self._grid(common) * common.partial if members else 0)
             units = max(units, members * shape["num_kv_heads"] * common.sets)
         return 4 * floats, 4 * units, 4 * members * shape["num_q_heads"] * (shape["v_head_dim"] + 2)

@@ -86,7 +86,8 @@ def append(k: str, v: str, given: str) -> Kernel:
 def attend(k: str, v: str, q: str, dim: int, v_dim: int, group: int, mode: str, shared_max: int) -> Attention:
     """Attention over formats `k` and `v` (or PART_OF_K) for queries of type `q`; `group` query heads share a K/V head.
 
-    mode: "decode" for sequences with up to 16 query rows, "prefill", or either with "-deterministic". shared_max: bytes of
+    mode: "decode" for sequences with up to 16 query rows, "prefill", either with "-deterministic", or "common" for
+    queries of several sequences over pages that these share, cut alike for all types of queries. shared_max: bytes of
     shared memory that a thread block can have. Each unit reads its rows of K and V, so as few as possible share a K/V head.
     Raises BackendUnavailable for what no instance can do.
     """
@@ -130,7 +131,7 @@ def _cuts(names: tuple[str, str, str], v_dim: int, mode: str) -> list[tuple[int,
     wide = [(8, 1, columns, 1 if split else 2)]
     if mode.startswith("prefill"):
         return [*stacked, *by_rows, *wide]
-    if v_dim > 256:
+    if v_dim > 256 or mode == "common":
         return [*by_rows, *stacked, *wide]
     alone = (columns, 1, columns, 1) if mode.endswith("deterministic") else (1, 4, 1, 1)
     return [alone, *by_rows, *stacked, *wide]
