@@ -172,6 +172,10 @@ impl TilePages {
 
     /// Where the rows of a head begin in each block; anything where there is no block.
     fn rows(&self, strip: &Strip, head: usize) -> [*const u8; PIECES] {
+        if strip.row_stride == 0 {
+            // Scales that there are none of.
+            return [std::ptr::null(); PIECES];
+        }
         let offset = strip.offset as usize
             + head * strip.head_stride as usize
             + self.first * strip.row_stride as usize;
