@@ -13,7 +13,7 @@ import pagoda
 import pytest
 from emulator.driver import CallerStream, EmulatedDriver, Stream
 from pagoda.device import cuda
-from pagoda.device.engine import DeviceEngine
+from unfenced import tickets_finish_at_once
 
 Array = npt.NDArray[Any]
 
@@ -115,18 +115,6 @@ def no_follow_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_follow_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CallerStream, "follow", lambda self, event: None)
-
-
-def tickets_finish_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    execute = DeviceEngine.execute
-
-    def hasty(self: DeviceEngine, plan: Any) -> Any:
-        ticket = execute(self, plan)
-        ticket.finish()
-        self._pending.tickets.clear()
-        return ticket
-
-    monkeypatch.setattr(DeviceEngine, "execute", hasty)
 
 
 SCENES: list[tuple[Callable[[LateDriver], None], Callable[[pytest.MonkeyPatch], None]]] = [

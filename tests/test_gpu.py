@@ -27,6 +27,7 @@ from pagoda.device import cuda
 from pagoda.device.cuda import open_driver as open_gpu
 from pagoda.device.engine import DeviceEngine
 from test_stateful import CacheMachine
+from unfenced import tickets_finish_at_once
 
 # Libraries of others may warn.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -398,18 +399,6 @@ def a_block_waits_for_its_copy(cp: Any) -> None:
 
 def no_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda._Stream, "follow", lambda self, event: None)
-
-
-def tickets_finish_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    execute = DeviceEngine.execute
-
-    def hasty(self: DeviceEngine, plan: Any) -> Any:
-        ticket = execute(self, plan)
-        ticket.finish()
-        self._pending.tickets.clear()
-        return ticket
-
-    monkeypatch.setattr(DeviceEngine, "execute", hasty)
 
 
 SCENES = [

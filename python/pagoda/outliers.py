@@ -49,18 +49,12 @@ class Outliers:
 
     def of(self, index: int, layer: AttentionLayer, dtypes: tuple[str, str]) -> CoreOutliers:
         """Of one layer."""
-        k, v = (FORMATS[name] for name in dtypes)
-        rotate_k, rotate_v = (form.rotate if self._rotate == "auto" else bool(self._rotate) for form in (k, v))
-        if layer.v_alias or not k.quantised:
-            return {
-                "center": None,
-                "center_first": False,
-                "rotate": (False, rotate_v and v.quantised and not layer.v_alias),
-            }
+        k, v = (FORMATS[name].quantised and not layer.v_alias for name in dtypes)
+        rotate_k, rotate_v = (FORMATS[name].rotate if self._rotate == "auto" else bool(self._rotate) for name in dtypes)
         return {
-            "center": self._center(index, layer),
-            "center_first": self._first,
-            "rotate": (rotate_k, rotate_v and v.quantised),
+            "center": self._center(index, layer) if k else None,
+            "center_first": self._first and k,
+            "rotate": (rotate_k and k, rotate_v and v),
         }
 
     def _center(self, index: int, layer: AttentionLayer) -> list[float] | None:

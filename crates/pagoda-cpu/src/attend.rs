@@ -237,14 +237,16 @@ impl Call<'_> {
             while !tiles.is_empty() {
                 // Run by run, also where bits need not be the same: many small terms would be lost beside one large sum.
                 let end = tiles.end.min((tiles.start / RUN_TILES + 1) * RUN_TILES);
-                let target = if first_run { &mut state } else { &mut run };
-                target.reset();
-                // SAFETY: as the caller promises.
-                unsafe { pass.tiles(&piece, tiles.start..end, target) };
-                if !first_run {
+                if first_run {
+                    first_run = false;
+                    // SAFETY: as the caller promises.
+                    unsafe { pass.tiles(&piece, tiles.start..end, &mut state) };
+                } else {
+                    run.reset();
+                    // SAFETY: as the caller promises.
+                    unsafe { pass.tiles(&piece, tiles.start..end, &mut run) };
                     self.fold(&mut state, &run);
                 }
-                first_run = false;
                 tiles.start = end;
             }
         }

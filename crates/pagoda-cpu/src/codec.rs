@@ -10,7 +10,7 @@
 
 use pagoda_core::layout::RowFormat;
 
-use crate::convert::{F16_MAX, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+use crate::convert::{Bf16, F16, F16_MAX, F32, Format, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 
 /// Elements that share a scale.
 pub(crate) const BLOCK: usize = 32;
@@ -155,15 +155,15 @@ fn encode_plain(format: RowFormat, x: &[f32], rows: &mut [u8]) -> bool {
                 // NaN stays NaN.
                 let bits = f32_to_f16(if x.abs() > F16_MAX { F16_MAX.copysign(x) } else { x });
                 rows[2 * i..][..2].copy_from_slice(&bits.to_le_bytes());
-                65520.0
+                F16::BOUND
             }
             RowFormat::Bf16 => {
                 rows[2 * i..][..2].copy_from_slice(&f32_to_bf16(x).to_le_bytes());
-                f32::from_bits(0x7f7f_8000)
+                Bf16::BOUND
             }
             _ => {
                 rows[4 * i..][..4].copy_from_slice(&x.to_le_bytes());
-                f32::INFINITY
+                F32::BOUND
             }
         };
         fits &= x.abs() < bound;

@@ -123,7 +123,7 @@ class DeviceEngine:
         self._driver, self._layers, self._layouts = driver, layers, layouts
         self._deterministic, self._page_size = deterministic, page_size
         kinds = product(range(len(layers)), (False, True), QUERY_TYPES)
-        works = {self._work(layer, prefill, q) for layer, prefill, q in kinds}
+        self._works = {kind: self._work(*kind) for kind in kinds}
         # No block lies across a border between extents, so none lies across one between pieces of pinned memory.
         host = driver.host_arena(*memory[1]) if memory[1][0] else None
         arena = driver.memory(memory[0][0])
@@ -144,7 +144,7 @@ class DeviceEngine:
         self._misfit_seen = driver.pinned(4) if checked else None
         self._copying = driver.stream()
         self._mover = Mover(driver, host)
-        self._tables = StepTables(driver, self.core, layers, works)
+        self._tables = StepTables(driver, self.core, layers, set(self._works.values()))
         self._scratch = Scratch(driver)
         self._maxima: Maxima | None = None
         self._pending = Pending()
@@ -454,7 +454,7 @@ class DeviceEngine:
     def _launch_attention(self, layer: int, q: str, prefill: bool, call: arguments.Attend) -> None:
         """One kind of queries: what they have in common with others, then what is their own."""
         mode = "prefill" if prefill else "decode"
-        work = self._tables.works[self._work(layer, prefill, q)]
+        work = self._tables.works[self._works[layer, prefill, q]]
         sizes = self._scratch_bytes(layer, q, prefill, all_members=self._maxima is not None)
         if not self._scratch.covers(sizes):
             self._wait_for_steps()
@@ -485,7 +485,7 @@ class DeviceEngine:
 
     def _scratch_bytes(self, layer: int, q: str, prefill: bool, *, all_members: bool) -> tuple[int, int, int]:
         """Partial results, counters and common parts of attention over a layer."""
-        work = self._tables.works[self._work(layer, prefill, q)]
+        work = self._tables.works[self._works[layer, prefill, q]]
         chosen = self._attention(layer, q, "prefill" if prefill else "decode")
         shape = self._layers[layer]
         sets, room = shape["num_kv_heads"] * chosen.sets, self._tables.room
