@@ -363,6 +363,8 @@ class Cache:
     memory is constant however long a sequence grows. A step's own tokens are held until then.
 
     center, rotate: what happens to rows before they are quantised, see `pagoda.outliers`; "auto" is by format.
+    A centre that is taken from the first rows depends on which sequence came first, so with quantised K `deterministic` also
+    needs `center=None` or arrays.
 
     Raises InvalidArgument (also a ValueError) for what does not fit together, BackendUnavailable for what is not there.
     """
