@@ -9,12 +9,13 @@ use pagoda_core::layout::{LayerGeometry, Plane, Strip};
 use pagoda_core::table::{Sight, SpanView};
 use pagoda_core::work::{Piece, RUN_TILES, TILE, pieces};
 
-use crate::kernel::{ALIGN, Accumulate, Chunk, Fold, PIECES, RowSize, Score, Softmax};
+use crate::integers::{QueryStep, STEP};
+use crate::kernel::{ALIGN, Accumulate, Chunk, Fold, Lines, PIECES, RowSize, Score, Softmax};
 use crate::layer::{Arenas, Layer, SequenceTable};
 use crate::plan::{Group, Item, Plan, state_floats, value_stride};
 use crate::pool::Pool;
 use crate::rows::{Element, Rows, RowsMut};
-use crate::simd::Kernels;
+use crate::simd::{Kernels, RowKernels};
 use crate::transform::{rotate, rotate_back};
 
 /// Memory for floats, aligned to vectors, that only grows.
@@ -42,6 +43,8 @@ impl Floats {
 struct Worker {
     /// Query rows, scaled and rotated.
     queries: Floats,
+    /// The same as integers.
+    codes: Vec<QueryStep>,
     /// Scores, then weights, of one head.
     scores: Floats,
     /// What is added to the scores of a query row.
@@ -89,6 +92,9 @@ impl<'a> State<'a> {
 /// One call of `attend`.
 struct Call<'a> {
     kernels: &'static Kernels,
+    /// Those that read rows of K, and of V.
+    keys: &'static RowKernels,
+    values: &'static RowKernels,
     arenas: &'a Arenas,
     layer: &'a Layer,
     sequences: &'a [SequenceTable<'a>],
@@ -129,8 +135,11 @@ pub(crate) unsafe fn attend(
         workers.resize_with(pool.threads(), Mutex::default);
     }
     let parts = parts.take(plan.floats).as_mut_ptr();
+    let LayerGeometry { head_dim, v_head_dim, k_format, .. } = layer.geometry;
     let call = Call {
         kernels,
+        keys: kernels.rows(k_format, head_dim, layer.page_size),
+        values: kernels.rows(layer.geometry.v_rows(), v_head_dim, layer.page_size),
         arenas,
         layer,
         sequences,
@@ -170,16 +179,12 @@ struct TilePages {
 impl TilePages {
     const NONE: Self = Self { blocks: [std::ptr::null(); PIECES], first: 0 };
 
-    /// Where the rows of a head begin in each block; anything where there is no block.
-    fn rows(&self, strip: &Strip, head: usize) -> [*const u8; PIECES] {
-        if strip.row_stride == 0 {
-            // Scales that there are none of.
-            return [std::ptr::null(); PIECES];
-        }
-        let offset = strip.offset as usize
-            + head * strip.head_stride as usize
-            + self.first * strip.row_stride as usize;
-        self.blocks.map(|block| block.wrapping_add(offset))
+    /// Where the rows of a head lie.
+    fn lines(&self, plane: &Plane, head: usize) -> Lines<'_> {
+        let begin = |strip: &Strip| {
+            strip.offset as usize + head * strip.head_stride as usize + self.first * strip.row_stride as usize
+        };
+        Lines { blocks: &self.blocks, rows: begin(&plane.rows), scales: begin(&plane.scales) }
     }
 }
 
@@ -198,7 +203,7 @@ impl Call<'_> {
         let group = &self.plan.groups[item.group];
         let rows = group.queries * self.layer.group() * group.heads.len();
         let floats = state_floats(rows, self.layer);
-        let Worker { queries, scores, biases, decay, state, run, angles } = worker;
+        let Worker { queries, codes, scores, biases, decay, state, run, angles } = worker;
         let state = if group.parts == 1 {
             state.take(floats)
         } else {
@@ -209,10 +214,15 @@ impl Call<'_> {
         state.reset();
         let mut run = State::new(run.take(floats), rows, self.layer);
         let (mut prepared, mut first_run) = (None, true);
+        let dim = self.layer.geometry.head_dim as usize;
+        if self.keys.quantise.is_some() && codes.len() < rows * (dim / STEP) {
+            codes.resize(rows * (dim / STEP), QueryStep::default());
+        }
         let mut pass = Pass {
             call: self,
             group,
-            queries: queries.take(rows * (self.layer.geometry.head_dim as usize).next_multiple_of(ALIGN)),
+            queries: queries.take(rows * dim.next_multiple_of(ALIGN)),
+            codes,
             scores: scores.take(cells(group.queries) * group.queries * self.layer.group() * TILE),
             biases: biases.take(rows),
             decay: decay.take(group.queries * self.layer.group()),
@@ -340,6 +350,7 @@ struct Pass<'a> {
     call: &'a Call<'a>,
     group: &'a Group,
     queries: &'a mut [f32],
+    codes: &'a mut [QueryStep],
     scores: &'a mut [f32],
     biases: &'a mut [f32],
     decay: &'a mut [f32],
@@ -357,6 +368,7 @@ impl Pass<'_> {
         let mut offset = 0;
         let rows = self.queries.chunks_exact_mut(dim.next_multiple_of(ALIGN));
         let rows = rows.zip(&mut *self.biases);
+        let mut codes = self.codes.chunks_exact_mut((dim / STEP).max(1));
         for ((row, bias), (token, head)) in rows.zip(group_rows(self.group, layer.group())) {
             // SAFETY: `queries` has a row for every query and head.
             unsafe { load(source.row(token, head), row.as_mut_ptr().cast(), dim) };
@@ -376,6 +388,10 @@ impl Pass<'_> {
             *bias = center.map_or(0.0, |center| row.iter().zip(center).map(|(q, c)| q * c).sum());
             if layer.transform.rotate_k {
                 rotate(&mut row[..dim]);
+            }
+            if let Some(quantise) = self.call.keys.quantise {
+                // SAFETY: the kernels are for this CPU.
+                unsafe { quantise(&row[..dim], codes.next().expect("integers of every row")) };
             }
         }
     }
@@ -420,37 +436,33 @@ impl Pass<'_> {
         // Tiles inside heads: so they lie in memory.
         let count = heads.len() * block.len();
         let cell = |index: usize| (heads.start + index / block.len(), index % block.len());
-        let strip = |strip: &Strip, index: usize| {
+        let lines_of = |plane: &Plane, index: usize| {
             let (head, tile) = cell(index);
-            pages[tile].rows(strip, head)
+            pages[tile].lines(plane, head)
         };
-        let mut rows = strip(&keys.rows, 0);
+        let after = after.0.lines(&keys, after.1);
+        let mut lines = lines_of(&keys, 0);
         for index in 0..count {
             let next = match index + 1 {
-                next if next < count => strip(&keys.rows, next),
+                next if next < count => lines_of(&keys, next),
                 // Values that are part of K have been read with it.
-                _ if self.call.layer.geometry.v_format.is_none() => after.0.rows(&keys.rows, after.1),
-                _ => strip(&values.rows, 0),
+                _ if self.call.layer.geometry.v_format.is_none() => after,
+                _ => lines_of(&values, 0),
             };
             let (head, tile) = cell(index);
-            // SAFETY: as the caller promises.
-            let chunk = Chunk { rows, scales: strip(&keys.scales, index), next, piece_shift };
+            let chunk = Chunk { here: lines, next, piece_shift };
             // SAFETY: as the caller promises.
             unsafe { self.score(piece, block.start + tile, head, index, &chunk) };
-            rows = next;
+            lines = next;
         }
-        rows = strip(&values.rows, 0);
+        lines = lines_of(&values, 0);
         for index in 0..count {
-            let next = if index + 1 < count {
-                strip(&values.rows, index + 1)
-            } else {
-                after.0.rows(&keys.rows, after.1)
-            };
+            let next = if index + 1 < count { lines_of(&values, index + 1) } else { after };
             let (head, tile) = cell(index);
-            let chunk = Chunk { rows, scales: strip(&values.scales, index), next, piece_shift };
+            let chunk = Chunk { here: lines, next, piece_shift };
             // SAFETY: as the caller promises.
             unsafe { self.weigh(piece, block.start + tile, head, index, &chunk, state) };
-            rows = next;
+            lines = next;
         }
     }
 
@@ -492,7 +504,7 @@ impl Pass<'_> {
     }
 
     /// The scores of one tile and head, into cell `cell` of the scratch.
-    unsafe fn score(&mut self, piece: &Piece<'_>, tile: usize, head: usize, cell: usize, keys: &Chunk) {
+    unsafe fn score(&mut self, piece: &Piece<'_>, tile: usize, head: usize, cell: usize, keys: &Chunk<'_>) {
         let layer = self.call.layer;
         let rows = self.group.queries * layer.group();
         let stride = (layer.geometry.head_dim as usize).next_multiple_of(ALIGN);
@@ -500,6 +512,9 @@ impl Pass<'_> {
             queries: self.queries[(head - self.group.heads.start) * rows * stride..][..rows * stride]
                 .as_ptr(),
             stride,
+            codes: self.codes.as_ptr().wrapping_add(
+                (head - self.group.heads.start) * rows * (layer.geometry.head_dim as usize / STEP),
+            ),
             count: rows,
             size: row_size(&layer.layout.k, layer.geometry.head_dim),
             keys,
@@ -508,7 +523,7 @@ impl Pass<'_> {
             scores: self.scores[cell * rows * TILE..][..rows * TILE].as_mut_ptr(),
         };
         // SAFETY: the tile holds the rows `low..high`, and the scratch is as large as the kernel wants.
-        unsafe { (self.call.kernels.rows(layer.geometry.k_format).score)(&score) };
+        unsafe { (self.call.keys.score)(&score) };
     }
 
     /// The softmax and the values of one tile and head, from cell `cell` of the scratch.
@@ -518,7 +533,7 @@ impl Pass<'_> {
         tile: usize,
         head: usize,
         cell: usize,
-        values: &Chunk,
+        values: &Chunk<'_>,
         state: &mut State<'_>,
     ) {
         let queries = self.group.queries;
@@ -550,7 +565,7 @@ impl Pass<'_> {
         seen: Range<usize>,
         head: usize,
         cell: usize,
-        values: &Chunk,
+        values: &Chunk<'_>,
         state: &mut State<'_>,
     ) {
         if seen.is_empty() {
@@ -591,6 +606,6 @@ impl Pass<'_> {
             prefetch: part.start == 0 && layer.geometry.v_format.is_some(),
         };
         // SAFETY: the tile holds the rows `low..high`, and the state has the rows of the part.
-        unsafe { (kernels.rows(layer.geometry.v_rows()).accumulate)(&accumulate) };
+        unsafe { (self.call.values.accumulate)(&accumulate) };
     }
 }

@@ -8,6 +8,7 @@ use std::f32::consts::LN_2;
 
 use pagoda_core::work::TILE;
 
+use crate::integers::QueryStep;
 use crate::simd::Simd;
 use crate::stored::{Row, Stored};
 
@@ -37,19 +38,27 @@ const fn step<F: Stored>(rows: usize) -> usize {
 /// Rows of scratch start at multiples of this many floats.
 pub(crate) const ALIGN: usize = 16;
 
-/// The K or V rows of one head in one tile, page by page.
-pub(crate) struct Chunk {
-    /// The first row of every piece. Pieces without a token of the sequence are never read.
-    pub(crate) rows: [*const u8; PIECES],
-    /// Its scales, for formats with scales.
-    pub(crate) scales: [*const u8; PIECES],
-    /// The chunk that will be read next, to be prefetched when this one has less left than [`lead`].
-    pub(crate) next: [*const u8; PIECES],
+/// Where the K or V rows of one head in one tile lie.
+#[derive(Clone, Copy)]
+pub(crate) struct Lines<'a> {
+    /// The blocks, page by page. Those without a token of the sequence are never read.
+    pub(crate) blocks: &'a [*const u8; PIECES],
+    /// Where the rows begin in each.
+    pub(crate) rows: usize,
+    /// Where their scales do, for formats with scales.
+    pub(crate) scales: usize,
+}
+
+/// The K or V rows of one head in one tile.
+pub(crate) struct Chunk<'a> {
+    pub(crate) here: Lines<'a>,
+    /// What will be read next, to be prefetched when there is less left here than that lies ahead.
+    pub(crate) next: Lines<'a>,
     /// Rows of a piece, as a power of two.
     pub(crate) piece_shift: u32,
 }
 
-impl Chunk {
+impl Chunk<'_> {
     /// The place of row `t` in its piece.
     #[inline(always)]
     fn place(&self, t: usize) -> usize {
@@ -57,21 +66,28 @@ impl Chunk {
     }
     /// Row `t` of the tile.
     #[inline(always)]
-    fn row(&self, t: usize, size: RowSize) -> Row {
-        let (piece, place) = (t >> self.piece_shift, self.place(t));
+    pub(crate) fn row(&self, t: usize, size: RowSize) -> Row {
+        self.find(&self.here, t, size)
+    }
+    /// The row that is read `lead` bytes after row `t`, at most a tile later.
+    #[inline(always)]
+    pub(crate) fn ahead(&self, t: usize, size: RowSize, lead: usize) -> Row {
+        let t = t + (lead / size.bytes).min(TILE);
+        if t < TILE { self.find(&self.here, t, size) } else { self.find(&self.next, t - TILE, size) }
+    }
+    /// The row that is read a tile after row `t`.
+    #[inline(always)]
+    pub(crate) fn row_of_next(&self, t: usize, size: RowSize) -> Row {
+        self.find(&self.next, t, size)
+    }
+    #[inline(always)]
+    fn find(&self, lines: &Lines<'_>, t: usize, size: RowSize) -> Row {
+        let (block, place) = (lines.blocks[t >> self.piece_shift], self.place(t));
         Row {
-            data: self.rows[piece].wrapping_add(place * size.bytes),
-            scales: self.scales[piece].wrapping_add(place * size.scale_bytes),
+            data: block.wrapping_add(lines.rows + place * size.bytes),
+            scales: block.wrapping_add(lines.scales + place * size.scale_bytes),
             dim: size.dim,
         }
-    }
-    /// Where the row lies that is read `lead` bytes after row `t`, at most a tile later.
-    #[inline(always)]
-    fn ahead(&self, t: usize, size: RowSize, lead: usize) -> *const u8 {
-        let t = t + (lead / size.bytes).min(TILE);
-        let rows = if t < TILE { &self.rows } else { &self.next };
-        let t = t % TILE;
-        rows[t >> self.piece_shift].wrapping_add(self.place(t) * size.bytes)
     }
 }
 
@@ -101,11 +117,13 @@ pub(crate) struct Score<'a> {
     pub(crate) queries: *const f32,
     /// Floats from one query row to the next.
     pub(crate) stride: usize,
+    /// The same queries as integers, `[count][dim / STEP]`, for kernels that want them.
+    pub(crate) codes: *const QueryStep,
     /// Query rows.
     pub(crate) count: usize,
     /// Of a K row.
     pub(crate) size: RowSize,
-    pub(crate) keys: &'a Chunk,
+    pub(crate) keys: &'a Chunk<'a>,
     pub(crate) low: usize,
     pub(crate) high: usize,
     /// `[count][TILE]`.
@@ -146,7 +164,7 @@ unsafe fn score_rows<S: Simd, F: Stored, const Q: usize, const R: usize>(args: &
         let mut t = args.low & !7;
         while t < args.high {
             let keys = args.keys.row(t, size);
-            let ahead = args.keys.ahead(t, size, lead::<F>());
+            let ahead = args.keys.ahead(t, size, lead::<F>()).data;
             let mut sums = [[[S::splat(0.0); 4]; R]; Q];
             for c in 0..chunks {
                 let query: [S::V; R] =
@@ -261,7 +279,7 @@ pub(crate) struct Accumulate<'a> {
     pub(crate) dim: usize,
     /// Of the row that V is, or is the first part of.
     pub(crate) size: RowSize,
-    pub(crate) chunk: &'a Chunk,
+    pub(crate) chunk: &'a Chunk<'a>,
     pub(crate) low: usize,
     pub(crate) high: usize,
     /// Whether to prefetch what lies ahead of `chunk`.
@@ -360,7 +378,8 @@ unsafe fn accumulate_block<S: Simd, F: Stored, const R: usize, const C: usize, c
             let high = args.high.min(((low >> args.chunk.piece_shift) + 1) << args.chunk.piece_shift);
             let mut stored = args.chunk.row(low, size);
             // The blocks of a row share what lies ahead by size, not by column: it is asked for in order.
-            let mut ahead = args.chunk.ahead(low, size, lead::<F>()).wrapping_add((high - low) * c * vector);
+            let ahead = args.chunk.ahead(low, size, lead::<F>()).data;
+            let mut ahead = ahead.wrapping_add((high - low) * c * vector);
             for t in low..high {
                 let v: [S::V; C] = std::array::from_fn(|i| {
                     let first = (c + i) * S::LANES;

@@ -9,6 +9,7 @@ mod attend;
 mod backend;
 mod codec;
 mod convert;
+mod integers;
 mod kernel;
 mod layer;
 mod plan;

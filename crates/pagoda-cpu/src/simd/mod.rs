@@ -11,17 +11,22 @@ mod avx512;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 pub(crate) mod scalar;
+#[cfg(target_arch = "x86_64")]
+mod vnni;
 
 use std::fmt;
 
 use pagoda_core::layout::RowFormat;
 
+use crate::integers::{QueryStep, STEP};
 use crate::kernel::{self, Accumulate, Fold, Score, Softmax};
 use crate::rows::Element;
 
 /// An instruction set that attention can run on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Isa {
+    /// [`Avx512`](Self::Avx512) with VNNI, VBMI and BITALG: dot products of integers where rows are stored as such.
+    Avx512Vnni,
     /// AVX-512 F, BW, DQ and VL.
     Avx512,
     /// AVX2, FMA and F16C.
@@ -34,7 +39,7 @@ pub enum Isa {
 
 impl Isa {
     /// Every instruction set, best first.
-    pub const ALL: [Self; 4] = [Self::Avx512, Self::Avx2, Self::Neon, Self::Scalar];
+    pub const ALL: [Self; 5] = [Self::Avx512Vnni, Self::Avx512, Self::Avx2, Self::Neon, Self::Scalar];
 
     /// The best instruction set of this CPU.
     pub fn detect() -> Self {
@@ -44,6 +49,13 @@ impl Isa {
     /// Whether this CPU has it.
     pub fn is_supported(self) -> bool {
         match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Vnni => {
+                is_x86_feature_detected!("avx512vnni")
+                    && is_x86_feature_detected!("avx512vbmi")
+                    && is_x86_feature_detected!("avx512bitalg")
+                    && Self::Avx512.is_supported()
+            }
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => {
                 is_x86_feature_detected!("avx512f")
@@ -72,12 +84,14 @@ impl Isa {
         }
         match self {
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => Some(&avx512_kernels::TABLE),
+            Self::Avx512Vnni => Some(const { &Kernels { integers: vnni::rows, ..avx512_kernels::TABLE } }),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => Some(&avx2_kernels::TABLE),
+            Self::Avx512 => Some(const { &avx512_kernels::TABLE }),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => Some(const { &avx2_kernels::TABLE }),
             #[cfg(target_arch = "aarch64")]
-            Self::Neon => Some(&neon_kernels::TABLE),
-            Self::Scalar => Some(&scalar_kernels::TABLE),
+            Self::Neon => Some(const { &neon_kernels::TABLE }),
+            Self::Scalar => Some(const { &scalar_kernels::TABLE }),
             _ => None,
         }
     }
@@ -86,6 +100,7 @@ impl Isa {
 impl fmt::Display for Isa {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Self::Avx512Vnni => "avx512vnni",
             Self::Avx512 => "avx512",
             Self::Avx2 => "avx2",
             Self::Neon => "neon",
@@ -98,16 +113,27 @@ impl fmt::Display for Isa {
 /// magnitude of the target, infinite or NaN.
 pub(crate) type Convert = unsafe fn(source: *const u8, target: *mut u8, n: usize) -> bool;
 
+/// Makes the integers of a query row.
+pub(crate) type Quantise = unsafe fn(row: &[f32], steps: &mut [QueryStep]);
+
 /// Kernels that read stored rows of one format.
 pub(crate) struct RowKernels {
     pub(crate) score: unsafe fn(&Score<'_>),
     pub(crate) accumulate: unsafe fn(&Accumulate<'_>),
+    /// For `score`, if it takes integers.
+    pub(crate) quantise: Option<Quantise>,
 }
+
+/// Kernels that multiply the codes of rows, if there are any for a format. They take [`INTEGER_ROWS`] rows of a page at once.
+type IntegerKernels = fn(RowFormat) -> Option<&'static RowKernels>;
+/// See [`IntegerKernels`].
+const INTEGER_ROWS: usize = 16;
 
 /// The kernels of one instruction set.
 pub(crate) struct Kernels {
     convert: [[Convert; 3]; 3],
     rows: [RowKernels; RowFormat::ALL.len()],
+    integers: IntegerKernels,
     pub(crate) softmax: unsafe fn(&mut Softmax<'_>),
     pub(crate) fold: unsafe fn(&mut Fold<'_>),
 }
@@ -118,9 +144,11 @@ impl Kernels {
         self.convert[from as usize][to as usize]
     }
 
-    /// Reads rows.
-    pub(crate) fn rows(&self, format: RowFormat) -> &RowKernels {
-        &self.rows[format as usize]
+    /// Reads `dim` elements of the rows of a layer.
+    pub(crate) fn rows(&self, format: RowFormat, dim: u32, page_size: u32) -> &RowKernels {
+        let whole = (dim as usize).is_multiple_of(STEP) && page_size as usize >= INTEGER_ROWS;
+        let integers = if whole { (self.integers)(format) } else { None };
+        integers.unwrap_or(&self.rows[format as usize])
     }
 }
 
@@ -221,7 +249,7 @@ macro_rules! kernels {
                 unsafe { kernel::fold::<$simd>(args) }
             }
 
-            pub(super) static TABLE: Kernels = Kernels {
+            pub(super) const TABLE: Kernels = Kernels {
                 convert: [
                     [convert::<F32, F32>, convert::<F32, F16>, convert::<F32, Bf16>],
                     [convert::<F16, F32>, convert::<F16, F16>, convert::<F16, Bf16>],
@@ -239,12 +267,13 @@ macro_rules! kernels {
                     rows::<Mxfp4>(),
                     rows::<Nvfp4>(),
                 ],
+                integers: |_| None,
                 softmax,
                 fold,
             };
 
             const fn rows<F: Stored>() -> RowKernels {
-                RowKernels { score: score::<F>, accumulate: accumulate::<F> }
+                RowKernels { score: score::<F>, accumulate: accumulate::<F>, quantise: None }
             }
         }
     };
