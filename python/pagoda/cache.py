@@ -362,9 +362,8 @@ class Cache:
     A layer with a window holds the pages of its last `window + headroom` tokens; others leave when a step is committed, so
     memory is constant however long a sequence grows. A step's own tokens are held until then.
 
-    center, rotate: what happens to rows before they are quantised, see `pagoda.outliers`; "auto" is by format.
-    A centre that is taken from the first rows depends on which sequence came first, so with quantised K `deterministic` also
-    needs `center=None` or arrays.
+    center, rotate: what happens to rows before they are quantised, see `pagoda.outliers`; "auto" is by format. A
+    deterministic cache takes no centre off that is not given: one from the first rows depends on which sequence came first.
 
     Raises InvalidArgument (also a ValueError) for what does not fit together, BackendUnavailable for what is not there.
     """
@@ -406,7 +405,8 @@ class Cache:
         """Row formats of K and V of each layer."""
         self._groups = group_layers(spec, self.dtypes)
         keeps = keeps_by_layer(spec, retention, self.headroom)
-        layers = core_layers(spec, self.dtypes, Outliers(center, rotate, len(spec.layers)), keeps)
+        outliers = Outliers(center, rotate, len(spec.layers), deterministic=deterministic)
+        layers = core_layers(spec, self.dtypes, outliers, keeps)
         layouts = block_layouts(layers, page_size)
         self._v_head_dims = [layer["v_head_dim"] for layer in layers]
         memory = tier_memory(

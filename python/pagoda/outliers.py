@@ -33,17 +33,29 @@ class Outliers:
 
     center: "first" takes the mean of the first K rows that a layer is given (16 or more), for the life of the cache;
     or an array [num_kv_heads, head_dim] for each layer, such as the bias of the K projection, or None; or None for all.
+    "auto": "first", but None where results are to be deterministic, as "first" depends on what came first.
     rotate: whether rows are. "auto": by the format. Raises InvalidArgument.
     """
 
-    def __init__(self, center: Sequence[npt.NDArray[Any] | None] | str | None, rotate: bool | str, layers: int) -> None:
+    def __init__(
+        self,
+        center: Sequence[npt.NDArray[Any] | None] | str | None,
+        rotate: bool | str,
+        layers: int,
+        *,
+        deterministic: bool,
+    ) -> None:
         if isinstance(center, str) and center not in ("auto", "first"):
             raise InvalidArgument(f'center = {center!r}: "auto", "first", None, or an array or None for each layer')
         if not isinstance(center, str) and center is not None and len(center) != layers:
             raise InvalidArgument(f"center = {len(center)} arrays: {layers}, one for each layer")
         if not isinstance(rotate, bool) and rotate != "auto":
             raise InvalidArgument(f'rotate = {rotate!r}: "auto", True or False')
-        self._first = isinstance(center, str)
+        if center == "first" and deterministic:
+            raise InvalidArgument(
+                'center = "first": not with deterministic=True, as bits would depend on what came first'
+            )
+        self._first = isinstance(center, str) and not deterministic
         self._given = [None] * layers if isinstance(center, str) or center is None else list(center)
         self._rotate = rotate
 
