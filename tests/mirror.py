@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,6 +57,8 @@ class Mirror:
     rng: np.random.Generator
     q_scale: float = 1.0
     """What random queries are multiplied with."""
+    k_norms: Sequence[Array | None] = ()
+    """Of the cache."""
     live: list[Tokens] = field(default_factory=list)
 
     def create(self) -> Tokens:
@@ -94,9 +97,15 @@ class Mirror:
                     k[bounds[number] + count : bounds[number + 1]] = np.nan
                     v[bounds[number] + count : bounds[number + 1]] = np.nan
                 sinks = self.rng.normal(0, 3, layer.num_q_heads).astype(np.float32) if layer.sinks else None
-                given = (k, None if layer.v_alias else v) if layer.kv_owner is None else ()
+                given = (None if layer.k_eq_v else k, None if layer.v_alias else v) if layer.kv_owner is None else ()
                 out, lse = step.forward(index, q, *given, sink_logits=sinks, return_lse=True)
-                stored.append(self._stored(layer, k, v) if layer.kv_owner is None else stored[layer.kv_owner])
+                if layer.kv_owner is None:
+                    k, v = self._stored(layer, k, v)
+                    if layer.k_eq_v:
+                        k = derived(v, self.k_norms[index], layer.rope, step.positions)
+                    stored.append((k, v))
+                else:
+                    stored.append(stored[layer.kv_owner])
                 k, v = stored[index]
                 for number, tokens in enumerate(batch):
                     part = slice(bounds[number], bounds[number] + new[number])
@@ -180,8 +189,8 @@ def expected(
     return np.concatenate([out for out, _ in results]), np.concatenate([lse for _, lse in results])
 
 
-def rotated(rows: Array, rope: pagoda.Rope, positions: int) -> Array:
-    """K rows as if they had been stored so many positions later, in float64."""
+def rotated(rows: Array, rope: pagoda.Rope, positions: int | Array) -> Array:
+    """K rows as if they had been stored so many positions later, in float64. positions: of all, or [tokens, 1, 1]."""
     inv_freq = rope.inv_freq(rows.shape[-1]).astype(np.float64)
     pairs = len(inv_freq)
     first, second = (
@@ -196,6 +205,12 @@ def rotated(rows: Array, rope: pagoda.Rope, positions: int) -> Array:
     result = rows.astype(np.float64)
     result[..., first], result[..., second] = turned.real, turned.imag
     return result
+
+
+def derived(v: Array, weight: Array | None, rope: pagoda.Rope | None, positions: Array) -> Array:
+    """K of a layer with k_eq_v, of stored V at some positions, in float64."""
+    k = v * np.asarray(weight, np.float64)
+    return k if rope is None else rotated(k, rope, positions[:, None, None])
 
 
 def settled(cache: pagoda.Cache) -> Stats:

@@ -118,6 +118,17 @@ def test_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert "393,216 bytes a token" in out
 
 
+def test_command_says_whether_k_is_stored(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "gemma-4-12b"]) == 0
+    derived = capsys.readouterr().out.replace("\n", " ")
+    assert "8 layers store V alone" in derived
+    assert "8,192 of them in layers without a window" in derived
+    assert main(["plan", "gemma-4-12b", "--store-k"]) == 0
+    stored = capsys.readouterr().out.replace("\n", " ")
+    assert "V alone" not in stored
+    assert "16,384 of them in layers without a window" in stored
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -51,7 +51,7 @@ class RoundingStep(pagoda.Step):
     __slots__ = ("rounding",)
     rounding: Rounding
 
-    def append(self, layer: int, k: Any, v: Any = None, *, dtype: str | None = None) -> None:
+    def append(self, layer: int, k: Any = None, v: Any = None, *, dtype: str | None = None) -> None:
         super().append(layer, self.rounding(k), self.rounding(v), dtype=dtype)
 
 

@@ -4,7 +4,7 @@ K is centred: a constant vector is taken off the K rows of each head. Scores of 
 which is the same for all rows; it is added back. K and V are rotated: random signs and a Hadamard matrix over blocks of the
 largest power of two that divides the row; queries and results are rotated to fit. Either leaves attention as it is but for
 what quantising loses: docs/adr/0011 says how much, and where the defaults come from. Formats that are not quantised are left
-alone, and so are layers with V in K.
+alone, and so are layers whose K and V are one row.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Outliers:
 
     def of(self, index: int, layer: AttentionLayer, dtypes: tuple[str, str]) -> CoreOutliers:
         """Of one layer."""
-        k, v = (FORMATS[name].quantised and not layer.v_alias for name in dtypes)
+        k, v = (FORMATS[name].quantised and not (layer.v_alias or layer.k_eq_v) for name in dtypes)
         rotate_k, rotate_v = (FORMATS[name].rotate if self._rotate == "auto" else bool(self._rotate) for name in dtypes)
         return {
             "center": self._center(index, layer) if k else None,

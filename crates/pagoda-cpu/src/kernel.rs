@@ -18,7 +18,7 @@ const FEW_ROWS: usize = 8;
 
 /// How many bytes ahead of the rows in work later ones are asked for: far enough for memory, near enough to be in the L1
 /// cache still when their turn comes. Measured, as are the steps (docs/benchmarks).
-const fn lead<F: Stored>() -> usize {
+pub(crate) const fn lead<F: Stored>() -> usize {
     if F::BITS == 32 { 6 << 10 } else { 16 << 10 }
 }
 
@@ -57,7 +57,7 @@ impl Chunk {
     }
     /// Row `t` of the tile.
     #[inline(always)]
-    fn row(&self, t: usize, size: RowSize) -> Row {
+    pub(crate) fn row(&self, t: usize, size: RowSize) -> Row {
         let (piece, place) = (t >> self.piece_shift, self.place(t));
         Row {
             data: self.rows[piece].wrapping_add(place * size.bytes),
@@ -67,7 +67,7 @@ impl Chunk {
     }
     /// Where the row lies that is read `lead` bytes after row `t`, at most a tile later.
     #[inline(always)]
-    fn ahead(&self, t: usize, size: RowSize, lead: usize) -> *const u8 {
+    pub(crate) fn ahead(&self, t: usize, size: RowSize, lead: usize) -> *const u8 {
         let t = t + (lead / size.bytes).min(TILE);
         let rows = if t < TILE { &self.rows } else { &self.next };
         let t = t % TILE;
@@ -86,7 +86,7 @@ pub(crate) struct RowSize {
 impl RowSize {
     /// The row that is `n` rows later in the same piece.
     #[inline(always)]
-    fn after(&self, row: Row, n: usize) -> Row {
+    pub(crate) fn after(&self, row: Row, n: usize) -> Row {
         Row {
             data: row.data.wrapping_add(n * self.bytes),
             scales: row.scales.wrapping_add(n * self.scale_bytes),

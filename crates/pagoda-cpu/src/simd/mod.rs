@@ -16,6 +16,7 @@ use std::fmt;
 
 use pagoda_core::layout::RowFormat;
 
+use crate::derived::{self, Derive, Turn};
 use crate::kernel::{self, Accumulate, Fold, Score, Softmax};
 use crate::rows::Element;
 
@@ -102,6 +103,7 @@ pub(crate) type Convert = unsafe fn(source: *const u8, target: *mut u8, n: usize
 pub(crate) struct RowKernels {
     pub(crate) score: unsafe fn(&Score<'_>),
     pub(crate) accumulate: unsafe fn(&Accumulate<'_>),
+    pub(crate) derive: unsafe fn(&Derive<'_>),
 }
 
 /// The kernels of one instruction set.
@@ -110,6 +112,7 @@ pub(crate) struct Kernels {
     rows: [RowKernels; RowFormat::ALL.len()],
     pub(crate) softmax: unsafe fn(&mut Softmax<'_>),
     pub(crate) fold: unsafe fn(&mut Fold<'_>),
+    pub(crate) turn: unsafe fn(&Turn),
 }
 
 impl Kernels {
@@ -216,6 +219,16 @@ macro_rules! kernels {
                 unsafe { kernel::accumulate::<$simd, F>(args) }
             }
             $(#[target_feature(enable = $features)])?
+            unsafe fn derive<F: Stored>(args: &Derive<'_>) {
+                // SAFETY: as the caller promises.
+                unsafe { derived::derive::<$simd, F>(args) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn turn(args: &Turn) {
+                // SAFETY: as the caller promises.
+                unsafe { derived::turn::<$simd>(args) }
+            }
+            $(#[target_feature(enable = $features)])?
             unsafe fn fold(args: &mut Fold<'_>) {
                 // SAFETY: as the caller promises.
                 unsafe { kernel::fold::<$simd>(args) }
@@ -241,10 +254,11 @@ macro_rules! kernels {
                 ],
                 softmax,
                 fold,
+                turn,
             };
 
             const fn rows<F: Stored>() -> RowKernels {
-                RowKernels { score: score::<F>, accumulate: accumulate::<F> }
+                RowKernels { score: score::<F>, accumulate: accumulate::<F>, derive: derive::<F> }
             }
         }
     };
