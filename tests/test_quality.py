@@ -271,7 +271,7 @@ def test_a_window_alone_loses_the_sink_and_invents_answers() -> None:
 
 def found(head: Head, name: str, **options: Any) -> float:
     """Share of needles found by a cache whose pages lie on two tiers."""
-    memory = {"device_memory": "16MiB", "host_memory": "256MiB"}
+    memory: dict[str, Any] = {"device_memory": "16MiB", "host_memory": "256MiB"}
     outputs, _ = ask(head, lambda spec, _: pagoda.Cache(spec, k_dtype=name, v_dtype=name, **memory, **options))
     return float(((outputs @ head.vocabulary.T).argmax(axis=1) == head.answers).mean())
 
