@@ -73,6 +73,7 @@ bench: setup  ## the figures of docs/benchmarks, on this machine
 	cargo bench --quiet -p pagoda-cpu --bench decode
 	cargo run --quiet --release --manifest-path benches/bookkeeping/Cargo.toml --target-dir target/bookkeeping
 	$(BIN)/pagoda bench
+	$(BIN)/pagoda bench depth
 	$(BIN)/pagoda bench quality
 
 bench-gpu: setup  ## the figures of docs/benchmarks/gpu.md; needs a GPU

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,6 +59,8 @@ class Mirror:
     rng: np.random.Generator
     q_scale: float = 1.0
     """What random queries are multiplied with."""
+    k_norms: Sequence[Array | None] = ()
+    """Of the cache."""
     live: list[Tokens] = field(default_factory=list)
 
     def create(self) -> Tokens:
@@ -86,8 +89,6 @@ class Mirror:
         """
         counts = [count + junk for count in new]
         keep = accepted or new
-        plain = all(name in DTYPES for pair in self.cache.dtypes for name in pair)
-        tolerance = TOLERANCE if plain or self.cache._core.isa != "avx512vnni" else INTEGERS
         with self.cache.step([tokens.sequence for tokens in batch], counts) as step:
             assert step.cu_seqlens.tolist() == [0, *np.cumsum(counts).tolist()]
             bounds = step.cu_seqlens
@@ -98,16 +99,22 @@ class Mirror:
                     k[bounds[number] + count : bounds[number + 1]] = np.nan
                     v[bounds[number] + count : bounds[number + 1]] = np.nan
                 sinks = self.rng.normal(0, 3, layer.num_q_heads).astype(np.float32) if layer.sinks else None
-                given = (k, None if layer.v_alias else v) if layer.kv_owner is None else ()
+                given = (None if layer.k_eq_v else k, None if layer.v_alias else v) if layer.kv_owner is None else ()
                 out, lse = step.forward(index, q, *given, sink_logits=sinks, return_lse=True)
-                stored.append(self._stored(layer, k, v) if layer.kv_owner is None else stored[layer.kv_owner])
+                if layer.kv_owner is None:
+                    k, v = self._stored(layer, k, v)
+                    if layer.k_eq_v:
+                        k = derived(v, self.k_norms[index], layer.rope, step.positions)
+                    stored.append((k, v))
+                else:
+                    stored.append(stored[layer.kv_owner])
                 k, v = stored[index]
                 for number, tokens in enumerate(batch):
                     part = slice(bounds[number], bounds[number] + new[number])
                     keys = np.concatenate([tokens.k[index], k[part]])
                     values = np.concatenate([tokens.v[index], v[part]])
                     right = expected(layer, q[part], keys, values, sinks, self.cache.retention)
-                    check(out[part], lse[part], *right, tolerance)
+                    check(out[part], lse[part], *right, tolerance_of(self.cache))
                     kept = slice(bounds[number], bounds[number] + keep[number])
                     tokens.k[index] = np.concatenate([tokens.k[index], k[kept]])
                     tokens.v[index] = np.concatenate([tokens.v[index], v[kept]])
@@ -185,8 +192,8 @@ def expected(
     return np.concatenate([out for out, _ in results]), np.concatenate([lse for _, lse in results])
 
 
-def rotated(rows: Array, rope: pagoda.Rope, positions: int) -> Array:
-    """K rows as if they had been stored so many positions later, in float64."""
+def rotated(rows: Array, rope: pagoda.Rope, positions: int | Array) -> Array:
+    """K rows as if they had been stored so many positions later, in float64. positions: of all, or [tokens, 1, 1]."""
     inv_freq = rope.inv_freq(rows.shape[-1]).astype(np.float64)
     pairs = len(inv_freq)
     first, second = (
@@ -203,12 +210,24 @@ def rotated(rows: Array, rope: pagoda.Rope, positions: int) -> Array:
     return result
 
 
+def derived(v: Array, weight: Array | None, rope: pagoda.Rope | None, positions: Array) -> Array:
+    """K of a layer with k_eq_v, of stored V at some positions, in float64."""
+    k = v * np.asarray(weight, np.float64)
+    return k if rope is None else rotated(k, rope, positions[:, None, None])
+
+
 def settled(cache: pagoda.Cache) -> Stats:
     """What a cache holds once a device has been seen to end its steps: until then what they freed is draining."""
     while True:
         stats = cache.stats()
         if not any(counts.draining for counts in (*stats.device, *stats.host)):
             return stats
+
+
+def tolerance_of(cache: pagoda.Cache, of_floats: float = TOLERANCE) -> float:
+    """How far results may be from float64, over the largest of them."""
+    quantised = any(name not in DTYPES for pair in cache.dtypes for name in pair)
+    return max(of_floats, INTEGERS) if quantised and cache._core.isa == "avx512vnni" else of_floats
 
 
 def check(out: Array, lse: Array, expected: Array, expected_lse: Array, tolerance: float = TOLERANCE) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mirror import DTYPES, Mirror, check, layer
 from pagoda.attention.reference import attention
+from pagoda.formats import FORMATS
 
 SEED = st.integers(0, 2**32 - 1)
 
@@ -118,6 +119,29 @@ def test_latent_rows_are_read_once_as_k_and_as_v() -> None:
             out, lse = step.forward(0, q, k, return_lse=True)
         stored = k.astype(ml_dtypes.bfloat16).astype(np.float64)
         check(out, lse, *attention(q, stored, stored[..., :512]))
+
+
+BY_BLOCKS = [name for name, form in FORMATS.items() if form.block or not form.quantised]
+"""A part of a row is stored as it would be alone."""
+
+
+@pytest.mark.parametrize("dtype", BY_BLOCKS)
+def test_v_read_out_of_the_stored_row_has_the_bits_of_v_stored_beside_it(dtype: str, emulated: bool) -> None:
+    if emulated and FORMATS[dtype].quantised:
+        pytest.skip("quantised rows are on the CPU")
+    rng = np.random.default_rng(7)
+    shape = layer(num_q_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512, v_alias=True)
+    q, k = rng.standard_normal((170, 16, 576), np.float32), rng.standard_normal((170, 1, 576), np.float32)
+    results = []
+    for shape_of, v in ((shape, None), (replace(shape, v_alias=False), k[..., :512])):
+        options: dict[str, Any] = {"k_dtype": dtype, "v_dtype": dtype, "center": None, "rotate": False}
+        with small_cache([shape_of], page_size=16, device_memory="8MiB", **options) as cache:
+            sequence, outs = cache.create(), []
+            for rows in (slice(0, 150), slice(150, 169), slice(169, 170)):
+                with cache.step([sequence], [rows.stop - rows.start]) as step:
+                    outs.append(step.forward(0, q[rows], k[rows], None if v is None else v[rows]))
+            results.append(np.concatenate(outs))
+    np.testing.assert_array_equal(results[0], results[1])
 
 
 def test_many_small_terms_are_not_lost_beside_a_large_one() -> None:

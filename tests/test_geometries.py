@@ -79,9 +79,14 @@ def run(spec: pagoda.ModelSpec, chunks: list[int], decoded: int, **options: Any)
         "v_dtype": "bf16",
         "threads": 2,
     }
-    with pagoda.Cache(spec, **(defaults | options)) as cache:
+    rng = np.random.default_rng(0)
+    k_norms = [
+        rng.uniform(0.2, 2, layer.head_dim).astype(np.float32) if layer.k_eq_v else None
+        for layer in spec.attention_layers
+    ]
+    with pagoda.Cache(spec, k_norms=k_norms, **(defaults | options)) as cache:
         q_scale = MODELS[spec.name].q_scale if spec.name in MODELS else 1.0
-        mirror = Mirror(cache, np.random.default_rng(0), q_scale)
+        mirror = Mirror(cache, rng, q_scale, k_norms)
         first, second = mirror.create(), mirror.create()
         for chunk in chunks:
             mirror.step([first, second], [chunk, chunk // 7])
@@ -107,9 +112,12 @@ def test_a_prompt_beyond_the_window_and_some_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_short_context(name: str, deterministic: bool) -> None:
+def test_a_short_context(name: str, deterministic: bool, request: pytest.FixtureRequest) -> None:
     """On every device, with windows that are left all the same."""
-    run(chosen(name, 24), [17, 21], 2, page_size=16, device_memory="32MiB", deterministic=deterministic)
+    spec = chosen(name, 24)
+    if request.config.getoption("--device") != "cpu":
+        spec = spec.storing_k()
+    run(spec, [17, 21], 2, page_size=16, device_memory="32MiB", deterministic=deterministic)
 
 
 def test_soft_caps_of_gemma_2() -> None:
@@ -136,7 +144,7 @@ def test_the_geometries_are_those_of_the_models() -> None:
                 layer.v_dim,
                 layer.window,
                 layer.sinks,
-                layer.v_alias,
+                layer.v_alias or layer.k_eq_v,
             )
             for layer in chosen(name).attention_layers
         }
@@ -144,6 +152,6 @@ def test_the_geometries_are_those_of_the_models() -> None:
     assert shapes("llama-3.1-8b") == {(32, 8, 128, 128, None, False, False)}
     assert shapes("qwen3-8b") == {(32, 8, 128, 128, None, False, False)}
     assert shapes("gemma-3-12b") == {(16, 8, 256, 256, 1024, False, False), (16, 8, 256, 256, None, False, False)}
-    assert shapes("gemma-4-12b") == {(16, 8, 256, 256, 1024, False, False), (16, 1, 512, 512, None, False, False)}
+    assert shapes("gemma-4-12b") == {(16, 8, 256, 256, 1024, False, False), (16, 1, 512, 512, None, False, True)}
     assert shapes("gpt-oss-20b") == {(64, 8, 64, 64, 128, True, False), (64, 8, 64, 64, None, True, False)}
     assert shapes("deepseek-v3") == {(128, 1, 576, 512, None, False, True)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,25 @@ def test_the_centre_stays_what_the_first_rows_said() -> None:
         assert np.abs(out - right).max() < 0.05
 
 
+@pytest.mark.parametrize("center", ["auto", [np.full((2, 64), 50.0)]])
+@pytest.mark.parametrize("k_dtype", ["int8", "q4_0"])
+def test_deterministic_bits_do_not_depend_on_what_came_first(k_dtype: str, center: Any) -> None:
+    q, k, v = rows(100, "offset")
+    options: dict[str, Any] = {"k_dtype": k_dtype, "center": center, "device_memory": "8MiB", "host_memory": 0}
+    results = []
+    for first in ("nothing", "another sequence", "a step that is rolled back"):
+        with pagoda.Cache(pagoda.ModelSpec([SHAPE]), deterministic=True, **options) as cache:
+            if first != "nothing":
+                with contextlib.suppress(KeyError), cache.step([cache.create()], [100]) as step:
+                    step.append(0, k - 45, v)
+                    if first != "another sequence":
+                        raise KeyError
+            with cache.step([cache.create()], [100]) as step:
+                results.append(step.forward(0, q, k, v))
+    assert np.array_equal(results[0], results[1])
+    assert np.array_equal(results[0], results[2])
+
+
 @pytest.mark.parametrize("options", [{}, {"center": None}, {"rotate": False}])
 def test_spans_that_have_moved(options: dict[str, Any]) -> None:
     """Queries are rotated back for each span: what centring adds to scores is another number in each."""
@@ -133,6 +153,7 @@ def test_spans_that_have_moved(options: dict[str, Any]) -> None:
         ({"center": [None, None]}, "center = 2 arrays"),
         ({"center": [np.zeros((2, 32))]}, r"center\[0\] = shape \[2, 32\]"),
         ({"center": [np.full((2, 64), np.nan)]}, r"center\[0\]"),
+        ({"center": "first", "deterministic": True}, 'center = "first": not with deterministic=True'),
         ({"rotate": "yes"}, "rotate = 'yes'"),
     ],
 )

@@ -69,6 +69,53 @@ def test_the_cache_holds_what_the_planner_says() -> None:
         assert cache.stats().used_bytes("device") == footprint.paged_bytes
 
 
+@pytest.mark.parametrize("store_k", [False, True])
+def test_128k_tokens_of_gemma_4_12b_in_q8_0_fit_12_gb(store_k: bool) -> None:
+    """One full and one windowed layer of the model's own shape hold all tokens; there are 8 and 40 like them."""
+    spec, tokens = ModelSpec.preset("gemma-4-12b"), 131_072
+    spec = spec.storing_k() if store_k else spec
+    footprint = Planner(spec, "q8_0", "q8_0").footprint(tokens)
+    assert footprint.total_bytes < 12 * GIB / 8, "most is left for the model's weights"
+    windowed, full = layers = spec.attention_layers[4:6]
+    assert [sum(layer == other for layer in spec.layers) for other in layers] == [40, 8]
+    rng = np.random.default_rng(0)
+    rows = [rng.standard_normal((8192, layer.num_kv_heads, layer.head_dim), np.float32) for layer in layers]
+    with pagoda.Cache(
+        ModelSpec([windowed, full]),
+        k_dtype="q8_0",
+        v_dtype="q8_0",
+        k_norms=None if store_k else [None, np.ones(512)],
+        device="cpu",
+        device_memory="512MiB",
+        host_memory=0,
+    ) as cache:
+        sequence = cache.create()
+        for chunk in range(tokens // 8192):
+            with cache.step([sequence], [8192]) as step:
+                if chunk < tokens // 8192 - 1:
+                    step.table(0)  # Rows that will have left need not be written.
+                else:
+                    step.append(0, rows[0], rows[0])
+                step.append(1, rows[1] if store_k else None, rows[1])
+        stats = cache.stats()
+        held = [count.used * size for count, size in zip(stats.device, stats.block_bytes, strict=True)]
+        assert held[1] == tokens * full.bytes_per_token("q8_0", "q8_0")
+        # The planner allows for a window that ends inside a page.
+        assert footprint.total_bytes - 40 * 64 * windowed.bytes_per_token("q8_0", "q8_0") <= 40 * held[0] + 8 * held[1]
+        assert 40 * held[0] + 8 * held[1] <= footprint.total_bytes
+        with cache.step([sequence], [1]) as step:
+            for index, layer in enumerate(layers):
+                last = rows[index][:1]
+                q = np.zeros((1, layer.num_q_heads, layer.head_dim), np.float32)
+                out = step.forward(index, q, None if layer.k_eq_v else last, last)
+                # Weights are equal: this is the mean of all that is seen.
+                seen = layer.window or tokens + 1
+                times = np.bincount(np.arange(tokens + 1 - seen, tokens + 1) % 8192, minlength=8192)
+                mean = np.tensordot(times / seen, rows[index].astype(np.float64), 1)
+                result = out[0].reshape(layer.num_kv_heads, -1, layer.head_dim)
+                np.testing.assert_allclose(result, np.broadcast_to(mean[:, None], result.shape), atol=1e-3)
+
+
 def test_tiers_fill_in_order() -> None:
     planner = Planner(ModelSpec.preset("qwen3.5-0.8b"))
     footprint = planner.footprint(1 << 20)
@@ -116,6 +163,17 @@ def test_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "their older pages are freed" in out.replace("\n", " ")
     assert "393,216 bytes a token" in out
+
+
+def test_command_says_whether_k_is_stored(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "gemma-4-12b"]) == 0
+    derived = capsys.readouterr().out.replace("\n", " ")
+    assert "8 layers store V alone" in derived
+    assert "8,192 of them in layers without a window" in derived
+    assert main(["plan", "gemma-4-12b", "--store-k"]) == 0
+    stored = capsys.readouterr().out.replace("\n", " ")
+    assert "V alone" not in stored
+    assert "16,384 of them in layers without a window" in stored
 
 
 @pytest.mark.parametrize(

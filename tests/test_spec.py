@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pagoda.errors import InvalidArgument
 from pagoda.hf_config import layers_of
 from pagoda.presets import PRESETS
-from pagoda.rope import Llama3Scaling, Rope, YarnScaling
+from pagoda.rope import Llama3Scaling, ProportionalScaling, Rope, YarnScaling
 from pagoda.spec import AttentionLayer, ModelSpec, StateLayer
 
 # name: full-attention bytes a token, windowed bytes a token, window, recurrent bytes a sequence; all in 16 bits.
@@ -31,9 +31,9 @@ GEOMETRIES = {
     "gemma-3-4b": (20_480, 118_784, 1024, 0),
     "gemma-3-12b": (65_536, 327_680, 1024, 0),
     "gemma-3-27b": (81_920, 425_984, 1024, 0),
-    "gemma-4-12b": (16_384, 327_680, 1024, 0),
-    "gemma-4-26b-a4b": (20_480, 204_800, 1024, 0),
-    "gemma-4-31b": (81_920, 819_200, 1024, 0),
+    "gemma-4-12b": (8_192, 327_680, 1024, 0),
+    "gemma-4-26b-a4b": (10_240, 204_800, 1024, 0),
+    "gemma-4-31b": (40_960, 819_200, 1024, 0),
     "deepseek-v3": (70_272, 0, 0, 0),
     "qwen3.5-0.8b": (12_288, 0, 0, 18_874_368 + 663_552),
     "qwen3.5-4b": (32_768, 0, 0, 51_511_296),
@@ -150,6 +150,20 @@ def test_owners_that_cannot_be(fields: dict[str, Any], named: str) -> None:
         ModelSpec([AttentionLayer(**owner), reader])
 
 
+def test_gemma_4_stores_v_alone_or_both() -> None:
+    spec = ModelSpec.preset("gemma-4-12b")
+    assert spec.full_bytes_per_token("f32", "q8_0") == 8 * 544
+    both = spec.storing_k()
+    assert both.full_bytes_per_token() == 16_384
+    assert both.bytes_per_token() - spec.bytes_per_token() == 8_192
+    assert both.storing_k() == both
+    assert ModelSpec.from_config(PRESETS["gemma-4-12b"] | {"attention_k_eq_v": False}).full_bytes_per_token() == 131_072
+    turning = [
+        np.count_nonzero(layer.rope.inv_freq(layer.head_dim)) for layer in spec.attention_layers[4:6] if layer.rope
+    ]
+    assert turning == [128, 64]
+
+
 def test_unknown_presets_suggest_near_ones() -> None:
     with pytest.raises(InvalidArgument, match=r"qwen3-8b"):
         ModelSpec.preset("Qwen3-8B-")
@@ -176,3 +190,5 @@ def test_frequencies_of_scaled_rotations() -> None:
     assert yarn[-1] == pytest.approx(plain[-1] / 4)
     assert np.all((yarn <= plain) & (yarn >= plain / 4))
     assert len(Rope(1e4, rotary_dim=64).inv_freq(256)) == 32
+    proportional = Rope(1e6, scaling=ProportionalScaling(0.25, 8.0)).inv_freq(512)
+    np.testing.assert_allclose(proportional, [1e6 ** (-2 * i / 512) / 8 for i in range(64)] + [0.0] * 192, rtol=1e-6)

@@ -70,7 +70,11 @@ class Cache:
     def rewind_limit(self, sequence: int) -> int: ...
     def reserve(self, sequences: npt.NDArray[np.uint64], new_tokens: npt.NDArray[np.int64]) -> None: ...
     def append(
-        self, layer: int, k: npt.NDArray[Any], v: npt.NDArray[Any] | None = None, dtype: str | None = None
+        self,
+        layer: int,
+        k: npt.NDArray[Any] | None = None,
+        v: npt.NDArray[Any] | None = None,
+        dtype: str | None = None,
     ) -> None: ...
     def attend(
         self,

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core, placement
-from pagoda.device import engine_for
+from pagoda.device import device_index, engine_for
 from pagoda.device.driver import Stream
 from pagoda.device.engine import DeviceEngine
 from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, PagodaError, UseAfterRelease
@@ -227,12 +227,13 @@ class Step:
         """The page table of a layer, for kernels that are not ours; of a layer with kv_owner, that of its owner."""
         return Table(self._core, layer)
 
-    def append(self, layer: int, k: Array, v: Array | None = None, *, dtype: str | None = None) -> None:
+    def append(self, layer: int, k: Array | None = None, v: Array | None = None, *, dtype: str | None = None) -> None:
         """Writes K and V of the new tokens of one layer into their pages, converted to the row formats of the cache.
 
         k: [sum(new), num_kv_heads, head_dim] and v: [.., v_head_dim], float32, float16 or bfloat16 (or its bits as
-        uint16 with dtype="bf16"), any strides with a contiguous last dimension; no v for a layer with v_alias. Rounds to
-        nearest even; what f16 cannot hold is stored as +-65504, or raises InvalidArgument in a cache with checked=True.
+        uint16 with dtype="bf16"), any strides with a contiguous last dimension; no v for a layer with v_alias, no k for one
+        with k_eq_v. Rounds to nearest even; what f16 cannot hold is stored as +-65504, or raises InvalidArgument in a cache
+        with checked=True.
         """
         self._core.append(layer, k, v, dtype)
 
@@ -277,11 +278,9 @@ class Step:
         sink_logits: Array | None = None,
         dtype: str | None = None,
     ) -> Any:
-        """`append`, then `attend`; without k, for a layer with kv_owner, `attend` alone."""
-        if k is not None:
+        """`append`, then `attend`; without k and v, for a layer with kv_owner, `attend` alone."""
+        if k is not None or v is not None:
             self.append(layer, k, v, dtype=dtype)
-        elif v is not None:
-            raise InvalidArgument("k = None: an array, as there is v")
         return self.attend(layer, q, out=out, return_lse=return_lse, sink_logits=sink_logits, dtype=dtype)
 
     def replay(self, launch: Callable[[], object]) -> None:
@@ -362,9 +361,11 @@ class Cache:
     A layer with a window holds the pages of its last `window + headroom` tokens; others leave when a step is committed, so
     memory is constant however long a sequence grows. A step's own tokens are held until then.
 
-    center, rotate: what happens to rows before they are quantised, see `pagoda.outliers`; "auto" is by format.
-    A centre that is taken from the first rows depends on which sequence came first, so with quantised K `deterministic` also
-    needs `center=None` or arrays.
+    center, rotate: what happens to rows before they are quantised, see `pagoda.outliers`; "auto" is by format. A
+    deterministic cache takes no centre off that is not given: one from the first rows depends on which sequence came first.
+
+    k_norms: for each layer with `k_eq_v` the weight of K's norm [head_dim], and None for each other; K is then derived from
+    V, which alone is stored. On a GPU it has to be stored: `ModelSpec.storing_k`.
 
     Raises InvalidArgument (also a ValueError) for what does not fit together, BackendUnavailable for what is not there.
     """
@@ -378,6 +379,7 @@ class Cache:
         v_dtype: str | Collection[str] = "f16",
         center: Collection[Array | None] | str | None = "auto",
         rotate: bool | str = "auto",
+        k_norms: Collection[Array | None] | None = None,
         device: str = "auto",
         device_memory: int | str = "2GiB",
         host_memory: int | str = "8GiB",
@@ -406,7 +408,10 @@ class Cache:
         """Row formats of K and V of each layer."""
         self._groups = group_layers(spec, self.dtypes)
         keeps = keeps_by_layer(spec, retention, self.headroom)
-        layers = core_layers(spec, self.dtypes, Outliers(center, rotate, len(spec.layers)), keeps)
+        outliers = Outliers(center, rotate, len(spec.layers), deterministic=deterministic)
+        layers = core_layers(spec, self.dtypes, outliers, keeps, k_norms)
+        if device_index(device) is not None and any(layer["k_norm"] for layer in layers):
+            raise BackendUnavailable(f"device = {device!r}: K is derived on the CPU only; store it: spec.storing_k()")
         layouts = block_layouts(layers, page_size)
         self._v_head_dims = [layer["v_head_dim"] for layer in layers]
         memory = tier_memory(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
+
+import numpy as np
+import numpy.typing as npt
 
 from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.formats import FORMATS
@@ -32,6 +36,7 @@ class CoreLayer(TypedDict):
     center: list[float] | None
     center_first: bool
     rotate: tuple[bool, bool]
+    k_norm: list[float] | None
     window: int | None
     keeps: Keeps | None
     scale: float
@@ -54,19 +59,56 @@ def group_layers(spec: ModelSpec, dtypes: Dtypes) -> list[list[int]]:
     return sorted(groups.values())
 
 
-def core_layers(spec: ModelSpec, dtypes: Dtypes, outliers: Outliers, keeps: list[Keeps | None]) -> list[CoreLayer]:
+def core_layers(
+    spec: ModelSpec,
+    dtypes: Dtypes,
+    outliers: Outliers,
+    keeps: list[Keeps | None],
+    k_norms: Sequence[npt.NDArray[Any] | None] | None,
+) -> list[CoreLayer]:
     """The layers as the core takes them; one that reads another's pages has that one's formats.
 
     Raises BackendUnavailable for what no backend does yet, InvalidArgument for rows that a format cannot have.
     """
     group_of = {layer: group for group, members in enumerate(group_layers(spec, dtypes)) for layer in members}
+    norms = _norms(spec, k_norms)
     return [
-        _core_layer(index, layer, group_of, dtypes, outliers, keeps[index]) for index, layer in enumerate(spec.layers)
+        _core_layer(index, layer, group_of, dtypes, outliers, keeps[index], norms)
+        for index, layer in enumerate(spec.layers)
     ]
 
 
+def _norms(spec: ModelSpec, k_norms: Sequence[npt.NDArray[Any] | None] | None) -> list[list[float] | None]:
+    """The weight of each layer that derives K from V and stores V."""
+    given = [None] * len(spec.layers) if k_norms is None else list(k_norms)
+    if len(given) != len(spec.layers):
+        raise InvalidArgument(f"k_norms = {len(given)} arrays: {len(spec.layers)}, one for each layer")
+    norms: list[list[float] | None] = []
+    for index, (layer, weight) in enumerate(zip(spec.layers, given, strict=True)):
+        if not (isinstance(layer, AttentionLayer) and layer.k_eq_v and layer.kv_owner is None):
+            if weight is not None:
+                raise InvalidArgument(f"k_norms[{index}] = an array: None, as layers[{index}] derives no K it stores")
+            norms.append(None)
+            continue
+        array = np.asarray([] if weight is None else weight, np.float32)
+        if array.shape != (layer.head_dim,) or not np.isfinite(array).all():
+            shown = "None" if weight is None else f"shape {list(array.shape)}"
+            limit = (
+                f"finite numbers [{layer.head_dim}], as layers[{index}] has k_eq_v; or store K, ModelSpec.storing_k()"
+            )
+            raise InvalidArgument(f"k_norms[{index}] = {shown}: {limit}")
+        norms.append([float(x) for x in array])
+    return norms
+
+
 def _core_layer(
-    index: int, layer: object, group_of: dict[int, int], dtypes: Dtypes, outliers: Outliers, keeps: Keeps | None
+    index: int,
+    layer: object,
+    group_of: dict[int, int],
+    dtypes: Dtypes,
+    outliers: Outliers,
+    keeps: Keeps | None,
+    norms: list[list[float] | None],
 ) -> CoreLayer:
     if not isinstance(layer, AttentionLayer):
         raise BackendUnavailable(
@@ -74,6 +116,9 @@ def _core_layer(
         )
     owner = index if layer.kv_owner is None else layer.kv_owner
     k_dtype, v_dtype = dtypes[owner]
+    if layer.k_eq_v:
+        # The rows that are stored are those of V.
+        k_dtype = v_dtype
     stored = {"head_dim": (layer.head_dim, k_dtype), "v_head_dim": (layer.v_dim, k_dtype if layer.v_alias else v_dtype)}
     for name, (dim, dtype) in stored.items():
         if dim % FORMATS[dtype].unit:
@@ -85,10 +130,11 @@ def _core_layer(
         "num_kv_heads": layer.num_kv_heads,
         "head_dim": layer.head_dim,
         "v_head_dim": layer.v_dim,
-        "v_alias": layer.v_alias,
+        "v_alias": layer.v_alias or layer.k_eq_v,
         "k_dtype": k_dtype,
         "v_dtype": v_dtype,
         **outliers.of(owner, layer, (k_dtype, v_dtype)),
+        "k_norm": norms[owner],
         "window": None if keeps is None else keeps[1],
         "keeps": keeps,
         "scale": layer.head_dim**-0.5 if layer.scale is None else layer.scale,

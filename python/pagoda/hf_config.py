@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pagoda.errors import InvalidArgument
-from pagoda.rope import Rope, scaling_from_config
+from pagoda.rope import ProportionalScaling, Rope, scaling_from_config
 from pagoda.spec import AttentionLayer, Layer, StateLayer
 
 CONFIG_BYTES_MAX = 16 << 20
@@ -112,8 +112,9 @@ class Config:
         if not isinstance(partial, int | float) or not 0 < partial <= 1:
             raise InvalidArgument(f"config.partial_rotary_factor = {partial!r}: above 0, at most 1")
         key = theta_key if "rope_theta" not in parameters else "rope_theta"
-        rotary = None if partial == 1 else int(head_dim * partial)
-        return Rope(source.number(key, theta), rotary, scaling=scaling_from_config(parameters))
+        scaling = scaling_from_config(parameters)
+        rotary = None if partial == 1 or isinstance(scaling, ProportionalScaling) else int(head_dim * partial)
+        return Rope(source.number(key, theta), rotary, scaling=scaling)
 
 
 def _uniform(config: Config, windows: list[int | None], **changes: Any) -> list[Layer]:
@@ -194,16 +195,15 @@ def _gemma3(config: Config) -> list[Layer]:
 
 
 def _gemma4(config: Config) -> list[Layer]:
-    """Full layers have heads of their own, and the last layers may read the K and V of earlier ones.
-
-    With attention_k_eq_v, K and V of a full layer come from one projection, but what is cached differs: both are stored.
-    """
+    """Full layers have heads of their own, and the last layers may read the K and V of earlier ones."""
+    config = Config({**config.content, "rope_parameters": config.content.get("rope_parameters") or _GEMMA_4_ROPES})
     count = config.layer_count
     types = config.layer_types() or ["sliding_attention"] * count
     queries, kv_heads, head_dim = config.heads
     window = config.integer("sliding_window", 1024)
     full_dim = config.integer("global_head_dim", 512)
-    full_heads = config.integer("num_global_key_value_heads", kv_heads)
+    k_eq_v = config.content.get("attention_k_eq_v") is True
+    full_heads = config.integer("num_global_key_value_heads", kv_heads) if k_eq_v else kv_heads
     shared = config.integer("num_kv_shared_layers", 0, low=0, high=count - 1)
     owners: dict[str, int] = {}
     layers: list[Layer] = []
@@ -219,10 +219,19 @@ def _gemma4(config: Config) -> list[Layer]:
                 full_dim if full else head_dim,
                 window=None if full else window,
                 scale=1.0,
+                rope=config.rope(kind),
                 kv_owner=owner,
+                k_eq_v=full and k_eq_v,
             )
         )
     return layers
+
+
+_GEMMA_4_ROPES = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+"""Of a config that names none."""
 
 
 def _gpt_oss(config: Config) -> list[Layer]:

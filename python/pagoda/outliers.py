@@ -4,7 +4,7 @@ K is centred: a constant vector is taken off the K rows of each head. Scores of 
 which is the same for all rows; it is added back. K and V are rotated: random signs and a Hadamard matrix over blocks of the
 largest power of two that divides the row; queries and results are rotated to fit. Either leaves attention as it is but for
 what quantising loses: docs/adr/0011 says how much, and where the defaults come from. Formats that are not quantised are left
-alone, and so are layers with V in K.
+alone, and so are layers whose K and V are one row.
 """
 
 from __future__ import annotations
@@ -33,23 +33,35 @@ class Outliers:
 
     center: "first" takes the mean of the first K rows that a layer is given (16 or more), for the life of the cache;
     or an array [num_kv_heads, head_dim] for each layer, such as the bias of the K projection, or None; or None for all.
+    "auto": "first", but None where results are to be deterministic, as "first" depends on what came first.
     rotate: whether rows are. "auto": by the format. Raises InvalidArgument.
     """
 
-    def __init__(self, center: Sequence[npt.NDArray[Any] | None] | str | None, rotate: bool | str, layers: int) -> None:
+    def __init__(
+        self,
+        center: Sequence[npt.NDArray[Any] | None] | str | None,
+        rotate: bool | str,
+        layers: int,
+        *,
+        deterministic: bool,
+    ) -> None:
         if isinstance(center, str) and center not in ("auto", "first"):
             raise InvalidArgument(f'center = {center!r}: "auto", "first", None, or an array or None for each layer')
         if not isinstance(center, str) and center is not None and len(center) != layers:
             raise InvalidArgument(f"center = {len(center)} arrays: {layers}, one for each layer")
         if not isinstance(rotate, bool) and rotate != "auto":
             raise InvalidArgument(f'rotate = {rotate!r}: "auto", True or False')
-        self._first = isinstance(center, str)
+        if center == "first" and deterministic:
+            raise InvalidArgument(
+                'center = "first": not with deterministic=True, as bits would depend on what came first'
+            )
+        self._first = isinstance(center, str) and not deterministic
         self._given = [None] * layers if isinstance(center, str) or center is None else list(center)
         self._rotate = rotate
 
     def of(self, index: int, layer: AttentionLayer, dtypes: tuple[str, str]) -> CoreOutliers:
         """Of one layer."""
-        k, v = (FORMATS[name].quantised and not layer.v_alias for name in dtypes)
+        k, v = (FORMATS[name].quantised and not (layer.v_alias or layer.k_eq_v) for name in dtypes)
         rotate_k, rotate_v = (FORMATS[name].rotate if self._rotate == "auto" else bool(self._rotate) for name in dtypes)
         return {
             "center": self._center(index, layer) if k else None,

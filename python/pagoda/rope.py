@@ -41,6 +41,21 @@ class LinearScaling:
 
 
 @dataclass(frozen=True)
+class ProportionalScaling:
+    """Turns the first pairs alone, `partial` of them, and divides their frequencies by `factor`.
+
+    Gemma 4; transformers `rope_type: proportional`. Unlike with a smaller `rotary_dim`, element i goes with i + head_dim/2.
+    """
+
+    partial: float
+    factor: float = 1.0
+
+    def apply(self, inv_freq: npt.NDArray[np.float64], theta: float, dim: int) -> npt.NDArray[np.float64]:
+        """The scaled frequencies, 0 for pairs that do not turn."""
+        return np.where(np.arange(dim // 2) < int(self.partial * dim // 2), inv_freq / self.factor, 0.0)
+
+
+@dataclass(frozen=True)
 class YarnScaling:
     """Interpolates low frequencies and keeps high ones (YaRN, https://arxiv.org/abs/2309.00071, section 3.2)."""
 
@@ -70,6 +85,9 @@ class YarnScaling:
         return scaled
 
 
+Scaling = Llama3Scaling | LinearScaling | ProportionalScaling | YarnScaling
+
+
 @dataclass(frozen=True)
 class Rope:
     """How queries and keys are rotated: pair i turns by theta**(-2i / rotary_dim) a position.
@@ -81,7 +99,7 @@ class Rope:
     theta: float = 10000.0
     rotary_dim: int | None = None
     interleaved: bool = False
-    scaling: Llama3Scaling | LinearScaling | YarnScaling | None = None
+    scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.theta, int | float) and math.isfinite(self.theta) and self.theta > 1):
@@ -100,13 +118,17 @@ class Rope:
         return inv_freq.astype(np.float32)
 
 
-def scaling_from_config(config: dict[str, Any]) -> Llama3Scaling | LinearScaling | YarnScaling | None:
+def scaling_from_config(config: dict[str, Any]) -> Scaling | None:
     """The scaling in a Hugging Face `rope_scaling` or `rope_parameters`. Raises InvalidArgument for other types."""
     kind = config.get("rope_type", config.get("type", "default"))
     try:
         original = int(config.get("original_max_position_embeddings") or 8192)
         if kind == "linear":
             return LinearScaling(float(config["factor"]))
+        if kind == "proportional":
+            return ProportionalScaling(
+                float(config.get("partial_rotary_factor", 1.0)), float(config.get("factor", 1.0))
+            )
         if kind == "llama3":
             return Llama3Scaling(
                 float(config["factor"]),
@@ -124,6 +146,6 @@ def scaling_from_config(config: dict[str, Any]) -> Llama3Scaling | LinearScaling
             )
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidArgument(f"rope_scaling = {config!r}: {kind} scaling with its numbers ({error!r})") from error
-    if kind in ("default", "proportional"):
+    if kind == "default":
         return None
-    raise InvalidArgument(f"rope_scaling.rope_type = {kind!r}: default, linear, llama3 or yarn")
+    raise InvalidArgument(f"rope_scaling.rope_type = {kind!r}: default, linear, llama3, proportional or yarn")

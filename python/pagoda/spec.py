@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,9 @@ class AttentionLayer:
     and keys; needed only where `drop` is to shift positions or sinks are to follow a window (`SinkWindow`). softcap: scores
     become softcap * tanh(score / softcap). sinks: a learned logit per query head joins the softmax (given to `Step.attend`).
     kv_owner: index of the earlier layer whose K and V this one reads; it stores none, and its window reaches no further than
-    the owner's. v_alias: V is the first v_head_dim elements of the stored K row.
+    the owner's. v_alias: V is the first v_head_dim elements of the stored K row. k_eq_v: Gemma 4's attention_k_eq_v, where K
+    is V times the weight of K's norm, and then rotated by `rope`: V alone is stored, in the format of V, and K is derived
+    from it (`Cache(k_norms=)`).
     """
 
     num_q_heads: int
@@ -44,6 +46,7 @@ class AttentionLayer:
     sinks: bool = False
     kv_owner: int | None = None
     v_alias: bool = False
+    k_eq_v: bool = False
 
     def __post_init__(self) -> None:
         check_integer("num_kv_heads", self.num_kv_heads, 1, HEADS_MAX)
@@ -63,6 +66,9 @@ class AttentionLayer:
             check_integer("kv_owner", self.kv_owner, 0, LAYERS_MAX)
         if self.v_alias and self.v_dim > self.head_dim:
             raise InvalidArgument(f"v_head_dim = {self.v_dim}: at most head_dim = {self.head_dim} with v_alias")
+        if self.k_eq_v and (self.v_dim != self.head_dim or self.v_alias):
+            shape = f"v_head_dim = {self.v_dim}, v_alias = {self.v_alias}"
+            raise InvalidArgument(f"{shape}: head_dim = {self.head_dim} and False with k_eq_v")
 
     @property
     def v_dim(self) -> int:
@@ -73,7 +79,7 @@ class AttentionLayer:
         """Bytes that one token stores in this layer."""
         if self.kv_owner is not None:
             return 0
-        k = row_format(k_dtype, "k_dtype").bytes(self.head_dim)
+        k = 0 if self.k_eq_v else row_format(k_dtype, "k_dtype").bytes(self.head_dim)
         v = 0 if self.v_alias else row_format(v_dtype, "v_dtype").bytes(self.v_dim)
         return self.num_kv_heads * (k + v)
 
@@ -142,6 +148,12 @@ class ModelSpec:
         content = read_config(config)
         return cls(layers_of(content), name or str(content.get("model_type", "")))
 
+    def storing_k(self) -> ModelSpec:
+        """The same model with K stored beside V in layers with `k_eq_v`: where the weights of K's norms are not at hand, and
+        for a GPU."""
+        layers = [replace(layer, k_eq_v=False) if isinstance(layer, AttentionLayer) else layer for layer in self.layers]
+        return ModelSpec(layers, self.name)
+
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """The attention layers."""
@@ -153,7 +165,7 @@ class ModelSpec:
         members: dict[tuple[Any, ...], list[int]] = {}
         for index, layer in enumerate(self.layers):
             if isinstance(layer, AttentionLayer) and layer.kv_owner is None:
-                key = (layer.num_kv_heads, layer.head_dim, layer.v_dim, layer.window, layer.v_alias)
+                key = (layer.num_kv_heads, layer.head_dim, layer.v_dim, layer.window, layer.v_alias, layer.k_eq_v)
                 members.setdefault(key, []).append(index)
         return tuple(LayerGroup(tuple(layers), key[3]) for key, layers in members.items())
 
@@ -180,7 +192,9 @@ def _check_owner(index: int, layer: AttentionLayer, owner: Layer | None) -> None
     """Raises InvalidArgument unless a layer can read the K and V of its kv_owner."""
     if not isinstance(owner, AttentionLayer) or owner.kv_owner is not None:
         raise InvalidArgument(f"layers[{index}].kv_owner = {layer.kv_owner}: an earlier layer that stores its K and V")
-    for name in ("num_kv_heads", "head_dim", "v_dim", "v_alias"):
+    # Keys that are derived are rotated for all that read them.
+    names = ["num_kv_heads", "head_dim", "v_dim", "v_alias", "k_eq_v", *(["rope"] if owner.k_eq_v else [])]
+    for name in names:
         mine, theirs = getattr(layer, name), getattr(owner, name)
         if mine != theirs:
             shown = "v_head_dim" if name == "v_dim" else name

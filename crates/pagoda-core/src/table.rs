@@ -21,6 +21,8 @@ pub struct SpanView {
     pub skip: u32,
     /// Tokens in the span.
     pub count: u32,
+    /// Position that the first token was stored with.
+    pub position: u64,
     /// Positions by which the span has moved towards the end of the sequence.
     pub offset: u64,
     /// Which queries see it.
@@ -51,11 +53,17 @@ impl SpanView {
         }
     }
 
+    /// Position of the first stored row of a fixed run of the span.
+    pub fn run_position(&self, run: usize) -> u64 {
+        self.position + (run * RUN_ROWS) as u64 - u64::from(self.skip)
+    }
+
     /// The first `count` tokens and the others.
     fn split(self, count: u32, page_size: u32) -> (Self, Self) {
         let rows = self.skip + count;
         let first_page = self.first_page + rows / page_size;
-        let rest = Self { first_page, skip: rows % page_size, count: self.count - count, ..self };
+        let position = self.position + u64::from(count);
+        let rest = Self { first_page, skip: rows % page_size, count: self.count - count, position, ..self };
         (Self { count, ..self }, rest)
     }
 }
@@ -172,10 +180,10 @@ impl Table {
         };
         self.spans.iter().enumerate().flat_map(move |(i, span)| {
             let last = i + 1 == self.spans.len();
-            let Span { first_page, skip, count, .. } = *span;
+            let Span { first_page, skip, count, position } = *span;
             let count = count + if last { new_tokens } else { 0 };
             let first = sinks.saturating_sub(token).min(u64::from(count)) as u32;
-            let view = SpanView { first_page, skip, count, offset, sight: Sight::Window };
+            let view = SpanView { first_page, skip, count, position, offset, sight: Sight::Window };
             let (head, tail) = if first > 0 {
                 let (head, tail) = view.split(first, page_size);
                 (Some(SpanView { sight: pinned, ..head }), tail)

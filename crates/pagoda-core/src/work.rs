@@ -192,7 +192,8 @@ mod tests {
             let mut first_page = 0;
             let span = |(index, (skip, count)): (usize, (u32, u32))| {
                 let sight = if index < sinks { Sight::Always } else { Sight::Window };
-                let view = SpanView { first_page, skip, count, offset: 0, sight };
+                let position = skip.into();
+                let view = SpanView { first_page, skip, count, position, offset: 0, sight };
                 first_page += (skip + count).div_ceil(16);
                 view
             };

@@ -81,7 +81,8 @@ pub(crate) unsafe fn append(
                 // SAFETY: the caller has a row for every token and head, and the block has a slot for it.
                 let fits = unsafe { store(kernels, source.row(token, head), source.element, *dim, &target) };
                 if checked && !fits {
-                    overflow.fetch_min(((token * heads + head) * 2 + i) as u64, Ordering::Relaxed);
+                    let value = usize::from(i == 1 || layer.derived.is_some());
+                    overflow.fetch_min(((token * heads + head) * 2 + value) as u64, Ordering::Relaxed);
                 }
             }
         }

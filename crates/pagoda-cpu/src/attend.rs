@@ -55,6 +55,8 @@ struct Worker {
     state: Floats,
     /// That of the present run, if it is not the first.
     run: Floats,
+    /// Keys that are not stored, and queries turned for them.
+    derived: Floats,
     /// Cosines and sines.
     angles: Vec<(f32, f32)>,
 }
@@ -138,7 +140,10 @@ pub(crate) unsafe fn attend(
     let LayerGeometry { head_dim, v_head_dim, k_format, .. } = layer.geometry;
     let call = Call {
         kernels,
-        keys: kernels.rows(k_format, head_dim, layer.page_size),
+        keys: match layer.derived {
+            Some(_) => kernels.float_rows(k_format),
+            None => kernels.rows(k_format, head_dim, layer.page_size),
+        },
         values: kernels.rows(layer.geometry.v_rows(), v_head_dim, layer.page_size),
         arenas,
         layer,
@@ -203,7 +208,7 @@ impl Call<'_> {
         let group = &self.plan.groups[item.group];
         let rows = group.queries * self.layer.group() * group.heads.len();
         let floats = state_floats(rows, self.layer);
-        let Worker { queries, codes, scores, biases, decay, state, run, angles } = worker;
+        let Worker { queries, codes, scores, biases, decay, state, run, derived, angles } = worker;
         let state = if group.parts == 1 {
             state.take(floats)
         } else {
@@ -226,6 +231,12 @@ impl Call<'_> {
             scores: scores.take(cells(group.queries) * group.queries * self.layer.group() * TILE),
             biases: biases.take(rows),
             decay: decay.take(group.queries * self.layer.group()),
+            derived: derived.take(
+                self.layer
+                    .derived
+                    .as_ref()
+                    .map_or(0, |keys| keys.scratch(group.queries * self.layer.group())),
+            ),
         };
         let mut counted = 0;
         let table = &self.sequences[group.sequence];
@@ -238,13 +249,19 @@ impl Call<'_> {
             }
             let mut tiles = piece.tiles.start + first - base..piece.tiles.start + last - base;
             let from = if let Sight::Trailing { from } = piece.span.sight { Some(from) } else { None };
-            let turn = self.layer.rope.as_ref().map(|_| (piece.span.offset, from));
-            if prepared != Some(turn) {
-                prepared = Some(turn);
-                // SAFETY: as the caller promises.
-                unsafe { pass.prepare(piece.span, angles) };
-            }
             while !tiles.is_empty() {
+                // Keys that are derived are as stored at position 0 of their run.
+                let base = self
+                    .layer
+                    .derived
+                    .as_ref()
+                    .map_or(0, |_| piece.span.run_position(tiles.start / RUN_TILES));
+                let turn = self.layer.rope.as_ref().map(|_| (piece.span.offset, from, base));
+                if prepared != Some(turn) {
+                    prepared = Some(turn);
+                    // SAFETY: as the caller promises.
+                    unsafe { pass.prepare(piece.span, base, angles) };
+                }
                 // Run by run, also where bits need not be the same: many small terms would be lost beside one large sum.
                 let end = tiles.end.min((tiles.start / RUN_TILES + 1) * RUN_TILES);
                 if first_run {
@@ -354,11 +371,12 @@ struct Pass<'a> {
     scores: &'a mut [f32],
     biases: &'a mut [f32],
     decay: &'a mut [f32],
+    derived: &'a mut [f32],
 }
 
 impl Pass<'_> {
-    /// Loads the queries, rotated back for a span and scaled for base-2 exponentials.
-    unsafe fn prepare(&mut self, span: &SpanView, angles: &mut Vec<(f32, f32)>) {
+    /// Loads the queries, rotated back for a span and by `base` positions, and scaled for base-2 exponentials.
+    unsafe fn prepare(&mut self, span: &SpanView, base: u64, angles: &mut Vec<(f32, f32)>) {
         let layer = self.call.layer;
         let dim = layer.geometry.head_dim as usize;
         let source = self.call.queries;
@@ -374,7 +392,7 @@ impl Pass<'_> {
             unsafe { load(source.row(token, head), row.as_mut_ptr().cast(), dim) };
             row[dim..].fill(0.0);
             if let Some(rope) = &layer.rope {
-                let wanted = span.offset_for(self.group.position + token - self.group.token);
+                let wanted = span.offset_for(self.group.position + token - self.group.token) + base;
                 if wanted != offset {
                     offset = wanted;
                     rope.angles(offset, angles);
@@ -522,8 +540,14 @@ impl Pass<'_> {
             high: self.seen(piece, tile, self.group.queries - 1).end,
             scores: self.scores[cell * rows * TILE..][..rows * TILE].as_mut_ptr(),
         };
+        let (kernels, format) = (self.call.kernels, layer.geometry.k_format);
         // SAFETY: the tile holds the rows `low..high`, and the scratch is as large as the kernel wants.
-        unsafe { (self.call.keys.score)(&score) };
+        unsafe {
+            match &layer.derived {
+                Some(derived) => derived.score(kernels, format, &score, tile, self.derived),
+                None => (self.call.keys.score)(&score),
+            }
+        }
     }
 
     /// The softmax and the values of one tile and head, from cell `cell` of the scratch.

@@ -19,7 +19,7 @@ const FEW_ROWS: usize = 8;
 
 /// How many bytes ahead of the rows in work later ones are asked for: far enough for memory, near enough to be in the L1
 /// cache still when their turn comes. Measured, as are the steps (docs/benchmarks).
-const fn lead<F: Stored>() -> usize {
+pub(crate) const fn lead<F: Stored>() -> usize {
     if F::BITS == 32 { 6 << 10 } else { 16 << 10 }
 }
 
@@ -102,7 +102,7 @@ pub(crate) struct RowSize {
 impl RowSize {
     /// The row that is `n` rows later in the same piece.
     #[inline(always)]
-    fn after(&self, row: Row, n: usize) -> Row {
+    pub(crate) fn after(&self, row: Row, n: usize) -> Row {
         Row {
             data: row.data.wrapping_add(n * self.bytes),
             scales: row.scales.wrapping_add(n * self.scale_bytes),

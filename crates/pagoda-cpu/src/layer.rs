@@ -6,6 +6,7 @@ use pagoda_core::ids::{BlockRef, Tier};
 use pagoda_core::layout::{LayerGeometry, LayerLayout, RowFormat};
 use pagoda_core::table::SpanView;
 
+use crate::derived::DerivedKeys;
 use crate::rope::Rope;
 use crate::transform::Transform;
 
@@ -62,6 +63,8 @@ pub struct Layer {
     pub rope: Option<Rope>,
     /// What happens to rows before they are stored. Not with V in K.
     pub transform: Transform,
+    /// How keys come from values, where those alone are stored: in the place of K, with V in K.
+    pub derived: Option<DerivedKeys>,
 }
 
 impl Layer {
@@ -92,6 +95,11 @@ impl Layer {
             && rope.inv_freq.len() * 2 > head_dim as usize
         {
             return Err(LayerError::Rope { pairs: rope.inv_freq.len(), head_dim });
+        }
+        if let Some(derived) = &self.derived
+            && (self.geometry.v_format.is_some() || [head_dim, v_head_dim] != [derived.dim() as u32; 2])
+        {
+            return Err(LayerError::Derived { weights: derived.dim(), head_dim, v_head_dim });
         }
         Ok(())
     }
@@ -137,6 +145,15 @@ pub enum LayerError {
         /// Elements of a K row.
         head_dim: u32,
     },
+    /// Keys that do not come from the values that are stored.
+    Derived {
+        /// Weights that values are multiplied with.
+        weights: usize,
+        /// Elements of a K row.
+        head_dim: u32,
+        /// Elements of V.
+        v_head_dim: u32,
+    },
 }
 
 impl fmt::Display for LayerError {
@@ -165,6 +182,10 @@ impl fmt::Display for LayerError {
             Self::Rope { pairs, head_dim } => {
                 write!(f, "rope rotates {pairs} pairs; head_dim {head_dim} has {}", head_dim / 2)
             }
+            Self::Derived { weights, head_dim, v_head_dim } => write!(
+                f,
+                "keys come from values of {weights} elements; head_dim {head_dim} and v_head_dim {v_head_dim} have to be as many, stored once"
+            ),
         }
     }
 }

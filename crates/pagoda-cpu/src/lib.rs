@@ -9,6 +9,7 @@ mod attend;
 mod backend;
 mod codec;
 mod convert;
+mod derived;
 mod integers;
 mod kernel;
 mod layer;
@@ -24,6 +25,7 @@ pub use append::Overflow;
 pub use backend::{Backend, Error};
 pub use codec::{decode_row, encode_row};
 pub use convert::{F16_MAX, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+pub use derived::DerivedKeys;
 pub use layer::{
     Arenas, GROUP_MAX, HEAD_DIM_MAX, Layer, LayerError, PAGE_SIZE_MAX, PAGE_SIZE_MIN, SequenceTable,
     TableError,

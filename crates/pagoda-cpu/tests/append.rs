@@ -31,6 +31,7 @@ fn layer(geometry: LayerGeometry, pages: usize) -> (Layer, Vec<u64>, Vec<BlockRe
         softcap: None,
         window: None,
         rope: None,
+        derived: None,
         transform: Transform::default(),
     };
     let row = (0..pages as u32).rev().map(|i| BlockRef::new(Tier::Host, BlockId::new(i))).collect();
@@ -62,7 +63,14 @@ fn stored(
     let tokens = input.len() / (from.bytes() * dim);
     let pages = tokens.div_ceil(PAGE);
     let (layer, mut memory, row) = layer(geometry(1, (dim as u32, to), (8, RowFormat::F16)), pages);
-    let spans = [SpanView { first_page: 0, skip: 0, count: tokens as u32, offset: 0, sight: Sight::Window }];
+    let spans = [SpanView {
+        first_page: 0,
+        skip: 0,
+        count: tokens as u32,
+        position: 99,
+        offset: 0,
+        sight: Sight::Window,
+    }];
     let table = SequenceTable { row: &row, spans: &spans, new_tokens: tokens as u32 };
     let zeros = vec![0u8; tokens * 16];
     let backend = Backend::new(2, false, Some(isa))?;
@@ -187,10 +195,17 @@ fn rows_go_to_their_slots_and_nowhere_else() {
             let (layer, mut memory, row) = layer(geometry, 60);
             // Old and new tokens: a span that begins inside a page, one that shares its last page, a prefill.
             let spans_a = [
-                SpanView { first_page: 0, skip: 5, count: 20, offset: 7, sight: Sight::Window },
-                SpanView { first_page: 1, skip: 9, count: 4, offset: 0, sight: Sight::Window },
+                SpanView { first_page: 0, skip: 5, count: 20, position: 99, offset: 7, sight: Sight::Window },
+                SpanView { first_page: 1, skip: 9, count: 4, position: 99, offset: 0, sight: Sight::Window },
             ];
-            let spans_b = [SpanView { first_page: 0, skip: 0, count: 500, offset: 0, sight: Sight::Window }];
+            let spans_b = [SpanView {
+                first_page: 0,
+                skip: 0,
+                count: 500,
+                position: 99,
+                offset: 0,
+                sight: Sight::Window,
+            }];
             let tables = [
                 SequenceTable { row: &row[..2], spans: &spans_a, new_tokens: 6 },
                 SequenceTable { row: &[], spans: &[], new_tokens: 0 },
@@ -255,7 +270,8 @@ fn contradictions_are_refused() {
             .to_string()
     };
     let arenas = host(&mut memory);
-    let span = |skip, count| SpanView { first_page: 1, skip, count, offset: 0, sight: Sight::Window };
+    let span =
+        |skip, count| SpanView { first_page: 1, skip, count, position: 99, offset: 0, sight: Sight::Window };
     assert_eq!(
         attempt(&layer, &row, span(1, 16), 1, &arenas),
         "sequence 0 of the batch needs 3 pages and has 2"

@@ -39,7 +39,7 @@ fn random_world(random: &mut Random) -> World {
         k_format: format(random, head_dim),
         v_format: Some(format(random, v_head_dim)),
     };
-    if random.below(5) == 0 {
+    if random.below(3) == 0 {
         geometry.v_format = None;
         geometry.v_head_dim = head_dim.min(v_head_dim).next_multiple_of(geometry.k_format.unit());
     }
@@ -62,6 +62,9 @@ fn random_world(random: &mut Random) -> World {
         let pairs = 1 + random.below(head_dim as usize / 2);
         let inv_freq = (0..pairs).map(|i| 10_000f32.powf(-(i as f32) / pairs as f32)).collect();
         world.layer.rope = Some(Rope { inv_freq, interleaved: random.below(2) == 0 });
+    }
+    if geometry.v_format.is_none() && geometry.v_head_dim == head_dim && random.below(2) == 0 {
+        world.derive_keys(random);
     }
     if random.below(3) == 0 {
         world.layer.softcap = Some(random.pick(&[0.1, 1.0, 30.0]));

@@ -30,7 +30,8 @@ fn world(random: &mut Random) -> World {
         v_format: Some(random.pick(&RowFormat::ALL)),
         ..geometry
     };
-    let geometry = random.pick(&[geometry, quantised]);
+    let alone = LayerGeometry { v_head_dim: 32, v_format: None, ..quantised };
+    let geometry = random.pick(&[geometry, quantised, alone]);
     let page_size = random.pick(&[16, 64, 256]);
     let mut world = World::new(random, geometry, num_kv_heads * group, page_size, 1200);
     world.layer.window = random.pick(&[None, None, Some(70), Some(5000)]);
@@ -38,6 +39,9 @@ fn world(random: &mut Random) -> World {
     world.sinks = random.pick(&[None, Some(0.5)]).map(|logit| vec![logit; (num_kv_heads * group) as usize]);
     let inv_freq = vec![1.0, 0.1];
     world.layer.rope = Some(Rope { inv_freq, interleaved: false });
+    if geometry.v_format.is_none() && random.below(3) > 0 {
+        world.derive_keys(random);
+    }
     let sight = random.pick(&[Sight::Window, Sight::Always, Sight::Trailing { from: 4100 }]);
     let (count, rest) = (4000 + random.below(5000), 100 + random.below(300));
     world.add(

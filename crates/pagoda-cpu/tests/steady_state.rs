@@ -53,12 +53,20 @@ fn append_and_attend_allocate_nothing() {
         window: None,
         rope: None,
         transform: Transform::default(),
+        derived: None,
     };
     let row: Vec<_> =
         (0..TOKENS.div_ceil(64) as u32).map(|b| BlockRef::new(Tier::Device, BlockId::new(b))).collect();
     let mut arena = vec![0u8; row.len() * layout.block_bytes as usize];
     let arenas = Arenas { base: [arena.as_mut_ptr(), std::ptr::null_mut(), std::ptr::null_mut()] };
-    let spans = [SpanView { first_page: 0, skip: 0, count: TOKENS as u32, offset: 0, sight: Sight::Window }];
+    let spans = [SpanView {
+        first_page: 0,
+        skip: 0,
+        count: TOKENS as u32,
+        position: 0,
+        offset: 0,
+        sight: Sight::Window,
+    }];
     let tables = [SequenceTable { row: &row, spans: &spans, new_tokens: NEW as u32 }];
     let rows = |heads: usize| vec![1.0f32; NEW * heads * 64];
     let (queries, keys, mut out) = (rows(8), rows(2), rows(8));

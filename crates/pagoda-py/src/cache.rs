@@ -13,10 +13,9 @@ use numpy::{
 };
 use pagoda_core::cache::TierMemory;
 use pagoda_core::ids::{BlockId, Epoch, GroupId, SequenceId, Tier};
-use pagoda_core::layout::LayerGeometry;
 use pagoda_core::plan::{BlockCopy, Selection};
 use pagoda_core::table::SpanView;
-use pagoda_cpu::{Arenas, Backend, Element, Isa, SequenceTable};
+use pagoda_cpu::{Arenas, Backend, Element, Isa, Layer, SequenceTable};
 use pagoda_store::{Mover, Place, Slab, Transfer};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
@@ -406,13 +405,13 @@ impl Cache {
         Ok(())
     }
 
-    /// Writes K and V of the new tokens of one layer; no V where it is part of K.
-    #[pyo3(signature = (layer, k, v=None, dtype=None))]
+    /// Writes K and V of the new tokens of one layer; no V where it is part of K, no K where it is derived from V.
+    #[pyo3(signature = (layer, k=None, v=None, dtype=None))]
     fn append(
         &self,
         py: Python<'_>,
         layer: usize,
-        k: &Bound<'_, PyUntypedArray>,
+        k: Option<&Bound<'_, PyUntypedArray>>,
         v: Option<&Bound<'_, PyUntypedArray>>,
         dtype: Option<&str>,
     ) -> PyResult<()> {
@@ -423,9 +422,12 @@ impl Cache {
         let bits = bits(py, dtype)?;
         let geometry = placed.layer.geometry;
         let shape = |dim: u32| [inner.step.new_tokens(), geometry.num_kv_heads as usize, dim as usize];
-        let keys = rows("k", k, shape(geometry.head_dim), bits)?;
-        let values = v.map(|v| rows("v", v, shape(geometry.v_head_dim), bits)).transpose()?;
-        require_values(py, &geometry, values.is_some())?;
+        require_rows(py, &placed.layer, k.is_some(), v.is_some())?;
+        // Of a layer whose keys are derived, values take the place of K.
+        let (name, stored) = k.map(|k| ("k", k)).or(v.map(|v| ("v", v))).expect("one of them is given");
+        let keys = rows(name, stored, shape(geometry.head_dim), bits)?;
+        let values = v.filter(|_| geometry.v_format.is_some());
+        let values = values.map(|v| rows("v", v, shape(geometry.v_head_dim), bits)).transpose()?;
         inner.require_unwritten(py, layer)?;
         inner.require_cpu(py)?;
         let Inner { core, layers, arenas, engine: Engine::Cpu { backend, checked, .. }, step, .. } =
@@ -792,7 +794,7 @@ impl Cache {
         let mut guard = self.lock(py)?;
         let inner = guard.as_mut().expect("locked open");
         inner.require_step(py)?;
-        require_values(py, &inner.owning_layer(py, layer)?.layer.geometry, has_values)?;
+        require_rows(py, &inner.owning_layer(py, layer)?.layer, true, has_values)?;
         inner.require_unwritten(py, layer)
     }
 
@@ -851,14 +853,20 @@ fn bits(py: Python<'_>, dtype: Option<&str>) -> PyResult<Option<Element>> {
     }
 }
 
-/// Whether V is given where a layer stores it, and only there.
-fn require_values(py: Python<'_>, geometry: &LayerGeometry, given: bool) -> PyResult<()> {
-    match (given, geometry.v_format) {
-        (false, Some(_)) => {
-            let (heads, dim) = (geometry.num_kv_heads, geometry.v_head_dim);
-            Err(invalid(py, "v", "None", format_args!("an array [sum(new), {heads}, {dim}]")))
+/// Whether K and V are given where a layer stores them, and only there.
+fn require_rows(py: Python<'_>, layer: &Layer, k: bool, v: bool) -> PyResult<()> {
+    let geometry = &layer.geometry;
+    let missing = |name, dim| {
+        let heads = geometry.num_kv_heads;
+        Err(invalid(py, name, "None", format_args!("an array [sum(new), {heads}, {dim}]")))
+    };
+    match (k, v, geometry.v_format) {
+        (true, ..) if layer.derived.is_some() => {
+            Err(invalid(py, "k", "an array", "None, for a layer with k_eq_v: it stores V alone"))
         }
-        (true, None) => Err(invalid(py, "v", "an array", "None, for a layer with v_alias")),
+        (false, ..) if layer.derived.is_none() => missing("k", geometry.head_dim),
+        (false, false, _) | (_, false, Some(_)) => missing("v", geometry.v_head_dim),
+        (true, true, None) => Err(invalid(py, "v", "an array", "None, for a layer with v_alias")),
         _ => Ok(()),
     }
 }

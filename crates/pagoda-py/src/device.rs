@@ -199,7 +199,7 @@ impl Upload {
         for (index, (_, new_tokens)) in core.step_batch().enumerate() {
             let mut before = 0;
             for span in step.spans(core, index, GroupId(group as u8)) {
-                let SpanView { first_page, skip, count, mut offset, sight } = *span;
+                let SpanView { first_page, skip, count, mut offset, sight, .. } = *span;
                 if let Sight::Trailing { .. } = sight {
                     // Where its angles for row 0 of the batch would be.
                     offset = (turned - i64::from(step.bounds()[index])) as u64;

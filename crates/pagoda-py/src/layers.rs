@@ -6,7 +6,7 @@ use pagoda_core::cache::{Group, GroupKind};
 use pagoda_core::ids::GroupId;
 use pagoda_core::layout::{BlockLayout, LayerGeometry, LayerLayout};
 use pagoda_core::window::Window;
-use pagoda_cpu::{Layer, Rope, Transform};
+use pagoda_cpu::{DerivedKeys, Layer, Rope, Transform};
 use pyo3::prelude::*;
 
 /// One attention layer, as a dict.
@@ -24,6 +24,8 @@ pub(crate) struct LayerArguments {
     center: Option<Vec<f32>>,
     center_first: bool,
     rotate: (bool, bool),
+    /// The weight of K's norm, where V alone is stored and K derived.
+    k_norm: Option<Vec<f32>>,
     window: Option<u32>,
     /// Sinks, tokens of the window, headroom, and whether sinks trail; all tokens stay if None.
     keeps: Option<(u32, u32, u32, bool)>,
@@ -87,6 +89,7 @@ pub(crate) fn place(
     }
     let place = |(at, arguments): (usize, &LayerArguments)| {
         let LayerArguments { group, num_q_heads, window, scale, softcap, sinks, kv_owner, .. } = *arguments;
+        let rope = arguments.rope.clone().map(|(inv_freq, interleaved)| Rope { inv_freq, interleaved });
         let layer = Layer {
             geometry: geometry(arguments)?,
             layout: layouts[kv_owner.unwrap_or(at)].expect("every owner is a member of a group"),
@@ -101,7 +104,8 @@ pub(crate) fn place(
                 rotate_k: arguments.rotate.0,
                 rotate_v: arguments.rotate.1,
             },
-            rope: arguments.rope.clone().map(|(inv_freq, interleaved)| Rope { inv_freq, interleaved }),
+            derived: arguments.k_norm.as_deref().map(|weight| DerivedKeys::new(weight, rope.as_ref())),
+            rope,
         };
         layer.check().map_err(|error| cpu(py, &error.into()))?;
         let center_first = arguments.center_first;

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from pagoda import build_info
 from pagoda.cache import Cache
-from pagoda.cli import quality
+from pagoda.cli import depth, quality
 from pagoda.lm import ContiguousCache, LanguageModel, Sampler, generate
 from pagoda.models import SHIPPED_MODEL, SHIPPED_TEXT
 from pagoda.spec import AttentionLayer, ModelSpec
@@ -32,7 +32,9 @@ def register(commands: Commands) -> None:
     parser = commands.add_parser("bench", help="what calls cost through Python, and what formats cost in quality")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
-    quality.register(parser.add_subparsers(metavar="PART"))
+    parts = parser.add_subparsers(metavar="PART")
+    depth.register(parts)
+    quality.register(parts)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -32,6 +32,9 @@ def register(commands: Commands) -> None:
     parser.add_argument("--context", default="32k,200k,1m", help="tokens, comma-separated; k is 1024, m 1024 * 1024")
     parser.add_argument("--cache-type-k", default="f16", choices=FORMATS, help="row format of K")
     parser.add_argument("--cache-type-v", default="f16", choices=FORMATS, help="row format of V")
+    parser.add_argument(
+        "--store-k", action="store_true", help="store K also where it can be derived from V, as on a GPU"
+    )
     parser.add_argument("--page-size", type=int, default=64, help="tokens in a page")
     parser.add_argument("--batch", type=int, default=1, help="sequences of that length")
     parser.add_argument("--device-memory", help="budget of the device tier for KV, like 12GiB")
@@ -49,6 +52,8 @@ def load_spec(model: str) -> ModelSpec:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan."""
     spec = load_spec(arguments.model)
+    if arguments.store_k:
+        spec = spec.storing_k()
     planner = Planner(spec, arguments.cache_type_k, arguments.cache_type_v, arguments.page_size)
     contexts = [parse_tokens(part, "--context") for part in arguments.context.split(",")]
     if not all(contexts):
@@ -113,6 +118,7 @@ def describe(planner: Planner, contexts: list[int], batch: int, budgets: dict[st
             "sharing": sum(layer.kv_owner is not None for layer in spec.attention_layers),
             "recurrent": len(spec.layers) - len(spec.attention_layers),
         },
+        "k_derived": sum(layer.k_eq_v and layer.kv_owner is None for layer in spec.attention_layers),
         "bytes_per_token": spec.bytes_per_token(*formats),
         "full_bytes_per_token": spec.full_bytes_per_token(*formats),
         "window_bytes": spec.window_bytes(*formats),
@@ -129,6 +135,9 @@ def draw(document: dict[str, Any], console: Console) -> None:
     console.print(f"[bold]{document['model']}[/]: {layers} layers; {formats}")
     full = document["full_bytes_per_token"]
     console.print(f"{document['bytes_per_token']:,} bytes a token, {full:,} of them in layers without a window")
+    if document["k_derived"]:
+        derived = f"{document['k_derived']} layers store V alone and derive K from it"
+        console.print(f"{derived}; with --store-k, as a GPU needs it, they store both.")
     if document["state_bytes"]:
         console.print(f"{format_size(document['state_bytes'])} of recurrent state a sequence")
     if document["layers"]["windowed"]:

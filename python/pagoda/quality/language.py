@@ -41,6 +41,8 @@ class Divergence:
     """Its 99.9th percentile. Of 2,048 predictions that is the third largest, about."""
     same_top: float
     """Share of predictions with the same likeliest byte."""
+    lost_lead: float
+    """The most by which a byte was likelier than the next one over float32, in nats, and is not the likeliest any more."""
 
 
 class ShippedText:
@@ -69,12 +71,15 @@ class ShippedText:
     def _compare(self, start: int, exact: Float64, stored: Float64) -> Divergence:
         following = self._text[start + 1 : start + self.tokens + 1]
         divergence = (np.exp(exact) * (exact - stored)).sum(axis=1)
+        same = exact.argmax(axis=1) == stored.argmax(axis=1)
+        second, first = np.partition(exact, -2, axis=1)[:, -2:].T
         return Divergence(
             start=start,
             bits_per_byte=float(-stored[np.arange(self.tokens), following].mean() / math.log(2)),
             kld=float(divergence.mean()),
             kld_999=float(np.quantile(divergence, 0.999)),
-            same_top=float((exact.argmax(axis=1) == stored.argmax(axis=1)).mean()),
+            same_top=float(same.mean()),
+            lost_lead=float(np.where(same, 0.0, first - second).max()),
         )
 
     def _predict(self, cache_of: CacheOf, keep: SinkWindow | None) -> list[Float64]:

@@ -18,6 +18,7 @@ use std::fmt;
 
 use pagoda_core::layout::RowFormat;
 
+use crate::derived::{self, Derive, Turn};
 use crate::integers::{QueryStep, STEP};
 use crate::kernel::{self, Accumulate, Fold, Score, Softmax};
 use crate::rows::Element;
@@ -133,9 +134,11 @@ const INTEGER_ROWS: usize = 16;
 pub(crate) struct Kernels {
     convert: [[Convert; 3]; 3],
     rows: [RowKernels; RowFormat::ALL.len()],
+    derive: [unsafe fn(&Derive<'_>); RowFormat::ALL.len()],
     integers: IntegerKernels,
     pub(crate) softmax: unsafe fn(&mut Softmax<'_>),
     pub(crate) fold: unsafe fn(&mut Fold<'_>),
+    pub(crate) turn: unsafe fn(&Turn),
 }
 
 impl Kernels {
@@ -148,7 +151,17 @@ impl Kernels {
     pub(crate) fn rows(&self, format: RowFormat, dim: u32, page_size: u32) -> &RowKernels {
         let whole = (dim as usize).is_multiple_of(STEP) && page_size as usize >= INTEGER_ROWS;
         let integers = if whole { (self.integers)(format) } else { None };
-        integers.unwrap_or(&self.rows[format as usize])
+        integers.unwrap_or(self.float_rows(format))
+    }
+
+    /// Reads rows as floats.
+    pub(crate) fn float_rows(&self, format: RowFormat) -> &RowKernels {
+        &self.rows[format as usize]
+    }
+
+    /// Makes keys of rows.
+    pub(crate) fn derive(&self, format: RowFormat) -> unsafe fn(&Derive<'_>) {
+        self.derive[format as usize]
     }
 }
 
@@ -244,6 +257,16 @@ macro_rules! kernels {
                 unsafe { kernel::accumulate::<$simd, F>(args) }
             }
             $(#[target_feature(enable = $features)])?
+            unsafe fn derive<F: Stored>(args: &Derive<'_>) {
+                // SAFETY: as the caller promises.
+                unsafe { derived::derive::<$simd, F>(args) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn turn(args: &Turn) {
+                // SAFETY: as the caller promises.
+                unsafe { derived::turn::<$simd>(args) }
+            }
+            $(#[target_feature(enable = $features)])?
             unsafe fn fold(args: &mut Fold<'_>) {
                 // SAFETY: as the caller promises.
                 unsafe { kernel::fold::<$simd>(args) }
@@ -267,9 +290,22 @@ macro_rules! kernels {
                     rows::<Mxfp4>(),
                     rows::<Nvfp4>(),
                 ],
+                derive: [
+                    derive::<F32>,
+                    derive::<F16>,
+                    derive::<Bf16>,
+                    derive::<Fp8E4m3>,
+                    derive::<Int8>,
+                    derive::<Q8_0>,
+                    derive::<Q5_0>,
+                    derive::<Q4_0>,
+                    derive::<Mxfp4>,
+                    derive::<Nvfp4>,
+                ],
                 integers: |_| None,
                 softmax,
                 fold,
+                turn,
             };
 
             const fn rows<F: Stored>() -> RowKernels {

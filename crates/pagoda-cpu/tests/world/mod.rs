@@ -12,7 +12,8 @@ use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::{Sight, SpanView};
 use pagoda_cpu::{
-    Arenas, Backend, Element, Layer, Rope, Rows, RowsMut, SequenceTable, Transform, decode_row, encode_row,
+    Arenas, Backend, DerivedKeys, Element, Layer, Rope, Rows, RowsMut, SequenceTable, Transform, decode_row,
+    encode_row,
 };
 
 /// SplitMix64.
@@ -118,6 +119,8 @@ pub struct World {
     pub layer: Layer,
     /// A logit for each query head.
     pub sinks: Option<Vec<f32>>,
+    /// What values are multiplied with, where keys are derived.
+    weight: Option<Vec<f32>>,
     memory: [Vec<u64>; 2],
     free: Vec<BlockRef>,
     pub sequences: Vec<Sequence>,
@@ -156,6 +159,7 @@ impl World {
             window: None,
             rope: None,
             transform: Transform::default(),
+            derived: None,
         };
         let words = (layout.block_bytes as usize * blocks as usize).div_ceil(8);
         let mut free: Vec<_> = [Tier::Device, Tier::Host]
@@ -165,7 +169,21 @@ impl World {
         for i in (1..free.len()).rev() {
             free.swap(i, random.below(i + 1));
         }
-        Self { layer, sinks: None, memory: [vec![!0; words], vec![!0; words]], free, sequences: Vec::new() }
+        Self {
+            layer,
+            sinks: None,
+            weight: None,
+            memory: [vec![!0; words], vec![!0; words]],
+            free,
+            sequences: Vec::new(),
+        }
+    }
+
+    /// Keys come from values, which are stored in their place.
+    pub fn derive_keys(&mut self, random: &mut Random) {
+        let weight = random.floats(self.layer.geometry.head_dim as usize);
+        self.layer.derived = Some(DerivedKeys::new(&weight, self.layer.rope.as_ref()));
+        self.weight = Some(weight);
     }
 
     pub fn arenas(&mut self) -> Arenas {
@@ -202,6 +220,7 @@ impl World {
                 first_page: first_page as u32,
                 skip: skip as u32,
                 count: cut.count as u32,
+                position: (skip + random.below(100_000)) as u64,
                 offset: cut.offset,
                 sight: cut.sight,
             });
@@ -377,6 +396,19 @@ impl World {
             let queries = given(&sequence.queries, element);
             let spans: Vec<SpanView> =
                 sequence.spans.iter().flat_map(|s| vec![*s; s.count as usize]).collect();
+            let mut keys: Vec<f64> = keys.into_iter().map(f64::from).collect();
+            if let Some(weight) = &self.weight {
+                let positions =
+                    sequence.spans.iter().flat_map(|s| s.position..s.position + u64::from(s.count));
+                for (key, position) in keys.chunks_exact_mut(kv_heads * dim).zip(positions) {
+                    for key in key.chunks_exact_mut(dim) {
+                        key.iter_mut().zip(weight).for_each(|(x, &w)| *x *= f64::from(w));
+                        if let Some(rope) = &layer.rope {
+                            key.copy_from_slice(&rotate(key, rope, position as f64));
+                        }
+                    }
+                }
+            }
             for i in len - new..len {
                 let low = layer.window.map_or(0, |w| (i + 1).saturating_sub(w as usize));
                 let seen: Vec<usize> =
@@ -397,7 +429,7 @@ impl World {
                                 None => q.clone(),
                             };
                             let key = &keys[(j * kv_heads + kv) * dim..][..dim];
-                            let dot: f64 = q.iter().zip(key).map(|(q, &k)| q * f64::from(k)).sum();
+                            let dot: f64 = q.iter().zip(key).map(|(q, k)| q * k).sum();
                             let score = dot * f64::from(layer.scale);
                             layer
                                 .softcap

@@ -1,0 +1,194 @@
+"""`pagoda bench depth`: how fast tokens are written with how many before them, by row format."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+
+from pagoda import build_info
+from pagoda.cache import Cache, Sequence
+from pagoda.cli.plan import load_spec
+from pagoda.cli.quality import pair
+from pagoda.errors import InvalidArgument
+from pagoda.formats import FORMATS
+from pagoda.lm import LanguageModel
+from pagoda.models import SHIPPED_MODEL
+from pagoda.planner import Planner
+from pagoda.sizes import parse_size, parse_tokens
+from pagoda.spec import AttentionLayer, ModelSpec
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+Row = dict[str, Any]
+Rows = npt.NDArray[np.float32]
+
+SHIPPED = "shipped"
+"""The shipped model, all of its forward pass; of others the attention."""
+RUNS = 3
+CHUNK = 4096
+"""Tokens appended at a time."""
+
+
+def register(commands: Commands) -> None:
+    """Adds the command."""
+    parser = commands.add_parser("depth", help="tokens a second, by the tokens before them and row format")
+    parser.add_argument(
+        "--models",
+        default=f"{SHIPPED},llama-3.1-8b",
+        help="the shipped model, or presets and configs whose attention is run",
+    )
+    parser.add_argument(
+        "--formats", default=",".join(FORMATS), help="row formats, or pairs K/V of them, comma-separated"
+    )
+    parser.add_argument("--depths", default="2k,32k,128k", help="tokens before those that are timed; k is 1024")
+    parser.add_argument("--tokens", type=int, default=16, help=f"tokens that are timed, {RUNS} times")
+    parser.add_argument(
+        "--memory", default="1GiB", help="of attention as many layers are run as fit; others count alike"
+    )
+    parser.add_argument("--threads", type=int, help="CPU workers, all cores by default")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures and prints."""
+    formats = {name: pair(name) for name in arguments.formats.split(",")}
+    depths = [parse_tokens(part, "--depths") for part in arguments.depths.split(",")]
+    memory, tokens = parse_size(arguments.memory, "--memory"), arguments.tokens
+    if tokens < 1 or not all(depths):
+        raise InvalidArgument(f"--tokens = {tokens}, --depths = {arguments.depths!r}: numbers of tokens above 0")
+    # All are looked up before anything is measured.
+    specs = {name: None if name == SHIPPED else load_spec(name) for name in arguments.models.split(",")}
+    rows: list[Row] = []
+    with Console(stderr=True).status("") as status:
+        for (model, spec), (name, (k_dtype, v_dtype)), depth in itertools.product(
+            specs.items(), formats.items(), depths
+        ):
+            status.update(f"{model}, {name}, {depth:,} tokens")
+            options = {"k_dtype": k_dtype, "v_dtype": v_dtype, "threads": arguments.threads}
+            if spec is None:
+                seconds = language_model(depth, tokens, options)
+            else:
+                seconds = attention(spec, depth, tokens, memory, options)
+            speeds = [tokens / taken for taken in seconds]
+            rows.append(
+                {
+                    "model": model,
+                    "format": name,
+                    "depth": depth,
+                    "tokens": tokens,
+                    "tokens_per_second": statistics.mean(speeds),
+                    "deviation": statistics.stdev(speeds),
+                }
+            )
+    if arguments.json:
+        print(json.dumps({"build": build_info(), "depth": rows}, indent=2))
+        return 0
+    for model in specs:
+        Console().print(table(model, [row for row in rows if row["model"] == model]))
+    return 0
+
+
+def table(model: str, rows: list[Row]) -> Table:
+    """Tokens a second of one model: a row for each format, a column for each depth, as llama-bench names them."""
+    depths = list(dict.fromkeys(row["depth"] for row in rows))
+    what = "" if model == SHIPPED else ", attention alone"
+    tests = [f"tg{rows[0]['tokens']} @ d{depth}" for depth in depths]
+    result = Table("format", *tests, title=f"{model}{what}: tokens a second")
+    for name in dict.fromkeys(row["format"] for row in rows):
+        cells = [f"{row['tokens_per_second']:,.1f} ± {row['deviation']:,.1f}" for row in rows if row["format"] == name]
+        result.add_row(name, *cells)
+    return result
+
+
+def language_model(depth: int, tokens: int, options: dict[str, Any]) -> list[float]:
+    """Seconds in which the shipped model writes so many tokens, run by run."""
+    model = LanguageModel.load(SHIPPED_MODEL)
+
+    def write(cache: Cache, sequence: Sequence) -> float:
+        start, token = time.perf_counter(), 0
+        for _ in range(tokens):
+            with cache.step([sequence], [1]) as step:
+                token = int(model.forward(np.array([token]), step)[0].argmax())
+        return time.perf_counter() - start
+
+    return timed(model.spec, depth, tokens, options, write)
+
+
+def attention(spec: ModelSpec, depth: int, tokens: int, memory: int, options: dict[str, Any]) -> list[float]:
+    """Seconds in which all attention layers of a model append and attend for so many tokens, run by run.
+
+    Of each kind of layer as many are run, one after the other as in a model, as fit a share of `memory`, at least one; the
+    others are taken to be as fast as these.
+    """
+    kinds = Counter(replace(layer, kv_owner=None) for layer in spec.attention_layers)
+
+    def room(kind: AttentionLayer) -> int:
+        planner = Planner(ModelSpec([kind]), options["k_dtype"], options["v_dtype"])
+        return max(1, memory // len(kinds) // planner.footprint(depth).paged_bytes)
+
+    counts = {kind: min(count, room(kind)) for kind, count in kinds.items()}
+    run_layers = [kind for kind, count in counts.items() for _ in range(count)]
+    rng = np.random.default_rng(0)
+    queries = {kind: rng.standard_normal((1, kind.num_q_heads, kind.head_dim), np.float32) for kind in kinds}
+    given = {kind: rows_of(kind, 1, rng) for kind in kinds}
+    sinks = {kind: np.zeros(kind.num_q_heads, np.float32) if kind.sinks else None for kind in kinds}
+
+    def write(cache: Cache, sequence: Sequence) -> float:
+        start, of_layers, of_all = time.perf_counter(), 0.0, 0.0
+        for _ in range(tokens):
+            with cache.step([sequence], [1]) as step:
+                for index, kind in enumerate(run_layers):
+                    before = time.perf_counter()
+                    step.forward(index, queries[kind], *given[kind], sink_logits=sinks[kind])
+                    took = time.perf_counter() - before
+                    of_layers += took
+                    of_all += took * kinds[kind] / counts[kind]
+        return time.perf_counter() - start - of_layers + of_all
+
+    return timed(ModelSpec(run_layers), depth, tokens, options, write)
+
+
+def timed(
+    spec: ModelSpec, depth: int, tokens: int, options: dict[str, Any], write: Callable[[Cache, Sequence], float]
+) -> list[float]:
+    """What `write` says of branches of a sequence of `depth` random tokens, after one that is not counted."""
+    planner = Planner(spec, options["k_dtype"], options["v_dtype"])
+    # CPU memory is taken as it is used: what a step holds beside windows, and open pages of branches, have room.
+    budget = 2 * planner.footprint(depth + CHUNK + tokens).paged_bytes + (256 << 20)
+    attends = [layer for layer in spec.layers if isinstance(layer, AttentionLayer)]
+    norms = [np.ones(layer.head_dim, np.float32) if layer.k_eq_v else None for layer in attends]
+    rng = np.random.default_rng(1)
+    rows = {layer: rows_of(layer, min(CHUNK, depth), rng) for layer in attends}
+    with Cache(spec, device="cpu", device_memory=budget, host_memory=0, k_norms=norms, **options) as cache:
+        sequence = cache.create()
+        for start in range(0, depth, CHUNK):
+            count = min(CHUNK, depth - start)
+            with cache.step([sequence], [count]) as step:
+                for index, layer in enumerate(attends):
+                    k, v = rows[layer]
+                    step.append(index, k if k is None else k[:count], v if v is None else v[:count])
+        results = []
+        for _ in range(RUNS + 1):
+            with sequence.fork() as branch:
+                results.append(write(cache, branch))
+        return results[1:]
+
+
+def rows_of(layer: AttentionLayer, count: int, rng: np.random.Generator) -> tuple[Rows | None, Rows | None]:
+    """Random K and V, as far as a layer stores them."""
+    k, v = (rng.standard_normal((count, layer.num_kv_heads, dim), np.float32) for dim in (layer.head_dim, layer.v_dim))
+    return None if layer.k_eq_v else k, None if layer.v_alias else v

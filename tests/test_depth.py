@@ -1,0 +1,68 @@
+"""`pagoda bench depth`: what it reports, not how fast anything is."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pagoda
+import pytest
+from pagoda.cli import depth, main
+
+
+def test_every_model_format_and_depth_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "bench",
+        "depth",
+        "--models",
+        "shipped,gemma-4-12b",
+        "--formats",
+        "f16,q8_0/q4_0",
+        "--depths",
+        "70,100",
+    ]
+    arguments += ["--tokens", "2", "--memory", "1MiB"]
+    assert main([*arguments, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["depth"]
+    assert [(row["model"], row["format"], row["depth"]) for row in rows] == list(
+        itertools.product(["shipped", "gemma-4-12b"], ["f16", "q8_0/q4_0"], [70, 100])
+    )
+    assert all(row["tokens"] == 2 and row["tokens_per_second"] > 0 <= row["deviation"] for row in rows)
+    assert main([*arguments[:-2], "--memory", "100MiB"]) == 0
+    printed = capsys.readouterr().out
+    assert "tg2 @ d70" in printed
+    assert "gemma-4-12b" in printed
+
+
+def test_layers_that_are_not_run_count_like_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on by a second whenever it is looked at: a call of a layer takes one, as does one between two."""
+    spec, options = pagoda.ModelSpec.preset("gemma-4-12b"), {"k_dtype": "f16", "v_dtype": "f16", "threads": 1}
+    clock = itertools.count()
+    monkeypatch.setattr("pagoda.cli.depth.time.perf_counter", lambda: next(clock))
+    for memory, run in ((1, 2), (1 << 30, 48)):
+        assert depth.attention(spec, 10, 3, memory, options) == [3 * (48 + run) + 1] * depth.RUNS
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--models", "shipped,nothing"],
+        ["--formats", "f16,q9"],
+        ["--depths", "many"],
+        ["--depths", "2k,0"],
+        ["--tokens", "0"],
+        ["--memory", "much"],
+    ],
+)
+def test_the_command_refuses_in_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(*_: Any) -> None:
+        raise AssertionError("nothing is measured")
+
+    monkeypatch.setattr(depth, "timed", nothing)
+    assert main(["bench", "depth", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("pagoda: ")
+    assert captured.err.count("\n") == 1
