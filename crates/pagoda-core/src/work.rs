@@ -50,6 +50,29 @@ pub fn pieces<'a>(spans: &'a [SpanView], range: Range<usize>) -> impl Iterator<I
     })
 }
 
+/// A fixed run of a sequence: runs are counted over all its spans, whoever sees them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// The place of its span.
+    pub span: usize,
+    /// Which run of the span it is.
+    pub index: usize,
+    /// The places of its pages in the sequence's row.
+    pub pages: Range<usize>,
+}
+
+/// The runs of a sequence.
+pub fn runs(spans: &[SpanView], page_size: usize) -> impl Iterator<Item = Run> {
+    spans.iter().enumerate().flat_map(move |(span, view)| {
+        let (low, high) = (view.skip as usize, (view.skip + view.count) as usize);
+        (low / RUN_ROWS..high.div_ceil(RUN_ROWS)).map(move |index| {
+            let rows = low.max(index * RUN_ROWS)..high.min((index + 1) * RUN_ROWS);
+            let first = view.first_page as usize;
+            Run { span, index, pages: first + rows.start / page_size..first + rows.end.div_ceil(page_size) }
+        })
+    })
+}
+
 /// Consecutive queries of one sequence, or queries of several that hold pages in common, in the layout that device kernels
 /// read (cuda/pagoda/unit.cuh).
 #[repr(C)]

@@ -69,6 +69,17 @@ pub(crate) struct Scratch {
     workers: Vec<Mutex<Worker>>,
 }
 
+/// Results of a batch that is gone over part by part, on their way from one part to the next. Grows to what was needed.
+#[derive(Default)]
+pub struct Carried(Floats);
+
+/// The runs of a batch to go over, of how many, and what earlier ones came to.
+pub(crate) struct Part<'a> {
+    pub(crate) runs: Range<usize>,
+    pub(crate) of: usize,
+    pub(crate) carried: &'a mut Carried,
+}
+
 /// The values, maxima and weight sums of some query rows.
 struct State<'a> {
     values: &'a mut [f32],
@@ -107,6 +118,8 @@ struct Call<'a> {
     plan: &'a Plan,
     /// The partial results, disjoint by item.
     parts: *mut f32,
+    /// Where the results of a part go, disjoint by group.
+    carried: Option<*mut f32>,
     next: AtomicUsize,
 }
 
@@ -130,13 +143,17 @@ pub(crate) unsafe fn attend(
     sinks: Option<&[f32]>,
     out: RowsMut,
     lse: Option<*mut f32>,
+    part: Option<Part<'_>>,
 ) {
     let Scratch { plan, parts, workers } = scratch;
-    plan.make(layer, sequences, pool.threads(), deterministic);
+    plan.make(layer, sequences, pool.threads(), deterministic, part.as_ref().map(|part| &part.runs));
     if workers.is_empty() {
         workers.resize_with(pool.threads(), Mutex::default);
     }
     let parts = parts.take(plan.floats).as_mut_ptr();
+    let (first, last) =
+        part.as_ref().map_or((false, false), |part| (part.runs.start == 0, part.runs.end == part.of));
+    let carried = part.map(|part| part.carried.0.take(plan.carried).as_mut_ptr());
     let LayerGeometry { head_dim, v_head_dim, k_format, .. } = layer.geometry;
     let call = Call {
         kernels,
@@ -154,8 +171,12 @@ pub(crate) unsafe fn attend(
         lse,
         plan,
         parts,
+        carried,
         next: AtomicUsize::new(0),
     };
+    if first {
+        call.plan.groups.iter().for_each(|group| call.carried_of(group).reset());
+    }
     pool.run(plan.workers.min(plan.items.len()), &|index| {
         let mut worker = workers[index].lock().unwrap_or_else(PoisonError::into_inner);
         while let Some(item) = call.plan.items.get(call.next.fetch_add(1, Ordering::Relaxed)) {
@@ -163,6 +184,10 @@ pub(crate) unsafe fn attend(
             unsafe { call.item(item, &mut worker) };
         }
     });
+    if last {
+        // SAFETY: as the caller promises; groups have disjoint rows.
+        call.plan.groups.iter().for_each(|group| unsafe { call.finish(group, &mut call.carried_of(group)) });
+    }
 }
 
 /// Tiles, of whatever heads, that are scored before the first of them is weighed: one long stream of K and one of V is
@@ -209,7 +234,7 @@ impl Call<'_> {
         let rows = group.queries * self.layer.group() * group.heads.len();
         let floats = state_floats(rows, self.layer);
         let Worker { queries, codes, scores, biases, decay, state, run, derived, angles } = worker;
-        let state = if group.parts == 1 {
+        let state = if group.parts == 1 && self.carried.is_none() {
             state.take(floats)
         } else {
             // SAFETY: the parts of all items are disjoint and lie within `parts`.
@@ -277,8 +302,17 @@ impl Call<'_> {
                 tiles.start = end;
             }
         }
-        if group.parts > 1 {
+        if group.parts > 1 || self.carried.is_some() {
             if group.pending.fetch_sub(1, Ordering::AcqRel) > 1 {
+                return;
+            }
+            if self.carried.is_some() {
+                let mut carried = self.carried_of(group);
+                for part in 0..group.parts {
+                    // SAFETY: every item of the group is finished, and nobody else sees that it is the last.
+                    let part = unsafe { &mut *self.part(group, part, floats) };
+                    self.fold(&mut carried, &State::new(part, rows, self.layer));
+                }
                 return;
             }
             // SAFETY: every item of the group is finished, and nobody else sees that it is the last.
@@ -294,6 +328,16 @@ impl Call<'_> {
         }
         // SAFETY: as the caller promises; groups have disjoint rows.
         unsafe { self.finish(group, &mut state) };
+    }
+
+    /// The result of a group so far, where there are parts.
+    fn carried_of(&self, group: &Group) -> State<'_> {
+        let rows = group.queries * self.layer.group() * group.heads.len();
+        let floats = self.carried.expect("a call for a part").wrapping_add(group.carried);
+        // SAFETY: groups have disjoint results, and one thread at a time comes to that of a group: the caller's, and in
+        // between whoever finishes the group's last item.
+        let floats = unsafe { std::slice::from_raw_parts_mut(floats, state_floats(rows, self.layer)) };
+        State::new(floats, rows, self.layer)
     }
 
     /// A partial result of a group.

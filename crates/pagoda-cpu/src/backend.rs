@@ -1,10 +1,13 @@
 //! The backend: threads, kernels and scratch memory behind two calls.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
+use pagoda_core::work;
+
 use crate::append::{self, Overflow};
-use crate::attend::{self, Scratch};
+use crate::attend::{self, Carried, Part, Scratch};
 use crate::layer::{Arenas, Layer, LayerError, SequenceTable, TableError};
 use crate::pool::Pool;
 use crate::rows::{Rows, RowsMut};
@@ -148,6 +151,46 @@ impl Backend {
         out: RowsMut,
         lse: Option<*mut f32>,
     ) -> Result<(), Error> {
+        // SAFETY: as the caller promises.
+        unsafe { self.attend_to(None, arenas, layer, sequences, queries, sinks, out, lse) }
+    }
+
+    /// As [`attend`](Self::attend), but goes over some runs of one sequence only, of those that
+    /// [`runs`](pagoda_core::work::runs) counts: blocks that no page of these runs lies in are not read. Results go from call to
+    /// call in `carried`; the call with the last run writes them. With `deterministic` they have the bits that `attend` gives.
+    ///
+    /// # Safety
+    /// As for `attend`, of the blocks of these runs. Calls for the runs before have been made in order, with the same
+    /// arguments but for where pages lie.
+    pub unsafe fn attend_runs(
+        &self,
+        runs: Range<usize>,
+        carried: &mut Carried,
+        arenas: &Arenas,
+        layer: &Layer,
+        sequence: SequenceTable<'_>,
+        queries: Rows,
+        sinks: Option<&[f32]>,
+        out: RowsMut,
+        lse: Option<*mut f32>,
+    ) -> Result<(), Error> {
+        let of = work::runs(sequence.spans, layer.page_size as usize).count();
+        let part = Some(Part { runs, of, carried });
+        // SAFETY: as the caller promises.
+        unsafe { self.attend_to(part, arenas, layer, &[sequence], queries, sinks, out, lse) }
+    }
+
+    unsafe fn attend_to(
+        &self,
+        part: Option<Part<'_>>,
+        arenas: &Arenas,
+        layer: &Layer,
+        sequences: &[SequenceTable<'_>],
+        queries: Rows,
+        sinks: Option<&[f32]>,
+        out: RowsMut,
+        lse: Option<*mut f32>,
+    ) -> Result<(), Error> {
         check(layer, sequences)?;
         let heads = layer.num_q_heads as usize;
         assert!(sinks.is_none_or(|sinks| sinks.len() == heads), "a sink for each query head");
@@ -167,6 +210,7 @@ impl Backend {
                 sinks,
                 out,
                 lse,
+                part,
             );
         }
         Ok(())

@@ -22,6 +22,7 @@ mod stored;
 mod transform;
 
 pub use append::Overflow;
+pub use attend::Carried;
 pub use backend::{Backend, Error};
 pub use codec::{decode_row, encode_row};
 pub use convert::{F16_MAX, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};

@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::sync::atomic::AtomicU32;
 
-use pagoda_core::work::{RUN_TILES, pieces};
+use pagoda_core::work::{self, RUN_ROWS, RUN_TILES, pieces};
 
 use crate::kernel::ALIGN;
 use crate::layer::{Layer, SequenceTable};
@@ -42,6 +42,8 @@ pub(crate) struct Group {
     pub(crate) offset: usize,
     /// Items that are not finished.
     pub(crate) pending: AtomicU32,
+    /// Where the result of all parts of a batch is carried, in floats.
+    pub(crate) carried: usize,
 }
 
 /// A run of tiles of a group.
@@ -60,6 +62,8 @@ pub(crate) struct Plan {
     pub(crate) items: Vec<Item>,
     /// Floats of all partial results.
     pub(crate) floats: usize,
+    /// Floats of one result of every group.
+    pub(crate) carried: usize,
     /// How many threads the work is worth.
     pub(crate) workers: usize,
 }
@@ -97,17 +101,18 @@ fn blocks<'a>(layer: &'a Layer, sequences: &'a [SequenceTable<'a>]) -> impl Iter
 }
 
 impl Plan {
-    /// Plans a batch for `threads` threads.
+    /// Plans a batch for `threads` threads; if `part` is given, only these runs of it, which every group has an item of.
     pub(crate) fn make(
         &mut self,
         layer: &Layer,
         sequences: &[SequenceTable<'_>],
         threads: usize,
         deterministic: bool,
+        part: Option<&Range<usize>>,
     ) {
         self.groups.clear();
         self.items.clear();
-        self.floats = 0;
+        (self.floats, self.carried) = (0, 0);
         let kv_heads = layer.geometry.num_kv_heads as usize;
         let cost =
             |block: &Block| block.tiles * kv_heads * (block.queries * layer.group()).div_ceil(UNIT_ROWS);
@@ -116,7 +121,7 @@ impl Plan {
         let target = if self.workers == 1 { total } else { total.div_ceil(self.workers * ITEMS_PER_THREAD) };
         for block in blocks(layer, sequences) {
             let wanted = cost(&block).div_ceil(target.max(1));
-            self.push(layer, sequences, &block, wanted, deterministic);
+            self.push(layer, sequences, &block, wanted, deterministic, part);
         }
     }
 
@@ -128,6 +133,7 @@ impl Plan {
         block: &Block,
         wanted: usize,
         deterministic: bool,
+        part: Option<&Range<usize>>,
     ) {
         let kv_heads = layer.geometry.num_kv_heads as usize;
         let rows = block.queries * layer.group();
@@ -135,11 +141,14 @@ impl Plan {
         let most = if block.alone { (GROUP_ROWS / rows).clamp(1, kv_heads) } else { 1 };
         let cuts = wanted.div_ceil(kv_heads.div_ceil(most));
         let parts = match (cuts, deterministic) {
+            _ if part.is_some() => runs(layer, sequences, block, part).count(),
             (0 | 1, _) => 1,
-            (_, true) => runs(sequences, block).count().max(1),
+            (_, true) => runs(layer, sequences, block, None).count().max(1),
             (_, false) => cuts.min(block.tiles / ITEM_TILES).max(1),
         };
-        let heads = (kv_heads / wanted.div_ceil(parts).max(1)).clamp(1, most);
+        // The groups of all parts of a batch are the same.
+        let heads =
+            if part.is_some() { most } else { (kv_heads / wanted.div_ceil(parts).max(1)).clamp(1, most) };
         for first in (0..kv_heads).step_by(heads) {
             let heads = first..kv_heads.min(first + heads);
             let floats = state_floats(rows * heads.len(), layer);
@@ -154,14 +163,16 @@ impl Plan {
                 parts,
                 offset: self.floats,
                 pending: AtomicU32::new(parts as u32),
+                carried: self.carried,
             });
-            if parts == 1 {
+            self.carried += floats;
+            if parts == 1 && part.is_none() {
                 self.items.push(Item { group, part: 0, tiles: 0..block.tiles });
                 continue;
             }
             self.floats += parts * floats;
-            if deterministic {
-                let items = runs(sequences, block).enumerate();
+            if deterministic || part.is_some() {
+                let items = runs(layer, sequences, block, part).enumerate();
                 self.items.extend(items.map(|(part, tiles)| Item { group, part, tiles }));
             } else {
                 let cut = |part: usize| block.tiles * part / parts;
@@ -175,16 +186,26 @@ impl Plan {
     }
 }
 
-/// The fixed runs of a block, as tiles counted over all its pieces.
-fn runs(sequences: &[SequenceTable<'_>], block: &Block) -> impl Iterator<Item = Range<usize>> {
+/// The fixed runs of a block, or those of them that are in `part`, as tiles counted over all its pieces.
+fn runs<'a>(
+    layer: &Layer,
+    sequences: &'a [SequenceTable<'_>],
+    block: &Block,
+    part: Option<&'a Range<usize>>,
+) -> impl Iterator<Item = Range<usize>> + 'a {
+    let (spans, page_size) = (sequences[block.sequence].spans, layer.page_size as usize);
     let mut counted = 0;
-    pieces(sequences[block.sequence].spans, block.visible.clone()).flat_map(move |piece| {
-        let (runs, Range { start, end }) = (piece.runs(), piece.tiles);
+    pieces(spans, block.visible.clone()).flat_map(move |piece| {
+        let (seen, Range { start, end }) = (piece.runs(), piece.tiles.clone());
         let base = counted;
         counted += end - start;
-        runs.map(move |run| {
-            let (first, last) = ((run * RUN_TILES).max(start), ((run + 1) * RUN_TILES).min(end));
-            base + first - start..base + last - start
+        // Where in the sequence the span's runs begin to count.
+        let before =
+            work::runs(spans, page_size).position(|run| std::ptr::eq(&raw const spans[run.span], piece.span));
+        let first = before.expect("a span of the sequence") - piece.span.skip as usize / RUN_ROWS;
+        seen.filter(move |run| part.is_none_or(|part| part.contains(&(first + run)))).map(move |run| {
+            let (low, high) = ((run * RUN_TILES).max(start), ((run + 1) * RUN_TILES).min(end));
+            base + low - start..base + high - start
         })
     })
 }

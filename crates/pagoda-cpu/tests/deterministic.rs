@@ -74,6 +74,8 @@ proptest! {
             for threads in [1, 2, 5] {
                 let backend = Backend::new(threads, true, Some(isa)).expect("supported");
                 prop_assert_eq!(bits(&whole), bits(&world.attend(&backend, &[(0, len, new)], ELEMENTS[0])));
+                let in_runs = world.attend_runs(&mut random, &backend, (0, len, new), ELEMENTS[0]);
+                prop_assert_eq!(bits(&whole), bits(&in_runs));
                 world.shuffle(&mut random);
                 // Together with another, and in chunks down to single tokens.
                 let (mut out, mut lse) = (Vec::new(), Vec::new());

@@ -11,9 +11,10 @@ use half::{bf16, f16};
 use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::{Sight, SpanView};
+use pagoda_core::work;
 use pagoda_cpu::{
-    Arenas, Backend, DerivedKeys, Element, Layer, Rope, Rows, RowsMut, SequenceTable, Transform, decode_row,
-    encode_row,
+    Arenas, Backend, Carried, DerivedKeys, Element, Layer, Rope, Rows, RowsMut, SequenceTable, Transform,
+    decode_row, encode_row,
 };
 
 /// SplitMix64.
@@ -135,6 +136,18 @@ pub struct Cut {
     pub count: usize,
     pub offset: u64,
     pub sight: Sight,
+}
+
+/// The arguments of one call of `attend`.
+#[derive(Clone, Copy)]
+struct Call<'a> {
+    arenas: &'a Arenas,
+    layer: &'a Layer,
+    tables: &'a [SequenceTable<'a>],
+    queries: Rows,
+    sinks: Option<&'a [f32]>,
+    out: RowsMut,
+    lse: *mut f32,
 }
 
 impl World {
@@ -303,6 +316,60 @@ impl World {
         batch: &[(usize, usize, usize)],
         element: Element,
     ) -> (Vec<f32>, Vec<f32>) {
+        let whole = |call: &Call<'_>| {
+            let Call { arenas, layer, tables, queries, sinks, out, lse } = *call;
+            // SAFETY: the tables are this world's, and the arrays have a row for every token.
+            unsafe { backend.attend(arenas, layer, tables, queries, sinks, out, Some(lse)) }.expect("attend");
+        };
+        self.attend_by(whole, batch, element)
+    }
+
+    /// The same of one sequence, run by run or a few at a time: pages of other runs are nowhere then.
+    pub fn attend_runs(
+        &mut self,
+        random: &mut Random,
+        backend: &Backend,
+        one: (usize, usize, usize),
+        element: Element,
+    ) -> (Vec<f32>, Vec<f32>) {
+        let parts = |call: &Call<'_>| {
+            let Call { arenas, layer, tables, queries, sinks, out, lse } = *call;
+            let runs: Vec<_> = work::runs(tables[0].spans, layer.page_size as usize).collect();
+            let (mut carried, mut start) = (Carried::default(), 0);
+            while start < runs.len() {
+                let end = runs.len().min(start + 1 + random.below(2));
+                let mut row = vec![BlockRef::new(Tier::Disk, BlockId::new(0)); tables[0].row.len()];
+                for run in &runs[start..end] {
+                    row[run.pages.clone()].copy_from_slice(&tables[0].row[run.pages.clone()]);
+                }
+                let table = SequenceTable { row: &row, ..tables[0] };
+                // SAFETY: as above; a page that is nowhere has no address.
+                unsafe {
+                    backend.attend_runs(
+                        start..end,
+                        &mut carried,
+                        arenas,
+                        layer,
+                        table,
+                        queries,
+                        sinks,
+                        out,
+                        Some(lse),
+                    )
+                }
+                .expect("attend");
+                start = end;
+            }
+        };
+        self.attend_by(parts, &[one], element)
+    }
+
+    fn attend_by(
+        &mut self,
+        attend: impl FnOnce(&Call<'_>),
+        batch: &[(usize, usize, usize)],
+        element: Element,
+    ) -> (Vec<f32>, Vec<f32>) {
         let arenas = self.arenas();
         let heads = self.layer.num_q_heads as usize;
         let LayerGeometry { head_dim, v_head_dim, .. } = self.layer.geometry;
@@ -337,21 +404,16 @@ impl World {
             token_stride: token_stride as isize,
             head_stride: (v_dim * size) as isize,
         };
-        // SAFETY: the tables are this world's, and the arrays have a row for every token.
-        unsafe {
-            let queries = rows(&queries, element, heads, dim);
-            backend
-                .attend(
-                    &arenas,
-                    &self.layer,
-                    &tables,
-                    queries,
-                    self.sinks.as_deref(),
-                    target,
-                    Some(lse.as_mut_ptr()),
-                )
-                .expect("attend");
-        }
+        let queries = rows(&queries, element, heads, dim);
+        attend(&Call {
+            arenas: &arenas,
+            layer: &self.layer,
+            tables: &tables,
+            queries,
+            sinks: self.sinks.as_deref(),
+            out: target,
+            lse: lse.as_mut_ptr(),
+        });
         let mut result = Vec::new();
         for token in out.chunks_exact(token_stride) {
             let (values, gap) = token.split_at(heads * v_dim * size);
