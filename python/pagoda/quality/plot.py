@@ -65,9 +65,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
         # A name goes to the right, unless that of a point close below is there.
         close = abs(row["bits"] - below[0]) < 2 and row["kld"] < 1.5 * below[1]
         side, distance = ("right", -6) if close else ("left", 6)
-        at = (row["bits"], row["kld"])
-        language.annotate(row["format"], at, (distance, 0), textcoords="offset points", ha=side, va="center")
-        below = (0.0, 0.0) if close else at
+        place = (row["bits"], row["kld"])
+        language.annotate(row["format"], place, (distance, 0), textcoords="offset points", ha=side, va="center")
+        below = (0.0, 0.0) if close else place
     language.margins(x=0.2)
     language.grid(alpha=0.3)
     title = f"shipped model, token by token after {latest:,}"
