@@ -87,7 +87,9 @@ def _norms(spec: ModelSpec, k_norms: Sequence[npt.NDArray[Any] | None] | None) -
     for index, (layer, weight) in enumerate(zip(spec.layers, given, strict=True)):
         if not (isinstance(layer, AttentionLayer) and layer.k_eq_v and layer.kv_owner is None):
             if weight is not None:
-                raise InvalidArgument(f"k_norms[{index}] = an array: None, as layers[{index}] derives no K it stores")
+                raise InvalidArgument(
+                    f"k_norms[{index}] = an array: None, as layers[{index}] stores no V to derive K from"
+                )
             norms.append(None)
             continue
         array = np.asarray([] if weight is None else weight, np.float32)

@@ -260,7 +260,7 @@ impl Call<'_> {
                 self.layer
                     .derived
                     .as_ref()
-                    .map_or(0, |keys| keys.scratch(group.queries * self.layer.group())),
+                    .map_or(0, |derived| derived.scratch(group.queries * self.layer.group())),
             ),
         };
         let mut counted = 0;
@@ -275,17 +275,14 @@ impl Call<'_> {
             let mut tiles = piece.tiles.start + first - base..piece.tiles.start + last - base;
             let from = if let Sight::Trailing { from } = piece.span.sight { Some(from) } else { None };
             while !tiles.is_empty() {
-                // Keys that are derived are as stored at position 0 of their run.
-                let base = self
-                    .layer
-                    .derived
-                    .as_ref()
-                    .map_or(0, |_| piece.span.run_position(tiles.start / RUN_TILES));
-                let turn = self.layer.rope.as_ref().map(|_| (piece.span.offset, from, base));
+                // Keys that are derived are turned by their place in the run.
+                let derived = self.layer.derived.is_some();
+                let run_position = if derived { piece.span.run_position(tiles.start / RUN_TILES) } else { 0 };
+                let turn = self.layer.rope.as_ref().map(|_| (piece.span.offset, from, run_position));
                 if prepared != Some(turn) {
                     prepared = Some(turn);
                     // SAFETY: as the caller promises.
-                    unsafe { pass.prepare(piece.span, base, angles) };
+                    unsafe { pass.prepare(piece.span, run_position, angles) };
                 }
                 // Run by run, also where bits need not be the same: many small terms would be lost beside one large sum.
                 let end = tiles.end.min((tiles.start / RUN_TILES + 1) * RUN_TILES);
@@ -419,8 +416,8 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// Loads the queries, rotated back for a span and by `base` positions, and scaled for base-2 exponentials.
-    unsafe fn prepare(&mut self, span: &SpanView, base: u64, angles: &mut Vec<(f32, f32)>) {
+    /// Loads the queries, rotated back for a span and by `more` positions, and scaled for base-2 exponentials.
+    unsafe fn prepare(&mut self, span: &SpanView, more: u64, angles: &mut Vec<(f32, f32)>) {
         let layer = self.call.layer;
         let dim = layer.geometry.head_dim as usize;
         let source = self.call.queries;
@@ -436,7 +433,7 @@ impl Pass<'_> {
             unsafe { load(source.row(token, head), row.as_mut_ptr().cast(), dim) };
             row[dim..].fill(0.0);
             if let Some(rope) = &layer.rope {
-                let wanted = span.offset_for(self.group.position + token - self.group.token) + base;
+                let wanted = span.offset_for(self.group.position + token - self.group.token) + more;
                 if wanted != offset {
                     offset = wanted;
                     rope.angles(offset, angles);

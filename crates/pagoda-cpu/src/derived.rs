@@ -47,9 +47,10 @@ pub(crate) struct Pairs {
 }
 
 impl DerivedKeys {
-    /// `weight` has an element for each of a row.
+    /// `weight` has an element for each of a row, of which `rope` has no more pairs.
     pub fn new(weight: &[f32], rope: Option<&Rope>) -> Self {
         let dim = weight.len();
+        assert!(rope.is_none_or(|rope| 2 * rope.inv_freq.len() <= dim), "pairs of a row");
         let mut padded = weight.to_vec();
         padded.resize(dim.next_multiple_of(ALIGN), 0.0);
         Self { weight: padded, dim, turns: rope.and_then(Turns::new) }

@@ -27,6 +27,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     figure = figure_class()(figsize=(16, 5), layout="constrained")
     law, noise, language = figure.subplots(1, 3)
     formats = list(dict.fromkeys(row["format"] for row in report["heads"]))
+    colours = {name: f"C{index}" for index, name in enumerate(formats)}
     largest = max(row["context"] for row in report["heads"])
 
     reach = [step / 20 for step in range(81)]
@@ -39,7 +40,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
             for distance, share in row["recall"].items()
         ]
         seen = [point for point in points if point[0] <= reach[-1]]
-        law.scatter([x for x, _ in seen], [y for _, y in seen], s=12, label=name)
+        if seen:
+            law.scatter([x for x, _ in seen], [y for _, y in seen], s=12, label=name, color=colours[name])
     law.set(xlabel="margin / sigma", ylabel="recall", title="associative recall")
     law.legend()
 
@@ -47,16 +49,27 @@ def draw(report: dict[str, Any], path: Path) -> None:
         rows = [row for row in report["heads"] if row["outliers"] == outliers and row["context"] == largest]
         at = [formats.index(row["format"]) + (index - 1.5) / 5 for row in rows]
         noise.bar(at, [row["sigma"] for row in rows], width=0.2, label=outliers)
-    noise.set_xticks(range(len(formats)), formats)
-    noise.tick_params(axis="x", labelrotation=60)
+    noise.set_xticks(range(len(formats)), formats, rotation=45, ha="right", rotation_mode="anchor")
+    noise.set_axisbelow(True)
+    noise.grid(axis="y", alpha=0.3)
     noise.set(yscale="log", ylabel="sigma of a logit", title=f"noise, {largest:,} tokens")
     noise.legend(title="outliers")
 
     latest = max(row["start"] for row in report["language"])
-    for row in report["language"]:
-        if row["retention"] == "all" and row["start"] == latest and row["kld"] > 0:
-            language.scatter(row["bits"], row["kld"], color=f"C{formats.index(row['format'])}")
-            language.annotate(row["format"], (row["bits"], row["kld"]))
+    rows = [
+        row for row in report["language"] if row["retention"] == "all" and row["start"] == latest and row["kld"] > 0
+    ]
+    below = (0.0, 0.0)
+    for row in sorted(rows, key=lambda row: row["kld"]):
+        language.scatter(row["bits"], row["kld"], color=colours[row["format"]])
+        # A name goes to the right, unless that of a point close below is there.
+        close = abs(row["bits"] - below[0]) < 2 and row["kld"] < 1.5 * below[1]
+        side, distance = ("right", -6) if close else ("left", 6)
+        place = (row["bits"], row["kld"])
+        language.annotate(row["format"], place, (distance, 0), textcoords="offset points", ha=side, va="center")
+        below = (0.0, 0.0) if close else place
+    language.margins(x=0.2)
+    language.grid(alpha=0.3)
     title = f"shipped model, token by token after {latest:,}"
     language.set(yscale="log", xlabel="bits an element, K and V", ylabel="mean KLD, nats", title=title)
     try:
