@@ -2,6 +2,7 @@
 //!
 //! What goes where is decided in `pagoda-core`. The disk tier's segments will live here too.
 
+pub mod disk;
 mod mover;
 mod slab;
 
