@@ -6,6 +6,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.disk import DiskArguments
 from pagoda.geometry import CoreLayer
 
 __version__: str
@@ -56,6 +57,7 @@ class Cache:
         checked: bool,
         isa: str | None,
         bases: Sequence[int] | None = None,
+        disk: DiskArguments | None = None,
     ) -> Cache: ...
     @property
     def isa(self) -> str | None: ...
@@ -97,6 +99,8 @@ class Cache:
         keep: bool = False,
         newest_first: bool = False,
         pages_max: int | None = None,
+        only_from: str | None = None,
+        unshared: bool = False,
     ) -> Plan: ...
     def execute(self, plan: Plan) -> Ticket: ...
     def ticket_done(self, ticket: Ticket) -> bool: ...

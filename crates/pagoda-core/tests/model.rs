@@ -195,6 +195,7 @@ struct Seen {
     /// Steps of a sequence over a window that has passed tokens.
     past_windows: u64,
     refused_rewinds: u64,
+    steps_over_disk: u64,
 }
 
 impl Seen {
@@ -211,6 +212,7 @@ impl Seen {
         self.failed_tickets += other.failed_tickets;
         self.past_windows += other.past_windows;
         self.refused_rewinds += other.refused_rewinds;
+        self.steps_over_disk += other.steps_over_disk;
     }
 }
 
@@ -461,12 +463,15 @@ impl Machine {
         let id = self.model[index].id;
         let groups = (0..self.shape.groups.len() as u8).map(GroupId).collect();
         let pages_max = if stale { usize::MAX } else { 3 };
-        let selection = Selection { tokens, groups, keep, newest_first: stale, pages_max };
+        let only = (stale && keep).then_some(Tier::Host);
+        let selection =
+            Selection { tokens, groups, keep, newest_first: stale, pages_max, from: only, unshared: stale };
         let plan = self.cache.plan(id, to, &selection);
         let Ok(plan) = plan else {
             prop_assert_eq!(self.shape.blocks[to.index()], 0, "{:?}", plan);
             return Ok(());
         };
+        prop_assert!(plan.moves().iter().all(|m| only.is_none_or(|tier| tier == m.from)));
         let result = self.cache.execute(&plan);
         match result {
             Ok((_, completion, copies)) => {
@@ -520,6 +525,7 @@ impl Machine {
             Err(error) => return Err(TestCaseError::fail(error.to_string())),
         }
         self.seen.steps += 1;
+        let issued = self.stream.len();
         for copy in self.cache.step_copies() {
             self.seen.copies_on_write += 1;
             self.stream.push_back(Kernel::CopyBlock(*copy));
@@ -536,6 +542,13 @@ impl Machine {
             }
             step.push((at, new));
         }
+        let reads_disk = self.stream.iter().skip(issued).any(|kernel| match kernel {
+            Kernel::CopyBlock(copy) => copy.from.0 == Tier::Disk,
+            Kernel::Read { at, .. } => at.0 == Tier::Disk,
+            Kernel::Write { .. } | Kernel::Retired(_) => false,
+        });
+        self.seen.steps_over_disk += u64::from(reads_disk);
+        prop_assert_eq!(self.cache.step_on_disk().0 > 0, reads_disk);
         self.step = Some(step);
         Ok(())
     }
@@ -726,6 +739,7 @@ fn the_core_agrees_with_a_naive_model() {
         seen.pages_moved,
         seen.past_windows,
         seen.refused_rewinds,
+        seen.steps_over_disk,
     ];
     assert!(
         often.iter().all(|&count| count > seen.operations / 1000),

@@ -4,6 +4,7 @@ mod arrays;
 mod cache;
 mod codec;
 mod device;
+mod disk;
 mod errors;
 mod fork;
 mod layers;

@@ -1,6 +1,7 @@
 //! What can go wrong on disk, as data.
 
 use std::io;
+use std::path::PathBuf;
 
 /// Why the disk tier did not do what it was asked. Nothing that was readable before has changed.
 #[derive(Debug, thiserror::Error)]
@@ -12,6 +13,14 @@ pub enum Error {
         /// What was tried.
         operation: &'static str,
         /// With the errno, if the system gave one.
+        source: io::Error,
+    },
+    /// A directory that cannot be used.
+    #[error("disk = {}: {source}", path.display())]
+    Place {
+        /// Where it is.
+        path: PathBuf,
+        /// Why not.
         source: io::Error,
     },
     /// Stored bytes are not what was stored.
@@ -64,7 +73,7 @@ pub enum Error {
 
 impl Error {
     /// Names the operation that failed.
-    pub(super) fn io(operation: &'static str) -> impl FnOnce(io::Error) -> Self {
+    pub(crate) fn io(operation: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Io { operation, source }
     }
 

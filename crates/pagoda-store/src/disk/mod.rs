@@ -18,7 +18,7 @@ pub use error::Error;
 pub use format::{Fingerprint, Record};
 pub use index::{Entry, Recovered};
 pub use segment::Geometry;
-pub use store::{Lane, Store, Written};
+pub use store::{Lane, Store, Traffic};
 
 /// Shorthand for results of the disk tier.
 pub type Result<T> = std::result::Result<T, Error>;

@@ -3,7 +3,7 @@
 use super::budget::Budget;
 use super::format::{self, Fingerprint, Record};
 use super::index::{Entry, Index, Recovered};
-use super::io::{self, Directory, File, IO_BYTES_MAX, Kind, Op};
+use super::io::{self, Access, Directory, File, IO_BYTES_MAX, Kind, Op};
 use super::segment::{Geometry, Slot};
 use super::{Error, Result};
 use crate::Slab;
@@ -28,6 +28,7 @@ pub struct Store {
     geometry: Geometry,
     fingerprint: Fingerprint,
     file: Arc<dyn File>,
+    access: Access,
     index: Option<Mutex<Index>>,
     pages: Mutex<HashMap<(GroupId, BlockId), Page>>,
     budget: Option<Mutex<Budget>>,
@@ -39,7 +40,7 @@ pub struct Store {
 
 /// What went through a store since it was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Written {
+pub struct Traffic {
     /// Bytes written to the drive, headers and padding included.
     pub bytes_written: u64,
     /// Bytes read from it.
@@ -68,7 +69,7 @@ impl Store {
         budget: Option<Budget>,
     ) -> Result<Self> {
         let file = directory.scratch().map_err(Error::io("making a file"))?;
-        Ok(Self::new(geometry, fingerprint, budget, file, None))
+        Ok(Self::new(directory, geometry, fingerprint, budget, file, None))
     }
 
     /// A store that survives: what `put` has kept is there when it is opened again, by one process at a time.
@@ -83,10 +84,11 @@ impl Store {
             _ => Error::Io { operation: "opening the pages", source },
         })?;
         let (index, recovered) = Index::open(directory, &fingerprint, &geometry)?;
-        Ok((Self::new(geometry, fingerprint, budget, file, Some(index)), recovered))
+        Ok((Self::new(directory, geometry, fingerprint, budget, file, Some(index)), recovered))
     }
 
     fn new(
+        directory: &dyn Directory,
         geometry: Geometry,
         fingerprint: Fingerprint,
         budget: Option<Budget>,
@@ -102,6 +104,7 @@ impl Store {
             geometry,
             fingerprint,
             file,
+            access: directory.access(),
             index: index.map(Mutex::new),
             pages: Mutex::new(pages),
             budget: budget.map(Mutex::new),
@@ -117,13 +120,23 @@ impl Store {
         &self.geometry
     }
 
+    /// How page I/O is done.
+    pub fn access(&self) -> &Access {
+        &self.access
+    }
+
     /// What went through since it was opened.
-    pub fn written(&self) -> Written {
-        Written {
+    pub fn traffic(&self) -> Traffic {
+        Traffic {
             bytes_written: self.bytes_written.load(Ordering::Relaxed),
             bytes_read: self.bytes_read.load(Ordering::Relaxed),
             corrupt: self.corrupt.load(Ordering::Relaxed),
         }
+    }
+
+    /// How many lanes keep the drive busy, each in a thread of its own.
+    pub fn lanes(&self) -> usize {
+        self.file.lanes()
     }
 
     /// A thread's way to write and to read.
@@ -240,6 +253,11 @@ struct Piece {
 }
 
 impl Lane {
+    /// The layers of a group.
+    pub fn layers(&self, group: GroupId) -> usize {
+        self.store.geometry.layers(group)
+    }
+
     /// Writes one page of `group` to each of `blocks`. `gather(page, bytes, target)` has to fill `target` with that range of
     /// the `page`-th block.
     ///

@@ -99,7 +99,7 @@ const LARGE: GroupId = GroupId(0);
 fn pages_come_back_by_layers_on_every_way_to_a_real_disk() {
     let place = Place::new();
     let folder = Folder::open(&place.0).unwrap();
-    let best = folder.access().clone();
+    let best = folder.access();
     for (direct, uring) in [(true, true), (true, false), (false, true), (false, false)] {
         if (direct && !best.direct) || (uring && !best.uring) {
             continue;
@@ -138,7 +138,7 @@ fn a_piece_of_several_megabytes_is_cut_into_ios() {
         assert!(source.iter().zip(range).all(|(&source, at)| source == byte(page, at)));
     })
     .unwrap();
-    let written = store.written();
+    let written = store.traffic();
     assert_eq!(written.bytes_written, 3 * (4096 + 3_002_368 + (9 << 20)));
     assert_eq!(written.bytes_read, written.bytes_written - 3 * 4096, "headers are known");
 }
@@ -485,7 +485,7 @@ fn what_is_kept_is_not_written_over_and_what_is_discarded_is_gone() {
         (geometry().slot(group, BlockId::new(block)).segment, geometry().arena().extent_bytes);
     store.discard(segment * extent..(segment + 1) * extent).unwrap();
     assert!(matches!(read(&mut lane, group, &[(block, 1)], 0..3), Err(Error::Corrupt { .. })));
-    assert_eq!(store.written().corrupt, 1);
+    assert_eq!(store.traffic().corrupt, 1);
 }
 
 #[test]
@@ -595,7 +595,7 @@ fn hostile_places_are_refused() {
     let path = |name: &str| place.0.join(name);
     let refused = |name: &str| {
         let folder = Folder::open(&path(name));
-        let error = folder.map_err(Error::io("opening")).and_then(|folder| open(&folder)).unwrap_err();
+        let error = folder.and_then(|folder| open(&folder)).unwrap_err();
         error.to_string()
     };
     let rights =

@@ -1,6 +1,6 @@
 //! A disk in memory that fails as it is told, and knows what a loss of power may leave of what was written.
 
-use super::{ALIGN, Directory, File, Kind, Lane, Op};
+use super::{ALIGN, Access, Directory, File, Kind, Lane, Op};
 use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
@@ -174,6 +174,10 @@ impl Image {
 }
 
 impl Directory for FaultyDisk {
+    fn access(&self) -> Access {
+        Access::default()
+    }
+
     fn scratch(&self) -> io::Result<Arc<dyn File>> {
         let mut state = self.0.lock().unwrap();
         state.scratched += 1;
@@ -248,6 +252,10 @@ impl File for Open {
         let end = image.live.len().min(range.end as usize);
         let zeros = vec![0; end.saturating_sub(range.start as usize)];
         image.write(range.start, &zeros, None).map(drop)
+    }
+
+    fn lanes(&self) -> usize {
+        2
     }
 
     fn lane(&self) -> io::Result<Box<dyn Lane>> {

@@ -1,8 +1,9 @@
 //! A directory of the file system, and what it turned out to do when it was tried.
 
 use super::psync::Psync;
-use super::{ALIGN, Directory, File, Kind, Lane, Op};
+use super::{ALIGN, Access, Directory, File, Kind, Lane, Op};
 use crate::Slab;
+use crate::disk::Error;
 use rustix::fs::{self, AtFlags, FlockOperation, Mode, OFlags};
 use std::fmt;
 use std::io;
@@ -12,17 +13,6 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
-
-/// How page I/O is done, and why not better.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Access {
-    /// Past the cache of the system.
-    pub direct: bool,
-    /// Through a ring; else by one system call each.
-    pub uring: bool,
-    /// What was tried and failed, with the errno.
-    pub refused: Vec<String>,
-}
 
 /// A process that was killed holds its lock until the kernel is done with the last of its I/O, which is as it should be: so
 /// a lock is asked for a few times.
@@ -46,7 +36,11 @@ impl Folder {
     /// Opens `path`, and makes it if only its last part is missing. Tries direct I/O and a ring with a real write and read.
     ///
     /// Fails where the path ends in a symbolic link, or in something that others own or may write to.
-    pub fn open(path: &Path) -> io::Result<Self> {
+    pub fn open(path: &Path) -> Result<Self, Error> {
+        Self::try_open(path).map_err(|source| Error::Place { path: path.to_owned(), source })
+    }
+
+    fn try_open(path: &Path) -> io::Result<Self> {
         match fs::mkdir(path, Mode::RWXU) {
             Ok(()) | Err(rustix::io::Errno::EXIST) => {}
             Err(errno) => return Err(errno.into()),
@@ -54,14 +48,9 @@ impl Folder {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let fd = fs::open(path, flags, Mode::empty())?;
         require_ours(&fd, Mode::WGRP | Mode::WOTH, "directory")?;
-        let mut folder = Self { fd, access: Access { direct: false, uring: false, refused: Vec::new() } };
+        let mut folder = Self { fd, access: Access::default() };
         folder.probe()?;
         Ok(folder)
-    }
-
-    /// What the directory's file system and the kernel do.
-    pub fn access(&self) -> &Access {
-        &self.access
     }
 
     /// The same directory with less than it can do.
@@ -112,6 +101,10 @@ impl Folder {
 }
 
 impl Directory for Folder {
+    fn access(&self) -> Access {
+        self.access.clone()
+    }
+
     fn scratch(&self) -> io::Result<Arc<dyn File>> {
         self.pages(self.nameless()?)
     }
@@ -189,6 +182,11 @@ impl File for OnDisk {
             range.end - range.start,
         )?;
         Ok(())
+    }
+
+    fn lanes(&self) -> usize {
+        // One thread of a ring verifies and copies while the other's I/O is under way.
+        if self.uring { 2 } else { 8 }
     }
 
     fn lane(&self) -> io::Result<Box<dyn Lane>> {

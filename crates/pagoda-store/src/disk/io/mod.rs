@@ -8,7 +8,7 @@ mod uring;
 #[cfg(test)]
 pub(crate) mod fault;
 
-pub use folder::{Access, Folder};
+pub use folder::Folder;
 
 use std::fmt::Debug;
 use std::io;
@@ -23,6 +23,9 @@ pub const IO_BYTES_MAX: usize = 1 << 20;
 
 /// A directory with the files of one store.
 pub trait Directory: Debug + Send + Sync {
+    /// How page I/O in its files is done.
+    fn access(&self) -> Access;
+
     /// A file that has no name and goes when it is closed.
     fn scratch(&self) -> io::Result<Arc<dyn File>>;
 
@@ -47,6 +50,9 @@ pub trait File: Debug + Send + Sync {
     /// Gives the space of a range back. It reads as zeros from then on, or as before.
     fn discard(&self, range: Range<u64>) -> io::Result<()>;
 
+    /// How many queues, each with a thread, keep the drive busy.
+    fn lanes(&self) -> usize;
+
     /// A queue of one's own, for aligned I/O.
     fn lane(&self) -> io::Result<Box<dyn Lane>>;
 }
@@ -55,6 +61,17 @@ pub trait File: Debug + Send + Sync {
 pub trait Lane: Debug + Send {
     /// Runs all operations, several at a time where it can, and comes back when the last has an outcome.
     fn run(&mut self, ops: &mut [Op<'_>]);
+}
+
+/// How page I/O is done, and why not better.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Access {
+    /// Past the cache of the system.
+    pub direct: bool,
+    /// Through a ring; else by one system call each.
+    pub uring: bool,
+    /// What was tried and failed, with the errno.
+    pub refused: Vec<String>,
 }
 
 /// Which way bytes go.
