@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,7 +36,7 @@ def test_pages_go_down_three_tiers_and_come_back_unchanged(mirror: Mirror, tmp_p
     assert stats.used_bytes("host") == 0
     assert stats.disk_io is not None
     assert stats.disk_io.bytes_written >= plan.bytes
-    assert os.listdir(tmp_path / "pages") == [], "the file has no name"
+    assert list((tmp_path / "pages").iterdir()) == [], "the file has no name"
     assert cache.promote(tokens.sequence, (0, 100), to="host").wait(60)
     assert cache.promote(tokens.sequence).wait(60)
     stats = cache.stats()
@@ -137,7 +136,7 @@ def test_a_cache_without_a_host_tier_spills_to_disk(tmp_path: Path) -> None:
 
 
 def test_no_more_is_written_a_day_than_allowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    disk = {"disk": tmp_path / "pages", "disk_memory": "32MiB", "disk_writes_per_day": "100KiB"}
+    disk: dict[str, Any] = {"disk": tmp_path / "pages", "disk_memory": "32MiB", "disk_writes_per_day": "100KiB"}
     with pagoda.Cache(SPEC, page_size=16, **OPTIONS, host_memory="64KiB", **disk) as cache:
         mirror = Mirror(cache, np.random.default_rng(1))
         tokens = mirror.create()

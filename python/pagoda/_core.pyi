@@ -21,11 +21,13 @@ __all__ = [
     "after_fork_in_child",
     "build_info",
     "decode_rows",
+    "disk_access",
     "encode_rows",
 ]
 
 def build_info() -> dict[str, Any]: ...
 def after_fork_in_child() -> None: ...
+def disk_access(path: str) -> dict[str, Any]: ...
 def encode_rows(numbers: npt.NDArray[np.float32], name: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]: ...
 def decode_rows(
     rows: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], name: str, dim: int

@@ -366,17 +366,17 @@ class Cache:
     device: "cpu", "cuda", "cuda:1"; "auto" is the CPU for now. device_memory, host_memory:
     budgets, in bytes or like "512MiB"; on the CPU memory is taken as it is used, on a GPU at once. threads: CPU workers,
     all cores by default. deterministic: the bits of a result depend on the sequence alone, not on batch, chunks, threads or
-    where pages lie. checked: values that do not fit their row format, infinities and NaN raise in `append`. retention: what layers without a window keep,
-    everything by default, or `SinkWindow`. headroom: tokens that are kept behind every window, so that `truncate` can take
-    back as many; a page by default.
+    where pages lie. checked: values that do not fit their row format, infinities and NaN raise in `append`. retention: what
+    layers without a window keep, everything by default, or `SinkWindow`. headroom: tokens that are kept behind every window,
+    so that `truncate` can take back as many; a page by default.
 
-    disk, disk_memory: a directory for a third tier, on the CPU so far, and the bytes that it may take there; the directory is
-    made if only its last part is missing, and must be nobody else's to write to. Pages lie in a file without a name, each with
-    a checksum that is verified whenever they are read. disk_writes_per_day: what the drive may be given a day, by this cache.
+    disk, disk_memory: a directory for a third tier, on the CPU so far, and the bytes that it may take there. The directory is
+    made if only its last part is missing, and must be nobody else's to write to. Pages lie in a file without a name, with
+    checksums that are verified whenever they are read. disk_writes_per_day: bytes that this cache may write there a day.
 
     spill: when the device tier is full, the oldest pages go to the host tier by themselves; when that is full, those of
-    sequences that rest go to disk. A step needs the pages of its sequences in memory: it brings them back, or raises OutOfBlocks.
-    With spill=False it raises PagesOnDisk.
+    sequences that rest go to disk. A step needs the pages of its sequences in memory: it brings them back, or raises
+    OutOfBlocks. With spill=False it raises PagesOnDisk.
 
     A layer with a window holds the pages of its last `window + headroom` tokens; others leave when a step is committed, so
     memory is constant however long a sequence grows. A step's own tokens are held until then.
@@ -461,7 +461,7 @@ class Cache:
         below = [tier for tier, there in (("host", memory[1][0] > 0), ("disk", on_disk is not None)) if there]
         self._spill = placement.Spill(self._core, below if spill else [])
         if on_disk is not None:
-            for refused in self.stats().disk_io.refused:
+            for refused in self._core.stats()["disk"]["refused"]:
                 log.warning("disk = %s: without %s", disk, refused)
 
     def create(self) -> Sequence:
@@ -482,7 +482,8 @@ class Cache:
         """A step that appends `new_tokens[i]` tokens to the i-th sequence; enter it with `with`.
 
         Entering raises OutOfBlocks, and changes nothing, when the device tier has too few blocks and none can be spilled, or
-        pages of the batch are on disk and there is no room for them. TierIOError and CorruptPage say that they cannot be read.
+        pages of the batch are on disk and there is no room for them. Raises TierIOError or CorruptPage for a page that
+        cannot be read.
         stream: on a GPU the stream of the step, as CuPy, torch or an address has it; None is the current one of CuPy.
         """
         if stream is not None and self._device is None:
@@ -606,13 +607,16 @@ class Cache:
             self._clean_up()
         if self._device is not None and stream is not None:
             self._device.use_stream(stream)
-        while True:
-            try:
-                return self._core.reserve(batch.ids, counts)
-            except OutOfBlocks as error:
-                self._spill.make_room(error, batch.ids)
-            except PagesOnDisk as error:
-                self._spill.bring_in(error, batch.ids)
+        while (lack := self._try_reserve(batch, counts)) is not None:
+            self._spill.relieve(lack, batch.ids)
+
+    def _try_reserve(self, batch: Batch, counts: npt.NDArray[np.int64]) -> OutOfBlocks | PagesOnDisk | None:
+        """Opens a step; returns what it lacks if it cannot."""
+        try:
+            self._core.reserve(batch.ids, counts)
+        except (OutOfBlocks, PagesOnDisk) as error:
+            return error
+        return None
 
     def _clean_up(self) -> None:
         """Does what finalisers must not: they may run in the middle of any call."""

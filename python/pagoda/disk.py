@@ -48,6 +48,6 @@ def disk_arguments(
 
 
 def fingerprint(layers: list[CoreLayer], page_size: int) -> bytes:
-    """16 bytes that are others wherever pages would mean something else: in geometry, formats, rotation, windows or centres."""
+    """16 bytes that differ where pages would mean something else: by geometry, formats, rotation, windows or centres."""
     what = json.dumps([page_size, layers], sort_keys=True)
     return hashlib.blake2b(what.encode(), digest_size=16, person=b"pagoda pages").digest()

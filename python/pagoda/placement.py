@@ -56,14 +56,21 @@ class Spill:
                 if low[group]:
                     self._demote(pair, group, int(blocks * HIGH_WATER) - left, batch)
 
-    def make_room(self, error: OutOfBlocks, batch: Handles) -> None:
+    def relieve(self, lack: OutOfBlocks | PagesOnDisk, batch: Handles) -> None:
+        """Does something about what a step of `batch` lacks; raises it, or an OutOfBlocks of its own, when nothing helps."""
+        if isinstance(lack, PagesOnDisk):
+            self._bring_in(lack, batch)
+        else:
+            self._make_room(lack, batch)
+
+    def _make_room(self, error: OutOfBlocks, batch: Handles) -> None:
         """Makes room on the device, or below it so that there can be some; raises `error` when nothing helps."""
         for pair in self._pairs:
             if self._settle(pair) or self._demote_now(pair, error.blocks_short, batch):
                 return
         raise error
 
-    def bring_in(self, error: PagesOnDisk, batch: Handles) -> None:
+    def _bring_in(self, error: PagesOnDisk, batch: Handles) -> None:
         """Brings the pages of a batch from disk into memory. Raises OutOfBlocks when there is no room for all of them."""
         if not self._pairs:
             raise error

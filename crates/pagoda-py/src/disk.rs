@@ -1,7 +1,7 @@
 //! The disk tier, as the facade asks for it.
 
 use crate::errors;
-use pagoda_store::disk::io::Folder;
+use pagoda_store::disk::io::{Access, Directory, Folder};
 use pagoda_store::disk::{Budget, Error, Geometry, Store};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -35,12 +35,24 @@ pub(crate) fn open(py: Python<'_>, disk: &DiskArguments, runs: &[Vec<u64>]) -> P
     py.detach(open).map_err(|error| errors::disk(py, &error))
 }
 
-/// How page I/O is done and what it came to.
-pub(crate) fn report<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'py, PyDict>> {
-    let (report, access, traffic) = (PyDict::new(py), store.access(), store.traffic());
+/// How page I/O can be done in a directory, as a write and a read there show.
+#[pyfunction]
+pub(crate) fn disk_access(py: Python<'_>, path: PathBuf) -> PyResult<Bound<'_, PyDict>> {
+    let folder = py.detach(|| Folder::open(&path)).map_err(|error| errors::disk(py, &error))?;
+    access_report(py, &folder.access())
+}
+
+fn access_report<'py>(py: Python<'py>, access: &Access) -> PyResult<Bound<'py, PyDict>> {
+    let report = PyDict::new(py);
     report.set_item("direct", access.direct)?;
     report.set_item("io_uring", access.uring)?;
     report.set_item("refused", access.refused.clone())?;
+    Ok(report)
+}
+
+/// How page I/O is done and what it came to.
+pub(crate) fn report<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'py, PyDict>> {
+    let (report, traffic) = (access_report(py, store.access())?, store.traffic());
     report.set_item("bytes_written", traffic.bytes_written)?;
     report.set_item("bytes_read", traffic.bytes_read)?;
     report.set_item("corrupt", traffic.corrupt)?;
