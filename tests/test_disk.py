@@ -81,6 +81,51 @@ def test_sequences_that_rest_go_to_disk_and_more_than_memory_holds_is_kept(mirro
     cache.audit()
 
 
+def test_a_page_is_written_once(mirror: Mirror) -> None:
+    sessions = [mirror.create() for _ in range(8)]
+    for turn in range(4):
+        for tokens in sessions:
+            mirror.step([tokens], [0 if turn else 250])
+    stats = mirror.cache.stats()
+    assert stats.disk_io is not None
+    pages, stored = 8 * 15, 3 * 4096 + 2 * 4096
+    assert stats.disk_io.bytes_written <= pages * stored
+    assert stats.disk_io.bytes_read > pages * stored, "they come and go"
+
+
+def test_copies_that_memory_has_make_room_on_a_full_disk(tmp_path: Path) -> None:
+    options = OPTIONS | {"host_memory": "256KiB", "disk": tmp_path / "pages", "disk_memory": "1280KiB"}
+    with pagoda.Cache(SPEC, page_size=16, **options) as cache:
+        mirror = Mirror(cache, np.random.default_rng(3))
+        sessions = [mirror.create() for _ in range(8)]
+        for turn in range(5):
+            for tokens in sessions:
+                mirror.step([tokens], [0 if turn > 1 else 120])
+        assert max(counts.free for counts in cache.stats().disk) < 8, "full of pages, some of them in memory as well"
+
+
+def test_a_page_that_was_spoilt_is_an_error_and_no_data(mirror: Mirror) -> None:
+    tokens, other, cache = mirror.create(), mirror.create(), mirror.cache
+    mirror.step([tokens, other], [160, 160])
+    assert cache.demote(tokens.sequence, to="disk").wait(60)
+    assert cache.demote(other.sequence, to="disk").wait(60)
+    nameless = [fd for fd in Path("/proc/self/fd").iterdir() if "/.pagoda-" in str(fd.resolve())]
+    with nameless[0].open("r+b") as pages:
+        # A bit of the first page that was written: behind the headers of its segment.
+        data = np.frombuffer(pages.read(1 << 20), np.uint8)
+        at = int(np.flatnonzero(data[64 << 10 :])[0]) + (64 << 10)
+        pages.seek(at)
+        pages.write(bytes([data[at] ^ 16]))
+    with pytest.raises(pagoda.CorruptPage, match=r"block 0 of layer group 0: layer 0 of the group does not verify"):
+        mirror.step([tokens], [1])
+    with pytest.raises(pagoda.CorruptPage):
+        cache.promote(tokens.sequence).wait(60)
+    assert cache.stats().disk_io.corrupt == 2  # type: ignore[union-attr]
+    mirror.step([other], [4])
+    mirror.release(tokens)
+    mirror.look()
+
+
 def test_pages_that_others_hold_stay_in_memory(mirror: Mirror) -> None:
     cache, prompt = mirror.cache, mirror.create()
     mirror.step([prompt], [160])

@@ -2,7 +2,8 @@
 
 Every token is attended to at every step, so the pages of one sequence are read in a cycle and recency among them says
 nothing; between sequences it does. To disk go only pages that the next step can do without: of sequences that are not in the
-batch, and that no other sequence holds.
+batch, and that no other sequence holds. A page that was written stays there while it is in memory again, as long as there is
+room, so that it is written once.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Spill:
         pages = [(handle, group) for handle in batch.tolist() for group in range(len(core.free_blocks(tier)))]
         for handle, group in pages:
             room, tokens = core.free_blocks(tier)[group], (0, core.length(handle))
-            plan = core.plan(handle, tier, tokens, [group], pages_max=room, only_from="disk")
+            plan = core.plan(handle, tier, tokens, [group], pages_max=room, only_from="disk", keep=True)
             if plan.copies:
                 tickets.append(core.execute(plan))
         for ticket in tickets:
@@ -110,14 +111,16 @@ class Spill:
     def _demote(self, pair: Pair, group: int, blocks: int, batch: Handles) -> None:
         """Starts moving at least one and about `blocks` pages of a layer group."""
         core, wanted, (source, target) = self._core, max(1, blocks), pair
-        spared = set(batch.tolist()) if target == "disk" else set()
+        to_disk = target == "disk"
+        spared = set(batch.tolist()) if to_disk else set()
+        if to_disk and (short := wanted - core.free_blocks(target)[group]) > 0:
+            assert isinstance(core, _core.Cache)
+            core.drop_copies(target, group, short)
         for handle in core.by_recency():
             if handle in spared or wanted <= 0:
                 continue
             pages_max, tokens = min(wanted, core.free_blocks(target)[group]), (0, core.length(handle))
-            plan = core.plan(
-                handle, target, tokens, [group], pages_max=pages_max, only_from=source, unshared=target == "disk"
-            )
+            plan = core.plan(handle, target, tokens, [group], pages_max=pages_max, only_from=source, unshared=to_disk)
             if plan.copies:
                 self._under_way[pair].append(core.execute(plan))
                 wanted -= len(plan.copies)

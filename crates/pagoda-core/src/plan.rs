@@ -216,6 +216,23 @@ impl Cache {
         Ok((id, completion, copies))
     }
 
+    /// Frees up to `pages_max` blocks of a group on `tier` whose pages are read from a faster one; returns how many.
+    pub fn drop_copies(&mut self, tier: Tier, group: GroupId, pages_max: usize) -> usize {
+        self.settle();
+        let spare = self.pages.iter().filter(|(_, page)| {
+            let faster = page.fastest().is_some_and(|at| at.tier() < tier);
+            page.group == group && page.copies == 0 && faster && page.ready(tier).is_some()
+        });
+        let spare: Vec<PageId> = spare.map(|(id, _)| id).take(pages_max).collect();
+        for &id in &spare {
+            let slot = std::mem::replace(&mut self.pages[id].slots[tier.index()], Slot::Empty);
+            if let Slot::Ready { block } = slot {
+                self.free_block(tier, group, block);
+            }
+        }
+        spare.len()
+    }
+
     /// What became of a ticket, if it failed. A failure is told once: here, or by `take_failure`.
     pub fn ticket_failure(&mut self, id: TicketId) -> Option<Error> {
         self.settle();

@@ -36,6 +36,7 @@ enum Op {
     Rollback,
     Retire(u8),
     Migrate { sequence: u16, to: u8, from: u16, until: u16, keep: bool, stale: bool },
+    DropCopies(u8, u8),
     CopyWords(u8, u8),
     Finish { ticket: u8, fail: bool },
 }
@@ -76,6 +77,7 @@ fn ops() -> impl Strategy<Value = Op> {
         8 => any::<(u16, u8, u16, u16, bool, bool)>().prop_map(|(sequence, to, from, until, keep, stale)| {
             Op::Migrate { sequence, to, from, until, keep, stale }
         }),
+        1 => any::<(u8, u8)>().prop_map(|(t, n)| Op::DropCopies(t, n)),
         8 => any::<(u8, u8)>().prop_map(|(t, n)| Op::CopyWords(t, n)),
         6 => (any::<u8>(), proptest::bool::weighted(0.1)).prop_map(|(ticket, fail)| Op::Finish { ticket, fail }),
     ]
@@ -196,6 +198,7 @@ struct Seen {
     past_windows: u64,
     refused_rewinds: u64,
     steps_over_disk: u64,
+    dropped_copies: u64,
 }
 
 impl Seen {
@@ -213,6 +216,7 @@ impl Seen {
         self.past_windows += other.past_windows;
         self.refused_rewinds += other.refused_rewinds;
         self.steps_over_disk += other.steps_over_disk;
+        self.dropped_copies += other.dropped_copies;
     }
 }
 
@@ -422,6 +426,16 @@ impl Machine {
                 let count = self.model[index].tokens.len() + 1;
                 let (a, b) = (from as u64 % count as u64, until as u64 % count as u64);
                 self.migrate(index, Tier::ALL[to as usize % Tier::COUNT], a.min(b)..a.max(b), keep, stale)?;
+            }
+            Op::DropCopies(tier, count) => {
+                let (tier, groups) = (Tier::ALL[tier as usize % Tier::COUNT], self.shape.groups.len());
+                for group in (0..groups as u8).map(GroupId) {
+                    let before = self.cache.block_counts(tier, group);
+                    let dropped = self.cache.drop_copies(tier, group, usize::from(count % 4));
+                    prop_assert!(dropped <= usize::from(count % 4) && (dropped == 0 || tier > Tier::Device));
+                    prop_assert_eq!(self.cache.block_counts(tier, group).used, before.used - dropped as u64);
+                    self.seen.dropped_copies += dropped as u64;
+                }
             }
             Op::CopyWords(ticket, count) if !self.tickets.is_empty() => {
                 self.copy_words(ticket as usize % self.tickets.len(), count as usize % 16)?;
@@ -745,7 +759,7 @@ fn the_core_agrees_with_a_naive_model() {
         often.iter().all(|&count| count > seen.operations / 1000),
         "the operations miss the point: {seen:?}"
     );
-    assert!(seen.moves_inside_step > 0 && seen.failed_tickets > 0, "{seen:?}");
+    assert!(seen.moves_inside_step > 0 && seen.failed_tickets > 0 && seen.dropped_copies > 0, "{seen:?}");
 }
 
 /// Negative control: without the fence, the same test must fail.

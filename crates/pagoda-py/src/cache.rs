@@ -644,6 +644,16 @@ impl Cache {
         })
     }
 
+    /// Frees blocks of a tier whose pages are read from a faster one; returns how many.
+    fn drop_copies(&self, py: Python<'_>, tier: &str, group: u8, pages_max: usize) -> PyResult<usize> {
+        let tier = tier_named(py, "tier", tier)?;
+        self.with(py, |inner| {
+            let dropped = inner.core.drop_copies(tier, GroupId(group), pages_max);
+            inner.trim();
+            Ok(dropped)
+        })
+    }
+
     /// Whether a ticket's copies have arrived; raises if they failed.
     fn ticket_done(&self, py: Python<'_>, ticket: &Ticket) -> PyResult<bool> {
         if ticket.completion.copied().is_none() {
