@@ -13,6 +13,9 @@ const VERSION: u32 = 1;
 const PAGE_MAGIC: [u8; 8] = *b"PAGODAPG";
 const INDEX_MAGIC: [u8; 8] = *b"PAGODAIX";
 
+/// How often an index may be opened: generations have room for as many.
+const EPOCHS_MAX: u64 = 1 << 24;
+
 /// Bytes before the checksums of the layers.
 const HEADER_FIXED: usize = 64;
 
@@ -153,6 +156,9 @@ impl IndexHeader {
         };
         if sum != xxh3_64(&bytes[..end]) {
             return Err(broken("its header does not verify"));
+        }
+        if epoch >= EPOCHS_MAX {
+            return Err(broken(&format!("opened {epoch} times")));
         }
         let numbers =
             geometry.chunks_exact(8).map(|number| u64::from_le_bytes(number.try_into().expect("8 bytes")));

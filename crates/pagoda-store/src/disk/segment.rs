@@ -8,11 +8,12 @@ use super::io::ALIGN;
 use super::{Error, Result};
 use pagoda_core::cache::TierMemory;
 use pagoda_core::ids::{BlockId, GroupId};
-use pagoda_core::limits::BLOCKS_PER_GROUP_MAX;
+use pagoda_core::limits::{ARENA_BYTES_MAX, BLOCKS_PER_GROUP_MAX, EXTENTS_MAX};
 use std::ops::Range;
 
-/// Blocks of the largest group that a segment aims to have.
+/// Blocks of the largest group that a segment aims to have, and bytes in all.
 const SEGMENT_BLOCKS: u64 = 16;
+const SEGMENT_BYTES: u64 = 4 << 20;
 
 /// The least number of segments for each group: few large ones would leave groups without any.
 const SEGMENTS_MIN: u64 = 8;
@@ -63,8 +64,13 @@ impl Geometry {
             let limit = format!("at least {least} bytes, one page of each of {count} layer group(s)");
             return Err(Error::invalid("disk_memory", budget, limit));
         }
-        let blocks = (1..=SEGMENT_BLOCKS).rev().find(|&n| with(n).2 * count * SEGMENTS_MIN <= budget);
+        let aim = SEGMENT_BLOCKS.max(SEGMENT_BYTES / with(1).2);
+        let blocks = (1..=aim).rev().find(|&n| with(n).2 * count * SEGMENTS_MIN <= budget);
         let (groups, extent_bytes, segment_bytes) = with(blocks.unwrap_or(1));
+        let most = segment_bytes.saturating_mul(EXTENTS_MAX).min(ARENA_BYTES_MAX);
+        if budget > most {
+            return Err(Error::invalid("disk_memory", budget, format!("at most {most} bytes")));
+        }
         Ok(Self { groups, extent_bytes, segment_bytes, segments: budget / segment_bytes })
     }
 

@@ -455,6 +455,15 @@ fn stores_of_other_models_are_refused() {
 }
 
 #[test]
+fn an_index_of_an_impossible_age_is_refused() {
+    let disk = FaultyDisk::default();
+    let header =
+        format::IndexHeader { fingerprint: FINGERPRINT, epoch: u64::MAX, geometry: geometry().describe() };
+    disk.replace("index", &header.to_bytes()).unwrap();
+    assert!(open(&disk).unwrap_err().to_string().contains("opened 18446744073709551615 times"));
+}
+
+#[test]
 fn two_at_once_are_refused() {
     let (disk, _) = kept();
     let first = open(&disk).unwrap();
