@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mirror import Mirror, Tokens, layer
+from pagoda import device
 
 FRACTION = st.floats(0, 1)
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Sequences come, fork, grow, shrink and go while pages move between two small tiers."""
+    """Sequences come, fork, grow, shrink and go while pages move between small tiers."""
 
     mirror: Mirror
 
@@ -28,6 +31,8 @@ class CacheMachine(RuleBasedStateMachine):
         deterministic=st.booleans(),
         retention=st.none() | st.builds(pagoda.SinkWindow, st.integers(0, 40), st.integers(1, 60)),
         headroom=st.integers(0, 50),
+        host=st.sampled_from(["256KiB", "64KiB", 0]),
+        on_disk=st.booleans(),
     )
     def open(
         self,
@@ -38,15 +43,23 @@ class CacheMachine(RuleBasedStateMachine):
         deterministic: bool,
         retention: pagoda.SinkWindow | None,
         headroom: int,
+        host: int | str,
+        on_disk: bool,
     ) -> None:
         layers = [layer(), layer(window=20), layer(), layer(window=20, num_kv_heads=4)]
+        self.on_disk = on_disk and device.AUTO == "cpu"
+        self.absent = {"host"} if host == 0 else set()
+        self.absent |= set() if self.on_disk else {"disk"}
+        self.directory = tempfile.TemporaryDirectory(prefix="pagoda-test-")
         cache = pagoda.Cache(
             pagoda.ModelSpec(layers=layers),
             page_size=page_size,
             k_dtype=dtypes[0],
             v_dtype=dtypes[1],
             device_memory="384KiB",
-            host_memory="256KiB",
+            host_memory=host,
+            disk=self.directory.name if self.on_disk else None,
+            disk_memory="16MiB" if self.on_disk else 0,
             threads=2,
             deterministic=deterministic,
             spill=spill,
@@ -119,12 +132,15 @@ class CacheMachine(RuleBasedStateMachine):
         except pagoda.OutOfBlocks as error:
             assert error.blocks_short > 0
             assert error.bytes_short > 0
+        except pagoda.PagesOnDisk as error:
+            assert self.on_disk
+            assert error.pages > 0
 
     @precondition(lambda self: self.mirror.live)
     @rule(which=FRACTION, new=st.integers(0, 30), layers=st.integers(0, 4))
     def fail_inside_a_step(self, which: float, new: int, layers: int) -> None:
         tokens = self.pick(which)
-        with pytest.raises((ZeroDivisionError, pagoda.OutOfBlocks)):
+        with pytest.raises((ZeroDivisionError, pagoda.OutOfBlocks, pagoda.PagesOnDisk)):
             with self.mirror.cache.step([tokens.sequence], [new]) as step:
                 for index in range(layers):
                     shape = self.mirror.cache.spec.attention_layers[index]
@@ -137,18 +153,23 @@ class CacheMachine(RuleBasedStateMachine):
         which=FRACTION,
         ends=st.tuples(FRACTION, FRACTION),
         how=st.sampled_from(["demote", "promote", "prefetch", "keep"]),
+        to=st.sampled_from(["device", "host", "disk"]),
     )
-    def move(self, which: float, ends: tuple[float, float], how: str) -> None:
+    def move(self, which: float, ends: tuple[float, float], how: str, to: str) -> None:
         tokens, cache = self.pick(which), self.mirror.cache
         start, stop = sorted(int(end * len(tokens)) for end in ends)
         try:
             if how == "prefetch":
                 ticket = cache.prefetch(tokens.sequence)
             elif how == "keep":
-                ticket = cache.execute(cache.plan(tokens.sequence, "host", (start, stop), keep=True))
+                ticket = cache.execute(cache.plan(tokens.sequence, to, (start, stop), keep=True))
             else:
-                ticket = getattr(cache, how)(tokens.sequence, (start, stop))
+                ticket = getattr(cache, how)(tokens.sequence, (start, stop), to)
         except pagoda.OutOfBlocks:
+            return
+        except pagoda.InvalidArgument as error:
+            assert "a tier that the cache has memory on" in str(error)
+            assert to in self.absent
             return
         self.tickets.append(ticket)
 
@@ -162,9 +183,11 @@ class CacheMachine(RuleBasedStateMachine):
     def look(self) -> None:
         try:
             self.mirror.look()
-        except pagoda.OutOfBlocks:
-            # Not even one token fits: look at each sequence without new ones.
-            self.mirror.step(self.mirror.live, [0] * len(self.mirror.live))
+        except (pagoda.OutOfBlocks, pagoda.PagesOnDisk):
+            # Not even one token fits: look at each sequence without new ones, if it can be in memory.
+            for tokens in self.mirror.live:
+                with contextlib.suppress(*([pagoda.OutOfBlocks, pagoda.PagesOnDisk] if self.on_disk else [])):
+                    self.mirror.step([tokens], [0])
 
     @invariant()
     def audit(self) -> None:
@@ -180,8 +203,10 @@ class CacheMachine(RuleBasedStateMachine):
         for ticket in self.tickets:
             ticket.wait(60)
         stats: Any = cache.stats()
-        assert stats.used_bytes("device") == stats.used_bytes("host") == 0
+        assert stats.used_bytes("device") == stats.used_bytes("host") == stats.used_bytes("disk") == 0
+        assert stats.disk_io is None or stats.disk_io.corrupt == 0
         cache.close()
+        self.directory.cleanup()
 
 
 TestCacheMachine = CacheMachine.TestCase

@@ -6,6 +6,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.disk import DiskArguments
 from pagoda.geometry import CoreLayer
 
 __version__: str
@@ -20,11 +21,13 @@ __all__ = [
     "after_fork_in_child",
     "build_info",
     "decode_rows",
+    "disk_access",
     "encode_rows",
 ]
 
 def build_info() -> dict[str, Any]: ...
 def after_fork_in_child() -> None: ...
+def disk_access(path: str) -> dict[str, Any]: ...
 def encode_rows(numbers: npt.NDArray[np.float32], name: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]: ...
 def decode_rows(
     rows: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], name: str, dim: int
@@ -56,6 +59,7 @@ class Cache:
         checked: bool,
         isa: str | None,
         bases: Sequence[int] | None = None,
+        disk: DiskArguments | None = None,
     ) -> Cache: ...
     @property
     def isa(self) -> str | None: ...
@@ -101,8 +105,11 @@ class Cache:
         keep: bool = False,
         newest_first: bool = False,
         pages_max: int | None = None,
+        only_from: str | None = None,
+        unshared: bool = False,
     ) -> Plan: ...
     def execute(self, plan: Plan) -> Ticket: ...
+    def drop_copies(self, tier: str, group: int, pages_max: int) -> int: ...
     def ticket_done(self, ticket: Ticket) -> bool: ...
     def wait(self, ticket: Ticket, seconds: float) -> bool: ...
     def free_blocks(self, tier: str) -> list[int]: ...

@@ -15,6 +15,7 @@ This is the file to read first. Everything here is a thin, checked face of `pago
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import weakref
 from collections import deque
@@ -31,7 +32,15 @@ from pagoda import _core, placement
 from pagoda.device import device_index, engine_for
 from pagoda.device.driver import Stream
 from pagoda.device.engine import DeviceEngine
-from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, PagodaError, UseAfterRelease
+from pagoda.disk import disk_arguments
+from pagoda.errors import (
+    BackendUnavailable,
+    InvalidArgument,
+    OutOfBlocks,
+    PagesOnDisk,
+    PagodaError,
+    UseAfterRelease,
+)
 from pagoda.formats import chosen
 from pagoda.geometry import block_layouts, core_layers, group_layers, tier_memory
 from pagoda.outliers import Outliers
@@ -41,6 +50,8 @@ from pagoda.spec import ModelSpec
 from pagoda.stats import Stats
 
 Array = npt.NDArray[Any]
+
+log = logging.getLogger("pagoda")
 
 __all__ = ["Batch", "Cache", "Plan", "Sequence", "Step", "Table", "Ticket"]
 
@@ -302,7 +313,7 @@ class Step:
         counts = None if accepted is None else _counts("accepted", accepted)
         self._core.commit(counts)
         self._open = False
-        self._cache._spill.ahead()
+        self._cache._spill.ahead(self.batch.ids)
 
 
 class Plan:
@@ -336,7 +347,8 @@ class Ticket:
         self._cache, self.plan, self._core = cache, plan, core
 
     def done(self) -> bool:
-        """Whether the copies have arrived. Raises TierIOError if they failed: the pages are where they were."""
+        """Whether the copies have arrived. Raises TierIOError if they failed, and CorruptPage if what is on disk does not
+        verify: those pages are where they were."""
         return self._cache._core.ticket_done(self._core)
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -353,10 +365,17 @@ class Cache:
     device: "cpu", "cuda", "cuda:1"; "auto" is the CPU for now. device_memory, host_memory:
     budgets, in bytes or like "512MiB"; on the CPU memory is taken as it is used, on a GPU at once. threads: CPU workers,
     all cores by default. deterministic: the bits of a result depend on the sequence alone, not on batch, chunks, threads or
-    where pages lie. checked: values that do not fit their row format, infinities and NaN raise in `append`. spill: when the
-    device tier is full, the oldest pages go to the host tier by themselves. retention: what layers without a window keep,
-    everything by default, or `SinkWindow`. headroom: tokens that are kept behind every window, so that `truncate` can take
-    back as many; a page by default.
+    where pages lie. checked: values that do not fit their row format, infinities and NaN raise in `append`. retention: what
+    layers without a window keep, everything by default, or `SinkWindow`. headroom: tokens that are kept behind every window,
+    so that `truncate` can take back as many; a page by default.
+
+    disk, disk_memory: a directory for a third tier, on the CPU so far, and the bytes that it may take there. The directory is
+    made if only its last part is missing, and must be nobody else's to write to. Pages lie in a file without a name, with
+    checksums that are verified whenever they are read. disk_writes_per_day: bytes that this cache may write there a day.
+
+    spill: when the device tier is full, the oldest pages go to the host tier by themselves; when that is full, those of
+    sequences that rest go to disk. A step needs the pages of its sequences in memory: it brings them back, or raises
+    OutOfBlocks. With spill=False it raises PagesOnDisk.
 
     A layer with a window holds the pages of its last `window + headroom` tokens; others leave when a step is committed, so
     memory is constant however long a sequence grows. A step's own tokens are held until then.
@@ -386,6 +405,7 @@ class Cache:
         disk: str | Path | None = None,
         disk_memory: int | str = 0,
         resume: bool = False,
+        disk_writes_per_day: int | str | None = None,
         threads: int | None = None,
         deterministic: bool = False,
         checked: bool = False,
@@ -393,8 +413,8 @@ class Cache:
         retention: SinkWindow | None = None,
         headroom: int | None = None,
     ) -> None:
-        if disk is not None or resume or parse_size(disk_memory, "disk_memory"):
-            raise BackendUnavailable(f"disk = {disk!r}: the disk tier is not there yet; use host_memory")
+        if resume:
+            raise BackendUnavailable("resume = True: caches that survive are not there yet")
         threads = os.cpu_count() or 1 if threads is None else threads
         if not isinstance(threads, int) or not 1 <= threads <= 1024:
             raise InvalidArgument(f"threads = {threads!r}: from 1 to 1024")
@@ -419,6 +439,9 @@ class Cache:
             parse_size(device_memory, "device_memory"),
             parse_size(host_memory, "host_memory"),
         )
+        on_disk = disk_arguments(disk, disk_memory, disk_writes_per_day, layers, page_size)
+        if on_disk is not None and device_index(device) is not None:
+            raise BackendUnavailable(f"disk = {str(disk)!r}: the disk tier is on the CPU so far, not on {device}")
         self._device = engine_for(
             device,
             layers,
@@ -436,10 +459,15 @@ class Cache:
             deterministic=deterministic,
             checked=checked,
             isa=os.environ.get("PAGODA_CPU_ISA"),
+            disk=on_disk,
         )
         self._abandoned: deque[int] = deque()
         self._unfinished = False
-        self._spill = placement.Spill(self._core, enabled=spill and memory[1][0] > 0)
+        below = [tier for tier, there in (("host", memory[1][0] > 0), ("disk", on_disk is not None)) if there]
+        self._spill = placement.Spill(self._core, below if spill else [])
+        if on_disk is not None:
+            for refused in self._core.stats()["disk"]["refused"]:
+                log.warning("disk = %s: without %s", disk, refused)
 
     def create(self) -> Sequence:
         """A new, empty sequence."""
@@ -458,7 +486,9 @@ class Cache:
     ) -> Step:
         """A step that appends `new_tokens[i]` tokens to the i-th sequence; enter it with `with`.
 
-        Entering raises OutOfBlocks, and changes nothing, when the device tier has too few blocks and none can be spilled.
+        Entering raises OutOfBlocks, and changes nothing, when the device tier has too few blocks and none can be spilled, or
+        pages of the batch are on disk and there is no room for them. Raises TierIOError or CorruptPage for a page that
+        cannot be read.
         stream: on a GPU the stream of the step, as CuPy, torch or an address has it; None is the current one of CuPy.
         """
         if stream is not None and self._device is None:
@@ -549,12 +579,12 @@ class Cache:
         return self.execute(Plan(self, core))
 
     def save(self, sequence: Sequence, key: str, tokens: tuple[int, int] | None = None, meta: bytes = b"") -> None:
-        """Keeps a sequence on disk under a name. Raises BackendUnavailable: there is no disk tier yet."""
-        raise BackendUnavailable(f"save({key!r}): the disk tier is not there yet")
+        """Keeps a sequence on disk under a name. Raises BackendUnavailable: caches that survive are not there yet."""
+        raise BackendUnavailable(f"save({key!r}): caches that survive are not there yet")
 
     def load(self, key: str) -> Sequence | None:
-        """Opens what `save` kept. Raises BackendUnavailable: there is no disk tier yet."""
-        raise BackendUnavailable(f"load({key!r}): the disk tier is not there yet")
+        """Opens what `save` kept. Raises BackendUnavailable: caches that survive are not there yet."""
+        raise BackendUnavailable(f"load({key!r}): caches that survive are not there yet")
 
     def stats(self) -> Stats:
         """Blocks and bytes by tier, and counters. Walks every page: not for the inner loop."""
@@ -582,10 +612,16 @@ class Cache:
             self._clean_up()
         if self._device is not None and stream is not None:
             self._device.use_stream(stream)
+        while (lack := self._try_reserve(batch, counts)) is not None:
+            self._spill.relieve(lack, batch.ids)
+
+    def _try_reserve(self, batch: Batch, counts: npt.NDArray[np.int64]) -> OutOfBlocks | PagesOnDisk | None:
+        """Opens a step; returns what it lacks if it cannot."""
         try:
             self._core.reserve(batch.ids, counts)
-        except OutOfBlocks as error:
-            self._spill.make_room(error, lambda: self._core.reserve(batch.ids, counts))
+        except (OutOfBlocks, PagesOnDisk) as error:
+            return error
+        return None
 
     def _clean_up(self) -> None:
         """Does what finalisers must not: they may run in the middle of any call."""

@@ -1,84 +1,150 @@
-"""Which pages leave the device tier when it is full: those of the sequence that rested longest, oldest first.
+"""Which pages leave a tier when it is full: those of the sequence that rested longest, oldest first.
 
 Every token is attended to at every step, so the pages of one sequence are read in a cycle and recency among them says
-nothing; between sequences it does.
+nothing; between sequences it does. To disk go only pages that the next step can do without: of sequences that are not in the
+batch, and that no other sequence holds. A page that was written stays there while it is in memory again, as long as there is
+room, so that it is written once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+
+import numpy as np
+import numpy.typing as npt
 
 from pagoda import _core
 from pagoda.device.engine import DeviceEngine
-from pagoda.errors import OutOfBlocks
+from pagoda.errors import OutOfBlocks, PagesOnDisk, TierIOError
 
 LOW_WATER = 1 / 32
-"""The free fraction of the device tier below which pages leave it in the background."""
+"""The free fraction of a tier below which pages leave it in the background."""
 
 HIGH_WATER = 1 / 8
 """The free fraction that they make."""
 
+REST_STEPS = 256
+"""Steps after a failed write to disk until the next one ahead of need: the drive may be full, or broken."""
+
+log = logging.getLogger("pagoda")
+
+Handles = npt.NDArray[np.uint64]
+Pair = tuple[str, str]
+
 
 class Spill:
-    """Moves pages from the device to the host tier, ahead of need if it can."""
+    """Moves pages to slower tiers when one is full, ahead of need if it can, and back when a step needs them.
 
-    def __init__(self, core: _core.Cache | DeviceEngine, *, enabled: bool) -> None:
-        self._core, self._enabled = core, enabled
-        self._under_way: list[_core.Ticket] = []
-        self._blocks = core.free_blocks("device")
+    below: the tiers under the device that pages may go to by themselves, the fastest first.
+    """
 
-    def ahead(self) -> None:
-        """Starts moving pages when free blocks run low. Returns at once."""
-        if not self._enabled:
-            return
-        free = self._core.free_blocks("device")
-        low = [left < whole * LOW_WATER for left, whole in zip(free, self._blocks, strict=True)]
-        if not any(low) or self._pending():
-            return
-        for group, (left, whole) in enumerate(zip(free, self._blocks, strict=True)):
-            if low[group]:
-                self._demote(group, int(whole * HIGH_WATER) - left)
+    def __init__(self, core: _core.Cache | DeviceEngine, below: list[str]) -> None:
+        self._core = core
+        self._pairs: list[Pair] = list(zip(["device", *below], below, strict=False))
+        self._blocks = {source: core.free_blocks(source) for source, _ in self._pairs}
+        self._under_way: dict[Pair, list[_core.Ticket]] = {pair: [] for pair in self._pairs}
+        self._resting = 0
 
-    def make_room(self, error: OutOfBlocks, retry: Callable[[], None]) -> None:
-        """Makes room and retries, as long as that helps; raises what the last try raised."""
-        while self._enabled:
-            arrived = self._settle()
-            if not arrived and not self._demote_some(error.blocks_short):
-                break
-            self._settle()
-            try:
-                return retry()
-            except OutOfBlocks as again:
-                error = again
+    def ahead(self, batch: Handles) -> None:
+        """Starts moving pages when free blocks run low, to disk none of the sequences in `batch`. Returns at once."""
+        self._resting = max(0, self._resting - 1)
+        for pair in self._pairs:
+            free, whole = self._core.free_blocks(pair[0]), self._blocks[pair[0]]
+            low = [left < blocks * LOW_WATER for left, blocks in zip(free, whole, strict=True)]
+            if not any(low) or self._pending(pair) or (pair[1] == "disk" and self._resting):
+                continue
+            for group, (left, blocks) in enumerate(zip(free, whole, strict=True)):
+                if low[group]:
+                    self._demote(pair, group, int(blocks * HIGH_WATER) - left, batch)
+
+    def relieve(self, lack: OutOfBlocks | PagesOnDisk, batch: Handles) -> None:
+        """Does something about what a step of `batch` lacks; raises it, or an OutOfBlocks of its own, when nothing helps."""
+        if isinstance(lack, PagesOnDisk):
+            self._bring_in(lack, batch)
+        else:
+            self._make_room(lack, batch)
+
+    def _make_room(self, error: OutOfBlocks, batch: Handles) -> None:
+        """Makes room on the device, or below it so that there can be some; raises `error` when nothing helps."""
+        for pair in self._pairs:
+            if self._settle(pair) or self._demote_now(pair, error.blocks_short, batch):
+                return
         raise error
 
-    def _demote_some(self, blocks: int) -> bool:
-        moved = [self._demote(group, blocks) for group in range(len(self._blocks))]
-        return any(moved)
+    def _bring_in(self, error: PagesOnDisk, batch: Handles) -> None:
+        """Brings the pages of a batch from disk into memory. Raises OutOfBlocks when there is no room for all of them."""
+        if not self._pairs:
+            raise error
+        left = error.pages
+        # Kernels read either; the host has the room that the device needs for new tokens.
+        for tier in sorted({source for source, _ in self._pairs}, reverse=True):
+            while left := self._promote(batch, tier):
+                pair = (tier, "disk")
+                if pair not in self._pairs or not (self._settle(pair) or self._demote_now(pair, left, batch)):
+                    break
+            else:
+                return
+        message = f"{error}: {left} of them find no room in memory"
+        raise OutOfBlocks(message, blocks_short=left, bytes_short=error.bytes * left // error.pages) from error
 
-    def _demote(self, group: int, blocks: int) -> bool:
-        """Starts moving at least one and about `blocks` pages of a layer group; says whether there was one to move."""
-        core, wanted = self._core, max(1, blocks)
+    def _promote(self, batch: Handles, tier: str) -> int:
+        """Moves pages of a batch from disk to `tier`, as many as fit; returns how many are left on disk."""
+        core, tickets = self._core, []
+        pages = [(handle, group) for handle in batch.tolist() for group in range(len(core.free_blocks(tier)))]
+        for handle, group in pages:
+            room, tokens = core.free_blocks(tier)[group], (0, core.length(handle))
+            plan = core.plan(handle, tier, tokens, [group], pages_max=room, only_from="disk", keep=True)
+            if plan.copies:
+                tickets.append(core.execute(plan))
+        for ticket in tickets:
+            self._wait(ticket)
+            core.ticket_done(ticket)
+        rest = (core.plan(handle, tier, (0, core.length(handle)), [group], only_from="disk") for handle, group in pages)
+        return sum(len(plan.copies) for plan in rest)
+
+    def _demote_now(self, pair: Pair, blocks: int, batch: Handles) -> bool:
+        """Moves at least one and about `blocks` pages of each layer group; says whether any has arrived."""
+        for group in range(len(self._blocks[pair[0]])):
+            self._demote(pair, group, blocks, batch)
+        return self._settle(pair)
+
+    def _demote(self, pair: Pair, group: int, blocks: int, batch: Handles) -> None:
+        """Starts moving at least one and about `blocks` pages of a layer group."""
+        core, wanted, (source, target) = self._core, max(1, blocks), pair
+        to_disk = target == "disk"
+        spared = set(batch.tolist()) if to_disk else set()
+        if to_disk and (short := wanted - core.free_blocks(target)[group]) > 0:
+            assert isinstance(core, _core.Cache)
+            core.drop_copies(target, group, short)
         for handle in core.by_recency():
-            room = core.free_blocks("host")[group]
-            plan = core.plan(handle, "host", (0, core.length(handle)), [group], pages_max=min(wanted, room))
-            count = len(plan.copies)
-            if count:
-                self._under_way.append(core.execute(plan))
-                wanted -= count
-            if wanted <= 0:
-                return True
-        return wanted < max(1, blocks)
+            if handle in spared or wanted <= 0:
+                continue
+            pages_max, tokens = min(wanted, core.free_blocks(target)[group]), (0, core.length(handle))
+            plan = core.plan(handle, target, tokens, [group], pages_max=pages_max, only_from=source, unshared=to_disk)
+            if plan.copies:
+                self._under_way[pair].append(core.execute(plan))
+                wanted -= len(plan.copies)
 
-    def _pending(self) -> bool:
-        self._under_way = [ticket for ticket in self._under_way if not self._core.ticket_done(ticket)]
-        return bool(self._under_way)
+    def _pending(self, pair: Pair) -> bool:
+        self._under_way[pair] = [ticket for ticket in self._under_way[pair] if self._arrived(ticket) is False]
+        return bool(self._under_way[pair])
 
-    def _settle(self) -> bool:
-        """Waits for moves under way; says whether there were any."""
-        under_way, self._under_way = self._under_way, []
+    def _settle(self, pair: Pair) -> bool:
+        """Waits for moves under way; says whether any arrived."""
+        under_way, self._under_way[pair] = self._under_way[pair], []
         for ticket in under_way:
-            while not self._core.wait(ticket, 60.0):
-                pass
-            self._core.ticket_done(ticket)
-        return bool(under_way)
+            self._wait(ticket)
+        return any([self._arrived(ticket) for ticket in under_way])
+
+    def _wait(self, ticket: _core.Ticket) -> None:
+        while not self._core.wait(ticket, 60.0):
+            pass
+
+    def _arrived(self, ticket: _core.Ticket) -> bool | None:
+        """Whether a move has ended well; None if it failed: its pages are where they were."""
+        try:
+            return self._core.ticket_done(ticket)
+        except TierIOError as error:
+            log.warning("pages stay in memory: %s", error)
+            self._resting = REST_STEPS
+            return None

@@ -16,6 +16,24 @@ class BlockCounts:
 
 
 @dataclass(frozen=True)
+class DiskIO:
+    """How a disk tier does its I/O, and what that came to."""
+
+    direct: bool
+    """Past the cache of the operating system."""
+    io_uring: bool
+    """Through rings of the kernel's; else threads with system calls."""
+    refused: list[str]
+    """What was tried when the directory was opened and failed, with the error."""
+    bytes_written: int
+    """Bytes written to the drive, headers and padding included."""
+    bytes_read: int
+    """Bytes read from it."""
+    corrupt: int
+    """Pages that did not verify when they were read."""
+
+
+@dataclass(frozen=True)
 class Stats:
     """A snapshot of a cache."""
 
@@ -25,12 +43,16 @@ class Stats:
     """Blocks of the device tier, by layer group."""
     host: tuple[BlockCounts, ...]
     """Blocks of the host tier, by layer group."""
+    disk: tuple[BlockCounts, ...]
+    """Blocks of the disk tier, by layer group; empty without one."""
     shared_pages: int
     """Pages that more than one place in the page tables refers to."""
     dead_rows: int
     """Tokens in pages that no sequence sees any more, left behind by `drop`, `truncate` and windows."""
     moved_bytes: dict[tuple[str, str], int]
     """Bytes copied so far, by (source, target) tier."""
+    disk_io: DiskIO | None
+    """Of the disk tier; None without one."""
 
     @classmethod
     def from_core(cls, stats: dict[str, Any]) -> Stats:
@@ -40,12 +62,14 @@ class Stats:
             block_bytes=tuple(stats["block_bytes"]),
             device=tiers["device"],
             host=tiers["host"],
+            disk=tiers.get("disk", ()),
             shared_pages=stats["shared_pages"],
             dead_rows=stats["dead_rows"],
             moved_bytes=stats["moved_bytes"],
+            disk_io=None if stats["disk"] is None else DiskIO(**stats["disk"]),
         )
 
     def used_bytes(self, tier: str) -> int:
-        """Bytes of the blocks in use on "device" or "host"."""
+        """Bytes of the blocks in use on "device", "host" or "disk"."""
         rows: tuple[BlockCounts, ...] = getattr(self, tier)
-        return sum(size * counts.used for size, counts in zip(self.block_bytes, rows, strict=True))
+        return sum(size * counts.used for size, counts in zip(self.block_bytes, rows, strict=bool(rows)))

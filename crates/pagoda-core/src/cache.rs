@@ -3,10 +3,10 @@
 use crate::error::{Error, Result};
 use crate::extents::Arena;
 use crate::fence::Epochs;
-use crate::ids::{GroupId, PageId, SequenceId, TicketId, Tier};
+use crate::ids::{GroupId, PageId, SequenceId, Tier};
 use crate::limits;
 use crate::pages::Pages;
-use crate::plan::Ticket;
+use crate::plan::{Failed, Ticket};
 use crate::step::Step;
 use crate::table::{Sequences, Table};
 use crate::window::Window;
@@ -76,7 +76,7 @@ pub struct Cache {
     pub(crate) epochs: Epochs,
     pub(crate) tickets: Vec<Ticket>,
     pub(crate) tickets_minted: u32,
-    pub(crate) failures: Vec<(TicketId, Error)>,
+    pub(crate) failures: Vec<Failed>,
     /// Per group: changes whenever a page changes the tier that it is read from.
     pub(crate) placement: Vec<u32>,
     /// Bytes copied, by source and target tier.

@@ -54,6 +54,18 @@ pub enum Error {
         /// What the link said.
         reason: String,
     },
+    /// A copy read bytes that are not what was stored. The pages stayed where they were, and cannot be read there.
+    #[error("ticket {} failed after {copied} of {planned} copies: {reason}", ticket.index())]
+    CorruptPage {
+        /// The ticket.
+        ticket: TicketId,
+        /// Copies that arrived.
+        copied: u32,
+        /// Copies that were asked for.
+        planned: u32,
+        /// Which page, and what does not fit.
+        reason: String,
+    },
     /// `audit` found the bookkeeping broken.
     #[error("invariant broken: {0}")]
     Invariant(String),

@@ -3,30 +3,63 @@
 use crate::ids::{BlockId, Epoch, GroupId, Tier};
 use crate::sync::{Arc, AtomicU64, Ordering};
 use std::collections::VecDeque;
+use std::sync::OnceLock;
 
 const PENDING: u64 = u64::MAX;
 
 /// The one word through which a copying thread tells the core that it is done.
 ///
 /// The thread writes the bytes, then finishes the completion; the core looks, then hands the bytes out. The store
-/// releases what the load acquires, so whoever sees the flag sees the bytes.
+/// releases what the load acquires, so whoever sees the flag sees the bytes, and the reason if there are none.
 #[derive(Clone, Debug)]
-pub struct Completion(Arc<AtomicU64>);
+pub struct Completion(Arc<Outcome>);
+
+#[derive(Debug)]
+struct Outcome {
+    copied: AtomicU64,
+    failure: OnceLock<Failure>,
+}
+
+/// Why a copy did not arrive.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Failure {
+    /// The link or the drive refused; it may go better another time.
+    Io(String),
+    /// The bytes are not what was stored.
+    Corrupt(String),
+}
 
 impl Completion {
     /// A completion that has not finished.
     pub fn new() -> Self {
-        Self(Arc::new(AtomicU64::new(PENDING)))
+        Self(Arc::new(Outcome { copied: AtomicU64::new(PENDING), failure: OnceLock::new() }))
     }
 
     /// Says that the first `copied` copies of the plan arrived and no other will.
     pub fn finish(&self, copied: u32) {
-        self.0.store(u64::from(copied), Ordering::Release);
+        self.0.copied.store(u64::from(copied), Ordering::Release);
+    }
+
+    /// As `finish`, with the reason why not all arrived.
+    pub fn fail(&self, copied: u32, failure: Failure) {
+        // The first reason stays: there is one call.
+        let _ = self.0.failure.set(failure);
+        self.finish(copied);
+    }
+
+    /// Whether somebody else holds it too.
+    pub(crate) fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.0) > 1
+    }
+
+    /// What the copying thread said about a failure; look after `copied`.
+    pub(crate) fn failure(&self) -> Option<&Failure> {
+        self.0.failure.get()
     }
 
     /// How many copies arrived, once no other will.
     pub fn copied(&self) -> Option<u32> {
-        match self.0.load(Ordering::Acquire) {
+        match self.0.copied.load(Ordering::Acquire) {
             PENDING => None,
             copied => Some(copied as u32),
         }

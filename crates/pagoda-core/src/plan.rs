@@ -2,7 +2,7 @@
 
 use crate::cache::Cache;
 use crate::error::{Error, Result};
-use crate::fence::Completion;
+use crate::fence::{Completion, Failure};
 use crate::ids::{BlockId, GroupId, PageId, SequenceId, TicketId, Tier};
 use crate::pages::Slot;
 use crate::step::Phase;
@@ -34,6 +34,10 @@ pub struct Selection {
     pub newest_first: bool,
     /// At most so many pages of each group.
     pub pages_max: usize,
+    /// Only pages that are read from this tier today; from any other than the target if `None`.
+    pub from: Option<Tier>,
+    /// Only pages that no other sequence holds.
+    pub unshared: bool,
 }
 
 /// One page of a plan.
@@ -88,12 +92,21 @@ pub(crate) struct Ticket {
     pub(crate) copies: u32,
 }
 
+/// A plan that came to nothing, or not to all.
+#[derive(Debug)]
+pub(crate) struct Failed {
+    ticket: TicketId,
+    error: Error,
+    /// Held by others as long as somebody may still ask.
+    completion: Completion,
+}
+
 impl Cache {
     /// Plans to move sealed pages of a sequence to tier `to`.
     ///
     /// Open pages, pages already read from there and pages with a copy in flight are left out.
     pub fn plan(&self, id: SequenceId, to: Tier, selection: &Selection) -> Result<Plan> {
-        let Selection { tokens, groups, keep, newest_first, pages_max } = selection;
+        let Selection { tokens, groups, keep, newest_first, pages_max, from: only, unshared } = selection;
         let sequence = self.sequences.get(id)?;
         if tokens.start > tokens.end || tokens.end > sequence.len {
             let value = format!("({}, {})", tokens.start, tokens.end);
@@ -119,6 +132,9 @@ impl Cache {
             let movable = candidates.into_iter().filter_map(|id| {
                 let page = &self.pages[id];
                 let from = page.fastest().map(|at| at.tier()).filter(|&from| from != to)?;
+                if only.is_some_and(|only| only != from) || (*unshared && self.pages.references(id) > 1) {
+                    return None;
+                }
                 let bytes = if page.ready(to).is_some() { 0 } else { self.groups[group.index()].block_bytes };
                 let m = Move { page: id, generation: page.generation, group, from, bytes };
                 (page.sealed && page.copies == 0).then_some(m)
@@ -200,17 +216,35 @@ impl Cache {
         Ok((id, completion, copies))
     }
 
+    /// Frees up to `pages_max` blocks of a group on `tier` whose pages are read from a faster one; returns how many.
+    pub fn drop_copies(&mut self, tier: Tier, group: GroupId, pages_max: usize) -> usize {
+        self.settle();
+        let spare = self.pages.iter().filter(|(_, page)| {
+            let faster = page.fastest().is_some_and(|at| at.tier() < tier);
+            page.group == group && page.copies == 0 && faster && page.ready(tier).is_some()
+        });
+        let spare: Vec<PageId> = spare.map(|(id, _)| id).take(pages_max).collect();
+        for &id in &spare {
+            let slot = std::mem::replace(&mut self.pages[id].slots[tier.index()], Slot::Empty);
+            if let Slot::Ready { block } = slot {
+                self.free_block(tier, group, block);
+            }
+        }
+        spare.len()
+    }
+
     /// What became of a ticket, if it failed. A failure is told once: here, or by `take_failure`.
     pub fn ticket_failure(&mut self, id: TicketId) -> Option<Error> {
         self.settle();
-        let at = self.failures.iter().position(|(failed, _)| *failed == id)?;
-        Some(self.failures.remove(at).1)
+        let at = self.failures.iter().position(|failure| failure.ticket == id)?;
+        Some(self.failures.remove(at).error)
     }
 
-    /// The oldest failure that nobody has been told of: what became of a ticket that was dropped.
+    /// The oldest failure that nobody has been told of nor waits to be: what became of a ticket that was dropped.
     pub fn take_failure(&mut self) -> Option<Error> {
         self.settle();
-        (!self.failures.is_empty()).then(|| self.failures.remove(0).1)
+        let at = self.failures.iter().position(|failure| !failure.completion.is_shared())?;
+        Some(self.failures.remove(at).error)
     }
 
     /// Lets finished copies take effect. Does nothing inside a step: its tables stay as they were handed out.
@@ -238,13 +272,16 @@ impl Cache {
 
     fn finish(&mut self, ticket: &Ticket, copied: u32) {
         if copied < ticket.copies {
-            let error = Error::CopyFailed {
-                ticket: ticket.id,
-                copied,
-                planned: ticket.copies,
-                reason: "the copy was cut short".into(),
+            let (id, planned) = (ticket.id, ticket.copies);
+            let error = match ticket.completion.failure().cloned() {
+                Some(Failure::Corrupt(reason)) => Error::CorruptPage { ticket: id, copied, planned, reason },
+                Some(Failure::Io(reason)) => Error::CopyFailed { ticket: id, copied, planned, reason },
+                None => {
+                    let reason = "the copy was cut short".into();
+                    Error::CopyFailed { ticket: id, copied, planned, reason }
+                }
             };
-            self.failures.push((ticket.id, error));
+            self.failures.push(Failed { ticket: id, error, completion: ticket.completion.clone() });
         }
         for (index, m) in ticket.moves.iter().enumerate() {
             let index = index as u32;

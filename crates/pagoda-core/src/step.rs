@@ -172,9 +172,11 @@ impl Cache {
         if table.placement == placement {
             return;
         }
+        table.reaches_disk = false;
         for (at, page) in table.row.iter_mut().zip(&table.pages) {
             let Some(page) = *page else { continue };
             *at = self.pages[page].fastest().expect("a referenced page can be read");
+            table.reaches_disk |= at.tier() == Tier::Disk;
         }
         table.placement = placement;
         table.version = table.version.wrapping_add(1);
@@ -343,6 +345,21 @@ impl Cache {
     /// The copies of shared open pages to make before the first append of the open step.
     pub fn step_copies(&self) -> &[BlockCopy] {
         &self.step.copies
+    }
+
+    /// Pages that the open step has to read from disk, and their bytes. Looks only where there may be one.
+    pub fn step_on_disk(&self) -> (u64, u64) {
+        let (mut pages, mut bytes) = (0, 0);
+        let copies = self.step.copies.iter().filter(|copy| copy.from.0 == Tier::Disk);
+        copies.for_each(|copy| (pages, bytes) = (pages + 1, bytes + copy.bytes));
+        for entry in &self.step.entries {
+            for (group, table) in self.groups.iter().zip(&self.sequences[entry.sequence].tables) {
+                let held = table.row.iter().zip(&table.pages).filter(|_| table.reaches_disk);
+                let on_disk = held.filter(|(at, page)| page.is_some() && at.tier() == Tier::Disk).count();
+                (pages, bytes) = (pages + on_disk as u64, bytes + on_disk as u64 * group.block_bytes);
+            }
+        }
+        (pages, bytes)
     }
 
     /// The batch of the open step: each sequence with its number of new tokens.

@@ -126,12 +126,14 @@ pub(crate) struct Table {
     pub(crate) placement: u32,
     /// Changes whenever `row` changes in another way than by growing.
     pub(crate) version: u32,
+    /// Whether an entry of `row` may be on disk: no if it says so.
+    pub(crate) reaches_disk: bool,
 }
 
 impl Table {
     pub(crate) fn new(placement: u32) -> Self {
         let (pages, row, left) = (Vec::new(), Vec::new(), Left::default());
-        Self { pages, row, spans: vec![Span::default()], left, placement, version: 0 }
+        Self { pages, row, spans: vec![Span::default()], left, placement, version: 0, reaches_disk: false }
     }
 
     pub(crate) fn last(&self) -> &Span {

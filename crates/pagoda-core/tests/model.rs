@@ -36,6 +36,7 @@ enum Op {
     Rollback,
     Retire(u8),
     Migrate { sequence: u16, to: u8, from: u16, until: u16, keep: bool, stale: bool },
+    DropCopies(u8, u8),
     CopyWords(u8, u8),
     Finish { ticket: u8, fail: bool },
 }
@@ -76,6 +77,7 @@ fn ops() -> impl Strategy<Value = Op> {
         8 => any::<(u16, u8, u16, u16, bool, bool)>().prop_map(|(sequence, to, from, until, keep, stale)| {
             Op::Migrate { sequence, to, from, until, keep, stale }
         }),
+        1 => any::<(u8, u8)>().prop_map(|(t, n)| Op::DropCopies(t, n)),
         8 => any::<(u8, u8)>().prop_map(|(t, n)| Op::CopyWords(t, n)),
         6 => (any::<u8>(), proptest::bool::weighted(0.1)).prop_map(|(ticket, fail)| Op::Finish { ticket, fail }),
     ]
@@ -195,6 +197,8 @@ struct Seen {
     /// Steps of a sequence over a window that has passed tokens.
     past_windows: u64,
     refused_rewinds: u64,
+    steps_over_disk: u64,
+    dropped_copies: u64,
 }
 
 impl Seen {
@@ -211,6 +215,8 @@ impl Seen {
         self.failed_tickets += other.failed_tickets;
         self.past_windows += other.past_windows;
         self.refused_rewinds += other.refused_rewinds;
+        self.steps_over_disk += other.steps_over_disk;
+        self.dropped_copies += other.dropped_copies;
     }
 }
 
@@ -421,6 +427,16 @@ impl Machine {
                 let (a, b) = (from as u64 % count as u64, until as u64 % count as u64);
                 self.migrate(index, Tier::ALL[to as usize % Tier::COUNT], a.min(b)..a.max(b), keep, stale)?;
             }
+            Op::DropCopies(tier, count) => {
+                let (tier, groups) = (Tier::ALL[tier as usize % Tier::COUNT], self.shape.groups.len());
+                for group in (0..groups as u8).map(GroupId) {
+                    let before = self.cache.block_counts(tier, group);
+                    let dropped = self.cache.drop_copies(tier, group, usize::from(count % 4));
+                    prop_assert!(dropped <= usize::from(count % 4) && (dropped == 0 || tier > Tier::Device));
+                    prop_assert_eq!(self.cache.block_counts(tier, group).used, before.used - dropped as u64);
+                    self.seen.dropped_copies += dropped as u64;
+                }
+            }
             Op::CopyWords(ticket, count) if !self.tickets.is_empty() => {
                 self.copy_words(ticket as usize % self.tickets.len(), count as usize % 16)?;
             }
@@ -461,12 +477,15 @@ impl Machine {
         let id = self.model[index].id;
         let groups = (0..self.shape.groups.len() as u8).map(GroupId).collect();
         let pages_max = if stale { usize::MAX } else { 3 };
-        let selection = Selection { tokens, groups, keep, newest_first: stale, pages_max };
+        let only = (stale && keep).then_some(Tier::Host);
+        let selection =
+            Selection { tokens, groups, keep, newest_first: stale, pages_max, from: only, unshared: stale };
         let plan = self.cache.plan(id, to, &selection);
         let Ok(plan) = plan else {
             prop_assert_eq!(self.shape.blocks[to.index()], 0, "{:?}", plan);
             return Ok(());
         };
+        prop_assert!(plan.moves().iter().all(|m| only.is_none_or(|tier| tier == m.from)));
         let result = self.cache.execute(&plan);
         match result {
             Ok((_, completion, copies)) => {
@@ -520,6 +539,7 @@ impl Machine {
             Err(error) => return Err(TestCaseError::fail(error.to_string())),
         }
         self.seen.steps += 1;
+        let issued = self.stream.len();
         for copy in self.cache.step_copies() {
             self.seen.copies_on_write += 1;
             self.stream.push_back(Kernel::CopyBlock(*copy));
@@ -536,6 +556,13 @@ impl Machine {
             }
             step.push((at, new));
         }
+        let reads_disk = self.stream.iter().skip(issued).any(|kernel| match kernel {
+            Kernel::CopyBlock(copy) => copy.from.0 == Tier::Disk,
+            Kernel::Read { at, .. } => at.0 == Tier::Disk,
+            Kernel::Write { .. } | Kernel::Retired(_) => false,
+        });
+        self.seen.steps_over_disk += u64::from(reads_disk);
+        prop_assert_eq!(self.cache.step_on_disk().0 > 0, reads_disk);
         self.step = Some(step);
         Ok(())
     }
@@ -726,12 +753,13 @@ fn the_core_agrees_with_a_naive_model() {
         seen.pages_moved,
         seen.past_windows,
         seen.refused_rewinds,
+        seen.steps_over_disk,
     ];
     assert!(
         often.iter().all(|&count| count > seen.operations / 1000),
         "the operations miss the point: {seen:?}"
     );
-    assert!(seen.moves_inside_step > 0 && seen.failed_tickets > 0, "{seen:?}");
+    assert!(seen.moves_inside_step > 0 && seen.failed_tickets > 0 && seen.dropped_copies > 0, "{seen:?}");
 }
 
 /// Negative control: without the fence, the same test must fail.

@@ -2,9 +2,10 @@
 
 use crate::arrays::{floats, rows, rows_mut};
 use crate::device::{self, AnglePlaces, GroupPlaces, Room, Upload, WorkPlaces};
-use crate::errors::{core, cpu, invalid, invalid_because, released, unavailable};
+use crate::disk::{self, DiskArguments};
+use crate::errors::{self, core, cpu, invalid, invalid_because, released, unavailable};
 use crate::fork;
-use crate::layers::{LayerArguments, PlacedLayer, place};
+use crate::layers::{LayerArguments, Placed, PlacedLayer, place};
 use crate::tables::{self, Tables};
 use crate::ticket::{Plan, Ticket};
 use numpy::{
@@ -16,6 +17,7 @@ use pagoda_core::ids::{BlockId, Epoch, GroupId, SequenceId, Tier};
 use pagoda_core::plan::{BlockCopy, Selection};
 use pagoda_core::table::SpanView;
 use pagoda_cpu::{Arenas, Backend, Element, Isa, Layer, SequenceTable};
+use pagoda_store::disk::Store;
 use pagoda_store::{Mover, Place, Slab, Transfer};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
@@ -25,8 +27,8 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// The tiers that this build has memory on, in the order of their slabs.
-const TIERS: [Tier; 2] = [Tier::Device, Tier::Host];
+/// The tiers that are memory, in the order of their slabs.
+const MEMORY_TIERS: [Tier; 2] = [Tier::Device, Tier::Host];
 
 /// Bookkeeping, memory and CPU kernels of one cache. Its methods may be called from any thread; they take turns.
 #[pyclass(frozen, module = "pagoda._core")]
@@ -49,7 +51,7 @@ pub(crate) struct Inner {
 /// Who holds the memory, moves it and runs kernels.
 enum Engine {
     /// This module.
-    Cpu { slabs: Vec<Arc<Slab>>, mover: Mover, backend: Backend, checked: bool },
+    Cpu { slabs: Vec<Arc<Slab>>, disk: Option<Arc<Store>>, mover: Mover, backend: Backend, checked: bool },
     /// Whoever drives a device: it is told what to copy and what changed, and tells when a copy or a step has ended.
     Device { upload: Upload, epoch: Option<Epoch> },
 }
@@ -149,7 +151,10 @@ pub(crate) fn tier_named(py: Python<'_>, argument: &str, name: &str) -> PyResult
 
 impl Inner {
     fn place(&self, group: GroupId, (tier, block): (Tier, BlockId)) -> Place {
-        Place { slab: tier.index(), offset: u64::from(block.index()) * self.block_bytes[group.index()] }
+        if tier == Tier::Disk {
+            return Place::Disk { group, block };
+        }
+        Place::Slab { slab: tier.index(), offset: u64::from(block.index()) * self.block_bytes[group.index()] }
     }
 
     pub(crate) fn transfer(&self, copy: &BlockCopy) -> Transfer {
@@ -159,13 +164,16 @@ impl Inner {
 
     /// Gives memory without blocks back to the system.
     pub(crate) fn trim(&mut self) {
-        let Engine::Cpu { slabs, .. } = &self.engine else { return };
-        for tier in TIERS {
+        let Engine::Cpu { slabs, disk, .. } = &self.engine else { return };
+        // A refusal leaves the memory, or the space, where it is, which is no error.
+        for tier in MEMORY_TIERS {
             for range in self.core.reclaim(tier) {
-                // SAFETY: the core says that no block lies here, so nobody reads or writes it. A refusal leaves the
-                // memory where it is, which is no error.
+                // SAFETY: the core says that no block lies here, so nobody reads or writes it.
                 let _ = unsafe { slabs[tier.index()].give_back(range) };
             }
+        }
+        if let Some(store) = disk {
+            self.core.reclaim(Tier::Disk).for_each(|range| drop(store.discard(range)));
         }
     }
 
@@ -276,7 +284,7 @@ fn recycle<'a>(mut tables: Vec<SequenceTable<'_>>) -> Vec<SequenceTable<'a>> {
 #[pymethods]
 impl Cache {
     #[new]
-    #[pyo3(signature = (layers, *, page_size, memory, threads, deterministic, checked, isa, bases=None))]
+    #[pyo3(signature = (layers, *, page_size, memory, threads, deterministic, checked, isa, bases=None, disk=None))]
     fn new(
         py: Python<'_>,
         layers: Vec<LayerArguments>,
@@ -287,15 +295,18 @@ impl Cache {
         checked: bool,
         isa: Option<&str>,
         bases: Option<[u64; 2]>,
+        disk: Option<DiskArguments>,
     ) -> PyResult<Self> {
-        let (groups, layers) = place(py, &layers, page_size)?;
+        let Placed { groups, runs, layers } = place(py, &layers, page_size)?;
+        let disk = disk.map(|disk| disk::open(py, &disk, &runs).map(Arc::new)).transpose()?;
         let absent = TierMemory { bytes: 0, extent_bytes: u64::MAX };
+        let on_disk = disk.as_ref().map_or(absent, |store| store.geometry().arena());
         let [device, host] = memory.map(|(bytes, extent_bytes)| TierMemory { bytes, extent_bytes });
         let core =
-            pagoda_core::Cache::new(&groups, [device, host, absent]).map_err(|error| core(py, &error))?;
+            pagoda_core::Cache::new(&groups, [device, host, on_disk]).map_err(|error| core(py, &error))?;
         let mut base = [std::ptr::null_mut(); Tier::COUNT];
         let engine = if let Some(bases) = bases {
-            TIERS.iter().for_each(|tier| base[tier.index()] = bases[tier.index()] as *mut u8);
+            MEMORY_TIERS.iter().for_each(|tier| base[tier.index()] = bases[tier.index()] as *mut u8);
             Engine::Device { upload: Upload::default(), epoch: None }
         } else {
             let isa = isa.map(|name| isa_named(py, name)).transpose()?;
@@ -305,11 +316,10 @@ impl Cache {
                     .map_err(|error| unavailable(py, format_args!("{bytes} bytes of memory: {error}")))
             };
             let slabs = vec![slab(memory[0].0)?, slab(memory[1].0)?];
-            TIERS.iter().for_each(|tier| base[tier.index()] = slabs[tier.index()].base());
-            let mover = Mover::new(slabs.clone())
-                .map_err(|error| unavailable(py, format_args!("a thread to move pages: {error}")))?;
+            MEMORY_TIERS.iter().for_each(|tier| base[tier.index()] = slabs[tier.index()].base());
+            let mover = Mover::new(slabs.clone(), disk.as_ref()).map_err(|error| errors::disk(py, &error))?;
             let backend = Backend::new(threads, deterministic, isa).map_err(|error| cpu(py, &error))?;
-            Engine::Cpu { slabs, mover, backend, checked }
+            Engine::Cpu { slabs, disk, mover, backend, checked }
         };
         let inner = Inner {
             core,
@@ -394,6 +404,13 @@ impl Cache {
             batch.push((sequence_id(sequence), count));
         }
         inner.core.reserve(&batch).map_err(|error| core(py, &error))?;
+        // No kernel reads pages from disk: this is the place to bring them in while a step goes on.
+        let on_disk = inner.core.step_on_disk();
+        if on_disk.0 > 0 {
+            let epoch = inner.core.rollback().map_err(|error| core(py, &error))?;
+            inner.end_step(epoch).map_err(|error| core(py, &error))?;
+            return Err(errors::on_disk(py, on_disk));
+        }
         if let Engine::Cpu { mover, .. } = &inner.engine {
             for copy in inner.core.step_copies() {
                 // SAFETY: the source is Ready, so nobody writes it, and the target is this step's alone.
@@ -580,7 +597,9 @@ impl Cache {
     }
 
     /// What moving pages would copy.
-    #[pyo3(signature = (sequence, to, tokens, groups, *, keep=false, newest_first=false, pages_max=None))]
+    #[pyo3(signature = (
+        sequence, to, tokens, groups, *, keep=false, newest_first=false, pages_max=None, only_from=None, unshared=false
+    ))]
     fn plan(
         &self,
         py: Python<'_>,
@@ -591,14 +610,19 @@ impl Cache {
         keep: bool,
         newest_first: bool,
         pages_max: Option<usize>,
+        only_from: Option<&str>,
+        unshared: bool,
     ) -> PyResult<Plan> {
         let to = tier_named(py, "to", to)?;
+        let from = only_from.map(|name| tier_named(py, "only_from", name)).transpose()?;
         let selection = Selection {
             tokens: tokens.0..tokens.1,
             groups: groups.into_iter().map(GroupId).collect(),
             keep,
             newest_first,
             pages_max: pages_max.unwrap_or(usize::MAX),
+            from,
+            unshared,
         };
         self.with(py, |inner| inner.core.plan(sequence_id(sequence), to, &selection)).map(Plan)
     }
@@ -619,6 +643,16 @@ impl Cache {
             }
             inner.trim();
             Ok(Ticket { id, completion, transfers })
+        })
+    }
+
+    /// Frees blocks of a tier whose pages are read from a faster one; returns how many.
+    fn drop_copies(&self, py: Python<'_>, tier: &str, group: u8, pages_max: usize) -> PyResult<usize> {
+        let tier = tier_named(py, "tier", tier)?;
+        self.with(py, |inner| {
+            let dropped = inner.core.drop_copies(tier, GroupId(group), pages_max);
+            inner.trim();
+            Ok(dropped)
         })
     }
 
@@ -675,7 +709,12 @@ impl Cache {
         let inner = guard.as_mut().expect("locked open");
         let stats = PyDict::new(py);
         let blocks = PyDict::new(py);
-        for tier in TIERS {
+        let store = match &inner.engine {
+            Engine::Cpu { disk, .. } => disk.clone(),
+            Engine::Device { .. } => None,
+        };
+        let tiers = if store.is_some() { &Tier::ALL[..] } else { &MEMORY_TIERS[..] };
+        for &tier in tiers {
             let counts = (0..inner.block_bytes.len() as u8).map(|group| {
                 let counts = inner.core.block_counts(tier, GroupId(group));
                 (counts.free, counts.used, counts.draining)
@@ -687,13 +726,14 @@ impl Cache {
         stats.set_item("shared_pages", inner.core.shared_pages())?;
         stats.set_item("dead_rows", inner.core.dead_rows())?;
         let moved = PyDict::new(py);
-        for (from, to) in [(Tier::Device, Tier::Host), (Tier::Host, Tier::Device)] {
-            moved.set_item(
-                (from.to_string(), to.to_string()),
-                inner.core.moved_bytes()[from.index()][to.index()],
-            )?;
+        for (from, to) in tiers.iter().flat_map(|from| tiers.iter().map(move |to| (from, to))) {
+            if from != to {
+                let bytes = inner.core.moved_bytes()[from.index()][to.index()];
+                moved.set_item((from.to_string(), to.to_string()), bytes)?;
+            }
         }
         stats.set_item("moved_bytes", moved)?;
+        stats.set_item("disk", store.map(|store| disk::report(py, &store)).transpose()?)?;
         Ok(stats)
     }
 

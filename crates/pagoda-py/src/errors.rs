@@ -54,9 +54,30 @@ pub(crate) fn core(py: Python<'_>, error: &pagoda_core::Error) -> PyErr {
         }
         Error::UseAfterRelease { .. } => exception(py, "UseAfterRelease", error, &[]),
         Error::CopyFailed { .. } => exception(py, "TierIOError", error, &[]),
+        Error::CorruptPage { .. } => exception(py, "CorruptPage", error, &[]),
         Error::Invariant(_) => exception(py, "InvariantError", error, &[]),
         _ => exception(py, "PagodaError", error, &[]),
     }
+}
+
+/// Pages of a batch that no kernel can read where they are.
+pub(crate) fn on_disk(py: Python<'_>, (pages, bytes): (u64, u64)) -> PyErr {
+    let message =
+        format_args!("{pages} page(s), {bytes} bytes, of the batch are on disk; promote them first")
+            .to_string();
+    exception(py, "PagesOnDisk", message, &[("pages", pages), ("bytes", bytes)])
+}
+
+/// An error of the disk tier.
+pub(crate) fn disk(py: Python<'_>, error: &pagoda_store::disk::Error) -> PyErr {
+    use pagoda_store::disk::Error;
+    let class = match error {
+        Error::Corrupt { .. } | Error::Index(_) => "CorruptPage",
+        Error::Mismatch { .. } => "GeometryMismatch",
+        Error::Invalid { .. } => "InvalidArgument",
+        _ => "TierIOError",
+    };
+    exception(py, class, error, &[])
 }
 
 /// An error of the CPU backend.

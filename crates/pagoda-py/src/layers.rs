@@ -48,12 +48,16 @@ pub(crate) struct PlacedLayer {
     pub(crate) owner: Option<usize>,
 }
 
+/// The blocks of every group, and every layer.
+pub(crate) struct Placed {
+    pub(crate) groups: Vec<Group>,
+    /// Bytes of each layer that stores pages, by group: blocks are these one after the other.
+    pub(crate) runs: Vec<Vec<u64>>,
+    pub(crate) layers: Vec<PlacedLayer>,
+}
+
 /// Lays out the blocks of every group and checks every layer.
-pub(crate) fn place(
-    py: Python<'_>,
-    layers: &[LayerArguments],
-    page_size: u32,
-) -> PyResult<(Vec<Group>, Vec<PlacedLayer>)> {
+pub(crate) fn place(py: Python<'_>, layers: &[LayerArguments], page_size: u32) -> PyResult<Placed> {
     let geometry = |layer: &LayerArguments| {
         let (k, v) =
             (format_named(py, "k_dtype", &layer.k_dtype)?, format_named(py, "v_dtype", &layer.v_dtype)?);
@@ -66,7 +70,7 @@ pub(crate) fn place(
         })
     };
     let count = layers.iter().map(|layer| layer.group as usize + 1).max().unwrap_or(0);
-    let mut groups = Vec::with_capacity(count);
+    let (mut groups, mut runs) = (Vec::with_capacity(count), Vec::with_capacity(count));
     let mut layouts: Vec<Option<LayerLayout>> = vec![None; layers.len()];
     for group in 0..count {
         let members: Vec<usize> = (0..layers.len())
@@ -85,6 +89,9 @@ pub(crate) fn place(
                 trailing,
             }),
         });
+        let starts = layout.layers.iter().map(|layer| layer.k.rows.offset);
+        let ends = starts.clone().skip(1).chain([layout.block_bytes]);
+        runs.push(starts.zip(ends).map(|(start, end)| end - start).collect());
         members.iter().zip(layout.layers).for_each(|(&at, of_layer)| layouts[at] = Some(of_layer));
     }
     let place = |(at, arguments): (usize, &LayerArguments)| {
@@ -111,6 +118,6 @@ pub(crate) fn place(
         let center_first = arguments.center_first;
         Ok(PlacedLayer { group: GroupId(group), layer, center_first, sinks, owner: kv_owner })
     };
-    let placed = layers.iter().enumerate().map(place).collect::<PyResult<_>>()?;
-    Ok((groups, placed))
+    let layers = layers.iter().enumerate().map(place).collect::<PyResult<_>>()?;
+    Ok(Placed { groups, runs, layers })
 }

@@ -1,7 +1,9 @@
-//! Where the bytes of a cache live, and who moves them: host slabs, and the thread that copies blocks between them.
+//! Where the bytes of a cache live, and who moves them: slabs of memory, files on disk, and the threads that copy blocks between
+//! them.
 //!
-//! What goes where is decided in `pagoda-core`. The disk tier's segments will live here too.
+//! What goes where is decided in `pagoda-core`.
 
+pub mod disk;
 mod mover;
 mod slab;
 

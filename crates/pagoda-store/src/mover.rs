@@ -1,44 +1,80 @@
-//! The thread that copies blocks between slabs while the caller goes on.
+//! The threads that move blocks while the caller goes on: one copies in memory, some write to disk and read from it.
 
 use crate::Slab;
-use pagoda_core::fence::Completion;
-use std::sync::mpsc::{Sender, channel};
+use crate::disk::{Error, Lane, Store};
+use pagoda_core::fence::{Completion, Failure};
+use pagoda_core::ids::{BlockId, GroupId};
+use std::ops::Range;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// A byte range's start: a slab by number, and an offset in it.
+/// Where a block's bytes are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// Index of the slab, as given to `Mover::new`.
-    pub slab: usize,
-    /// Bytes from its start.
-    pub offset: u64,
+pub enum Place {
+    /// In memory.
+    Slab {
+        /// Index of the slab, as given to `Mover::new`.
+        slab: usize,
+        /// Bytes from its start.
+        offset: u64,
+    },
+    /// On disk.
+    Disk {
+        /// The layer group that the block is of.
+        group: GroupId,
+        /// The block.
+        block: BlockId,
+    },
 }
 
-/// One copy.
+/// One copy, of which at least one side is in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transfer {
     /// Where the bytes are.
     pub from: Place,
     /// Where they go.
     pub to: Place,
-    /// How many.
+    /// How many: a whole block, if one side is on disk.
     pub bytes: u64,
 }
 
-struct Job {
-    transfers: Vec<Transfer>,
-    completion: Completion,
-}
+/// Most pages that one thread writes or reads at a time: a segment's worth, so that others have work too.
+const DISK_PAGES: usize = 16;
 
-/// A background thread over a set of slabs. Jobs run in the order they were sent; dropping the mover finishes them first.
+/// Background threads over a set of slabs, and a store on disk if there is one. Copies in memory run in the order they were
+/// sent, others in any; dropping the mover finishes them first.
 #[derive(Debug)]
 pub struct Mover {
     slabs: Vec<Arc<Slab>>,
-    jobs: Option<Sender<Job>>,
-    thread: Option<JoinHandle<()>>,
+    has_disk: bool,
+    memory: Option<Sender<Part>>,
+    disk: Option<Sender<Part>>,
+    threads: Vec<JoinHandle<()>>,
     waiter: Waiter,
+}
+
+/// Transfers of one job that one thread makes.
+struct Part {
+    transfers: Vec<Transfer>,
+    /// Where the first of them stands in the job.
+    first: usize,
+    job: Arc<Job>,
+}
+
+/// What `send` was given, until its last part is done.
+struct Job {
+    completion: Completion,
+    waiter: Waiter,
+    state: Mutex<JobState>,
+}
+
+struct JobState {
+    parts_left: usize,
+    /// Transfers before the first that failed.
+    copied: usize,
+    failure: Option<Failure>,
 }
 
 /// Sleeps until copies have arrived, without holding on to the mover.
@@ -46,46 +82,73 @@ pub struct Mover {
 pub struct Waiter(Arc<(Mutex<()>, Condvar)>);
 
 impl Mover {
-    /// Starts the thread.
-    pub fn new(slabs: Vec<Arc<Slab>>) -> std::io::Result<Self> {
-        let (jobs, inbox) = channel::<Job>();
-        let waiter = Waiter::default();
-        let (shared, signal) = (slabs.clone(), waiter.0.clone());
-        let work = move || {
-            for job in inbox {
-                for transfer in &job.transfers {
-                    copy(&shared, transfer);
-                }
-                // Under the lock, so that a waiter cannot look and fall asleep in between.
-                let _guard = signal.0.lock().unwrap_or_else(PoisonError::into_inner);
-                job.completion.finish(job.transfers.len() as u32);
-                signal.1.notify_all();
-            }
+    /// Starts the threads; those of the disk are as many as keep it busy.
+    pub fn new(slabs: Vec<Arc<Slab>>, disk: Option<&Arc<Store>>) -> Result<Self, Error> {
+        let mut mover = Self {
+            slabs,
+            has_disk: disk.is_some(),
+            memory: None,
+            disk: None,
+            threads: Vec::new(),
+            waiter: Waiter::default(),
         };
-        let thread = std::thread::Builder::new().name("pagoda-mover".into()).spawn(work)?;
-        Ok(Self { slabs, jobs: Some(jobs), thread: Some(thread), waiter })
+        let (memory, inbox) = channel::<Part>();
+        let slabs = mover.slabs.clone();
+        mover.memory = Some(memory);
+        mover.start("pagoda-mover", move || {
+            for part in inbox {
+                part.transfers.iter().for_each(|transfer| copy(&slabs, transfer));
+                part.end(Ok(()));
+            }
+        })?;
+        if let Some(store) = disk {
+            let (disk, inbox) = channel::<Part>();
+            let inbox = Arc::new(Mutex::new(inbox));
+            mover.disk = Some(disk);
+            for _ in 0..store.lanes() {
+                let (lane, slabs, inbox) = (store.lane()?, mover.slabs.clone(), inbox.clone());
+                mover.start("pagoda-disk", move || serve(lane, &slabs, &inbox))?;
+            }
+        }
+        Ok(mover)
     }
 
-    /// Copies in the background; `completion` finishes when all bytes have arrived.
+    fn start(&mut self, name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), Error> {
+        let thread = std::thread::Builder::new().name(name.into()).spawn(work);
+        self.threads.push(thread.map_err(Error::io("starting a thread"))?);
+        Ok(())
+    }
+
+    /// Copies in the background; `completion` finishes when all bytes have arrived, or fails when no more will.
     ///
     /// # Safety
     /// Until then nobody may write what is read here, nor touch what is written here.
     ///
     /// # Panics
-    /// When a transfer leaves its slab.
+    /// When a transfer leaves its slab, has no side in memory, or needs a disk that is not there.
     pub unsafe fn send(&self, transfers: Vec<Transfer>, completion: Completion) {
         transfers.iter().for_each(|transfer| self.check(transfer));
-        let jobs = self.jobs.as_ref().expect("lives until drop");
-        jobs.send(Job { transfers, completion }).expect("the thread lives until drop");
+        let parts = cut(&transfers);
+        if parts.is_empty() {
+            return completion.finish(0);
+        }
+        let state = JobState { parts_left: parts.len(), copied: transfers.len(), failure: None };
+        let job = Arc::new(Job { completion, waiter: self.waiter.clone(), state: Mutex::new(state) });
+        for range in parts {
+            let part =
+                Part { transfers: transfers[range.clone()].to_vec(), first: range.start, job: job.clone() };
+            let queue = if part.transfers[0].on_disk().is_some() { &self.disk } else { &self.memory };
+            queue.as_ref().expect("lives until drop").send(part).expect("the threads live until drop");
+        }
     }
 
-    /// Copies now.
+    /// Copies now, in memory.
     ///
     /// # Safety
     /// As for `send`, until this returns.
     ///
     /// # Panics
-    /// When the transfer leaves its slab.
+    /// When the transfer leaves its slab, or a side is on disk.
     pub unsafe fn copy_now(&self, transfer: &Transfer) {
         self.check(transfer);
         copy(&self.slabs, transfer);
@@ -98,10 +161,102 @@ impl Mover {
 
     fn check(&self, transfer: &Transfer) {
         for place in [transfer.from, transfer.to] {
-            let end = place.offset.checked_add(transfer.bytes);
-            let inside = end.is_some_and(|end| end <= self.slabs[place.slab].bytes() as u64);
+            let inside = match place {
+                Place::Slab { slab, offset } => offset
+                    .checked_add(transfer.bytes)
+                    .is_some_and(|end| end <= self.slabs[slab].bytes() as u64),
+                Place::Disk { .. } => self.has_disk,
+            };
             assert!(inside, "{transfer:?} leaves its slab");
         }
+    }
+}
+
+impl Transfer {
+    /// The group of the side that is on disk, and whether that is the target.
+    fn on_disk(&self) -> Option<(GroupId, bool)> {
+        match (self.from, self.to) {
+            (Place::Disk { group, .. }, _) => Some((group, false)),
+            (_, Place::Disk { group, .. }) => Some((group, true)),
+            _ => None,
+        }
+    }
+
+    /// The block on disk, and the place in memory.
+    fn sides(&self) -> (BlockId, Place) {
+        match (self.from, self.to) {
+            (Place::Disk { block, .. }, memory) | (memory, Place::Disk { block, .. }) => (block, memory),
+            _ => unreachable!("looked at by `on_disk`"),
+        }
+    }
+}
+
+/// Cuts a job into runs of transfers that one thread makes at once.
+fn cut(transfers: &[Transfer]) -> Vec<Range<usize>> {
+    let mut parts: Vec<Range<usize>> = Vec::new();
+    for (index, transfer) in transfers.iter().enumerate() {
+        match parts.last_mut() {
+            Some(last)
+                if transfers[last.start].on_disk() == transfer.on_disk()
+                    && (transfer.on_disk().is_none() || last.len() < DISK_PAGES) =>
+            {
+                last.end = index + 1;
+            }
+            _ => parts.push(index..index + 1),
+        }
+    }
+    parts
+}
+
+impl Part {
+    /// Notes how the part ended; the last one of a job finishes it.
+    fn end(self, result: Result<(), Error>) {
+        let Job { completion, waiter, state } = &*self.job;
+        let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Err(error) = result
+            && self.first < state.copied
+        {
+            state.copied = self.first;
+            state.failure = Some(match error {
+                Error::Corrupt { .. } => Failure::Corrupt(error.to_string()),
+                other => Failure::Io(other.to_string()),
+            });
+        }
+        state.parts_left -= 1;
+        if state.parts_left == 0 {
+            // Under the lock, so that a waiter cannot look and fall asleep in between.
+            let _guard = waiter.0.0.lock().unwrap_or_else(PoisonError::into_inner);
+            match state.failure.take() {
+                Some(failure) => completion.fail(state.copied as u32, failure),
+                None => completion.finish(state.copied as u32),
+            }
+            waiter.0.1.notify_all();
+        }
+    }
+}
+
+/// One thread of the disk: takes parts until there are no more.
+fn serve(mut lane: Lane, slabs: &[Arc<Slab>], inbox: &Mutex<Receiver<Part>>) {
+    loop {
+        let next = inbox.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let Ok(part) = next else { return };
+        let (group, writes) = part.transfers[0].on_disk().expect("sent to the disk");
+        let (blocks, memory): (Vec<_>, Vec<_>) = part.transfers.iter().map(Transfer::sides).unzip();
+        let result = if writes {
+            lane.write(group, &blocks, |page, range, target| {
+                let source = address(slabs, memory[page], range.start);
+                // SAFETY: as in `copy`; `target` is the lane's own.
+                unsafe { std::ptr::copy_nonoverlapping(source, target.as_mut_ptr(), target.len()) };
+            })
+        } else {
+            let layers = 0..lane.layers(group);
+            lane.read(group, &blocks, layers, |page, range, source| {
+                let target = address(slabs, memory[page], range.start);
+                // SAFETY: as in `copy`; `source` is the lane's own.
+                unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), target, source.len()) };
+            })
+        };
+        part.end(result);
     }
 }
 
@@ -121,23 +276,26 @@ impl Waiter {
     }
 }
 
+/// The address `ahead` bytes behind a place in memory.
+fn address(slabs: &[Arc<Slab>], place: Place, ahead: u64) -> *mut u8 {
+    let Place::Slab { slab, offset } = place else { unreachable!("a side in memory") };
+    // SAFETY: `check` has seen the whole range inside of its slab, and `ahead` is within it.
+    unsafe { slabs[slab].base().add((offset + ahead) as usize) }
+}
+
 /// Copies within checked bounds.
 fn copy(slabs: &[Arc<Slab>], transfer: &Transfer) {
-    let Transfer { from, to, bytes } = *transfer;
+    let (source, target) = (address(slabs, transfer.from, 0), address(slabs, transfer.to, 0));
     // SAFETY: `check` has seen both ranges inside their slabs, which live as long as the caller's `Arc`s; that nobody
     // races on them and that they do not overlap is what the senders promise.
-    unsafe {
-        let source = slabs[from.slab].base().add(from.offset as usize);
-        let target = slabs[to.slab].base().add(to.offset as usize);
-        std::ptr::copy_nonoverlapping(source, target, bytes as usize);
-    }
+    unsafe { std::ptr::copy_nonoverlapping(source, target, transfer.bytes as usize) };
 }
 
 impl Drop for Mover {
     fn drop(&mut self) {
-        drop(self.jobs.take());
-        if let Some(thread) = self.thread.take() {
-            // It panics nowhere: `send` has checked the bounds.
+        drop((self.memory.take(), self.disk.take()));
+        for thread in self.threads.drain(..) {
+            // They panic nowhere: `send` has checked the bounds.
             let _ = thread.join();
         }
     }
@@ -152,13 +310,17 @@ mod tests {
     }
 
     fn transfer(from: u64, to: u64, bytes: u64) -> Transfer {
-        Transfer { from: Place { slab: 0, offset: from }, to: Place { slab: 1, offset: to }, bytes }
+        Transfer {
+            from: Place::Slab { slab: 0, offset: from },
+            to: Place::Slab { slab: 1, offset: to },
+            bytes,
+        }
     }
 
     #[test]
     fn a_finished_job_has_moved_its_bytes() {
         let slabs = slabs();
-        let mover = Mover::new(slabs.clone()).unwrap();
+        let mover = Mover::new(slabs.clone(), None).unwrap();
         for round in 1..100u8 {
             // SAFETY: the mover has no job now.
             unsafe { slabs[0].base().write_bytes(round, 4096) };
@@ -178,14 +340,14 @@ mod tests {
 
     #[test]
     fn waiting_gives_up() {
-        let mover = Mover::new(slabs()).unwrap();
+        let mover = Mover::new(slabs(), None).unwrap();
         assert!(!mover.waiter().wait(&Completion::new(), Duration::from_millis(1)));
     }
 
     #[test]
     fn dropping_finishes_what_was_sent() {
         let completion = Completion::new();
-        let mover = Mover::new(slabs()).unwrap();
+        let mover = Mover::new(slabs(), None).unwrap();
         // SAFETY: nobody touches the slabs.
         unsafe { mover.send(vec![transfer(0, 0, 1 << 16)], completion.clone()) };
         drop(mover);
@@ -195,8 +357,88 @@ mod tests {
     #[test]
     #[should_panic(expected = "leaves its slab")]
     fn refuses_to_leave_a_slab() {
-        let mover = Mover::new(slabs()).unwrap();
+        let mover = Mover::new(slabs(), None).unwrap();
         // SAFETY: it panics before it copies.
         unsafe { mover.copy_now(&transfer(1, 0, 1 << 16)) };
+    }
+
+    mod on_disk {
+        use super::*;
+        use crate::disk::Geometry;
+        use crate::disk::io::fault::{Fault, FaultyDisk};
+
+        const GROUP: GroupId = GroupId(0);
+        const PAGE: u64 = 5000;
+        const PAGES: u64 = 40;
+
+        fn parts() -> (FaultyDisk, Arc<Store>, Vec<Arc<Slab>>) {
+            let (disk, geometry) =
+                (FaultyDisk::default(), Geometry::new(&[vec![3000, 2000]], 1 << 20).unwrap());
+            let store = Arc::new(Store::scratch(&disk, geometry, [1; 16], None).unwrap());
+            let slabs: Vec<_> =
+                (0..2).map(|_| Arc::new(Slab::new((PAGES * PAGE) as usize).unwrap())).collect();
+            for at in 0..PAGES * PAGE {
+                // SAFETY: nobody else has the slab yet.
+                unsafe { slabs[0].base().add(at as usize).write((at % 249) as u8) };
+            }
+            (disk, store, slabs)
+        }
+
+        fn disk(page: u64) -> Place {
+            Place::Disk { group: GROUP, block: BlockId::new(page as u32) }
+        }
+
+        fn memory(slab: usize, page: u64) -> Place {
+            Place::Slab { slab, offset: page * PAGE }
+        }
+
+        fn run(mover: &Mover, transfers: Vec<Transfer>) -> Completion {
+            let completion = Completion::new();
+            // SAFETY: nobody touches the slabs until the completion.
+            unsafe { mover.send(transfers, completion.clone()) };
+            assert!(mover.waiter().wait(&completion, Duration::from_secs(60)));
+            completion
+        }
+
+        #[test]
+        fn pages_go_to_disk_and_come_back_mixed_with_copies_in_memory() {
+            let (_, store, slabs) = parts();
+            let mover = Mover::new(slabs.clone(), Some(&store)).unwrap();
+            let out =
+                (0..PAGES / 2).map(|page| Transfer { from: memory(0, page), to: disk(page), bytes: PAGE });
+            assert_eq!(run(&mover, out.collect()).copied(), Some(20));
+            let back = (0..PAGES).map(|page| {
+                let from = if page < PAGES / 2 { disk(page) } else { memory(0, page) };
+                Transfer { from, to: memory(1, page), bytes: PAGE }
+            });
+            assert_eq!(run(&mover, back.collect()).copied(), Some(40));
+            // SAFETY: the job has finished.
+            let back = unsafe { std::slice::from_raw_parts(slabs[1].base(), (PAGES * PAGE) as usize) };
+            assert!(back.iter().enumerate().all(|(at, &byte)| byte == (at % 249) as u8));
+        }
+
+        #[test]
+        fn a_failure_counts_what_arrived_before_it_and_says_why() {
+            let (faulty, store, slabs) = parts();
+            let mover = Mover::new(slabs.clone(), Some(&store)).unwrap();
+            let out = |pages: Range<u64>| {
+                pages
+                    .map(|page| Transfer { from: memory(0, page), to: disk(page), bytes: PAGE })
+                    .collect::<Vec<_>>()
+            };
+            faulty.fail(0, Fault::Errno(rustix::io::Errno::NOSPC.raw_os_error()));
+            let failed = run(&mover, out(0..4));
+            assert_eq!(failed.copied(), Some(0));
+            assert_eq!(run(&mover, out(0..PAGES)).copied(), Some(40), "it goes on when there is space again");
+            faulty.with("scratch 1", |bytes| {
+                // Whatever of page 20 it is: its bytes are known.
+                let right: Vec<u8> = (20 * PAGE..20 * PAGE + 3000).map(|at| (at % 249) as u8).collect();
+                let at = bytes.windows(3000).position(|bytes| bytes == right).unwrap();
+                bytes[at + 1234] ^= 1;
+            });
+            let back = (0..PAGES).map(|page| Transfer { from: disk(page), to: memory(1, page), bytes: PAGE });
+            assert_eq!(run(&mover, back.collect()).copied(), Some(16), "parts of 16 pages");
+            assert_eq!(store.traffic().corrupt, 1);
+        }
     }
 }

@@ -9,6 +9,7 @@ import platform
 import resource
 import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pagoda import build_info
+from pagoda import _core, build_info
 from pagoda.device import cuda
 from pagoda.errors import PagodaError
 from pagoda.kernels import instances, loader
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def examine() -> list[Finding]:
     """Looks at everything."""
-    return [_module(), _kernels(), *_gpu(), _memory(), _locked_memory(), _huge_pages(), _io_uring(), _disk()]
+    return [_module(), _kernels(), *_gpu(), _memory(), _locked_memory(), _huge_pages(), _disk()]
 
 
 def _module() -> Finding:
@@ -188,24 +189,17 @@ def _huge_pages() -> Finding:
     return Finding("huge pages", fine, setting or "not known", remedy)
 
 
-def _io_uring() -> Finding:
-    setting = _read("/proc/sys/kernel/io_uring_disabled")
-    return Finding(
-        "io_uring",
-        setting in ("", "0"),
-        {"0": "on", "": "not known"}.get(setting, "restricted"),
-        "not used yet",
-    )
-
-
 def _disk() -> Finding:
-    usage = shutil.disk_usage(".")
-    return Finding(
-        "disk",
-        True,
-        f"{format_size(usage.free)} free of {format_size(usage.total)}",
-        "there is no disk tier yet",
-    )
+    place = tempfile.gettempdir()
+    usage = shutil.disk_usage(place)
+    try:
+        with tempfile.TemporaryDirectory(prefix="pagoda-") as directory:
+            access = _core.disk_access(directory)
+    except (OSError, PagodaError) as error:
+        return Finding("disk", False, str(error), "a directory that can be written to, for a disk tier")
+    works = [name for name, there in (("O_DIRECT", access["direct"]), ("io_uring", access["io_uring"])) if there]
+    found = f"{format_size(usage.free)} free of {format_size(usage.total)} in {place}; {' and '.join(works) or 'page cache'}"
+    return Finding("disk", not access["refused"], found, "; ".join(access["refused"]))
 
 
 def _read(path: str) -> str:

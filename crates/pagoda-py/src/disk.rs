@@ -1,0 +1,60 @@
+//! The disk tier, as the facade asks for it.
+
+use crate::errors;
+use pagoda_store::disk::io::{Access, Directory, Folder};
+use pagoda_store::disk::{Budget, Error, Geometry, Store};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use std::path::PathBuf;
+use std::time::Instant;
+
+/// Where pages go, as a dict.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct DiskArguments {
+    path: PathBuf,
+    memory: u64,
+    fingerprint: [u8; 16],
+    /// Whether files have names, and are opened again.
+    resume: bool,
+    writes_per_day: Option<u64>,
+}
+
+/// Opens the files.
+pub(crate) fn open(py: Python<'_>, disk: &DiskArguments, runs: &[Vec<u64>]) -> PyResult<Store> {
+    let open = || -> Result<Store, Error> {
+        let geometry = Geometry::new(runs, disk.memory)?;
+        let folder = Folder::open(&disk.path)?;
+        let budget = disk.writes_per_day.map(|bytes| Budget::new(bytes, Instant::now()));
+        if disk.resume {
+            Store::open(&folder, geometry, disk.fingerprint, budget).map(|(store, _)| store)
+        } else {
+            Store::scratch(&folder, geometry, disk.fingerprint, budget)
+        }
+    };
+    py.detach(open).map_err(|error| errors::disk(py, &error))
+}
+
+/// How page I/O can be done in a directory, as a write and a read there show.
+#[pyfunction]
+pub(crate) fn disk_access(py: Python<'_>, path: PathBuf) -> PyResult<Bound<'_, PyDict>> {
+    let folder = py.detach(|| Folder::open(&path)).map_err(|error| errors::disk(py, &error))?;
+    access_report(py, &folder.access())
+}
+
+fn access_report<'py>(py: Python<'py>, access: &Access) -> PyResult<Bound<'py, PyDict>> {
+    let report = PyDict::new(py);
+    report.set_item("direct", access.direct)?;
+    report.set_item("io_uring", access.uring)?;
+    report.set_item("refused", access.refused.clone())?;
+    Ok(report)
+}
+
+/// How page I/O is done and what it came to.
+pub(crate) fn report<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'py, PyDict>> {
+    let (report, traffic) = (access_report(py, store.access())?, store.traffic());
+    report.set_item("bytes_written", traffic.bytes_written)?;
+    report.set_item("bytes_read", traffic.bytes_read)?;
+    report.set_item("corrupt", traffic.corrupt)?;
+    Ok(report)
+}

@@ -1,0 +1,83 @@
+//! What can go wrong on disk, as data.
+
+use std::io;
+use std::path::PathBuf;
+
+/// Why the disk tier did not do what it was asked. Nothing that was readable before has changed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The system refused an operation.
+    #[error("{operation}: {source}")]
+    Io {
+        /// What was tried.
+        operation: &'static str,
+        /// With the errno, if the system gave one.
+        source: io::Error,
+    },
+    /// A directory that cannot be used.
+    #[error("disk = {}: {source}", path.display())]
+    Place {
+        /// Where it is.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// Stored bytes are not what was stored.
+    #[error("block {block} of layer group {group}: {reason}")]
+    Corrupt {
+        /// The page's layer group.
+        group: u8,
+        /// The block that holds the page.
+        block: u32,
+        /// What does not fit.
+        reason: String,
+    },
+    /// The index is not one that this program wrote.
+    #[error("index: {0}")]
+    Index(String),
+    /// Another process has the files.
+    #[error("another process or cache has it open")]
+    Locked,
+    /// The files are of another model, format or size.
+    #[error("{what} is {stored} on disk, and {wanted} here")]
+    Mismatch {
+        /// What differs.
+        what: &'static str,
+        /// As the files say.
+        stored: String,
+        /// As the caller says.
+        wanted: String,
+    },
+    /// Writing would exceed what the drive may be given a day.
+    #[error("{wanted} bytes to write: {left} are left of {per_day} a day")]
+    OverBudget {
+        /// Bytes to write.
+        wanted: u64,
+        /// Bytes that may be written now.
+        left: u64,
+        /// The limit.
+        per_day: u64,
+    },
+    /// An argument is outside of what the call takes.
+    #[error("{argument} = {value}: {limit}")]
+    Invalid {
+        /// Name of the argument.
+        argument: &'static str,
+        /// What was passed.
+        value: String,
+        /// What would have been accepted.
+        limit: String,
+    },
+}
+
+impl Error {
+    /// Names the operation that failed.
+    pub(crate) fn io(operation: &'static str) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Io { operation, source }
+    }
+
+    pub(super) fn invalid(argument: &'static str, value: impl ToString, limit: impl Into<String>) -> Self {
+        Self::Invalid { argument, value: value.to_string(), limit: limit.into() }
+    }
+}

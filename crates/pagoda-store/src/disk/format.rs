@@ -1,0 +1,273 @@
+//! The bytes of headers and of the index: docs/layout.md draws them. All numbers are little-endian.
+//!
+//! Whoever parses looks at lengths before bytes: a file may hold anything.
+
+use super::io::ALIGN;
+use super::{Error, Result};
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+
+/// Says which model and row formats pages are of; only equal ones are read.
+pub type Fingerprint = [u8; 16];
+
+const VERSION: u32 = 1;
+const PAGE_MAGIC: [u8; 8] = *b"PAGODAPG";
+const INDEX_MAGIC: [u8; 8] = *b"PAGODAIX";
+
+/// How often an index may be opened: generations have room for as many.
+const EPOCHS_MAX: u64 = 1 << 24;
+
+/// Bytes before the checksums of the layers.
+const HEADER_FIXED: usize = 64;
+
+/// Where in a header its own checksum lies.
+const HEADER_SUM: usize = 56;
+
+/// Bytes of a page's header in the file.
+pub(super) fn header_bytes(layers: usize) -> u64 {
+    ((HEADER_FIXED + 8 * layers) as u64).next_multiple_of(ALIGN)
+}
+
+/// The checksum of a layer of a page as it is stored.
+pub(super) fn sum(bytes: &[u8]) -> u64 {
+    xxh3_64(bytes)
+}
+
+/// A page in the file, as whoever reads it expects it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Record {
+    /// Layer group.
+    pub group: u8,
+    /// Block of the disk tier's arena.
+    pub block: u32,
+    /// Which of all pages ever written.
+    pub generation: u64,
+    /// The checksum of its header, which has those of its layers.
+    pub sum: u64,
+}
+
+/// Writes the header of a page; returns its checksum.
+pub(super) fn write_header(
+    bytes: &mut [u8],
+    fingerprint: &Fingerprint,
+    (group, block, generation): (u8, u32, u64),
+    payload: u64,
+    sums: &[u64],
+) -> u64 {
+    bytes.fill(0);
+    bytes[0..8].copy_from_slice(&PAGE_MAGIC);
+    bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    bytes[12..16].copy_from_slice(&u32::from(group).to_le_bytes());
+    bytes[16..32].copy_from_slice(fingerprint);
+    bytes[32..36].copy_from_slice(&block.to_le_bytes());
+    bytes[36..40].copy_from_slice(&(sums.len() as u32).to_le_bytes());
+    bytes[40..48].copy_from_slice(&generation.to_le_bytes());
+    bytes[48..56].copy_from_slice(&payload.to_le_bytes());
+    for (at, sum) in bytes[HEADER_FIXED..].chunks_exact_mut(8).zip(sums) {
+        at.copy_from_slice(&sum.to_le_bytes());
+    }
+    let sum = xxh3_64(bytes);
+    bytes[HEADER_SUM..HEADER_SUM + 8].copy_from_slice(&sum.to_le_bytes());
+    sum
+}
+
+/// The checksums of the layers of the page that `expected` describes, if `bytes` are its header; else why not.
+pub(super) fn read_header(
+    bytes: &mut [u8],
+    fingerprint: &Fingerprint,
+    expected: &Record,
+    layers: usize,
+) -> std::result::Result<Box<[u64]>, String> {
+    let mut fields = Fields(&*bytes);
+    if fields.take() != Some(PAGE_MAGIC) {
+        return Err("its header is none".into());
+    }
+    let version = fields.u32();
+    if version != Some(VERSION) {
+        return Err(format!("its header has version {version:?}, not {VERSION}"));
+    }
+    let group = fields.u32();
+    if fields.take() != Some(*fingerprint) {
+        return Err("it is of another model or format".into());
+    }
+    let (block, count, generation) = (fields.u32(), fields.u32(), fields.u64());
+    if (group, block, generation)
+        != (Some(expected.group.into()), Some(expected.block), Some(expected.generation))
+    {
+        return Err(format!(
+            "its header is of block {block:?} of group {group:?} in generation {generation:?}, not {}",
+            expected.generation
+        ));
+    }
+    if count != Some(layers as u32) {
+        return Err(format!("its header has {count:?} layers, not {layers}"));
+    }
+    let stored: [u8; 8] = bytes[HEADER_SUM..HEADER_SUM + 8].try_into().expect("8 bytes");
+    bytes[HEADER_SUM..HEADER_SUM + 8].fill(0);
+    if [xxh3_64(bytes), u64::from_le_bytes(stored)] != [expected.sum; 2] {
+        return Err("its header does not verify".into());
+    }
+    let sums = bytes[HEADER_FIXED..].chunks_exact(8).take(layers);
+    let sums: Box<[u64]> = sums.map(|sum| u64::from_le_bytes(sum.try_into().expect("8 bytes"))).collect();
+    if sums.len() == layers { Ok(sums) } else { Err("its header is too short".into()) }
+}
+
+/// What the index begins with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct IndexHeader {
+    pub(super) fingerprint: Fingerprint,
+    /// How often the store was opened: page generations of one epoch are above those of all before.
+    pub(super) epoch: u64,
+    /// `Geometry::describe`.
+    pub(super) geometry: Vec<u64>,
+}
+
+impl IndexHeader {
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        bytes.extend(INDEX_MAGIC);
+        bytes.extend(VERSION.to_le_bytes());
+        bytes.extend((self.geometry.len() as u32).to_le_bytes());
+        bytes.extend(self.fingerprint);
+        bytes.extend(self.epoch.to_le_bytes());
+        self.geometry.iter().for_each(|number| bytes.extend(number.to_le_bytes()));
+        bytes.extend(xxh3_64(&bytes).to_le_bytes());
+        bytes
+    }
+
+    /// The header, and how many bytes it takes.
+    pub(super) fn parse(bytes: &[u8]) -> Result<(Self, usize)> {
+        let broken = |why: &str| Error::Index(format!("{why}; remove the directory to begin anew"));
+        let mut fields = Fields(bytes);
+        if fields.take() != Some(INDEX_MAGIC) {
+            return Err(broken("not one of a Pagoda cache"));
+        }
+        let version = fields.u32();
+        if version != Some(VERSION) {
+            return Err(broken(&format!("version {version:?}, not {VERSION}")));
+        }
+        let len = fields.u32().unwrap_or(u32::MAX) as usize;
+        let (fingerprint, epoch) = (fields.take(), fields.u64());
+        let geometry = len.checked_mul(8).and_then(|bytes| fields.bytes(bytes));
+        let end = bytes.len() - fields.0.len();
+        let (Some(fingerprint), Some(epoch), Some(geometry), Some(sum)) =
+            (fingerprint, epoch, geometry, fields.u64())
+        else {
+            return Err(broken("its header is cut short"));
+        };
+        if sum != xxh3_64(&bytes[..end]) {
+            return Err(broken("its header does not verify"));
+        }
+        if epoch >= EPOCHS_MAX {
+            return Err(broken(&format!("opened {epoch} times")));
+        }
+        let numbers =
+            geometry.chunks_exact(8).map(|number| u64::from_le_bytes(number.try_into().expect("8 bytes")));
+        Ok((Self { fingerprint, epoch, geometry: numbers.collect() }, end + 8))
+    }
+}
+
+/// One line of the index.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Line {
+    /// From now on `key` has these pages, and whatever else the caller wants to know of it.
+    Put { key: Vec<u8>, pages: Vec<Record>, meta: Vec<u8> },
+    /// From now on there is no `key`.
+    Delete { key: Vec<u8> },
+}
+
+const PUT: u32 = 1;
+const DELETE: u32 = 2;
+
+/// Bytes of a page in a line.
+const RECORD_BYTES: usize = 24;
+
+impl Line {
+    /// The bytes of a line at `offset` of an index with this epoch: elsewhere they do not verify.
+    pub(super) fn to_bytes(&self, epoch: u64, offset: u64) -> Vec<u8> {
+        let mut body = Vec::new();
+        match self {
+            Self::Put { key, pages, meta } => {
+                body.extend(PUT.to_le_bytes());
+                body.extend((key.len() as u32).to_le_bytes());
+                body.extend((pages.len() as u32).to_le_bytes());
+                body.extend((meta.len() as u32).to_le_bytes());
+                body.extend(key);
+                for page in pages {
+                    body.extend(u32::from(page.group).to_le_bytes());
+                    body.extend(page.block.to_le_bytes());
+                    body.extend(page.generation.to_le_bytes());
+                    body.extend(page.sum.to_le_bytes());
+                }
+                body.extend(meta);
+            }
+            Self::Delete { key } => {
+                body.extend(DELETE.to_le_bytes());
+                body.extend((key.len() as u32).to_le_bytes());
+                body.extend(key);
+            }
+        }
+        let mut bytes = (body.len() as u32).to_le_bytes().to_vec();
+        bytes.extend(body);
+        bytes.extend(xxh3_64_with_seed(&bytes, seed(epoch, offset)).to_le_bytes());
+        bytes
+    }
+
+    /// The line that begins at `offset` of the index `bytes`, and where the next one does; none if there is no whole one.
+    pub(super) fn parse(bytes: &[u8], epoch: u64, offset: usize) -> Option<(Self, usize)> {
+        let line = bytes.get(offset..)?;
+        let mut fields = Fields(line);
+        let len = fields.u32()? as usize;
+        let mut body = Fields(fields.bytes(len)?);
+        if fields.u64()? != xxh3_64_with_seed(&line[..4 + len], seed(epoch, offset as u64)) {
+            return None;
+        }
+        let end = offset + 4 + len + 8;
+        let parsed = match body.u32()? {
+            PUT => {
+                let (key, pages, meta) = (body.u32()?, body.u32()?, body.u32()?);
+                let key = body.bytes(key as usize)?.to_vec();
+                let rows = body.bytes((pages as usize).checked_mul(RECORD_BYTES)?)?;
+                let pages = rows.chunks_exact(RECORD_BYTES).map(|row| {
+                    let mut row = Fields(row);
+                    let group = u8::try_from(row.u32()?).ok()?;
+                    Some(Record { group, block: row.u32()?, generation: row.u64()?, sum: row.u64()? })
+                });
+                let pages = pages.collect::<Option<_>>()?;
+                Self::Put { key, pages, meta: body.bytes(meta as usize)?.to_vec() }
+            }
+            DELETE => {
+                let key = body.u32()?;
+                Self::Delete { key: body.bytes(key as usize)?.to_vec() }
+            }
+            _ => return None,
+        };
+        body.0.is_empty().then_some((parsed, end))
+    }
+}
+
+fn seed(epoch: u64, offset: u64) -> u64 {
+    epoch << 40 ^ offset
+}
+
+/// Bytes that are taken from the front, as long as there are any.
+struct Fields<'a>(&'a [u8]);
+
+impl<'a> Fields<'a> {
+    fn bytes(&mut self, count: usize) -> Option<&'a [u8]> {
+        let (taken, rest) = self.0.split_at_checked(count)?;
+        self.0 = rest;
+        Some(taken)
+    }
+
+    fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
+        self.bytes(N).map(|bytes| bytes.try_into().expect("N bytes"))
+    }
+
+    fn u32(&mut self) -> Option<u32> {
+        self.take().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Option<u64> {
+        self.take().map(u64::from_le_bytes)
+    }
+}

@@ -1,0 +1,159 @@
+//! The index of a named cache: a log of what is kept under which key, written anew whenever it is opened.
+//!
+//! It is read to its last whole line. A line that was cut short, or changed, ends it.
+
+use super::format::{Fingerprint, IndexHeader, Line, Record};
+use super::io::{Directory, File};
+use super::segment::Geometry;
+use super::{Error, Result};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+const NAME: &str = "index";
+
+/// No index is as large: 100 GB of pages take some megabytes.
+const BYTES_MAX: u64 = 4 << 30;
+
+/// What a key stands for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// Its pages, in an order that is the caller's.
+    pub pages: Vec<Record>,
+    /// Whatever else the caller wants to know of it.
+    pub meta: Vec<u8>,
+}
+
+/// What reopening found, besides the entries.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Recovered {
+    /// Keys that are gone, and why.
+    pub lost: Vec<(Vec<u8>, String)>,
+    /// Bytes after the last whole line.
+    pub torn_bytes: u64,
+}
+
+/// The index of an open store.
+#[derive(Debug)]
+pub(super) struct Index {
+    file: Arc<dyn File>,
+    header: IndexHeader,
+    /// Where the next line goes.
+    end: u64,
+    entries: BTreeMap<Vec<u8>, Entry>,
+    /// Why nothing can be added any more.
+    broken: Option<String>,
+}
+
+impl Index {
+    /// Reads the index of `directory`, or begins one; only the holder of the directory's lock may.
+    pub(super) fn open(
+        directory: &dyn Directory,
+        fingerprint: &Fingerprint,
+        geometry: &Geometry,
+    ) -> Result<(Self, Recovered)> {
+        let bytes = directory.read(NAME, BYTES_MAX).map_err(Error::io("reading the index"))?;
+        let mut header = IndexHeader { fingerprint: *fingerprint, epoch: 0, geometry: geometry.describe() };
+        let (mut entries, mut recovered) = (BTreeMap::new(), Recovered::default());
+        if let Some(bytes) = bytes {
+            let (stored, start) = IndexHeader::parse(&bytes)?;
+            let hex =
+                |bytes: &Fingerprint| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+            if stored.fingerprint != *fingerprint {
+                let (what, wanted) = ("the fingerprint of model and formats", hex(fingerprint));
+                return Err(Error::Mismatch { what, stored: hex(&stored.fingerprint), wanted });
+            }
+            if stored.geometry != header.geometry {
+                let (what, wanted) = ("the layout of pages", format!("{:?}", header.geometry));
+                return Err(Error::Mismatch { what, stored: format!("{:?}", stored.geometry), wanted });
+            }
+            let mut offset = start;
+            while let Some((line, end)) = Line::parse(&bytes, stored.epoch, offset) {
+                match line {
+                    Line::Put { key, pages, meta } => entries.insert(key, Entry { pages, meta }),
+                    Line::Delete { key } => entries.remove(&key),
+                };
+                offset = end;
+            }
+            recovered.torn_bytes = (bytes.len() - offset) as u64;
+            recovered.lost = remove_impossible(&mut entries, geometry);
+            header.epoch = stored.epoch + 1;
+        }
+        let mut fresh = header.to_bytes();
+        for (key, Entry { pages, meta }) in &entries {
+            let line = Line::Put { key: key.clone(), pages: pages.clone(), meta: meta.clone() };
+            fresh.extend(line.to_bytes(header.epoch, fresh.len() as u64));
+        }
+        let file = directory.replace(NAME, &fresh).map_err(Error::io("writing the index"))?;
+        Ok((Self { file, header, end: fresh.len() as u64, entries, broken: None }, recovered))
+    }
+
+    /// How often the store was opened before.
+    pub(super) fn epoch(&self) -> u64 {
+        self.header.epoch
+    }
+
+    pub(super) fn entries(&self) -> &BTreeMap<Vec<u8>, Entry> {
+        &self.entries
+    }
+
+    /// Lets `key` stand for `entry`; returns what it stood for. It is safe from a loss of power when this returns.
+    pub(super) fn put(&mut self, key: &[u8], entry: Entry) -> Result<Option<Entry>> {
+        let Entry { pages, meta } = entry.clone();
+        self.append(&Line::Put { key: key.to_vec(), pages, meta })?;
+        Ok(self.entries.insert(key.to_vec(), entry))
+    }
+
+    /// Forgets `key`; returns what it stood for.
+    pub(super) fn delete(&mut self, key: &[u8]) -> Result<Option<Entry>> {
+        if !self.entries.contains_key(key) {
+            return Ok(None);
+        }
+        self.append(&Line::Delete { key: key.to_vec() })?;
+        Ok(self.entries.remove(key))
+    }
+
+    fn append(&mut self, line: &Line) -> Result<()> {
+        if let Some(why) = &self.broken {
+            return Err(Error::Index(format!("it takes nothing more since {why}")));
+        }
+        let bytes = line.to_bytes(self.header.epoch, self.end);
+        if u32::try_from(bytes.len()).is_err() || self.end + bytes.len() as u64 > BYTES_MAX {
+            return Err(Error::Index(format!("a line of {} bytes does not fit", bytes.len())));
+        }
+        // A part of the line that stays is no whole line, and the next one is written over it.
+        self.file.write(self.end, &bytes).map_err(Error::io("writing the index"))?;
+        if let Err(error) = self.file.sync() {
+            // What was lost, and whether syncing again would tell, nobody knows.
+            self.broken = Some(format!("syncing it failed: {error}"));
+            return Err(Error::Io { operation: "syncing the index", source: error });
+        }
+        self.end += bytes.len() as u64;
+        Ok(())
+    }
+}
+
+/// Takes out entries with pages outside of the file, or in blocks that newer pages were written to.
+fn remove_impossible(entries: &mut BTreeMap<Vec<u8>, Entry>, geometry: &Geometry) -> Vec<(Vec<u8>, String)> {
+    let mut newest = HashMap::<(u8, u32), Record>::new();
+    for page in entries.values().flat_map(|entry| &entry.pages) {
+        let known = newest.entry((page.group, page.block)).or_insert(*page);
+        if known.generation < page.generation {
+            *known = *page;
+        }
+    }
+    let why = |entry: &Entry| {
+        entry.pages.iter().find_map(|page| {
+            if !geometry.has(page.group, page.block) {
+                return Some(format!(
+                    "block {} of layer group {} is beyond disk_memory",
+                    page.block, page.group
+                ));
+            }
+            (newest[&(page.group, page.block)] != *page)
+                .then(|| format!("block {} of layer group {} was written anew", page.block, page.group))
+        })
+    };
+    let lost: Vec<_> = entries.iter().filter_map(|(key, entry)| Some((key.clone(), why(entry)?))).collect();
+    lost.iter().for_each(|(key, _)| drop(entries.remove(key)));
+    lost
+}

@@ -1,0 +1,278 @@
+//! A directory of the file system, and what it turned out to do when it was tried.
+
+use super::psync::Psync;
+use super::{ALIGN, Access, Directory, File, Kind, Lane, Op};
+use crate::Slab;
+use crate::disk::Error;
+use rustix::fs::{self, AtFlags, FlockOperation, Mode, OFlags};
+use std::fmt;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+/// A process that was killed holds its lock until the kernel is done with the last of its I/O, which is as it should be: so
+/// a lock is asked for a few times.
+const LOCK_TRIES: u32 = 25;
+const LOCK_PAUSE: Duration = Duration::from_millis(20);
+
+/// A directory that only its owner can write to.
+#[derive(Debug)]
+pub struct Folder {
+    fd: OwnedFd,
+    access: Access,
+}
+
+/// An open file of a folder.
+struct OnDisk {
+    fd: Arc<OwnedFd>,
+    uring: bool,
+}
+
+impl Folder {
+    /// Opens `path`, and makes it if only its last part is missing. Tries direct I/O and a ring with a real write and read.
+    ///
+    /// Fails where the path ends in a symbolic link, or in something that others own or may write to.
+    pub fn open(path: &Path) -> Result<Self, Error> {
+        Self::try_open(path).map_err(|source| Error::Place { path: path.to_owned(), source })
+    }
+
+    fn try_open(path: &Path) -> io::Result<Self> {
+        match fs::mkdir(path, Mode::RWXU) {
+            Ok(()) | Err(rustix::io::Errno::EXIST) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let fd = fs::open(path, flags, Mode::empty())?;
+        require_ours(&fd, Mode::WGRP | Mode::WOTH, "directory")?;
+        let mut folder = Self { fd, access: Access::default() };
+        folder.probe()?;
+        Ok(folder)
+    }
+
+    /// The same directory with less than it can do.
+    #[cfg(test)]
+    pub(crate) fn with(&self, access: Access) -> Self {
+        Self { fd: self.fd.try_clone().expect("a descriptor is left"), access }
+    }
+
+    /// Tries what is fastest with a real, aligned write and read, and remembers what does not work.
+    fn probe(&mut self) -> io::Result<()> {
+        let fd = Arc::new(self.nameless()?);
+        match set_direct(&fd).and_then(|()| round_trip(&mut Psync(fd.clone()))) {
+            Ok(()) => self.access.direct = true,
+            Err(error) => self.access.refused.push(format!("O_DIRECT: {error}")),
+        }
+        let fd = Arc::new(self.nameless()?);
+        if self.access.direct {
+            set_direct(&fd)?;
+        }
+        match ring(fd).and_then(|mut lane| round_trip(&mut *lane)) {
+            Ok(()) => self.access.uring = true,
+            Err(error) => self.access.refused.push(format!("io_uring: {error}")),
+        }
+        Ok(())
+    }
+
+    fn create(&self, name: &str, extra: OFlags) -> io::Result<OwnedFd> {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | extra;
+        let fd = fs::openat(&self.fd, name, flags, Mode::RUSR | Mode::WUSR)?;
+        require_file(&fd)?;
+        Ok(fd)
+    }
+
+    /// A new file that has lost its name already.
+    fn nameless(&self) -> io::Result<OwnedFd> {
+        let name = temporary();
+        let fd = self.create(&name, OFlags::EXCL)?;
+        fs::unlinkat(&self.fd, &name, AtFlags::empty())?;
+        Ok(fd)
+    }
+
+    fn pages(&self, fd: OwnedFd) -> io::Result<Arc<dyn File>> {
+        if self.access.direct {
+            set_direct(&fd)?;
+        }
+        Ok(Arc::new(OnDisk { fd: Arc::new(fd), uring: self.access.uring }))
+    }
+}
+
+impl Directory for Folder {
+    fn access(&self) -> Access {
+        self.access.clone()
+    }
+
+    fn scratch(&self) -> io::Result<Arc<dyn File>> {
+        self.pages(self.nameless()?)
+    }
+
+    fn lock(&self, name: &str) -> io::Result<Arc<dyn File>> {
+        let fd = self.create(name, OFlags::empty())?;
+        for tries_left in (0..LOCK_TRIES).rev() {
+            match fs::flock(&fd, FlockOperation::NonBlockingLockExclusive) {
+                Err(rustix::io::Errno::WOULDBLOCK) if tries_left > 0 => std::thread::sleep(LOCK_PAUSE),
+                other => {
+                    other?;
+                    break;
+                }
+            }
+        }
+        self.pages(fd)
+    }
+
+    fn read(&self, name: &str, limit: u64) -> io::Result<Option<Vec<u8>>> {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let fd = match fs::openat(&self.fd, name, flags, Mode::empty()) {
+            Err(rustix::io::Errno::NOENT) => return Ok(None),
+            other => other?,
+        };
+        require_file(&fd)?;
+        let len = fs::fstat(&fd)?.st_size as u64;
+        if len > limit {
+            return Err(io::Error::other(format!("{name} has {len} bytes: at most {limit}")));
+        }
+        let mut bytes = Vec::with_capacity(len as usize);
+        io::Read::read_to_end(&mut io::Read::take(std::fs::File::from(fd), limit), &mut bytes)?;
+        Ok(Some(bytes))
+    }
+
+    fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<Arc<dyn File>> {
+        let fresh = temporary();
+        let fd = self.create(&fresh, OFlags::EXCL)?;
+        let file = OnDisk { fd: Arc::new(fd), uring: false };
+        let replaced = file.write(0, bytes).and_then(|()| file.sync()).and_then(|()| {
+            fs::renameat(&self.fd, &fresh, &self.fd, name)?;
+            Ok(fs::fsync(&self.fd)?)
+        });
+        if let Err(error) = replaced {
+            // What is left of it is nobody's; that it cannot be removed is no second error.
+            let _ = fs::unlinkat(&self.fd, &fresh, AtFlags::empty());
+            return Err(error);
+        }
+        Ok(Arc::new(file))
+    }
+}
+
+impl File for OnDisk {
+    fn write(&self, mut offset: u64, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            match rustix::io::pwrite(&*self.fd, bytes, offset) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(count) => (offset, bytes) = (offset + count as u64, &bytes[count..]),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(fs::fdatasync(&*self.fd)?)
+    }
+
+    fn discard(&self, range: Range<u64>) -> io::Result<()> {
+        #[cfg(target_os = "linux")]
+        fs::fallocate(
+            &*self.fd,
+            fs::FallocateFlags::PUNCH_HOLE | fs::FallocateFlags::KEEP_SIZE,
+            range.start,
+            range.end - range.start,
+        )?;
+        Ok(())
+    }
+
+    fn lanes(&self) -> usize {
+        // One thread of a ring verifies and copies while the other's I/O is under way.
+        if self.uring { 2 } else { 8 }
+    }
+
+    fn lane(&self) -> io::Result<Box<dyn Lane>> {
+        if self.uring { ring(self.fd.clone()) } else { Ok(Box::new(Psync(self.fd.clone()))) }
+    }
+}
+
+impl fmt::Debug for OnDisk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.fd)
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn ring(fd: Arc<OwnedFd>) -> io::Result<Box<dyn Lane>> {
+    Ok(Box::new(super::uring::Ring::new(fd)?))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn ring(_: Arc<OwnedFd>) -> io::Result<Box<dyn Lane>> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
+#[cfg(target_os = "linux")]
+fn set_direct(fd: impl AsFd) -> io::Result<()> {
+    let flags = fs::fcntl_getfl(&fd)?;
+    Ok(fs::fcntl_setfl(&fd, flags | OFlags::DIRECT)?)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn set_direct(_: impl AsFd) -> io::Result<()> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
+/// Writes two aligned pieces and reads them back.
+fn round_trip(lane: &mut dyn Lane) -> io::Result<()> {
+    let piece = ALIGN as usize;
+    let memory = Slab::new(4 * piece)?;
+    // SAFETY: the slab is this function's alone and lives to its end.
+    let bytes = unsafe { std::slice::from_raw_parts_mut(memory.base(), 4 * piece) };
+    for (index, byte) in bytes[..2 * piece].iter_mut().enumerate() {
+        *byte = (index % 251) as u8;
+    }
+    let (written, read) = bytes.split_at_mut(2 * piece);
+    for (kind, side) in [(Kind::Write, &mut *written), (Kind::Read, &mut *read)] {
+        let ops = side.chunks_mut(piece).enumerate();
+        let mut ops: Vec<_> = ops.map(|(at, side)| Op::new(kind, (at * piece) as u64, side)).collect();
+        lane.run(&mut ops);
+        ops.into_iter().try_for_each(Op::outcome)?;
+    }
+    if written == read { Ok(()) } else { Err(io::Error::other("what was written is not what was read")) }
+}
+
+/// A name that no other file has: the process makes each once, and `EXCL` refuses what another process left.
+fn temporary() -> String {
+    static MADE: AtomicU32 = AtomicU32::new(0);
+    let made = MADE.fetch_add(1, Ordering::Relaxed);
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    format!(".pagoda-{}-{made}-{:x}", std::process::id(), now.as_nanos())
+}
+
+/// Refuses what is not a file of ours with one name.
+fn require_file(fd: &OwnedFd) -> io::Result<()> {
+    require_ours(fd, Mode::RWXG | Mode::RWXO, "file")?;
+    let stat = fs::fstat(fd)?;
+    if !fs::FileType::from_raw_mode(stat.st_mode as _).is_file() {
+        return Err(io::Error::other("not a file"));
+    }
+    if stat.st_nlink != 1 {
+        return Err(io::Error::other(format!("a file with {} names: 1 is expected", stat.st_nlink)));
+    }
+    Ok(())
+}
+
+/// Refuses what another user owns, or has any of the rights `denied` to.
+fn require_ours(fd: &OwnedFd, denied: Mode, what: &str) -> io::Result<()> {
+    let (stat, user) = (fs::fstat(fd)?, rustix::process::geteuid().as_raw());
+    if stat.st_uid != user {
+        return Err(io::Error::other(format!("a {what} of user {}: this process is {user}", stat.st_uid)));
+    }
+    let mode = Mode::from_raw_mode(stat.st_mode as _) & (Mode::RWXU | Mode::RWXG | Mode::RWXO);
+    if mode.intersects(denied) {
+        return Err(io::Error::other(format!(
+            "a {what} of mode {:o}: others have rights that they must not have",
+            mode.as_raw_mode()
+        )));
+    }
+    Ok(())
+}

@@ -1,0 +1,80 @@
+//! A ring of the kernel's: one thread keeps several operations under way.
+
+use super::{Kind, Lane, Op};
+use io_uring::{IoUring, opcode, types};
+use std::fmt;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+
+/// Operations under way at once.
+const DEPTH: u32 = 16;
+
+pub(super) struct Ring {
+    ring: IoUring,
+    file: Arc<OwnedFd>,
+}
+
+impl Ring {
+    pub(super) fn new(file: Arc<OwnedFd>) -> io::Result<Self> {
+        Ok(Self { ring: IoUring::new(DEPTH)?, file })
+    }
+
+    fn push(&mut self, index: usize, op: &mut Op<'_>) {
+        let (kind, file) = (op.kind, types::Fd(self.file.as_raw_fd()));
+        let (offset, bytes) = op.rest();
+        let (address, len) = (bytes.as_mut_ptr(), bytes.len() as u32);
+        let entry = match kind {
+            Kind::Read => opcode::Read::new(file, address, len).offset(offset).build(),
+            Kind::Write => opcode::Write::new(file, address, len).offset(offset).build(),
+        };
+        // SAFETY: the bytes are borrowed for all of `run`, which does not end before the kernel is done with them; the file is
+        // open as long as the ring.
+        let pushed = unsafe { self.ring.submission().push(&entry.user_data(index as u64)) };
+        pushed.expect("as many entries as operations under way");
+    }
+}
+
+impl Lane for Ring {
+    fn run(&mut self, ops: &mut [Op<'_>]) {
+        let mut waiting: Vec<usize> = (0..ops.len()).rev().collect();
+        let mut under_way = 0;
+        loop {
+            while under_way < DEPTH
+                && let Some(index) = waiting.pop()
+            {
+                self.push(index, &mut ops[index]);
+                under_way += 1;
+            }
+            if under_way == 0 {
+                return;
+            }
+            if let Err(error) = self.ring.submit_and_wait(1)
+                && !matches!(
+                    error.kind(),
+                    io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock | io::ErrorKind::ResourceBusy
+                )
+            {
+                // The kernel may still write to memory that nobody could keep from it: there is no way on.
+                std::process::abort();
+            }
+            for entry in self.ring.completion() {
+                under_way -= 1;
+                let result = match entry.result() {
+                    count @ 0.. => Ok(count as usize),
+                    errno => Err(io::Error::from_raw_os_error(-errno)),
+                };
+                let index = entry.user_data() as usize;
+                if !ops[index].advance(result) {
+                    waiting.push(index);
+                }
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Ring {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Ring of {DEPTH}")
+    }
+}

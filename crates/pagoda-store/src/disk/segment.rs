@@ -1,0 +1,238 @@
+//! Where the pages of each layer group lie in the file, as arithmetic.
+//!
+//! A segment is what one extent of the disk tier's arena is in the file: the blocks of one group, layer by layer, so that one
+//! layer of consecutive pages is one run. Headers come first.
+
+use super::format::header_bytes;
+use super::io::ALIGN;
+use super::{Error, Result};
+use pagoda_core::cache::TierMemory;
+use pagoda_core::ids::{BlockId, GroupId};
+use pagoda_core::limits::{ARENA_BYTES_MAX, BLOCKS_PER_GROUP_MAX, EXTENTS_MAX};
+use std::ops::Range;
+
+/// Blocks of the largest group that a segment aims to have, and bytes in all.
+const SEGMENT_BLOCKS: u64 = 16;
+const SEGMENT_BYTES: u64 = 4 << 20;
+
+/// The least number of segments for each group: few large ones would leave groups without any.
+const SEGMENTS_MIN: u64 = 8;
+
+/// The bytes of one file with pages.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    groups: Vec<Group>,
+    extent_bytes: u64,
+    segment_bytes: u64,
+    segments: u64,
+}
+
+/// What a segment holds for one layer group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Group {
+    /// Bytes of each layer of a block, and where in the block they begin.
+    runs: Vec<Range<u64>>,
+    /// Where in a segment each layer's runs begin.
+    strips: Vec<u64>,
+    slots: u64,
+    block_bytes: u64,
+}
+
+/// A block's place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Slot {
+    pub(super) segment: u64,
+    pub(super) slot: u64,
+}
+
+impl Geometry {
+    /// For blocks whose layers have `runs[group]` bytes each, in a file of at most `budget` bytes.
+    pub fn new(runs: &[Vec<u64>], budget: u64) -> Result<Self> {
+        let block = |runs: &Vec<u64>| runs.iter().sum::<u64>();
+        let largest = runs.iter().map(block).max().unwrap_or(0);
+        if runs.iter().any(|runs| block(runs) == 0) || largest == 0 {
+            return Err(Error::invalid("runs", format!("{runs:?}"), "at least one group, and bytes in each"));
+        }
+        let with = |blocks: u64| {
+            let groups: Vec<_> = runs.iter().map(|runs| Group::new(runs, blocks * largest)).collect();
+            let segment_bytes = groups.iter().map(Group::bytes).max().unwrap_or(0);
+            (groups, blocks * largest, segment_bytes)
+        };
+        let count = runs.len() as u64;
+        let least = with(1).2 * count;
+        if budget < least {
+            let limit = format!("at least {least} bytes, one page of each of {count} layer group(s)");
+            return Err(Error::invalid("disk_memory", budget, limit));
+        }
+        let aim = SEGMENT_BLOCKS.max(SEGMENT_BYTES / with(1).2);
+        let blocks = (1..=aim).rev().find(|&n| with(n).2 * count * SEGMENTS_MIN <= budget);
+        let (groups, extent_bytes, segment_bytes) = with(blocks.unwrap_or(1));
+        let most = segment_bytes.saturating_mul(EXTENTS_MAX).min(ARENA_BYTES_MAX);
+        if budget > most {
+            return Err(Error::invalid("disk_memory", budget, format!("at most {most} bytes")));
+        }
+        Ok(Self { groups, extent_bytes, segment_bytes, segments: budget / segment_bytes })
+    }
+
+    /// The arena of which these are the segments: one extent each.
+    pub fn arena(&self) -> TierMemory {
+        TierMemory { bytes: self.segments * self.extent_bytes, extent_bytes: self.extent_bytes }
+    }
+
+    /// Bytes of a segment, and how many there are.
+    pub(super) fn segments(&self) -> (u64, u64) {
+        (self.segment_bytes, self.segments)
+    }
+
+    /// What has to be the same for a file to be reopened: where every byte of every group lies.
+    pub(super) fn describe(&self) -> Vec<u64> {
+        let groups = self.groups.iter().flat_map(|group| {
+            std::iter::once(group.runs.len() as u64).chain(group.runs.iter().map(|run| run.end - run.start))
+        });
+        [self.extent_bytes, self.segment_bytes].into_iter().chain(groups).collect()
+    }
+
+    /// The layers of a group.
+    pub fn layers(&self, group: GroupId) -> usize {
+        self.groups[group.index()].runs.len()
+    }
+
+    /// Where in a block the bytes of a layer lie.
+    pub fn run(&self, group: GroupId, layer: usize) -> Range<u64> {
+        self.groups[group.index()].runs[layer].clone()
+    }
+
+    /// Bytes that a layer of a block takes in the file.
+    pub(super) fn stored_run(&self, group: GroupId, layer: usize) -> u64 {
+        stored(&self.groups[group.index()].runs[layer])
+    }
+
+    /// The most bytes that one piece of I/O needs: a layer of a block, or a header.
+    pub(super) fn piece_bytes_max(&self) -> u64 {
+        let groups = self.groups.iter();
+        groups.flat_map(|g| g.runs.iter().map(stored).chain([g.header_bytes()])).max().unwrap_or(ALIGN)
+    }
+
+    /// Bytes that writing a block writes.
+    pub(super) fn written_bytes(&self, group: GroupId) -> u64 {
+        let group = &self.groups[group.index()];
+        group.header_bytes() + group.runs.iter().map(stored).sum::<u64>()
+    }
+
+    pub(super) fn header_bytes(&self, group: GroupId) -> u64 {
+        self.groups[group.index()].header_bytes()
+    }
+
+    /// Whether the arena has such a block.
+    pub(super) fn has(&self, group: u8, block: u32) -> bool {
+        let Some(shape) = self.groups.get(usize::from(group)) else { return false };
+        if u64::from(block) >= BLOCKS_PER_GROUP_MAX {
+            return false;
+        }
+        let Some(start) = u64::from(block).checked_mul(shape.block_bytes) else { return false };
+        let arena = self.segments * self.extent_bytes;
+        let crosses = |end| start / self.extent_bytes != (end - 1) / self.extent_bytes;
+        start.checked_add(shape.block_bytes).is_some_and(|end| end <= arena && !crosses(end))
+    }
+
+    pub(super) fn slot(&self, group: GroupId, block: BlockId) -> Slot {
+        let (size, index) = (self.groups[group.index()].block_bytes, u64::from(block.index()));
+        let segment = index * size / self.extent_bytes;
+        Slot { segment, slot: index - (segment * self.extent_bytes).div_ceil(size) }
+    }
+
+    /// Where in the file the header of a block lies.
+    pub(super) fn header_at(&self, group: GroupId, slot: Slot) -> u64 {
+        slot.segment * self.segment_bytes + slot.slot * self.groups[group.index()].header_bytes()
+    }
+
+    /// Where in the file a layer of a block lies.
+    pub(super) fn run_at(&self, group: GroupId, slot: Slot, layer: usize) -> u64 {
+        let shape = &self.groups[group.index()];
+        slot.segment * self.segment_bytes + shape.strips[layer] + slot.slot * stored(&shape.runs[layer])
+    }
+
+    /// The segments that a range of the arena's bytes is.
+    pub(super) fn segments_of(&self, arena: Range<u64>) -> Range<u64> {
+        arena.start / self.extent_bytes..arena.end.div_ceil(self.extent_bytes)
+    }
+}
+
+impl Group {
+    fn new(runs: &[u64], extent_bytes: u64) -> Self {
+        let block_bytes = runs.iter().sum();
+        let mut end = 0;
+        let runs: Vec<Range<u64>> = runs
+            .iter()
+            .map(|bytes| {
+                end += bytes;
+                end - bytes..end
+            })
+            .collect();
+        let mut group = Self { strips: Vec::new(), slots: extent_bytes / block_bytes, block_bytes, runs };
+        let mut at = group.slots * group.header_bytes();
+        for run in &group.runs {
+            group.strips.push(at);
+            at += group.slots * stored(run);
+        }
+        group
+    }
+
+    fn header_bytes(&self) -> u64 {
+        header_bytes(self.runs.len())
+    }
+
+    /// Bytes of a segment of this group.
+    fn bytes(&self) -> u64 {
+        self.slots * (self.header_bytes() + self.runs.iter().map(stored).sum::<u64>())
+    }
+}
+
+fn stored(run: &Range<u64>) -> u64 {
+    (run.end - run.start).next_multiple_of(ALIGN)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagoda_core::extents::Arena;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Every block that the core's allocator can hand out has bytes of its own, inside of the budget.
+        #[test]
+        fn blocks_never_overlap_and_stay_inside(
+            runs in proptest::collection::vec(proptest::collection::vec(1u64..9000, 1..4), 1..4),
+            spare in 0u64..2_000_000,
+        ) {
+            let least = match Geometry::new(&runs, 0) {
+                Err(Error::Invalid { limit, .. }) => limit.split(' ').nth(2).unwrap().parse::<u64>().unwrap(),
+                other => panic!("{other:?}"),
+            };
+            prop_assert!(Geometry::new(&runs, least - 1).is_err());
+            let budget = least + spare;
+            let geometry = Geometry::new(&runs, budget).unwrap();
+            let sizes: Vec<u64> = runs.iter().map(|runs| runs.iter().sum()).collect();
+            let memory = geometry.arena();
+            let mut arena = Arena::new(memory.bytes, memory.extent_bytes, &sizes).unwrap();
+            let mut taken: Vec<Range<u64>> = Vec::new();
+            for turn in 0.. {
+                let group = GroupId((turn % runs.len()) as u8);
+                let Some(block) = arena.take(group) else { break };
+                prop_assert!(geometry.has(group.0, block.index()));
+                let slot = geometry.slot(group, block);
+                prop_assert!(slot.segment < geometry.segments().1);
+                let header = geometry.header_at(group, slot);
+                taken.push(header..header + geometry.header_bytes(group));
+                for layer in 0..geometry.layers(group) {
+                    let at = geometry.run_at(group, slot, layer);
+                    taken.push(at..at + geometry.stored_run(group, layer));
+                }
+            }
+            taken.sort_by_key(|range| range.start);
+            prop_assert!(taken.windows(2).all(|pair| pair[0].end <= pair[1].start));
+            prop_assert!(taken.last().unwrap().end <= budget);
+            prop_assert!(taken.iter().all(|range| range.start % ALIGN == 0 && range.end % ALIGN == 0));
+        }
+    }
+}

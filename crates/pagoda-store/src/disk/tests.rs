@@ -1,0 +1,697 @@
+//! The store against a naive model: a page is the bytes that were written, or an error. Never other bytes.
+
+use super::io::fault::{Fault, FaultyDisk};
+use super::io::{Access, Directory, Folder};
+use super::*;
+use pagoda_core::ids::{BlockId, GroupId};
+use proptest::prelude::*;
+use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const FINGERPRINT: Fingerprint = *b"a model of tests";
+const RUNS: [&[u64]; 2] = [&[5000, 64, 4096], &[700]];
+
+fn geometry() -> Geometry {
+    Geometry::new(&RUNS.map(<[u64]>::to_vec), 4 << 20).unwrap()
+}
+
+fn scratch(disk: &FaultyDisk) -> Arc<Store> {
+    Arc::new(Store::scratch(disk, geometry(), FINGERPRINT, None).unwrap())
+}
+
+fn open(directory: &dyn Directory) -> Result<(Arc<Store>, Recovered)> {
+    let (store, recovered) = Store::open(directory, geometry(), FINGERPRINT, None)?;
+    Ok((Arc::new(store), recovered))
+}
+
+/// Bytes that only the page `name` has.
+fn payload(group: GroupId, name: u64) -> Vec<u8> {
+    let bytes: u64 = RUNS[group.index()].iter().sum();
+    let mut state = name.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state as u8
+    };
+    (0..bytes).map(|_| next()).collect()
+}
+
+fn write(lane: &mut Lane, group: GroupId, pages: &[(u32, u64)]) -> Result<()> {
+    let blocks: Vec<_> = pages.iter().map(|&(block, _)| BlockId::new(block)).collect();
+    let bytes: Vec<_> = pages.iter().map(|&(_, name)| payload(group, name)).collect();
+    lane.write(group, &blocks, |page, range, target| {
+        target.copy_from_slice(&bytes[page][range.start as usize..range.end as usize]);
+    })
+}
+
+/// Reads layers of pages and requires that what comes is right.
+fn read(lane: &mut Lane, group: GroupId, pages: &[(u32, u64)], layers: std::ops::Range<usize>) -> Result<()> {
+    let blocks: Vec<_> = pages.iter().map(|&(block, _)| BlockId::new(block)).collect();
+    let mut seen = 0;
+    let result = lane.read(group, &blocks, layers.clone(), |page, range, source| {
+        let right = payload(group, pages[page].1);
+        assert!(source == &right[range.start as usize..range.end as usize], "wrong bytes handed out");
+        seen += 1;
+    });
+    assert!(result.is_err() || seen == pages.len() * layers.len());
+    result
+}
+
+/// Blocks of a group, from segments that the other group has none of.
+fn blocks(group: GroupId) -> Vec<u32> {
+    let geometry = geometry();
+    let own = |&block: &u32| {
+        let odd = geometry.slot(group, BlockId::new(block)).segment % 2;
+        geometry.has(group.0, block) && odd == u64::from(group.0)
+    };
+    (0..2000).filter(own).take(12).collect()
+}
+
+fn layers(group: GroupId) -> std::ops::Range<usize> {
+    0..RUNS[group.index()].len()
+}
+
+/// A directory of the file system that goes when it is dropped.
+struct Place(PathBuf);
+
+impl Place {
+    fn new() -> Self {
+        static MADE: AtomicU64 = AtomicU64::new(0);
+        let made = MADE.fetch_add(1, Ordering::Relaxed);
+        let place = std::env::temp_dir().join(format!("pagoda-test-{}-{made}", std::process::id()));
+        Self(place)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+const SMALL: GroupId = GroupId(1);
+const LARGE: GroupId = GroupId(0);
+
+#[test]
+fn pages_come_back_by_layers_on_every_way_to_a_real_disk() {
+    let place = Place::new();
+    let folder = Folder::open(&place.0).unwrap();
+    let best = folder.access();
+    for (direct, uring) in [(true, true), (true, false), (false, true), (false, false)] {
+        if (direct && !best.direct) || (uring && !best.uring) {
+            continue;
+        }
+        let folder = folder.with(Access { direct, uring, refused: Vec::new() });
+        let store = Arc::new(Store::scratch(&folder, geometry(), FINGERPRINT, None).unwrap());
+        let mut lane = store.lane().unwrap();
+        let own = blocks(LARGE);
+        let (left, right) = own.split_at(own.len() / 2);
+        let pages: Vec<_> = right.iter().chain(left).map(|&block| (block, u64::from(block))).collect();
+        write(&mut lane, LARGE, &pages).unwrap();
+        read(&mut lane, LARGE, &pages, 0..3).unwrap();
+        let mut other = store.lane().unwrap();
+        for page in &pages {
+            (0..3).for_each(|layer| read(&mut other, LARGE, &[*page], layer..layer + 1).unwrap());
+        }
+    }
+    assert_eq!(std::fs::read_dir(&place.0).unwrap().count(), 0, "scratch files have no name");
+}
+
+#[test]
+fn a_piece_of_several_megabytes_is_cut_into_ios() {
+    let place = Place::new();
+    let folder = Folder::open(&place.0).unwrap();
+    let runs = vec![vec![3_000_001u64, 9 << 20]];
+    let geometry = Geometry::new(&runs, 200 << 20).unwrap();
+    let store = Arc::new(Store::scratch(&folder, geometry, FINGERPRINT, None).unwrap());
+    let mut lane = store.lane().unwrap();
+    let byte = |page: usize, at: u64| (at.wrapping_mul(31) >> 3) as u8 ^ page as u8;
+    let blocks: Vec<_> = (0..3).map(BlockId::new).collect();
+    lane.write(LARGE, &blocks, |page, range, target| {
+        target.iter_mut().zip(range).for_each(|(target, at)| *target = byte(page, at));
+    })
+    .unwrap();
+    lane.read(LARGE, &blocks, 0..2, |page, range, source| {
+        assert!(source.iter().zip(range).all(|(&source, at)| source == byte(page, at)));
+    })
+    .unwrap();
+    let written = store.traffic();
+    assert_eq!(written.bytes_written, 3 * (4096 + 3_002_368 + (9 << 20)));
+    assert_eq!(written.bytes_read, written.bytes_written - 3 * 4096, "headers are known");
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Write(bool, Vec<u8>),
+    Read(bool, u8, u8),
+    Put(u8, Vec<u8>),
+    Delete(u8),
+    Reopen,
+    Fault(u8, u8),
+    PowerLoss(u64),
+}
+
+fn steps(faults: bool) -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        6 => (any::<bool>(), proptest::collection::vec(any::<u8>(), 1..6)).prop_map(|(g, b)| Step::Write(g, b)),
+        6 => any::<(bool, u8, u8)>().prop_map(|(g, b, l)| Step::Read(g, b, l)),
+        3 => (0u8..4, proptest::collection::vec(any::<u8>(), 0..6)).prop_map(|(k, b)| Step::Put(k, b)),
+        1 => (0u8..4).prop_map(Step::Delete),
+        1 => Just(Step::Reopen),
+        1 => any::<u64>().prop_map(Step::PowerLoss),
+        if faults { 4 } else { 0 } => (0u8..12, 0..Fault::ALL.len() as u8).prop_map(|(n, f)| Step::Fault(n, f)),
+    ];
+    proptest::collection::vec(step, 1..60)
+}
+
+type At = (GroupId, u32);
+
+/// What the caller of a store knows: what it wrote where, and what it keeps.
+struct Model {
+    disk: FaultyDisk,
+    store: Arc<Store>,
+    lane: Lane,
+    written: HashMap<At, u64>,
+    kept: BTreeMap<Vec<u8>, Vec<(At, u64)>>,
+    next: u64,
+    faulty: bool,
+    blocks: [Vec<u32>; 2],
+}
+
+impl Model {
+    fn new(faulty: bool) -> Self {
+        let disk = FaultyDisk::default();
+        let store = open(&disk).unwrap().0;
+        let lane = store.lane().unwrap();
+        Self {
+            disk,
+            store,
+            lane,
+            written: HashMap::new(),
+            kept: BTreeMap::new(),
+            next: 1,
+            faulty,
+            blocks: [LARGE, SMALL].map(blocks),
+        }
+    }
+
+    fn is_kept(&self, place: At) -> bool {
+        self.store
+            .entries()
+            .iter()
+            .flat_map(|(_, entry)| &entry.pages)
+            .any(|page| (page.group, page.block) == (place.0.0, place.1))
+    }
+
+    fn reopen(&mut self, disk: FaultyDisk) {
+        disk.calm();
+        (self.disk, self.written) = (disk, HashMap::new());
+        let (store, recovered) = open(&self.disk).unwrap();
+        self.lane = store.lane().unwrap();
+        self.store = store;
+        if !self.faulty {
+            assert_eq!(recovered.lost, []);
+            let found: Vec<_> = self.store.entries().into_iter().map(|(key, _)| key).collect();
+            assert!(found.iter().eq(self.kept.keys()), "kept keys survive");
+        }
+        self.kept.clear();
+        for (key, entry) in self.store.entries() {
+            let names = entry.meta.chunks_exact(8).map(|n| u64::from_le_bytes(n.try_into().unwrap()));
+            let places = entry.pages.iter().map(|page| (GroupId(page.group), page.block));
+            let pages: Vec<_> = places.zip(names).collect();
+            assert_eq!(pages.len(), entry.pages.len());
+            for &((group, block), name) in &pages {
+                let result = read(&mut self.lane, group, &[(block, name)], layers(group));
+                if !self.faulty {
+                    result.unwrap();
+                }
+                self.written.insert((group, block), name);
+            }
+            self.kept.insert(key, pages);
+        }
+    }
+
+    fn apply(&mut self, step: &Step) {
+        let group = |large: bool| if large { LARGE } else { SMALL };
+        match step {
+            Step::Write(large, picks) => {
+                let group = group(*large);
+                let mut pages: Vec<(u32, u64)> = Vec::new();
+                for &pick in picks {
+                    let own = &self.blocks[group.index()];
+                    let block = own[usize::from(pick) % own.len()];
+                    if !self.is_kept((group, block)) && pages.iter().all(|page| page.0 != block) {
+                        pages.push((block, self.next));
+                        self.next += 1;
+                    }
+                }
+                let result = write(&mut self.lane, group, &pages);
+                for (block, name) in pages {
+                    match &result {
+                        Ok(()) => self.written.insert((group, block), name),
+                        Err(error) if self.faulty => {
+                            assert!(matches!(error, Error::Io { .. }), "{error}");
+                            self.written.remove(&(group, block))
+                        }
+                        Err(error) => panic!("{error}"),
+                    };
+                }
+            }
+            Step::Read(large, pick, layer) => {
+                let group = group(*large);
+                let own = &self.blocks[group.index()];
+                let block = own[usize::from(*pick) % own.len()];
+                let layer = usize::from(*layer) % layers(group).len();
+                let name = self.written.get(&(group, block)).copied();
+                let result = read(&mut self.lane, group, &[(block, name.unwrap_or(0))], layer..layer + 1);
+                match (name, result) {
+                    (None, Err(Error::Corrupt { .. })) => {}
+                    (None, other) => panic!("nothing was written, and {other:?}"),
+                    (Some(_), result) => assert!(self.faulty || result.is_ok()),
+                }
+            }
+            Step::Put(key, picks) => {
+                let all: Vec<_> = self.written.iter().map(|(place, name)| (*place, *name)).collect();
+                let mut pages: Vec<(At, u64)> = if all.is_empty() {
+                    Vec::new()
+                } else {
+                    picks.iter().map(|&pick| all[usize::from(pick) % all.len()]).collect()
+                };
+                pages.sort();
+                let meta: Vec<u8> = pages.iter().flat_map(|(_, name)| name.to_le_bytes()).collect();
+                let places: Vec<_> = pages.iter().map(|((g, b), _)| (*g, BlockId::new(*b))).collect();
+                let result = self.store.put(&[*key], &places, &meta);
+                assert!(self.faulty || result.is_ok(), "{result:?}");
+                if result.is_ok() {
+                    self.kept.insert(vec![*key], pages);
+                }
+            }
+            Step::Delete(key) => {
+                let result = self.store.delete(&[*key]);
+                assert!(self.faulty || result.is_ok());
+                if result.is_ok() {
+                    self.kept.remove(&vec![*key]);
+                }
+            }
+            Step::Reopen => self.reopen(self.disk.killed()),
+            Step::PowerLoss(seed) => {
+                let mut state = seed | 1;
+                let survives = || {
+                    state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                    state >> 63 == 1
+                };
+                self.reopen(self.disk.power_lost(survives));
+            }
+            Step::Fault(after, fault) => {
+                self.disk.fail(u64::from(*after), Fault::ALL[*fault as usize]);
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    #[test]
+    fn what_is_kept_survives_kills_and_losses_of_power(steps in steps(false)) {
+        let mut model = Model::new(false);
+        steps.iter().for_each(|step| model.apply(step));
+    }
+
+    #[test]
+    fn faults_make_errors_never_wrong_bytes(steps in steps(true)) {
+        let mut model = Model::new(true);
+        steps.iter().for_each(|step| model.apply(step));
+    }
+}
+
+/// Keys, and what each keeps.
+type Entries = Vec<(Vec<u8>, Vec<(At, u64)>)>;
+
+/// A store of two keys, on a disk that can be spoilt.
+fn kept() -> (FaultyDisk, Entries) {
+    let disk = FaultyDisk::default();
+    let (store, _) = open(&disk).unwrap();
+    let mut lane = store.lane().unwrap();
+    let mut entries = Vec::new();
+    for (key, group) in [(b"first", LARGE), (b"other", SMALL)] {
+        let own = blocks(group);
+        let pages: Vec<_> = own[1..4].iter().map(|&block| (block, u64::from(block) + 7)).collect();
+        write(&mut lane, group, &pages).unwrap();
+        let places: Vec<_> = pages.iter().map(|&(block, _)| (group, BlockId::new(block))).collect();
+        store.put(key, &places, b"meta").unwrap();
+        entries.push((key.to_vec(), pages.iter().map(|&(block, name)| ((group, block), name)).collect()));
+    }
+    (disk, entries)
+}
+
+/// Opens a spoilt store and reads all that it says it has; returns how many pages came back, all of them right.
+fn readable(disk: &FaultyDisk, entries: &Entries) -> Result<usize> {
+    let (store, _) = open(disk)?;
+    let mut lane = store.lane().unwrap();
+    let mut count = 0;
+    for (key, entry) in store.entries() {
+        let (_, pages) = entries.iter().find(|(known, _)| *known == key).expect("a key that was put");
+        assert_eq!(entry.pages.len(), pages.len());
+        for &((group, block), name) in pages {
+            count += usize::from(read(&mut lane, group, &[(block, name)], layers(group)).is_ok());
+        }
+    }
+    Ok(count)
+}
+
+#[test]
+fn an_index_cut_at_any_byte_gives_the_keys_before_the_cut() {
+    let (disk, entries) = kept();
+    let whole = disk.with("index", |bytes| bytes.clone());
+    let mut found = Vec::new();
+    for len in 0..=whole.len() {
+        let cut = disk.killed();
+        cut.with("index", |bytes| bytes.truncate(len));
+        found.push(readable(&cut, &entries).map_or(0, |count| count + 1));
+    }
+    assert!(found.is_sorted(), "more bytes never mean fewer keys");
+    found.dedup();
+    assert_eq!(found, [0, 1, 4, 7], "no header, no key, one, two; each with all of its pages");
+}
+
+#[test]
+fn every_flipped_bit_is_noticed() {
+    let (disk, entries) = kept();
+    let index = disk.with("index", |bytes| bytes.len());
+    for at in 0..index {
+        let spoilt = disk.killed();
+        spoilt.with("index", |bytes| bytes[at] ^= 1 << (at % 8));
+        assert!(readable(&spoilt, &entries).unwrap_or(0) < 6, "byte {at} of the index");
+    }
+    // All bytes of a page and its header, padding included.
+    let geometry = geometry();
+    for (_, pages) in &entries {
+        for &((group, block), name) in &pages[..1] {
+            let slot = geometry.slot(group, BlockId::new(block));
+            let header = (geometry.header_at(group, slot), geometry.header_bytes(group));
+            let run = |layer| (geometry.run_at(group, slot, layer), geometry.stored_run(group, layer));
+            for (start, len) in layers(group).map(run).chain([header]) {
+                let spoilt = disk.killed();
+                for at in start..start + len {
+                    let flip = |bytes: &mut Vec<u8>| bytes[at as usize] ^= 1 << (at % 8);
+                    spoilt.with("pages", flip);
+                    let store = open(&spoilt).unwrap().0;
+                    let result = read(&mut store.lane().unwrap(), group, &[(block, name)], layers(group));
+                    assert!(matches!(result, Err(Error::Corrupt { .. })), "byte {at} of the pages");
+                    spoilt.with("pages", flip);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn swapped_and_stale_pages_are_noticed() {
+    let (disk, entries) = kept();
+    let before = disk.with("pages", |bytes| bytes.clone());
+    let geometry = geometry();
+    let ((group, first), name) = entries[0].1[0];
+    let ((_, second), _) = entries[0].1[1];
+    let bytes_of = |block: u32| {
+        let slot = geometry.slot(group, BlockId::new(block));
+        let header = (geometry.header_at(group, slot), geometry.header_bytes(group));
+        let run = |layer| (geometry.run_at(group, slot, layer), geometry.stored_run(group, layer));
+        layers(group).map(run).chain([header]).collect::<Vec<_>>()
+    };
+    let swapped = disk.killed();
+    swapped.with("pages", |bytes| {
+        for (a, b) in bytes_of(first).into_iter().zip(bytes_of(second)) {
+            (0..a.1).for_each(|at| bytes.swap((a.0 + at) as usize, (b.0 + at) as usize));
+        }
+    });
+    assert_eq!(readable(&swapped, &entries).unwrap(), 4, "all but the two");
+
+    // The page is written anew and kept; then its old bytes, which verify by themselves, come back.
+    let (store, _) = open(&disk).unwrap();
+    store.delete(&entries[0].0).unwrap();
+    let mut lane = store.lane().unwrap();
+    write(&mut lane, group, &[(first, name)]).unwrap();
+    store.put(b"first", &[(group, BlockId::new(first))], b"").unwrap();
+    let stale = disk.killed();
+    stale.with("pages", |bytes| *bytes = before);
+    let (store, _) = open(&stale).unwrap();
+    let error = read(&mut store.lane().unwrap(), group, &[(first, name)], 0..3).unwrap_err();
+    assert!(error.to_string().contains("generation"), "{error}");
+}
+
+#[test]
+fn stores_of_other_models_are_refused() {
+    let (disk, _) = kept();
+    let other = Store::open(&disk.killed(), geometry(), *b"another model...", None).unwrap_err();
+    assert!(matches!(other, Error::Mismatch { .. }) && other.to_string().contains("fingerprint"), "{other}");
+    let smaller = Geometry::new(&RUNS.map(<[u64]>::to_vec), 1 << 20).unwrap();
+    assert_ne!(smaller.describe(), geometry().describe());
+    let other = Store::open(&disk.killed(), smaller, FINGERPRINT, None).unwrap_err();
+    assert!(other.to_string().contains("layout"), "{other}");
+}
+
+#[test]
+fn an_index_of_an_impossible_age_is_refused() {
+    let disk = FaultyDisk::default();
+    let header =
+        format::IndexHeader { fingerprint: FINGERPRINT, epoch: u64::MAX, geometry: geometry().describe() };
+    disk.replace("index", &header.to_bytes()).unwrap();
+    assert!(open(&disk).unwrap_err().to_string().contains("opened 18446744073709551615 times"));
+}
+
+#[test]
+fn two_at_once_are_refused() {
+    let (disk, _) = kept();
+    let first = open(&disk).unwrap();
+    assert!(matches!(open(&disk), Err(Error::Locked)));
+    drop(first);
+    open(&disk).unwrap();
+
+    let place = Place::new();
+    let folder = Folder::open(&place.0).unwrap();
+    let first = open(&folder).unwrap();
+    assert!(matches!(open(&Folder::open(&place.0).unwrap()), Err(Error::Locked)));
+    drop(first);
+    open(&folder).unwrap();
+}
+
+#[test]
+fn what_is_kept_is_not_written_over_and_what_is_discarded_is_gone() {
+    let (disk, entries) = kept();
+    let (store, _) = open(&disk).unwrap();
+    let mut lane = store.lane().unwrap();
+    let ((group, block), name) = entries[0].1[0];
+    assert!(matches!(write(&mut lane, group, &[(block, 1)]), Err(Error::Invalid { .. })));
+    read(&mut lane, group, &[(block, name)], 0..3).unwrap();
+    store.delete(b"first").unwrap();
+    write(&mut lane, group, &[(block, 1)]).unwrap();
+    read(&mut lane, group, &[(block, 1)], 0..3).unwrap();
+    let (segment, extent) =
+        (geometry().slot(group, BlockId::new(block)).segment, geometry().arena().extent_bytes);
+    store.discard(segment * extent..(segment + 1) * extent).unwrap();
+    assert!(matches!(read(&mut lane, group, &[(block, 1)], 0..3), Err(Error::Corrupt { .. })));
+    assert_eq!(store.traffic().corrupt, 1);
+}
+
+#[test]
+fn a_write_over_budget_is_refused_before_anything_is_lost() {
+    let disk = FaultyDisk::default();
+    let page = geometry().written_bytes(LARGE);
+    let budget = Budget::new(2 * page, std::time::Instant::now());
+    let store = Arc::new(Store::scratch(&disk, geometry(), FINGERPRINT, Some(budget)).unwrap());
+    let mut lane = store.lane().unwrap();
+    write(&mut lane, LARGE, &[(0, 1), (1, 2)]).unwrap();
+    let refused = write(&mut lane, LARGE, &[(0, 3)]).unwrap_err();
+    assert!(matches!(refused, Error::OverBudget { wanted, .. } if wanted == page), "{refused}");
+    read(&mut lane, LARGE, &[(0, 1), (1, 2)], 0..3).unwrap();
+}
+
+#[test]
+fn a_failing_operation_leaves_an_error_with_its_errno_and_the_rest_as_it_was() {
+    let disk = FaultyDisk::default();
+    let store = scratch(&disk);
+    let mut lane = store.lane().unwrap();
+    write(&mut lane, LARGE, &[(0, 1)]).unwrap();
+    let before = disk.operations();
+    write(&mut lane, LARGE, &[(1, 2)]).unwrap();
+    for after in 0..disk.operations() - before {
+        for (errno, name) in [(rustix::io::Errno::NOSPC, "No space"), (rustix::io::Errno::IO, "Input/output")]
+        {
+            disk.fail(after, Fault::Errno(errno.raw_os_error()));
+            let error = write(&mut lane, LARGE, &[(1, 3)]).unwrap_err();
+            assert!(error.to_string().contains(name), "{error}");
+            disk.calm();
+            assert!(read(&mut lane, LARGE, &[(1, 3)], 0..3).is_err());
+            read(&mut lane, LARGE, &[(0, 1)], 0..3).unwrap();
+        }
+    }
+    write(&mut lane, LARGE, &[(1, 4)]).unwrap();
+    read(&mut lane, LARGE, &[(1, 4)], 0..3).unwrap();
+}
+
+/// Parts of real files in any order, and noise: none of it panics, and what comes out was put in.
+#[test]
+fn hostile_files_are_refused_or_read_right() {
+    let (disk, entries) = kept();
+    let whole = disk.with("index", |bytes| bytes.clone());
+    let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(2000));
+    let piece =
+        (0..whole.len(), 0..whole.len(), proptest::collection::vec(any::<u8>(), 0..12), any::<bool>());
+    let pieces = proptest::collection::vec(piece, 0..6);
+    runner
+        .run(&(0..whole.len(), pieces), |(start, pieces)| {
+            let mut bytes = whole[..start].to_vec();
+            for (a, b, noise, keeps) in pieces {
+                bytes.extend(&whole[a.min(b)..a.max(b)]);
+                bytes.extend(&noise);
+                if keeps {
+                    bytes.extend(&whole[start..]);
+                }
+            }
+            let hostile = disk.killed();
+            hostile.with("index", |index| *index = bytes);
+            let _ = readable(&hostile, &entries);
+            Ok(())
+        })
+        .unwrap();
+}
+
+/// Whoever can write checksums can write any line: lengths and blocks beyond the file are refused all the same.
+#[test]
+fn lines_with_impossible_fields_are_refused() {
+    let (disk, _) = kept();
+    let pages = |group, block, generation| vec![format::Record { group, block, generation, sum: 3 }];
+    for pages in
+        [pages(2, 0, 1), pages(255, 0, 1), pages(0, u32::MAX, 1), pages(1, 1 << 29, 1), pages(0, 3, u64::MAX)]
+    {
+        let hostile = disk.killed();
+        hostile.with("index", |bytes| {
+            let line = format::Line::Put { key: b"x".to_vec(), pages, meta: Vec::new() };
+            let at = bytes.len() as u64;
+            bytes.extend(line.to_bytes(0, at));
+        });
+        let (store, recovered) = open(&hostile).unwrap();
+        let known = store.entries().iter().any(|(key, _)| key == b"x");
+        assert_eq!(known, recovered.lost.iter().all(|(key, _)| key != b"x"));
+    }
+    for lie in [0u32, 3, 4, u32::MAX / 24, u32::MAX] {
+        for field in [0, 4, 8, 12, 16] {
+            let hostile = disk.killed();
+            hostile.with("index", |bytes| {
+                let (at, line) = (
+                    bytes.len(),
+                    format::Line::Put { key: b"x".to_vec(), pages: pages(0, 3, 9), meta: vec![1] },
+                );
+                bytes.extend(line.to_bytes(0, at as u64));
+                bytes[at + field..at + field + 4].copy_from_slice(&lie.to_le_bytes());
+                let end = bytes.len() - 8;
+                let sum = xxhash_rust::xxh3::xxh3_64_with_seed(&bytes[at..end], at as u64);
+                bytes[end..].copy_from_slice(&sum.to_le_bytes());
+            });
+            assert!(open(&hostile).unwrap().0.entries().iter().all(|(key, _)| key != b"x"), "{field} {lie}");
+        }
+    }
+}
+
+#[test]
+fn hostile_places_are_refused() {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    let place = Place::new();
+    let path = |name: &str| place.0.join(name);
+    let refused = |name: &str| {
+        let folder = Folder::open(&path(name));
+        let error = folder.and_then(|folder| open(&folder)).unwrap_err();
+        error.to_string()
+    };
+    let rights =
+        |name: &str, mode| std::fs::set_permissions(path(name), PermissionsExt::from_mode(mode)).unwrap();
+    std::fs::create_dir(&place.0).unwrap();
+    assert!(refused("no/such").contains("No such file"));
+    std::fs::write(path("file"), b"").unwrap();
+    assert!(refused("file").contains("Not a directory"));
+    open(&Folder::open(&path("good")).unwrap()).unwrap();
+    assert_eq!(std::fs::metadata(path("good")).unwrap().permissions().mode() & 0o777, 0o700);
+    for name in ["pages", "index"] {
+        let mode = std::fs::metadata(path("good").join(name)).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "{name}");
+    }
+    symlink(path("good"), path("link")).unwrap();
+    assert!(refused("link").contains("Not a directory") || refused("link").contains("symbolic"));
+    rights("good", 0o770);
+    assert!(refused("good").contains("mode 770"));
+    rights("good", 0o700);
+    for name in ["good/pages", "good/index"] {
+        rights(name, 0o640);
+        assert!(refused("good").contains("mode 640"));
+        rights(name, 0o600);
+        std::fs::rename(path(name), path("aside")).unwrap();
+        symlink(path("aside"), path(name)).unwrap();
+        assert!(refused("good").contains("symbolic links"));
+        std::fs::remove_file(path(name)).unwrap();
+        std::fs::hard_link(path("aside"), path(name)).unwrap();
+        assert!(refused("good").contains("2 names"));
+        std::fs::remove_file(path("aside")).unwrap();
+        open(&Folder::open(&path("good")).unwrap()).unwrap();
+    }
+    std::fs::remove_file(path("good/index")).unwrap();
+    std::fs::create_dir(path("good/index")).unwrap();
+    rights("good/index", 0o700);
+    assert!(refused("good").contains("not a file"));
+}
+
+/// A child keeps and forgets keys as fast as it can and is killed; whoever comes next finds only right pages.
+#[test]
+fn kill_9_at_any_moment_leaves_only_right_pages() {
+    const CHILD: &str = "PAGODA_TEST_STORE";
+    if let Some(path) = std::env::var_os(CHILD) {
+        let folder = Folder::open(&PathBuf::from(path)).unwrap();
+        let (store, _) = open(&folder).unwrap();
+        let mut lane = store.lane().unwrap();
+        let own = blocks(LARGE);
+        for round in 0u64.. {
+            let turn = (round % 3) as usize;
+            let key = [b'k', turn as u8];
+            store.delete(&key).unwrap();
+            let pages: Vec<_> = own[turn * 3..turn * 3 + 3]
+                .iter()
+                .map(|&block| (block, round * 64 + u64::from(block)))
+                .collect();
+            write(&mut lane, LARGE, &pages).unwrap();
+            let places: Vec<_> = pages.iter().map(|&(block, _)| (LARGE, BlockId::new(block))).collect();
+            let meta: Vec<u8> = pages.iter().flat_map(|(_, name)| name.to_le_bytes()).collect();
+            store.put(&key, &places, &meta).unwrap();
+        }
+    }
+    let rounds = std::env::var("PAGODA_KILLS").map_or(8, |count| count.parse().unwrap());
+    let place = Place::new();
+    let (mut pages_seen, mut generation) = (0, 0);
+    for round in 0..rounds {
+        let test = "disk::tests::kill_9_at_any_moment_leaves_only_right_pages";
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", test, "--nocapture"])
+            .env(CHILD, &place.0)
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        // Not for the clock's sake: the moments have to differ.
+        std::thread::sleep(std::time::Duration::from_micros(20_000 + round * 7_919 % 40_000));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let (store, recovered) = open(&Folder::open(&place.0).unwrap()).unwrap();
+        assert_eq!(recovered.lost, []);
+        let mut lane = store.lane().unwrap();
+        for (_, entry) in store.entries() {
+            let names = entry.meta.chunks_exact(8).map(|n| u64::from_le_bytes(n.try_into().unwrap()));
+            for (page, name) in entry.pages.iter().zip(names) {
+                read(&mut lane, LARGE, &[(page.block, name)], 0..3).unwrap();
+                pages_seen += 1;
+                generation = generation.max(page.generation);
+            }
+        }
+    }
+    assert!(pages_seen > 0 && generation > 0, "the children came to something");
+}

@@ -1,0 +1,53 @@
+"""The disk tier as `Cache` asks for it: where, how much, and of what model its pages are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TypedDict
+
+from pagoda.errors import InvalidArgument
+from pagoda.geometry import CoreLayer
+from pagoda.sizes import parse_size
+
+
+class DiskArguments(TypedDict):
+    """The disk tier as `pagoda._core.Cache` takes it."""
+
+    path: str
+    memory: int
+    fingerprint: bytes
+    resume: bool
+    writes_per_day: int | None
+
+
+def disk_arguments(
+    disk: str | Path | None,
+    disk_memory: int | str,
+    writes_per_day: int | str | None,
+    layers: list[CoreLayer],
+    page_size: int,
+) -> DiskArguments | None:
+    """The disk tier of a cache; None for none. Raises InvalidArgument for what does not fit together."""
+    memory = parse_size(disk_memory, "disk_memory")
+    if disk is None:
+        if memory or writes_per_day is not None:
+            given = f"disk_memory = {disk_memory!r}" if memory else f"disk_writes_per_day = {writes_per_day!r}"
+            raise InvalidArgument(f"{given}: nothing without disk=, a directory")
+        return None
+    if not memory:
+        raise InvalidArgument(f"disk_memory = {disk_memory!r}: bytes that pages may take in disk = {str(disk)!r}")
+    return {
+        "path": str(Path(disk).absolute()),
+        "memory": memory,
+        "fingerprint": fingerprint(layers, page_size),
+        "resume": False,
+        "writes_per_day": None if writes_per_day is None else parse_size(writes_per_day, "disk_writes_per_day"),
+    }
+
+
+def fingerprint(layers: list[CoreLayer], page_size: int) -> bytes:
+    """16 bytes that differ where pages would mean something else: by geometry, formats, rotation, windows or centres."""
+    what = json.dumps([page_size, layers], sort_keys=True)
+    return hashlib.blake2b(what.encode(), digest_size=16, person=b"pagoda pages").digest()

@@ -1,0 +1,252 @@
+"""The disk tier: pages that leave memory, come back, and are never other than they were."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pagoda
+import pytest
+from mirror import Mirror, layer, settled
+
+SPEC = pagoda.ModelSpec(layers=[layer(), layer(), layer(window=40)])
+OPTIONS: dict[str, Any] = {"device": "cpu", "device_memory": "256KiB", "threads": 2, "headroom": 1000}
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Iterator[Mirror]:
+    options = OPTIONS | {"host_memory": "256KiB", "disk": tmp_path / "pages", "disk_memory": "32MiB"}
+    with pagoda.Cache(SPEC, page_size=16, **options) as cache:
+        yield Mirror(cache, np.random.default_rng(0))
+
+
+def test_pages_go_down_three_tiers_and_come_back_unchanged(mirror: Mirror, tmp_path: Path) -> None:
+    tokens, cache = mirror.create(), mirror.cache
+    mirror.step([tokens], [320])
+    assert cache.demote(tokens.sequence, (0, 160)).wait(60)
+    plan = cache.plan(tokens.sequence, "disk", (0, 240))
+    assert {copy[2:4] for copy in plan.copies} == {("host", "disk"), ("device", "disk")}
+    assert cache.execute(plan).wait(60)
+    stats = cache.stats()
+    assert stats.used_bytes("disk") == plan.bytes
+    assert stats.used_bytes("host") == 0
+    assert stats.disk_io is not None
+    assert stats.disk_io.bytes_written >= plan.bytes
+    assert list((tmp_path / "pages").iterdir()) == [], "the file has no name"
+    assert cache.promote(tokens.sequence, (0, 100), to="host").wait(60)
+    assert cache.promote(tokens.sequence).wait(60)
+    stats = cache.stats()
+    assert stats.used_bytes("disk") == stats.used_bytes("host") == 0
+    assert stats.moved_bytes["disk", "host"] > 0
+    assert stats.moved_bytes["disk", "device"] > 0
+    assert stats.moved_bytes["host", "disk"] + stats.moved_bytes["device", "disk"] == plan.bytes
+    mirror.look()
+
+
+def test_a_step_brings_in_what_it_needs(mirror: Mirror) -> None:
+    one, other = mirror.create(), mirror.create()
+    cache = mirror.cache
+    mirror.step([one, other], [300, 200])
+    assert cache.demote(one.sequence, to="disk").wait(60)
+    mirror.step([other], [5])
+    assert cache.plan(one.sequence, "host").bytes > 0, "a step of others leaves it there"
+    mirror.step([one], [3])
+    assert cache.stats().moved_bytes["disk", "host"] > 0
+    assert all(copy[2] != "disk" for copy in cache.plan(one.sequence, "device").copies)
+
+
+def test_a_tail_on_disk_is_brought_in_before_it_is_copied(mirror: Mirror) -> None:
+    tokens = mirror.create()
+    mirror.step([tokens], [64])
+    assert mirror.cache.demote(tokens.sequence, to="disk").wait(60)
+    mirror.truncate(tokens, 40)
+    mirror.step([tokens], [20])
+    mirror.look()
+
+
+def test_sequences_that_rest_go_to_disk_and_more_than_memory_holds_is_kept(mirror: Mirror) -> None:
+    cache = mirror.cache
+    sessions = [mirror.create() for _ in range(8)]
+    for _ in range(4):
+        for tokens in sessions:
+            mirror.step([tokens], [70])
+    stats = cache.stats()
+    assert sum(map(stats.used_bytes, ("device", "host", "disk"))) > 800 << 10, "memory has 512 KiB in all"
+    assert stats.moved_bytes["host", "disk"] > 0
+    assert stats.moved_bytes["disk", "host"] > 0
+    cache.audit()
+
+
+def test_a_page_is_written_once(mirror: Mirror) -> None:
+    sessions = [mirror.create() for _ in range(8)]
+    for turn in range(4):
+        for tokens in sessions:
+            mirror.step([tokens], [0 if turn else 250])
+    stats = mirror.cache.stats()
+    assert stats.disk_io is not None
+    pages, stored = 8 * 15, 3 * 4096 + 2 * 4096
+    assert stats.disk_io.bytes_written <= pages * stored
+    assert stats.disk_io.bytes_read > pages * stored, "they come and go"
+
+
+def test_copies_that_memory_has_make_room_on_a_full_disk(tmp_path: Path) -> None:
+    options = OPTIONS | {"host_memory": "256KiB", "disk": tmp_path / "pages", "disk_memory": "1280KiB"}
+    with pagoda.Cache(SPEC, page_size=16, **options) as cache:
+        mirror = Mirror(cache, np.random.default_rng(3))
+        sessions = [mirror.create() for _ in range(8)]
+        for turn in range(5):
+            for tokens in sessions:
+                mirror.step([tokens], [0 if turn > 1 else 120])
+        assert max(counts.free for counts in cache.stats().disk) < 8, "full of pages, some of them in memory as well"
+
+
+def test_a_page_that_was_spoilt_is_an_error_and_no_data(mirror: Mirror) -> None:
+    tokens, other, cache = mirror.create(), mirror.create(), mirror.cache
+    mirror.step([tokens, other], [160, 160])
+    assert cache.demote(tokens.sequence, to="disk").wait(60)
+    assert cache.demote(other.sequence, to="disk").wait(60)
+    nameless = [fd for fd in Path("/proc/self/fd").iterdir() if "/.pagoda-" in str(fd.resolve())]
+    with nameless[0].open("r+b") as pages:
+        # A bit of the first page that was written: behind the headers of its segment.
+        data = np.frombuffer(pages.read(1 << 20), np.uint8)
+        at = int(np.flatnonzero(data[64 << 10 :])[0]) + (64 << 10)
+        pages.seek(at)
+        pages.write(bytes([data[at] ^ 16]))
+    with pytest.raises(pagoda.CorruptPage, match=r"block 0 of layer group 0: layer 0 of the group does not verify"):
+        mirror.step([tokens], [1])
+    with pytest.raises(pagoda.CorruptPage):
+        cache.promote(tokens.sequence).wait(60)
+    assert cache.stats().disk_io.corrupt == 2  # type: ignore[union-attr]
+    mirror.step([other], [4])
+    mirror.release(tokens)
+    mirror.look()
+
+
+def test_pages_that_others_hold_stay_in_memory(mirror: Mirror) -> None:
+    cache, prompt = mirror.cache, mirror.create()
+    mirror.step([prompt], [160])
+    resting = [mirror.fork(prompt) for _ in range(6)]
+    for tokens in resting:
+        mirror.step([tokens], [200])
+    shared = cache.plan(prompt.sequence, "disk", (0, 160))
+    assert {copy[2] for copy in shared.copies} <= {"device", "host"}
+    assert cache.stats().used_bytes("disk") > 0
+
+
+def test_a_batch_that_memory_cannot_hold_is_refused_and_nothing_changes(mirror: Mirror) -> None:
+    sessions = [mirror.create() for _ in range(8)]
+    for tokens in sessions:
+        mirror.step([tokens], [250])
+    with pytest.raises(pagoda.OutOfBlocks, match="find no room"):
+        mirror.step(sessions, [1] * 8)
+    mirror.cache.audit()
+    for tokens in sessions:
+        mirror.step([tokens], [1])
+
+
+def test_without_spilling_pages_on_disk_are_an_error_of_their_own(tmp_path: Path) -> None:
+    options = OPTIONS | {"host_memory": "256KiB", "disk": tmp_path, "disk_memory": "32MiB", "spill": False}
+    tmp_path.chmod(0o700)
+    with pagoda.Cache(SPEC, page_size=16, **options) as cache:
+        mirror = Mirror(cache, np.random.default_rng(1))
+        tokens = mirror.create()
+        mirror.step([tokens], [100])
+        plan = cache.plan(tokens.sequence, "disk")
+        assert cache.execute(plan).wait(60)
+        before = settled(cache)
+        with pytest.raises(pagoda.PagesOnDisk, match="promote") as caught:
+            mirror.step([tokens], [1])
+        assert (caught.value.pages, caught.value.bytes) == (len(plan), plan.bytes)
+        assert settled(cache) == before
+        assert cache.promote(tokens.sequence, to="host").wait(60)
+        mirror.step([tokens], [1])
+
+
+def test_a_cache_without_a_host_tier_spills_to_disk(tmp_path: Path) -> None:
+    options = OPTIONS | {"host_memory": 0, "disk": tmp_path / "pages", "disk_memory": "32MiB"}
+    with pagoda.Cache(SPEC, page_size=16, **options) as cache:
+        mirror = Mirror(cache, np.random.default_rng(1))
+        sessions = [mirror.create() for _ in range(4)]
+        for _ in range(3):
+            for tokens in sessions:
+                mirror.step([tokens], [100])
+        stats = cache.stats()
+        assert stats.moved_bytes["device", "disk"] > 0
+        assert stats.moved_bytes["disk", "device"] > 0
+        assert stats.used_bytes("disk") > 128 << 10
+
+
+def test_no_more_is_written_a_day_than_allowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    disk: dict[str, Any] = {"disk": tmp_path / "pages", "disk_memory": "32MiB", "disk_writes_per_day": "100KiB"}
+    with pagoda.Cache(SPEC, page_size=16, **OPTIONS, host_memory="64KiB", **disk) as cache:
+        mirror = Mirror(cache, np.random.default_rng(1))
+        tokens = mirror.create()
+        mirror.step([tokens], [320])
+        ticket = cache.demote(tokens.sequence, to="disk")
+        with pytest.raises(pagoda.TierIOError, match="102400 a day"):
+            ticket.wait(60)
+        mirror.look()
+        others = [mirror.create() for _ in range(3)]
+        with pytest.raises(pagoda.OutOfBlocks):
+            for tokens in others:
+                mirror.step([tokens], [320])
+        assert "stay in memory" in caplog.text
+        stats = cache.stats()
+        assert stats.disk_io is not None
+        assert stats.disk_io.bytes_written <= 100 << 10
+        cache.audit()
+
+
+def test_a_drive_that_is_full_keeps_pages_where_they_are(tmp_path: Path) -> None:
+    """A limit on the size of files is what a test can have without a drive of its own."""
+    script = f"""
+import resource, signal, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import numpy as np, pagoda, pytest
+from mirror import Mirror, layer
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+spec = pagoda.ModelSpec(layers=[layer()])
+options = dict(device="cpu", device_memory="1MiB", host_memory="1MiB", threads=1)
+with pagoda.Cache(spec, page_size=16, disk={str(tmp_path / "pages")!r}, disk_memory="32MiB", **options) as cache:
+    mirror = Mirror(cache, np.random.default_rng(1))
+    tokens = mirror.create()
+    mirror.step([tokens], [1600])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (49 * 4096, resource.RLIM_INFINITY))
+    with pytest.raises(pagoda.TierIOError, match="File too large .os error 27."):
+        cache.demote(tokens.sequence, to="disk").wait(60)
+    mirror.look()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert cache.demote(tokens.sequence, to="disk").wait(60)
+    mirror.look()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"disk": "x"}, pagoda.InvalidArgument, "disk_memory = 0"),
+        ({"disk_memory": "1GiB"}, pagoda.InvalidArgument, "disk_memory = '1GiB': nothing without disk="),
+        ({"disk_writes_per_day": 1}, pagoda.InvalidArgument, "disk_writes_per_day = 1"),
+        ({"disk": "x", "disk_memory": 100}, pagoda.InvalidArgument, "disk_memory = 100: at least"),
+        ({"disk": "x", "disk_memory": -1}, pagoda.InvalidArgument, "disk_memory"),
+        ({"disk": "no/such/place", "disk_memory": "1GiB"}, pagoda.TierIOError, "No such file"),
+        ({"disk": "file", "disk_memory": "1GiB"}, pagoda.TierIOError, "disk = .*file: Not a directory"),
+        ({"disk": "link", "disk_memory": "1GiB"}, pagoda.TierIOError, "disk = .*link"),
+        ({"disk": "shared", "disk_memory": "1GiB"}, pagoda.TierIOError, "mode 777"),
+    ],
+)
+def test_a_disk_that_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("link").symlink_to(tmp_path, target_is_directory=True)
+    Path("shared").mkdir()
+    Path("shared").chmod(0o777)
+    with pytest.raises(error, match=message):
+        pagoda.Cache(SPEC, **options)
