@@ -24,7 +24,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     report: as `pagoda.cli.quality` makes it. The suffix of the path is the format. Raises BackendUnavailable, and
     InvalidArgument for a path that cannot be written.
     """
-    figure = figure_class()(figsize=(16, 5), layout="constrained")
+    figure = figure_class()(figsize=(15, 5), layout="constrained")
     law, noise, language = figure.subplots(1, 3)
     formats = list(dict.fromkeys(row["format"] for row in report["heads"]))
     colours = {name: f"C{index}" for index, name in enumerate(formats)}
@@ -63,7 +63,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     for row in sorted(rows, key=lambda row: row["kld"]):
         language.scatter(row["bits"], row["kld"], color=colours[row["format"]])
         # A name goes to the right, unless that of a point close below is there.
-        close = abs(row["bits"] - below[0]) < 2 and row["kld"] < 1.5 * below[1]
+        close = abs(row["bits"] - below[0]) < 2 and row["kld"] < 2 * below[1]
         side, distance = ("right", -6) if close else ("left", 6)
         place = (row["bits"], row["kld"])
         language.annotate(row["format"], place, (distance, 0), textcoords="offset points", ha=side, va="center")
