@@ -46,7 +46,7 @@ def test_a_cache_that_cannot_be(options: dict[str, Any], named: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"resume": True}],
+    [{"device": "cuda", "disk": "/tmp/x", "disk_memory": "1GiB"}],
 )
 def test_what_is_not_there_yet(options: dict[str, Any]) -> None:
     with pytest.raises(pagoda.BackendUnavailable):
