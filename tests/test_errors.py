@@ -197,8 +197,8 @@ def test_out_must_be_writeable_and_apart_from_q() -> None:
         (pagoda.InvalidArgument, lambda c, s: c.step(["s"], [1])),
         (pagoda.InvalidArgument, lambda c, s: c.step([s], [1], stream=1)),
         (pagoda.OutOfBlocks, lambda c, s: c.step([s], [1 << 20]).__enter__()),
-        (pagoda.BackendUnavailable, lambda c, s: c.save(s, "name")),
-        (pagoda.BackendUnavailable, lambda c, s: c.load("name")),
+        (pagoda.InvalidArgument, lambda c, s: c.save(s, "name")),
+        (pagoda.InvalidArgument, lambda c, s: c.load("name")),
     ],
 )
 def test_refused_between_steps(error: type[Exception], call: Callable[[Any, Any], object]) -> None:
