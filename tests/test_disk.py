@@ -111,9 +111,10 @@ def test_a_page_that_was_spoilt_is_an_error_and_no_data(mirror: Mirror) -> None:
     assert cache.demote(other.sequence, to="disk").wait(60)
     nameless = [fd for fd in Path("/proc/self/fd").iterdir() if "/.pagoda-" in str(fd.resolve())]
     with nameless[0].open("r+b") as pages:
-        # A bit of the first page that was written: behind the headers of its segment.
-        data = np.frombuffer(pages.read(1 << 20), np.uint8)
-        at = int(np.flatnonzero(data[64 << 10 :])[0]) + (64 << 10)
+        # A bit of the first layer of the first page: behind the headers of its segment.
+        data = np.frombuffer(pages.read(), np.uint8)
+        starts = range(0, len(data), 4096)
+        at = next(at for at in starts if data[at] and data[at : at + 8].tobytes() != b"PAGODAPG")
         pages.seek(at)
         pages.write(bytes([data[at] ^ 16]))
     with pytest.raises(pagoda.CorruptPage, match=r"block 0 of layer group 0: layer 0 of the group does not verify"):

@@ -46,7 +46,7 @@ def test_a_cache_that_cannot_be(options: dict[str, Any], named: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"resume": True}],
+    [{"device": "cuda", "disk": "/tmp/x", "disk_memory": "1GiB"}],
 )
 def test_what_is_not_there_yet(options: dict[str, Any]) -> None:
     with pytest.raises(pagoda.BackendUnavailable):
@@ -197,8 +197,8 @@ def test_out_must_be_writeable_and_apart_from_q() -> None:
         (pagoda.InvalidArgument, lambda c, s: c.step(["s"], [1])),
         (pagoda.InvalidArgument, lambda c, s: c.step([s], [1], stream=1)),
         (pagoda.OutOfBlocks, lambda c, s: c.step([s], [1 << 20]).__enter__()),
-        (pagoda.BackendUnavailable, lambda c, s: c.save(s, "name")),
-        (pagoda.BackendUnavailable, lambda c, s: c.load("name")),
+        (pagoda.InvalidArgument, lambda c, s: c.save(s, "name")),
+        (pagoda.InvalidArgument, lambda c, s: c.load("name")),
     ],
 )
 def test_refused_between_steps(error: type[Exception], call: Callable[[Any, Any], object]) -> None:

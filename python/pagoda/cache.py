@@ -35,6 +35,7 @@ from pagoda.device.engine import DeviceEngine
 from pagoda.disk import disk_arguments
 from pagoda.errors import (
     BackendUnavailable,
+    CorruptPage,
     InvalidArgument,
     OutOfBlocks,
     PagesOnDisk,
@@ -370,8 +371,11 @@ class Cache:
     so that `truncate` can take back as many; a page by default.
 
     disk, disk_memory: a directory for a third tier, on the CPU so far, and the bytes that it may take there. The directory is
-    made if only its last part is missing, and must be nobody else's to write to. Pages lie in a file without a name, with
-    checksums that are verified whenever they are read. disk_writes_per_day: bytes that this cache may write there a day.
+    made if only its last part is missing, and must be nobody else's to write to. Pages have checksums that are verified
+    whenever they are read. disk_writes_per_day: bytes that this cache may write there a day. resume: False is a file without
+    a name that goes with the cache. True keeps what `save` is given until `forget`, whatever becomes of the process: the next
+    cache with the same directory, sizes and layers finds it again. One cache at a time; use one directory for one set of
+    weights, which nothing here can see.
 
     spill: when the device tier is full, the oldest pages go to the host tier by themselves; when that is full, those of
     sequences that rest go to disk. A step needs the pages of its sequences in memory: it brings them back, or raises
@@ -386,7 +390,8 @@ class Cache:
     k_norms: for each layer with `k_eq_v` the weight of K's norm [head_dim], and None for each other; K is then derived from
     V, which alone is stored. On a GPU it has to be stored: `ModelSpec.storing_k`.
 
-    Raises InvalidArgument (also a ValueError) for what does not fit together, BackendUnavailable for what is not there.
+    Raises InvalidArgument (also a ValueError) for what does not fit together, BackendUnavailable for what is not there,
+    GeometryMismatch for a directory of another model, TierIOError for one that cannot be used or that another cache has open.
     """
 
     def __init__(
@@ -413,8 +418,6 @@ class Cache:
         retention: SinkWindow | None = None,
         headroom: int | None = None,
     ) -> None:
-        if resume:
-            raise BackendUnavailable("resume = True: caches that survive are not there yet")
         threads = os.cpu_count() or 1 if threads is None else threads
         if not isinstance(threads, int) or not 1 <= threads <= 1024:
             raise InvalidArgument(f"threads = {threads!r}: from 1 to 1024")
@@ -439,7 +442,7 @@ class Cache:
             parse_size(device_memory, "device_memory"),
             parse_size(host_memory, "host_memory"),
         )
-        on_disk = disk_arguments(disk, disk_memory, disk_writes_per_day, layers, page_size)
+        on_disk = disk_arguments(disk, disk_memory, resume, disk_writes_per_day, layers, page_size)
         if on_disk is not None and device_index(device) is not None:
             raise BackendUnavailable(f"disk = {str(disk)!r}: the disk tier is on the CPU so far, not on {device}")
         self._device = engine_for(
@@ -468,6 +471,8 @@ class Cache:
         if on_disk is not None:
             for refused in self._core.stats()["disk"]["refused"]:
                 log.warning("disk = %s: without %s", disk, refused)
+            for key, why in self._keeper().lost():
+                log.warning("disk = %s: %r is lost: %s", disk, key, why)
 
     def create(self) -> Sequence:
         """A new, empty sequence."""
@@ -579,12 +584,50 @@ class Cache:
         return self.execute(Plan(self, core))
 
     def save(self, sequence: Sequence, key: str, tokens: tuple[int, int] | None = None, meta: bytes = b"") -> None:
-        """Keeps a sequence on disk under a name. Raises BackendUnavailable: caches that survive are not there yet."""
-        raise BackendUnavailable(f"save({key!r}): caches that survive are not there yet")
+        """Keeps a sequence on disk under a name, in the place of what was there. It is safe from a loss of power on return.
+
+        The sequence goes on as it is. Pages that are on disk already are not written again. tokens: only these; `meta` comes
+        back from `saved`. Raises InvalidArgument in a cache without resume=True, and while moves of its pages are under way;
+        OutOfBlocks when the disk tier is full, TierIOError when it fails: then what was kept before stays.
+        """
+        self._check_ours([sequence])
+        if tokens is not None:
+            start, stop = tokens
+            with sequence.fork() as part:
+                part.truncate(stop)
+                part.drop(0, start)
+                return self.save(part, key, meta=meta)
+        keeper = self._keeper()
+        keeper.check_key(_key(key))
+        self._spill.settle()
+        self._make_room_on_disk(self.plan(sequence, "disk", keep=True))
+        self.execute(self.plan(sequence, "disk", keep=True)).wait()
+        keeper.save(sequence.id, key, meta)
 
     def load(self, key: str) -> Sequence | None:
-        """Opens what `save` kept. Raises BackendUnavailable: caches that survive are not there yet."""
-        raise BackendUnavailable(f"load({key!r}): caches that survive are not there yet")
+        """A new sequence with what `save` kept under a name; None if nothing is, or it does not verify, which is logged.
+
+        Pages come into memory, and are verified, as many as fit; others when a step brings them in. Raises OutOfBlocks when
+        the device tier has no block for the last page, TierIOError when the disk cannot be read.
+        """
+        try:
+            handle = self._keeper().load(_key(key))
+            if handle is None:
+                return None
+            sequence = self._adopt(handle)
+            self._spill.warm(handle)
+        except CorruptPage as error:
+            log.warning("%r does not verify: %s", key, error)
+            return None
+        return sequence
+
+    def forget(self, key: str) -> bool:
+        """Lets go of what is kept under a name; says whether there was something."""
+        return self._keeper().forget(_key(key))
+
+    def saved(self) -> dict[str, bytes]:
+        """The names under which sequences are kept, and their `meta`."""
+        return self._keeper().saved()
 
     def stats(self) -> Stats:
         """Blocks and bytes by tier, and counters. Walks every page: not for the inner loop."""
@@ -632,6 +675,20 @@ class Cache:
         while self._abandoned:
             self._core.release(self._abandoned.popleft())
 
+    def _make_room_on_disk(self, plan: Plan) -> None:
+        """Gives up copies of pages that memory has as well, as far as a plan and a last page of each group need."""
+        for group in range(len(self._groups)):
+            wanted = 1 + sum(copy[1] == group and copy[4] > 0 for copy in plan.copies)
+            short = wanted - self._core.free_blocks("disk")[group]
+            if short > 0:
+                self._keeper().drop_copies("disk", group, short)
+
+    def _keeper(self) -> _core.Cache:
+        """What keeps sequences on disk."""
+        if isinstance(self._core, DeviceEngine):
+            raise BackendUnavailable("save, load: the disk tier is on the CPU so far")
+        return self._core
+
     def _check_ours(self, sequences: Collection[Sequence]) -> Collection[Sequence]:
         for index, sequence in enumerate(sequences):
             if not isinstance(sequence, Sequence) or sequence._cache is not self:
@@ -666,6 +723,12 @@ def _natural(name: str, value: int) -> int:
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 0 <= value < 1 << 63:
         raise InvalidArgument(f"{name} = {value!r}: an integer from 0 to 2**63 - 1")
     return int(value)
+
+
+def _key(key: str) -> str:
+    if not isinstance(key, str) or not 0 < len(key.encode()) <= 1024:
+        raise InvalidArgument(f"key = {key!r}: a text of 1 to 1024 bytes")
+    return key
 
 
 def _counts(name: str, values: Collection[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

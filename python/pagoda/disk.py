@@ -25,6 +25,7 @@ class DiskArguments(TypedDict):
 def disk_arguments(
     disk: str | Path | None,
     disk_memory: int | str,
+    resume: bool,
     writes_per_day: int | str | None,
     layers: list[CoreLayer],
     page_size: int,
@@ -32,17 +33,23 @@ def disk_arguments(
     """The disk tier of a cache; None for none. Raises InvalidArgument for what does not fit together."""
     memory = parse_size(disk_memory, "disk_memory")
     if disk is None:
-        if memory or writes_per_day is not None:
-            given = f"disk_memory = {disk_memory!r}" if memory else f"disk_writes_per_day = {writes_per_day!r}"
-            raise InvalidArgument(f"{given}: nothing without disk=, a directory")
+        given = {"disk_memory": disk_memory, "resume": resume, "disk_writes_per_day": writes_per_day}
+        for name, value in given.items():
+            if value not in (None, 0, "0"):
+                raise InvalidArgument(f"{name} = {value!r}: nothing without disk=, a directory")
         return None
     if not memory:
         raise InvalidArgument(f"disk_memory = {disk_memory!r}: bytes that pages may take in disk = {str(disk)!r}")
+    if not isinstance(resume, bool):
+        raise InvalidArgument(f"resume = {resume!r}: True or False")
+    if resume and any(layer["center_first"] for layer in layers):
+        limit = "center=None or arrays, as pages mean nothing without what their K was centred by"
+        raise InvalidArgument(f"resume = True with a centre of the first rows: {limit}")
     return {
         "path": str(Path(disk).absolute()),
         "memory": memory,
         "fingerprint": fingerprint(layers, page_size),
-        "resume": False,
+        "resume": resume,
         "writes_per_day": None if writes_per_day is None else parse_size(writes_per_day, "disk_writes_per_day"),
     }
 

@@ -64,6 +64,16 @@ class Spill:
         else:
             self._make_room(lack, batch)
 
+    def warm(self, handle: int) -> None:
+        """Brings pages of a sequence from disk into memory, as many as fit; all that come have been verified."""
+        if self._pairs:
+            self._promote(np.array([handle], np.uint64), max(source for source, _ in self._pairs))
+
+    def settle(self) -> None:
+        """Waits for all moves under way."""
+        for pair in self._pairs:
+            self._settle(pair)
+
     def _make_room(self, error: OutOfBlocks, batch: Handles) -> None:
         """Makes room on the device, or below it so that there can be some; raises `error` when nothing helps."""
         for pair in self._pairs:

@@ -3,8 +3,9 @@
 use crate::cache::{Cache, GroupKind};
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, GroupId, PageId, Tier};
+use crate::limits::TOKENS_PER_SEQUENCE_MAX;
 use crate::pages::Slot;
-use crate::table::{Left, Table};
+use crate::table::{Left, Span, Table};
 use crate::work::RUN_ROWS;
 use std::collections::{HashMap, HashSet};
 
@@ -45,6 +46,15 @@ impl Cache {
                 );
             }
         }
+        for tail in self.kept.values().flat_map(|kept| &kept.tails) {
+            let place = (Tier::Disk, tail.group, tail.block);
+            require!(seen.insert(place), "kept block {:?} has two owners", tail.block);
+            require!(
+                self.arenas[Tier::Disk.index()].is_taken(tail.group, tail.block),
+                "kept block {:?} is free",
+                tail.block
+            );
+        }
         for d in self.epochs.draining() {
             require!(
                 seen.insert((d.tier, d.group, d.block)),
@@ -74,7 +84,16 @@ impl Cache {
         let entries = tables.flat_map(Table::held);
         let replaced = self.step.undo.iter().filter_map(|undo| undo.replaced);
         entries.chain(replaced).for_each(|page| *counts.entry(page).or_default() += 1);
+        let mut kept = HashMap::<PageId, u32>::new();
+        let entries = self.kept.values().flat_map(|kept| &kept.tables).flat_map(Table::held);
+        entries.for_each(|page| *kept.entry(page).or_default() += 1);
+        for (&page, count) in &kept {
+            *counts.entry(page).or_default() += count;
+            require!(self.pages[page].ready(Tier::Disk).is_some(), "page {page:?} is kept, and not on disk");
+        }
         for (id, page) in self.pages.iter() {
+            let (is_kept, counted) = (kept.get(&id).copied().unwrap_or(0), self.pages.kept(id));
+            require!(is_kept == counted, "page {id:?} counts {counted} keeps, there are {is_kept}");
             let (held, counted) = (counts.remove(&id).unwrap_or(0), self.pages.references(id));
             require!(held == counted, "page {id:?} counts {counted} references, tables hold {held}");
             require!(
@@ -132,19 +151,11 @@ impl Cache {
         Ok(())
     }
 
-    /// Spans cover their pages, positions grow, rows agree with pages, and every token lies in a valid row.
+    /// Rows agree with pages, and tables are what tables have to be.
     fn audit_tables(&self) -> Result<()> {
         for (id, sequence) in self.sequences.iter() {
             for (group, table) in self.group_ids().zip(&sequence.tables) {
                 let name = format!("sequence {} group {}", id.index, group.0);
-                self.audit_window(&name, sequence.len, group, table)?;
-                let tokens: u64 = table.spans.iter().map(|span| u64::from(span.count)).sum();
-                require!(
-                    tokens + table.left.count == sequence.len,
-                    "{name} has {tokens} tokens of {}, {} have left",
-                    sequence.len,
-                    table.left.count
-                );
                 require!(table.row.len() == table.pages.len(), "{name}: row and pages differ in length");
                 if table.placement == self.placement[group.index()] {
                     for (at, page) in table.row.iter().zip(&table.pages) {
@@ -153,51 +164,85 @@ impl Cache {
                         require!(fastest == Some(*at), "{name} reads {at:?}, its page is at {fastest:?}");
                     }
                 }
+                let fills: Vec<_> =
+                    table.pages.iter().map(|page| page.map(|page| self.pages[page].fill)).collect();
+                self.check_table(&name, sequence.len, group, table, &fills)?;
                 let GroupKind::Paged { page_size } = self.groups[group.index()].kind else { continue };
-                let mut first_page = 0;
-                for (index, span) in table.spans.iter().enumerate() {
-                    let last = index + 1 == table.spans.len();
-                    require!(
-                        span.skip / page_size <= RUN_ROWS as u32 / page_size,
-                        "{name}: a span begins behind {} rows",
-                        span.skip
-                    );
-                    for entry in 0..span.rows().div_ceil(page_size) {
-                        let held = table.pages[(span.first_page + entry) as usize].is_some();
-                        require!(
-                            held == (entry >= span.skip / page_size),
-                            "{name}: entry {entry} of span {index}, which begins behind {} rows, has a page: {held}",
-                            span.skip
-                        );
-                    }
-                    require!(
-                        span.first_page == first_page,
-                        "{name}: span {index} starts at page {}",
-                        span.first_page
-                    );
-                    require!(last || span.count > 0, "{name}: span {index} is empty");
-                    first_page += span.rows().div_ceil(page_size);
-                    if let Some(next) = table.spans.get(index + 1) {
-                        require!(
-                            next.position >= span.end_position(),
-                            "{name}: positions go back at span {index}"
-                        );
-                    }
-                    for page_index in span.skip / page_size..span.rows().div_ceil(page_size) {
-                        let page = &self.pages[table.page(span.first_page + page_index)];
-                        let rows = page_size.min(span.rows() - page_index * page_size);
-                        require!(
-                            page.fill >= rows,
-                            "{name} uses {rows} rows of a page that holds {}",
-                            page.fill
-                        );
-                    }
-                }
-                let pages = table.pages.len() as u32;
+                let pages = table.spans.iter().map(|span| span.rows().div_ceil(page_size)).sum::<u32>();
                 require!(
-                    pages == first_page || (sequence.stepping && pages > first_page),
-                    "{name} has {pages} pages for {first_page}"
+                    sequence.stepping || fills.len() == pages as usize,
+                    "{name} has {} pages for {pages}",
+                    fills.len()
                 );
+            }
+        }
+        Ok(())
+    }
+
+    /// Spans cover their pages, positions grow, and every token lies in a valid row; `fills` are those of the entries that hold
+    /// a page. The numbers may be any.
+    pub(crate) fn check_table(
+        &self,
+        name: &str,
+        len: u64,
+        group: GroupId,
+        table: &Table,
+        fills: &[Option<u32>],
+    ) -> Result<()> {
+        let most = TOKENS_PER_SEQUENCE_MAX;
+        require!(
+            table.left.after <= most && table.left.count <= most && !table.spans.is_empty(),
+            "{name}: {:?} have left, {} spans are there",
+            table.left,
+            table.spans.len()
+        );
+        let fits = |span: &Span| u64::from(span.skip.max(span.count)) < most && span.position <= most;
+        require!(table.spans.iter().all(fits), "{name}: a span is beyond limits");
+        let tokens: u64 = table.spans.iter().map(|span| u64::from(span.count)).sum();
+        require!(
+            tokens + table.left.count == len,
+            "{name} has {tokens} tokens of {len}, {} have left",
+            table.left.count
+        );
+        self.audit_window(name, len, group, table)?;
+        let GroupKind::Paged { page_size } = self.groups[group.index()].kind else { return Ok(()) };
+        let mut first_page = 0;
+        for (index, span) in table.spans.iter().enumerate() {
+            let last = index + 1 == table.spans.len();
+            let pages = span.rows().div_ceil(page_size);
+            require!(
+                span.skip / page_size <= RUN_ROWS as u32 / page_size,
+                "{name}: a span begins behind {} rows",
+                span.skip
+            );
+            require!(
+                span.first_page == first_page,
+                "{name}: span {index} starts at page {}",
+                span.first_page
+            );
+            require!(last || span.count > 0, "{name}: span {index} is empty");
+            let entries = first_page as usize..first_page as usize + pages as usize;
+            let Some(entries) = fills.get(entries) else {
+                return Err(Error::Invariant(format!(
+                    "{name} has {} pages, span {index} goes on",
+                    fills.len()
+                )));
+            };
+            for (entry, fill) in (0..).zip(entries) {
+                require!(
+                    fill.is_some() == (entry >= span.skip / page_size),
+                    "{name}: entry {entry} of span {index}, which begins behind {} rows, has {fill:?}",
+                    span.skip
+                );
+                let rows = page_size.min(span.rows() - entry * page_size);
+                require!(
+                    fill.is_none_or(|fill| fill >= rows),
+                    "{name} uses {rows} rows of a page that holds {fill:?}"
+                );
+            }
+            first_page += pages;
+            if let Some(next) = table.spans.get(index + 1) {
+                require!(next.position >= span.end_position(), "{name}: positions go back at span {index}");
             }
         }
         Ok(())

@@ -55,6 +55,20 @@ impl Bitmap {
         Some(index)
     }
 
+    /// Takes `index`; says whether it was free.
+    pub fn take(&mut self, index: u32) -> bool {
+        if index >= self.len || !self.contains(index) {
+            return false;
+        }
+        let w = (index / WORD_BITS) as usize;
+        self.words[w] &= !(1 << (index % WORD_BITS));
+        if self.words[w] == 0 {
+            self.summary[w / WORD_BITS as usize] &= !(1 << (w as u32 % WORD_BITS));
+        }
+        self.free -= 1;
+        true
+    }
+
     /// Gives `index` back. Panics when it is free already or out of range: a double free is a bug here, never data.
     pub fn give(&mut self, index: u32) {
         assert!(index < self.len, "block {index} of {} given back", self.len);

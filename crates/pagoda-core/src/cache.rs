@@ -3,13 +3,15 @@
 use crate::error::{Error, Result};
 use crate::extents::Arena;
 use crate::fence::Epochs;
-use crate::ids::{GroupId, PageId, SequenceId, Tier};
+use crate::ids::{GroupId, KeptId, PageId, SequenceId, Tier};
+use crate::keep::Kept;
 use crate::limits;
 use crate::pages::Pages;
 use crate::plan::{Failed, Ticket};
 use crate::step::Step;
 use crate::table::{Sequences, Table};
 use crate::window::Window;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// One layer group: what its blocks are.
@@ -77,6 +79,8 @@ pub struct Cache {
     pub(crate) tickets: Vec<Ticket>,
     pub(crate) tickets_minted: u32,
     pub(crate) failures: Vec<Failed>,
+    pub(crate) kept: BTreeMap<KeptId, Kept>,
+    pub(crate) kept_minted: u64,
     /// Per group: changes whenever a page changes the tier that it is read from.
     pub(crate) placement: Vec<u32>,
     /// Bytes copied, by source and target tier.
@@ -123,6 +127,8 @@ impl Cache {
             tickets: Vec::new(),
             tickets_minted: 0,
             failures: Vec::new(),
+            kept: BTreeMap::new(),
+            kept_minted: 0,
             placement: vec![0; groups.len()],
             moved_bytes: Default::default(),
             #[cfg(feature = "broken-fences")]

@@ -98,6 +98,27 @@ impl Arena {
         }
     }
 
+    /// Takes this very block; says whether it is there and was free.
+    pub fn take_at(&mut self, group: GroupId, block: BlockId) -> bool {
+        let size = self.groups[group.index()].block_bytes;
+        if u64::from(block.index()).checked_mul(size).is_none_or(|start| start >= self.bytes) {
+            return false;
+        }
+        let extent = self.extent_of(group, block);
+        let (first, len) = self.span_of(group, extent);
+        let index = u64::from(block.index());
+        if index < first || index - first >= len {
+            return false;
+        }
+        if self.extents[extent as usize].owner.is_none() && self.unowned.take(extent) {
+            self.own(group, extent);
+        }
+        let slot = &mut self.extents[extent as usize];
+        let taken = slot.owner == Some(group) && slot.blocks.take((index - first) as u32);
+        self.groups[group.index()].free -= u64::from(taken);
+        taken
+    }
+
     /// Gives a block back. An extent without blocks in use leaves its group.
     pub fn give(&mut self, group: GroupId, block: BlockId) {
         let extent = self.extent_of(group, block);
@@ -175,12 +196,18 @@ impl Arena {
     /// Hands the lowest unowned extent that can hold a block to `group`.
     fn claim(&mut self, group: GroupId) -> Option<u32> {
         let extent = self.unowned.take_lowest()?;
-        let (first, len) = self.span_of(group, extent);
-        if len == 0 {
+        if self.span_of(group, extent).1 == 0 {
             let next = self.claim(group);
             self.unowned.give(extent);
             return next;
         }
+        self.own(group, extent);
+        Some(extent)
+    }
+
+    /// Cuts an extent that nobody owned into blocks of `group`.
+    fn own(&mut self, group: GroupId, extent: u32) {
+        let (first, len) = self.span_of(group, extent);
         let slot = &mut self.extents[extent as usize];
         slot.owner = Some(group);
         slot.first_block = first as u32;
@@ -188,7 +215,6 @@ impl Arena {
         let blocks = &mut self.groups[group.index()];
         blocks.held += len;
         blocks.free += len;
-        Some(extent)
     }
 
     /// Checks the counters against the extents.
@@ -263,8 +289,23 @@ mod tests {
                 (u64::from(b.index()) * size) as usize..((u64::from(b.index()) + 1) * size) as usize
             };
             for (kind, pick) in ops {
-                if kind % 3 > 0 {
-                    let group = GroupId((u32::from(kind) % sizes.len() as u32) as u8);
+                let group = GroupId((u32::from(kind) % sizes.len() as u32) as u8);
+                if kind % 7 == 6 {
+                    let block = BlockId::new(u32::from(pick) % 64);
+                    let last = bytes.div_ceil(extent_bytes) as usize - 1;
+                    let (start, end) = (range((group, block)).start, range((group, block)).end);
+                    let inside = end as u64 <= bytes && start as u64 / extent_bytes == (end as u64 - 1) / extent_bytes;
+                    let extent = (start as u64 / extent_bytes) as usize;
+                    let foreign = inside && live.iter().any(|&(other, held)| {
+                        other != group && range((other, held)).start as u64 / extent_bytes == extent as u64
+                    });
+                    let free = inside && extent <= last && !foreign && !owner[start..end].iter().any(|&byte| byte);
+                    prop_assert_eq!(arena.take_at(group, block), free);
+                    if free {
+                        owner[start..end].fill(true);
+                        live.push((group, block));
+                    }
+                } else if kind % 3 > 0 {
                     let could = arena.available(group);
                     match arena.take(group) {
                         Some(block) => {

@@ -53,7 +53,7 @@ impl Completion {
     }
 
     /// What the copying thread said about a failure; look after `copied`.
-    pub(crate) fn failure(&self) -> Option<&Failure> {
+    pub fn failure(&self) -> Option<&Failure> {
         self.0.failure.get()
     }
 

@@ -89,6 +89,10 @@ pub struct SequenceId {
     pub generation: u32,
 }
 
+/// A sequence that is kept on disk. Never reused within a cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct KeptId(pub u64);
+
 /// A point in the order of steps. Blocks freed at an epoch drain until it has retired.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Epoch(pub u64);

@@ -13,6 +13,7 @@ pub mod error;
 pub mod extents;
 pub mod fence;
 pub mod ids;
+pub mod keep;
 pub mod layout;
 pub mod limits;
 mod pages;

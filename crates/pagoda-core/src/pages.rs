@@ -1,6 +1,7 @@
 //! Pages and the state of their blocks: the one source of truth about what may be read where.
 
 use crate::ids::{BlockId, BlockRef, GroupId, PageId, TicketId, Tier};
+use std::collections::HashMap;
 
 /// What a page has on one tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,6 +57,8 @@ impl Page {
 pub(crate) struct Pages {
     pages: Vec<Page>,
     references: Vec<u32>,
+    /// How often a page is kept on disk.
+    kept: HashMap<PageId, u32>,
     vacant: Vec<PageId>,
 }
 
@@ -95,6 +98,25 @@ impl Pages {
         let count = &mut self.references[id.index() as usize];
         *count -= 1;
         *count
+    }
+
+    /// Lets the copy on disk stay, whatever moves.
+    pub(crate) fn keep(&mut self, id: PageId) {
+        *self.kept.entry(id).or_default() += 1;
+    }
+
+    /// Takes one `keep` back.
+    pub(crate) fn unkeep(&mut self, id: PageId) {
+        let count = self.kept.get_mut(&id).expect("kept before");
+        *count -= 1;
+        if *count == 0 {
+            self.kept.remove(&id);
+        }
+    }
+
+    /// How often the page is kept: as many of its references are not those of sequences.
+    pub(crate) fn kept(&self, id: PageId) -> u32 {
+        self.kept.get(&id).copied().unwrap_or(0)
     }
 
     /// Every page that holds a block.

@@ -132,7 +132,9 @@ impl Cache {
             let movable = candidates.into_iter().filter_map(|id| {
                 let page = &self.pages[id];
                 let from = page.fastest().map(|at| at.tier()).filter(|&from| from != to)?;
-                if only.is_some_and(|only| only != from) || (*unshared && self.pages.references(id) > 1) {
+                if only.is_some_and(|only| only != from)
+                    || (*unshared && self.pages.references(id) - self.pages.kept(id) > 1)
+                {
                     return None;
                 }
                 let bytes = if page.ready(to).is_some() { 0 } else { self.groups[group.index()].block_bytes };
@@ -219,9 +221,10 @@ impl Cache {
     /// Frees up to `pages_max` blocks of a group on `tier` whose pages are read from a faster one; returns how many.
     pub fn drop_copies(&mut self, tier: Tier, group: GroupId, pages_max: usize) -> usize {
         self.settle();
-        let spare = self.pages.iter().filter(|(_, page)| {
+        let spare = self.pages.iter().filter(|&(id, page)| {
             let faster = page.fastest().is_some_and(|at| at.tier() < tier);
-            page.group == group && page.copies == 0 && faster && page.ready(tier).is_some()
+            let kept = tier == Tier::Disk && self.pages.kept(id) > 0;
+            page.group == group && page.copies == 0 && faster && page.ready(tier).is_some() && !kept
         });
         let spare: Vec<PageId> = spare.map(|(id, _)| id).take(pages_max).collect();
         for &id in &spare {
@@ -302,7 +305,8 @@ impl Cache {
             if self.pages.references(m.page) == 0 {
                 self.close_page(m.page);
             } else if arrived {
-                if !ticket.keep {
+                let stays = ticket.keep || (m.from == Tier::Disk && self.pages.kept(m.page) > 0);
+                if !stays {
                     let source =
                         std::mem::replace(&mut self.pages[m.page].slots[m.from.index()], Slot::Empty);
                     if let Slot::Ready { block } = source {
@@ -329,7 +333,7 @@ impl Cache {
     }
 
     /// Frees a block once the steps that may still touch it have retired.
-    fn free_block(&mut self, tier: Tier, group: GroupId, block: BlockId) {
+    pub(crate) fn free_block(&mut self, tier: Tier, group: GroupId, block: BlockId) {
         let waits = self.epochs.pending() && self.step.phase != Phase::Entering;
         if waits && self.keeps(Fence::Epochs) {
             self.epochs.drain(tier, group, block);

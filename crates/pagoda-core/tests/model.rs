@@ -9,7 +9,8 @@
 
 use pagoda_core::cache::{Group, GroupKind, TierMemory};
 use pagoda_core::fence::Completion;
-use pagoda_core::ids::{BlockId, Epoch, GroupId, SequenceId, Tier};
+use pagoda_core::ids::{BlockId, Epoch, GroupId, KeptId, SequenceId, Tier};
+use pagoda_core::keep::{KeptGroup, KeptPage, KeptSequence};
 use pagoda_core::plan::{BlockCopy, Fence, Plan, Selection};
 use pagoda_core::table::Sight;
 use pagoda_core::window::Window;
@@ -37,6 +38,9 @@ enum Op {
     Retire(u8),
     Migrate { sequence: u16, to: u8, from: u16, until: u16, keep: bool, stale: bool },
     DropCopies(u8, u8),
+    Keep(u16),
+    Revive(u16),
+    Forget(u16),
     CopyWords(u8, u8),
     Finish { ticket: u8, fail: bool },
 }
@@ -78,6 +82,9 @@ fn ops() -> impl Strategy<Value = Op> {
             Op::Migrate { sequence, to, from, until, keep, stale }
         }),
         1 => any::<(u8, u8)>().prop_map(|(t, n)| Op::DropCopies(t, n)),
+        3 => any::<u16>().prop_map(Op::Keep),
+        2 => any::<u16>().prop_map(Op::Revive),
+        1 => any::<u16>().prop_map(Op::Forget),
         8 => any::<(u8, u8)>().prop_map(|(t, n)| Op::CopyWords(t, n)),
         6 => (any::<u8>(), proptest::bool::weighted(0.1)).prop_map(|(ticket, fail)| Op::Finish { ticket, fail }),
     ]
@@ -176,6 +183,7 @@ struct Machine {
     minted: u64,
     tickets: Vec<InFlight>,
     model: Vec<Modelled>,
+    kept: Vec<(KeptId, Modelled)>,
     /// The batch of the open step: index in `model`, and the tokens that it appends.
     step: Option<Vec<(usize, Vec<Token>)>>,
     next_name: u64,
@@ -199,6 +207,8 @@ struct Seen {
     refused_rewinds: u64,
     steps_over_disk: u64,
     dropped_copies: u64,
+    kept: u64,
+    revived: u64,
 }
 
 impl Seen {
@@ -217,6 +227,8 @@ impl Seen {
         self.refused_rewinds += other.refused_rewinds;
         self.steps_over_disk += other.steps_over_disk;
         self.dropped_copies += other.dropped_copies;
+        self.kept += other.kept;
+        self.revived += other.revived;
     }
 }
 
@@ -235,6 +247,7 @@ impl Machine {
             minted: 0,
             tickets: Vec::new(),
             model: Vec::new(),
+            kept: Vec::new(),
             step: None,
             next_name: 1,
             seen: Seen::default(),
@@ -279,6 +292,72 @@ impl Machine {
                     }
                 }
                 Kernel::Retired(epoch) => self.retired = epoch.0,
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies what has to be copied before anything else happens.
+    fn copy_now(&mut self, copies: &[BlockCopy]) -> Outcome {
+        self.run_stream(self.minted)?;
+        for copy in copies {
+            let bytes = self.block((copy.from.0, copy.group, copy.from.1)).clone();
+            *self.block((copy.to.0, copy.group, copy.to.1)) = bytes;
+        }
+        Ok(())
+    }
+
+    /// What is kept is found again by a cache that knows nothing but what was written down, and is what it was.
+    fn adopt_elsewhere(&self) -> Outcome {
+        let written: Vec<_> = self.kept.iter().map(|(id, _)| self.cache.describe(*id).unwrap()).collect();
+        let mut other = Self::new(&self.shape);
+        let ids = other.cache.adopt(&written);
+        other.cache.audit().map_err(|error| TestCaseError::fail(error.to_string()))?;
+        for (id, written) in ids.into_iter().zip(&written) {
+            let id = id.map_err(|error| TestCaseError::fail(format!("{error} of {written:?}")))?;
+            let described = other.cache.describe(id).unwrap();
+            prop_assert_eq!(&described, written);
+        }
+        self.adopt_nonsense(&written)
+    }
+
+    /// One number is another: what was written down is taken for what it says or refused, and never spoils anything.
+    fn adopt_nonsense(&self, written: &[KeptSequence]) -> Outcome {
+        for (at, kept) in written.iter().enumerate().take(3) {
+            for number in [0, 1, 2, 17, (1 << 31) - 1, u32::MAX] {
+                for field in 0..9 {
+                    let mut kept = kept.clone();
+                    let Some(group) = kept.groups.iter_mut().find(|group| !group.pages.is_empty()) else {
+                        break;
+                    };
+                    let KeptGroup { left, spans, pages } = group;
+                    let block = BlockId::new(number.min(u32::MAX - 1));
+                    match field {
+                        0 => kept.len = number.into(),
+                        1 => left.0 = u64::from(number) << 32,
+                        2 => left.1 = number.into(),
+                        3 => spans[0].0 = number,
+                        4 => spans[0].1 = number,
+                        5 => spans[0].2 = number,
+                        6 => spans[0].3 = u64::MAX - u64::from(number),
+                        7 => *pages.last_mut().unwrap() = KeptPage::Sealed(block),
+                        _ => *pages.last_mut().unwrap() = KeptPage::Open(block, number),
+                    }
+                    let mut all = written.to_vec();
+                    all[at] = kept;
+                    let mut other = Self::new(&self.shape);
+                    let ids = other.cache.adopt(&all);
+                    other.cache.audit().map_err(|error| TestCaseError::fail(error.to_string()))?;
+                    for (id, written) in ids.into_iter().zip(&all) {
+                        if let Ok(id) = id {
+                            prop_assert_eq!(&other.cache.describe(id).unwrap(), written);
+                            other.cache.forget(id);
+                        }
+                    }
+                    for group in (0..self.shape.groups.len() as u8).map(GroupId) {
+                        prop_assert_eq!(other.cache.block_counts(Tier::Disk, group).used, 0);
+                    }
+                }
             }
         }
         Ok(())
@@ -437,6 +516,37 @@ impl Machine {
                     self.seen.dropped_copies += dropped as u64;
                 }
             }
+            Op::Keep(pick) => {
+                let Some(index) = self.pick(pick) else { return Ok(()) };
+                match self.cache.keep(self.model[index].id) {
+                    Ok((id, copies)) => {
+                        self.copy_now(&copies)?;
+                        self.kept.push((id, self.model[index].clone()));
+                        self.seen.kept += 1;
+                    }
+                    Err(Error::OutOfBlocks { tier, .. }) => prop_assert_eq!(tier, Tier::Disk),
+                    Err(Error::InvalidArgument { argument, .. }) => prop_assert_eq!(argument, "sequence"),
+                    Err(error) => return Err(TestCaseError::fail(error.to_string())),
+                }
+            }
+            Op::Revive(pick) if !self.kept.is_empty() && self.model.len() < 12 => {
+                let (id, modelled) = self.kept[pick as usize % self.kept.len()].clone();
+                match self.cache.revive(id) {
+                    Ok((id, copies)) => {
+                        self.copy_now(&copies)?;
+                        self.model.push(Modelled { id, ..modelled });
+                        self.seen.revived += 1;
+                    }
+                    Err(Error::OutOfBlocks { tier, .. }) => prop_assert_eq!(tier, Tier::Device),
+                    Err(error) => return Err(TestCaseError::fail(error.to_string())),
+                }
+            }
+            Op::Forget(pick) if !self.kept.is_empty() => {
+                let (id, _) = self.kept.swap_remove(pick as usize % self.kept.len());
+                self.cache.forget(id);
+                prop_assert!(refused(&self.cache.revive(id), "kept"));
+            }
+            Op::Revive(_) | Op::Forget(_) => {}
             Op::CopyWords(ticket, count) if !self.tickets.is_empty() => {
                 self.copy_words(ticket as usize % self.tickets.len(), count as usize % 16)?;
             }
@@ -697,6 +807,11 @@ impl Machine {
         while !self.model.is_empty() {
             self.apply(&Op::Release(0))?;
         }
+        self.cache.audit().map_err(|error| TestCaseError::fail(error.to_string()))?;
+        self.adopt_elsewhere()?;
+        while !self.kept.is_empty() {
+            self.apply(&Op::Forget(0))?;
+        }
         self.cache.retire(Epoch(self.minted)).unwrap();
         for tier in Tier::ALL {
             for group in (0..self.shape.groups.len() as u8).map(GroupId) {
@@ -759,7 +874,10 @@ fn the_core_agrees_with_a_naive_model() {
         often.iter().all(|&count| count > seen.operations / 1000),
         "the operations miss the point: {seen:?}"
     );
-    assert!(seen.moves_inside_step > 0 && seen.failed_tickets > 0 && seen.dropped_copies > 0, "{seen:?}");
+    assert!(
+        seen.moves_inside_step > 0 && seen.failed_tickets > 0 && seen.dropped_copies > 0 && seen.revived > 0,
+        "{seen:?}"
+    );
 }
 
 /// Negative control: without the fence, the same test must fail.

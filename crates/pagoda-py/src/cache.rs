@@ -6,6 +6,7 @@ use crate::disk::{self, DiskArguments};
 use crate::errors::{self, core, cpu, invalid, invalid_because, released, unavailable};
 use crate::fork;
 use crate::layers::{LayerArguments, Placed, PlacedLayer, place};
+use crate::sessions::Sessions;
 use crate::tables::{self, Tables};
 use crate::ticket::{Plan, Ticket};
 use numpy::{
@@ -13,6 +14,7 @@ use numpy::{
     PyUntypedArrayMethods,
 };
 use pagoda_core::cache::TierMemory;
+use pagoda_core::fence::Completion;
 use pagoda_core::ids::{BlockId, Epoch, GroupId, SequenceId, Tier};
 use pagoda_core::plan::{BlockCopy, Selection};
 use pagoda_core::table::SpanView;
@@ -22,6 +24,7 @@ use pagoda_store::{Mover, Place, Slab, Transfer};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::PyDict;
+use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -46,6 +49,7 @@ pub(crate) struct Inner {
     engine: Engine,
     step: StepState,
     pub(crate) tables: Tables,
+    pub(crate) sessions: Sessions,
 }
 
 /// Who holds the memory, moves it and runs kernels.
@@ -140,7 +144,7 @@ pub(crate) fn sequence_id(handle: u64) -> SequenceId {
     SequenceId { index: handle as u32, generation: (handle >> 32) as u32 }
 }
 
-fn handle(id: SequenceId) -> u64 {
+pub(crate) fn handle(id: SequenceId) -> u64 {
     u64::from(id.generation) << 32 | u64::from(id.index)
 }
 
@@ -160,6 +164,30 @@ impl Inner {
     pub(crate) fn transfer(&self, copy: &BlockCopy) -> Transfer {
         let (from, to) = (self.place(copy.group, copy.from), self.place(copy.group, copy.to));
         Transfer { from, to, bytes: copy.bytes }
+    }
+
+    /// The disk tier.
+    pub(crate) fn store(&self) -> Option<&Arc<Store>> {
+        match &self.engine {
+            Engine::Cpu { disk, .. } => disk.as_ref(),
+            Engine::Device { .. } => None,
+        }
+    }
+
+    /// Makes copies, some of which may be of the disk, and waits for them.
+    pub(crate) fn copy_now(&self, py: Python<'_>, copies: &[BlockCopy]) -> PyResult<()> {
+        self.require_cpu(py)?;
+        let Engine::Cpu { mover, .. } = &self.engine else { unreachable!("checked") };
+        let transfers: Vec<_> = copies.iter().map(|copy| self.transfer(copy)).collect();
+        let (completion, waiter) = (Completion::new(), mover.waiter());
+        // SAFETY: the core has given the targets to whoever asked for these copies, who holds the lock until they are made;
+        // sources are Ready or open pages of no step.
+        unsafe { mover.send(transfers, completion.clone()) };
+        py.detach(|| while !waiter.wait(&completion, Duration::from_secs(60)) {});
+        if completion.copied() == Some(copies.len() as u32) {
+            return Ok(());
+        }
+        Err(errors::failure(py, completion.failure()))
     }
 
     /// Gives memory without blocks back to the system.
@@ -298,12 +326,19 @@ impl Cache {
         disk: Option<DiskArguments>,
     ) -> PyResult<Self> {
         let Placed { groups, runs, layers } = place(py, &layers, page_size)?;
-        let disk = disk.map(|disk| disk::open(py, &disk, &runs).map(Arc::new)).transpose()?;
+        let opened = disk.map(|disk| disk::open(py, &disk, &runs)).transpose()?;
+        let (disk, recovered) = opened.map(|(store, recovered)| (Arc::new(store), recovered)).unzip();
         let absent = TierMemory { bytes: 0, extent_bytes: u64::MAX };
         let on_disk = disk.as_ref().map_or(absent, |store| store.geometry().arena());
         let [device, host] = memory.map(|(bytes, extent_bytes)| TierMemory { bytes, extent_bytes });
-        let core =
+        let mut core =
             pagoda_core::Cache::new(&groups, [device, host, on_disk]).map_err(|error| core(py, &error))?;
+        let sessions = match (&disk, recovered) {
+            (Some(store), Some(recovered)) => {
+                Sessions::open(&mut core, store, recovered).map_err(|error| errors::disk(py, &error))?
+            }
+            _ => Sessions::default(),
+        };
         let mut base = [std::ptr::null_mut(); Tier::COUNT];
         let engine = if let Some(bases) = bases {
             MEMORY_TIERS.iter().for_each(|tier| base[tier.index()] = bases[tier.index()] as *mut u8);
@@ -329,6 +364,7 @@ impl Cache {
             engine,
             step: StepState::default(),
             tables: Tables::default(),
+            sessions,
         };
         Ok(Self { inner: Mutex::new(Some(ManuallyDrop::new(inner))), process: fork::process() })
     }
@@ -709,10 +745,7 @@ impl Cache {
         let inner = guard.as_mut().expect("locked open");
         let stats = PyDict::new(py);
         let blocks = PyDict::new(py);
-        let store = match &inner.engine {
-            Engine::Cpu { disk, .. } => disk.clone(),
-            Engine::Device { .. } => None,
-        };
+        let store = inner.store().cloned();
         let tiers = if store.is_some() { &Tier::ALL[..] } else { &MEMORY_TIERS[..] };
         for &tier in tiers {
             let counts = (0..inner.block_bytes.len() as u8).map(|group| {
@@ -735,6 +768,39 @@ impl Cache {
         stats.set_item("moved_bytes", moved)?;
         stats.set_item("disk", store.map(|store| disk::report(py, &store)).transpose()?)?;
         Ok(stats)
+    }
+
+    /// Refuses unless sequences can be kept.
+    fn check_key(&self, py: Python<'_>, key: &str) -> PyResult<()> {
+        self.lock(py)?.as_ref().expect("locked open").named_store(py, key).map(drop)
+    }
+
+    /// Keeps a sequence on disk under a key.
+    fn save(&self, py: Python<'_>, sequence: u64, key: &str, meta: &[u8]) -> PyResult<()> {
+        self.lock(py)?.as_mut().expect("locked open").save(py, sequence, key, meta)
+    }
+
+    /// A sequence with what is kept under a key; None if nothing is.
+    fn load(&self, py: Python<'_>, key: &str) -> PyResult<Option<u64>> {
+        self.lock(py)?.as_mut().expect("locked open").load(py, key)
+    }
+
+    /// Lets go of what is kept under a key; says whether there was something.
+    fn forget(&self, py: Python<'_>, key: &str) -> PyResult<bool> {
+        self.lock(py)?.as_mut().expect("locked open").forget(py, key)
+    }
+
+    /// What is kept: keys, and what the caller added.
+    fn saved(&self, py: Python<'_>) -> PyResult<BTreeMap<String, Vec<u8>>> {
+        self.with(py, |inner| {
+            let kept = inner.sessions.kept.iter();
+            Ok(kept.map(|(key, (_, meta))| (key.clone(), meta.clone())).collect())
+        })
+    }
+
+    /// Keys that were lost when the cache was opened, and why.
+    fn lost(&self, py: Python<'_>) -> PyResult<Vec<(String, String)>> {
+        self.with(py, |inner| Ok(inner.sessions.lost.clone()))
     }
 
     /// Checks the whole bookkeeping.

@@ -2,7 +2,7 @@
 
 use crate::errors;
 use pagoda_store::disk::io::{Access, Directory, Folder};
-use pagoda_store::disk::{Budget, Error, Geometry, Store};
+use pagoda_store::disk::{Budget, Error, Geometry, Recovered, Store};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::path::PathBuf;
@@ -21,15 +21,16 @@ pub(crate) struct DiskArguments {
 }
 
 /// Opens the files.
-pub(crate) fn open(py: Python<'_>, disk: &DiskArguments, runs: &[Vec<u64>]) -> PyResult<Store> {
-    let open = || -> Result<Store, Error> {
+pub(crate) fn open(py: Python<'_>, disk: &DiskArguments, runs: &[Vec<u64>]) -> PyResult<(Store, Recovered)> {
+    let open = || -> Result<_, Error> {
         let geometry = Geometry::new(runs, disk.memory)?;
         let folder = Folder::open(&disk.path)?;
         let budget = disk.writes_per_day.map(|bytes| Budget::new(bytes, Instant::now()));
         if disk.resume {
-            Store::open(&folder, geometry, disk.fingerprint, budget).map(|(store, _)| store)
+            Store::open(&folder, geometry, disk.fingerprint, budget)
         } else {
-            Store::scratch(&folder, geometry, disk.fingerprint, budget)
+            let store = Store::scratch(&folder, geometry, disk.fingerprint, budget)?;
+            Ok((store, Recovered::default()))
         }
     };
     py.detach(open).map_err(|error| errors::disk(py, &error))

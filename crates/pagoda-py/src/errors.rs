@@ -1,5 +1,6 @@
 //! The one map from Rust errors to the exceptions of `pagoda.errors`.
 
+use pagoda_core::fence::Failure;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{IntoPyDict, PyType};
@@ -66,6 +67,15 @@ pub(crate) fn on_disk(py: Python<'_>, (pages, bytes): (u64, u64)) -> PyErr {
         format_args!("{pages} page(s), {bytes} bytes, of the batch are on disk; promote them first")
             .to_string();
     exception(py, "PagesOnDisk", message, &[("pages", pages), ("bytes", bytes)])
+}
+
+/// Why copies did not arrive that had to.
+pub(crate) fn failure(py: Python<'_>, failure: Option<&Failure>) -> PyErr {
+    match failure {
+        Some(Failure::Corrupt(reason)) => exception(py, "CorruptPage", reason, &[]),
+        Some(Failure::Io(reason)) => exception(py, "TierIOError", reason, &[]),
+        None => exception(py, "TierIOError", "the copy was cut short", &[]),
+    }
 }
 
 /// An error of the disk tier.

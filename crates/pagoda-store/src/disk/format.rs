@@ -250,7 +250,7 @@ fn seed(epoch: u64, offset: u64) -> u64 {
 }
 
 /// Bytes that are taken from the front, as long as there are any.
-struct Fields<'a>(&'a [u8]);
+pub(super) struct Fields<'a>(pub(super) &'a [u8]);
 
 impl<'a> Fields<'a> {
     fn bytes(&mut self, count: usize) -> Option<&'a [u8]> {
@@ -267,7 +267,7 @@ impl<'a> Fields<'a> {
         self.take().map(u32::from_le_bytes)
     }
 
-    fn u64(&mut self) -> Option<u64> {
+    pub(super) fn u64(&mut self) -> Option<u64> {
         self.take().map(u64::from_le_bytes)
     }
 }

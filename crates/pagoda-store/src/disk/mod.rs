@@ -8,6 +8,7 @@ mod format;
 mod index;
 pub mod io;
 mod segment;
+pub mod sequence;
 mod store;
 
 #[cfg(test)]

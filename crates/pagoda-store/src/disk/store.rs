@@ -146,6 +146,11 @@ impl Store {
         Ok(Lane { store: self.clone(), io, stage: stage.map_err(Error::io("taking memory"))? })
     }
 
+    /// Whether anything can be kept.
+    pub fn is_named(&self) -> bool {
+        self.index.is_some()
+    }
+
     /// Everything that is kept, by key.
     pub fn entries(&self) -> Vec<(Vec<u8>, Entry)> {
         let Some(index) = &self.index else { return Vec::new() };

@@ -1,0 +1,245 @@
+"""Sequences that are kept on disk and found again, by this cache or a later one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pagoda
+import pytest
+from mirror import Mirror, Tokens, layer
+
+SPEC = pagoda.ModelSpec(layers=[layer(), layer(), layer(window=40)])
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "page_size": 16,
+    "device_memory": "512KiB",
+    "host_memory": "256KiB",
+    "disk_memory": "16MiB",
+    "resume": True,
+    "threads": 2,
+}
+
+
+def opened(path: Path, **changes: Any) -> pagoda.Cache:
+    return pagoda.Cache(changes.pop("spec", SPEC), **(OPTIONS | {"disk": path / "kept"} | changes))
+
+
+def load(mirror: Mirror, key: str, like: Tokens) -> Tokens:
+    """What is kept under a key, as tokens of a mirror."""
+    sequence = mirror.cache.load(key)
+    assert sequence is not None
+    assert len(sequence) == len(like)
+    tokens = Tokens(sequence, list(like.k), list(like.v))
+    mirror.live.append(tokens)
+    return tokens
+
+
+@pytest.mark.parametrize("retention", [None, pagoda.SinkWindow(20, 50)])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 200])
+def test_a_sequence_is_found_again_by_the_next_cache(
+    tmp_path: Path, length: int, retention: pagoda.SinkWindow | None
+) -> None:
+    with opened(tmp_path, retention=retention) as cache:
+        mirror = Mirror(cache, np.random.default_rng(length))
+        tokens = mirror.create()
+        mirror.step([tokens], [length])
+        if length > 100:
+            mirror.step([tokens], [30])
+            mirror.drop(tokens, length + 10, length + 20)
+        cache.save(tokens.sequence, "it", meta=b"turn 1")
+        mirror.step([tokens], [9])
+        cache.save(tokens.sequence, "longer")
+        kept = Tokens(tokens.sequence, list(tokens.k), list(tokens.v))
+    with opened(tmp_path, retention=retention) as cache:
+        assert cache.saved() == {"it": b"turn 1", "longer": b""}
+        cache.audit()
+        mirror = Mirror(cache, np.random.default_rng(0))
+        longer = load(mirror, "longer", kept)
+        mirror.look()
+        again = load(mirror, "longer", kept)
+        mirror.step([longer, again], [20, 3])
+        assert cache.load("none") is None
+
+
+def test_what_is_kept_does_not_change_with_the_sequence_it_was(tmp_path: Path) -> None:
+    with opened(tmp_path) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [100])
+        like = Tokens(tokens.sequence, list(tokens.k), list(tokens.v))
+        cache.save(tokens.sequence, "it")
+        written = cache.stats().disk_io
+        cache.save(tokens.sequence, "it")
+        assert written is not None
+        more = cache.stats().disk_io
+        assert more is not None
+        assert more.bytes_written - written.bytes_written == 3 * 4096 + 2 * 4096, (
+            "the open page of each group, no other"
+        )
+        mirror.truncate(tokens, 90)
+        mirror.step([tokens], [40])
+        mirror.release(tokens)
+        found = load(mirror, "it", like)
+        mirror.look()
+        assert cache.promote(found.sequence).wait(60)
+        mirror.release(found)
+        cache.audit()
+        found = load(mirror, "it", like)
+        mirror.step([found], [5])
+        assert cache.forget("it")
+        assert not cache.forget("it")
+        assert cache.load("it") is None
+        mirror.look()
+        mirror.release(found)
+        assert cache.stats().used_bytes("disk") == 0
+
+
+def test_a_part_is_kept(tmp_path: Path) -> None:
+    with opened(tmp_path, headroom=200) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [100])
+        cache.save(tokens.sequence, "part", tokens=(10, 70))
+        assert len(tokens.sequence) == 100
+        like = Tokens(tokens.sequence, [k[10:70] for k in tokens.k], [v[10:70] for v in tokens.v])
+        load(mirror, "part", like)
+        mirror.look()
+
+
+def test_sessions_beyond_memory_spill_and_share_pages(tmp_path: Path) -> None:
+    with opened(tmp_path, headroom=1000) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        prompt = mirror.create()
+        mirror.step([prompt], [160])
+        kept = {}
+        for turn in range(12):
+            tokens = mirror.fork(prompt)
+            mirror.step([tokens], [100])
+            cache.save(tokens.sequence, str(turn))
+            kept[str(turn)] = tokens
+            mirror.release(tokens)
+        used = cache.stats().used_bytes("disk")
+        pages = 10 + 12 * 7
+        assert used == pages * sum(cache.stats().block_bytes)
+    with opened(tmp_path, headroom=1000) as cache:
+        assert cache.stats().used_bytes("disk") == used
+        mirror = Mirror(cache, np.random.default_rng(1))
+        for key, like in kept.items():
+            tokens = load(mirror, key, like)
+            mirror.step([tokens], [2])
+            mirror.release(tokens)
+        assert cache.stats().used_bytes("disk") == used
+
+
+def test_what_does_not_verify_is_not_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        one, other = mirror.create(), mirror.create()
+        mirror.step([one, other], [100, 50])
+        cache.save(one.sequence, "one")
+        cache.save(other.sequence, "other")
+    with (tmp_path / "kept" / "pages").open("r+b") as pages:
+        data = np.frombuffer(pages.read(), np.uint8)
+        starts = [at for at in range(0, len(data), 4096) if data[at : at + 8].tobytes() == b"PAGODAPG"]
+        pages.seek(starts[0] + 40)
+        pages.write(b"\xff")
+    with opened(tmp_path) as cache:
+        assert cache.load("one") is None
+        assert "'one' does not verify: " in caplog.text
+        assert "generation" in caplog.text
+        mirror = Mirror(cache, np.random.default_rng(0))
+        load(mirror, "other", other)
+        mirror.look()
+        cache.audit()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"page_size": 32}, pagoda.GeometryMismatch, "fingerprint"),
+        ({"k_dtype": "bf16"}, pagoda.GeometryMismatch, "fingerprint"),
+        (
+            {"spec": pagoda.ModelSpec(layers=[layer(), layer(), layer(window=48)])},
+            pagoda.GeometryMismatch,
+            "fingerprint",
+        ),
+        ({"disk_memory": "256KiB"}, pagoda.GeometryMismatch, "layout of pages"),
+        ({"k_dtype": "q8_0", "spec": pagoda.ModelSpec(layers=[layer(head_dim=32)])}, pagoda.InvalidArgument, "center"),
+        ({"resume": 3}, pagoda.InvalidArgument, "resume = 3"),
+        ({"disk": None, "disk_memory": 0}, pagoda.InvalidArgument, "resume = True"),
+    ],
+)
+def test_a_directory_of_other_pages(
+    tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    opened(tmp_path).close()
+    with pytest.raises(error, match=message):
+        opened(tmp_path, **changes)
+    opened(tmp_path).close()
+
+
+def test_one_cache_at_a_time(tmp_path: Path) -> None:
+    with opened(tmp_path) as cache:
+        with pytest.raises(pagoda.TierIOError, match="has it open"):
+            opened(tmp_path)
+        cache.audit()
+    opened(tmp_path).close()
+
+
+def test_nothing_is_kept_without_resume(tmp_path: Path) -> None:
+    with opened(tmp_path, resume=False) as cache:
+        sequence = cache.create()
+        for call in (lambda: cache.save(sequence, "it"), lambda: cache.load("it"), lambda: cache.forget("it")):
+            with pytest.raises(pagoda.InvalidArgument, match="resume=True"):
+                call()
+        with pytest.raises(pagoda.InvalidArgument, match="key = "):
+            cache.save(sequence, "")
+
+
+CHILD = """
+import sys
+import numpy as np, pagoda
+spec = pagoda.ModelSpec(layers=[pagoda.AttentionLayer(num_q_heads=2, num_kv_heads=2, head_dim=16)])
+options = dict(device="cpu", page_size=16, device_memory="1MiB", host_memory="1MiB", disk_memory="4MiB", threads=1)
+with pagoda.Cache(spec, disk=sys.argv[1], resume=True, **options) as cache:
+    for turn in range(10**6):
+        with cache.create() as sequence:
+            rows = np.full((10 + turn % 50, 2, 16), turn % 1000, np.float16)
+            with cache.step([sequence], [len(rows)]) as step:
+                step.append(0, rows, rows)
+            cache.save(sequence, f"key {turn % 3}", meta=str(turn).encode())
+        print(turn, flush=True)
+"""
+
+
+def test_a_killed_process_leaves_whole_sessions(tmp_path: Path) -> None:
+    spec = pagoda.ModelSpec(layers=[pagoda.AttentionLayer(num_q_heads=2, num_kv_heads=2, head_dim=16)])
+    options: dict[str, Any] = {"device_memory": "1MiB", "host_memory": "1MiB", "disk_memory": "4MiB"}
+    for kill in range(4):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(tmp_path / "kept")], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        for _ in range(3 + 5 * kill):
+            last = int(child.stdout.readline())
+        os.kill(child.pid, signal.SIGKILL)
+        child.communicate()
+        with pagoda.Cache(spec, device="cpu", page_size=16, disk=tmp_path / "kept", resume=True, **options) as cache:
+            saved = {key: int(meta) for key, meta in cache.saved().items()}
+            assert len(saved) == 3
+            assert max(saved.values()) >= last
+            for key, turn in saved.items():
+                sequence = cache.load(key)
+                assert sequence is not None
+                assert len(sequence) == 10 + turn % 50
+                with cache.step([sequence], [1]) as step:
+                    new = np.full((1, 2, 16), turn % 1000, np.float16)
+                    out = step.forward(0, new.astype(np.float32), new, new)
+                assert np.allclose(out, turn % 1000, rtol=1e-6)
+                sequence.release()
