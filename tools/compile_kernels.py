@@ -121,9 +121,7 @@ def _distinct(others: list[Kernel], attends: list[Kernel]) -> list[Kernel]:
     return sorted(kernels, key=lambda kernel: kernel.expression)
 
 
-def _fitting(
-    arch: str, layers: Sequence[Layer], groups: Sequence[int], modes: Sequence[str] = MODES
-) -> list[Kernel]:
+def _fitting(arch: str, layers: Sequence[Layer], groups: Sequence[int], modes: Sequence[str] = MODES) -> list[Kernel]:
     """Attention over layers, as far as it fits the architecture."""
     kernels = []
     for (types, sizes), group, mode in product(layers, groups, modes):
