@@ -61,6 +61,8 @@ uint32 fuse_pair(uint32 a, uint32 b, uint32 c, Element element) {
     return d;
 }
 
+inline uint32 add_pair(uint32 a, uint32 b, __half element) { return fuse_pair(a, 0x3c003c00u, b, element); }
+
 /// What a lane brings to a product, and takes from it in `d`.
 struct Product {
     uint32 a[4], b[2];

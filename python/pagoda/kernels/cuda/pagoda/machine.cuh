@@ -72,6 +72,13 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32 (&a)[4]
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+/// a + b of two 16-bit elements at once; subnormal ones stay.
+__device__ __forceinline__ uint32 add_pair(uint32 a, uint32 b, __half) {
+    uint32 c;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    return c;
+}
+
 /// a b + c of two 16-bit elements at once, each rounded once; subnormal ones stay.
 __device__ __forceinline__ uint32 fuse_pair(uint32 a, uint32 b, uint32 c, __half) {
     uint32 d;

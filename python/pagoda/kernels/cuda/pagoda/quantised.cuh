@@ -23,7 +23,8 @@ __host__ __device__ constexpr int column_at(int place) { return place / 16 * 16 
 
 /// What all quantised formats have. Each also has:
 /// BITS: of a code, 8 or 4. BLOCK: elements that share a scale; 0 where all of a row do.
-/// Decoder<Element>: pair(word, step, odd) is what the word stands for in that step, without the scale. Any codes are finite.
+/// Decoder<Element>: pair(word, step, odd) is what the word stands for in that step, without the scale; any codes are finite.
+/// Keys come in units of unit(), a power of two, which queries make up for.
 struct Quantised {
     using Keys = F16;
     using Values = BF16;
@@ -33,6 +34,9 @@ struct Quantised {
 /// A number that is loaded where it stands, and not with others ahead: registers are short.
 template <class T>
 __device__ T load_now(const void* source) { return *static_cast<const volatile T*>(source); }
+
+/// The smallest f16 above 0: integers up to 1023 are as many of it, bit for bit.
+constexpr float F16_LEAST = 5.9604644775390625e-8f;
 
 /// Two elements that are alike.
 __device__ constexpr uint32 twice(uint32 element) { return element << 16 | element; }
@@ -57,10 +61,10 @@ struct IntegerDecoder;
 
 template <>
 struct IntegerDecoder<__half> {
+    __device__ static float unit() { return F16_LEAST; }
     __device__ static uint32 pair(uint32 word, int, int odd) {
-        // 0x6400 is 1024, whose last bit is 1. A byte with its sign turned over is 128 more than the number.
-        const uint32 above = __byte_perm(word ^ 0x80808080u, twice(0x6464), odd ? 0x4341 : 0x4240);
-        return fuse_pair(above, twice(0x3c00), twice(0xe480), __half());
+        // With its sign turned over a byte is 128 more than its number; by itself it is so many of the smallest f16.
+        return add_pair(__byte_perm(word ^ 0x80808080u, 0, odd ? 0x4341 : 0x4240), twice(0x8080), __half());
     }
 };
 
@@ -79,11 +83,12 @@ struct NibbleDecoder;
 
 template <>
 struct NibbleDecoder<__half> {
+    __device__ static float unit() { return F16_LEAST; }
     __device__ static uint32 pair(uint32 word, int step, int odd) {
         if (odd) word >>= 8;
-        // Above 1024, or 16 times so.
-        if (step == 0) return fuse_pair((word & twice(0x000f)) | twice(0x6400), twice(0x3c00), twice(0xe408), __half());
-        return fuse_pair((word & twice(0x00f0)) | twice(0x6400), twice(0x2c00), twice(0xd480), __half());
+        if (step == 0) return add_pair(word & twice(0x000f), twice(0x8008), __half());
+        // 16 times so many: 0x2c00 is 1/16.
+        return fuse_pair(word & twice(0x00f0), twice(0x2c00), twice(0x8008), __half());
     }
 };
 
@@ -95,16 +100,17 @@ struct NibbleDecoder<__nv_bfloat16> {
     }
 };
 
-/// Bytes that are E4M3. Their exponent is moved down to where the element has it, and the difference of the biases is made up
-/// for; subnormal numbers come out right. NaN has become 480: a row with one has a scale that is NaN.
+/// Bytes that are E4M3. Exponent and fraction are moved to where the element has them, which gives the number times a power of
+/// two; subnormal ones come out right. NaN is 480 then: a row with one has a scale that is NaN.
 template <class Element>
 struct E4m3Decoder;
 
 template <>
 struct E4m3Decoder<__half> {
+    __device__ static float unit() { return 0.00390625f; }
     __device__ static uint32 pair(uint32 word, int, int odd) {
         if (!odd) word <<= 8;
-        return fuse_pair((word & twice(0x8000)) | (word >> 1 & twice(0x3f80)), twice(0x5c00), 0, __half());
+        return (word & twice(0x8000)) | (word >> 1 & twice(0x3f80));
     }
 };
 
@@ -112,6 +118,7 @@ template <>
 struct E4m3Decoder<__nv_bfloat16> {
     __device__ static uint32 pair(uint32 word, int, int odd) {
         if (!odd) word <<= 8;
+        // 0x7b80 is 2^120.
         return fuse_pair((word & twice(0x8000)) | (word >> 4 & twice(0x07f0)), twice(0x7b80), 0, __nv_bfloat16());
     }
 };

@@ -202,7 +202,10 @@ struct TensorCores : Ring<Shape_> {
             for (int e = lane; e < D; e += WARP) largest = fmaxf(largest, fabsf(x[e]));
             factor = factor_for(largest);
         }
-        if (lane == 0) factors[row] = factor, factors[Shape::ROWS + row] = bias * factor;
+        if (lane == 0) {
+            factors[row] = factor * K::template Decoder<KElement>::unit();
+            factors[Shape::ROWS + row] = bias * factors[row];
+        }
         for (int place = 2 * lane; place < D; place += 2 * WARP) {
             const bool real = row < rows;
             store_query(row, place, real ? x[element_at(place)] * factor : 0.0f, real ? x[element_at(place + 1)] * factor : 0.0f);
@@ -289,15 +292,16 @@ struct TensorCores : Ring<Shape_> {
 
     /// The same for quantised K: products with codes that share a scale, times that scale.
     __device__ void score_codes(Scores& scores, const uint8* keys) const {
+        // What is loaded at once, two chunks, has one scale or whole blocks.
         constexpr int CHUNKS = D * K::BITS / 128, STEPS = 8 / K::BITS, BLOCK = K::BLOCK == 0 ? D : K::BLOCK;
         const uint8* const scales = keys + Shape::K_SCALES;
 #pragma unroll
         for (int n = 0; n < Shape::SCORES / 8; n += 2) {
             // Of two blocks of 8 stored rows.
-            float part[2][STACK][4];
+            float part[2][STACK][4] = {};
 #pragma unroll
             for (int i = 0; i < 2 * STACK * 4; ++i) scores[i / 4 % STACK][n + i / 4 / STACK][i % 4] = bias[i / 4 % STACK * 2 + i % 4 / 2];
-#pragma unroll(Shape::Q_IN_REGISTERS ? CHUNKS : 2)
+#pragma unroll(Shape::Q_IN_REGISTERS ? CHUNKS : 1)
             for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
                 uint32 b[4];
                 const int row = n * 8 + lane / 16 * 8 + lane % 8;
@@ -307,21 +311,18 @@ struct TensorCores : Ring<Shape_> {
                     // An odd number of chunks: the last load has brought bytes that are not of the row.
                     const int step = chunk * STEPS + i;
                     if (step * STEP >= D) break;
-                    if (step * STEP % BLOCK == 0) {
-#pragma unroll
-                        for (int j = 0; j < 2 * STACK * 4; ++j) part[j / 4 / STACK][j / 4 % STACK][j % 4] = 0.0f;
-                    }
                     multiply_codes(part, b[i / STEPS], b[2 + i / STEPS], step, i % STEPS);
-                    if ((step + 1) * STEP % BLOCK == 0) add_scaled(scores, part, n, scales, step * STEP / BLOCK);
+                    if (K::BLOCK != 0 && (i + 1) * STEP % BLOCK == 0) move_scaled(scores, part, n, scales, step * STEP / BLOCK);
                 }
             }
+            if (K::BLOCK == 0) move_scaled(scores, part, n, scales, 0);
         }
     }
 
     /// Adds the products of a step of the queries with that of two blocks of stored rows.
-    __device__ void multiply_codes(float (&part)[2][STACK][4], uint32 first, uint32 second, int step, int in_chunk) const {
+    __device__ void multiply_codes(float (&part)[2][STACK][4], uint32 word, uint32 next, int step, int in_chunk) const {
         using Decoder = typename K::template Decoder<KElement>;
-        const uint32 words[2] = {first, second};
+        const uint32 words[2] = {word, next};
         uint32 b[2][2];
 #pragma unroll
         for (int i = 0; i < 4; ++i) b[i / 2][i % 2] = Decoder::pair(words[i / 2], in_chunk, i % 2);
@@ -335,20 +336,23 @@ struct TensorCores : Ring<Shape_> {
                 load_query(a, s, step);
             }
 #pragma unroll
-            for (int i = 0; i < 2 * STACK; ++i) multiply_add(part[i / STACK][i % STACK], a[i % STACK], b[i / STACK][0], b[i / STACK][1], KElement());
+            for (int i = 0; i < 2 * STACK; ++i) {
+                multiply_add(part[i / STACK][i % STACK], a[i % STACK], b[i / STACK][0], b[i / STACK][1], KElement());
+            }
         }
     }
 
-    /// Adds what is done with a scale to scores, times the scale, for the blocks `n` and `n + 1` of stored rows.
-    __device__ void add_scaled(Scores& scores, const float (&part)[2][STACK][4], int n, const uint8* scales, int index) const {
+    /// Moves products with codes, times their scale, to the scores of the blocks `n` and `n + 1` of stored rows.
+    __device__ void move_scaled(Scores& scores, float (&part)[2][STACK][4], int n, const uint8* scales, int index) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = (n + i / 2) * 8 + lane % 4 * 2 + i % 2;
             const float scale = K::scale(scales + row * K::scale_bytes(D), index);
 #pragma unroll
             for (int j = 0; j < 2 * STACK; ++j) {
-                float& score = scores[j / 2][n + i / 2][j % 2 * 2 + i % 2];
-                score = fmaf(part[i / 2][j / 2][j % 2 * 2 + i % 2], scale, score);
+                float &sum = part[i / 2][j / 2][j % 2 * 2 + i % 2], &score = scores[j / 2][n + i / 2][j % 2 * 2 + i % 2];
+                score = fmaf(sum, scale, score);
+                sum = 0.0f;
             }
         }
     }
