@@ -1,4 +1,7 @@
-"""Quantised rows of a cache on a device, beside those of the CPU: the same bytes, and the same attention over them."""
+"""Quantised rows of a cache on a device, beside those of the CPU: the same bytes, and the same attention over them.
+
+The device is emulated unless `--device` names another.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,24 @@ SHAPE = layer(num_q_heads=4, num_kv_heads=2, head_dim=96, v_head_dim=64)
 
 
 @pytest.fixture(autouse=True)
-def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def kind(request: pytest.FixtureRequest, _device: None, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of device that "cuda" is."""
+    kind = str(request.config.getoption("--device"))
+    if kind != "cpu":
+        return kind
     monkeypatch.setattr(cuda, "open_driver", EmulatedDriver)
+    return "emulated"
+
+
+def bytes_at(address: int, size: int, *, of_gpu: bool) -> npt.NDArray[np.uint8]:
+    """What lies in memory."""
+    if not of_gpu:
+        return np.frombuffer(ctypes.string_at(address, size), np.uint8)
+    import cupy
+
+    held = np.empty(size, np.uint8)
+    cupy.cuda.runtime.memcpy(held.ctypes.data, address, size, cupy.cuda.runtime.memcpyDeviceToHost)
+    return held
 
 
 def cache_on(device: str, shapes: list[pagoda.AttentionLayer], pair: tuple[str, str], **options: Any) -> pagoda.Cache:
@@ -65,7 +84,7 @@ def odd_rows(tokens: int, dim: int) -> Array:
         return x.astype(np.float32)
 
 
-def pages(cache: pagoda.Cache, k: Array, v: Array, chunks: list[int]) -> Array:
+def pages(cache: pagoda.Cache, k: Array, v: Array, chunks: list[int], *, of_gpu: bool) -> Array:
     """The bytes of a sequence's pages once chunks have been appended one after the other; tokens fill whole pages."""
     sequence, start = cache.create(), 0
     for chunk in chunks:
@@ -74,7 +93,7 @@ def pages(cache: pagoda.Cache, k: Array, v: Array, chunks: list[int]) -> Array:
             # Somebody has to wait for the device.
             step.attend(0, np.zeros((chunk, SHAPE.num_q_heads, SHAPE.head_dim), np.float32))
             pointers, size = step.table(0).pointers[0], cache.stats().block_bytes[0]
-            held = [np.frombuffer(ctypes.string_at(int(pointer), size), np.uint8) for pointer in pointers if pointer]
+            held = [bytes_at(int(pointer), size, of_gpu=of_gpu) for pointer in pointers if pointer]
             start += chunk
     return np.array(held)
 
@@ -84,7 +103,9 @@ GIVEN = [np.float32, np.float32, np.float16, ml_dtypes.bfloat16, np.float16]
 
 @pytest.mark.parametrize(("pair", "given"), [*zip(PAIRS, GIVEN, strict=True)])
 @pytest.mark.parametrize("center", [None, "first", "given"])
-def test_pages_are_byte_for_byte_those_of_the_cpu(pair: tuple[str, str], given: Any, center: str | None) -> None:
+def test_pages_are_byte_for_byte_those_of_the_cpu(
+    pair: tuple[str, str], given: Any, center: str | None, kind: str
+) -> None:
     """In order and in rounding nothing differs, whatever the numbers, as they are or centred and rotated."""
     k, v = odd_rows(64, 96), odd_rows(64, 64)[::-1]
     if center is not None or set(pair) & {"f16", "bf16"}:
@@ -97,12 +118,12 @@ def test_pages_are_byte_for_byte_those_of_the_cpu(pair: tuple[str, str], given: 
     held = []
     for device in ("cpu", "cuda"):
         with cache_on(device, [SHAPE], pair, **options) as cache:
-            held.append(pages(cache, k, v, [40, 24]))
+            held.append(pages(cache, k, v, [40, 24], of_gpu=(device, kind) == ("cuda", "cuda")))
     assert held[0].shape == (4, held[0].shape[1])
     np.testing.assert_array_equal(held[0], held[1])
 
 
-def test_no_centre_of_few_rows_or_of_what_is_not_finite() -> None:
+def test_no_centre_of_few_rows_or_of_what_is_not_finite(kind: str) -> None:
     """As on the CPU: fewer than 16 first rows, or a mean that is none, and K stays as it is for good."""
     _, k, v = rows(64)
     bad = k.copy()
@@ -111,7 +132,7 @@ def test_no_centre_of_few_rows_or_of_what_is_not_finite() -> None:
         held = []
         for device, center in (("cpu", "first"), ("cuda", "first"), ("cuda", None)):
             with cache_on(device, [SHAPE], PAIRS[0], center=center, rotate=False) as cache:
-                held.append(pages(cache, keys, v, chunks))
+                held.append(pages(cache, keys, v, chunks, of_gpu=(device, kind) == ("cuda", "cuda")))
         np.testing.assert_array_equal(held[0], held[1])
         np.testing.assert_array_equal(held[0], held[2])
 
@@ -233,8 +254,10 @@ def test_what_a_device_does_not_store(pair: tuple[str, str], named: str) -> None
     assert set(instances.NAMES) | set(instances.QUANTISED) <= set(formats.FORMATS)
 
 
-def test_a_graph_takes_the_centre_once() -> None:
+def test_a_graph_takes_the_centre_once(kind: str) -> None:
     """A step that is captured may be the first: what is replayed does not take the centre anew."""
+    if kind != "emulated":
+        pytest.skip("graphs of NumPy arrays are emulated ones")
     shape = layer(num_q_heads=2, num_kv_heads=1, head_dim=32)
     q, k, v = rows(48, layer(num_q_heads=2, num_kv_heads=1, head_dim=64))
     q, k, v = (x[..., 8:40].copy() for x in (q, k, v))

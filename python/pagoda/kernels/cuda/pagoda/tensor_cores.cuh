@@ -249,7 +249,8 @@ struct TensorCores : Ring<Shape_> {
         weigh(scores);
         const uint8* const rows_of_v = stage(index) + Shape::V_START;
         if constexpr (V::QUANTISED) {
-            if (whole) {
+            // Care costs next to nothing where a row has one scale.
+            if (whole && V::BLOCK != 0) {
                 accumulate_codes<false>(scores, rows_of_v);
             } else {
                 accumulate_codes<true>(scores, rows_of_v);
