@@ -138,7 +138,7 @@ class Centers:
         numbers = given.array.view(np.float32)[:words]
         numbers[:] = 0
         for index, start in starts.items():
-            if index in own and index not in self._first:
+            if index not in self._first:
                 numbers[start : start + own[index]] = layers[index]["center"]
         stream = driver.stream()
         stream.copy(self._memory.address, given.address, 4 * words)
@@ -296,8 +296,9 @@ class DeviceEngine:
             rotate_v=rotate_v,
             misfit=self._misfit.address if self._misfit else None,
         )
+        first = self._centers.settle(layer)
         if self._rows_max:
-            if self._centers.settle(layer):
+            if first:
                 centering = arguments.Center(
                     k=call.k,
                     tokens=tables.tokens,

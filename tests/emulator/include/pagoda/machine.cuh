@@ -102,6 +102,7 @@ void multiply_add(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, Ele
 
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float add_exact(float x, float y) { return x + y; }
+inline float subtract_exact(float x, float y) { return x - y; }
 inline float multiply_exact(float x, float y) { return x * y; }
 inline float divide_exact(float x, float y) { return x / y; }
 inline float root_exact(float x) { return std::sqrt(x); }

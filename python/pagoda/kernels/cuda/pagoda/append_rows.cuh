@@ -48,7 +48,7 @@ __global__ void append_rows(const Append args) {
         const float* const center = is_v || args.center == nullptr ? nullptr : args.center + head * dim;
         for (int e = lane; e < dim; e += WARP) {
             const float number = Input::load_one(source + e * Input::BYTES);
-            x[e] = center == nullptr ? number : add_exact(number, -center[e]);
+            x[e] = center == nullptr ? number : subtract_exact(number, center[e]);
         }
         __syncwarp();
         if (is_v ? args.rotate_v : args.rotate_k) rotate(x, dim);

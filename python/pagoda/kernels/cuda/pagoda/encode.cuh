@@ -58,9 +58,9 @@ __device__ void store_row(const float* x, int dim, uint8* row, uint8* scales, fl
     if (lane == 0) *reinterpret_cast<float*>(scales) = scale;
     for (int e = lane; e < dim; e += WARP) {
         const float mine = limited(x[e], limit);
-        // What there is no number for has none, whatever the scale.
-        const float by_scale = magnitude(mine) > INFINITE ? mine : divide_exact(mine, scale);
-        row[e] = magnitude(scale) == 0 ? 0 : code(magnitude(scale) > INFINITE && by_scale != mine ? not_a_number() : by_scale);
+        // NaN keeps its sign.
+        const float quotient = magnitude(mine) > INFINITE ? mine : divide_exact(mine, scale);
+        row[e] = magnitude(scale) == 0 ? 0 : code(quotient);
     }
 }
 

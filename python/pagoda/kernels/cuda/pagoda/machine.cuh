@@ -99,10 +99,15 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-/// x + y, x y, x / y, the root of x: rounded once, never fused, and numbers below 2^-126 stay though CuPy compiles with -ftz=true.
+/// x + y, x - y, x y, x / y, the root of x: rounded once, never fused, and numbers below 2^-126 stay though CuPy compiles with -ftz=true.
 __device__ __forceinline__ float add_exact(float x, float y) {
     float z;
     asm("add.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+__device__ __forceinline__ float subtract_exact(float x, float y) {
+    float z;
+    asm("sub.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
     return z;
 }
 __device__ __forceinline__ float multiply_exact(float x, float y) {

@@ -18,8 +18,8 @@ namespace pagoda {
 constexpr int STEP = 16;
 
 /// The element of a row that is in place `place` of the order above, and the column of V that place `place` of a result has.
-__host__ __device__ constexpr int element_at(int place) { return place / 16 * 16 + place % 8 / 2 * 4 + place % 2 * 2 + place % 16 / 8; }
-__host__ __device__ constexpr int column_at(int place) { return place / 16 * 16 + place % 8 * 2 + place % 16 / 8; }
+__device__ constexpr int element_at(int place) { return place / 16 * 16 + place % 8 / 2 * 4 + place % 2 * 2 + place % 16 / 8; }
+__device__ constexpr int column_at(int place) { return place / 16 * 16 + place % 8 * 2 + place % 16 / 8; }
 
 /// What all quantised formats have. Each also has:
 /// BITS: of a code, 8 or 4. BLOCK: elements that share a scale; 0 where all of a row do.

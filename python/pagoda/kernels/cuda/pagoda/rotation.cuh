@@ -14,7 +14,7 @@ __device__ inline void turn_signs(float* row, int dim) {
         uint64 z = static_cast<uint64>(e + 1) * 0x9e3779b97f4a7c15ull;
         z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
         z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-        if ((z ^ (z >> 31)) & 1) row[e] = -row[e];
+        if ((z ^ (z >> 31)) & 1) row[e] = __uint_as_float(__float_as_uint(row[e]) ^ 0x80000000u);
     }
     __syncwarp();
 }
@@ -27,7 +27,7 @@ __device__ inline void hadamard(float* row, int dim) {
             float &low = row[i / half * half + i], &high = row[i / half * half + i + half];
             const float a = low, b = high;
             low = add_exact(a, b);
-            high = add_exact(a, -b);
+            high = subtract_exact(a, b);
         }
         __syncwarp();
     }
