@@ -90,12 +90,11 @@ def pages(cache: pagoda.Cache, k: Array, v: Array, chunks: list[int], *, of_gpu:
     for chunk in chunks:
         with cache.step([sequence], [chunk]) as step:
             step.append(0, k[start : start + chunk], v[start : start + chunk])
-            # Somebody has to wait for the device.
-            step.attend(0, np.zeros((chunk, SHAPE.num_q_heads, SHAPE.head_dim), np.float32))
             pointers, size = step.table(0).pointers[0], cache.stats().block_bytes[0]
-            held = [bytes_at(int(pointer), size, of_gpu=of_gpu) for pointer in pointers if pointer]
             start += chunk
-    return np.array(held)
+    if cache._device is not None:
+        cache._device._wait_for_steps()
+    return np.array([bytes_at(int(pointer), size, of_gpu=of_gpu) for pointer in pointers if pointer])
 
 
 GIVEN = [np.float32, np.float32, np.float16, ml_dtypes.bfloat16, np.float16]
@@ -178,7 +177,7 @@ def attended(device: str, shapes: list[pagoda.AttentionLayer], pair: tuple[str, 
 @pytest.mark.parametrize("name", LAYERS)
 def test_attention_is_that_of_the_cpu(name: str) -> None:
     """Centred and rotated by default, over the same bytes: what is left is the order of sums."""
-    pairs = PAIRS if name == "plain" else PAIRS[:1]
+    pairs = PAIRS[:4:3] if name == "plain" else PAIRS[:1]
     for pair in pairs:
         for one, other in zip(*(attended(device, LAYERS[name], pair) for device in ("cpu", "cuda")), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
