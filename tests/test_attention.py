@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mirror import DTYPES, Mirror, check, layer
 from pagoda.attention.reference import attention
 from pagoda.formats import FORMATS
+from pagoda.kernels import instances
 
 SEED = st.integers(0, 2**32 - 1)
 
@@ -24,9 +25,9 @@ def small_cache(layers: list[pagoda.AttentionLayer], **options: Any) -> pagoda.C
 
 
 @st.composite
-def layers(draw: st.DrawFn) -> pagoda.AttentionLayer:
+def layers(draw: st.DrawFn, unit: int = 8) -> pagoda.AttentionLayer:
     kv_heads = draw(st.sampled_from([1, 2, 3]))
-    head_dim, v_head_dim = 8 * draw(st.integers(1, 20)), 8 * draw(st.integers(1, 20))
+    head_dim, v_head_dim = (unit * draw(st.integers(1, 160 // unit)) for _ in range(2))
     return layer(
         num_q_heads=kv_heads * draw(st.sampled_from([1, 2, 3, 4, 5, 8, 16])),
         num_kv_heads=kv_heads,
@@ -82,6 +83,26 @@ def test_tiled_attention_matches_full_attention(
         batch = [mirror.create(), mirror.create()]
         for counts in steps:
             mirror.step(batch, [lengths.get(count, count) for count in counts], junk=junk)
+
+
+@given(
+    layer=layers(32),
+    page_size=st.sampled_from([8, 16, 64]),
+    pair=st.sampled_from([(name, name) for name in instances.QUANTISED] + [("bf16", "q8_0"), ("q8_0", "q4_0")]),
+    steps=st.lists(st.lists(st.sampled_from([0, 1, 2, 7, 15, 16, 40]), min_size=2, max_size=2), min_size=1, max_size=5),
+    junk=st.integers(0, 9),
+    seed=SEED,
+)
+def test_quantised_rows_are_what_their_codes_say(
+    layer: pagoda.AttentionLayer, page_size: int, pair: tuple[str, str], steps: list[list[int]], junk: int, seed: int
+) -> None:
+    """The formats that every device stores, in layers of any kind; NaN beyond the end."""
+    options: dict[str, Any] = {"center": None, "rotate": False}
+    with small_cache([layer], page_size=page_size, k_dtype=pair[0], v_dtype=pair[1], **options) as cache:
+        mirror = Mirror(cache, np.random.default_rng(seed))
+        batch = [mirror.create(), mirror.create()]
+        for counts in steps:
+            mirror.step(batch, counts, junk=junk)
 
 
 @pytest.mark.parametrize("page_size", [8, 64, 256])

@@ -19,15 +19,67 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from emulator import Guarded
-from pagoda.kernels import arguments
+from pagoda import _core
+from pagoda.kernels import arguments, instances
 from pagoda.kernels.arguments import Division, Sight
 
 Array = npt.NDArray[Any]
 
 TILE, RUN_TILES = 64, 64
 DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+QUANTISED = {name: ours for ours, name in instances.QUANTISED.items()}
+"""Formats of quantised rows, as the CPU's codec has them: tests/test_formats.py holds that against others."""
 NOWHERE = 0xBFFFFFF0
 """A table entry of the disk tier, which has no memory."""
+
+
+def stored(rows: Array, kind: str) -> tuple[Array, Array, Array]:
+    """Rows [n, dim] in a format: their bytes and those of their scales, and the numbers that they stand for."""
+    if kind in QUANTISED:
+        name, dim = QUANTISED[kind], rows.shape[1]
+        data, scales = _core.encode_rows(np.ascontiguousarray(rows, np.float32), name)
+        return data, scales, _core.decode_rows(data, scales, name, dim).astype(np.float64)
+    limit = 65504 if kind == "F16" else np.inf
+    plain = np.clip(rows.astype(np.float32), -limit, limit).astype(DTYPES[kind])
+    return plain.view(np.uint8), np.zeros((len(rows), 0), np.uint8), plain.astype(np.float64)
+
+
+@dataclass
+class Plane:
+    """K or V of a layer inside a block: where rows and scales begin, and the bytes of one of each."""
+
+    offset: int
+    page_size: int
+    heads: int
+    row_bytes: int
+    scale_bytes: int
+
+    @classmethod
+    def of(cls, kind: str, dim: int, offset: int, page_size: int, heads: int) -> Plane:
+        data, scales, _ = stored(np.zeros((1, dim), np.float32), kind)
+        return cls(offset, page_size, heads, data.shape[1], scales.shape[1])
+
+    @property
+    def scales(self) -> int:
+        return self.offset + self.page_size * self.heads * self.row_bytes
+
+    @property
+    def end(self) -> int:
+        return self.scales + self.page_size * self.heads * self.scale_bytes
+
+    @property
+    def argument(self) -> arguments.Plane:
+        strips = (self.offset, self.page_size * self.row_bytes), (self.scales, self.page_size * self.scale_bytes)
+        return arguments.Plane(*(arguments.Strip(*strip) for strip in strips))
+
+    def write(self, block: Array, head: int, row: int, data: Array, scales: Array) -> None:
+        """A row and its scales into the bytes of a block."""
+        place = head * self.page_size + row
+        for start, part in (
+            (self.offset + place * self.row_bytes, data),
+            (self.scales + place * self.scale_bytes, scales),
+        ):
+            block[start : start + len(part)] = part
 
 
 @dataclass
@@ -98,8 +150,24 @@ SHAPES = [
     Shape("BF16", "F16", "BF16", 72, 96, "stacked columns"),
     Shape("F16", "F16", "F32", 64, 32, "wide"),
     Shape("BF16", "PartOfK", "BF16", 576, 512, "wide columns"),
+    Shape("Q8_0", "Q8_0", "BF16", 128, 128),
+    Shape("Q4_0", "Q4_0", "F32", 96, 32, "prefill"),
+    Shape("Fp8E4m3", "Q4_0", "F16", 80, 64),
+    Shape("Q8_0", "PartOfK", "F32", 96, 64, "deterministic"),
+    Shape("F16", "Int8", "F32", 64, 80, "prefill"),
+    Shape("Q4_0", "Fp8E4m3", "F32", 320, 512, "columns"),
+    Shape("Q8_0", "Q4_0", "F32", 64, 192, "wide"),
+    Shape("Q4_0", "Q4_0", "F32", 96, 32, "deterministic"),
 ]
+BY_SHARE = [SHAPES[1], SHAPES[9], SHAPES[23], SHAPES[24]]
+"""Decoding and prefill, of 16-bit rows and of quantised ones."""
 APPENDS = [("F16", "F16", "F32"), ("BF16", "F32", "F16"), ("F32", "F16", "BF16"), ("BF16", "F16", "F32")]
+APPENDS += [("Q8_0", "Q4_0", "F32"), ("Fp8E4m3", "F16", "BF16"), ("BF16", "Int8", "F16")]
+
+
+def append_kernel(formats: tuple[str, ...]) -> str:
+    name = "append_rows" if set(formats) & set(QUANTISED) else "append"
+    return f"pagoda::{name}<{', '.join(f'pagoda::{name}' for name in formats)}>"
 
 
 def compiled(shapes: list[Shape], **options: Any) -> emulator.Library:
@@ -109,10 +177,10 @@ def compiled(shapes: list[Shape], **options: Any) -> emulator.Library:
         for constant in ("SHARED_BYTES", "THREADS", "PARTIAL"):
             constants[f"{shape.name}_{constant}"] = f"{shape.type}::Shape::{constant}"
     for formats in APPENDS:
-        kernels["_".join(formats)] = f"pagoda::append<{', '.join(f'pagoda::{name}' for name in formats)}>"
-    for name in ("Rows", "Plane", "Pages", "Append", "Attend", "Span", "QueryBlock"):
+        kernels["_".join(formats)] = append_kernel(formats)
+    for name in ("Rows", "Plane", "Pages", "Append", "Attend", "Center", "Span", "QueryBlock"):
         constants[f"sizeof_{name}"] = f"sizeof(pagoda::{name})"
-    source = "#include <pagoda/append.cuh>\n#include <pagoda/attend.cuh>"
+    source = "#include <pagoda/append_rows.cuh>\n#include <pagoda/attend.cuh>\n#include <pagoda/center.cuh>"
     return emulator.compile(source, kernels, constants, **options)
 
 
@@ -122,7 +190,7 @@ def library() -> emulator.Library:
 
 
 def test_arguments_are_laid_out_as_the_kernels_read_them(library: emulator.Library) -> None:
-    for name in ("Rows", "Plane", "Pages", "Append", "Attend"):
+    for name in ("Rows", "Plane", "Pages", "Append", "Attend", "Center"):
         assert ctypes.sizeof(getattr(arguments, name)) == library.constant(f"sizeof_{name}")
     assert arguments.SPAN.itemsize == library.constant("sizeof_Span")
     assert arguments.QUERY_BLOCK.itemsize == library.constant("sizeof_QueryBlock")
@@ -186,15 +254,15 @@ class World:
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng([self.seed, len(self.sequences)])
-        k = DTYPES[self.shape.k]
-        v = k if self.shape.v_in_k else DTYPES[self.shape.v]
-        k_row, v_row = self.shape.dim * np.dtype(k).itemsize, self.shape.v_dim * np.dtype(v).itemsize
         page, heads = self.page_size, self.kv_heads
-        layer_bytes = page * heads * (k_row if self.shape.v_in_k else k_row + v_row)
+        # Of the second layer, behind as many bytes of the first.
+        k, v = self.shape.k, self.shape.k if self.shape.v_in_k else self.shape.v
+        layer_bytes = Plane.of(k, self.shape.dim, 0, page, heads).end
+        if not self.shape.v_in_k:
+            layer_bytes = Plane.of(v, self.shape.v_dim, layer_bytes, page, heads).end
         self.block_bytes = 2 * layer_bytes
-        # Offset, stride of heads, stride of rows.
-        self.k_plane = (layer_bytes, page * k_row, k_row)
-        self.v_plane = (layer_bytes + heads * page * k_row, page * v_row, v_row)
+        self.k_plane = Plane.of(k, self.shape.dim, layer_bytes, page, heads)
+        self.v_plane = Plane.of(v, self.shape.v_dim, self.k_plane.end, page, heads)
         pages = [[-(-(span.skip + span.count) // page) for span in sequence.spans] for sequence in self.sequences]
         total = sum(map(sum, pages))
         blocks = total + 3
@@ -208,8 +276,8 @@ class World:
         self.values: list[Array] = []
         spans, starts, at = [], [0], 0
         for index, sequence in enumerate(self.sequences):
-            keys = np.zeros((sequence.length, heads, self.shape.dim), k)
-            values = np.zeros((sequence.length, heads, self.shape.v_dim), v)
+            keys = np.zeros((sequence.length, heads, self.shape.dim))
+            values = np.zeros((sequence.length, heads, self.shape.v_dim))
             page_index = before = 0
             # What a sequence holds does not depend on the others.
             content = np.random.default_rng([self.seed, index, 1])
@@ -223,17 +291,15 @@ class World:
                         continue
                     row = span.skip + t
                     tier, block = divmod(int(self.table.array[index, page_index + row // page]), 1 << 30)
+                    place = self.arenas[tier].array[block * self.block_bytes :]
+                    key_rows = stored(content.standard_normal((heads, self.shape.dim)), k)
+                    value_rows = stored(content.standard_normal((heads, self.shape.v_dim)), v)
+                    keys[before + t] = key_rows[2]
+                    values[before + t] = key_rows[2][:, : self.shape.v_dim] if self.shape.v_in_k else value_rows[2]
                     for head in range(heads):
-                        key = content.standard_normal(self.shape.dim).astype(k)
-                        value = content.standard_normal(self.shape.v_dim).astype(v)
-                        planes = [(self.k_plane, key), (self.v_plane, value)]
-                        if self.shape.v_in_k:
-                            value = key[: self.shape.v_dim]
-                            del planes[1]
-                        keys[before + t, head], values[before + t, head] = key, value
-                        for plane, data in planes:
-                            start = block * self.block_bytes + plane[0] + head * plane[1] + row % page * plane[2]
-                            self.arenas[tier].array[start : start + data.nbytes] = data.view(np.uint8)
+                        self.k_plane.write(place, head, row % page, key_rows[0][head], key_rows[1][head])
+                        if not self.shape.v_in_k:
+                            self.v_plane.write(place, head, row % page, value_rows[0][head], value_rows[1][head])
                 spans.append([page_index, span.skip, span.count, before, span.offset, span.sight])
                 page_index += count
                 before += span.count
@@ -359,8 +425,8 @@ class World:
 
         call = arguments.Attend(
             pages=self.pages(),
-            k_plane=arguments.Plane(*self.k_plane[:2]),
-            v_plane=arguments.Plane(*self.v_plane[:2]),
+            k_plane=self.k_plane.argument,
+            v_plane=self.v_plane.argument,
             q=rows(self.q),
             out=rows(out),
             lse=lse.address,
@@ -494,8 +560,8 @@ def test_scores_beyond_a_cap(library: emulator.Library) -> None:
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64, 256])
 @pytest.mark.parametrize("window", [None, 1, 37, 100])
 def test_pages_and_windows(page_size: int, window: int | None, library: emulator.Library) -> None:
-    for shape in (SHAPES[1], SHAPES[9]):
-        batch = [one(300, 3), one(5), one(64, 2), one(129, 70 if shape.engine == "stacked" else 1)]
+    for shape in BY_SHARE:
+        batch = [one(300, 3), one(5), one(64, 2), one(129, 70 if shape.rows > 16 else 1)]
         World(shape, batch, page_size=page_size, window=window).compare(library, 7)
 
 
@@ -511,8 +577,8 @@ def test_any_grid_and_any_order(grid: int, library: emulator.Library) -> None:
 def test_spans(rope: tuple[int, bool] | None, library: emulator.Library) -> None:
     """Dropped tokens: a sequence of several spans, which begin and end inside pages and have moved."""
     pieces = [Span(0, 21, 500), Span(5, 90, 40), Span(3, 1, 7), Span(0, 70)]
-    for shape in (SHAPES[1], SHAPES[9]):
-        new = 60 if shape.engine == "stacked" else 4
+    for shape in BY_SHARE:
+        new = 60 if shape.rows > 16 else 4
         batch = [Sequence(pieces, new), one(40), Sequence(pieces[1:], 2)]
         for window in (None, 75):
             World(shape, batch, rope=rope, window=window).compare(library, 6)
@@ -523,8 +589,8 @@ def test_spans(rope: tuple[int, bool] | None, library: emulator.Library) -> None
 def test_sinks(rope: tuple[int, bool] | None, sight: Sight, library: emulator.Library) -> None:
     """Spans that every query sees, some of them nearer than others; entries before a span whose pages have left."""
     sinks = [Span(0, 21, 500, sight, 60), Span(5, 10, 40, sight, -30)]
-    for shape in (SHAPES[1], SHAPES[9]):
-        new = 60 if shape.engine == "stacked" else 4
+    for shape in BY_SHARE:
+        new = 60 if shape.rows > 16 else 4
         batch = [one(40), Sequence([*sinks, Span(70, 90)], new), Sequence([sinks[1], Span(0, 50, 7), Span(0, 30)], 2)]
         for window in (None, 25):
             World(shape, batch, rope=rope, window=window).compare(library, 6)
@@ -556,6 +622,7 @@ def test_no_query_at_all(library: emulator.Library) -> None:
     [
         (SHAPES[10], Shape("F16", "F16", "F32", 128, 128, "prefill")),
         (Shape("F16", "F16", "F16", 128, 128, "deterministic"), Shape("F16", "F16", "F16", 128, 128, "stacked")),
+        (Shape("Q4_0", "Q4_0", "F32", 96, 32, "deterministic"), SHAPES[23]),
     ],
 )
 def test_bits_depend_on_the_sequence_alone(shape: Shape, prefill: Shape, library: emulator.Library) -> None:
@@ -587,7 +654,7 @@ COMMONS = [
 
 
 @pytest.mark.parametrize("commons", COMMONS)
-@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[9], SHAPES[12]], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [*BY_SHARE, SHAPES[12]], ids=lambda shape: shape.name)
 def test_common_pages_are_read_once(commons: list[Common], shape: Shape, library: emulator.Library) -> None:
     """Sequences that share a prefix, a query or a few each: parts of common pages are added to each one's own."""
     batch = [one(300), one(250, 3), one(241), one(260, 2), one(290)]
@@ -605,13 +672,14 @@ def test_whole_units(grid: int, library: emulator.Library) -> None:
 @pytest.mark.parametrize("page_size", [8, 64])
 def test_append(formats: tuple[str, str, str], page_size: int, library: emulator.Library) -> None:
     rng = np.random.default_rng(0)
-    k_type, v_type, given = (DTYPES[name] for name in formats)
-    tokens, heads, dim, v_dim, blocks = 37, 3, 40, 24, 9
-    k_row, v_row = dim * np.dtype(k_type).itemsize, v_dim * np.dtype(v_type).itemsize
-    # Offset, stride of heads, stride of rows.
-    k_plane = (32, page_size * k_row, k_row)
-    v_plane = (32 + heads * k_plane[1], page_size * v_row, v_row)
-    block_bytes = v_plane[0] + heads * v_plane[1]
+    k_kind, v_kind = formats[:2]
+    given = DTYPES[formats[2]]
+    quantised = bool(set(formats) & set(QUANTISED))
+    tokens, heads, blocks = 37, 3, 9
+    dim, v_dim = (96, 64) if quantised else (40, 24)
+    k_plane = Plane.of(k_kind, dim, 32, page_size, heads)
+    v_plane = Plane.of(v_kind, v_dim, k_plane.end, page_size, heads)
+    block_bytes = v_plane.end
     arena = Guarded((blocks, block_bytes), np.uint8)
     # Columns of one array, as a fused projection gives them.
     fused = Guarded((tokens, heads, dim + v_dim + 3), given)
@@ -640,30 +708,29 @@ def test_append(formats: tuple[str, str, str], page_size: int, library: emulator
         base=arena.address,
         block_bytes=block_bytes,
         page_shift=int(math.log2(page_size)),
-        k_plane=arguments.Plane(*k_plane[:2]),
-        v_plane=arguments.Plane(*v_plane[:2]),
+        k_plane=k_plane.argument,
+        v_plane=v_plane.argument,
         misfit=misfit.address,
     )
-    library.launch("_".join(formats), 3, 96, call)
+    shared = 3 * 4 * dim if quantised else 0
+    library.launch("_".join(formats), 3, 96, call, shared_bytes=shared)
     for array in (arena, fused, slots, misfit):
         array.check()
     right = np.full((blocks, block_bytes), 0xFF, np.uint8)
     for token, slot in enumerate(slots.array):
         for head in range(heads):
-            for plane, kind, part in ((k_plane, k_type, slice(0, dim)), (v_plane, v_type, slice(dim, dim + v_dim))):
+            for plane, kind, part in ((k_plane, k_kind, slice(0, dim)), (v_plane, v_kind, slice(dim, dim + v_dim))):
                 row = fused.array[token, head, part].astype(np.float32)
-                limit = 65504 if kind is np.float16 else np.inf
-                stored = np.clip(row, -limit, limit).astype(kind)
-                start = plane[0] + head * plane[1] + slot % page_size * plane[2]
+                data, scales, _ = stored(row[None], kind)
                 if slot >= 0:
-                    right[slot // page_size, start : start + stored.nbytes] = stored.view(np.uint8)
+                    plane.write(right[slot // page_size], head, slot % page_size, data[0], scales[0])
     wrong = np.flatnonzero(arena.array != right)
-    # NaN may carry other bits.
-    assert len(wrong) <= 4, wrong
+    # NaN may carry other bits, but in scales.
+    assert len(wrong) <= 4 * (not set(formats[:2]) <= set(QUANTISED)), wrong
     assert misfit.array[0] == 1
     fused.array[3, 1, 5] = fused.array[4, 1, 6] = 1
     misfit.array[:] = 0
-    library.launch("_".join(formats), 1, 32, call)
+    library.launch("_".join(formats), 1, 32, call, shared_bytes=shared)
     assert misfit.array[0] == 0
 
 
@@ -684,15 +751,15 @@ BROKEN = {
     ),
     "queries before they are there": (
         "tensor_cores.cuh",
-        "= pair;\n            }\n        }\n        __syncthreads();",
-        "= pair;\n            }\n        }",
+        "copy_queries(span, factors);\n        }\n        __syncthreads();",
+        "copy_queries(span, factors);\n        }",
     ),
     "counters stay": ("unit.cuh", "if (last) args.pending[unit] = 0;", ""),
-    "rows past the fill": ("tensor_cores.cuh", "&& stored < walk.piece.high;", "&& true;"),
-    "rows past the fill of one page": ("tensor_cores.cuh", "row < high;", "row < high + 64;"),
+    "rows past the fill": ("ring.cuh", "&& stored < walk.piece.high;", "&& true;"),
+    "rows past the fill of one page": ("ring.cuh", "row < high;", "row < high + 64;"),
     "no mask": ("tensor_cores.cuh", "if (!seen)", "if (!seen && args.window < 0)"),
-    "the entries of other pages": ("tensor_cores.cuh", "(stored >> shift) % WARP", "((stored >> shift) + 1) % WARP"),
-    "the entry of another page": ("tensor_cores.cuh", "(first >> shift) % WARP", "((first >> shift) + 1) % WARP"),
+    "the entries of other pages": ("ring.cuh", "(stored >> shift) % WARP", "((stored >> shift) + 1) % WARP"),
+    "the entry of another page": ("ring.cuh", "(first >> shift) % WARP", "((first >> shift) + 1) % WARP"),
     "values of an old maximum": ("tensor_cores.cuh", "if (__all_sync(~0u, same)) return;", "return;"),
     "the rows of another head": ("unit.cuh", "return set >> args.set_shift;", "return set;"),
     "no common parts": ("unit.cuh", "i < block().commons", "i < 0"),
@@ -714,17 +781,35 @@ BROKEN = {
     "common parts of other queries": ("unit.cuh", "args.common_rows[block().first_common + i] + query", "query"),
 }
 
+BROKEN_CODES = {
+    "the scales of other rows": ("tensor_cores.cuh", "scales + row * K", "scales + (row ^ 1) * K"),
+    "the scales of other values": ("tensor_cores.cuh", "(k * 16 + j / 2 * 8 + j % 2)", "(k * 16 + j / 2 * 8)"),
+    "the scale of another block": ("tensor_cores.cuh", "first_scale + step * STEP / BLOCK", "first_scale"),
+    "no scales where a span begins": ("ring.cuh", "stored + 8 > walk.piece.low", "stored > walk.piece.low"),
+    "scales past the fill": ("tensor_cores.cuh", "!CAREFUL || x != 0.0f", "true"),
+    "scales of other pages": ("ring.cuh", "first + chunk / CHUNKS * 8", "first"),
+    "elements in another order": ("tensor_cores.cuh", "real ? x[element_at(place)]", "real ? x[place]"),
+    "columns in another order": ("tensor_cores.cuh", "column_at(place) : place", "place : place"),
+    "halves of bytes": ("quantised.cuh", "8 * odd + 4 * step", "8 * odd + 2 * step"),
+    "queries of the row behind": (
+        "tensor_cores.cuh",
+        "__syncwarp();\n    }\n\n    /// Writes two elements",
+        "}\n\n    /// Writes two elements",
+    ),
+}
+"""The same of quantised rows."""
 
-@pytest.mark.parametrize("broken", BROKEN)
+
+@pytest.mark.parametrize("broken", [*BROKEN, *BROKEN_CODES])
 def test_what_is_broken_is_noticed(broken: str, tmp_path: Path) -> None:
     """Negative controls: each barrier, wait and bound that the kernels have is needed, and the tests see it."""
-    name, old, new = BROKEN[broken]
+    name, old, new = (BROKEN | BROKEN_CODES)[broken]
     folder = tmp_path / "cuda"
     shutil.copytree(emulator.DEVICE_CODE, folder)
     text = (folder / "pagoda" / name).read_text()
     assert old in text
     (folder / "pagoda" / name).write_text(text.replace(old, new))
-    shapes = [SHAPES[1], SHAPES[9]]
+    shapes = [Shape("Q8_0", "Q4_0", "F32", 64, 96), SHAPES[23]] if broken in BROKEN_CODES else [SHAPES[1], SHAPES[9]]
     library = compiled(shapes, device_code=folder)
     with pytest.raises((AssertionError, emulator.EmulatorError)):
         for seed in range(8):

@@ -29,6 +29,7 @@ def test_kernels_compile_and_do_not_spill() -> None:
         assert 20 <= len(wanted) <= 60
         assert {instances.MOVE, instances.UNPACK} <= set(wanted)
         assert sum("PartOfK" in kernel.expression for kernel in wanted) >= 2
+        assert all(sum(name in kernel.expression for kernel in wanted) for name in ("Q8_0", "Q4_0", "Fp8E4m3"))
     compiled = list(compile_kernels.compile_all(kernels))
     assert len(compiled) == sum(map(len, kernels.values()))
     assert [entry for entry in compiled if entry.spilled] == []
@@ -40,10 +41,12 @@ def test_make_kernels_does_what_models_ask_for() -> None:
 
     for arch, shared in compile_kernels.SHARED_MAX.items():
         kernels = set(compile_kernels.every(arch))
-        assert len(kernels) <= 260
+        assert len(kernels) <= 460
         for half in ("f16", "bf16"):
             for q, dim, group, mode in product((half, "f32"), (64, 128, 256), (1, 7, 16), compile_kernels.MODES):
                 assert instances.attend(half, half, q, dim, dim, group, mode, shared << 10).kernel in kernels
+            for (k, v), dim, mode in product(compile_kernels.QUANTISED, (64, 128, 256), compile_kernels.MODES):
+                assert instances.attend(k, v, "bf16", dim, dim, 8, mode, shared << 10).kernel in kernels
             for group in (16, 128):
                 latent = instances.attend(half, instances.PART_OF_K, half, 576, 512, group, "decode", shared << 10)
                 assert latent.kernel in kernels
@@ -57,16 +60,19 @@ def test_docs_quote_registers_as_they_are() -> None:
     (quoted,) = re.findall(r"sm_90, NVRTC ([\d.]+)\)", text)
     if not version("nvidia-cuda-nvrtc").startswith(f"{quoted}."):
         pytest.skip(f"the figures are of NVRTC {quoted}")
-    rows = re.findall(r"\| ((?:decode|prefill) \d+, f\d+ queries, \d stages) \| (\d+) \| (\d+) KB \|", text)
+    pattern = r"\| ((decode|prefill) (\d+), (\w+) queries(?: over (\w+))?, \d stages) \| (\d+) \| (\d+) KB \|"
+    rows = re.findall(pattern, text)
     assert len(rows) >= 2
-    keys = [re.split(r"[ ,]+", name)[:3] for name, *_ in rows]
-    ones = [instances.attend("f16", "f16", q, int(dim), int(dim), 4, mode, 227 << 10) for mode, dim, q in keys]
+    ones = [
+        instances.attend(over or "f16", over or "f16", q, int(dim), int(dim), 4, mode, 227 << 10)
+        for _, mode, dim, q, over, *_ in rows
+    ]
     found = []
     all_compiled = compile_kernels.compile_all({"sm_90": [one.kernel for one in ones]})
-    for (mode, dim, q), one, compiled in zip(keys, ones, all_compiled, strict=True):
+    for (_, mode, dim, q, over, *_), one, compiled in zip(rows, ones, all_compiled, strict=True):
         stages = one.kernel.expression.removesuffix(">>>").split(", ")[-1]
-        name = f"{mode} {dim}, {q} queries, {stages} stages"
-        found.append((name, str(compiled.registers), str(round(one.shared_bytes / 1000))))
+        name = f"{mode} {dim}, {q} queries{' over ' * bool(over)}{over}, {stages} stages"
+        found.append((name, mode, dim, q, over, str(compiled.registers), str(round(one.shared_bytes / 1000))))
     assert rows == found
 
 
@@ -164,12 +170,18 @@ def test_the_fingerprint_covers_every_file(tmp_path: Path, monkeypatch: pytest.M
 def test_python_knows_the_shapes_of_kernels() -> None:
     """Threads, rows, shared memory and partial results, computed in Python, are those of the templates."""
     formats = [("f16", "f16", "f32"), ("bf16", "bf16", "f16"), ("bf16", "f16", "bf16"), ("f32", "f16", "f16")]
+    quantised = [("q8_0", "q8_0", "bf16"), ("fp8_e4m3", "q4_0", "f32"), ("q4_0", "f16", "f16"), ("bf16", "int8", "f16")]
     sizes = [(64, 64), (72, 40), (128, 128), (256, 256), (200, 136)]
     modes = ["decode", "prefill", "decode-deterministic", "prefill-deterministic"]
     chosen = [
         instances.attend(*types, *dims, 4, mode, shared_max << 10)
         for types, dims, mode, shared_max in product(formats, sizes, modes, (99, 227))
     ]
+    chosen += [
+        instances.attend(*types, *dims, 4, mode, 99 << 10)
+        for types, dims, mode in product(quantised, [(64, 64), (96, 160), (256, 256), (320, 512)], modes)
+    ]
+    chosen += [instances.attend("q8_0", instances.PART_OF_K, "bf16", 576, 512, 16, mode, 99 << 10) for mode in modes]
     chosen += [instances.attend("f16", "bf16", "f16", 576, 512, 4, mode, 227 << 10) for mode in modes]
     chosen += [instances.attend("bf16", instances.PART_OF_K, "f16", 576, 512, 4, mode, 99 << 10) for mode in modes]
     chosen += [instances.attend("f32", instances.PART_OF_K, "f16", 72, 40, 4, "decode", 99 << 10)]

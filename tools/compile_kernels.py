@@ -44,6 +44,17 @@ MODES = ("decode", "prefill", "decode-deterministic", "prefill-deterministic")
 GROUPS = (1, 4, 8, 16)
 """Query heads of a K/V head."""
 
+QUANTISED = (
+    *((name, name) for name in instances.QUANTISED),
+    ("f16", "q8_0"),
+    ("bf16", "q8_0"),
+    ("q8_0", "q4_0"),
+    ("fp8_e4m3", "q4_0"),
+)
+"""Formats of K and V that are worth it: one for both, or K a step above V."""
+
+QUANTISED_SIZES = ((64, 64), (128, 128), (256, 256), (512, 512))
+
 LATENT_GROUPS = (16, 128)
 """Those where V is a part of K."""
 
@@ -66,13 +77,18 @@ def every(arch: str) -> list[Kernel]:
     """What today's models ask for on an architecture. Queries are of K's type or f32."""
     halves = ("f16", "bf16")
     types = [(k, v, q) for k, v in product(halves, repeat=2) for q in (k, "f32")] + [("f32", "f32", "f32")]
+    quantised = [(k, v, q) for (k, v), q in product(QUANTISED, ("bf16", "f32"))]
     parts = [(k, instances.PART_OF_K, q) for k in halves for q in (k, "f32")]
+    parts += [(k, instances.PART_OF_K, "bf16") for k in instances.QUANTISED]
     appends = [instances.append(*names) for names in product(instances.NAMES, repeat=3)]
+    appends += [instances.append(*pair, "bf16") for pair in QUANTISED]
+    centers = [instances.center(given) for given in instances.NAMES]
     attends = [
         *_fitting(arch, [*product(types, SIZES)], GROUPS),
+        *_fitting(arch, [*product(quantised, QUANTISED_SIZES)], GROUPS),
         *_fitting(arch, [*product(parts, PART_SIZES)], LATENT_GROUPS),
     ]
-    return _distinct(appends, attends)
+    return _distinct(appends + centers, attends)
 
 
 def covering(arch: str) -> list[Kernel]:
@@ -81,21 +97,34 @@ def covering(arch: str) -> list[Kernel]:
     layers = [*product((("f16", "f16", "f32"), ("bf16", "bf16", "bf16")), sizes)]
     layers += [(("bf16", instances.PART_OF_K, "bf16"), both) for both in PART_SIZES]
     layers += [(("f32", "f32", "f32"), (128, 128)), (("f32", "f16", "bf16"), (256, 256))]
-    appends = [instances.append("f16", "bf16", "f32"), instances.append("f32", "f16", "bf16")]
+    appends = [instances.append("f16", "bf16", "f32"), instances.append("f32", "f16", "bf16"), instances.center("f16")]
+    appends += [instances.append("q8_0", "q4_0", "f32")]
+    quantised = [
+        (("q8_0", "q8_0", "bf16"), (128, 128)),
+        (("q4_0", "q4_0", "bf16"), (128, 128)),
+        (("fp8_e4m3", "fp8_e4m3", "f16"), (256, 256)),
+        (("f16", "q8_0", "f32"), (256, 256)),
+        (("q8_0", "q4_0", "f32"), (512, 512)),
+    ]
     many = [(("f16", "f16", "f32"), (256, 256)), (("bf16", instances.PART_OF_K, "bf16"), (576, 512))]
-    return _distinct(appends, [*_fitting(arch, layers, [4]), *_fitting(arch, many, [128])])
+    attends = [
+        *_fitting(arch, layers, [4]),
+        *_fitting(arch, quantised, [4], ("decode", "prefill")),
+        *_fitting(arch, many, [128]),
+    ]
+    return _distinct(appends, attends)
 
 
-def _distinct(appends: list[Kernel], attends: list[Kernel]) -> list[Kernel]:
+def _distinct(others: list[Kernel], attends: list[Kernel]) -> list[Kernel]:
     """With the kernels of which there is one instance, each once."""
-    kernels = {instances.UNPACK, instances.MOVE, *appends, *attends}
+    kernels = {instances.UNPACK, instances.MOVE, *others, *attends}
     return sorted(kernels, key=lambda kernel: kernel.expression)
 
 
-def _fitting(arch: str, layers: Sequence[Layer], groups: Sequence[int]) -> list[Kernel]:
-    """Attention over layers in every mode, as far as it fits the architecture."""
+def _fitting(arch: str, layers: Sequence[Layer], groups: Sequence[int], modes: Sequence[str] = MODES) -> list[Kernel]:
+    """Attention over layers, as far as it fits the architecture."""
     kernels = []
-    for (types, sizes), group, mode in product(layers, groups, MODES):
+    for (types, sizes), group, mode in product(layers, groups, modes):
         with contextlib.suppress(BackendUnavailable):
             kernels.append(instances.attend(*types, *sizes, group, mode, SHARED_MAX[arch] << 10).kernel)
     return kernels

@@ -1,7 +1,8 @@
 """Attention of one new token a sequence, and of batches that share a prefix, beside the ceiling and other libraries.
 
 Ceiling: a kernel that reads as many bytes as the K and V of a layer. of_ceiling: its time over that of attention.
-over_pagoda: another library's time over ours. error: the largest one, against float64.
+over_pagoda: another library's time over ours. error: the largest one, against float64, with that of the row format.
+of_bf16: the time over bf16 rows of the same batch over that of quantised ones.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ class Case:
     group: int = 4
     page_size: int = 64
     shared: int = 0
+    formats: tuple[str, str] | None = None
+    """Of K and V rows, where they are not `dtype`."""
 
     def __str__(self) -> str:
-        return f"{self.name} {self.dtype} group {self.group} page {self.page_size}"
+        rows = self.dtype if self.formats is None else "/".join(self.formats)
+        return f"{self.name} {rows} group {self.group} page {self.page_size}"
 
 
 ONE, MANY = [128 * K], [4 * K] * 64
@@ -48,23 +52,46 @@ CASES = [
     Case("64 x 32K sharing 31K", [32 * K] * 64, shared=31 * K),
     Case("64 x 32K sharing 16K", [32 * K] * 64, shared=16 * K),
 ]
+FORMATS = [
+    ("fp8_e4m3", "fp8_e4m3"),
+    ("int8", "int8"),
+    ("q8_0", "q8_0"),
+    ("q4_0", "q4_0"),
+    ("bf16", "q8_0"),
+    ("q8_0", "q4_0"),
+]
+CASES += [
+    Case(name, lengths, formats=formats)
+    for name, lengths in (("1 x 128K", ONE), ("1 x 1M", [K * K]), ("64 x 4K", MANY), ("64 x 32K", [32 * K] * 64))
+    for formats in FORMATS
+]
 
 
 def main() -> None:
     report = Report("decode")
+    plain: dict[str, float] = {}
     for case in CASES:
         filled = Filled(
-            case.lengths, dtype=case.dtype, page_size=case.page_size, q_heads=8 * case.group, shared=case.shared
+            case.lengths,
+            dtype=case.dtype,
+            page_size=case.page_size,
+            q_heads=8 * case.group,
+            shared=case.shared,
+            formats=case.formats,
         )
         held = (case.shared + sum(length - case.shared for length in case.lengths)) * filled.token_bytes
         ceiling = seconds(filled.reads(held))
         report.line(str(case), "read kernel", us=ceiling * 1e6, TBs=held / ceiling / 1e12)
         ours = seconds(filled.calls())
+        # The first of a name is that of bf16 rows in pages of 64.
+        plain.setdefault(case.name, ours)
+        beside_bf16 = {"of_bf16": plain[case.name] / ours} if case.formats else {}
         report.line(
             str(case), "pagoda", us=ours * 1e6, TBs=held / ours / 1e12, of_ceiling=ceiling / ours,
-            error=filled.error(filled.out),
+            error=filled.error(filled.out), **beside_bf16,
         )  # fmt: skip
-        beside(report, str(case), filled, ours)
+        if case.formats is None:
+            beside(report, str(case), filled, ours)
         filled.close()
 
 

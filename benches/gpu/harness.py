@@ -99,16 +99,27 @@ def read(address: int, size: int) -> Callable[[], None]:
 class Filled:
     """A cache with sequences of given lengths, all but the last `new` tokens of each; the open step has those.
 
-    shared: tokens that all sequences have in common, as forks of one.
+    dtype: of queries and new rows. formats: of stored K and V rows; dtype where there are none. shared: tokens that all
+    sequences have in common, as forks of one.
     """
 
     def __init__(
-        self, lengths: list[int], *, dtype: str, page_size: int, q_heads: int, new: int = 1, shared: int = 0
+        self,
+        lengths: list[int],
+        *,
+        dtype: str,
+        page_size: int,
+        q_heads: int,
+        new: int = 1,
+        shared: int = 0,
+        formats: tuple[str, str] | None = None,
     ) -> None:
         assert all(length % ROWS == 0 for length in [*lengths, shared])
         self.lengths, self.page_size, self.q_heads, self.new = lengths, page_size, q_heads, new
         self.kind = {"f16": torch.float16, "bf16": torch.bfloat16}[dtype]
-        self.token_bytes = 2 * KV_HEADS * DIM * 2
+        layer = pagoda.AttentionLayer(q_heads, KV_HEADS, DIM)
+        k_dtype, v_dtype = formats or (dtype, dtype)
+        self.token_bytes = pagoda.ModelSpec([layer]).bytes_per_token(k_dtype, v_dtype)
         self.bytes = sum(lengths) * self.token_bytes
         held = shared + sum(length - shared for length in lengths)
         self.layers = max(2, -(-COLD_BYTES // (held * self.token_bytes)))
@@ -123,10 +134,10 @@ class Filled:
             else held // page_size + 4 * len(lengths)
         )
         self.cache = pagoda.Cache(
-            pagoda.ModelSpec([pagoda.AttentionLayer(q_heads, KV_HEADS, DIM)] * self.layers),
+            pagoda.ModelSpec([layer] * self.layers),
             page_size=page_size,
-            k_dtype=dtype,
-            v_dtype=dtype,
+            k_dtype=k_dtype,
+            v_dtype=v_dtype,
             device="cuda",
             device_memory=blocks * block * 11 // 10 + (1 << 28),
             host_memory=0,

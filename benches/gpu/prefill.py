@@ -16,9 +16,12 @@ def main() -> None:
     report = Report("prefill")
     pairs = NEW * (CONTEXT - NEW) + NEW * (NEW + 1) // 2
     flop = 4 * Q_HEADS * DIM * pairs
-    for dtype, page_size in (("bf16", 64), ("f16", 64), ("bf16", 16), ("bf16", 256)):
-        case = f"2K on 32K {dtype} group 4 page {page_size}"
-        filled = Filled([CONTEXT], dtype=dtype, page_size=page_size, q_heads=Q_HEADS, new=NEW)
+    cases: list[tuple[str, int, tuple[str, str] | None]] = [("bf16", 64, None), ("f16", 64, None)]
+    cases += [("bf16", 16, None), ("bf16", 256, None)]
+    cases += [("bf16", 64, (name, name)) for name in ("fp8_e4m3", "q8_0", "q4_0")]
+    for dtype, page_size, formats in cases:
+        case = f"2K on 32K {formats[0] if formats else dtype} group 4 page {page_size}"
+        filled = Filled([CONTEXT], dtype=dtype, page_size=page_size, q_heads=Q_HEADS, new=NEW, formats=formats)
         a, b = (torch.randn(8192, 8192, device="cuda").to(filled.kind) for _ in range(2))
         product = torch.empty_like(a)
         rate = 2 * 8192**3 / seconds([lambda a=a, b=b, c=product: torch.matmul(a, b, out=c)] * 4)
@@ -28,7 +31,8 @@ def main() -> None:
             case, "pagoda", us=ours * 1e6, TFLOPs=flop / ours / 1e12, of_matmul=flop / ours / rate,
             error=filled.error(filled.out),
         )  # fmt: skip
-        beside(report, case, filled, ours)
+        if formats is None:
+            beside(report, case, filled, ours)
         filled.close()
 
 

@@ -21,21 +21,22 @@ LAYERS, SEQUENCES, CONTEXT, Q_HEADS = 32, 64, 1024, 32
 class Model:
     """Appends and attends of all layers, on fixed arrays."""
 
-    def __init__(self, sequences: int, new: int, context: int, attends: bool) -> None:
+    def __init__(self, sequences: int, new: int, context: int, attends: bool, rows: str = "f16") -> None:
         spec = pagoda.ModelSpec([pagoda.AttentionLayer(Q_HEADS, KV_HEADS, DIM)] * LAYERS)
-        self.cache = pagoda.Cache(spec, device="cuda", device_memory="24GiB", host_memory=0)
+        options = {"k_dtype": rows, "v_dtype": rows, "device": "cuda", "device_memory": "24GiB", "host_memory": 0}
+        self.cache = pagoda.Cache(spec, **options)
         self.batch = self.cache.batch([self.cache.create() for _ in range(sequences)])
         self.counts, self.attends = [new] * sequences, attends
         kind = {"device": "cuda", "dtype": torch.float16}
-        rows = sequences * new
-        self.q, self.out = (torch.randn(rows, Q_HEADS, DIM, **kind) for _ in range(2))
-        self.k, self.v = (torch.randn(max(rows, 512 * sequences), KV_HEADS, DIM, **kind) for _ in range(2))
+        count = sequences * new
+        self.q, self.out = (torch.randn(count, Q_HEADS, DIM, **kind) for _ in range(2))
+        self.k, self.v = (torch.randn(max(count, 512 * sequences), KV_HEADS, DIM, **kind) for _ in range(2))
         torch.cuda.synchronize()
         while len(self.batch.sequences[0]) < context:
             with self.cache.step(self.batch, [512] * sequences, stream=STREAM) as step:
                 for layer in range(LAYERS):
                     step.append(layer, self.k, self.v)
-        self.k, self.v = self.k[:rows], self.v[:rows]
+        self.k, self.v = self.k[:count], self.v[:count]
         self.cache.declare(sequences=sequences, new_tokens=new, context=context + 4096 + 3 * new)
         self.graph: Any = torch.cuda.CUDAGraph()
         self.run(self.forward)
@@ -80,28 +81,26 @@ def main() -> None:
         report.line("64 x 1K, 32 layers", name, reserve=reserve, launches=launches, commit=commit, step=step)
     model.cache.close()
     for sequences, new in ((64, 1), (1, 8192)):
-        append(report, sequences, new)
+        for rows in ("f16", "fp8_e4m3", "q8_0", "q4_0"):
+            append(report, sequences, new, rows)
 
 
-def append(report: Report, sequences: int, new: int) -> None:
-    """Appending alone, beside a copy of as many bytes."""
-    model = Model(sequences, new, 0, attends=False)
+def append(report: Report, sequences: int, new: int, rows: str) -> None:
+    """Appending alone, beside a copy of the bytes that are read and written."""
+    model = Model(sequences, new, 0, attends=False, rows=rows)
     times = []
     for _ in range(REPEATS):
         step = model.cache.step(model.batch, model.counts, stream=STREAM).__enter__()
         times.append(median_of(model.graph.replay, 1) / LAYERS)
         step.__exit__(InterruptedError, None, None)
-    taken, moved = statistics.median(times), 2 * model.k.nbytes
-    there = torch.empty_like(model.k)
-    ceiling = 2 * seconds([lambda: there.copy_(model.k)] * LAYERS)
-    report.line(f"append {sequences} x {new}", "two copies", us=ceiling * 1e6, TBs=2 * moved / ceiling / 1e12)
-    report.line(
-        f"append {sequences} x {new}",
-        "pagoda",
-        us=taken * 1e6,
-        TBs=2 * moved / taken / 1e12,
-        of_ceiling=ceiling / taken,
-    )
+    case, taken = f"append {sequences} x {new} {rows}", statistics.median(times)
+    written = sequences * new * model.cache.spec.bytes_per_token(rows, rows) // LAYERS
+    moved = 2 * model.k.nbytes + written
+    source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
+    there = torch.empty_like(source)
+    ceiling = seconds([lambda: there.copy_(source)] * LAYERS)
+    report.line(case, "a copy", us=ceiling * 1e6, TBs=moved / ceiling / 1e12)
+    report.line(case, "pagoda", us=taken * 1e6, TBs=moved / taken / 1e12, of_ceiling=ceiling / taken)
     model.cache.close()
 
 

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,15 @@ RUN_ROWS = 64 * 64
 
 WINDOW_MAX = 1 << 30
 """Tokens that a query sees where there is no window."""
+
+APPEND_THREADS = 256
+"""Of a thread block of `append` and `append_rows`."""
+
+APPEND_ROWS_BYTES = APPEND_THREADS // 32 * 4 * 1024
+"""Shared memory of `append_rows`: the largest row for each warp."""
+
+CENTER_THREADS = 512
+"""Of the one thread block of `center`."""
 
 
 @dataclass
@@ -103,6 +112,49 @@ class Scratch:
             self.commons = self._commons.address
 
 
+class Centers:
+    """What the K rows of each layer are centred by, on the device; zeros where the first rows have yet to say.
+
+    of: the address for each layer that has a centre, its own or that of its owner.
+    """
+
+    def __init__(self, driver: Driver, layers: list[CoreLayer]) -> None:
+        own = {
+            index: layer["num_kv_heads"] * layer["head_dim"]
+            for index, layer in enumerate(layers)
+            if layer["kv_owner"] is None and (layer["center_first"] or layer["center"] is not None)
+        }
+        self._first = {index for index in own if layers[index]["center_first"]}
+        starts = dict(zip(own, accumulate([len(layers), *own.values()]), strict=False))
+        words = len(layers) + sum(own.values())
+        # Whether the centre of each layer is settled, and the centres.
+        self._memory = driver.memory(4 * words)
+        self.of = {
+            index: self._memory.address + 4 * starts[owner]
+            for index, layer in enumerate(layers)
+            if (owner := index if layer["kv_owner"] is None else layer["kv_owner"]) in own
+        }
+        given = driver.pinned(4 * words)
+        numbers = given.array.view(np.float32)[:words]
+        numbers[:] = 0
+        for index, start in starts.items():
+            if index not in self._first:
+                numbers[start : start + own[index]] = layers[index]["center"]
+        stream = driver.stream()
+        stream.copy(self._memory.address, given.address, 4 * words)
+        stream.record().wait()
+
+    def settle(self, layer: int) -> bool:
+        """Whether the rows that are appended now are the first of a layer that takes its centre from them."""
+        first = layer in self._first
+        self._first.discard(layer)
+        return first
+
+    def settled(self, layer: int) -> int:
+        """The address of the flag of a layer, which the kernel `center` sets."""
+        return self._memory.address + 4 * layer
+
+
 class DeviceEngine:
     """Answers the calls of `pagoda._core.Cache` for a cache whose memory and kernels are on a device.
 
@@ -140,6 +192,7 @@ class DeviceEngine:
             isa=None,
             bases=self._bases,
         )
+        self._centers = Centers(driver, layers)
         self._misfit = driver.memory(4) if checked else None
         self._misfit_seen = driver.pinned(4) if checked else None
         self._copying = driver.stream()
@@ -224,6 +277,7 @@ class DeviceEngine:
             raise InvalidArgument(f"v = dtype {values.dtype}: {keys.dtype}, the type of k")
         tables = self._tables.groups[shape["group"]]
         k_plane, v_plane, block_bytes = self._planes(layer)
+        rotate_k, rotate_v = shape["rotate"]
         call = arguments.Append(
             k=arguments.Rows(keys.address, keys.strides[0], keys.strides[1]),
             v=arguments.Rows(values.address, values.strides[0], values.strides[1]),
@@ -237,12 +291,24 @@ class DeviceEngine:
             page_shift=self._page_size.bit_length() - 1,
             k_plane=k_plane,
             v_plane=v_plane,
+            center=self._centers.of.get(layer),
+            rotate_k=rotate_k,
+            rotate_v=rotate_v,
             misfit=self._misfit.address if self._misfit else None,
         )
-        chunks = self._rows_max * heads * (shape["head_dim"] + v_head_dim) // 8
-        if chunks:
-            kernel = instances.append(*self._formats(layer), keys.dtype)
-            self._now.launch(kernel, min(-(-chunks // 256), 4 * self._driver.multiprocessors), 256, call)
+        first = self._centers.settle(layer)
+        if self._rows_max:
+            if first:
+                centering = arguments.Center(
+                    k=call.k,
+                    tokens=tables.tokens,
+                    kv_heads=heads,
+                    head_dim=shape["head_dim"],
+                    center=call.center,
+                    settled=self._centers.settled(layer),
+                )
+                self._now.launch(instances.center(keys.dtype), 1, CENTER_THREADS, centering)
+            self._launch_append(layer, keys.dtype, call)
             self._check_fit(layer)
         self.core.appended(layer)
 
@@ -282,6 +348,9 @@ class DeviceEngine:
             angles=self._tables.angles.get(layer),
             rotary_pairs=len(rope[0]) if rope else 0,
             interleaved=bool(rope and rope[1]),
+            center=self._centers.of.get(layer),
+            rotate_k=shape["rotate"][0],
+            rotate_v=shape["rotate"][1],
         )
         for prefill in (False, True):
             if self._has(layer, prefill):
@@ -398,7 +467,10 @@ class DeviceEngine:
         owner = self._layers[layer]["kv_owner"]
         layout = self._layouts[self._layers[layer]["group"]]
         planes = layout.planes[layer if owner is None else owner]
-        k, v = (arguments.Plane(plane.rows.offset, plane.rows.head_stride) for plane in planes)
+        k, v = (
+            arguments.Plane(*(arguments.Strip(strip.offset, strip.head_stride) for strip in (plane.rows, plane.scales)))
+            for plane in planes
+        )
         return k, v, layout.block_bytes
 
     def _work(self, layer: int, prefill: bool, q: str) -> Work:
@@ -450,6 +522,17 @@ class DeviceEngine:
             few = (self._counts > 0) & (self._counts <= most)
             self._kinds[most] = bool(few.any()), bool((self._counts > most).any())
         return self._kinds[most][prefill]
+
+    def _launch_append(self, layer: int, given: str, call: arguments.Append) -> None:
+        """Warps have rows, or where nothing is quantised threads have 8 elements."""
+        formats = self._formats(layer)
+        rows, shared = self._rows_max * call.kv_heads, 0
+        if any(name in instances.QUANTISED for name in formats):
+            threads, shared = 32 * rows * (2 if call.v_head_dim else 1), APPEND_ROWS_BYTES
+        else:
+            threads = rows * (call.head_dim + call.v_head_dim) // 8
+        grid = min(-(-threads // APPEND_THREADS), 4 * self._driver.multiprocessors)
+        self._now.launch(instances.append(*formats, given), grid, APPEND_THREADS, call, shared_bytes=shared)
 
     def _launch_attention(self, layer: int, q: str, prefill: bool, call: arguments.Attend) -> None:
         """One kind of queries: what they have in common with others, then what is their own."""

@@ -43,10 +43,16 @@ class Rows(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
 
 
-class Plane(ctypes.Structure):
-    """K or V of one layer inside a block, in bytes."""
+class Strip(ctypes.Structure):
+    """Rows, or their scales, of one layer inside a block, in bytes."""
 
     _fields_ = [("offset", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
+
+
+class Plane(ctypes.Structure):
+    """K or V of one layer inside a block."""
+
+    _fields_ = [("rows", Strip), ("scales", Strip)]
 
 
 class Pages(ctypes.Structure):
@@ -64,7 +70,7 @@ class Pages(ctypes.Structure):
 
 
 class Append(ctypes.Structure):
-    """Of the kernel `append`."""
+    """Of the kernels `append` and `append_rows`."""
 
     _fields_ = [
         ("k", Rows),
@@ -79,7 +85,23 @@ class Append(ctypes.Structure):
         ("page_shift", ctypes.c_int),
         ("k_plane", Plane),
         ("v_plane", Plane),
+        ("center", ctypes.c_void_p),
+        ("rotate_k", ctypes.c_int),
+        ("rotate_v", ctypes.c_int),
         ("misfit", ctypes.c_void_p),
+    ]
+
+
+class Center(ctypes.Structure):
+    """Of the kernel `center`."""
+
+    _fields_ = [
+        ("k", Rows),
+        ("tokens", ctypes.c_void_p),
+        ("kv_heads", ctypes.c_int),
+        ("head_dim", ctypes.c_int),
+        ("center", ctypes.c_void_p),
+        ("settled", ctypes.c_void_p),
     ]
 
 
@@ -110,6 +132,9 @@ class Attend(ctypes.Structure):
         ("angles", ctypes.c_void_p),
         ("rotary_pairs", ctypes.c_int),
         ("interleaved", ctypes.c_int),
+        ("center", ctypes.c_void_p),
+        ("rotate_k", ctypes.c_int),
+        ("rotate_v", ctypes.c_int),
         ("partials", ctypes.c_void_p),
         ("pending", ctypes.c_void_p),
     ]

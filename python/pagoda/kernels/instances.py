@@ -7,8 +7,13 @@ from dataclasses import dataclass
 from functools import cache
 
 from pagoda.errors import BackendUnavailable
+from pagoda.formats import FORMATS
 
 NAMES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
+"""Types of queries, outputs and new rows, and formats that rows may have."""
+
+QUANTISED = {"fp8_e4m3": "Fp8E4m3", "int8": "Int8", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+"""Other formats of rows."""
 
 PART_OF_K = "part of k"
 """In place of the format of V: V is the first elements of the stored K row."""
@@ -19,6 +24,9 @@ SPLITS = {
     ("f16", "bf16"): 2,
 }
 """`Splits` of formats.cuh: elements of the second type that hold one of the first; 1 for other pairs."""
+
+CODES = "f16"
+"""What tensor cores take of quantised K rows: `Keys` of quantised.cuh."""
 
 TILE = 64
 STAGES_MAX = 4
@@ -78,8 +86,17 @@ class Attention:
 
 @cache
 def append(k: str, v: str, given: str) -> Kernel:
-    """Appends rows of type `given` to pages of formats `k` and `v` (or PART_OF_K). Raises BackendUnavailable."""
-    return Kernel("append.cuh", f"pagoda::append<{_formats((k, k if v == PART_OF_K else v, given))}>")
+    """Appends rows of type `given` to pages of formats `k` and `v` (or PART_OF_K): `append`, or `append_rows` where one of
+    them is quantised. Raises BackendUnavailable."""
+    names = _formats((k, k if v == PART_OF_K else v, given))
+    name = "append_rows" if k in QUANTISED or v in QUANTISED else "append"
+    return Kernel(f"{name}.cuh", f"pagoda::{name}<{names}>")
+
+
+@cache
+def center(given: str) -> Kernel:
+    """Takes the centre of rows of type `given`."""
+    return Kernel("center.cuh", f"pagoda::center<pagoda::{NAMES[given]}>")
 
 
 @cache
@@ -92,6 +109,7 @@ def attend(k: str, v: str, q: str, dim: int, v_dim: int, group: int, mode: str, 
     Raises BackendUnavailable for what no instance can do.
     """
     names = (k, v, q)
+    _formats(names)
     least: Attention | None = None
     for sets in (1 << n for n in range(group.bit_length()) if group % (1 << n) == 0):
         for stages in _instances(names, dim, v_dim, mode, sets):
@@ -119,13 +137,13 @@ def _instances(names: tuple[str, str, str], dim: int, v_dim: int, mode: str, set
 
 def _cuts(names: tuple[str, str, str], v_dim: int, mode: str) -> list[tuple[int, int, int, int]]:
     """(warps, teams, columns, stack) of the engine: the best, then what needs less shared memory or takes more heads."""
+    k, v, q = names
     columns = 4 if v_dim > 256 else 2 if v_dim > 128 else 1
-    while v_dim % (8 * columns):
+    while v_dim % (FORMATS[k if v == PART_OF_K else v].unit * columns):
         columns //= 2
     by_rows = [(warps, 1, columns, 1) for warps in (4, 2, 1) if warps >= columns]
-    k, _, q = names
-    # Queries and weights of several parts leave no registers for 32 rows of a warp.
-    split = q == "f32" or (q, k) in SPLITS
+    # Queries and weights of several parts, or codes on their way, leave no registers for 32 rows of a warp.
+    split = q == "f32" or (q, k) in SPLITS or k in QUANTISED or v in QUANTISED
     stacked = [] if split else [(4, 1, columns, 2)]
     # For many heads: a thread block has a multiprocessor to itself.
     wide = [(8, 1, columns, 1 if split else 2)]
@@ -157,15 +175,23 @@ def _tensor(
     k, v, q = names
     rows, slice_rows = _rows(warps, teams, columns, stack), TILE // teams
     depth = -(-dim // 16) * 16
-    k_stride, v_stride = depth // 8 | 1, v_dim // 8 | 1
-    q_bytes = SPLITS.get((q, k), 1) * rows * k_stride * 16 + rows * 4
+    keys = CODES if k in QUANTISED else k
+    q_bytes = SPLITS.get((q, keys), 1) * rows * (depth // 8 | 1) * 16 + rows * 4
+    if k in QUANTISED:
+        q_bytes += rows * 4 + warps * teams * dim * 4
     stage_rows = min(slice_rows, 16 if dim + v_dim > 512 else 32)
-    stride = k_stride if v == PART_OF_K else k_stride + v_stride
-    ring = teams * stages * (stage_rows * stride * 16 + 32) + 16
+    row_bytes = _stored(k, dim, depth) + (0 if v == PART_OF_K else _stored(v, v_dim, v_dim))
+    ring = teams * stages * (stage_rows * row_bytes + 32) + 16
     exchange = teams * rows * (v_dim + 4 + 2) * 4
     shape = f"pagoda::TensorShape<{_formats(names)}, {dim}, {v_dim}, {warps}, {teams}, {columns}, {stack}, {stages}>"
     kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::TensorCores<{shape}>>")
     return Attention(kernel, sets, rows, 32 * warps * teams, q_bytes + max(ring, exchange) + KEPT_BYTES, v_dim)
+
+
+def _stored(name: str, dim: int, depth: int) -> int:
+    """Bytes of a stored row and its scales in shared memory; `depth`: elements with zeros behind them."""
+    row = FORMATS[name]
+    return (row.row_bytes(depth) // 16 | 1) * 16 + row.bytes(dim) - row.row_bytes(dim)
 
 
 def _cores(names: tuple[str, str, str], dim: int, v_dim: int, rows: int, sets: int) -> Attention:
@@ -180,7 +206,10 @@ def _cores(names: tuple[str, str, str], dim: int, v_dim: int, rows: int, sets: i
 
 
 def _formats(names: tuple[str, ...]) -> str:
-    for name in names:
-        if name not in NAMES and name != PART_OF_K:
-            raise BackendUnavailable(f"k_dtype, v_dtype = {name!r}: a device stores {', '.join(NAMES)} so far")
-    return ", ".join(f"pagoda::{'PartOfK' if name == PART_OF_K else NAMES[name]}" for name in names)
+    k, v = names[:2]
+    known = NAMES | QUANTISED | {PART_OF_K: "PartOfK"}
+    if k not in known or v not in known:
+        raise BackendUnavailable(f"k_dtype, v_dtype = {k}, {v}: a device stores {', '.join(NAMES | QUANTISED)} so far")
+    if "f32" in (k, v) and (k in QUANTISED or v in QUANTISED):
+        raise BackendUnavailable(f"k_dtype, v_dtype = {k}, {v}: on a device f32 goes with {', '.join(NAMES)} only")
+    return ", ".join(f"pagoda::{known[name]}" for name in names)

@@ -83,6 +83,8 @@ struct Block {
     unsigned char* shared = nullptr;
     size_t shared_bytes = 0;
     int alive = 0;
+    /// Whether all threads that have come to a `__syncthreads_and` so far say yes.
+    bool agreed = true;
 };
 
 extern Block* block;
@@ -122,6 +124,15 @@ T shuffle(const char* name, unsigned mask, T value, int from) {
 #define gridDim (emulator::grid_size)
 
 inline void __syncthreads() { emulator::block_barrier(); }
+inline bool __syncthreads_and(int predicate) {
+    emulator::block->agreed &= predicate != 0;
+    __syncthreads();
+    const bool agreed = emulator::block->agreed;
+    __syncthreads();
+    emulator::block->agreed = true;
+    __syncthreads();
+    return agreed;
+}
 inline void __syncwarp(unsigned mask = ~0u) { emulator::meet("__syncwarp", mask, nullptr, 0); }
 inline void __threadfence() {}
 template <class T>
@@ -142,6 +153,16 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
 }
 inline bool __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline bool __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+    const emulator::Offer* met = emulator::meet("__reduce_max_sync", mask, &value, sizeof value);
+    unsigned result = 0;
+    for (int i = 0; i < 32; ++i) {
+        unsigned one = 0;
+        if (mask >> i & 1) std::memcpy(&one, met[i].data, sizeof one);
+        result = std::max(result, one);
+    }
+    return result;
+}
 template <class T>
 T atomicAdd(T* target, T value) {
     const T before = *target;
@@ -165,5 +186,14 @@ To emulated_bits(From from) {
 }
 inline unsigned __float_as_uint(float x) { return emulated_bits<unsigned>(x); }
 inline float __uint_as_float(unsigned x) { return emulated_bits<float>(x); }
+/// Byte i of the result is byte `selector >> 4 i & 7` of x (0 to 3) and y (4 to 7).
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const unsigned long long both = static_cast<unsigned long long>(y) << 32 | x;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline float __fmul_rn(float x, float y) { return x * y; }
 using std::max;
 using std::min;

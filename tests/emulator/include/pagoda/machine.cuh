@@ -47,6 +47,22 @@ inline void load_matrix_transposed(uint32 (&r)[4], const void* row) {
 inline float number(unsigned short bits, __half) { return __half2float(__ushort_as_half(bits)); }
 inline float number(unsigned short bits, __nv_bfloat16) { return __bfloat162float(__ushort_as_bfloat16(bits)); }
 
+inline unsigned short rounded(double x, __half) { return __half_as_ushort(__float2half_rn(static_cast<float>(x))); }
+inline unsigned short rounded(double x, __nv_bfloat16) {
+    return __bfloat16_as_ushort(__float2bfloat16_rn(static_cast<float>(x)));
+}
+template <class Element>
+uint32 fuse_pair(uint32 a, uint32 b, uint32 c, Element element) {
+    uint32 d = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+        const auto of = [&](uint32 pair) { return double(number(static_cast<unsigned short>(pair >> shift), element)); };
+        d |= static_cast<uint32>(rounded(of(a) * of(b) + of(c), element)) << shift;
+    }
+    return d;
+}
+
+inline uint32 add_pair(uint32 a, uint32 b, __half element) { return fuse_pair(a, 0x3c003c00u, b, element); }
+
 /// What a lane brings to a product, and takes from it in `d`.
 struct Product {
     uint32 a[4], b[2];
@@ -85,6 +101,11 @@ void multiply_add(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, Ele
 }
 
 inline float exp2_fast(float x) { return std::exp2(x); }
+inline float add_exact(float x, float y) { return x + y; }
+inline float subtract_exact(float x, float y) { return x - y; }
+inline float multiply_exact(float x, float y) { return x * y; }
+inline float divide_exact(float x, float y) { return x / y; }
+inline float root_exact(float x) { return std::sqrt(x); }
 inline float divide_fast(float x, float y) { return x / y; }
 
 }  // namespace pagoda

@@ -1,4 +1,4 @@
-// Writes K and V of the new tokens of one layer into their pages: one launch, one thread for 8 elements.
+// Writes K and V of the new tokens of one layer into their pages, neither of them quantised: one launch, one thread for 8 elements.
 #pragma once
 
 #include <pagoda/formats.cuh>
@@ -17,6 +17,9 @@ struct Append {
     int64 block_bytes;
     int page_shift;
     Plane k_plane, v_plane;
+    /// Of quantised rows: [kv_heads, head_dim] taken off K, or null; and whether rows are rotated.
+    const float* center;
+    int rotate_k, rotate_v;
     /// If not null, set to 1 where a value does not fit its format, is infinite or NaN.
     int* misfit;
 };
@@ -59,12 +62,12 @@ __global__ void append(const Append args) {
         uint8* block = args.base + (slot >> args.page_shift) * args.block_bytes;
         const int64 in_page = slot & ((1ll << args.page_shift) - 1);
         if (chunk < k_chunks) {
-            uint8* target = block + args.k_plane.offset + head * args.k_plane.head_stride;
+            uint8* target = block + args.k_plane.rows.offset + head * args.k_plane.rows.head_stride;
             target += (in_page * args.head_dim + chunk * 8) * K::BYTES;
             append_chunk<K, Input>(args.k.row(token, head) + chunk * 8 * Input::BYTES, target, args.misfit);
         } else {
             const int at = (chunk - k_chunks) * 8;
-            uint8* target = block + args.v_plane.offset + head * args.v_plane.head_stride;
+            uint8* target = block + args.v_plane.rows.offset + head * args.v_plane.rows.head_stride;
             target += (in_page * args.v_head_dim + at) * V::BYTES;
             append_chunk<V, Input>(args.v.row(token, head) + at * Input::BYTES, target, args.misfit);
         }

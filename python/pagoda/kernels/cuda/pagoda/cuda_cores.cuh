@@ -71,7 +71,7 @@ struct CudaCores : Unit<Shape_> {
 
     /// Brings KEYS rows of one plane from `first` on to shared memory; zeros where the piece has none.
     template <class Format, int DIM, int STRIDE>
-    __device__ void load_rows(float* target, const Plane& plane, const Walk& walk, int first) const {
+    __device__ void load_rows(float* target, const Strip& plane, const Walk& walk, int first) const {
         const int shift = args.pages.page_shift;
         const uint32* table = args.pages.table + block().sequence * args.pages.columns + walk.piece.first_page;
         for (int i = threadIdx.x; i < KEYS * DIM / 8; i += Shape::THREADS) {
@@ -164,8 +164,8 @@ struct CudaCores : Unit<Shape_> {
                 load_queries(prepared);
             }
             for (int first = walk.tile * TILE; first < (walk.tile + 1) * TILE; first += KEYS) {
-                load_rows<typename Shape::K, D, Shape::DEPTH>(keys, args.k_plane, walk, first);
-                if constexpr (!Shape::V_IN_K) load_rows<typename Shape::V, DV, DV>(values_of_keys, args.v_plane, walk, first);
+                load_rows<typename Shape::K, D, Shape::DEPTH>(keys, args.k_plane.rows, walk, first);
+                if constexpr (!Shape::V_IN_K) load_rows<typename Shape::V, DV, DV>(values_of_keys, args.v_plane.rows, walk, first);
                 __syncthreads();
                 score(walk, first);
                 __syncthreads();

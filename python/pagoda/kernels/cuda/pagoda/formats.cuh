@@ -1,4 +1,5 @@
-// How one K or V row is stored: a format is a type with loads and stores of 8 elements. Also the types of queries and outputs.
+// How one K or V row is stored, element by element: a format is a type with loads and stores of 8 elements. Also the types of
+// queries and outputs. Rows whose elements share scales are in quantised.cuh.
 #pragma once
 
 #include <pagoda/machine.cuh>
@@ -7,6 +8,7 @@ namespace pagoda {
 
 /// IEEE binary32.
 struct F32 {
+    static constexpr bool QUANTISED = false;
     static constexpr int BYTES = 4;
     /// Of the smallest normal number.
     static constexpr int MIN_EXPONENT = -126;
@@ -57,7 +59,10 @@ struct Pair<__nv_bfloat16> {
 template <class E>
 struct Half {
     using Element = E;
-    static constexpr int BYTES = 2;
+    static constexpr bool QUANTISED = false;
+    /// Rows have a multiple of UNIT elements.
+    static constexpr int BYTES = 2, BITS = 16, UNIT = 8;
+    __device__ static constexpr int scale_bytes(int) { return 0; }
 
     __device__ static void load(const void* source, float (&x)[8]) {
         const uint4 words = *static_cast<const uint4*>(source);
@@ -79,6 +84,9 @@ constexpr float F16_MAX = 65504.0f;
 
 /// IEEE binary16.
 struct F16 : Half<__half> {
+    /// What tensor cores take of K rows and of V rows.
+    using Keys = F16;
+    using Values = F16;
     static constexpr int MIN_EXPONENT = -14;
 
     __device__ static void store(void* target, const float (&x)[8]) {
@@ -90,6 +98,8 @@ struct F16 : Half<__half> {
 
 /// The upper half of a binary32, rounded.
 struct BF16 : Half<__nv_bfloat16> {
+    using Keys = BF16;
+    using Values = BF16;
     static constexpr int MIN_EXPONENT = -126;
 
     __device__ static void store(void* target, const float (&x)[8]) { store_pairs(target, x); }

@@ -72,10 +72,57 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32 (&a)[4]
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+/// a + b of two 16-bit elements at once; subnormal ones stay.
+__device__ __forceinline__ uint32 add_pair(uint32 a, uint32 b, __half) {
+    uint32 c;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    return c;
+}
+
+/// a b + c of two 16-bit elements at once, each rounded once; subnormal ones stay.
+__device__ __forceinline__ uint32 fuse_pair(uint32 a, uint32 b, uint32 c, __half) {
+    uint32 d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
+__device__ __forceinline__ uint32 fuse_pair(uint32 a, uint32 b, uint32 c, __nv_bfloat16) {
+    uint32 d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
 /// 2^x; 0 for -inf.
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/// x + y, x - y, x y, x / y, the root of x: rounded once, never fused, and numbers below 2^-126 stay though CuPy compiles with -ftz=true.
+__device__ __forceinline__ float add_exact(float x, float y) {
+    float z;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+__device__ __forceinline__ float subtract_exact(float x, float y) {
+    float z;
+    asm("sub.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+__device__ __forceinline__ float multiply_exact(float x, float y) {
+    float z;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+__device__ __forceinline__ float divide_exact(float x, float y) {
+    float z;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+__device__ __forceinline__ float root_exact(float x) {
+    float y;
+    asm("sqrt.rn.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

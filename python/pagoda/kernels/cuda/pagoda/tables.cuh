@@ -12,9 +12,14 @@ constexpr int RUN_TILES = 64;
 constexpr int TIERS = 3;
 constexpr int BLOCK_BITS = 30;
 
-/// K or V of one layer inside a block: [kv_head][token][row], in bytes; rows lie side by side.
-struct Plane {
+/// Rows, or their scales, of one layer inside a block: [kv_head][token][row], in bytes; rows lie side by side.
+struct Strip {
     int64 offset, head_stride;
+};
+
+/// K or V of one layer inside a block. Scales are of quantised rows only.
+struct Plane {
+    Strip rows, scales;
 };
 
 /// Rows of a caller's array [token, head, element]; strides in bytes.

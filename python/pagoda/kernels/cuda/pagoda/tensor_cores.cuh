@@ -1,16 +1,18 @@
-// The engine of attention over 16-bit rows: tensor cores.
+// The engine of attention over rows of 16 bits and over quantised ones: tensor cores.
 //
 // Inside a thread block teams of warps share a tile: with 16 query rows (decode) four teams of one warp take 16 stored rows
 // each and meet at the end; with 128 query rows (prefill) one team of four warps takes them all, each warp for its own 32
 // query rows, so that what it loads of K and V from shared memory serves two products. A team has its own ring of stages in shared memory, which asynchronous copies fill ahead.
 #pragma once
 
-#include <pagoda/unit.cuh>
+#include <pagoda/quantised.cuh>
+#include <pagoda/ring.cuh>
+#include <pagoda/rotation.cuh>
 
 namespace pagoda {
 
-/// The parameters of a kernel and what they imply. K, V: row formats of 16 bits, or PartOfK for V. Q: the format of queries and outputs.
-/// D, DV: head_dim and v_head_dim, multiples of 8. WARPS: of a team. TEAMS: that share a tile. COLUMNS: warps of a team that
+/// The parameters of a kernel and what they imply. K, V: row formats of 16 bits or less, or PartOfK for V. Q: the format of queries and
+/// outputs. D, DV: head_dim and v_head_dim, multiples of 8, or of what formats ask for. WARPS: of a team. TEAMS: that share a tile. COLUMNS: warps of a team that
 /// share query rows, each for its part of the values, where these do not fit the registers of one. STACK: 16 query rows that
 /// a warp has, so many times. STAGES: of a ring.
 template <class K_, class V_, class Q_, int D_, int DV_, int WARPS_, int TEAMS_, int COLUMNS_, int STACK_, int STAGES_>
@@ -21,7 +23,9 @@ struct TensorShape {
     static constexpr bool V_IN_K = StoredV<K_, V_>::IN_K;
     static constexpr int D = D_, DV = DV_, WARPS = WARPS_, TEAMS = TEAMS_, COLUMNS = COLUMNS_, STACK = STACK_, STAGES = STAGES_;
     static_assert(WARPS == 1 || TEAMS == 1, "a team of several warps uses the barrier of the thread block");
-    static_assert(DV % (8 * COLUMNS) == 0 && STAGES >= 2, "a warp has whole columns of 8, and a stage to fill");
+    static_assert(DV % (V::UNIT * COLUMNS) == 0 && STAGES >= 2, "a warp has whole units of columns, and a stage to fill");
+    /// Columns of V that 16 bytes of its rows hold.
+    static constexpr int V_CHUNK = 128 / V::BITS;
     static constexpr int ROWS = 16 * STACK * WARPS / COLUMNS, SLICE = TILE / TEAMS;
     static constexpr int TEAM = WARP * WARPS, THREADS = TEAM * TEAMS;
     /// Elements of V that a warp accumulates.
@@ -30,16 +34,22 @@ struct TensorShape {
     static constexpr int LONG = D + DV > 512 ? 16 : 32, SCORES = SLICE < LONG ? SLICE : LONG, SUBS = SLICE / SCORES;
     /// Elements of a K row with zeros behind it, for whole steps of 16.
     static constexpr int DEPTH = (D + 15) / 16 * 16;
-    /// In pieces of 16 bytes. Odd, so that eight rows lie in different banks.
-    static constexpr int K_STRIDE = (DEPTH / 8) | 1, V_STRIDE = V_IN_K ? K_STRIDE : (DV / 8) | 1;
-    static constexpr int Q_SPLITS = Splits<Q, K>::COUNT;
+    /// From row to row, in pieces of 16 bytes. Odd, so that eight rows lie in different banks.
+    static constexpr int Q_STRIDE = (DEPTH / 8) | 1, K_STRIDE = (DEPTH * K::BITS / 128) | 1;
+    static constexpr int V_STRIDE = V_IN_K ? K_STRIDE : (DV * V::BITS / 128) | 1;
+    static constexpr int Q_SPLITS = Splits<Q, typename K::Keys>::COUNT;
     /// Weights are as exact as queries are: 16-bit queries are content with 16-bit weights.
-    static constexpr int P_SPLITS = Q::BYTES == 4 ? Splits<F32, V>::COUNT : 1;
-    /// Query rows are brought to a range in which small elements are not lost where f16 has to hold another type.
-    static constexpr bool Q_SCALED = K::MIN_EXPONENT > Q::MIN_EXPONENT;
-    static constexpr int Q_SPLIT_BYTES = Q_SPLITS * ROWS * K_STRIDE * 16;
-    static constexpr int Q_BYTES = Q_SPLIT_BYTES + ROWS * 4;
-    static constexpr int K_BYTES = SCORES * K_STRIDE * 16, V_BYTES = SCORES * V_STRIDE * 16;
+    static constexpr int P_SPLITS = Q::BYTES == 4 || V::QUANTISED ? Splits<Q, typename V::Values>::COUNT : 1;
+    /// Query rows are brought to a range in which small elements are not lost where f16 has to hold another type, or what a
+    /// rotation makes of them.
+    static constexpr bool Q_SCALED = K::QUANTISED || K::Keys::MIN_EXPONENT > Q::MIN_EXPONENT;
+    static constexpr int Q_SPLIT_BYTES = Q_SPLITS * ROWS * Q_STRIDE * 16;
+    /// Of each row a factor, and where K may be centred what that adds to its scores; and room for a row of each warp to be
+    /// rotated in.
+    static constexpr int WORK_BYTES = K::QUANTISED ? ROWS * 4 + THREADS / WARP * D * 4 : 0;
+    static constexpr int Q_BYTES = Q_SPLIT_BYTES + ROWS * 4 + WORK_BYTES;
+    static constexpr int K_SCALES = SCORES * K_STRIDE * 16, K_BYTES = K_SCALES + SCORES * K::scale_bytes(D);
+    static constexpr int V_SCALES = SCORES * V_STRIDE * 16, V_BYTES = V_SCALES + SCORES * V::scale_bytes(DV);
     static constexpr int V_START = V_IN_K ? 0 : K_BYTES, NOTE_START = V_IN_K ? K_BYTES : K_BYTES + V_BYTES;
     static constexpr int STAGE_BYTES = NOTE_START + 32;
     /// Floats of a row of values on their way between teams.
@@ -53,32 +63,6 @@ struct TensorShape {
     static constexpr bool Q_IN_REGISTERS = STACK * (Q_SPLITS * DEPTH / 4 + WIDTH / 2 + SCORES / 2) < 120;
 };
 
-/// What a stage holds: of its rows [low, high) are real, row 0 is at `place` of the token axis, and all are of one span. `whole`:
-/// every query sees all of them; `always`: whatever the window.
-struct Note {
-    int low, high, place, span, whole, always;
-};
-
-/// Table entries of 64 pages around the current one: a lane holds one of the current 32 and one of the next.
-struct PageWindow {
-    const uint32* row;
-    int pages, base;
-    uint32 now, then;
-
-    __device__ void open(const uint32* row_, int pages_) { row = row_, pages = pages_, base = -1; }
-
-    __device__ uint32 entry(int first, int lane) const { return first + lane < pages ? row[first + lane] : 0; }
-
-    /// Makes `page` one of the current pages.
-    __device__ void seek(int page, int lane) {
-        const int wanted = page & ~(WARP - 1);
-        if (wanted == base) return;
-        now = base >= 0 && wanted == base + WARP ? then : entry(wanted, lane);
-        then = entry(wanted + WARP, lane);
-        base = wanted;
-    }
-};
-
 template <int WARPS>
 __device__ void team_barrier() {
     if (WARPS == 1) {
@@ -90,38 +74,44 @@ __device__ void team_barrier() {
 
 /// Everything of one thread while it works on a unit.
 template <class Shape_>
-struct TensorCores : Unit<Shape_> {
+struct TensorCores : Ring<Shape_> {
     using Shape = Shape_;
     using Q = typename Shape::Q;
+    using K = typename Shape::K;
+    using V = typename Shape::V;
     using Unit<Shape>::args;
     using Unit<Shape>::block;
     using Unit<Shape>::rows;
-    using KElement = typename Shape::K::Element;
-    using VElement = typename Shape::V::Element;
+    using Ring<Shape>::lane;
+    using Ring<Shape>::warp;
+    using Ring<Shape>::team;
+    using Ring<Shape>::ring;
+    using Ring<Shape>::stage;
+    using Ring<Shape>::note;
+    using KElement = typename K::Keys::Element;
+    using VElement = typename V::Values::Element;
     static constexpr int D = Shape::D, DV = Shape::DV, STAGES = Shape::STAGES, TEAMS = Shape::TEAMS, STACK = Shape::STACK;
     using Scores = float[STACK][Shape::SCORES / 8][4];
     /// Thread blocks of a multiprocessor that registers are sparing for: more would spill.
     static constexpr int BLOCKS = Shape::THREADS > 128 ? 1 : 2;
 
-    /// `warp` is its place in the team; its query rows begin at `first_row`, its values at `first_column`.
-    const int lane, warp, team, first_row, first_column;
-    uint8 *const q_shared, *const ring;
+    /// Where the warp's query rows begin, and its values.
+    const int first_row, first_column;
+    uint8* const q_shared;
     /// Of the warp's rows lane / 4 + 8 r: running maximum, this lane's share of the sum, what scores are multiplied with where
     /// queries are scaled.
     float top[2 * STACK], sum[2 * STACK], scale[2 * STACK];
+    /// What centring K adds to each score of them.
+    float bias[K::QUANTISED ? 2 * STACK : 1];
     /// Of rows lane / 4 (0, 1) and lane / 4 + 8 (2, 3) of each 16.
     float values[STACK][Shape::WIDTH / 8][4];
     uint32 query[Shape::Q_IN_REGISTERS ? Shape::Q_SPLITS : 1][Shape::DEPTH / 16][STACK][4];
 
     __device__ explicit TensorCores(const Attend& args_)
-        : Unit<Shape>(args_, shared_memory() + Shape::Q_BYTES, shared_memory()),
-          lane(threadIdx.x % WARP),
-          warp(threadIdx.x / WARP % Shape::WARPS),
-          team(threadIdx.x / Shape::TEAM),
+        : Ring<Shape>(args_, Shape::Q_BYTES),
           first_row(warp / Shape::COLUMNS * (16 * STACK)),
           first_column(warp % Shape::COLUMNS * Shape::WIDTH),
-          q_shared(shared_memory()),
-          ring(shared_memory() + Shape::Q_BYTES) {}
+          q_shared(shared_memory()) {}
 
     /// Writes the zeros behind K rows, which copies never touch and the exchange may have overwritten.
     __device__ void pad_keys() const {
@@ -133,37 +123,21 @@ struct TensorCores : Unit<Shape_> {
         }
     }
 
-    __device__ uint8* stage(int index) const { return ring + (team * STAGES + index) * Shape::STAGE_BYTES; }
-
     /// Brings the queries of the unit to shared memory as 16-bit elements, and the rests of what those cannot hold.
     __device__ void load_queries(const Span* span) {
         float* factors = reinterpret_cast<float*>(q_shared + Shape::Q_SPLIT_BYTES);
         __syncthreads();
-        for (int row = threadIdx.x / WARP; row < Shape::ROWS; row += Shape::THREADS / WARP) {
-            const float factor = Shape::Q_SCALED && row < rows ? factor_of(row, this->angles_of(span, row)) : 1.0f;
-            if (lane == 0) factors[row] = factor;
+        if constexpr (K::QUANTISED) {
+            for (int row = threadIdx.x / WARP; row < Shape::ROWS; row += Shape::THREADS / WARP) prepare_query(row, span, factors);
+        } else {
+            copy_queries(span, factors);
         }
         __syncthreads();
 #pragma unroll
-        for (int r = 0; r < 2 * STACK; ++r) scale[r] = args.scale / factors[row_of(r)];
-        for (int i = threadIdx.x; i < Shape::ROWS * Shape::DEPTH / 2; i += Shape::THREADS) {
-            const int row = i / (Shape::DEPTH / 2), e = i % (Shape::DEPTH / 2) * 2;
-            float x = 0.0f, y = 0.0f;
-            if (row < rows && e < D) {
-                const uint8* source = args.q.row(this->token_of(row), this->head_of(row));
-                const float2* angles = this->angles_of(span, row);
-                x = this->query_element(source, e, angles) * factors[row];
-                y = this->query_element(source, e + 1, angles) * factors[row];
-            }
-#pragma unroll
-            for (int s = 0; s < Shape::Q_SPLITS; ++s) {
-                const uint32 pair = Pair<KElement>::pack(x, y);
-                x -= Pair<KElement>::low(pair);
-                y -= Pair<KElement>::high(pair);
-                *reinterpret_cast<uint32*>(q_shared + ((s * Shape::ROWS + row) * Shape::K_STRIDE * 16 + e * 2)) = pair;
-            }
+        for (int r = 0; r < 2 * STACK; ++r) {
+            scale[r] = args.scale / factors[row_of(r)];
+            if constexpr (K::QUANTISED) bias[r] = factors[Shape::ROWS + row_of(r)];
         }
-        __syncthreads();
         if constexpr (Shape::Q_IN_REGISTERS) {
 #pragma unroll
             for (int s = 0; s < Shape::Q_SPLITS; ++s) {
@@ -173,14 +147,81 @@ struct TensorCores : Unit<Shape_> {
         }
     }
 
+    /// Query rows for K that is not quantised: by all threads, element by element.
+    __device__ void copy_queries(const Span* span, float* factors) const {
+        for (int row = threadIdx.x / WARP; row < Shape::ROWS; row += Shape::THREADS / WARP) {
+            const float factor = Shape::Q_SCALED && row < rows ? factor_of(row, this->angles_of(span, row)) : 1.0f;
+            if (lane == 0) factors[row] = factor;
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < Shape::ROWS * Shape::DEPTH / 2; i += Shape::THREADS) {
+            const int row = i / (Shape::DEPTH / 2), e = i % (Shape::DEPTH / 2) * 2;
+            float x = 0.0f, y = 0.0f;
+            if (row < rows && e < D) {
+                const uint8* source = args.q.row(this->token_of(row), this->head_of(row));
+                const float2* angles = this->angles_of(span, row);
+                x = this->query_element(source, e, angles) * factors[row];
+                y = this->query_element(source, e + 1, angles) * factors[row];
+            }
+            store_query(row, e, x, y);
+        }
+    }
+
     /// The power of two that brings the largest element of a query row to about 2^8. For a whole warp.
     __device__ float factor_of(int row, const float2* angles) const {
         const uint8* source = args.q.row(this->token_of(row), this->head_of(row));
         float largest = 0.0f;
         for (int e = lane; e < D; e += WARP) largest = fmaxf(largest, fabsf(this->query_element(source, e, angles)));
+        return factor_for(largest);
+    }
+
+    /// The same from the largest element that each lane has seen.
+    __device__ static float factor_for(float largest) {
         for (int step = WARP / 2; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
         const int exponent = 127 + 8 + 127 - static_cast<int>(__float_as_uint(largest) >> 23);
         return __uint_as_float(static_cast<uint32>(min(exponent, 252)) << 23);
+    }
+
+    /// A query row for quantised K: rotated as K rows were, in the order of their elements. For a whole warp. With its factor
+    /// goes what centring K adds to its scores.
+    __device__ void prepare_query(int row, const Span* span, float* factors) const {
+        float* const x = factors + 2 * Shape::ROWS + threadIdx.x / WARP * D;
+        float factor = 1.0f, bias = 0.0f;
+        if (row < rows) {
+            const uint8* source = args.q.row(this->token_of(row), this->head_of(row));
+            const float2* angles = this->angles_of(span, row);
+            const float* center = args.center == nullptr ? nullptr : args.center + this->kv_head() * D;
+            for (int e = lane; e < D; e += WARP) {
+                x[e] = this->query_element(source, e, angles);
+                if (center != nullptr) bias = fmaf(x[e], center[e], bias);
+            }
+            for (int step = WARP / 2; step > 0; step /= 2) bias += __shfl_xor_sync(~0u, bias, step);
+            __syncwarp();
+            if (args.rotate_k) rotate(x, D);
+            float largest = 0.0f;
+            for (int e = lane; e < D; e += WARP) largest = fmaxf(largest, fabsf(x[e]));
+            factor = factor_for(largest);
+        }
+        if (lane == 0) {
+            factors[row] = factor * K::template Decoder<KElement>::unit();
+            factors[Shape::ROWS + row] = bias * factors[row];
+        }
+        for (int place = 2 * lane; place < D; place += 2 * WARP) {
+            const bool real = row < rows;
+            store_query(row, place, real ? x[element_at(place)] * factor : 0.0f, real ? x[element_at(place + 1)] * factor : 0.0f);
+        }
+        __syncwarp();
+    }
+
+    /// Writes two elements of a query row, in as many parts as they have.
+    __device__ void store_query(int row, int place, float x, float y) const {
+#pragma unroll
+        for (int s = 0; s < Shape::Q_SPLITS; ++s) {
+            const uint32 pair = Pair<KElement>::pack(x, y);
+            x -= Pair<KElement>::low(pair);
+            y -= Pair<KElement>::high(pair);
+            *reinterpret_cast<uint32*>(q_shared + ((s * Shape::ROWS + row) * Shape::Q_STRIDE * 16 + place * 2)) = pair;
+        }
     }
 
     /// The row of the block that numbers `r` of this thread are of.
@@ -190,93 +231,34 @@ struct TensorCores : Unit<Shape_> {
 #pragma unroll
         for (int t = 0; t < STACK; ++t) {
             const int row = split * Shape::ROWS + first_row + t * 16 + lane % 16;
-            load_matrix(fragments[t], q_shared + (row * Shape::K_STRIDE + k * 2 + lane / 16) * 16);
+            load_matrix(fragments[t], q_shared + (row * Shape::Q_STRIDE + k * 2 + lane / 16) * 16);
         }
-    }
-
-    /// The first stored row of a part of the team's slice of a tile.
-    __device__ int first_of(const Walk& walk, int sub) const {
-        return walk.tile * TILE + team * Shape::SLICE + sub * Shape::SCORES;
-    }
-
-    /// Starts copying the rows of a stage of one plane from `first` on.
-    template <int DIM, int STRIDE>
-    __device__ void copy_rows(uint8* target, const Plane& plane, const Walk& walk, int first, const PageWindow& window) const {
-        constexpr int CHUNKS = DIM / 8, ALL = Shape::SCORES * CHUNKS;
-        const int shift = args.pages.page_shift, thread = warp * WARP + lane;
-        const int64 in_block = plane.offset + this->kv_head() * plane.head_stride;
-        if (Shape::SCORES <= 1 << shift) {
-            // All in one page: one stretch of bytes.
-            const uint32 entry = __shfl_sync(~0u, window.now, (first >> shift) % WARP);
-            const uint8* source = args.pages.block(entry) + in_block;
-            source += static_cast<int64>(first & ((1 << shift) - 1)) * (DIM * 2) + thread * 16;
-            const int low = walk.piece.low - first, high = walk.piece.high - first;
-#pragma unroll(STACK == 1 ? 4 : Shape::TEAM % CHUNKS == 0 ? 2 : 1)
-            for (int start = 0; start < ALL; start += Shape::TEAM) {
-                const int row = copied_row<CHUNKS>(start, thread), chunk = copied_chunk<CHUNKS>(start, thread);
-                const bool valid = row >= low && row < high;
-                if (ALL % Shape::TEAM == 0 || start + thread < ALL) {
-                    copy_async(target + (row * STRIDE + chunk) * 16, source + start * 16, valid);
-                }
-            }
-            return;
-        }
-#pragma unroll(STACK == 1 ? 4 : Shape::TEAM % CHUNKS == 0 ? 2 : 1)
-        for (int start = 0; start < ALL; start += Shape::TEAM) {
-            const int row = copied_row<CHUNKS>(start, thread), chunk = copied_chunk<CHUNKS>(start, thread), stored = first + row;
-            const uint32 entry = __shfl_sync(~0u, window.now, (stored >> shift) % WARP);
-            const bool valid = stored >= walk.piece.low && stored < walk.piece.high;
-            const int64 in_page = stored & ((1 << shift) - 1);
-            const uint8* source = args.pages.block(entry) + in_block + in_page * (DIM * 2) + chunk * 16;
-            if (ALL % Shape::TEAM == 0 || start + thread < ALL) copy_async(target + (row * STRIDE + chunk) * 16, source, valid);
-        }
-    }
-
-    /// The row of a stage, and the 16 bytes of it, that a thread copies in a round which begins at `start`.
-    template <int CHUNKS>
-    __device__ static int copied_row(int start, int thread) {
-        return Shape::TEAM % CHUNKS == 0 ? start / CHUNKS + thread / CHUNKS : (start + thread) / CHUNKS;
-    }
-    template <int CHUNKS>
-    __device__ static int copied_chunk(int start, int thread) {
-        return Shape::TEAM % CHUNKS == 0 ? thread % CHUNKS : (start + thread) % CHUNKS;
-    }
-
-    __device__ Note& note(int index) const { return *reinterpret_cast<Note*>(stage(index) + Shape::NOTE_START); }
-
-    __device__ void copy_stage(int index, const Walk& walk, int first, PageWindow& window) const {
-        window.seek(first >> args.pages.page_shift, lane);
-        copy_rows<D, Shape::K_STRIDE>(stage(index), args.k_plane, walk, first, window);
-        if constexpr (!Shape::V_IN_K) {
-            copy_rows<DV, Shape::V_STRIDE>(stage(index) + Shape::V_START, args.v_plane, walk, first, window);
-        }
-        if (threadIdx.x % Shape::TEAM == 0) {
-            const QueryBlock& queries = block();
-            const int low = walk.piece.low - first, high = walk.piece.high - first, place = walk.piece.origin + first;
-            const bool whole = low <= 0 && high >= Shape::SCORES && place + Shape::SCORES - 1 <= queries.position &&
-                               (walk.piece.always || place > queries.position + queries.queries - 1 - args.window);
-            note(index) = {low, high, place, static_cast<int>(walk.span - args.pages.spans), whole, walk.piece.always};
-        }
-    }
-
-    __device__ void open_window(PageWindow& window, const Walk& walk) const {
-        const int64 row = block().sequence * args.pages.columns + walk.piece.first_page;
-        window.open(args.pages.table + row, ((walk.piece.high - 1) >> args.pages.page_shift) + 1);
     }
 
     /// Scores, softmax and values of the rows of a stage.
     __device__ void compute_stage(int index) {
         Scores scores;
-        score(scores, stage(index));
+        if constexpr (K::QUANTISED) {
+            score_codes(scores, stage(index));
+        } else {
+            score(scores, stage(index));
+        }
         if (args.softcap > 0.0f) cap(scores);
         const bool whole = note(index).whole;
         if (!whole) mask(scores, note(index));
         weigh(scores);
-        const uint8* rows_of_v = stage(index) + Shape::V_START + first_column * 2;
-        if (whole || block().queries == 1) {
-            accumulate<false>(scores, rows_of_v);
+        const uint8* const rows_of_v = stage(index) + Shape::V_START;
+        if constexpr (V::QUANTISED) {
+            // Care costs next to nothing where a row has one scale.
+            if (whole && V::BLOCK != 0) {
+                accumulate_codes<false>(scores, rows_of_v);
+            } else {
+                accumulate_codes<true>(scores, rows_of_v);
+            }
+        } else if (whole || block().queries == 1) {
+            accumulate<false>(scores, rows_of_v + first_column * 2);
         } else {
-            accumulate<true>(scores, rows_of_v);
+            accumulate<true>(scores, rows_of_v + first_column * 2);
         }
     }
 
@@ -305,6 +287,73 @@ struct TensorCores : Unit<Shape_> {
                         multiply_add(scores[t][n + 1], a[t], b[2], b[3], KElement());
                     }
                 }
+            }
+        }
+    }
+
+    /// The same for quantised K: products with codes that share a scale, times that scale.
+    __device__ void score_codes(Scores& scores, const uint8* keys) const {
+        // What is loaded at once, two chunks, has one scale or whole blocks.
+        constexpr int CHUNKS = D * K::BITS / 128, STEPS = 8 / K::BITS, BLOCK = K::BLOCK == 0 ? D : K::BLOCK;
+        const uint8* const scales = keys + Shape::K_SCALES;
+#pragma unroll
+        for (int n = 0; n < Shape::SCORES / 8; n += 2) {
+            // Of two blocks of 8 stored rows.
+            float part[2][STACK][4] = {};
+#pragma unroll
+            for (int i = 0; i < 2 * STACK * 4; ++i) scores[i / 4 % STACK][n + i / 4 / STACK][i % 4] = bias[i / 4 % STACK * 2 + i % 4 / 2];
+#pragma unroll(Shape::Q_IN_REGISTERS ? CHUNKS : 1)
+            for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
+                uint32 b[4];
+                const int row = n * 8 + lane / 16 * 8 + lane % 8;
+                load_matrix(b, keys + (row * Shape::K_STRIDE + chunk + lane / 8 % 2) * 16);
+#pragma unroll
+                for (int i = 0; i < 2 * STEPS; ++i) {
+                    // An odd number of chunks: the last load has brought bytes that are not of the row.
+                    const int step = chunk * STEPS + i;
+                    if (step * STEP >= D) break;
+                    multiply_codes(part, b[i / STEPS], b[2 + i / STEPS], step, i % STEPS);
+                    if (K::BLOCK != 0 && (i + 1) * STEP % BLOCK == 0) move_scaled(scores, part, n, scales, step * STEP / BLOCK);
+                }
+            }
+            if (K::BLOCK == 0) move_scaled(scores, part, n, scales, 0);
+        }
+    }
+
+    /// Adds the products of a step of the queries with that of two blocks of stored rows.
+    __device__ void multiply_codes(float (&part)[2][STACK][4], uint32 word, uint32 next, int step, int in_chunk) const {
+        using Decoder = typename K::template Decoder<KElement>;
+        const uint32 words[2] = {word, next};
+        uint32 b[2][2];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) b[i / 2][i % 2] = Decoder::pair(words[i / 2], in_chunk, i % 2);
+#pragma unroll
+        for (int s = 0; s < Shape::Q_SPLITS; ++s) {
+            uint32 a[STACK][4];
+            if constexpr (Shape::Q_IN_REGISTERS) {
+#pragma unroll
+                for (int i = 0; i < 4 * STACK; ++i) a[i / 4][i % 4] = query[s][step][i / 4][i % 4];
+            } else {
+                load_query(a, s, step);
+            }
+#pragma unroll
+            for (int i = 0; i < 2 * STACK; ++i) {
+                multiply_add(part[i / STACK][i % STACK], a[i % STACK], b[i / STACK][0], b[i / STACK][1], KElement());
+            }
+        }
+    }
+
+    /// Moves products with codes, times their scale, to the scores of the blocks `n` and `n + 1` of stored rows.
+    __device__ void move_scaled(Scores& scores, float (&part)[2][STACK][4], int n, const uint8* scales, int index) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = (n + i / 2) * 8 + lane % 4 * 2 + i % 2;
+            const float scale = K::scale(scales + row * K::scale_bytes(D), index);
+#pragma unroll
+            for (int j = 0; j < 2 * STACK; ++j) {
+                float &sum = part[i / 2][j / 2][j % 2 * 2 + i % 2], &score = scores[j / 2][n + i / 2][j % 2 * 2 + i % 2];
+                score = fmaf(sum, scale, score);
+                sum = 0.0f;
             }
         }
     }
@@ -412,6 +461,73 @@ struct TensorCores : Unit<Shape_> {
         }
     }
 
+    /// The same for quantised V: weights take the scales. Codes are finite; CAREFUL: where a weight is 0 the scale may be anything.
+    template <bool CAREFUL>
+    __device__ void accumulate_codes(const Scores& weights, const uint8* rows_of_v) {
+        constexpr int CHUNKS = Shape::WIDTH / Shape::V_CHUNK, STEPS = 8 / V::BITS, BLOCK = V::BLOCK == 0 ? Shape::WIDTH : V::BLOCK;
+        constexpr int SCALE_BYTES = V::scale_bytes(Shape::V_IN_K ? D : DV);
+        const int first_chunk = first_column / Shape::V_CHUNK, first_scale = V::BLOCK == 0 ? 0 : first_column / BLOCK;
+        const uint8* const scales = rows_of_v + (Shape::V_IN_K ? Shape::K_SCALES : Shape::V_SCALES) + lane % 4 * 2 * SCALE_BYTES;
+#pragma unroll
+        for (int k = 0; k < Shape::SCORES / 16; ++k) {
+            uint32 a[STACK][Shape::P_SPLITS][4];
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
+                uint32 b[4];
+                const int row = k * 16 + lane % 16;
+                load_matrix_transposed(b, rows_of_v + (row * Shape::V_STRIDE + first_chunk + chunk + lane / 16) * 16);
+#pragma unroll
+                for (int i = 0; i < 2 * STEPS; ++i) {
+                    // As in score_codes.
+                    const int step = chunk * STEPS + i;
+                    if (step * STEP >= Shape::WIDTH) break;
+                    if (step * STEP % BLOCK == 0) {
+                        float scale[4];
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) {
+                            const uint8* const of_row = scales + (k * 16 + j / 2 * 8 + j % 2) * SCALE_BYTES;
+                            scale[j] = V::scale(of_row, first_scale + step * STEP / BLOCK);
+                        }
+#pragma unroll
+                        for (int t = 0; t < STACK; ++t) scale_weights<CAREFUL>(a[t], scale, weights[t][2 * k], weights[t][2 * k + 1]);
+                    }
+#pragma unroll
+                    for (int odd = 0; odd < 2; ++odd) {
+                        using Decoder = typename V::template Decoder<VElement>;
+                        const uint32 b0 = Decoder::pair(b[i / STEPS * 2], i % STEPS, odd), b1 = Decoder::pair(b[i / STEPS * 2 + 1], i % STEPS, odd);
+#pragma unroll
+                        for (int j = 0; j < STACK * Shape::P_SPLITS; ++j) {
+                            multiply_add(values[j / Shape::P_SPLITS][2 * step + odd], a[j / Shape::P_SPLITS][j % Shape::P_SPLITS], b0, b1, VElement());
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Weights of 16 rows, times the scales of stored rows 2 (lane % 4), the next, and those 8 further, as left factors.
+    template <bool CAREFUL>
+    __device__ static void scale_weights(uint32 (&a)[Shape::P_SPLITS][4], const float (&scale)[4], const float (&left)[4], const float (&right)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float(&half)[4] = i < 2 ? left : right;
+            float x = half[i % 2 * 2], y = half[i % 2 * 2 + 1];
+            if (!CAREFUL || x != 0.0f) x = __fmul_rn(x, scale[i / 2 * 2]);
+            if (!CAREFUL || y != 0.0f) y = __fmul_rn(y, scale[i / 2 * 2 + 1]);
+            split_pair(a, i, x, y);
+        }
+    }
+
+    /// Two numbers as number `i` of left factors, which together hold them.
+    __device__ static void split_pair(uint32 (&a)[Shape::P_SPLITS][4], int i, float x, float y) {
+#pragma unroll
+        for (int s = 0; s < Shape::P_SPLITS; ++s) {
+            a[s][i] = Pair<VElement>::pack(x, y);
+            x -= Pair<VElement>::low(a[s][i]);
+            y -= Pair<VElement>::high(a[s][i]);
+        }
+    }
+
     /// Weights of 16 rows as left factors, which together hold them, and ones where they are above 0. What an accumulator
     /// holds of two column blocks is what a fragment of the left factor holds.
     __device__ static void split_weights(uint32 (&a)[Shape::P_SPLITS][4], uint32 (&sees)[4], const float (&left)[4],
@@ -419,14 +535,9 @@ struct TensorCores : Unit<Shape_> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float(&half)[4] = i < 2 ? left : right;
-            float x = half[i % 2 * 2], y = half[i % 2 * 2 + 1];
+            const float x = half[i % 2 * 2], y = half[i % 2 * 2 + 1];
             sees[i] = Pair<VElement>::pack(x > 0.0f, y > 0.0f);
-#pragma unroll
-            for (int s = 0; s < Shape::P_SPLITS; ++s) {
-                a[s][i] = Pair<VElement>::pack(x, y);
-                x -= Pair<VElement>::low(a[s][i]);
-                y -= Pair<VElement>::high(a[s][i]);
-            }
+            split_pair(a, i, x, y);
         }
     }
 
@@ -458,18 +569,18 @@ struct TensorCores : Unit<Shape_> {
         Walk walk;
         walk.start(args.pages, block(), from, count, args.division != TILES);
         PageWindow window;
-        open_window(window, walk);
+        this->open_window(window, walk);
         pad_keys();
         int prepared = static_cast<int>(walk.span - args.pages.spans);
         int index = 0, sub = 0, left = walk.left * Shape::SUBS;
         auto advance = [&] {
             if (walk.left > 0) {
-                copy_stage(index, walk, first_of(walk, sub), window);
+                this->copy_stage(index, walk, this->first_of(walk, sub), window);
                 if (++sub == Shape::SUBS) {
                     const Span* span = walk.span;
                     sub = 0;
                     walk.next(block());
-                    if (walk.left > 0 && walk.span != span) open_window(window, walk);
+                    if (walk.left > 0 && walk.span != span) this->open_window(window, walk);
                 }
             }
             copy_commit();
@@ -498,6 +609,9 @@ struct TensorCores : Unit<Shape_> {
         __syncthreads();
         give();
         __syncthreads();
+        if constexpr (V::QUANTISED && !Shape::V_IN_K) {
+            if (args.rotate_v) rotate_results();
+        }
     }
 
     /// Writes this thread's share of the result to the exchange.
@@ -513,12 +627,20 @@ struct TensorCores : Unit<Shape_> {
                 out[Shape::ROWS * Shape::EXCHANGE + Shape::ROWS + row] = sum[r];
             }
 #pragma unroll
-            for (int n = 0; n < Shape::WIDTH / 8; ++n) {
-                float* pair = out + row * Shape::EXCHANGE + first_column + n * 8 + lane % 4 * 2;
-                pair[0] = values[r / 2][n][r % 2 * 2];
-                pair[1] = values[r / 2][n][r % 2 * 2 + 1];
+            for (int i = 0; i < Shape::WIDTH / 4; ++i) {
+                const int place = i / 2 * 8 + lane % 4 * 2 + i % 2, column = V::QUANTISED ? column_at(place) : place;
+                out[row * Shape::EXCHANGE + first_column + column] = values[r / 2][i / 2][r % 2 * 2 + i % 2];
             }
         }
+    }
+
+    /// Rotates the results of all teams back, one warp a row: what is linear may be done before they are merged.
+    __device__ void rotate_results() const {
+        for (int i = threadIdx.x / WARP; i < TEAMS * Shape::ROWS; i += Shape::THREADS / WARP) {
+            const int row = i % Shape::ROWS;
+            if (row < rows) rotate_back(this->exchange(i / Shape::ROWS) + row * Shape::EXCHANGE, DV);
+        }
+        __syncthreads();
     }
 };
 

@@ -88,6 +88,9 @@ struct Attend {
     /// back; null if no span has one. Element 2 i goes with 2 i + 1 if interleaved, else i with i + rotary_pairs.
     const float2* angles;
     int rotary_pairs, interleaved;
+    /// What was done to quantised rows before: [K/V heads, head_dim] taken off K, or null; and whether rows were rotated.
+    const float* center;
+    int rotate_k, rotate_v;
     /// By division [2 * grid][PARTIAL], [runs][PARTIAL], or [grid][3 * ROWS * V_DIM]; and [blocks * sets], 0 before and after.
     float* partials;
     int* pending;

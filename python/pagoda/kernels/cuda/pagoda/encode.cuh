@@ -1,0 +1,124 @@
+// Rows of numbers become quantised rows: a warp encodes a row, which lies in shared memory. Formulas, the order of operations
+// and what becomes of NaN and infinity are those of crates/pagoda-cpu/src/codec.rs: bytes are the same on the CPU and here.
+// Magnitudes are compared as integers, in whose order NaN comes behind infinity and numbers below 2^-126 are not zero.
+#pragma once
+
+#include <pagoda/quantised.cuh>
+#include <pagoda/rotation.cuh>
+
+namespace pagoda {
+
+constexpr float E4M3_MAX = 448.0f;
+constexpr uint32 INFINITE = 0x7f800000u;
+
+/// Half of the largest float: the largest number of formats that any scale will do for.
+__device__ inline float half_of_largest() { return __uint_as_float(0x7effffffu); }
+__device__ inline float not_a_number() { return __uint_as_float(0x7fc00000u); }
+__device__ inline uint32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+/// Infinities and what is larger than `limit` become it; NaN stays.
+__device__ inline float limited(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
+
+/// The E4M3 nearest to `x`, ties to even; 448 for what is above.
+__device__ inline uint32 to_e4m3(float x) {
+    const uint32 bits = magnitude(x), sign = __float_as_uint(x) >> 24 & 0x80;
+    if (bits > INFINITE) return sign | 0x7f;
+    const float size = __uint_as_float(bits);
+    if (size >= E4M3_MAX) return sign | 0x7e;
+    // Multiples of 2^-9. The next one up is the first normal number.
+    if (size < 0.015625f) return sign | static_cast<uint32>(rintf(size * 512.0f));
+    return sign | (((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120u << 3));
+}
+
+/// An integer from -128 to 127; 0 for NaN.
+__device__ inline uint8 to_int8(float x) {
+    const float inside = x >= 127.0f ? 127.0f : x <= -128.0f ? -128.0f : x == x ? x : 0.0f;
+    return static_cast<uint8>(static_cast<signed char>(inside));
+}
+
+/// Writes the binary16 nearest to `x`.
+__device__ inline void put_scale(uint8* target, float x) {
+    const uint32 bits = magnitude(x) > INFINITE ? 0x7e00u : Pair<__half>::pack(x, 0.0f);
+    *reinterpret_cast<unsigned short*>(target) = static_cast<unsigned short>(bits);
+}
+
+/// How a format stores rows. limit(): the largest magnitude that there is a scale for. store(x, dim, row, scales).
+template <class Format>
+struct Encoder;
+
+/// A row with one scale, which brings its largest number to `most`; NaN if there is one.
+template <class Code>
+__device__ void store_row(const float* x, int dim, uint8* row, uint8* scales, float most, Code code) {
+    const int lane = lane_of_warp();
+    const float limit = half_of_largest();
+    uint32 largest = 0;
+    for (int e = lane; e < dim; e += WARP) largest = max(largest, magnitude(limited(x[e], limit)));
+    largest = __reduce_max_sync(~0u, largest);
+    const float scale = largest > INFINITE ? not_a_number() : divide_exact(__uint_as_float(largest), most);
+    if (lane == 0) *reinterpret_cast<float*>(scales) = scale;
+    for (int e = lane; e < dim; e += WARP) {
+        const float mine = limited(x[e], limit);
+        // NaN keeps its sign.
+        const float quotient = magnitude(mine) > INFINITE ? mine : divide_exact(mine, scale);
+        row[e] = magnitude(scale) == 0 ? 0 : code(quotient);
+    }
+}
+
+template <>
+struct Encoder<Fp8E4m3> {
+    __device__ static float limit() { return half_of_largest(); }
+    __device__ static void store(const float* x, int dim, uint8* row, uint8* scales) {
+        store_row(x, dim, row, scales, E4M3_MAX, [](float q) { return static_cast<uint8>(to_e4m3(q)); });
+    }
+};
+
+template <>
+struct Encoder<Int8> {
+    __device__ static float limit() { return half_of_largest(); }
+    __device__ static void store(const float* x, int dim, uint8* row, uint8* scales) {
+        store_row(x, dim, row, scales, 127.0f, [](float q) { return to_int8(rintf(q)); });
+    }
+};
+
+template <>
+struct Encoder<Q8_0> {
+    __device__ static float limit() { return 127.0f * F16_MAX; }
+    __device__ static void store(const float* x, int dim, uint8* row, uint8* scales) {
+        const int lane = lane_of_warp();
+        for (int block = 0; block < dim / Q8_0::BLOCK; ++block) {
+            const float mine = limited(x[block * WARP + lane], limit());
+            const uint32 largest = __reduce_max_sync(~0u, magnitude(mine));
+            const float scale = largest > INFINITE ? not_a_number() : divide_exact(__uint_as_float(largest), 127.0f);
+            const float inverse = magnitude(scale) == 0 ? 0.0f : divide_exact(1.0f, scale);
+            // Halves away from 0.
+            row[block * WARP + lane] = to_int8(roundf(multiply_exact(mine, inverse)));
+            if (lane == 0) put_scale(scales + 2 * block, scale);
+        }
+    }
+};
+
+template <>
+struct Encoder<Q4_0> {
+    __device__ static float limit() { return 8.0f * F16_MAX; }
+    __device__ static void store(const float* x, int dim, uint8* row, uint8* scales) {
+        const int lane = lane_of_warp();
+        for (int block = 0; block < dim / Q4_0::BLOCK; ++block) {
+            const float mine = limited(x[block * WARP + lane], limit());
+            const uint32 largest = __reduce_max_sync(~0u, magnitude(mine));
+            // The first of the largest, with its sign.
+            const int who = __ffs(static_cast<int>(__ballot_sync(~0u, magnitude(mine) == largest))) - 1;
+            const float most = __shfl_sync(~0u, mine, who);
+            const float scale = largest > INFINITE ? not_a_number() : divide_exact(largest == 0 ? 0.0f : most, -8.0f);
+            const float inverse = magnitude(scale) == 0 ? 0.0f : divide_exact(1.0f, scale);
+            // Truncation of what is above 0 rounds to nearest. NaN becomes 0.
+            const float code = add_exact(multiply_exact(mine, inverse), 8.5f);
+            const uint32 low = code >= 15.0f ? 15 : code > 0.0f ? static_cast<uint32>(code) : 0;
+            const uint32 high = __shfl_xor_sync(~0u, low, 16);
+            // Byte j holds element j below and j + 16 above.
+            if (lane < 16) row[block * 16 + lane] = static_cast<uint8>(low | high << 4);
+            if (lane == 0) put_scale(scales + 2 * block, scale);
+        }
+    }
+};
+
+}  // namespace pagoda

@@ -1,0 +1,150 @@
+// Quantised row formats as attention reads them. A row is codes, and apart from them scales that some of its elements share.
+//
+// Codes are small numbers that 16-bit elements hold exactly: a product is taken with the codes, and its factor or its result
+// is multiplied with the scale. Keys become f16, which takes the fewest instructions; values become bf16, for weights times
+// scales have the range of float.
+//
+// Tensor cores may take the elements of a K row in any order, if those of queries are in the same one, and columns of V in
+// any order if results are sorted afterwards. So a word of codes is taken as it lies in shared memory: of the 4 bytes that
+// ldmatrix gives a lane, bytes 0 and 2 are one pair and bytes 1 and 3 another. Elements are counted in steps of 16, one such
+// word for each of 4 lanes; where bytes hold two codes the lower ones are a step and the upper ones the next.
+#pragma once
+
+#include <pagoda/formats.cuh>
+
+namespace pagoda {
+
+/// Elements of a step.
+constexpr int STEP = 16;
+
+/// The element of a row that is in place `place` of the order above, and the column of V that place `place` of a result has.
+__device__ constexpr int element_at(int place) { return place / 16 * 16 + place % 8 / 2 * 4 + place % 2 * 2 + place % 16 / 8; }
+__device__ constexpr int column_at(int place) { return place / 16 * 16 + place % 8 * 2 + place % 16 / 8; }
+
+/// What all quantised formats have. Each also has:
+/// BITS: of a code, 8 or 4. BLOCK: elements that share a scale; 0 where all of a row do.
+/// Decoder<Element>: pair(word, step, odd) is what the word stands for in that step, without the scale; any codes are finite.
+/// Keys come in units of unit(), a power of two, which queries make up for.
+struct Quantised {
+    using Keys = F16;
+    using Values = BF16;
+    static constexpr bool QUANTISED = true;
+};
+
+/// A number that is loaded where it stands, and not with others ahead: registers are short.
+template <class T>
+__device__ T load_now(const void* source) { return *static_cast<const volatile T*>(source); }
+
+/// The smallest f16 above 0: integers up to 1023 are as many of it, bit for bit.
+constexpr float F16_LEAST = 5.9604644775390625e-8f;
+
+/// Two elements that are alike.
+__device__ constexpr uint32 twice(uint32 element) { return element << 16 | element; }
+
+/// A row has one scale, a binary32.
+struct RowScale : Quantised {
+    static constexpr int BLOCK = 0, UNIT = 16;
+    __device__ static constexpr int scale_bytes(int) { return 4; }
+    __device__ static float scale(const uint8* scales, int) { return load_now<float>(scales); }
+};
+
+/// Each 32 elements have a scale, a binary16.
+struct BlockScales : Quantised {
+    static constexpr int BLOCK = 32, UNIT = 32;
+    __device__ static constexpr int scale_bytes(int dim) { return dim / BLOCK * 2; }
+    __device__ static float scale(const uint8* scales, int block) { return Pair<__half>::low(load_now<unsigned short>(scales + 2 * block)); }
+};
+
+/// Bytes that are integers from -128 to 127.
+template <class Element>
+struct IntegerDecoder;
+
+template <>
+struct IntegerDecoder<__half> {
+    __device__ static float unit() { return F16_LEAST; }
+    __device__ static uint32 pair(uint32 word, int, int odd) {
+        // With its sign turned over a byte is 128 more than its number; by itself it is so many of the smallest f16.
+        return add_pair(__byte_perm(word ^ 0x80808080u, 0, odd ? 0x4341 : 0x4240), twice(0x8080), __half());
+    }
+};
+
+template <>
+struct IntegerDecoder<__nv_bfloat16> {
+    __device__ static uint32 pair(uint32 word, int, int odd) {
+        // 0x4300 is 128, whose last bit is 1: the lower seven bits are above it. With the sign it is 256 that is taken off.
+        const uint32 both = __byte_perm(word, twice(0x4343), odd ? 0x4341 : 0x4240);
+        return fuse_pair(both & twice(0xff80), twice(0xbf80), both & twice(0xff7f), __nv_bfloat16());
+    }
+};
+
+/// Halves of bytes, of which each is 8 more than its number.
+template <class Element>
+struct NibbleDecoder;
+
+template <>
+struct NibbleDecoder<__half> {
+    __device__ static float unit() { return F16_LEAST; }
+    __device__ static uint32 pair(uint32 word, int step, int odd) {
+        if (odd) word >>= 8;
+        if (step == 0) return add_pair(word & twice(0x000f), twice(0x8008), __half());
+        // 16 times so many: 0x2c00 is 1/16.
+        return fuse_pair(word & twice(0x00f0), twice(0x2c00), twice(0x8008), __half());
+    }
+};
+
+template <>
+struct NibbleDecoder<__nv_bfloat16> {
+    __device__ static uint32 pair(uint32 word, int step, int odd) {
+        word >>= 8 * odd + 4 * step;
+        return fuse_pair((word & twice(0x000f)) | twice(0x4300), twice(0x3f80), twice(0xc308), __nv_bfloat16());
+    }
+};
+
+/// Bytes that are E4M3. Exponent and fraction are moved to where the element has them, which gives the number times a power of
+/// two; subnormal ones come out right. NaN is 480 then: a row with one has a scale that is NaN.
+template <class Element>
+struct E4m3Decoder;
+
+template <>
+struct E4m3Decoder<__half> {
+    __device__ static float unit() { return 0.00390625f; }
+    __device__ static uint32 pair(uint32 word, int, int odd) {
+        if (!odd) word <<= 8;
+        return (word & twice(0x8000)) | (word >> 1 & twice(0x3f80));
+    }
+};
+
+template <>
+struct E4m3Decoder<__nv_bfloat16> {
+    __device__ static uint32 pair(uint32 word, int, int odd) {
+        if (!odd) word <<= 8;
+        // 0x7b80 is 2^120.
+        return fuse_pair((word & twice(0x8000)) | (word >> 4 & twice(0x07f0)), twice(0x7b80), 0, __nv_bfloat16());
+    }
+};
+
+struct Fp8E4m3 : RowScale {
+    static constexpr int BITS = 8;
+    template <class Element>
+    using Decoder = E4m3Decoder<Element>;
+};
+
+struct Int8 : RowScale {
+    static constexpr int BITS = 8;
+    template <class Element>
+    using Decoder = IntegerDecoder<Element>;
+};
+
+struct Q8_0 : BlockScales {
+    static constexpr int BITS = 8;
+    template <class Element>
+    using Decoder = IntegerDecoder<Element>;
+};
+
+struct Q4_0 : BlockScales {
+    static constexpr int BITS = 4;
+    template <class Element>
+    using Decoder = NibbleDecoder<Element>;
+};
+
+}  // namespace pagoda

@@ -1,0 +1,289 @@
+"""Quantised rows of a cache on a device, beside those of the CPU: the same bytes, and the same attention over them.
+
+The device is emulated unless `--device` names another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pagoda
+import pytest
+from emulator.driver import EmulatedDriver
+from mirror import layer
+from pagoda import formats
+from pagoda.attention.reference import attention
+from pagoda.device import cuda
+from pagoda.kernels import instances
+
+Array = npt.NDArray[Any]
+
+PAIRS = [("q8_0", "q4_0"), ("fp8_e4m3", "fp8_e4m3"), ("int8", "int8"), ("f16", "q8_0"), ("q4_0", "bf16")]
+"""Of K and V: every quantised format, and each kind beside one that is not."""
+
+SHAPE = layer(num_q_heads=4, num_kv_heads=2, head_dim=96, v_head_dim=64)
+
+
+@pytest.fixture(autouse=True)
+def kind(request: pytest.FixtureRequest, _device: None, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of device that "cuda" is."""
+    kind = str(request.config.getoption("--device"))
+    if kind != "cpu":
+        return kind
+    monkeypatch.setattr(cuda, "open_driver", EmulatedDriver)
+    return "emulated"
+
+
+def bytes_at(address: int, size: int, *, of_gpu: bool) -> npt.NDArray[np.uint8]:
+    """What lies in memory."""
+    if not of_gpu:
+        return np.frombuffer(ctypes.string_at(address, size), np.uint8)
+    import cupy
+
+    held = np.empty(size, np.uint8)
+    cupy.cuda.runtime.memcpy(held.ctypes.data, address, size, cupy.cuda.runtime.memcpyDeviceToHost)
+    return held
+
+
+def cache_on(device: str, shapes: list[pagoda.AttentionLayer], pair: tuple[str, str], **options: Any) -> pagoda.Cache:
+    defaults: dict[str, Any] = {"page_size": 16, "device_memory": "2MiB", "host_memory": "2MiB"}
+    spec = pagoda.ModelSpec(shapes)
+    return pagoda.Cache(spec, device=device, k_dtype=pair[0], v_dtype=pair[1], **(defaults | options))
+
+
+def rows(tokens: int, shape: pagoda.AttentionLayer = SHAPE, seed: int = 0) -> tuple[Array, Array, Array]:
+    """Queries, keys with an offset in two channels, and values."""
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((tokens, shape.num_q_heads, shape.head_dim), np.float32)
+    k = rng.standard_normal((tokens, shape.num_kv_heads, shape.head_dim), np.float32)
+    k[..., [3, 40]] += 20
+    return q, k, rng.standard_normal((tokens, shape.num_kv_heads, shape.v_dim), np.float32)
+
+
+def odd_rows(tokens: int, dim: int) -> Array:
+    """Rows of every kind that rounding may go wrong with."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((tokens, 2, dim)) * 10.0 ** rng.uniform(-6, 4, (tokens, 2, 1))
+    # Exact ties; numbers below 2^-126 alone and beside others; too large, infinite and NaN in some blocks.
+    x[0::9] = rng.integers(-8, 9, x[0::9].shape) * 0.25
+    x[1::9] = rng.integers(-127, 128, x[1::9].shape) + rng.choice([0, 0.5], x[1::9].shape)
+    x[1::9, :, 0] = 127
+    x[2::9] *= rng.random(x[2::9].shape) < 0.1
+    x[3::9] = 1e-40 * rng.standard_normal(x[3::9].shape)
+    x[4::9, :, ::7] = 1e-39
+    x[5::9] = np.where(rng.random(x[5::9].shape) < 0.05, 3e38, x[5::9])
+    x[6::9, 1] = np.where(rng.random(x[6::9, 1].shape) < 0.05, -np.inf, x[6::9, 1])
+    x[7::9, 0] = np.where(rng.random(x[7::9, 0].shape) < 0.02, np.nan, x[7::9, 0])
+    x[8::9] = rng.choice([0.0, -0.0], x[8::9].shape)
+    with np.errstate(over="ignore"):
+        return x.astype(np.float32)
+
+
+def pages(cache: pagoda.Cache, k: Array, v: Array, chunks: list[int], *, of_gpu: bool) -> Array:
+    """The bytes of a sequence's pages once chunks have been appended one after the other; tokens fill whole pages."""
+    sequence, start = cache.create(), 0
+    for chunk in chunks:
+        with cache.step([sequence], [chunk]) as step:
+            step.append(0, k[start : start + chunk], v[start : start + chunk])
+            pointers, size = step.table(0).pointers[0], cache.stats().block_bytes[0]
+            start += chunk
+    if cache._device is not None:
+        cache._device._wait_for_steps()
+    return np.array([bytes_at(int(pointer), size, of_gpu=of_gpu) for pointer in pointers if pointer])
+
+
+GIVEN = [np.float32, np.float32, np.float16, ml_dtypes.bfloat16, np.float16]
+
+
+@pytest.mark.parametrize(("pair", "given"), [*zip(PAIRS, GIVEN, strict=True)])
+@pytest.mark.parametrize("center", [None, "first", "given"])
+def test_pages_are_byte_for_byte_those_of_the_cpu(
+    pair: tuple[str, str], given: Any, center: str | None, kind: str
+) -> None:
+    """In order and in rounding nothing differs, whatever the numbers, as they are or centred and rotated."""
+    k, v = odd_rows(64, 96), odd_rows(64, 64)[::-1]
+    if center is not None or set(pair) & {"f16", "bf16"}:
+        # NaN of 16 bits, and what a rotation makes of infinities, may carry other bits.
+        k, v = (np.where(np.abs(x) < 1e30, x, np.float32(1)) for x in (k, v))
+    with np.errstate(over="ignore"):
+        k, v = k.astype(given), v.astype(given)
+    means = np.random.default_rng(2).standard_normal((2, 96)).astype(np.float32)
+    options = {"center": [means] if center == "given" else center, "rotate": center is not None}
+    held = []
+    for device in ("cpu", "cuda"):
+        with cache_on(device, [SHAPE], pair, **options) as cache:
+            held.append(pages(cache, k, v, [40, 24], of_gpu=(device, kind) == ("cuda", "cuda")))
+    assert held[0].shape == (4, held[0].shape[1])
+    np.testing.assert_array_equal(held[0], held[1])
+
+
+def test_no_centre_of_few_rows_or_of_what_is_not_finite(kind: str) -> None:
+    """As on the CPU: fewer than 16 first rows, or a mean that is none, and K stays as it is for good."""
+    _, k, v = rows(64)
+    bad = k.copy()
+    bad[5, 1, 7] = np.inf
+    for keys, chunks in ((k, [15, 49]), (bad, [40, 24])):
+        held = []
+        for device, center in (("cpu", "first"), ("cuda", "first"), ("cuda", None)):
+            with cache_on(device, [SHAPE], PAIRS[0], center=center, rotate=False) as cache:
+                held.append(pages(cache, keys, v, chunks, of_gpu=(device, kind) == ("cuda", "cuda")))
+        np.testing.assert_array_equal(held[0], held[1])
+        np.testing.assert_array_equal(held[0], held[2])
+
+
+ROPE = pagoda.Rope(theta=50.0)
+LAYERS = {
+    "plain": [SHAPE],
+    "rope": [layer(num_q_heads=4, num_kv_heads=2, head_dim=64, rope=ROPE)],
+    "window, sinks, cap": [layer(num_q_heads=6, num_kv_heads=2, head_dim=64, window=50, sinks=True, softcap=3.0)],
+    "latent": [layer(num_q_heads=4, num_kv_heads=1, head_dim=96, v_head_dim=64, v_alias=True)],
+    "shared": [SHAPE, layer(num_q_heads=2, num_kv_heads=2, head_dim=96, v_head_dim=64, kv_owner=0)],
+}
+
+
+def attended(device: str, shapes: list[pagoda.AttentionLayer], pair: tuple[str, str], **options: Any) -> list[Array]:
+    """Results of a prefill, of two forks that differ, of drops where queries may turn, and of one page on another tier."""
+    results: list[Array] = []
+    seed = 0
+    with cache_on(device, shapes, pair, **options) as cache:
+
+        def forward(sequences: list[pagoda.Sequence], counts: list[int]) -> None:
+            nonlocal seed
+            seed += 1
+            with cache.step(sequences, counts) as step:
+                for index, shape in enumerate(shapes):
+                    q, k, v = rows(sum(counts), shape, seed)
+                    sinks = np.arange(shape.num_q_heads, dtype=np.float32) if shape.sinks else None
+                    given = () if shape.kv_owner is not None else (k,) if shape.v_alias else (k, v)
+                    results.extend(step.forward(index, q, *given, sink_logits=sinks, return_lse=True))
+
+        first = cache.create()
+        forward([first], [100])
+        second = first.fork()
+        forward([first, second], [1, 3])
+        if shapes[0].rope is not None:
+            first.drop(20, 50)
+            first.drop(30, 33)
+        cache.demote(second, (0, 48)).wait()
+        forward([first, second], [2, 20])
+    return results
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_attention_is_that_of_the_cpu(name: str) -> None:
+    """Centred and rotated by default, over the same bytes: what is left is the order of sums."""
+    pairs = PAIRS[:4:3] if name == "plain" else PAIRS[:1]
+    for pair in pairs:
+        for one, other in zip(*(attended(device, LAYERS[name], pair) for device in ("cpu", "cuda")), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_deterministic_bits_of_quantised_rows() -> None:
+    """One token at a time or all at once: the same bits, rotated or not, where the centre is given."""
+    q, k, v = rows(90)
+    center = [k.mean(0)]
+    outs = []
+    for chunks in ([90], [70, 19, 1]):
+        with cache_on("cuda", [SHAPE], PAIRS[0], center=center, deterministic=True) as cache:
+            sequence, start, out = cache.create(), 0, []
+            for chunk in chunks:
+                part = slice(start, start + chunk)
+                with cache.step([sequence], [chunk]) as step:
+                    out.append(step.forward(0, q[part], k[part], v[part]))
+                start += chunk
+            outs.append(np.concatenate(out))
+    np.testing.assert_array_equal(outs[0], outs[1])
+
+
+@pytest.mark.parametrize("name", instances.QUANTISED)
+def test_the_likeliest_of_a_short_context_is_that_of_float32(name: str) -> None:
+    """Queries look for one key each; values are one-hot: the largest element of a result says which was found."""
+    rng = np.random.default_rng(3)
+    shape = layer(num_q_heads=2, num_kv_heads=1, head_dim=64, v_head_dim=64)
+    k = rng.standard_normal((64, 1, 64), np.float32)
+    k[..., 5] += 10
+    q = np.repeat(k[rng.permutation(64)] * np.float32(0.7), 2, axis=1)
+    q[..., 5] = 0
+    v = np.eye(64, dtype=np.float32)[rng.permutation(64)][:, None]
+    with cache_on("cuda", [shape], (name, name)) as cache:
+        sequence = cache.create()
+        with cache.step([sequence], [64]) as step:
+            step.append(0, k, v)
+        with cache.step([sequence], [1]) as step:
+            out = step.forward(0, q[:1], k[:1], v[:1])
+        again = sequence.fork()
+        again.truncate(64)
+        with cache.step([again], [64]) as step:
+            last = step.forward(0, q, k, v)[-1:]
+    for result, query, twice in ((out, q[:1], 1), (last, q[-1:], 64)):
+        right, _ = attention(query, np.concatenate([k, k[:twice]]), np.concatenate([v, v[:twice]]))
+        np.testing.assert_array_equal(result.argmax(-1), right.argmax(-1))
+
+
+def test_what_does_not_fit_is_refused_where_it_is_checked() -> None:
+    _, k, v = rows(16)
+    for pair, bad in ((PAIRS[0], 1e8), (PAIRS[0], np.nan), (PAIRS[1], np.inf), (PAIRS[2], np.nan)):
+        with cache_on("cuda", [SHAPE], pair, checked=True, center=None) as cache:
+            with cache.step([cache.create()], [16]) as step:
+                step.append(0, k, v)
+            for which in range(2):
+                changed = [k.copy(), v.copy()]
+                changed[which][7, 1, 9] = bad
+                with pytest.raises(pagoda.InvalidArgument, match="layer 0"), cache.step([cache.create()], [16]) as step:
+                    step.append(0, *changed)
+
+
+@pytest.mark.parametrize(
+    ("pair", "named"),
+    [
+        (("q5_0", "f16"), "q5_0, f16: a device stores f32, f16, bf16, fp8_e4m3, int8, q8_0, q4_0 so far"),
+        (("f16", "mxfp4"), "f16, mxfp4: a device stores"),
+        (("nvfp4", "nvfp4"), "nvfp4, nvfp4: a device stores"),
+        (("f32", "q8_0"), "f32, q8_0: on a device f32 goes with f32, f16, bf16 only"),
+    ],
+)
+def test_what_a_device_does_not_store(pair: tuple[str, str], named: str) -> None:
+    with pytest.raises(pagoda.BackendUnavailable, match=named):
+        cache_on("cuda", [SHAPE], pair)
+    assert set(instances.NAMES) | set(instances.QUANTISED) <= set(formats.FORMATS)
+
+
+def test_a_graph_takes_the_centre_once(kind: str) -> None:
+    """A step that is captured may be the first: what is replayed does not take the centre anew."""
+    if kind != "emulated":
+        pytest.skip("graphs of NumPy arrays are emulated ones")
+    shape = layer(num_q_heads=2, num_kv_heads=1, head_dim=32)
+    q, k, v = rows(48, layer(num_q_heads=2, num_kv_heads=1, head_dim=64))
+    q, k, v = (x[..., 8:40].copy() for x in (q, k, v))
+    k[24:] += 30
+    outs = []
+    for replayed in (False, True):
+        with cache_on("cuda", [shape], ("q8_0", "q8_0")) as cache:
+            stream: Any = cache._core.caller_stream(None)  # type: ignore[union-attr]
+            cache.declare(sequences=1, new_tokens=24, context=64)
+            sequence = cache.create()
+            given = [np.zeros((24, *x.shape[1:]), np.float32) for x in (q, k, v)]
+            out = np.zeros_like(given[0])
+            launch: Callable[[], object] | None = None
+            for part in (slice(0, 24), slice(24, 48)):
+                for array, rest in zip(given, (q, k, v), strict=True):
+                    array[:] = rest[part]
+                with cache.step([sequence], [24]) as step:
+                    if replayed and launch is not None:
+                        step.replay(launch)
+                        continue
+                    if replayed:
+                        stream.begin_capture()
+                    step.append(0, given[1], given[2])
+                    step.attend(0, given[0], out=out)
+                    if replayed:
+                        graph = stream.end_capture()
+                        launch = graph.launch
+                        graph.launch()
+            outs.append(out.copy())
+    np.testing.assert_array_equal(outs[0], outs[1])
