@@ -126,10 +126,12 @@ unsafe fn score_rows<C: Codes, const R: usize, const STEPS: usize>(args: &Score<
             for step in 0..steps {
                 let columns = C::columns(keys.data, size, step);
                 let scales = C::scales(keys.scales, size, step);
-                if row == 0 {
-                    prefetch::<C>(ahead.data, step, 1);
-                }
+                let ahead = ahead.data.wrapping_add(step * LANES * C::STEP_BYTES);
                 for (r, score) in scores.iter_mut().enumerate() {
+                    // Evenly: what is asked for in bursts is not fetched.
+                    if row == 0 {
+                        prefetch::<C>(ahead, r, R);
+                    }
                     let query = &*queries.add(r * steps + step);
                     let mut high = _mm512_setzero_si512();
                     let mut low = _mm512_set1_epi32(query.start);
