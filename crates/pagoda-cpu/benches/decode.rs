@@ -1,7 +1,7 @@
 //! How close decode attention comes to the read bandwidth of the machine, and prefill to its arithmetic.
 //!
 //! `cargo bench -p pagoda-cpu --bench decode -- [threads=1,2] [formats=f16,bf16,f32] [contexts=4096,32768,131072]
-//! [pages=64,256] [shapes=32/8x128,8/2x256] [samples=9] [sections=decode,order,small,prefill]`
+//! [pages=64,256] [shapes=32/8x128,8/2x256] [samples=9] [sections=decode,formats,order,small,prefill]`
 //!
 //! One query token, batch 1. Layers are rotated over at least 512 MiB, so that every call finds cold caches. Every
 //! sample of attention is bracketed by sequential reads of the same memory with as many threads; the ratio is the
@@ -256,6 +256,41 @@ fn decode(options: &Options, samples: usize) {
     }
 }
 
+/// Row formats by turns, so that all see the same machine: what is quantised has to gain what its bytes promise.
+fn formats(options: &Options, samples: usize) {
+    println!(
+        "formats: tokens a second, over those of the first format | KV GB/s (pages of 64, shuffled; medians)"
+    );
+    for threads in options.numbers("threads", "1,2") {
+        let backend = Backend::new(threads, false, isa(options)).expect("supported");
+        for shape_word in options.words("shapes", "32/8x128,8/2x256") {
+            for context in options.numbers("contexts", "32768,131072") {
+                let words = options.words("formats", "f16,int8,q8_0,q5_0,q4_0,mxfp4");
+                let make = |word: &String| Cache::new(shape(&shape_word), format(word), context, 64, true, 1);
+                let mut caches: Vec<_> = words.iter().map(make).collect();
+                let mut times = vec![vec![]; caches.len()];
+                for _ in 0..8 * samples {
+                    for (cache, times) in caches.iter_mut().zip(&mut times) {
+                        let calls = ((64 << 20) / cache.bytes).max(1);
+                        let start = Instant::now();
+                        for _ in 0..calls {
+                            cache.attend(&backend, 1);
+                        }
+                        times.push(start.elapsed().as_secs_f64() / calls as f64);
+                    }
+                }
+                print!("{threads}T {shape_word:>9} {context:>7}");
+                for ((word, cache), of_format) in words.iter().zip(&caches).zip(&times) {
+                    let ratio = median(times[0].iter().zip(of_format).map(|(a, b)| a / b).collect());
+                    let rate = cache.bytes as f64 / median(of_format.clone()) / 1e9;
+                    print!("   {word}: {ratio:.2} | {rate:.1}");
+                }
+                println!();
+            }
+        }
+    }
+}
+
 /// Paged against contiguous: the same kernel over pages in order.
 fn order(options: &Options, samples: usize) {
     println!(
@@ -327,9 +362,10 @@ fn main() {
     let options = Options(std::env::args().collect());
     let samples = options.numbers("samples", "9")[0];
     println!("{} on {} cores", Isa::detect(), std::thread::available_parallelism().map_or(1, Into::into));
-    for section in options.words("sections", "decode,order,small,prefill") {
+    for section in options.words("sections", "decode,formats,order,small,prefill") {
         match section.as_str() {
             "decode" => decode(&options, samples),
+            "formats" => formats(&options, samples),
             "order" => order(&options, samples),
             "small" => small(&options),
             "prefill" => prefill(&options),
