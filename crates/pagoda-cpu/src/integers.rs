@@ -29,6 +29,10 @@ pub(crate) fn quantise(row: &[f32], zero: i32, steps: &mut [QueryStep]) {
         // As bits, of which a NaN has the most.
         let most = elements.iter().fold(0, |most, x| x.abs().to_bits().max(most));
         let most = f32::from_bits(most);
+        if !most.is_finite() {
+            *step = QueryStep { scale: most, ..QueryStep::default() };
+            continue;
+        }
         // Below, the inverse would be infinite.
         let inverse = if most < f32::MIN_POSITIVE * CODE_MAX { 0.0 } else { CODE_MAX / most };
         let (mut high, mut low, mut sum) = ([0u8; STEP], [0u8; STEP], 0);
@@ -93,7 +97,7 @@ mod tests {
             let mut row = [0.0; STEP];
             row[5] = x;
             quantise(&row, 128, &mut steps);
-            assert_eq!(steps[0].scale.to_bits(), scale.to_bits());
+            assert_eq!(steps[0].scale.to_bits(), scale.to_bits(), "{x}");
             assert!(x == 0.0 || x.is_nan() || x.is_infinite() || numbers(&steps[0])[5] == 0.0);
         }
     }
