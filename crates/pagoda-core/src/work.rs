@@ -25,6 +25,8 @@ pub struct Piece<'a> {
     pub rows: Range<usize>,
     /// Tiles of [`TILE`] stored rows.
     pub tiles: Range<usize>,
+    /// Runs of the spans before.
+    runs_before: usize,
 }
 
 impl Piece<'_> {
@@ -32,43 +34,44 @@ impl Piece<'_> {
     pub fn runs(&self) -> Range<usize> {
         self.tiles.start / RUN_TILES..self.tiles.end.div_ceil(RUN_TILES)
     }
+
+    /// The place of a run of the span among those of the sequence, as [`runs`] counts them.
+    pub fn place(&self, run: usize) -> usize {
+        self.runs_before + run - span_runs(self.span).start
+    }
+}
+
+/// Fixed runs that a span has rows in.
+fn span_runs(span: &SpanView) -> Range<usize> {
+    let (low, high) = (span.skip as usize, (span.skip + span.count) as usize);
+    if low == high { 0..0 } else { low / RUN_ROWS..high.div_ceil(RUN_ROWS) }
 }
 
 /// The pieces of a sequence that hold a part of `range` of its token axis, and of what every query sees up to the range's end.
 pub fn pieces<'a>(spans: &'a [SpanView], range: Range<usize>) -> impl Iterator<Item = Piece<'a>> {
-    let mut start = 0;
+    let (mut start, mut runs) = (0, 0);
     spans.iter().filter_map(move |span| {
-        let (first, skip) = (start, span.skip as usize);
+        let (first, skip, runs_before) = (start, span.skip as usize, runs);
         start += span.count as usize;
+        runs += span_runs(span).len();
         let low = if span.sight == Sight::Window { first.max(range.start) } else { first };
         let high = start.min(range.end);
         (low < high).then(|| {
             let rows = low - first + skip..high - first + skip;
             let tiles = rows.start / TILE..rows.end.div_ceil(TILE);
-            Piece { span, origin: first as isize - skip as isize, rows, tiles }
+            Piece { span, origin: first as isize - skip as isize, rows, tiles, runs_before }
         })
     })
 }
 
-/// A fixed run of a sequence: runs are counted over all its spans, whoever sees them.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Run {
-    /// The place of its span.
-    pub span: usize,
-    /// Which run of the span it is.
-    pub index: usize,
-    /// The places of its pages in the sequence's row.
-    pub pages: Range<usize>,
-}
-
-/// The runs of a sequence.
-pub fn runs(spans: &[SpanView], page_size: usize) -> impl Iterator<Item = Run> {
-    spans.iter().enumerate().flat_map(move |(span, view)| {
-        let (low, high) = (view.skip as usize, (view.skip + view.count) as usize);
-        (low / RUN_ROWS..high.div_ceil(RUN_ROWS)).map(move |index| {
-            let rows = low.max(index * RUN_ROWS)..high.min((index + 1) * RUN_ROWS);
-            let first = view.first_page as usize;
-            Run { span, index, pages: first + rows.start / page_size..first + rows.end.div_ceil(page_size) }
+/// The places in the sequence's row of the pages of each of its fixed runs, counted over all spans, whoever sees them.
+pub fn runs(spans: &[SpanView], page_size: usize) -> impl Iterator<Item = Range<usize>> {
+    spans.iter().flat_map(move |span| {
+        let (first, low, high) =
+            (span.first_page as usize, span.skip as usize, (span.skip + span.count) as usize);
+        span_runs(span).map(move |run| {
+            let rows = low.max(run * RUN_ROWS)..high.min((run + 1) * RUN_ROWS);
+            first + rows.start / page_size..first + rows.end.div_ceil(page_size)
         })
     })
 }

@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::sync::atomic::AtomicU32;
 
-use pagoda_core::work::{self, RUN_ROWS, RUN_TILES, pieces};
+use pagoda_core::work::{RUN_TILES, pieces};
 
 use crate::kernel::ALIGN;
 use crate::layer::{Layer, SequenceTable};
@@ -141,9 +141,9 @@ impl Plan {
         let most = if block.alone { (GROUP_ROWS / rows).clamp(1, kv_heads) } else { 1 };
         let cuts = wanted.div_ceil(kv_heads.div_ceil(most));
         let parts = match (cuts, deterministic) {
-            _ if part.is_some() => runs(layer, sequences, block, part).count(),
+            _ if part.is_some() => runs(sequences, block, part).count(),
             (0 | 1, _) => 1,
-            (_, true) => runs(layer, sequences, block, None).count().max(1),
+            (_, true) => runs(sequences, block, None).count().max(1),
             (_, false) => cuts.min(block.tiles / ITEM_TILES).max(1),
         };
         // The groups of all parts of a batch are the same.
@@ -172,7 +172,7 @@ impl Plan {
             }
             self.floats += parts * floats;
             if deterministic || part.is_some() {
-                let items = runs(layer, sequences, block, part).enumerate();
+                let items = runs(sequences, block, part).enumerate();
                 self.items.extend(items.map(|(part, tiles)| Item { group, part, tiles }));
             } else {
                 let cut = |part: usize| block.tiles * part / parts;
@@ -188,22 +188,16 @@ impl Plan {
 
 /// The fixed runs of a block, or those of them that are in `part`, as tiles counted over all its pieces.
 fn runs<'a>(
-    layer: &Layer,
     sequences: &'a [SequenceTable<'_>],
     block: &Block,
     part: Option<&'a Range<usize>>,
 ) -> impl Iterator<Item = Range<usize>> + 'a {
-    let (spans, page_size) = (sequences[block.sequence].spans, layer.page_size as usize);
     let mut counted = 0;
-    pieces(spans, block.visible.clone()).flat_map(move |piece| {
+    pieces(sequences[block.sequence].spans, block.visible.clone()).flat_map(move |piece| {
         let (seen, Range { start, end }) = (piece.runs(), piece.tiles.clone());
         let base = counted;
         counted += end - start;
-        // Where in the sequence the span's runs begin to count.
-        let before =
-            work::runs(spans, page_size).position(|run| std::ptr::eq(&raw const spans[run.span], piece.span));
-        let first = before.expect("a span of the sequence") - piece.span.skip as usize / RUN_ROWS;
-        seen.filter(move |run| part.is_none_or(|part| part.contains(&(first + run)))).map(move |run| {
+        seen.filter(move |&run| part.is_none_or(|part| part.contains(&piece.place(run)))).map(move |run| {
             let (low, high) = ((run * RUN_TILES).max(start), ((run + 1) * RUN_TILES).min(end));
             base + low - start..base + high - start
         })

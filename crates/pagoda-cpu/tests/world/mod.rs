@@ -339,8 +339,8 @@ impl World {
             while start < runs.len() {
                 let end = runs.len().min(start + 1 + random.below(2));
                 let mut row = vec![BlockRef::new(Tier::Disk, BlockId::new(0)); tables[0].row.len()];
-                for run in &runs[start..end] {
-                    row[run.pages.clone()].copy_from_slice(&tables[0].row[run.pages.clone()]);
+                for pages in &runs[start..end] {
+                    row[pages.clone()].copy_from_slice(&tables[0].row[pages.clone()]);
                 }
                 let table = SequenceTable { row: &row, ..tables[0] };
                 // SAFETY: as above; a page that is nowhere has no address.

@@ -2,6 +2,8 @@
 
 use std::arch::x86_64::*;
 
+use pagoda_core::layout::RowFormat;
+
 use super::{LANES, QUAD, VECTORS};
 use crate::integers::STEP;
 use crate::kernel::RowSize;
@@ -21,12 +23,22 @@ macro_rules! vectors {
 pub(super) trait Codes {
     /// The code of 0.
     const ZERO: i32;
+    const FORMAT: RowFormat;
     /// Bytes of a step of a row.
-    const STEP_BYTES: usize;
+    const STEP_BYTES: usize = Self::FORMAT.row_bytes(STEP as u32) as usize;
     /// Whether all steps of a row have the same scale.
-    const ROW_SCALE: bool = false;
+    const ROW_SCALE: bool =
+        Self::FORMAT.scale_bytes(STEP as u32) == Self::FORMAT.scale_bytes(2 * STEP as u32);
     /// The size of a row of so many steps.
-    fn size(steps: usize) -> RowSize;
+    #[inline(always)]
+    fn size(steps: usize) -> RowSize {
+        let dim = steps * STEP;
+        RowSize {
+            dim,
+            bytes: Self::FORMAT.row_bytes(dim as u32) as usize,
+            scale_bytes: Self::FORMAT.scale_bytes(dim as u32) as usize,
+        }
+    }
     /// Of 16 rows the elements of a step: word `t` of vector `i` is the elements `4 * i..4 * i + 4` of row `t`.
     unsafe fn columns(rows: *const u8, size: RowSize, step: usize) -> [__m512i; STEP / 4];
     /// Of 4 rows the elements of a step: byte `r` of word `i` of vector `j` is element `16 * j + i` of row `r`.
@@ -43,12 +55,7 @@ pub(super) struct Mxfp4;
 
 impl Codes for Int8 {
     const ZERO: i32 = 128;
-    const STEP_BYTES: usize = STEP;
-    const ROW_SCALE: bool = true;
-    #[inline(always)]
-    fn size(steps: usize) -> RowSize {
-        RowSize { dim: steps * STEP, bytes: steps * Self::STEP_BYTES, scale_bytes: 4 }
-    }
+    const FORMAT: RowFormat = RowFormat::Int8;
     #[inline(always)]
     unsafe fn columns(rows: *const u8, size: RowSize, step: usize) -> [__m512i; STEP / 4] {
         // SAFETY: as the caller promises.
@@ -68,11 +75,7 @@ impl Codes for Int8 {
 
 impl Codes for Q8_0 {
     const ZERO: i32 = 128;
-    const STEP_BYTES: usize = STEP;
-    #[inline(always)]
-    fn size(steps: usize) -> RowSize {
-        RowSize { dim: steps * STEP, bytes: steps * Self::STEP_BYTES, scale_bytes: 2 * steps }
-    }
+    const FORMAT: RowFormat = RowFormat::Q8_0;
     #[inline(always)]
     unsafe fn columns(rows: *const u8, size: RowSize, step: usize) -> [__m512i; STEP / 4] {
         // SAFETY: as the caller promises.
@@ -92,11 +95,7 @@ impl Codes for Q8_0 {
 
 impl Codes for Q5_0 {
     const ZERO: i32 = 16;
-    const STEP_BYTES: usize = STEP / 2 + STEP / 8;
-    #[inline(always)]
-    fn size(steps: usize) -> RowSize {
-        RowSize { dim: steps * STEP, bytes: steps * Self::STEP_BYTES, scale_bytes: 2 * steps }
-    }
+    const FORMAT: RowFormat = RowFormat::Q5_0;
     #[inline(always)]
     unsafe fn columns(rows: *const u8, size: RowSize, step: usize) -> [__m512i; STEP / 4] {
         // SAFETY: as the caller promises.
@@ -141,11 +140,7 @@ impl Codes for Q5_0 {
 
 impl Codes for Q4_0 {
     const ZERO: i32 = 8;
-    const STEP_BYTES: usize = STEP / 2;
-    #[inline(always)]
-    fn size(steps: usize) -> RowSize {
-        RowSize { dim: steps * STEP, bytes: steps * Self::STEP_BYTES, scale_bytes: 2 * steps }
-    }
+    const FORMAT: RowFormat = RowFormat::Q4_0;
     #[inline(always)]
     unsafe fn columns(rows: *const u8, size: RowSize, step: usize) -> [__m512i; STEP / 4] {
         // SAFETY: as the caller promises.
@@ -170,11 +165,7 @@ impl Codes for Q4_0 {
 
 impl Codes for Mxfp4 {
     const ZERO: i32 = 12;
-    const STEP_BYTES: usize = STEP / 2;
-    #[inline(always)]
-    fn size(steps: usize) -> RowSize {
-        RowSize { dim: steps * STEP, bytes: steps * Self::STEP_BYTES, scale_bytes: steps }
-    }
+    const FORMAT: RowFormat = RowFormat::Mxfp4;
     #[inline(always)]
     unsafe fn columns(rows: *const u8, size: RowSize, step: usize) -> [__m512i; STEP / 4] {
         // SAFETY: as the caller promises.
