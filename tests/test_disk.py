@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -217,6 +218,44 @@ def test_who_waits_too_long_for_a_read_gives_up_and_nothing_is_lost(tmp_path: Pa
         assert cache.promote(sequence).wait(60)
         with cache.step([sequence], [1]) as step:
             np.testing.assert_allclose(step.forward(0, rows[:1], rows[:1], rows[:1]), rows[:1], rtol=1e-5)
+
+
+def test_interrupts_while_pages_are_read_lose_nothing(tmp_path: Path) -> None:
+    """Ctrl-C at any moment of a step whose pages stream: it is as if it had not begun."""
+    spec = pagoda.ModelSpec(layers=[layer(num_kv_heads=4, num_q_heads=4, head_dim=128)] * 2)
+    options: dict[str, Any] = {"device": "cpu", "device_memory": "48MiB", "host_memory": 0, "disk_memory": "128MiB"}
+    rows = np.ones((16384, 4, 128), np.float32)
+
+    def look(cache: pagoda.Cache, sequence: pagoda.Sequence) -> None:
+        with cache.step([sequence], [1]) as step:
+            for index in range(2):
+                out = step.forward(index, rows[:1], rows[:1], rows[:1])
+                np.testing.assert_allclose(out, rows[:1], rtol=1e-5)
+            step.commit(accepted=[0])
+
+    with pagoda.Cache(spec, disk=tmp_path / "pages", **options) as cache:
+        sequence = cache.create()
+        for _ in range(16):
+            with cache.step([sequence], [1024]) as step:
+                for index in range(2):
+                    step.append(index, rows[:1024], rows[:1024])
+        look(cache, sequence)
+        interrupted, before = 0, signal.signal(signal.SIGALRM, signal.default_int_handler)
+        try:
+            for milliseconds in range(1, 60, 2):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000)
+                    for _ in range(100):
+                        look(cache, sequence)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    interrupted += 1
+                cache.audit()
+                assert len(sequence) == 16384
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert interrupted == 30
+        look(cache, sequence)
 
 
 def test_without_spilling_nothing_moves_by_itself(tmp_path: Path) -> None:
