@@ -252,7 +252,16 @@ def test_interrupts_while_pages_are_read_lose_nothing(tmp_path: Path) -> None:
                     interrupted += 1
                 cache.audit()
                 assert len(sequence) == 16384
+            # A handler that asks the very cache gets an answer, or an error, and waits for nobody.
+            signal.signal(signal.SIGALRM, lambda *_: cache.stats())
+            for milliseconds in range(1, 60, 2):
+                signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000)
+                try:
+                    look(cache, sequence)
+                except pagoda.InvalidArgument as error:
+                    assert "this signal has interrupted" in str(error)
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
         assert interrupted == 30
         look(cache, sequence)

@@ -27,6 +27,7 @@ use pagoda_store::{Mover, Place, Ring, Slab, Transfer};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::PyDict;
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
 use std::ops::Range;
@@ -148,6 +149,7 @@ impl Cache {
         if self.process != fork::process() {
             return Err(released(py, "cache: made by another process; open one after the fork"));
         }
+        self.require_elsewhere(py)?;
         let mut guard = match self.inner.try_lock() {
             Ok(guard) => guard,
             Err(_) => self.inner.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner),
@@ -159,6 +161,14 @@ impl Cache {
         Ok(guard)
     }
 
+    /// Refuses calls of signal handlers that run while this thread waits inside of `attend`: they would wait for themselves.
+    fn require_elsewhere(&self, py: Python<'_>) -> PyResult<()> {
+        if ATTENDING.get() == std::ptr::from_ref(self).addr() {
+            return Err(invalid_because(py, "cache: in use by the call that this signal has interrupted"));
+        }
+        Ok(())
+    }
+
     /// Runs a call of the core.
     pub(crate) fn with<T>(
         &self,
@@ -167,6 +177,27 @@ impl Cache {
     ) -> PyResult<T> {
         let mut guard = self.lock(py)?;
         call(guard.as_mut().expect("locked open")).map_err(|error| core(py, &error))
+    }
+}
+
+thread_local! {
+    /// The address of the cache in whose `attend` this thread is.
+    static ATTENDING: Cell<usize> = const { Cell::new(0) };
+}
+
+/// While it lives, the thread is in `attend`.
+struct Attending;
+
+impl Attending {
+    fn of(cache: &Cache) -> Self {
+        ATTENDING.set(std::ptr::from_ref(cache).addr());
+        Self
+    }
+}
+
+impl Drop for Attending {
+    fn drop(&mut self) {
+        ATTENDING.set(0);
     }
 }
 
@@ -625,6 +656,7 @@ impl Cache {
         let memory = std::mem::take(&mut step.sequences);
         let tables = sequence_tables(core, step, layers[layer].group, memory);
         let stream = disk.as_mut().map(|disk| &mut disk.stream).filter(|stream| stream.has(layer));
+        let _attending = Attending::of(self);
         let result = py.detach(|| {
             let call = Call {
                 backend,
@@ -919,6 +951,7 @@ impl Cache {
         if self.process != fork::process() {
             return Ok(());
         }
+        self.require_elsewhere(py)?;
         let inner = self.inner.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner).take();
         if let Some(inner) = inner {
             py.detach(|| drop(ManuallyDrop::into_inner(inner)));
