@@ -11,6 +11,7 @@ use crate::plan::{Failed, Ticket};
 use crate::step::Step;
 use crate::table::{Sequences, Table};
 use crate::window::Window;
+use crate::zeroing::Freed;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -63,7 +64,7 @@ pub struct BlockCounts {
     pub free: u64,
     /// Hold a page.
     pub used: u64,
-    /// Wait for a fence.
+    /// Wait for a fence, or to be zeroed.
     pub draining: u64,
 }
 
@@ -76,6 +77,8 @@ pub struct Cache {
     pub(crate) sequences: Sequences,
     pub(crate) step: Step,
     pub(crate) epochs: Epochs,
+    /// Blocks that wait to be zeroed, where that is asked for.
+    pub(crate) freed: Option<Vec<Freed>>,
     pub(crate) tickets: Vec<Ticket>,
     pub(crate) tickets_minted: u32,
     pub(crate) failures: Vec<Failed>,
@@ -124,6 +127,7 @@ impl Cache {
             sequences: Sequences::default(),
             step: Step::default(),
             epochs: Epochs::default(),
+            freed: None,
             tickets: Vec::new(),
             tickets_minted: 0,
             failures: Vec::new(),
@@ -368,8 +372,10 @@ impl Cache {
         }
     }
 
-    /// Blocks of a group that wait for an epoch.
+    /// Blocks of a group that wait for an epoch, or to be zeroed.
     pub(crate) fn draining(&self, tier: Tier, group: GroupId) -> u64 {
-        self.epochs.draining().filter(|d| d.tier == tier && d.group == group).count() as u64
+        let waiting = self.epochs.draining().map(|d| (d.tier, d.group));
+        let freed = self.freed.iter().flatten().map(|&(tier, group, _)| (tier, group));
+        waiting.chain(freed).filter(|at| *at == (tier, group)).count() as u64
     }
 }
