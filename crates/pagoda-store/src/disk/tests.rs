@@ -497,6 +497,57 @@ fn what_is_kept_is_not_written_over_and_what_is_discarded_is_gone() {
     assert_eq!(store.traffic().corrupt, 1);
 }
 
+/// Whether bytes that only this page has are anywhere in a file.
+fn is_in(disk: &FaultyDisk, file: &str, group: GroupId, name: u64) -> bool {
+    let bytes = payload(group, name);
+    disk.with(file, |file| {
+        file.windows(32).any(|window| bytes.windows(32).step_by(32).any(|own| own == window))
+    })
+}
+
+#[test]
+fn what_is_zeroed_is_nowhere_and_the_rest_as_it_was() {
+    let (disk, entries) = kept();
+    let (store, _) = open(&disk).unwrap();
+    let mut lane = store.lane().unwrap();
+    let own = blocks(LARGE);
+    let spare: Vec<_> = (0..own.len()).filter(|at| !(1..4).contains(at)).map(|at| own[at]).collect();
+    let pages: Vec<_> = spare.iter().map(|&block| (block, 900 + u64::from(block))).collect();
+    write(&mut lane, LARGE, &pages).unwrap();
+    assert!(pages.iter().all(|&(_, name)| is_in(&disk, "pages", LARGE, name)));
+    for (at, &(block, name)) in pages.iter().enumerate() {
+        store.zero(LARGE, block..block + 1).unwrap();
+        assert!(!is_in(&disk, "pages", LARGE, name));
+        assert!(matches!(read(&mut lane, LARGE, &[(block, name)], 0..3), Err(Error::Corrupt { .. })));
+        pages[at + 1..].iter().for_each(|page| read(&mut lane, LARGE, &[*page], 0..3).unwrap());
+    }
+    let kept = entries[0].1[0].0.1;
+    assert!(matches!(store.zero(LARGE, kept..kept + 1), Err(Error::Invalid { .. })));
+    disk.fail(0, Fault::Errno(rustix::io::Errno::IO.raw_os_error()));
+    assert!(matches!(store.zero(LARGE, spare[0]..spare[0] + 1), Err(Error::Io { .. })));
+    drop((lane, store));
+    assert_eq!(readable(&disk, &entries).unwrap(), 6);
+}
+
+#[test]
+fn what_others_have_left_is_zeroed_and_what_is_kept_stays() {
+    let (disk, entries) = kept();
+    let (store, _) = open(&disk).unwrap();
+    let spare = blocks(LARGE)[6];
+    write(&mut store.lane().unwrap(), LARGE, &[(spare, 901)]).unwrap();
+    drop(store);
+    let (store, _) = open(&disk).unwrap();
+    assert!(is_in(&disk, "pages", LARGE, 901));
+    store.zero_rest().unwrap();
+    assert!(!is_in(&disk, "pages", LARGE, 901));
+    drop(store);
+    assert_eq!(readable(&disk, &entries).unwrap(), 6);
+    let (store, _) = open(&disk).unwrap();
+    entries.iter().for_each(|(key, _)| drop(store.delete(key).unwrap()));
+    store.zero_rest().unwrap();
+    assert!(disk.with("pages", |bytes| bytes.iter().all(|&byte| byte == 0)));
+}
+
 #[test]
 fn a_write_over_budget_is_refused_before_anything_is_lost() {
     let disk = FaultyDisk::default();

@@ -254,6 +254,13 @@ impl File for Open {
         image.write(range.start, &zeros, None).map(drop)
     }
 
+    fn zero(&self, range: Range<u64>) -> io::Result<()> {
+        if let Some(Fault::Errno(errno)) = self.disk.0.lock().unwrap().next() {
+            return Err(io::Error::from_raw_os_error(errno));
+        }
+        self.discard(range)
+    }
+
     fn lanes(&self) -> usize {
         2
     }

@@ -50,6 +50,9 @@ pub trait File: Debug + Send + Sync {
     /// Gives the space of a range back. It reads as zeros from then on, or as before.
     fn discard(&self, range: Range<u64>) -> io::Result<()>;
 
+    /// Makes a range read as zeros from now on, and gives its space back where the file system can.
+    fn zero(&self, range: Range<u64>) -> io::Result<()>;
+
     /// How many queues, each with a thread, keep the drive busy.
     fn lanes(&self) -> usize;
 
