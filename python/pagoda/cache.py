@@ -377,6 +377,10 @@ class Cache:
     cache with the same directory, sizes and layers finds it again. One cache at a time; use one directory for one set of
     weights, which nothing here can see.
 
+    zero_on_free: True zeroes the bytes of pages that nobody has any more, on every tier, before anybody else gets their memory;
+    on the CPU as soon as they are free, on a GPU with the first call that finds the steps ended that may read them. On disk
+    they become holes, and opening a directory zeroes what nothing is kept of. SECURITY.md says what is not zeroed.
+
     spill: when the device tier is full, the oldest pages go to the host tier by themselves; when that is full, those of
     sequences that rest go to disk. A step needs the pages of its sequences in memory: it brings them back, or raises
     OutOfBlocks. With spill=False it raises PagesOnDisk.
@@ -411,6 +415,7 @@ class Cache:
         disk_memory: int | str = 0,
         resume: bool = False,
         disk_writes_per_day: int | str | None = None,
+        zero_on_free: bool = False,
         threads: int | None = None,
         deterministic: bool = False,
         checked: bool = False,
@@ -453,6 +458,7 @@ class Cache:
             memory=memory,
             deterministic=deterministic,
             checked=checked,
+            zero_on_free=zero_on_free,
         )
         self._core = self._device or _core.Cache(
             layers,
@@ -462,6 +468,7 @@ class Cache:
             deterministic=deterministic,
             checked=checked,
             isa=os.environ.get("PAGODA_CPU_ISA"),
+            zero_on_free=zero_on_free,
             disk=on_disk,
         )
         self._abandoned: deque[int] = deque()

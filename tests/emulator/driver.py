@@ -159,6 +159,10 @@ class Stream:
 
         self.work.append(piece)
 
+    def zero(self, target: int, size: int) -> None:
+        self.refuse_in_graphs()
+        self.work.append(lambda: ctypes.memset(target, 0, size))
+
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
     ) -> None:
