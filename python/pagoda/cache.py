@@ -374,8 +374,8 @@ class Cache:
     made if only its last part is missing, and must be nobody else's to write to. Pages have checksums that are verified
     whenever they are read. disk_writes_per_day: bytes that this cache may write there a day. resume: False is a file without
     a name that goes with the cache. True keeps what `save` is given until `forget`, whatever becomes of the process: the next
-    cache with the same directory, sizes and layers finds it again. One cache at a time; use one directory for one set of
-    weights, which nothing here can see.
+    cache with the same directory, sizes and layers finds it again. One cache at a time, and one set of weights: nothing here can
+    see them. model: a text that stands for them, a name with its revision or a digest; a directory of another one is refused.
 
     zero_on_free: True zeroes the bytes of pages that nobody has any more, on every tier, before anybody else gets their memory;
     on the CPU as soon as they are free, on a GPU with the first call that finds the steps ended that may read them. On disk
@@ -415,6 +415,7 @@ class Cache:
         disk_memory: int | str = 0,
         resume: bool = False,
         disk_writes_per_day: int | str | None = None,
+        model: str | None = None,
         zero_on_free: bool = False,
         threads: int | None = None,
         deterministic: bool = False,
@@ -447,7 +448,7 @@ class Cache:
             parse_size(device_memory, "device_memory"),
             parse_size(host_memory, "host_memory"),
         )
-        on_disk = disk_arguments(disk, disk_memory, resume, disk_writes_per_day, layers, page_size)
+        on_disk = disk_arguments(disk, disk_memory, resume, disk_writes_per_day, model, layers, page_size)
         if on_disk is not None and device_index(device) is not None:
             raise BackendUnavailable(f"disk = {str(disk)!r}: the disk tier is on the CPU so far, not on {device}")
         self._device = engine_for(
