@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pagoda
@@ -54,6 +55,26 @@ print(len(sequence))
 """
     done = run(script)
     assert (done.returncode, done.stdout.strip()) == (0, "507"), done.stderr
+
+
+def test_a_forked_child_does_not_hold_on_to_the_files(tmp_path: Path) -> None:
+    script = f"""
+options = dict(device_memory="1MiB", host_memory="1MiB", disk={str(tmp_path / "kept")!r}, disk_memory="4MiB", resume=True)
+cache = pagoda.Cache(spec, threads=2, **options)
+waiting, done = os.pipe()
+child = os.fork()
+if child == 0:
+    os.close(done)
+    os.read(waiting, 1)
+    os._exit(0)
+cache.close()
+pagoda.Cache(spec, threads=2, **options).close()
+os.close(done)
+assert os.waitpid(child, 0)[1] == 0
+print("fine")
+"""
+    done = run(script)
+    assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
 
 
 def test_ctrl_c_leaves_no_deadlock() -> None:

@@ -30,6 +30,7 @@ pub struct Folder {
 struct OnDisk {
     fd: Arc<OwnedFd>,
     uring: bool,
+    locked: bool,
 }
 
 impl Folder {
@@ -92,11 +93,11 @@ impl Folder {
         Ok(fd)
     }
 
-    fn pages(&self, fd: OwnedFd) -> io::Result<Arc<dyn File>> {
+    fn pages(&self, fd: OwnedFd, locked: bool) -> io::Result<Arc<dyn File>> {
         if self.access.direct {
             set_direct(&fd)?;
         }
-        Ok(Arc::new(OnDisk { fd: Arc::new(fd), uring: self.access.uring }))
+        Ok(Arc::new(OnDisk { fd: Arc::new(fd), uring: self.access.uring, locked }))
     }
 }
 
@@ -106,7 +107,7 @@ impl Directory for Folder {
     }
 
     fn scratch(&self) -> io::Result<Arc<dyn File>> {
-        self.pages(self.nameless()?)
+        self.pages(self.nameless()?, false)
     }
 
     fn lock(&self, name: &str) -> io::Result<Arc<dyn File>> {
@@ -120,7 +121,7 @@ impl Directory for Folder {
                 }
             }
         }
-        self.pages(fd)
+        self.pages(fd, true)
     }
 
     fn read(&self, name: &str, limit: u64) -> io::Result<Option<Vec<u8>>> {
@@ -142,7 +143,7 @@ impl Directory for Folder {
     fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<Arc<dyn File>> {
         let fresh = temporary();
         let fd = self.create(&fresh, OFlags::EXCL)?;
-        let file = OnDisk { fd: Arc::new(fd), uring: false };
+        let file = OnDisk { fd: Arc::new(fd), uring: false, locked: false };
         let replaced = file.write(0, bytes).and_then(|()| file.sync()).and_then(|()| {
             fs::renameat(&self.fd, &fresh, &self.fd, name)?;
             Ok(fs::fsync(&self.fd)?)
@@ -201,6 +202,15 @@ impl OnDisk {
         let cuts = (range.start..end).step_by(IO_BYTES_MAX);
         cuts.map(|at| (at, (end - at).min(IO_BYTES_MAX as u64) as usize))
             .try_for_each(|(at, bytes)| self.write(at, &zeros[..bytes]))
+    }
+}
+
+impl Drop for OnDisk {
+    fn drop(&mut self) {
+        if self.locked {
+            // A child that was forked meanwhile has the file open as well, and would keep the lock with it.
+            let _ = fs::flock(&*self.fd, FlockOperation::Unlock);
+        }
     }
 }
 
@@ -314,7 +324,7 @@ mod tests {
             [|file, range| file.zero(range), OnDisk::write_zeros];
         for zero in ways {
             let fd = Arc::new(folder.nameless().unwrap());
-            let file = OnDisk { fd: fd.clone(), uring: false };
+            let file = OnDisk { fd: fd.clone(), uring: false, locked: false };
             let len = 3 * IO_BYTES_MAX;
             file.write(0, &vec![7; len]).unwrap();
             let range = ALIGN..len as u64 - 2 * ALIGN;
