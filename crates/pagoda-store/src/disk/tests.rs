@@ -10,6 +10,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+mod parsers;
+
 const FINGERPRINT: Fingerprint = *b"a model of tests";
 const RUNS: [&[u64]; 2] = [&[5000, 64, 4096], &[700]];
 
