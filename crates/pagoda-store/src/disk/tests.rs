@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 mod parsers;
+mod places;
 
 const FINGERPRINT: Fingerprint = *b"a model of tests";
 const RUNS: [&[u64]; 2] = [&[5000, 64, 4096], &[700]];
