@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+mod kills;
 mod parsers;
 mod places;
 
@@ -695,57 +696,4 @@ fn hostile_places_are_refused() {
     std::fs::create_dir(path("good/index")).unwrap();
     rights("good/index", 0o700);
     assert!(refused("good").contains("not a file"));
-}
-
-/// A child keeps and forgets keys as fast as it can and is killed; whoever comes next finds only right pages.
-#[test]
-fn kill_9_at_any_moment_leaves_only_right_pages() {
-    const CHILD: &str = "PAGODA_TEST_STORE";
-    if let Some(path) = std::env::var_os(CHILD) {
-        let folder = Folder::open(&PathBuf::from(path)).unwrap();
-        let (store, _) = open(&folder).unwrap();
-        let mut lane = store.lane().unwrap();
-        let own = blocks(LARGE);
-        for round in 0u64.. {
-            let turn = (round % 3) as usize;
-            let key = [b'k', turn as u8];
-            store.delete(&key).unwrap();
-            let pages: Vec<_> = own[turn * 3..turn * 3 + 3]
-                .iter()
-                .map(|&block| (block, round * 64 + u64::from(block)))
-                .collect();
-            write(&mut lane, LARGE, &pages).unwrap();
-            let places: Vec<_> = pages.iter().map(|&(block, _)| (LARGE, BlockId::new(block))).collect();
-            let meta: Vec<u8> = pages.iter().flat_map(|(_, name)| name.to_le_bytes()).collect();
-            store.put(&key, &places, &meta).unwrap();
-        }
-    }
-    let rounds = std::env::var("PAGODA_KILLS").map_or(8, |count| count.parse().unwrap());
-    let place = Place::new();
-    let (mut pages_seen, mut generation) = (0, 0);
-    for round in 0..rounds {
-        let test = "disk::tests::kill_9_at_any_moment_leaves_only_right_pages";
-        let mut child = std::process::Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", test, "--nocapture"])
-            .env(CHILD, &place.0)
-            .stdout(std::process::Stdio::null())
-            .spawn()
-            .unwrap();
-        // Not for the clock's sake: the moments have to differ.
-        std::thread::sleep(std::time::Duration::from_micros(20_000 + round * 7_919 % 40_000));
-        child.kill().unwrap();
-        child.wait().unwrap();
-        let (store, recovered) = open(&Folder::open(&place.0).unwrap()).unwrap();
-        assert_eq!(recovered.lost, []);
-        let mut lane = store.lane().unwrap();
-        for (_, entry) in store.entries() {
-            let names = entry.meta.chunks_exact(8).map(|n| u64::from_le_bytes(n.try_into().unwrap()));
-            for (page, name) in entry.pages.iter().zip(names) {
-                read(&mut lane, LARGE, &[(page.block, name)], 0..3).unwrap();
-                pages_seen += 1;
-                generation = generation.max(page.generation);
-            }
-        }
-    }
-    assert!(pages_seen > 0 && generation > 0, "the children came to something");
 }
