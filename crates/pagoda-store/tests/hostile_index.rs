@@ -60,6 +60,10 @@ impl Directory for Given {
         Ok(Some(self.0.clone()))
     }
 
+    fn share(&self) -> io::Result<Box<dyn Directory>> {
+        Ok(Box::new(Self(self.0.clone())))
+    }
+
     fn replace(&self, _: &str, _: &[u8]) -> io::Result<Arc<dyn File>> {
         Ok(Arc::new(Nothing))
     }

@@ -87,7 +87,9 @@ impl Store {
             _ => Error::Io { operation: "opening the pages", source },
         })?;
         let (index, recovered) = Index::open(directory, &fingerprint, &geometry)?;
-        Ok((Self::new(directory, geometry, fingerprint, budget, file, Some(index)), recovered))
+        let mut store = Self::new(directory, geometry, fingerprint, budget, file, Some(index));
+        store.access.refused.extend(recovered.unwritten.iter().map(|why| format!("a new index: {why}")));
+        Ok((store, recovered))
     }
 
     fn new(

@@ -467,6 +467,75 @@ fn an_index_of_an_impossible_age_is_refused() {
     assert!(open(&disk).unwrap_err().to_string().contains("opened 18446744073709551615 times"));
 }
 
+/// A drive that is full when a store is opened: what is there can be read, and what is kept from then on is there as well once
+/// there is space.
+#[test]
+fn an_index_that_cannot_be_written_anew_is_read_and_written_later() {
+    let (disk, entries) = kept();
+    let full = Fault::Errno(rustix::io::Errno::NOSPC.raw_os_error());
+    disk.fail(1, full);
+    let (store, recovered) = open(&disk).unwrap();
+    assert!(recovered.unwritten.is_some_and(|why| why.contains("No space")));
+    let mut lane = store.lane().unwrap();
+    for &((group, block), name) in entries.iter().flat_map(|(_, pages)| pages) {
+        read(&mut lane, group, &[(block, name)], layers(group)).unwrap();
+    }
+    let places: Vec<_> =
+        entries[0].1.iter().map(|((group, block), _)| (*group, BlockId::new(*block))).collect();
+    disk.fail(1, full);
+    assert!(store.put(b"first", &places, b"").unwrap_err().to_string().contains("No space"));
+    assert_eq!(readable(&disk.killed(), &entries).unwrap(), 6, "nothing was lost");
+    store.put(b"first", &places[..2], b"").unwrap();
+    store.delete(b"other").unwrap();
+    let (store, recovered) = open(&disk.power_lost(|| false)).unwrap();
+    assert_eq!(recovered, Recovered::default());
+    let found: Vec<_> = store.entries().iter().map(|(key, entry)| (key.clone(), entry.pages.len())).collect();
+    assert_eq!(found, [(b"first".to_vec(), 2)]);
+}
+
+/// Which operation of keeping something fails does not matter: the next one works, and both tell the truth.
+#[test]
+fn keeping_goes_on_after_it_has_failed() {
+    for after in 0..3 {
+        let (disk, entries) = kept();
+        let (store, _) = open(&disk).unwrap();
+        let places: Vec<_> =
+            entries[0].1.iter().map(|((group, block), _)| (*group, BlockId::new(*block))).collect();
+        disk.fail(after, Fault::Errno(rustix::io::Errno::IO.raw_os_error()));
+        store.put(b"more", &places, b"1").unwrap_err();
+        store.put(b"else", &places, b"2").unwrap();
+        store.put(b"more", &places, b"3").unwrap();
+        let (store, _) = open(&disk.power_lost(|| false)).unwrap();
+        let found: Vec<_> = store.entries().into_iter().map(|(key, entry)| (key, entry.meta)).collect();
+        assert_eq!(found.len(), 4);
+        assert_eq!(found[0], (b"else".to_vec(), b"2".to_vec()));
+        assert_eq!(found[2], (b"more".to_vec(), b"3".to_vec()));
+    }
+}
+
+#[test]
+fn an_index_does_not_grow_with_what_is_kept_no_more() {
+    let (disk, entries) = kept();
+    let (store, _) = open(&disk).unwrap();
+    let mut longest = 0;
+    for round in 0u32..20_000 {
+        store.put(b"again", &[], &[round as u8; 1000]).unwrap();
+        if round % 5 == 0 {
+            store.delete(b"again").unwrap();
+        }
+        longest = longest.max(disk.with("index", |bytes| bytes.len()));
+    }
+    assert!(longest < 3 << 20, "{longest} bytes for 20 000 times one");
+    let (store, _) = open(&disk.power_lost(|| false)).unwrap();
+    let again = store.entries().into_iter().find(|(key, _)| key == b"again").unwrap().1;
+    assert_eq!(again.meta, [19_999u32 as u8; 1000]);
+    drop(store);
+    let (store, _) = open(&disk.killed()).unwrap();
+    let mut lane = store.lane().unwrap();
+    let ((group, block), name) = entries[0].1[0];
+    read(&mut lane, group, &[(block, name)], layers(group)).unwrap();
+}
+
 #[test]
 fn two_at_once_are_refused() {
     let (disk, _) = kept();

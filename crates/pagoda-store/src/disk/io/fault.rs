@@ -208,6 +208,10 @@ impl Directory for FaultyDisk {
         Ok(Some(bytes))
     }
 
+    fn share(&self) -> io::Result<Box<dyn Directory>> {
+        Ok(Box::new(self.clone()))
+    }
+
     fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<Arc<dyn File>> {
         let mut image = Image::default();
         let mut state = self.0.lock().unwrap();

@@ -140,6 +140,10 @@ impl Directory for Folder {
         Ok(Some(bytes))
     }
 
+    fn share(&self) -> io::Result<Box<dyn Directory>> {
+        Ok(Box::new(Self { fd: self.fd.try_clone()?, access: self.access.clone() }))
+    }
+
     fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<Arc<dyn File>> {
         let fresh = temporary();
         let fd = self.create(&fresh, OFlags::EXCL)?;

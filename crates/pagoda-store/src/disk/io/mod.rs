@@ -35,6 +35,9 @@ pub trait Directory: Debug + Send + Sync {
     /// The bytes of a small file; none if it is not there. Refuses more than `limit`.
     fn read(&self, name: &str, limit: u64) -> io::Result<Option<Vec<u8>>>;
 
+    /// The same directory, to hold on to.
+    fn share(&self) -> io::Result<Box<dyn Directory>>;
+
     /// Puts a file with these bytes in the place of `name`, at once and for good.
     fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<Arc<dyn File>>;
 }
