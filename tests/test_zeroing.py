@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -168,10 +168,9 @@ def test_what_has_moved_is_where_it_is_and_nowhere_else(zero_on_free: bool) -> N
 
 
 @pytest.fixture
-def cpu() -> Iterator[None]:
+def cpu() -> None:
     if pagoda.device.AUTO != "cpu":
         pytest.skip("the disk tier is on the CPU so far")
-    yield
 
 
 def on_disk(world: World) -> None:

@@ -374,12 +374,12 @@ class Cache:
     made if only its last part is missing, and must be nobody else's to write to. Pages have checksums that are verified
     whenever they are read. disk_writes_per_day: bytes that this cache may write there a day. resume: False is a file without
     a name that goes with the cache. True keeps what `save` is given until `forget`, whatever becomes of the process: the next
-    cache with the same directory, sizes and layers finds it again. One cache at a time, and one set of weights: nothing here can
-    see them. model: a text that stands for them, a name with its revision or a digest; a directory of another one is refused.
+    cache with the same directory, sizes and layers finds it again. One cache at a time, and one set of weights, which nothing
+    here can see: model is a text that stands for them, a name with its revision or a digest; a directory of another is refused.
 
-    zero_on_free: True zeroes the bytes of pages that nobody has any more, on every tier, before anybody else gets their memory;
-    on the CPU as soon as they are free, on a GPU with the first call that finds the steps ended that may read them. On disk
-    they become holes, and opening a directory zeroes what nothing is kept of. SECURITY.md says what is not zeroed.
+    zero_on_free: True zeroes the bytes of pages that nobody has any more, on every tier, before anybody else gets their
+    memory: on the CPU as soon as they are free, on a GPU with the first call that finds the steps ended that may read them.
+    On disk they become holes; opening a directory zeroes what nothing is kept of. SECURITY.md says what is not zeroed.
 
     spill: when the device tier is full, the oldest pages go to the host tier by themselves; when that is full, those of
     sequences that rest go to disk. A step needs the pages of its sequences in memory: it brings them back, or raises

@@ -63,6 +63,6 @@ def disk_arguments(
 
 
 def fingerprint(layers: list[CoreLayer], page_size: int, model: str | None) -> bytes:
-    """16 bytes that differ where pages would mean something else: by geometry, formats, rotation, windows, centres or model."""
+    """16 bytes that differ where pages would mean something else: by model, geometry, formats, rotation, windows, centres."""
     what = json.dumps([page_size, layers, model], sort_keys=True)
     return hashlib.blake2b(what.encode(), digest_size=16, person=b"pagoda pages").digest()
