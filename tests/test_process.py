@@ -98,6 +98,18 @@ print("fine")
     assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
 
 
+def test_ctrl_c_in_the_middle_of_a_release() -> None:
+    """The core has released a sequence, and its handle does not know: that is no error of the next step."""
+    spec = pagoda.ModelSpec(layers=[layer()])
+    with pagoda.Cache(spec, page_size=16, device_memory="1MiB", host_memory=0, threads=1) as cache:
+        sequence, other = cache.create(), cache.create()
+        cache._core.release(sequence.id)
+        del sequence
+        with cache.step([other], [0]):
+            pass
+        cache.audit()
+
+
 def test_the_interpreter_ends_with_copies_under_way() -> None:
     done = run("ticket = cache.demote(sequence)\nsequence.release()\n")
     assert done.returncode == 0, done.stderr

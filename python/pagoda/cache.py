@@ -375,7 +375,7 @@ class Cache:
     whenever they are read. disk_writes_per_day: bytes that this cache may write there a day. resume: False is a file without
     a name that goes with the cache. True keeps what `save` is given until `forget`, whatever becomes of the process: the next
     cache with the same directory, sizes and layers finds it again. One cache at a time, and one set of weights, which nothing
-    here can see: model is a text that stands for them, a name with its revision or a digest; a directory of another is refused.
+    here can see: model is a text that stands for them, a name and revision or a digest; a directory of another is refused.
 
     zero_on_free: True zeroes the bytes of pages that nobody has any more, on every tier, before anybody else gets their
     memory: on the CPU as soon as they are free, on a GPU with the first call that finds the steps ended that may read them.
@@ -681,7 +681,8 @@ class Cache:
             with contextlib.suppress(InvalidArgument):  # It may have ended after all.
                 self._core.rollback()
         while self._abandoned:
-            self._core.release(self._abandoned.popleft())
+            with contextlib.suppress(UseAfterRelease):  # Ctrl-C may have come right after the core had released it.
+                self._core.release(self._abandoned.popleft())
 
     def _make_room_on_disk(self, plan: Plan) -> None:
         """Gives up copies of pages that memory has as well, as far as a plan and a last page of each group need."""
