@@ -201,7 +201,8 @@ impl Cache {
         for m in &plan.moves {
             self.pages[m.page].copies += 1;
         }
-        self.tickets_minted += 1;
+        // No ticket is as old as all numbers.
+        self.tickets_minted = (self.tickets_minted + 1) % u32::MAX;
         let completion = Completion::new();
         if copies.is_empty() {
             completion.finish(0);
