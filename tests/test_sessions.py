@@ -159,6 +159,27 @@ def test_what_does_not_verify_is_not_there(tmp_path: Path, caplog: pytest.LogCap
         cache.audit()
 
 
+def test_a_file_that_was_cut_short_has_what_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        one, other = mirror.create(), mirror.create()
+        mirror.step([one, other], [50, 100])
+        cache.save(one.sequence, "one")
+        length = (tmp_path / "kept" / "pages").stat().st_size
+        cache.save(other.sequence, "other")
+    os.truncate(tmp_path / "kept" / "pages", length)
+    with opened(tmp_path) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        load(mirror, "one", one)
+        mirror.look()
+        assert cache.load("other") is None
+        assert "'other' does not verify: " in caplog.text
+        mirror.step([mirror.live[0]], [70])
+        cache.save(mirror.live[0].sequence, "other")
+    with opened(tmp_path) as cache:
+        load(Mirror(cache, np.random.default_rng(0)), "other", mirror.live[0])
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
