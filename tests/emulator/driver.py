@@ -161,7 +161,11 @@ class Stream:
 
     def zero(self, target: int, size: int) -> None:
         self.refuse_in_graphs()
-        self.work.append(lambda: ctypes.memset(target, 0, size))
+
+        def piece() -> None:
+            ctypes.memset(target, 0, size)
+
+        self.work.append(piece)
 
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0

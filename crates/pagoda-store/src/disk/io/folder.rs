@@ -324,9 +324,8 @@ mod tests {
     fn a_range_is_zeroed_with_holes_and_without() {
         let place = std::env::temp_dir().join(format!("pagoda-zeros-{}", std::process::id()));
         let folder = Folder::open(&place).unwrap();
-        let ways: [fn(&OnDisk, Range<u64>) -> io::Result<()>; 2] =
-            [|file, range| file.zero(range), OnDisk::write_zeros];
-        for zero in ways {
+        type Zero = fn(&OnDisk, Range<u64>) -> io::Result<()>;
+        for zero in [<OnDisk as File>::zero as Zero, OnDisk::write_zeros] {
             let fd = Arc::new(folder.nameless().unwrap());
             let file = OnDisk { fd: fd.clone(), uring: false, locked: false };
             let len = 3 * IO_BYTES_MAX;
