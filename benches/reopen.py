@@ -1,7 +1,7 @@
 """How long a cache takes to find again what is kept on disk.
 
-What counts is the number of pages, not their bytes: tiny pages stand for large ones. 100 GB of a model's pages of 768 KiB (64 tokens of
-6 layers with 2 K/V heads of 256 in f16) are 131,072 pages.
+What counts is the number of pages, not their bytes: tiny pages stand for large ones. 100 GB of a model's pages of 768 KiB
+(64 tokens of 6 layers with 2 K/V heads of 256 in f16) are 131,072 pages.
 
     python benches/reopen.py [--pages 131072] [--sequences 8] [--directory DIR]
 """
@@ -45,11 +45,15 @@ def main() -> None:
             with pagoda.Cache(SPEC, **options) as cache:
                 seconds = time.perf_counter() - start
                 kept = len(cache.saved())
-            print(f"{seconds * 1e3:.0f} ms for {kept} sequences of {tokens // PAGE:,} pages, an index of {index:,} bytes")
+            print(
+                f"{seconds * 1e3:.0f} ms for {kept} sequences of {tokens // PAGE:,} pages, an index of {index:,} bytes"
+            )
         with pagoda.Cache(SPEC, **options) as cache:
             start = time.perf_counter()
             loaded = cache.load("sequence 0")
-            print(f"{(time.perf_counter() - start) * 1e3:.0f} ms to load one of them: {0 if loaded is None else len(loaded):,} tokens")
+            print(
+                f"{(time.perf_counter() - start) * 1e3:.0f} ms to load one of them: {0 if loaded is None else len(loaded):,} tokens"
+            )
 
 
 if __name__ == "__main__":

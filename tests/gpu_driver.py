@@ -81,6 +81,9 @@ class CopyingStream:
     def copy(self, target: int, source: int, size: int) -> None:
         self._inner.copy(target, source, size)
 
+    def zero(self, target: int, size: int) -> None:
+        self._inner.zero(target, size)
+
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
     ) -> None:

@@ -40,14 +40,21 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> LateDriver:
 class World:
     """A cache with one sequence of three full pages, whose appends have been launched and have not run."""
 
-    def __init__(self, driver: LateDriver, device_pages: int = 8) -> None:
+    def __init__(self, driver: LateDriver, device_pages: int = 8, zero_on_free: bool = False) -> None:
+        self.driver = driver
         self.streams = [CallerStream(driver) for _ in range(2)]
         self.rng = np.random.default_rng(0)
         spec = pagoda.ModelSpec(layers=[LAYER])
         page = 16 * spec.bytes_per_token()
         memory, host = device_pages * page, 8 * page
         self.cache = pagoda.Cache(
-            spec, page_size=16, device="cuda", spill=False, device_memory=memory, host_memory=host
+            spec,
+            page_size=16,
+            device="cuda",
+            spill=False,
+            device_memory=memory,
+            host_memory=host,
+            zero_on_free=zero_on_free,
         )
         self.k = self.v = self.rows(0)
         with self.cache.create() as self.sequence:
@@ -65,6 +72,11 @@ class World:
         with self.cache.step([sequence], [count], stream=stream) as step:
             step.append(0, k, v)
         return k, v
+
+    def catch_up(self) -> None:
+        """Does all work that is left, of the caller's streams first."""
+        for stream in self.driver.streams:
+            stream.reach(len(stream.work))
 
     def look(self, stream: Stream) -> None:
         """Attends with one more token, and compares."""
@@ -109,6 +121,23 @@ def a_block_waits_for_its_copy(driver: LateDriver) -> None:
     world.look(world.streams[1])
 
 
+def a_step_follows_the_zeros(driver: LateDriver) -> None:
+    """Blocks of a sequence that was released are zeroed after the next one has written to them."""
+    world = World(driver, device_pages=4, zero_on_free=True)
+    world.catch_up()
+    world.look(world.streams[0])
+
+
+def a_copy_follows_the_zeros(driver: LateDriver) -> None:
+    """Blocks that pages have left are zeroed after the pages are back."""
+    world = World(driver, zero_on_free=True)
+    world.look(world.streams[0])
+    world.cache.demote(world.sequence).wait()
+    world.cache.promote(world.sequence).wait()
+    world.catch_up()
+    world.look(world.streams[0])
+
+
 def no_follow_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stream, "follow", lambda self, event: None)
 
@@ -121,6 +150,8 @@ SCENES: list[tuple[Callable[[LateDriver], None], Callable[[pytest.MonkeyPatch], 
     (a_copy_follows_the_step, no_follow_of_copies),
     (a_step_follows_the_step, no_follow_of_steps),
     (a_block_waits_for_its_copy, tickets_finish_at_once),
+    (a_step_follows_the_zeros, no_follow_of_steps),
+    (a_copy_follows_the_zeros, no_follow_of_copies),
 ]
 
 

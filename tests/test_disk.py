@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -370,6 +371,9 @@ with pagoda.Cache(spec, page_size=16, disk={str(tmp_path / "pages")!r}, disk_mem
         ({"disk": "file", "disk_memory": "1GiB"}, pagoda.TierIOError, "disk = .*file: Not a directory"),
         ({"disk": "link", "disk_memory": "1GiB"}, pagoda.TierIOError, "disk = .*link"),
         ({"disk": "shared", "disk_memory": "1GiB"}, pagoda.TierIOError, "mode 777"),
+        ({"disk": "a\0b", "disk_memory": "1GiB"}, pagoda.TierIOError, "disk = "),
+        ({"disk": "x" * 5000, "disk_memory": "1GiB"}, pagoda.TierIOError, "File name too long"),
+        ({"disk": "pipe", "disk_memory": "1GiB"}, pagoda.TierIOError, "disk = .*pipe: Not a directory"),
     ],
 )
 def test_a_disk_that_cannot_be(
@@ -378,7 +382,30 @@ def test_a_disk_that_cannot_be(
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     Path("link").symlink_to(tmp_path, target_is_directory=True)
+    os.mkfifo("pipe")
     Path("shared").mkdir()
     Path("shared").chmod(0o777)
     with pytest.raises(error, match=message):
         pagoda.Cache(SPEC, **options)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_is_read_only(tmp_path: Path) -> None:
+    place = tmp_path / "read-only"
+    place.mkdir(0o500)
+    with pytest.raises(pagoda.TierIOError, match=r"disk = .*: Permission denied"):
+        pagoda.Cache(SPEC, disk=place, disk_memory="1GiB")
+    assert list(place.iterdir()) == []
+
+
+def test_a_file_that_is_cut_short_loses_what_was_there_and_no_more(mirror: Mirror) -> None:
+    one, other, cache = mirror.create(), mirror.create(), mirror.cache
+    mirror.step([one, other], [160, 160])
+    assert cache.demote(one.sequence, to="disk").wait(60)
+    nameless = next(fd for fd in Path("/proc/self/fd").iterdir() if "/.pagoda-" in str(fd.resolve()))
+    os.truncate(nameless, 0)
+    with pytest.raises(pagoda.CorruptPage, match="does not verify"):
+        mirror.step([one], [1])
+    mirror.release(one)
+    assert cache.demote(other.sequence, to="disk").wait(60)
+    mirror.step([other], [4])

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pagoda
@@ -56,6 +57,26 @@ print(len(sequence))
     assert (done.returncode, done.stdout.strip()) == (0, "507"), done.stderr
 
 
+def test_a_forked_child_does_not_hold_on_to_the_files(tmp_path: Path) -> None:
+    script = f"""
+options = dict(device_memory="1MiB", host_memory="1MiB", disk={str(tmp_path / "kept")!r}, disk_memory="4MiB", resume=True)
+cache = pagoda.Cache(spec, threads=2, **options)
+waiting, done = os.pipe()
+child = os.fork()
+if child == 0:
+    os.close(done)
+    os.read(waiting, 1)
+    os._exit(0)
+cache.close()
+pagoda.Cache(spec, threads=2, **options).close()
+os.close(done)
+assert os.waitpid(child, 0)[1] == 0
+print("fine")
+"""
+    done = run(script)
+    assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
+
+
 def test_ctrl_c_leaves_no_deadlock() -> None:
     script = """
 done = 0
@@ -75,6 +96,18 @@ print("fine")
     script = "signal.signal(signal.SIGALRM, signal.default_int_handler)" + script
     done = run(script)
     assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
+
+
+def test_ctrl_c_in_the_middle_of_a_release() -> None:
+    """The core has released a sequence, and its handle does not know: that is no error of the next step."""
+    spec = pagoda.ModelSpec(layers=[layer()])
+    with pagoda.Cache(spec, page_size=16, device_memory="1MiB", host_memory=0, threads=1) as cache:
+        sequence, other = cache.create(), cache.create()
+        cache._core.release(sequence.id)
+        del sequence
+        with cache.step([other], [0]):
+            pass
+        cache.audit()
 
 
 def test_the_interpreter_ends_with_copies_under_way() -> None:

@@ -159,6 +159,27 @@ def test_what_does_not_verify_is_not_there(tmp_path: Path, caplog: pytest.LogCap
         cache.audit()
 
 
+def test_a_file_that_was_cut_short_has_what_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        one, other = mirror.create(), mirror.create()
+        mirror.step([one, other], [50, 100])
+        cache.save(one.sequence, "one")
+        length = (tmp_path / "kept" / "pages").stat().st_size
+        cache.save(other.sequence, "other")
+    os.truncate(tmp_path / "kept" / "pages", length)
+    with opened(tmp_path) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        load(mirror, "one", one)
+        mirror.look()
+        assert cache.load("other") is None
+        assert "'other' does not verify: " in caplog.text
+        mirror.step([mirror.live[0]], [70])
+        cache.save(mirror.live[0].sequence, "other")
+    with opened(tmp_path) as cache:
+        load(Mirror(cache, np.random.default_rng(0)), "other", mirror.live[0])
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -169,6 +190,9 @@ def test_what_does_not_verify_is_not_there(tmp_path: Path, caplog: pytest.LogCap
             pagoda.GeometryMismatch,
             "fingerprint",
         ),
+        ({"model": "tiny@1"}, pagoda.GeometryMismatch, "fingerprint"),
+        ({"model": ""}, pagoda.InvalidArgument, "model = ''"),
+        ({"model": 3}, pagoda.InvalidArgument, "model = 3"),
         ({"disk_memory": "256KiB"}, pagoda.GeometryMismatch, "layout of pages"),
         ({"k_dtype": "q8_0", "spec": pagoda.ModelSpec(layers=[layer(head_dim=32)])}, pagoda.InvalidArgument, "center"),
         ({"resume": 3}, pagoda.InvalidArgument, "resume = 3"),
@@ -182,6 +206,61 @@ def test_a_directory_of_other_pages(
     with pytest.raises(error, match=message):
         opened(tmp_path, **changes)
     opened(tmp_path).close()
+
+
+def spec_of(**changes: Any) -> pagoda.ModelSpec:
+    fields: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32, "rope": pagoda.Rope(1e4)}
+    return pagoda.ModelSpec(layers=[pagoda.AttentionLayer(**(fields | changes)), layer(head_dim=32)])
+
+
+CENTERS: list[Any] = [np.full((2, 32), 0.5, np.float32), None]
+
+BASE: dict[str, Any] = {"spec": spec_of(), "k_dtype": ["q8_0", "f16"], "center": None, "model": "tiny@1"}
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "query heads": {"spec": spec_of(num_q_heads=8)},
+    "heads": {"spec": spec_of(num_kv_heads=4)},
+    "head size": {"spec": spec_of(head_dim=64)},
+    "size of V": {"spec": spec_of(v_head_dim=64)},
+    "window": {"spec": spec_of(window=64)},
+    "scale": {"spec": spec_of(scale=0.25)},
+    "softcap": {"spec": spec_of(softcap=30.0)},
+    "sinks": {"spec": spec_of(sinks=True)},
+    "rotation": {"spec": spec_of(rope=pagoda.Rope(1e6))},
+    "no rotation": {"spec": spec_of(rope=None)},
+    "pairs that are rotated": {"spec": spec_of(rope=pagoda.Rope(1e4, interleaved=True))},
+    "V as a part of K": {"spec": spec_of(v_alias=True)},
+    "order of layers": {"spec": pagoda.ModelSpec(layers=spec_of().layers[::-1]), "k_dtype": ["f16", "q8_0"]},
+    "one layer more": {
+        "spec": pagoda.ModelSpec(layers=[*spec_of().layers, layer()]),
+        "k_dtype": ["q8_0", "f16", "f16"],
+    },
+    "pages of another layer": {"spec": pagoda.ModelSpec(layers=[spec_of().layers[0], layer(head_dim=32, kv_owner=0)])},
+    "format of K": {"k_dtype": ["q5_0", "f16"]},
+    "format of K of the other layer": {"k_dtype": ["q8_0", "bf16"]},
+    "format of V": {"v_dtype": "f32"},
+    "format of V of as many bytes": {"v_dtype": "bf16"},
+    "page size": {"page_size": 32},
+    "centre": {"center": CENTERS},
+    "rows that are not turned": {"rotate": False},
+    "what is kept": {"retention": pagoda.SinkWindow(4, 64)},
+    "another model": {"model": "tiny@2"},
+    "no model": {"model": None},
+}
+
+
+def test_one_field_that_differs_is_refused_with_a_reason(tmp_path: Path) -> None:
+    with opened(tmp_path, **BASE) as cache, cache.create() as sequence:
+        cache.save(sequence, "it")
+    kept = {name: (tmp_path / "kept" / name).read_bytes() for name in ("pages", "index")}
+    for name, changes in OTHERS.items():
+        with pytest.raises(
+            pagoda.GeometryMismatch, match=r"(fingerprint of model and formats|layout of pages) is .* here"
+        ):
+            pytest.fail(f"{name}: {opened(tmp_path, **(BASE | changes))}")
+    assert kept == {name: (tmp_path / "kept" / name).read_bytes() for name in kept}, "and nothing was changed"
+    with opened(tmp_path, **BASE) as cache:
+        assert cache.saved() == {"it": b""}
 
 
 def test_one_cache_at_a_time(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ class CacheMachine(RuleBasedStateMachine):
         headroom=st.integers(0, 50),
         host=st.sampled_from(["256KiB", "64KiB", 0]),
         on_disk=st.booleans(),
+        zero_on_free=st.booleans(),
     )
     def open(
         self,
@@ -44,6 +45,7 @@ class CacheMachine(RuleBasedStateMachine):
         headroom: int,
         host: int | str,
         on_disk: bool,
+        zero_on_free: bool,
     ) -> None:
         layers = [layer(), layer(window=20), layer(), layer(window=20, num_kv_heads=4)]
         self.on_disk = on_disk and device.AUTO == "cpu"
@@ -59,6 +61,7 @@ class CacheMachine(RuleBasedStateMachine):
             host_memory=host,
             disk=self.directory.name if self.on_disk else None,
             disk_memory="16MiB" if self.on_disk else 0,
+            zero_on_free=zero_on_free,
             threads=2,
             deterministic=deterministic,
             spill=spill,

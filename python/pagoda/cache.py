@@ -395,8 +395,12 @@ class Cache:
     made if only its last part is missing, and must be nobody else's to write to. Pages have checksums that are verified
     whenever they are read. disk_writes_per_day: bytes that this cache may write there a day. resume: False is a file without
     a name that goes with the cache. True keeps what `save` is given until `forget`, whatever becomes of the process: the next
-    cache with the same directory, sizes and layers finds it again. One cache at a time; use one directory for one set of
-    weights, which nothing here can see.
+    cache with the same directory, sizes and layers finds it again. One cache at a time, and one set of weights, which nothing
+    here can see: model is a text that stands for them, a name and revision or a digest; a directory of another is refused.
+
+    zero_on_free: True zeroes the bytes of pages that nobody has any more, on every tier, before anybody else gets their
+    memory: on the CPU as soon as they are free, on a GPU with the first call that finds the steps ended that may read them.
+    On disk they become holes; opening a directory zeroes what nothing is kept of. SECURITY.md says what is not zeroed.
 
     spill: when the device tier is full, the oldest pages go to the host tier by themselves, and from there to disk, those of
     sequences that rest first. They come back when a step has their sequence and there is room. Steps attend to pages on disk
@@ -434,6 +438,8 @@ class Cache:
         resume: bool = False,
         disk_writes_per_day: int | str | None = None,
         disk_timeout: float = 60.0,
+        model: str | None = None,
+        zero_on_free: bool = False,
         threads: int | None = None,
         deterministic: bool = False,
         checked: bool = False,
@@ -465,7 +471,7 @@ class Cache:
             parse_size(device_memory, "device_memory"),
             parse_size(host_memory, "host_memory"),
         )
-        on_disk = disk_arguments(disk, disk_memory, resume, disk_writes_per_day, disk_timeout, layers, page_size)
+        on_disk = disk_arguments(disk, disk_memory, resume, disk_writes_per_day, disk_timeout, model, layers, page_size)
         if on_disk is not None and device_index(device) is not None:
             raise BackendUnavailable(f"disk = {str(disk)!r}: the disk tier is on the CPU so far, not on {device}")
         self._device = engine_for(
@@ -476,6 +482,7 @@ class Cache:
             memory=memory,
             deterministic=deterministic,
             checked=checked,
+            zero_on_free=zero_on_free,
         )
         self._core = self._device or _core.Cache(
             layers,
@@ -485,6 +492,7 @@ class Cache:
             deterministic=deterministic,
             checked=checked,
             isa=os.environ.get("PAGODA_CPU_ISA"),
+            zero_on_free=zero_on_free,
             disk=on_disk,
         )
         self._abandoned: deque[int] = deque()
@@ -694,7 +702,8 @@ class Cache:
             with contextlib.suppress(InvalidArgument):  # It may have ended after all.
                 self._core.rollback()
         while self._abandoned:
-            self._core.release(self._abandoned.popleft())
+            with contextlib.suppress(UseAfterRelease):  # Ctrl-C may have come right after the core had released it.
+                self._core.release(self._abandoned.popleft())
 
     def _make_room_on_disk(self, plan: Plan) -> None:
         """Gives up copies of pages that memory has as well, as far as a plan and a last page of each group need."""

@@ -30,19 +30,27 @@ def disk_arguments(
     resume: bool,
     writes_per_day: int | str | None,
     timeout: float,
+    model: str | None,
     layers: list[CoreLayer],
     page_size: int,
 ) -> DiskArguments | None:
     """The disk tier of a cache; None for none. Raises InvalidArgument for what does not fit together."""
     memory = parse_size(disk_memory, "disk_memory")
     if disk is None:
-        given = {"disk_memory": disk_memory, "resume": resume, "disk_writes_per_day": writes_per_day}
+        given = {
+            "disk_memory": disk_memory,
+            "resume": resume,
+            "disk_writes_per_day": writes_per_day,
+            "model": model,
+        }
         for name, value in given.items():
             if value not in (None, 0, "0"):
                 raise InvalidArgument(f"{name} = {value!r}: nothing without disk=, a directory")
         return None
     if not memory:
         raise InvalidArgument(f"disk_memory = {disk_memory!r}: bytes that pages may take in disk = {str(disk)!r}")
+    if model is not None and (not isinstance(model, str) or not model):
+        raise InvalidArgument(f"model = {model!r}: None, or a text that says whose weights")
     if not isinstance(resume, bool):
         raise InvalidArgument(f"resume = {resume!r}: True or False")
     if not isinstance(timeout, int | float) or not 0 < timeout <= 1e9:
@@ -53,14 +61,14 @@ def disk_arguments(
     return {
         "path": str(Path(disk).absolute()),
         "memory": memory,
-        "fingerprint": fingerprint(layers, page_size),
+        "fingerprint": fingerprint(layers, page_size, model),
         "resume": resume,
         "writes_per_day": None if writes_per_day is None else parse_size(writes_per_day, "disk_writes_per_day"),
         "timeout": timedelta(seconds=timeout),
     }
 
 
-def fingerprint(layers: list[CoreLayer], page_size: int) -> bytes:
-    """16 bytes that differ where pages would mean something else: by geometry, formats, rotation, windows or centres."""
-    what = json.dumps([page_size, layers], sort_keys=True)
+def fingerprint(layers: list[CoreLayer], page_size: int, model: str | None) -> bytes:
+    """16 bytes that differ where pages would mean something else: by model, geometry, formats, rotation, windows, centres."""
+    what = json.dumps([page_size, layers, model], sort_keys=True)
     return hashlib.blake2b(what.encode(), digest_size=16, person=b"pagoda pages").digest()

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pagoda import _core
 from pagoda.device.engine import DeviceEngine
-from pagoda.errors import OutOfBlocks, TierIOError
+from pagoda.errors import OutOfBlocks, PagodaError, TierIOError
 
 LOW_WATER = 1 / 32
 """The free fraction of a tier below which pages leave it in the background."""
@@ -103,9 +103,16 @@ class Spill:
             )
             if plan.copies:
                 tickets.append(core.execute(plan))
+        failures: list[PagodaError] = []
         for ticket in tickets:
             self._wait(ticket)
-            core.ticket_done(ticket)
+            try:
+                core.ticket_done(ticket)
+            except PagodaError as error:
+                # All are asked: a failure that nobody is told of would be that of the next step, whosever that is.
+                failures.append(error)
+        if failures:
+            raise failures[0]
         rest = (core.plan(handle, tier, (0, core.length(handle)), [group], only_from="disk") for handle, group in pages)
         return sum(len(plan.copies) for plan in rest)
 

@@ -159,6 +159,14 @@ class Stream:
 
         self.work.append(piece)
 
+    def zero(self, target: int, size: int) -> None:
+        self.refuse_in_graphs()
+
+        def piece() -> None:
+            ctypes.memset(target, 0, size)
+
+        self.work.append(piece)
+
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
     ) -> None:

@@ -55,13 +55,9 @@ impl Cache {
                 tail.block
             );
         }
-        for d in self.epochs.draining() {
-            require!(
-                seen.insert((d.tier, d.group, d.block)),
-                "{} block {:?} drains and has an owner",
-                d.tier,
-                d.block
-            );
+        let draining = self.epochs.draining().map(|d| (d.tier, d.group, d.block));
+        for place in draining.chain(self.freed.iter().flatten().copied()) {
+            require!(seen.insert(place), "{} block {:?} drains and has an owner", place.0, place.2);
         }
         for tier in Tier::ALL {
             for group in self.group_ids() {

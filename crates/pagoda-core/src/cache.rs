@@ -11,6 +11,7 @@ use crate::plan::{Failed, Ticket};
 use crate::step::Step;
 use crate::table::{Sequences, Table};
 use crate::window::Window;
+use crate::zeroing::Freed;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -63,7 +64,7 @@ pub struct BlockCounts {
     pub free: u64,
     /// Hold a page.
     pub used: u64,
-    /// Wait for a fence.
+    /// Wait for a fence, or to be zeroed.
     pub draining: u64,
 }
 
@@ -76,6 +77,8 @@ pub struct Cache {
     pub(crate) sequences: Sequences,
     pub(crate) step: Step,
     pub(crate) epochs: Epochs,
+    /// Blocks that wait to be zeroed, where that is asked for.
+    pub(crate) freed: Option<Vec<Freed>>,
     pub(crate) tickets: Vec<Ticket>,
     pub(crate) tickets_minted: u32,
     pub(crate) failures: Vec<Failed>,
@@ -124,6 +127,7 @@ impl Cache {
             sequences: Sequences::default(),
             step: Step::default(),
             epochs: Epochs::default(),
+            freed: None,
             tickets: Vec::new(),
             tickets_minted: 0,
             failures: Vec::new(),
@@ -368,8 +372,72 @@ impl Cache {
         }
     }
 
-    /// Blocks of a group that wait for an epoch.
+    /// Blocks of a group that wait for an epoch, or to be zeroed.
     pub(crate) fn draining(&self, tier: Tier, group: GroupId) -> u64 {
-        self.epochs.draining().filter(|d| d.tier == tier && d.group == group).count() as u64
+        let waiting = self.epochs.draining().map(|d| (d.tier, d.group));
+        let freed = self.freed.iter().flatten().map(|&(tier, group, _)| (tier, group));
+        waiting.chain(freed).filter(|at| *at == (tier, group)).count() as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Selection;
+
+    fn cache() -> Cache {
+        let group = Group { block_bytes: 64, kind: GroupKind::Paged { page_size: 4 }, window: None };
+        let memory = TierMemory { bytes: 1 << 12, extent_bytes: 1 << 8 };
+        Cache::new(&[group], [memory, memory, TierMemory { bytes: 0, extent_bytes: 64 }]).unwrap()
+    }
+
+    /// A slot whose numbers have all been handed out is not used again: the first of them would be good once more.
+    #[test]
+    fn a_handle_of_long_ago_is_never_good_again() {
+        let mut cache = cache();
+        let first = cache.create().unwrap();
+        cache.release(first).unwrap();
+        cache.sequences.age(first.index, u32::MAX);
+        let last = cache.create().unwrap();
+        assert_eq!((last.index, last.generation), (first.index, u32::MAX));
+        cache.release(last).unwrap();
+        let next = cache.create().unwrap();
+        assert_ne!(next.index, first.index);
+        for gone in [first, last] {
+            assert_eq!(cache.token_count(gone), Err(Error::UseAfterRelease { id: gone }));
+            assert_eq!(cache.release(gone), Err(Error::UseAfterRelease { id: gone }));
+        }
+        cache.audit().unwrap();
+    }
+
+    #[test]
+    fn tickets_and_pages_go_on_when_their_numbers_begin_anew() {
+        let mut cache = cache();
+        cache.tickets_minted = u32::MAX - 2;
+        let sequence = cache.create().unwrap();
+        cache.reserve(&[(sequence, 4)]).unwrap();
+        let epoch = cache.commit(None).unwrap();
+        cache.retire(epoch).unwrap();
+        for to in [Tier::Host, Tier::Device].into_iter().cycle().take(6) {
+            let selection = Selection {
+                tokens: 0..4,
+                groups: vec![GroupId(0)],
+                keep: false,
+                newest_first: false,
+                pages_max: 1,
+                from: None,
+                unshared: false,
+            };
+            let plan = cache.plan(sequence, to, &selection).unwrap();
+            let (_, completion, copies) = cache.execute(&plan).unwrap();
+            assert_eq!(copies.len(), 1);
+            completion.finish(1);
+            cache.audit().unwrap();
+        }
+        cache.pages.age(u32::MAX);
+        cache.truncate(sequence, 2).unwrap();
+        cache.reserve(&[(sequence, 1)]).unwrap();
+        cache.rollback().unwrap();
+        cache.audit().unwrap();
     }
 }

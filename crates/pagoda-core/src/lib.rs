@@ -23,6 +23,7 @@ mod sync;
 pub mod table;
 pub mod window;
 pub mod work;
+mod zeroing;
 
 pub use cache::Cache;
 pub use error::{Error, Result};

@@ -68,7 +68,14 @@ impl Pages {
         let slots = [Slot::Ready { block }, Slot::Empty, Slot::Empty];
         if let Some(id) = self.vacant.pop() {
             let page = &mut self.pages[id.index() as usize];
-            *page = Page { generation: page.generation + 1, fill: 0, copies: 0, group, sealed: false, slots };
+            *page = Page {
+                generation: page.generation.wrapping_add(1),
+                fill: 0,
+                copies: 0,
+                group,
+                sealed: false,
+                slots,
+            };
             self.references[id.index() as usize] = 1;
             return id;
         }
@@ -83,6 +90,12 @@ impl Pages {
         debug_assert!(self.references(id) == 0 && self[id].copies == 0);
         self[id].slots = [Slot::Empty; Tier::COUNT];
         self.vacant.push(id);
+    }
+
+    /// Makes every page as old as if its bytes had been reopened so often.
+    #[cfg(test)]
+    pub(crate) fn age(&mut self, generation: u32) {
+        self.pages.iter_mut().for_each(|page| page.generation = generation);
     }
 
     pub(crate) fn references(&self, id: PageId) -> u32 {

@@ -201,7 +201,8 @@ impl Cache {
         for m in &plan.moves {
             self.pages[m.page].copies += 1;
         }
-        self.tickets_minted += 1;
+        // No ticket is as old as all numbers.
+        self.tickets_minted = (self.tickets_minted + 1) % u32::MAX;
         let completion = Completion::new();
         if copies.is_empty() {
             completion.finish(0);
@@ -269,7 +270,7 @@ impl Cache {
             }
         }
         while let Some(block) = self.epochs.pop_retired() {
-            self.arenas[block.tier.index()].give(block.group, block.block);
+            self.give_block(block.tier, block.group, block.block);
         }
     }
 
@@ -338,7 +339,7 @@ impl Cache {
         if waits && self.keeps(Fence::Epochs) {
             self.epochs.drain(tier, group, block);
         } else {
-            self.arenas[tier.index()].give(group, block);
+            self.give_block(tier, group, block);
         }
     }
 }
@@ -356,6 +357,8 @@ pub enum Fence {
     Completion,
     /// A page stays while it is in the window of a query to come.
     Window,
+    /// A freed block waits until its bytes are gone, where that is asked for.
+    Zeros,
 }
 
 impl Cache {

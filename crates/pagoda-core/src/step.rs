@@ -123,7 +123,7 @@ impl Cache {
         let page = &mut self.pages[tail];
         if sole && page.copies == 0 && page.only_on_device() {
             if page.fill != used {
-                page.generation += 1;
+                page.generation = page.generation.wrapping_add(1);
                 page.fill = used;
                 page.sealed = false;
             }

@@ -422,12 +422,21 @@ impl Sequences {
         Ok(SequenceId { index: self.slots.len() as u32 - 1, generation: 0 })
     }
 
+    /// Makes a vacant slot as old as if it had been handed out so often.
+    #[cfg(test)]
+    pub(crate) fn age(&mut self, index: u32, generation: u32) {
+        self.slots[index as usize].generation = generation;
+    }
+
     /// Ends a sequence and hands out its tables.
     pub(crate) fn remove(&mut self, id: SequenceId) -> Vec<Table> {
         let slot = &mut self.slots[id.index as usize];
         slot.live = false;
-        slot.generation = slot.generation.wrapping_add(1);
-        self.vacant.push(id.index);
+        // A slot that has had every number stays empty: a handle of long ago would be good again.
+        if let Some(generation) = slot.generation.checked_add(1) {
+            slot.generation = generation;
+            self.vacant.push(id.index);
+        }
         std::mem::take(&mut slot.tables)
     }
 

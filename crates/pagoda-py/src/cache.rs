@@ -275,8 +275,24 @@ impl Inner {
         Ok(())
     }
 
-    /// Gives memory without blocks back to the system.
+    /// Zeroes freed blocks, where that is asked for: until then they are not handed out.
+    pub(crate) fn zero(&mut self) {
+        let Engine::Cpu { slabs, disk, .. } = &self.engine else { return };
+        let block_bytes = &self.block_bytes;
+        self.core.zero(|tier, group, blocks| {
+            if tier == Tier::Disk {
+                return disk.as_ref().is_some_and(|disk| disk.store.zero(group, blocks).is_ok());
+            }
+            let at = |block| u64::from(block) * block_bytes[group.index()];
+            // SAFETY: the core says that nobody can touch these blocks any more.
+            unsafe { slabs[tier.index()].zero(at(blocks.start)..at(blocks.end)) };
+            true
+        });
+    }
+
+    /// Zeroes what is to be, and gives memory without blocks back to the system.
     pub(crate) fn trim(&mut self) {
+        self.zero();
         let Engine::Cpu { slabs, disk, .. } = &self.engine else { return };
         // A refusal leaves the memory, or the space, where it is, which is no error.
         for tier in MEMORY_TIERS {
@@ -316,6 +332,7 @@ impl Inner {
         let Engine::Cpu { disk: Some(disk), mover, .. } = &mut self.engine else { return Ok(false) };
         let waited = py.detach(|| disk.stream.finish(mover)).map_err(|stop| stop.raise(py))?;
         self.settle().map_err(|error| core(py, &error))?;
+        self.zero();
         Ok(waited)
     }
 
@@ -412,7 +429,9 @@ fn recycle<'a>(mut tables: Vec<SequenceTable<'_>>) -> Vec<SequenceTable<'a>> {
 #[pymethods]
 impl Cache {
     #[new]
-    #[pyo3(signature = (layers, *, page_size, memory, threads, deterministic, checked, isa, bases=None, disk=None))]
+    #[pyo3(signature = (
+        layers, *, page_size, memory, threads, deterministic, checked, isa, zero_on_free=false, bases=None, disk=None
+    ))]
     fn new(
         py: Python<'_>,
         layers: Vec<LayerArguments>,
@@ -422,6 +441,7 @@ impl Cache {
         deterministic: bool,
         checked: bool,
         isa: Option<&str>,
+        zero_on_free: bool,
         bases: Option<[u64; 2]>,
         disk: Option<DiskArguments>,
     ) -> PyResult<Self> {
@@ -434,12 +454,18 @@ impl Cache {
         let [device, host] = memory.map(|(bytes, extent_bytes)| TierMemory { bytes, extent_bytes });
         let mut core =
             pagoda_core::Cache::new(&groups, [device, host, on_disk]).map_err(|error| core(py, &error))?;
+        if zero_on_free {
+            core.zero_on_free();
+        }
         let sessions = match (&disk, recovered) {
             (Some(store), Some(recovered)) => {
                 Sessions::open(&mut core, store, recovered).map_err(|error| errors::disk(py, &error))?
             }
             _ => Sessions::default(),
         };
+        if let (Some(store), true) = (&disk, zero_on_free) {
+            store.zero_rest().map_err(|error| errors::disk(py, &error))?;
+        }
         let mut base = [std::ptr::null_mut(); Tier::COUNT];
         let engine = if let Some(bases) = bases {
             MEMORY_TIERS.iter().for_each(|tier| base[tier.index()] = bases[tier.index()] as *mut u8);
@@ -548,6 +574,7 @@ impl Cache {
             let count = count.map_err(|count| invalid(py, "new_tokens", count, "from 0 to 4294967295"))?;
             batch.push((sequence_id(sequence), count));
         }
+        inner.zero();
         let mut reserved = inner.core.reserve(&batch);
         if matches!(reserved, Err(Error::OutOfBlocks { draining: 1.., .. })) && inner.finish_reads(py)? {
             reserved = inner.core.reserve(&batch);
@@ -804,6 +831,7 @@ impl Cache {
     /// Starts a plan in the background.
     fn execute(&self, py: Python<'_>, plan: &Plan) -> PyResult<Ticket> {
         self.with(py, |inner| {
+            inner.zero();
             let (id, completion, copies) = inner.core.execute(&plan.0)?;
             let mut transfers = Vec::new();
             match &inner.engine {
@@ -869,7 +897,10 @@ impl Cache {
     /// Blocks of each group that a tier could hand out now.
     fn free_blocks(&self, py: Python<'_>, tier: &str) -> PyResult<Vec<u64>> {
         let tier = tier_named(py, "tier", tier)?;
-        self.with(py, |inner| Ok(inner.core.free_blocks(tier).collect()))
+        self.with(py, |inner| {
+            inner.zero();
+            Ok(inner.core.free_blocks(tier).collect())
+        })
     }
 
     /// Sequences that are not in a step, the one that rested longest first.
@@ -881,6 +912,7 @@ impl Cache {
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let mut guard = self.lock(py)?;
         let inner = guard.as_mut().expect("locked open");
+        inner.zero();
         let stats = PyDict::new(py);
         let blocks = PyDict::new(py);
         let store = inner.store().cloned();
@@ -1065,6 +1097,21 @@ impl Cache {
             let Engine::Device { epoch, .. } = &mut inner.engine else { return Ok(None) };
             Ok(epoch.take().map(|epoch| epoch.0))
         })
+    }
+
+    /// `[address, bytes]` of freed blocks that the device has to zero before it does anything else with them.
+    fn zero<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.require_device(py)?;
+        let Inner { core, arenas, block_bytes, .. } = &mut **inner;
+        let mut ranges = Vec::new();
+        core.zero(|tier, group, blocks| {
+            let (base, size) = (arenas.base[tier.index()] as u64, block_bytes[group.index()]);
+            ranges.extend([base + u64::from(blocks.start) * size, blocks.len() as u64 * size]);
+            true
+        });
+        Ok(PyArray1::from_vec(py, ranges))
     }
 
     /// The kernels of a step, and of all before it, have ended.

@@ -56,6 +56,7 @@ impl Inner {
     /// Keeps a sequence whose sealed pages are on disk under `key`, in the place of what was there.
     pub(crate) fn save(&mut self, py: Python<'_>, id: u64, key: &str, meta: &[u8]) -> PyResult<()> {
         let store = self.named_store(py, key)?;
+        self.zero();
         let (kept, copies) = self.core.keep(sequence_id(id)).map_err(|error| errors::core(py, &error))?;
         let (blocks, entry) = sequence::encode(&self.core.describe(kept).expect("kept right now"), meta);
         let put = self.copy_now(py, &copies).and_then(|()| {
@@ -76,6 +77,7 @@ impl Inner {
     pub(crate) fn load(&mut self, py: Python<'_>, key: &str) -> PyResult<Option<u64>> {
         self.named_store(py, key)?;
         let Some(&(kept, _)) = self.sessions.kept.get(key) else { return Ok(None) };
+        self.zero();
         let (id, copies) = self.core.revive(kept).map_err(|error| errors::core(py, &error))?;
         if let Err(error) = self.copy_now(py, &copies) {
             self.core.release(id).map_err(|error| errors::core(py, &error))?;

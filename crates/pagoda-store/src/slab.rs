@@ -34,6 +34,19 @@ impl Slab {
         self.map.len()
     }
 
+    /// Zeroes a range.
+    ///
+    /// # Safety
+    /// Nobody may read or write the range meanwhile.
+    ///
+    /// # Panics
+    /// When the range leaves the slab.
+    pub unsafe fn zero(&self, range: Range<u64>) {
+        assert!(range.start <= range.end && range.end <= self.bytes() as u64, "{range:?} leaves the slab");
+        // SAFETY: the range lies in the mapping, and nobody else touches it (the caller's promise).
+        unsafe { self.base().add(range.start as usize).write_bytes(0, (range.end - range.start) as usize) };
+    }
+
     /// Gives the memory under `range` back to the system, but for the ends that share a page of the system with
     /// something else. It reads as zeros, or as before, from then on.
     ///

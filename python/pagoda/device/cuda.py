@@ -240,6 +240,11 @@ class _Stream:
         kind = cupy.cuda.runtime.memcpyDefault
         cupy.cuda.runtime.memcpyAsync(target, source, size, kind, self._stream.ptr)
 
+    def zero(self, target: int, size: int) -> None:
+        import cupy
+
+        cupy.cuda.runtime.memsetAsync(target, 0, size, self._stream.ptr)
+
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
     ) -> None:

@@ -95,6 +95,9 @@ class Stream(Protocol):
     def copy(self, target: int, source: int, size: int) -> None:
         """Copies bytes between any two places."""
 
+    def zero(self, target: int, size: int) -> None:
+        """Zeroes bytes of the device."""
+
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
     ) -> None:

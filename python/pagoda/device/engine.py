@@ -171,6 +171,7 @@ class DeviceEngine:
         memory: list[tuple[int, int]],
         deterministic: bool,
         checked: bool,
+        zero_on_free: bool,
     ) -> None:
         self._driver, self._layers, self._layouts = driver, layers, layouts
         self._deterministic, self._page_size = deterministic, page_size
@@ -182,6 +183,8 @@ class DeviceEngine:
         self._bases = (arena.address, host.address if host else 0)
         self._arena: Memory | None = arena
         self._host = host
+        self._arena_bytes = memory[0][0]
+        self._on_host = range(host.address, host.address + memory[1][0]) if host else range(0)
         self.core = _core.Cache(
             layers,
             page_size=page_size,
@@ -190,6 +193,7 @@ class DeviceEngine:
             deterministic=deterministic,
             checked=checked,
             isa=None,
+            zero_on_free=zero_on_free,
             bases=self._bases,
         )
         self._centers = Centers(driver, layers)
@@ -197,6 +201,8 @@ class DeviceEngine:
         self._misfit_seen = driver.pinned(4) if checked else None
         self._copying = driver.stream()
         self._mover = Mover(driver, host)
+        self._zeroing = driver.stream() if zero_on_free else None
+        self._zeroed: Event | None = None
         self._tables = StepTables(driver, self.core, layers, set(self._works.values()))
         self._scratch = Scratch(driver)
         self._maxima: Maxima | None = None
@@ -391,6 +397,8 @@ class DeviceEngine:
         if len(transfers):
             if self._last_step is not None:
                 self._copying.follow(self._last_step)
+            if self._zeroed is not None:
+                self._copying.follow(self._zeroed)
             try:
                 self._mover.copy(self._copying, transfers)
             except BackendUnavailable:
@@ -435,6 +443,9 @@ class DeviceEngine:
             self._wait_for_steps()
         for _, event in self._pending.tickets:
             event.wait()
+        if self._zeroing is not None:
+            self._zeroing.zero(self._bases[0], self._arena_bytes)
+            self._zeroing.record().wait()
         self.core.close()
         if self._host is not None:
             self._host.close()
@@ -589,6 +600,8 @@ class DeviceEngine:
         """Sends the tables of the open step."""
         if self._last_step is not None:
             self._now.follow(self._last_step)
+        if self._zeroed is not None:
+            self._now.follow(self._zeroed)
         self._counts = np.diff(self.core.cu_seqlens())
         self._tokens = int(self._counts.sum())
         self._kinds.clear()
@@ -633,6 +646,19 @@ class DeviceEngine:
             else:
                 waiting.append((ticket, event))
         self._pending.tickets = waiting
+        if self._zeroing is not None:
+            self._zero(self._zeroing)
+
+    def _zero(self, stream: Stream) -> None:
+        """Zeroes freed blocks; steps and copies to come follow."""
+        ranges = self.core.zero().reshape(-1, 2).tolist()
+        for address, size in ranges:
+            if address in self._on_host:
+                ctypes.memset(address, 0, size)
+            else:
+                stream.zero(address, size)
+        if ranges:
+            self._zeroed = stream.record()
 
     def _wait_for_steps(self) -> bool:
         """Sleeps until every step has ended; says whether there was one."""

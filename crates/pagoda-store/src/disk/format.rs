@@ -77,6 +77,9 @@ pub(super) fn read_header(
     expected: &Record,
     layers: usize,
 ) -> std::result::Result<Box<[u64]>, String> {
+    if bytes.len() as u64 != header_bytes(layers) {
+        return Err(format!("its header has {} bytes", bytes.len()));
+    }
     let mut fields = Fields(&*bytes);
     if fields.take() != Some(PAGE_MAGIC) {
         return Err("its header is none".into());
@@ -107,8 +110,7 @@ pub(super) fn read_header(
         return Err("its header does not verify".into());
     }
     let sums = bytes[HEADER_FIXED..].chunks_exact(8).take(layers);
-    let sums: Box<[u64]> = sums.map(|sum| u64::from_le_bytes(sum.try_into().expect("8 bytes"))).collect();
-    if sums.len() == layers { Ok(sums) } else { Err("its header is too short".into()) }
+    Ok(sums.map(|sum| u64::from_le_bytes(sum.try_into().expect("8 bytes"))).collect())
 }
 
 /// What the index begins with.

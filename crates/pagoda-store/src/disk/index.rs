@@ -1,6 +1,7 @@
-//! The index of a named cache: a log of what is kept under which key, written anew whenever it is opened.
+//! The index of a named cache: a log of what is kept under which key.
 //!
-//! It is read to its last whole line. A line that was cut short, or changed, ends it.
+//! It is read to its last whole line. A line that was cut short, or changed, ends it. It is written anew when it is opened,
+//! when most of it is about what is kept no more, and when nobody knows what a failure has left of it.
 
 use super::format::{Fingerprint, IndexHeader, Line, Record};
 use super::io::{Directory, File};
@@ -13,6 +14,9 @@ const NAME: &str = "index";
 
 /// No index is as large: 100 GB of pages take some megabytes.
 const BYTES_MAX: u64 = 4 << 30;
+
+/// From how many bytes on, beside those of what is kept, the log is written anew.
+const SPARE_BYTES: u64 = 1 << 20;
 
 /// What a key stands for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,18 +34,22 @@ pub struct Recovered {
     pub lost: Vec<(Vec<u8>, String)>,
     /// Bytes after the last whole line.
     pub torn_bytes: u64,
+    /// Why the index could not be written anew: it is before anything is added.
+    pub unwritten: Option<String>,
 }
 
 /// The index of an open store.
 #[derive(Debug)]
 pub(super) struct Index {
-    file: Arc<dyn File>,
+    directory: Box<dyn Directory>,
+    /// None until it has been written anew.
+    file: Option<Arc<dyn File>>,
     header: IndexHeader,
     /// Where the next line goes.
     end: u64,
+    /// Where it is long enough to be written anew.
+    limit: u64,
     entries: BTreeMap<Vec<u8>, Entry>,
-    /// Why nothing can be added any more.
-    broken: Option<String>,
 }
 
 impl Index {
@@ -54,6 +62,7 @@ impl Index {
         let bytes = directory.read(NAME, BYTES_MAX).map_err(Error::io("reading the index"))?;
         let mut header = IndexHeader { fingerprint: *fingerprint, epoch: 0, geometry: geometry.describe() };
         let (mut entries, mut recovered) = (BTreeMap::new(), Recovered::default());
+        let is_new = bytes.is_none();
         if let Some(bytes) = bytes {
             let (stored, start) = IndexHeader::parse(&bytes)?;
             let hex =
@@ -78,13 +87,28 @@ impl Index {
             recovered.lost = remove_impossible(&mut entries, geometry);
             header.epoch = stored.epoch + 1;
         }
-        let mut fresh = header.to_bytes();
-        for (key, Entry { pages, meta }) in &entries {
-            let line = Line::Put { key: key.clone(), pages: pages.clone(), meta: meta.clone() };
-            fresh.extend(line.to_bytes(header.epoch, fresh.len() as u64));
+        let directory = directory.share().map_err(Error::io("opening the directory"))?;
+        let mut index = Self { directory, file: None, header, end: 0, limit: 0, entries };
+        match index.rewrite() {
+            // What is there can be read, also on a drive that is full.
+            Err(error) if !is_new => recovered.unwritten = Some(error.to_string()),
+            other => other?,
         }
-        let file = directory.replace(NAME, &fresh).map_err(Error::io("writing the index"))?;
-        Ok((Self { file, header, end: fresh.len() as u64, entries, broken: None }, recovered))
+        Ok((index, recovered))
+    }
+
+    /// Puts a log of what is kept, and of nothing else, in the place of the one that is there.
+    fn rewrite(&mut self) -> Result<()> {
+        let mut fresh = self.header.to_bytes();
+        for (key, Entry { pages, meta }) in &self.entries {
+            let line = Line::Put { key: key.clone(), pages: pages.clone(), meta: meta.clone() };
+            fresh.extend(line.to_bytes(self.header.epoch, fresh.len() as u64));
+        }
+        self.file = None;
+        self.file = Some(self.directory.replace(NAME, &fresh).map_err(Error::io("writing the index"))?);
+        self.end = fresh.len() as u64;
+        self.limit = BYTES_MAX.min(2 * self.end + SPARE_BYTES);
+        Ok(())
     }
 
     /// How often the store was opened before.
@@ -113,18 +137,19 @@ impl Index {
     }
 
     fn append(&mut self, line: &Line) -> Result<()> {
-        if let Some(why) = &self.broken {
-            return Err(Error::Index(format!("it takes nothing more since {why}")));
+        if self.file.is_none() || self.end > self.limit {
+            self.rewrite()?;
         }
+        let file = self.file.clone().expect("written anew if there was none");
         let bytes = line.to_bytes(self.header.epoch, self.end);
         if u32::try_from(bytes.len()).is_err() || self.end + bytes.len() as u64 > BYTES_MAX {
             return Err(Error::Index(format!("a line of {} bytes does not fit", bytes.len())));
         }
         // A part of the line that stays is no whole line, and the next one is written over it.
-        self.file.write(self.end, &bytes).map_err(Error::io("writing the index"))?;
-        if let Err(error) = self.file.sync() {
+        file.write(self.end, &bytes).map_err(Error::io("writing the index"))?;
+        if let Err(error) = file.sync() {
             // What was lost, and whether syncing again would tell, nobody knows.
-            self.broken = Some(format!("syncing it failed: {error}"));
+            self.file = None;
             return Err(Error::Io { operation: "syncing the index", source: error });
         }
         self.end += bytes.len() as u64;

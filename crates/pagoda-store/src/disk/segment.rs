@@ -157,6 +157,19 @@ impl Geometry {
         slot.segment * self.segment_bytes + shape.strips[layer] + slot.slot * stored(&shape.runs[layer])
     }
 
+    /// Where in the file everything of `count` blocks lies, of which `slot` is the first of one segment.
+    pub(super) fn places(
+        &self,
+        group: GroupId,
+        slot: Slot,
+        count: usize,
+    ) -> impl Iterator<Item = Range<u64>> {
+        let header = (self.header_at(group, slot), self.header_bytes(group));
+        let run = move |layer| (self.run_at(group, slot, layer), self.stored_run(group, layer));
+        let places = std::iter::once(header).chain((0..self.layers(group)).map(run));
+        places.map(move |(start, bytes)| start..start + count as u64 * bytes)
+    }
+
     /// The segments that a range of the arena's bytes is.
     pub(super) fn segments_of(&self, arena: Range<u64>) -> Range<u64> {
         arena.start / self.extent_bytes..arena.end.div_ceil(self.extent_bytes)

@@ -55,7 +55,7 @@ pub fn decode(entry: &Entry) -> Option<(KeptSequence, Vec<u8>)> {
                 continue;
             }
             let page = blocks.next().filter(|page| u64::from(page.group) == group)?;
-            let block = BlockId::new(page.block);
+            let block = (page.block < u32::MAX).then(|| BlockId::new(page.block))?;
             written.pages.push(match code {
                 SEALED => KeptPage::Sealed(block),
                 open => KeptPage::Open(block, u32::try_from(open - OPEN).ok()?),

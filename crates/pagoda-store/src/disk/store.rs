@@ -30,7 +30,7 @@ pub struct Store {
     file: Arc<dyn File>,
     access: Access,
     index: Option<Mutex<Index>>,
-    pages: Mutex<HashMap<(GroupId, BlockId), Page>>,
+    pages: Mutex<Pages>,
     budget: Option<Mutex<Budget>>,
     generation: AtomicU64,
     bytes_written: AtomicU64,
@@ -48,6 +48,9 @@ pub struct Traffic {
     /// Reads that did not verify.
     pub corrupt: u64,
 }
+
+/// What can be read, by where it lies.
+type Pages = HashMap<(GroupId, BlockId), Page>;
 
 /// A page that can be read.
 #[derive(Clone, Debug)]
@@ -84,7 +87,9 @@ impl Store {
             _ => Error::Io { operation: "opening the pages", source },
         })?;
         let (index, recovered) = Index::open(directory, &fingerprint, &geometry)?;
-        Ok((Self::new(directory, geometry, fingerprint, budget, file, Some(index)), recovered))
+        let mut store = Self::new(directory, geometry, fingerprint, budget, file, Some(index));
+        store.access.refused.extend(recovered.unwritten.iter().map(|why| format!("a new index: {why}")));
+        Ok((store, recovered))
     }
 
     fn new(
@@ -202,6 +207,38 @@ impl Store {
         blocks.iter().map(|&block| pages.get(&(group, block)).map(|page| page.generation)).collect()
     }
 
+    /// Zeroes blocks that no page has any more, with their headers and padding. Not synced: a loss of power may bring bytes back.
+    pub fn zero(&self, group: GroupId, blocks: Range<u32>) -> Result<()> {
+        let blocks: Vec<_> = blocks.map(BlockId::new).collect();
+        let mut pages = lock(&self.pages);
+        self.require_spare(&pages, group, &blocks)?;
+        blocks.iter().for_each(|&block| drop(pages.remove(&(group, block))));
+        drop(pages);
+        let ranges = stretches(&self.geometry, group, &blocks);
+        let mut ranges = ranges.iter().flat_map(|s| self.geometry.places(group, s.slot, s.count));
+        ranges.try_for_each(|range| self.file.zero(range)).map_err(Error::io("zeroing"))
+    }
+
+    /// Zeroes all of the file that no entry of the index has: what processes before this one have left.
+    pub fn zero_rest(&self) -> Result<()> {
+        let pages = lock(&self.pages);
+        let kept = pages.iter().filter(|(_, page)| page.kept > 0);
+        let places = |(group, block): (GroupId, BlockId)| {
+            self.geometry.places(group, self.geometry.slot(group, block), 1)
+        };
+        let mut kept: Vec<_> = kept.flat_map(|(&at, _)| places(at)).collect();
+        kept.sort_unstable_by_key(|range| range.start);
+        let (bytes, count) = self.geometry.segments();
+        let mut start = 0;
+        for range in kept.into_iter().chain(std::iter::once(bytes * count..bytes * count)) {
+            if start < range.start {
+                self.file.zero(start..range.start).map_err(Error::io("zeroing"))?;
+            }
+            start = range.end;
+        }
+        Ok(())
+    }
+
     fn named(&self) -> Result<&Mutex<Index>> {
         let missing = || Error::invalid("key", "on a scratch file", "a store with an index");
         self.index.as_ref().ok_or_else(missing)
@@ -221,6 +258,16 @@ impl Store {
     /// Lets blocks be written to: until that is done nothing can be read from them.
     fn begin(&self, group: GroupId, blocks: &[BlockId]) -> Result<()> {
         let mut pages = lock(&self.pages);
+        self.require_spare(&pages, group, blocks)?;
+        if let Some(budget) = &self.budget {
+            lock(budget).spend(self.geometry.written_bytes(group) * blocks.len() as u64, Instant::now())?;
+        }
+        blocks.iter().for_each(|&block| drop(pages.remove(&(group, block))));
+        Ok(())
+    }
+
+    /// Refuses blocks that are kept, or not there.
+    fn require_spare(&self, pages: &Pages, group: GroupId, blocks: &[BlockId]) -> Result<()> {
         for &block in blocks {
             let there = self.geometry.has(group.0, block.index());
             if !there || pages.get(&(group, block)).is_some_and(|page| page.kept > 0) {
@@ -229,10 +276,6 @@ impl Store {
                 return Err(Error::invalid("block", value, limit));
             }
         }
-        if let Some(budget) = &self.budget {
-            lock(budget).spend(self.geometry.written_bytes(group) * blocks.len() as u64, Instant::now())?;
-        }
-        blocks.iter().for_each(|&block| drop(pages.remove(&(group, block))));
         Ok(())
     }
 }
@@ -549,7 +592,7 @@ fn joined(pieces: &[Piece]) -> Vec<(u64, usize)> {
 }
 
 /// Notes that an entry has pages.
-fn keep(pages: &mut HashMap<(GroupId, BlockId), Page>, entry: &Entry) {
+fn keep(pages: &mut Pages, entry: &Entry) {
     for &Record { group, block, generation, sum } in &entry.pages {
         let fresh = Page { generation, sum, layers: None, kept: 0 };
         pages.entry((GroupId(group), BlockId::new(block))).or_insert(fresh).kept += 1;
@@ -557,7 +600,7 @@ fn keep(pages: &mut HashMap<(GroupId, BlockId), Page>, entry: &Entry) {
 }
 
 /// Notes that an entry is gone.
-fn unkeep(pages: &mut HashMap<(GroupId, BlockId), Page>, entry: &Entry) {
+fn unkeep(pages: &mut Pages, entry: &Entry) {
     for record in &entry.pages {
         if let Some(page) = pages.get_mut(&(GroupId(record.group), BlockId::new(record.block))) {
             page.kept -= 1;

@@ -10,6 +10,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+mod kills;
+mod parsers;
+mod places;
+
 const FINGERPRINT: Fingerprint = *b"a model of tests";
 const RUNS: [&[u64]; 2] = [&[5000, 64, 4096], &[700]];
 
@@ -463,6 +467,75 @@ fn an_index_of_an_impossible_age_is_refused() {
     assert!(open(&disk).unwrap_err().to_string().contains("opened 18446744073709551615 times"));
 }
 
+/// A drive that is full when a store is opened: what is there can be read, and what is kept from then on is there as well once
+/// there is space.
+#[test]
+fn an_index_that_cannot_be_written_anew_is_read_and_written_later() {
+    let (disk, entries) = kept();
+    let full = Fault::Errno(rustix::io::Errno::NOSPC.raw_os_error());
+    disk.fail(1, full);
+    let (store, recovered) = open(&disk).unwrap();
+    assert!(recovered.unwritten.is_some_and(|why| why.contains("No space")));
+    let mut lane = store.lane().unwrap();
+    for &((group, block), name) in entries.iter().flat_map(|(_, pages)| pages) {
+        read(&mut lane, group, &[(block, name)], layers(group)).unwrap();
+    }
+    let places: Vec<_> =
+        entries[0].1.iter().map(|((group, block), _)| (*group, BlockId::new(*block))).collect();
+    disk.fail(1, full);
+    assert!(store.put(b"first", &places, b"").unwrap_err().to_string().contains("No space"));
+    assert_eq!(readable(&disk.killed(), &entries).unwrap(), 6, "nothing was lost");
+    store.put(b"first", &places[..2], b"").unwrap();
+    store.delete(b"other").unwrap();
+    let (store, recovered) = open(&disk.power_lost(|| false)).unwrap();
+    assert_eq!(recovered, Recovered::default());
+    let found: Vec<_> = store.entries().iter().map(|(key, entry)| (key.clone(), entry.pages.len())).collect();
+    assert_eq!(found, [(b"first".to_vec(), 2)]);
+}
+
+/// Which operation of keeping something fails does not matter: the next one works, and both tell the truth.
+#[test]
+fn keeping_goes_on_after_it_has_failed() {
+    for after in 0..3 {
+        let (disk, entries) = kept();
+        let (store, _) = open(&disk).unwrap();
+        let places: Vec<_> =
+            entries[0].1.iter().map(|((group, block), _)| (*group, BlockId::new(*block))).collect();
+        disk.fail(after, Fault::Errno(rustix::io::Errno::IO.raw_os_error()));
+        store.put(b"more", &places, b"1").unwrap_err();
+        store.put(b"else", &places, b"2").unwrap();
+        store.put(b"more", &places, b"3").unwrap();
+        let (store, _) = open(&disk.power_lost(|| false)).unwrap();
+        let found: Vec<_> = store.entries().into_iter().map(|(key, entry)| (key, entry.meta)).collect();
+        assert_eq!(found.len(), 4);
+        assert_eq!(found[0], (b"else".to_vec(), b"2".to_vec()));
+        assert_eq!(found[2], (b"more".to_vec(), b"3".to_vec()));
+    }
+}
+
+#[test]
+fn an_index_does_not_grow_with_what_is_kept_no_more() {
+    let (disk, entries) = kept();
+    let (store, _) = open(&disk).unwrap();
+    let mut longest = 0;
+    for round in 0u32..20_000 {
+        store.put(b"again", &[], &[round as u8; 1000]).unwrap();
+        if round % 5 == 0 {
+            store.delete(b"again").unwrap();
+        }
+        longest = longest.max(disk.with("index", |bytes| bytes.len()));
+    }
+    assert!(longest < 3 << 20, "{longest} bytes for 20 000 times one");
+    let (store, _) = open(&disk.power_lost(|| false)).unwrap();
+    let again = store.entries().into_iter().find(|(key, _)| key == b"again").unwrap().1;
+    assert_eq!(again.meta, [19_999u32 as u8; 1000]);
+    drop(store);
+    let (store, _) = open(&disk.killed()).unwrap();
+    let mut lane = store.lane().unwrap();
+    let ((group, block), name) = entries[0].1[0];
+    read(&mut lane, group, &[(block, name)], layers(group)).unwrap();
+}
+
 #[test]
 fn two_at_once_are_refused() {
     let (disk, _) = kept();
@@ -495,6 +568,57 @@ fn what_is_kept_is_not_written_over_and_what_is_discarded_is_gone() {
     store.discard(segment * extent..(segment + 1) * extent).unwrap();
     assert!(matches!(read(&mut lane, group, &[(block, 1)], 0..3), Err(Error::Corrupt { .. })));
     assert_eq!(store.traffic().corrupt, 1);
+}
+
+/// Whether bytes that only this page has are anywhere in a file.
+fn is_in(disk: &FaultyDisk, file: &str, group: GroupId, name: u64) -> bool {
+    let bytes = payload(group, name);
+    disk.with(file, |file| {
+        file.windows(32).any(|window| bytes.windows(32).step_by(32).any(|own| own == window))
+    })
+}
+
+#[test]
+fn what_is_zeroed_is_nowhere_and_the_rest_as_it_was() {
+    let (disk, entries) = kept();
+    let (store, _) = open(&disk).unwrap();
+    let mut lane = store.lane().unwrap();
+    let own = blocks(LARGE);
+    let spare: Vec<_> = (0..own.len()).filter(|at| !(1..4).contains(at)).map(|at| own[at]).collect();
+    let pages: Vec<_> = spare.iter().map(|&block| (block, 900 + u64::from(block))).collect();
+    write(&mut lane, LARGE, &pages).unwrap();
+    assert!(pages.iter().all(|&(_, name)| is_in(&disk, "pages", LARGE, name)));
+    for (at, &(block, name)) in pages.iter().enumerate() {
+        store.zero(LARGE, block..block + 1).unwrap();
+        assert!(!is_in(&disk, "pages", LARGE, name));
+        assert!(matches!(read(&mut lane, LARGE, &[(block, name)], 0..3), Err(Error::Corrupt { .. })));
+        pages[at + 1..].iter().for_each(|page| read(&mut lane, LARGE, &[*page], 0..3).unwrap());
+    }
+    let kept = entries[0].1[0].0.1;
+    assert!(matches!(store.zero(LARGE, kept..kept + 1), Err(Error::Invalid { .. })));
+    disk.fail(0, Fault::Errno(rustix::io::Errno::IO.raw_os_error()));
+    assert!(matches!(store.zero(LARGE, spare[0]..spare[0] + 1), Err(Error::Io { .. })));
+    drop((lane, store));
+    assert_eq!(readable(&disk, &entries).unwrap(), 6);
+}
+
+#[test]
+fn what_others_have_left_is_zeroed_and_what_is_kept_stays() {
+    let (disk, entries) = kept();
+    let (store, _) = open(&disk).unwrap();
+    let spare = blocks(LARGE)[6];
+    write(&mut store.lane().unwrap(), LARGE, &[(spare, 901)]).unwrap();
+    drop(store);
+    let (store, _) = open(&disk).unwrap();
+    assert!(is_in(&disk, "pages", LARGE, 901));
+    store.zero_rest().unwrap();
+    assert!(!is_in(&disk, "pages", LARGE, 901));
+    drop(store);
+    assert_eq!(readable(&disk, &entries).unwrap(), 6);
+    let (store, _) = open(&disk).unwrap();
+    entries.iter().for_each(|(key, _)| drop(store.delete(key).unwrap()));
+    store.zero_rest().unwrap();
+    assert!(disk.with("pages", |bytes| bytes.iter().all(|&byte| byte == 0)));
 }
 
 #[test]
@@ -641,57 +765,4 @@ fn hostile_places_are_refused() {
     std::fs::create_dir(path("good/index")).unwrap();
     rights("good/index", 0o700);
     assert!(refused("good").contains("not a file"));
-}
-
-/// A child keeps and forgets keys as fast as it can and is killed; whoever comes next finds only right pages.
-#[test]
-fn kill_9_at_any_moment_leaves_only_right_pages() {
-    const CHILD: &str = "PAGODA_TEST_STORE";
-    if let Some(path) = std::env::var_os(CHILD) {
-        let folder = Folder::open(&PathBuf::from(path)).unwrap();
-        let (store, _) = open(&folder).unwrap();
-        let mut lane = store.lane().unwrap();
-        let own = blocks(LARGE);
-        for round in 0u64.. {
-            let turn = (round % 3) as usize;
-            let key = [b'k', turn as u8];
-            store.delete(&key).unwrap();
-            let pages: Vec<_> = own[turn * 3..turn * 3 + 3]
-                .iter()
-                .map(|&block| (block, round * 64 + u64::from(block)))
-                .collect();
-            write(&mut lane, LARGE, &pages).unwrap();
-            let places: Vec<_> = pages.iter().map(|&(block, _)| (LARGE, BlockId::new(block))).collect();
-            let meta: Vec<u8> = pages.iter().flat_map(|(_, name)| name.to_le_bytes()).collect();
-            store.put(&key, &places, &meta).unwrap();
-        }
-    }
-    let rounds = std::env::var("PAGODA_KILLS").map_or(8, |count| count.parse().unwrap());
-    let place = Place::new();
-    let (mut pages_seen, mut generation) = (0, 0);
-    for round in 0..rounds {
-        let test = "disk::tests::kill_9_at_any_moment_leaves_only_right_pages";
-        let mut child = std::process::Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", test, "--nocapture"])
-            .env(CHILD, &place.0)
-            .stdout(std::process::Stdio::null())
-            .spawn()
-            .unwrap();
-        // Not for the clock's sake: the moments have to differ.
-        std::thread::sleep(std::time::Duration::from_micros(20_000 + round * 7_919 % 40_000));
-        child.kill().unwrap();
-        child.wait().unwrap();
-        let (store, recovered) = open(&Folder::open(&place.0).unwrap()).unwrap();
-        assert_eq!(recovered.lost, []);
-        let mut lane = store.lane().unwrap();
-        for (_, entry) in store.entries() {
-            let names = entry.meta.chunks_exact(8).map(|n| u64::from_le_bytes(n.try_into().unwrap()));
-            for (page, name) in entry.pages.iter().zip(names) {
-                read(&mut lane, LARGE, &[(page.block, name)], 0..3).unwrap();
-                pages_seen += 1;
-                generation = generation.max(page.generation);
-            }
-        }
-    }
-    assert!(pages_seen > 0 && generation > 0, "the children came to something");
 }

@@ -208,6 +208,10 @@ impl Directory for FaultyDisk {
         Ok(Some(bytes))
     }
 
+    fn share(&self) -> io::Result<Box<dyn Directory>> {
+        Ok(Box::new(self.clone()))
+    }
+
     fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<Arc<dyn File>> {
         let mut image = Image::default();
         let mut state = self.0.lock().unwrap();
@@ -252,6 +256,13 @@ impl File for Open {
         let end = image.live.len().min(range.end as usize);
         let zeros = vec![0; end.saturating_sub(range.start as usize)];
         image.write(range.start, &zeros, None).map(drop)
+    }
+
+    fn zero(&self, range: Range<u64>) -> io::Result<()> {
+        if let Some(Fault::Errno(errno)) = self.disk.0.lock().unwrap().next() {
+            return Err(io::Error::from_raw_os_error(errno));
+        }
+        self.discard(range)
     }
 
     fn lanes(&self) -> usize {

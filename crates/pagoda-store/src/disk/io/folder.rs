@@ -1,7 +1,7 @@
 //! A directory of the file system, and what it turned out to do when it was tried.
 
 use super::psync::Psync;
-use super::{ALIGN, Access, Directory, File, Kind, Lane, Op};
+use super::{ALIGN, Access, Directory, File, IO_BYTES_MAX, Kind, Lane, Op};
 use crate::Slab;
 use crate::disk::Error;
 use rustix::fs::{self, AtFlags, FlockOperation, Mode, OFlags};
@@ -30,6 +30,7 @@ pub struct Folder {
 struct OnDisk {
     fd: Arc<OwnedFd>,
     uring: bool,
+    locked: bool,
 }
 
 impl Folder {
@@ -92,11 +93,11 @@ impl Folder {
         Ok(fd)
     }
 
-    fn pages(&self, fd: OwnedFd) -> io::Result<Arc<dyn File>> {
+    fn pages(&self, fd: OwnedFd, locked: bool) -> io::Result<Arc<dyn File>> {
         if self.access.direct {
             set_direct(&fd)?;
         }
-        Ok(Arc::new(OnDisk { fd: Arc::new(fd), uring: self.access.uring }))
+        Ok(Arc::new(OnDisk { fd: Arc::new(fd), uring: self.access.uring, locked }))
     }
 }
 
@@ -106,7 +107,7 @@ impl Directory for Folder {
     }
 
     fn scratch(&self) -> io::Result<Arc<dyn File>> {
-        self.pages(self.nameless()?)
+        self.pages(self.nameless()?, false)
     }
 
     fn lock(&self, name: &str) -> io::Result<Arc<dyn File>> {
@@ -120,7 +121,7 @@ impl Directory for Folder {
                 }
             }
         }
-        self.pages(fd)
+        self.pages(fd, true)
     }
 
     fn read(&self, name: &str, limit: u64) -> io::Result<Option<Vec<u8>>> {
@@ -139,10 +140,14 @@ impl Directory for Folder {
         Ok(Some(bytes))
     }
 
+    fn share(&self) -> io::Result<Box<dyn Directory>> {
+        Ok(Box::new(Self { fd: self.fd.try_clone()?, access: self.access.clone() }))
+    }
+
     fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<Arc<dyn File>> {
         let fresh = temporary();
         let fd = self.create(&fresh, OFlags::EXCL)?;
-        let file = OnDisk { fd: Arc::new(fd), uring: false };
+        let file = OnDisk { fd: Arc::new(fd), uring: false, locked: false };
         let replaced = file.write(0, bytes).and_then(|()| file.sync()).and_then(|()| {
             fs::renameat(&self.fd, &fresh, &self.fd, name)?;
             Ok(fs::fsync(&self.fd)?)
@@ -174,14 +179,11 @@ impl File for OnDisk {
     }
 
     fn discard(&self, range: Range<u64>) -> io::Result<()> {
-        #[cfg(target_os = "linux")]
-        fs::fallocate(
-            &*self.fd,
-            fs::FallocateFlags::PUNCH_HOLE | fs::FallocateFlags::KEEP_SIZE,
-            range.start,
-            range.end - range.start,
-        )?;
-        Ok(())
+        punch(&self.fd, &range).map(drop)
+    }
+
+    fn zero(&self, range: Range<u64>) -> io::Result<()> {
+        if punch(&self.fd, &range)? { Ok(()) } else { self.write_zeros(range) }
     }
 
     fn lanes(&self) -> usize {
@@ -191,6 +193,28 @@ impl File for OnDisk {
 
     fn lane(&self) -> io::Result<Box<dyn Lane>> {
         if self.uring { ring(self.fd.clone()) } else { Ok(Box::new(Psync(self.fd.clone()))) }
+    }
+}
+
+impl OnDisk {
+    /// Writes zeros over what is there of an aligned range.
+    fn write_zeros(&self, range: Range<u64>) -> io::Result<()> {
+        let end = range.end.min((fs::fstat(&*self.fd)?.st_size as u64).next_multiple_of(ALIGN));
+        let zeros = Slab::new(IO_BYTES_MAX)?;
+        // SAFETY: the slab is this function's alone, and nobody writes to it.
+        let zeros = unsafe { std::slice::from_raw_parts(zeros.base(), IO_BYTES_MAX) };
+        let cuts = (range.start..end).step_by(IO_BYTES_MAX);
+        cuts.map(|at| (at, (end - at).min(IO_BYTES_MAX as u64) as usize))
+            .try_for_each(|(at, bytes)| self.write(at, &zeros[..bytes]))
+    }
+}
+
+impl Drop for OnDisk {
+    fn drop(&mut self) {
+        if self.locked {
+            // A child that was forked meanwhile has the file open as well, and would keep the lock with it.
+            let _ = fs::flock(&*self.fd, FlockOperation::Unlock);
+        }
     }
 }
 
@@ -219,6 +243,21 @@ fn set_direct(fd: impl AsFd) -> io::Result<()> {
 #[cfg(not(target_os = "linux"))]
 fn set_direct(_: impl AsFd) -> io::Result<()> {
     Err(io::ErrorKind::Unsupported.into())
+}
+
+/// Makes a hole in a file; says whether the file system has such.
+#[cfg(target_os = "linux")]
+fn punch(fd: &OwnedFd, range: &Range<u64>) -> io::Result<bool> {
+    let flags = fs::FallocateFlags::PUNCH_HOLE | fs::FallocateFlags::KEEP_SIZE;
+    match fs::fallocate(fd, flags, range.start, range.end - range.start) {
+        Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => Ok(false),
+        other => Ok(other.map(|()| true)?),
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn punch(_: &OwnedFd, _: &Range<u64>) -> io::Result<bool> {
+    Ok(false)
 }
 
 /// Writes two aligned pieces and reads them back.
@@ -275,4 +314,30 @@ fn require_ours(fd: &OwnedFd, denied: Mode, what: &str) -> io::Result<()> {
         )));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_range_is_zeroed_with_holes_and_without() {
+        let place = std::env::temp_dir().join(format!("pagoda-zeros-{}", std::process::id()));
+        let folder = Folder::open(&place).unwrap();
+        type Zero = fn(&OnDisk, Range<u64>) -> io::Result<()>;
+        for zero in [<OnDisk as File>::zero as Zero, OnDisk::write_zeros] {
+            let fd = Arc::new(folder.nameless().unwrap());
+            let file = OnDisk { fd: fd.clone(), uring: false, locked: false };
+            let len = 3 * IO_BYTES_MAX;
+            file.write(0, &vec![7; len]).unwrap();
+            let range = ALIGN..len as u64 - 2 * ALIGN;
+            zero(&file, range.clone()).unwrap();
+            zero(&file, len as u64..len as u64 + 8 * ALIGN).unwrap();
+            let mut bytes = vec![1; len + 1];
+            assert_eq!(rustix::io::pread(&*fd, &mut bytes, 0).unwrap(), len, "it grows no file");
+            bytes.pop();
+            assert!((0..).zip(bytes).all(|(at, byte)| byte == if range.contains(&at) { 0 } else { 7 }));
+        }
+        std::fs::remove_dir(&place).unwrap();
+    }
 }

@@ -35,6 +35,9 @@ pub trait Directory: Debug + Send + Sync {
     /// The bytes of a small file; none if it is not there. Refuses more than `limit`.
     fn read(&self, name: &str, limit: u64) -> io::Result<Option<Vec<u8>>>;
 
+    /// The same directory, to hold on to.
+    fn share(&self) -> io::Result<Box<dyn Directory>>;
+
     /// Puts a file with these bytes in the place of `name`, at once and for good.
     fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<Arc<dyn File>>;
 }
@@ -49,6 +52,9 @@ pub trait File: Debug + Send + Sync {
 
     /// Gives the space of a range back. It reads as zeros from then on, or as before.
     fn discard(&self, range: Range<u64>) -> io::Result<()>;
+
+    /// Makes a range read as zeros from now on, and gives its space back where the file system can.
+    fn zero(&self, range: Range<u64>) -> io::Result<()>;
 
     /// How many queues, each with a thread, keep the drive busy.
     fn lanes(&self) -> usize;
@@ -113,11 +119,14 @@ impl<'a> Op<'a> {
     fn advance(&mut self, result: io::Result<usize>) -> bool {
         match result {
             Ok(0) if self.done < self.bytes.len() => {
-                let kind = match self.kind {
-                    Kind::Read => io::ErrorKind::UnexpectedEof,
-                    Kind::Write => io::ErrorKind::WriteZero,
-                };
-                self.outcome = Some(Err(kind.into()));
+                self.outcome = Some(match self.kind {
+                    Kind::Read => {
+                        // Behind the end of a file that was cut short: zeros verify as nothing, page by page.
+                        self.bytes[self.done..].fill(0);
+                        Ok(())
+                    }
+                    Kind::Write => Err(io::ErrorKind::WriteZero.into()),
+                });
             }
             Ok(count) => {
                 self.done += count;

@@ -1,0 +1,46 @@
+//! Blocks whose bytes have to go before anybody else gets them, for whoever asks for that.
+
+use crate::cache::Cache;
+use crate::ids::{BlockId, GroupId, Tier};
+use crate::plan::Fence;
+use crate::step::Phase;
+use std::ops::Range;
+
+/// A block that no page has and nothing touches, with the bytes that it had.
+pub(crate) type Freed = (Tier, GroupId, BlockId);
+
+impl Cache {
+    /// From now on a freed block waits for `zero`.
+    pub fn zero_on_free(&mut self) {
+        self.freed.get_or_insert_default();
+    }
+
+    /// Hands freed blocks out again once `zero` has cleared them: neighbours of a group at a time. Those that it says it could
+    /// not clear are asked for again the next time.
+    pub fn zero(&mut self, mut zero: impl FnMut(Tier, GroupId, Range<u32>) -> bool) {
+        self.settle();
+        let Some(freed) = &mut self.freed else { return };
+        freed.sort_unstable();
+        let follows = |a: &Freed, b: &Freed| (a.0, a.1, a.2.index() + 1) == (b.0, b.1, b.2.index());
+        let mut left = Vec::new();
+        for run in freed.chunk_by(follows) {
+            let (tier, group, first) = run[0];
+            if zero(tier, group, first.index()..first.index() + run.len() as u32) {
+                run.iter().for_each(|&(.., block)| self.arenas[tier.index()].give(group, block));
+            } else {
+                left.extend_from_slice(run);
+            }
+        }
+        *freed = left;
+    }
+
+    /// Takes a block back that nothing can touch any more.
+    pub(crate) fn give_block(&mut self, tier: Tier, group: GroupId, block: BlockId) {
+        let waits = self.keeps(Fence::Zeros);
+        match &mut self.freed {
+            // No kernel has seen the blocks of a step that is being refused: they are as clean as they were.
+            Some(freed) if waits && self.step.phase != Phase::Entering => freed.push((tier, group, block)),
+            _ => self.arenas[tier.index()].give(group, block),
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! What stands where a directory or a file of ours should, and what happens to files while they are open.
+
+use super::*;
+use rustix::fs::{CWD, FileType, Mode, mknodat};
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::chown;
+use std::path::Path;
+
+/// A directory with something kept, and why a store cannot be opened there.
+struct Kept {
+    place: Place,
+    pages: Vec<(u32, u64)>,
+}
+
+impl Kept {
+    fn new() -> Self {
+        let place = Place::new();
+        let pages: Vec<_> = blocks(LARGE)[..8].iter().map(|&block| (block, 500 + u64::from(block))).collect();
+        let (store, _) = open(&Folder::open(&place.0).unwrap()).unwrap();
+        write(&mut store.lane().unwrap(), LARGE, &pages).unwrap();
+        let places: Vec<_> = pages.iter().map(|&(block, _)| (LARGE, BlockId::new(block))).collect();
+        store.put(b"it", &places, b"").unwrap();
+        Self { place, pages }
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.place.0.join(name)
+    }
+
+    fn open(&self) -> Arc<Store> {
+        open(&Folder::open(&self.place.0).unwrap()).unwrap().0
+    }
+
+    fn refusal(&self) -> String {
+        refusal(&self.place.0)
+    }
+
+    /// How many of its pages can be read, all of them right; the others are no error of the drive.
+    fn readable(&self, store: &Arc<Store>) -> usize {
+        let mut lane = store.lane().unwrap();
+        let results = self.pages.iter().map(|&page| read(&mut lane, LARGE, &[page], layers(LARGE)));
+        let right = |result: Result<()>| match result {
+            Ok(()) => true,
+            Err(Error::Corrupt { .. }) => false,
+            Err(other) => panic!("{other}"),
+        };
+        results.map(right).filter(|&right| right).count()
+    }
+}
+
+fn refusal(path: &Path) -> String {
+    Folder::open(path).and_then(|folder| open(&folder)).unwrap_err().to_string()
+}
+
+#[test]
+fn what_is_no_file_is_refused_at_once() {
+    let kept = Kept::new();
+    for name in ["pages", "index"] {
+        let (file, aside) = (kept.file(name), kept.file("aside"));
+        fs::rename(&file, &aside).unwrap();
+        for (kind, reason) in [(FileType::Fifo, "not a file"), (FileType::Socket, "No such device")] {
+            mknodat(CWD, &file, kind, Mode::RUSR | Mode::WUSR, 0).unwrap();
+            assert!(kept.refusal().contains(reason), "{}", kept.refusal());
+            fs::remove_file(&file).unwrap();
+        }
+        fs::create_dir(&file).unwrap();
+        fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
+        let reason = kept.refusal();
+        assert!(reason.contains("Is a directory") || reason.contains("not a file"), "{reason}");
+        fs::remove_dir(&file).unwrap();
+        fs::rename(&aside, &file).unwrap();
+    }
+    assert_eq!(kept.readable(&kept.open()), 8);
+}
+
+#[test]
+fn what_others_own_is_refused() {
+    if !rustix::process::geteuid().is_root() {
+        return; // Nobody else can give files away.
+    }
+    let kept = Kept::new();
+    for file in [kept.place.0.clone(), kept.file("pages"), kept.file("index")] {
+        chown(&file, Some(12_345), None).unwrap();
+        assert!(kept.refusal().contains("of user 12345: this process is 0"), "{}", kept.refusal());
+        chown(&file, Some(0), None).unwrap();
+    }
+    assert_eq!(kept.readable(&kept.open()), 8);
+}
+
+#[test]
+fn paths_that_are_none_are_refused() {
+    for path in [&b""[..], b"a\0b", &[b'x'; 5000], b"/dev/null", b"/proc/self/nothing/x"] {
+        let error = Folder::open(Path::new(OsStr::from_bytes(path))).unwrap_err();
+        assert!(matches!(error, Error::Place { .. }), "{error}");
+    }
+}
+
+#[test]
+fn a_file_that_is_cut_short_while_it_is_open_has_lost_pages_and_no_more() {
+    let kept = Kept::new();
+    let store = kept.open();
+    let pages = fs::File::options().write(true).open(kept.file("pages")).unwrap();
+    let len = pages.metadata().unwrap().len();
+    let mut counts = Vec::new();
+    for part in (0..=8).rev() {
+        for less in [0, 1, 4097] {
+            pages.set_len((len * part / 8).saturating_sub(less)).unwrap();
+            counts.push(kept.readable(&store));
+        }
+    }
+    assert!(counts.is_sorted_by(|a, b| a >= b) && counts[0] == 8 && counts.last() == Some(&0), "{counts:?}");
+    assert_eq!(kept.readable(&kept_after(store, &kept)), 0, "nor are they there for the next process");
+
+    let store = kept.open();
+    store.delete(b"it").unwrap();
+    write(&mut store.lane().unwrap(), LARGE, &kept.pages).unwrap();
+    assert_eq!(kept.readable(&store), 8, "what is written from now on is there");
+}
+
+/// The store as the next process has it.
+fn kept_after(store: Arc<Store>, kept: &Kept) -> Arc<Store> {
+    drop(store);
+    kept.open()
+}
+
+#[test]
+fn files_that_grow_while_they_are_open_are_read_to_where_they_were_written() {
+    let kept = Kept::new();
+    let store = kept.open();
+    for name in ["pages", "index"] {
+        let mut file = fs::File::options().append(true).open(kept.file(name)).unwrap();
+        std::io::Write::write_all(&mut file, &[0x5a; 10_000]).unwrap();
+    }
+    assert_eq!(kept.readable(&store), 8);
+    store.put(b"more", &[(LARGE, BlockId::new(kept.pages[0].0))], b"meta").unwrap();
+    let store = kept_after(store, &kept);
+    assert_eq!(kept.readable(&store), 8);
+    let keys: Vec<_> = store.entries().into_iter().map(|(key, _)| key).collect();
+    assert_eq!(keys, [b"it".to_vec(), b"more".to_vec()]);
+}

@@ -1,0 +1,242 @@
+//! An index whose checksums are right and whose lengths lie, as somebody makes it who knows the format: whatever it says, no
+//! allocation is larger than the bytes that are there justify, and nothing panics.
+
+use pagoda_core::Cache;
+use pagoda_core::cache::{Group, GroupKind, TierMemory};
+use pagoda_store::disk::io::{Access, Directory, File, Lane};
+use pagoda_store::disk::{Geometry, Store, sequence};
+use proptest::prelude::*;
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+
+struct Measuring;
+
+thread_local! {
+    static LARGEST: Cell<usize> = const { Cell::new(0) };
+}
+
+// SAFETY: hands everything on to the system's allocator.
+unsafe impl GlobalAlloc for Measuring {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        LARGEST.set(LARGEST.get().max(layout.size()));
+        // SAFETY: the caller's promise is ours.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise is ours.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Measuring = Measuring;
+
+/// A directory that has an index with these bytes.
+#[derive(Debug)]
+struct Given(Vec<u8>);
+
+#[derive(Debug)]
+struct Nothing;
+
+impl Directory for Given {
+    fn access(&self) -> Access {
+        Access::default()
+    }
+
+    fn scratch(&self) -> io::Result<Arc<dyn File>> {
+        Ok(Arc::new(Nothing))
+    }
+
+    fn lock(&self, _: &str) -> io::Result<Arc<dyn File>> {
+        Ok(Arc::new(Nothing))
+    }
+
+    fn read(&self, _: &str, _: u64) -> io::Result<Option<Vec<u8>>> {
+        Ok(Some(self.0.clone()))
+    }
+
+    fn share(&self) -> io::Result<Box<dyn Directory>> {
+        Ok(Box::new(Self(self.0.clone())))
+    }
+
+    fn replace(&self, _: &str, _: &[u8]) -> io::Result<Arc<dyn File>> {
+        Ok(Arc::new(Nothing))
+    }
+}
+
+impl File for Nothing {
+    fn write(&self, _: u64, _: &[u8]) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn discard(&self, _: Range<u64>) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn zero(&self, _: Range<u64>) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn lanes(&self) -> usize {
+        1
+    }
+
+    fn lane(&self) -> io::Result<Box<dyn Lane>> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+}
+
+const FINGERPRINT: [u8; 16] = *b"a model of tests";
+const PAGE_SIZE: u32 = 16;
+
+/// As docs/layout.md draws it.
+fn header(geometry: &[u64]) -> Vec<u8> {
+    let mut bytes = [&b"PAGODAIX"[..], &1u32.to_le_bytes(), &(geometry.len() as u32).to_le_bytes()].concat();
+    bytes.extend(FINGERPRINT);
+    bytes.extend(0u64.to_le_bytes());
+    geometry.iter().for_each(|number| bytes.extend(number.to_le_bytes()));
+    bytes.extend(xxh3_64(&bytes).to_le_bytes());
+    bytes
+}
+
+/// Adds a line that verifies.
+fn push(index: &mut Vec<u8>, claimed: Option<u32>, body: &[u8]) {
+    let at = index.len();
+    index.extend(claimed.unwrap_or(body.len() as u32).to_le_bytes());
+    index.extend(body);
+    index.extend(xxh3_64_with_seed(&index[at..], at as u64).to_le_bytes());
+}
+
+/// Small, about what is right, or as large as it gets.
+fn number() -> impl Strategy<Value = u32> {
+    prop_oneof![0u32..40, Just(PAGE_SIZE), Just(u32::MAX), Just(u32::MAX - 1), Just(1 << 31), any::<u32>()]
+}
+
+fn long() -> impl Strategy<Value = u64> {
+    prop_oneof![number().prop_map(u64::from), Just(u64::MAX), Just(1 << 62), any::<u64>()]
+}
+
+#[derive(Clone, Debug)]
+struct Put {
+    key: Vec<u8>,
+    /// Lengths that are not those of the key, the pages and the rest.
+    lies: [Option<u32>; 4],
+    pages: Vec<(u32, u32, u64)>,
+    record: Vec<u64>,
+}
+
+fn puts() -> impl Strategy<Value = Vec<Put>> {
+    let key = proptest::collection::vec(any::<u8>(), 0..6);
+    let lies = proptest::array::uniform4(proptest::option::weighted(0.15, number()));
+    let pages = proptest::collection::vec((0u32..3, number(), long()), 0..6);
+    // Tokens, groups, what has left, spans, pages; a span; a page or two.
+    let shape = (long(), 0u64..4, long(), long(), long(), long())
+        .prop_map(|(a, b, c, d, e, f)| vec![a, b, c, d, e, f]);
+    let record =
+        (shape, proptest::collection::vec(long(), 0..16)).prop_map(|(shape, rest)| [shape, rest].concat());
+    let put =
+        (key, lies, pages, record).prop_map(|(key, lies, pages, record)| Put { key, lies, pages, record });
+    proptest::collection::vec(put, 0..5)
+}
+
+impl Put {
+    fn body(&self) -> Vec<u8> {
+        let lengths = [self.key.len(), self.pages.len(), self.record.len() * 8];
+        let mut body = 1u32.to_le_bytes().to_vec();
+        for (length, lie) in lengths.into_iter().zip(self.lies) {
+            body.extend(lie.unwrap_or(length as u32).to_le_bytes());
+        }
+        body.extend(&self.key);
+        for (group, block, generation) in &self.pages {
+            body.extend([group.to_le_bytes(), block.to_le_bytes()].concat());
+            body.extend([generation.to_le_bytes(), [7; 8]].concat());
+        }
+        self.record.iter().for_each(|word| body.extend(word.to_le_bytes()));
+        body
+    }
+}
+
+/// Opens a store over such an index, and a cache over what it says. Returns the largest allocation.
+fn take_in(index: Vec<u8>) -> usize {
+    LARGEST.set(0);
+    let runs = [vec![5000, 64], vec![700]];
+    let geometry = Geometry::new(&runs, 4 << 20).unwrap();
+    let arena = geometry.arena();
+    if let Ok((store, _)) = Store::open(&Given(index), geometry, FINGERPRINT, None) {
+        let group = |runs: &Vec<u64>| Group {
+            block_bytes: runs.iter().sum(),
+            kind: GroupKind::Paged { page_size: PAGE_SIZE },
+            window: None,
+        };
+        let memory = TierMemory { bytes: 1 << 20, extent_bytes: 1 << 16 };
+        let groups: Vec<_> = runs.iter().map(group).collect();
+        let mut cache = Cache::new(&groups, [memory, memory, arena]).unwrap();
+        let decoded: Vec<_> =
+            store.entries().iter().filter_map(|(_, entry)| sequence::decode(entry)).collect();
+        let shapes: Vec<_> = decoded.into_iter().map(|(kept, _)| kept).collect();
+        for id in cache.adopt(&shapes).into_iter().flatten() {
+            cache.forget(id);
+        }
+        cache.audit().unwrap();
+    }
+    LARGEST.get()
+}
+
+/// What a cache takes that finds an empty index.
+fn least() -> usize {
+    take_in(header(&described()))
+}
+
+/// The geometry as an index has it: extent and segment bytes, then each group.
+fn described() -> Vec<u64> {
+    // An index that is refused says what would have been right.
+    let geometry = Geometry::new(&[vec![5000, 64], vec![700]], 4 << 20).unwrap();
+    let other = Store::open(&Given(header(&[])), geometry, FINGERPRINT, None).unwrap_err().to_string();
+    let (_, wanted) = other.split_once("and [").unwrap();
+    let (wanted, _) = wanted.split_once(']').unwrap();
+    wanted.split(", ").map(|number| number.parse().unwrap()).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(5000))]
+
+    #[test]
+    fn allocations_are_as_large_as_what_is_there(
+        puts in puts(),
+        count in proptest::option::weighted(0.1, number()),
+        tail in proptest::collection::vec(any::<u8>(), 0..20),
+    ) {
+        let mut index = header(&described());
+        if let Some(count) = count {
+            index[12..16].copy_from_slice(&count.to_le_bytes());
+            let end = index.len() - 8;
+            let sum = xxh3_64(&index[..end]);
+            index[end..].copy_from_slice(&sum.to_le_bytes());
+        }
+        puts.iter().for_each(|put| push(&mut index, put.lies[3], &put.body()));
+        index.extend(tail);
+        let bytes = index.len();
+        let (largest, least) = (take_in(index), least());
+        prop_assert!(largest <= least.max(8 * bytes) + 4096, "{largest} bytes at once, for an index of {bytes}");
+    }
+}
+
+/// That the measure measures: an honest index of many pages takes more than an empty one.
+#[test]
+fn an_honest_index_takes_memory_and_is_taken_in() {
+    let mut index = header(&described());
+    let record = [vec![0; 2], vec![0; 1000]].concat();
+    let put = Put { key: b"k".to_vec(), lies: [None; 4], pages: Vec::new(), record };
+    push(&mut index, None, &put.body());
+    let bytes = index.len();
+    assert!((bytes..8 * bytes + least()).contains(&take_in(index)));
+}

@@ -1,0 +1,259 @@
+"""The disk tier and its process: forks, signals, exits, other processes, drives that fill up, and nothing that piles up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = str(Path(__file__).parent)
+
+PRELUDE = f"""
+import contextlib, gc, os, signal, sys, threading
+sys.path.insert(0, {TESTS!r})
+import numpy as np
+import pagoda, pytest
+from mirror import Mirror, Tokens, layer
+spec = pagoda.ModelSpec(layers=[layer(), layer()])
+def opened(**changes):
+    options = dict(device="cpu", page_size=16, device_memory="4MiB", host_memory="4MiB", disk=sys.argv[1],
+                   disk_memory="16MiB", resume=True, threads=2)
+    return pagoda.Cache(spec, **(options | changes))
+def mirrored(cache, count=800):
+    mirror = Mirror(cache, np.random.default_rng(0))
+    tokens = mirror.create()
+    mirror.step([tokens], [count])
+    return mirror, tokens
+def loaded(mirror, key, like):
+    sequence = mirror.cache.load(key)
+    mirror.live.append(Tokens(sequence, list(like.k), list(like.v)))
+    return mirror.live[-1]
+"""
+
+
+def run(script: str, place: Path, *, before: list[str] | None = None) -> None:
+    """Runs a script in a process of its own, which has to end well."""
+    command = [*(before or []), sys.executable, "-c", PRELUDE + script, str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stdout + done.stderr
+
+
+def test_a_fork_with_transfers_under_way(tmp_path: Path) -> None:
+    """Every call of the child raises, its end frees nothing, and the parent's pages arrive."""
+    script = """
+cache = opened()
+mirror, tokens = mirrored(cache)
+sequence = tokens.sequence
+cache.save(sequence, "it")
+plan = cache.plan(sequence, "host")
+for turn in range(4):
+    ticket = cache.demote(sequence, to="disk" if turn % 2 == 0 else "host")
+    child = os.fork()
+    if child == 0:
+        calls = [
+            cache.create, cache.audit, cache.stats, cache.saved, sequence.fork, sequence.__len__, sequence.release,
+            ticket.wait, lambda: cache.step([sequence], [1]).__enter__(), lambda: cache.execute(plan),
+            lambda: cache.save(sequence, "it"), lambda: cache.load("it"), lambda: cache.forget("it"),
+            lambda: cache.demote(sequence, to="disk"),
+        ]
+        for call in calls:
+            with pytest.raises(pagoda.UseAfterRelease):
+                call()
+        if turn == 0:
+            cache.close()
+        with pytest.raises(pagoda.TierIOError, match="has it open"):
+            opened()
+        del sequence, ticket, mirror, tokens, cache, plan
+        gc.collect()
+        if turn % 2:
+            os._exit(0)
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert ticket.wait(60)
+    mirror.look()
+    loaded(mirror, "it", tokens)
+    mirror.look()
+    mirror.release(mirror.live[-1])
+cache.close()
+opened().close()
+print("fine")
+"""
+    run(script, tmp_path / "kept")
+
+
+def test_ctrl_c_while_the_disk_is_waited_for(tmp_path: Path) -> None:
+    script = """
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+cache = opened()
+mirror, tokens = mirrored(cache)
+sequence, interrupted = tokens.sequence, 0
+while interrupted < 40:
+    signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.0007 * interrupted)
+    try:
+        while True:
+            cache.demote(sequence, to="disk").wait()
+            with contextlib.suppress(pagoda.InvalidArgument):  # Moves that were waited for are still under way.
+                cache.save(sequence, "it")
+            cache.promote(sequence).wait()
+            cache.forget("it")
+    except KeyboardInterrupt:
+        interrupted += 1
+        cache.audit()
+signal.setitimer(signal.ITIMER_REAL, 0)
+while cache.plan(sequence, "disk").copies or not cache.plan(sequence, "device").copies:
+    cache.demote(sequence, to="disk").wait()
+mirror.look()
+cache.save(sequence, "it")
+loaded(mirror, "it", tokens)
+mirror.look()
+cache.close()
+with opened() as cache:
+    assert cache.load("it") is not None
+print("fine")
+"""
+    run(script, tmp_path / "kept")
+
+
+def test_the_interpreter_ends_with_disk_transfers_under_way(tmp_path: Path) -> None:
+    script = """
+cache = opened()
+mirror, tokens = mirrored(cache)
+cache.save(tokens.sequence, "it")
+cache.demote(tokens.sequence).wait()
+ticket = cache.promote(tokens.sequence)
+others = [mirror.create() for _ in range(3)]
+mirror.step(others, [300] * 3)
+tickets = [cache.demote(other.sequence, to="disk") for other in others]
+print("fine")
+"""
+    for _ in range(3):
+        run(script, tmp_path / "kept")
+    check = """
+with opened() as cache:
+    assert len(cache.load("it")) == 800
+print("fine")
+"""
+    run(check, tmp_path / "kept")
+
+
+def test_two_processes_take_turns(tmp_path: Path) -> None:
+    script = f"""
+import subprocess
+other = [sys.executable, "-c", {PRELUDE!r} + '''
+try:
+    with opened() as cache:
+        print(sorted(cache.saved()))
+except pagoda.TierIOError as error:
+    print(error)
+''', sys.argv[1]]
+with opened() as cache:
+    cache.save(mirrored(cache, 50)[1].sequence, "it")
+    assert "has it open" in subprocess.run(other, capture_output=True, text=True, timeout=60).stdout
+    assert len(cache.load("it")) == 50
+assert subprocess.run(other, capture_output=True, text=True, timeout=60).stdout == "['it']\\n"
+print("fine")
+"""
+    run(script, tmp_path / "kept")
+
+
+def test_a_drive_that_is_full_and_has_space_again(tmp_path: Path) -> None:
+    """On a drive of 1 MiB: what cannot be written stays where it is, what is there is read, and later writing goes on."""
+    mount = ["unshare", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs "$0" && exec "$@"']
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*mount, str(tmp_path), "true"], capture_output=True).returncode
+    ):
+        pytest.skip("no drive of its own can be mounted")
+    script = """
+cache = opened()
+mirror, small = mirrored(cache, 200)
+cache.save(small.sequence, "small")
+assert cache.demote(small.sequence, to="disk").wait(60)
+large = mirror.create()
+mirror.step([large], [1500])
+for turn in range(3):
+    with pytest.raises(pagoda.TierIOError, match="No space left"):
+        cache.demote(large.sequence, to="disk").wait(60)
+    with pytest.raises(pagoda.TierIOError, match="No space left"):
+        cache.save(large.sequence, "large")
+    mirror.look()
+    loaded(mirror, "small", small)
+    mirror.look()
+    mirror.release(mirror.live[-1])
+    cache.audit()
+assert sorted(cache.saved()) == ["small"]
+mirror.truncate(large, 300)
+cache.save(large.sequence, "large")
+assert cache.demote(large.sequence, to="disk").wait(60)
+mirror.look()
+cache.close()
+with opened() as cache:
+    assert sorted(cache.saved()) == ["large", "small"]
+    mirror = Mirror(cache, np.random.default_rng(1))
+    loaded(mirror, "large", large)
+    mirror.look()
+print("fine")
+"""
+    run(script, tmp_path / "kept", before=[*mount, str(tmp_path)])
+
+
+GROWTH = """
+def things():
+    resident = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+    # The kernel starts and ends threads of its own for the rings.
+    threads = sum(not name.startswith("iou-") for name in names)
+    return resident, len(os.listdir("/proc/self/fd")), threads
+"""
+
+
+SEQUENCES = """
+cache = opened(threads=1)
+rows = np.ones((20, 2, 16), np.float16)
+def cycle(turn):
+    with cache.create() as sequence:
+        with cache.step([sequence], [20]) as step:
+            step.append(0, rows, rows)
+            step.append(1, rows, rows)
+        cache.save(sequence, str(turn % 5))
+    with cache.load(str(turn % 5)) as sequence:
+        assert len(sequence) == 20
+"""
+
+
+CACHES = """
+def cycle(turn):
+    with opened(threads=2) as cache, cache.create() as sequence:
+        cache.save(sequence, "it")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize(("cycle", "turns"), [(SEQUENCES, 10_000), (CACHES, 1500)], ids=["sequences", "caches"])
+def test_nothing_piles_up(cycle: str, turns: int, tmp_path: Path) -> None:
+    """Memory, open files and threads of a process are after many turns what they were after some."""
+    script = f"""
+{GROWTH}
+{cycle}
+for turn in range({turns // 10}):
+    cycle(turn)
+gc.collect()
+before = things()
+for turn in range({turns}):
+    cycle(turn)
+gc.collect()
+after = things()
+assert after[1:] == before[1:], (before, after)
+assert after[0] - before[0] < 4 << 20, (before, after)
+print("fine")
+"""
+    memory = Path("/dev/shm")
+    place = memory / f"pagoda-test-{os.getpid()}" if os.access(memory, os.W_OK) else tmp_path / "kept"
+    try:
+        run(script, place)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
