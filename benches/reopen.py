@@ -51,9 +51,8 @@ def main() -> None:
         with pagoda.Cache(SPEC, **options) as cache:
             start = time.perf_counter()
             loaded = cache.load("sequence 0")
-            print(
-                f"{(time.perf_counter() - start) * 1e3:.0f} ms to load one of them: {0 if loaded is None else len(loaded):,} tokens"
-            )
+            seconds, tokens = time.perf_counter() - start, 0 if loaded is None else len(loaded)
+            print(f"{seconds * 1e3:.0f} ms to load one of them: {tokens:,} tokens")
 
 
 if __name__ == "__main__":
