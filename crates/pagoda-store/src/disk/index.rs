@@ -105,6 +105,8 @@ impl Index {
 
     /// Forgets `key`; returns what it stood for.
     pub(super) fn delete(&mut self, key: &[u8]) -> Result<Option<Entry>> {
+        // A key that is not there may be on the drive all the same.
+        self.require_whole()?;
         if !self.entries.contains_key(key) {
             return Ok(None);
         }
@@ -112,10 +114,15 @@ impl Index {
         Ok(self.entries.remove(key))
     }
 
-    fn append(&mut self, line: &Line) -> Result<()> {
-        if let Some(why) = &self.broken {
-            return Err(Error::Index(format!("it takes nothing more since {why}")));
+    fn require_whole(&self) -> Result<()> {
+        match &self.broken {
+            Some(why) => Err(Error::Index(format!("it takes nothing more since {why}"))),
+            None => Ok(()),
         }
+    }
+
+    fn append(&mut self, line: &Line) -> Result<()> {
+        self.require_whole()?;
         let bytes = line.to_bytes(self.header.epoch, self.end);
         if u32::try_from(bytes.len()).is_err() || self.end + bytes.len() as u64 > BYTES_MAX {
             return Err(Error::Index(format!("a line of {} bytes does not fit", bytes.len())));
