@@ -1,6 +1,6 @@
 # One verb a chore. Every target installs what it needs into .venv; nothing else is touched.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-device test-long loom check format kernels bench bench-gpu clean
+.PHONY: help setup demo test test-rust test-python test-device test-long loom sim check format kernels bench bench-gpu clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -51,6 +51,10 @@ test-long: setup  ## the tests that take minutes
 
 loom:  ## every interleaving of a copying thread with the core
 	RUSTFLAGS="--cfg loom" cargo test -q -p pagoda-core --test loom --target-dir target/loom
+
+sim:  ## ten million operations of simulated caches over a disk with faults, counted; docs/reliability.md
+	PAGODA_SIM_OPS=$${PAGODA_SIM_OPS:-10000000} \
+		cargo test --release -p pagoda-sim --test simulation no_wrong_byte -- --nocapture
 
 check: setup  ## format, lints, types, stubs
 	cargo fmt --check

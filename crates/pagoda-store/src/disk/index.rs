@@ -129,6 +129,10 @@ impl Index {
 
     /// Forgets `key`; returns what it stood for.
     pub(super) fn delete(&mut self, key: &[u8]) -> Result<Option<Entry>> {
+        if self.file.is_none() {
+            // A key that is not there may be on the drive all the same.
+            self.rewrite()?;
+        }
         if !self.entries.contains_key(key) {
             return Ok(None);
         }

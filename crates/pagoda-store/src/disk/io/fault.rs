@@ -1,14 +1,16 @@
-//! A disk in memory that fails as it is told, and knows what a loss of power may leave of what was written.
+//! A disk in memory that fails as it is told, and knows what a loss of power may leave of what was written. It also knows what
+//! a drive that never fails would hold, so that it can tell when it hands out other bytes, and why.
 
 use super::{ALIGN, Access, Directory, File, Kind, Lane, Op};
-use std::collections::HashMap;
+use rustix::io::Errno;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 /// What goes wrong with one operation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fault {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Fault {
     /// It fails with this errno.
     Errno(i32),
     /// It does the first half and says so.
@@ -24,39 +26,98 @@ pub(crate) enum Fault {
 }
 
 impl Fault {
-    pub(crate) const ALL: [Self; 9] = [
-        Self::Errno(rustix::io::Errno::NOSPC.raw_os_error()),
-        Self::Errno(rustix::io::Errno::IO.raw_os_error()),
-        Self::Errno(rustix::io::Errno::INTR.raw_os_error()),
-        Self::Errno(rustix::io::Errno::AGAIN.raw_os_error()),
+    /// Every kind.
+    pub const ALL: [Self; 9] = [
+        Self::Errno(Errno::NOSPC.raw_os_error()),
+        Self::Errno(Errno::IO.raw_os_error()),
+        Self::Errno(Errno::INTR.raw_os_error()),
+        Self::Errno(Errno::AGAIN.raw_os_error()),
         Self::Short,
         Self::Torn,
         Self::Lost,
         Self::Flip,
         Self::Misdirected,
     ];
+
+    /// Whether the drive says what it did.
+    pub fn is_honest(self) -> bool {
+        matches!(self, Self::Errno(_) | Self::Short)
+    }
+}
+
+/// What an operation was for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Site {
+    /// Opening a file or a queue, for which the system needs memory.
+    Open,
+    /// Reading pages.
+    Read,
+    /// Writing pages.
+    Write,
+    /// Syncing either file.
+    Sync,
+    /// Reading the index.
+    IndexRead,
+    /// Adding a line to it.
+    IndexWrite,
+    /// Putting a new one in its place.
+    IndexReplace,
+}
+
+/// Why bytes are not what they should be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Cause {
+    /// An operation went wrong.
+    Fault(Fault, Site),
+    /// They changed where they lay: `FaultyDisk::spoil` says how.
+    Spoilt(&'static str),
+}
+
+/// One operation, and what goes wrong with it.
+#[derive(Clone, Copy, Debug)]
+struct Turn {
+    fault: Option<Fault>,
+    site: Site,
+    operation: u64,
+}
+
+/// What happened to a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// Something went wrong, noticed or not.
+    Happened(Cause),
+    /// A read handed out other bytes than a drive that never fails.
+    WrongBytes(Cause),
 }
 
 /// A directory of this disk. Clones are the same disk.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct FaultyDisk(Arc<Mutex<State>>);
+pub struct FaultyDisk(Arc<Mutex<State>>);
 
 #[derive(Debug, Default)]
 struct State {
-    files: HashMap<String, Image>,
+    /// By name, so that losses of power come to the same in the same order.
+    files: BTreeMap<String, Image>,
     scratched: usize,
     /// Operations so far, and what happens to those to come.
     operations: u64,
     faults: HashMap<u64, Fault>,
+    events: Vec<Event>,
 }
 
 #[derive(Clone, Debug, Default)]
 struct Image {
     live: Vec<u8>,
+    /// What a drive that never fails would hold.
+    right: Vec<u8>,
+    /// Why `live` is not `right`, by multiples of `ALIGN`.
+    causes: BTreeMap<u64, Cause>,
     /// What a loss of power certainly leaves.
     durable: Vec<u8>,
     /// What was written since.
     unsynced: Vec<(u64, Vec<u8>)>,
+    /// Whether a sync has said that it made them durable.
+    sync_lied: bool,
     locked: bool,
 }
 
@@ -70,23 +131,29 @@ struct Open {
 
 impl FaultyDisk {
     /// Lets the operation after `after` others go wrong.
-    pub(crate) fn fail(&self, after: u64, fault: Fault) {
+    pub fn fail(&self, after: u64, fault: Fault) {
         let mut state = self.0.lock().unwrap();
         let at = state.operations + after;
         state.faults.insert(at, fault);
     }
 
-    pub(crate) fn operations(&self) -> u64 {
+    /// Operations so far.
+    pub fn operations(&self) -> u64 {
         self.0.lock().unwrap().operations
     }
 
     /// Forgets faults that have not come yet; says how many.
-    pub(crate) fn calm(&self) -> usize {
+    pub fn calm(&self) -> usize {
         std::mem::take(&mut self.0.lock().unwrap().faults).len()
     }
 
+    /// What happened since last asked.
+    pub fn events(&self) -> Vec<Event> {
+        std::mem::take(&mut self.0.lock().unwrap().events)
+    }
+
     /// The disk as another process finds it after this one was killed.
-    pub(crate) fn killed(&self) -> Self {
+    pub fn killed(&self) -> Self {
         let files = self.0.lock().unwrap().files.clone();
         let unlocked = |(name, image)| (name, Image { locked: false, ..image });
         let files = files.into_iter().map(unlocked).collect();
@@ -94,7 +161,7 @@ impl FaultyDisk {
     }
 
     /// The disk after a loss of power: of what was not synced, sectors that `survives` says.
-    pub(crate) fn power_lost(&self, mut survives: impl FnMut() -> bool) -> Self {
+    pub fn power_lost(&self, mut survives: impl FnMut() -> bool) -> Self {
         let after = self.killed();
         for image in after.0.lock().unwrap().files.values_mut() {
             let mut bytes = std::mem::take(&mut image.durable);
@@ -105,14 +172,35 @@ impl FaultyDisk {
                     }
                 }
             }
-            (image.durable, image.live) = (bytes.clone(), bytes);
+            image.lose(bytes);
         }
         after
     }
 
-    /// The bytes of a file, to look at and to spoil.
-    pub(crate) fn with<T>(&self, name: &str, look: impl FnOnce(&mut Vec<u8>) -> T) -> T {
+    /// The bytes of a file, to look at; what is spoilt here has no cause.
+    pub fn with<T>(&self, name: &str, look: impl FnOnce(&mut Vec<u8>) -> T) -> T {
         look(&mut self.0.lock().unwrap().files.get_mut(name).expect("a file of that name").live)
+    }
+
+    /// Changes the bytes of a file where they lie, durably, and remembers why they are wrong.
+    pub fn spoil(&self, name: &str, why: &'static str, change: impl FnOnce(&mut Vec<u8>)) {
+        let mut state = self.0.lock().unwrap();
+        let image = state.files.get_mut(name).expect("a file of that name");
+        let before = image.live.clone();
+        change(&mut image.live);
+        if image.live == before {
+            return;
+        }
+        let (cause, unit) = (Cause::Spoilt(why), ALIGN as usize);
+        for (at, (old, new)) in before.chunks(unit).zip(image.live.chunks(unit)).enumerate() {
+            if old != new {
+                image.causes.insert(at as u64, cause);
+                if let Some(durable) = image.durable.get_mut(at * unit..at * unit + new.len()) {
+                    durable.copy_from_slice(new);
+                }
+            }
+        }
+        state.events.push(Event::Happened(cause));
     }
 
     fn open(&self, name: &str, locks: bool) -> Arc<Open> {
@@ -126,6 +214,29 @@ impl State {
         self.operations += 1;
         self.faults.remove(&(self.operations - 1))
     }
+
+    /// The next operation opens something: that fails or does not.
+    fn admit(&mut self) -> io::Result<()> {
+        let Some(fault @ Fault::Errno(errno)) = self.next() else { return Ok(()) };
+        self.events.push(Event::Happened(Cause::Fault(fault, Site::Open)));
+        Err(io::Error::from_raw_os_error(errno))
+    }
+
+    /// The next operation is `act` on a file; it says besides why bytes that it hands out are wrong, if they are.
+    fn act<T>(
+        &mut self,
+        name: &str,
+        site: Site,
+        act: impl FnOnce(&mut Image, Turn) -> (io::Result<T>, Option<Cause>),
+    ) -> io::Result<T> {
+        // Of a sync nothing is done by halves.
+        let fault = self.next().filter(|fault| (site, *fault) != (Site::Sync, Fault::Short));
+        let turn = Turn { fault, site, operation: self.operations };
+        let (result, wrong) = act(self.files.get_mut(name).expect("open"), turn);
+        self.events.extend(turn.fault.map(|fault| Event::Happened(Cause::Fault(fault, site))));
+        self.events.extend(wrong.map(Event::WrongBytes));
+        result
+    }
 }
 
 fn put(bytes: &mut Vec<u8>, offset: usize, written: &[u8]) {
@@ -133,43 +244,117 @@ fn put(bytes: &mut Vec<u8>, offset: usize, written: &[u8]) {
     bytes[offset..offset + written.len()].copy_from_slice(written);
 }
 
+/// The multiples of `ALIGN` that a range touches.
+fn units(offset: u64, bytes: usize) -> Range<u64> {
+    offset / ALIGN..(offset + bytes as u64).div_ceil(ALIGN)
+}
+
+impl Turn {
+    /// What goes wrong without a word.
+    fn lie(&self) -> Option<Cause> {
+        let fault = self.fault.filter(|fault| !fault.is_honest())?;
+        Some(Cause::Fault(fault, self.site))
+    }
+
+    /// The same without a half that is owned up to: files that are read or written as a whole go on then.
+    fn whole(self) -> Self {
+        Self { fault: self.fault.filter(|fault| *fault != Fault::Short), ..self }
+    }
+
+    /// Makes one bit another; which, the number of the operation says.
+    fn flip(&self, bytes: &mut [u8]) {
+        if let Some(at) = (self.operation as usize * 7919).checked_rem(bytes.len()) {
+            bytes[at] ^= 1 << (self.operation % 8);
+        }
+    }
+}
+
 impl Image {
     /// Writes as the fault lets it; says how much it claims to have written.
-    fn write(&mut self, offset: u64, bytes: &[u8], fault: Option<Fault>) -> io::Result<usize> {
+    fn write(&mut self, offset: u64, bytes: &[u8], turn: Turn) -> io::Result<usize> {
         let (mut at, mut kept) = (offset, bytes.to_vec());
-        match fault {
+        match turn.fault {
             None => {}
             Some(Fault::Errno(errno)) => return Err(io::Error::from_raw_os_error(errno)),
             Some(Fault::Short | Fault::Torn) => kept.truncate(bytes.len().div_ceil(2)),
             Some(Fault::Lost) => kept.clear(),
-            Some(Fault::Flip) => kept[bytes.len() / 3] ^= 4,
+            Some(Fault::Flip) => turn.flip(&mut kept),
             Some(Fault::Misdirected) => at += ALIGN,
         }
-        let claimed = if fault == Some(Fault::Short) { kept.len() } else { bytes.len() };
+        let claimed = if turn.fault == Some(Fault::Short) { kept.len() } else { bytes.len() };
         put(&mut self.live, at as usize, &kept);
+        put(&mut self.right, offset as usize, &bytes[..claimed]);
+        let touched = units(offset, claimed).chain(units(at, kept.len()));
+        match turn.lie() {
+            Some(lie) => self.causes.extend(touched.map(|unit| (unit, lie))),
+            // What was wrong there has been written over; lines of the index go on in the middle of a unit.
+            None if offset.is_multiple_of(ALIGN) => touched.for_each(|unit| {
+                self.causes.remove(&unit);
+            }),
+            None => {}
+        }
         self.unsynced.push((at, kept));
         Ok(claimed)
     }
 
-    fn read(&self, offset: u64, bytes: &mut [u8], fault: Option<Fault>) -> io::Result<usize> {
-        let at = if fault == Some(Fault::Misdirected) { offset + ALIGN } else { offset } as usize;
+    /// Reads as the fault lets it; says besides why what it hands out is wrong, if it is.
+    fn read(&self, offset: u64, bytes: &mut [u8], turn: Turn) -> (io::Result<usize>, Option<Cause>) {
+        let at = if turn.fault == Some(Fault::Misdirected) { offset + ALIGN } else { offset } as usize;
         let there = &self.live[at.min(self.live.len())..];
         let mut count = bytes.len().min(there.len());
-        match fault {
-            Some(Fault::Errno(errno)) => return Err(io::Error::from_raw_os_error(errno)),
-            Some(Fault::Short) => count = count.div_ceil(2),
-            Some(Fault::Torn) => {
-                bytes[..count / 2].copy_from_slice(&there[..count / 2]);
-                return Ok(count);
-            }
-            Some(Fault::Lost) => return Ok(count),
+        let mut copied = count;
+        match turn.fault {
+            Some(Fault::Errno(errno)) => return (Err(io::Error::from_raw_os_error(errno)), None),
+            Some(Fault::Short) => (count, copied) = (count.div_ceil(2), count.div_ceil(2)),
+            Some(Fault::Torn) => copied = count / 2,
+            Some(Fault::Lost) => copied = 0,
             _ => {}
         }
-        bytes[..count].copy_from_slice(&there[..count]);
-        if fault == Some(Fault::Flip) && count > 0 {
-            bytes[count / 3] ^= 4;
+        bytes[..copied].copy_from_slice(&there[..copied]);
+        if turn.fault == Some(Fault::Flip) {
+            turn.flip(&mut bytes[..count]);
         }
-        Ok(count)
+        let right = &self.right[(offset as usize).min(self.right.len())..];
+        let ends_early = there.len() < bytes.len().min(right.len());
+        let wrong = (ends_early || right.get(..count) != Some(&bytes[..count])).then(|| {
+            let known = self.causes.range(units(offset, bytes.len())).next().map(|(_, cause)| *cause);
+            turn.lie().or(known).unwrap_or(Cause::Spoilt("by hand"))
+        });
+        (Ok(count), wrong)
+    }
+
+    /// Says what was written to be durable, which it is unless that is a lie.
+    fn sync(&mut self, turn: Turn) -> io::Result<()> {
+        if let Some(Fault::Errno(errno)) = turn.fault {
+            return Err(io::Error::from_raw_os_error(errno));
+        }
+        self.sync_lied = turn.lie().is_some();
+        if !self.sync_lied {
+            self.durable.clone_from(&self.live);
+            self.unsynced.clear();
+        }
+        Ok(())
+    }
+
+    /// Power was lost, and these bytes are what is left. What was wrong before stays so; what is missing is wrong if it was
+    /// said to be durable.
+    fn lose(&mut self, left: Vec<u8>) {
+        let mut right = left.clone();
+        let len = right.len().max(self.right.len()).max(self.live.len());
+        for bytes in [&mut right, &mut self.right, &mut self.live] {
+            bytes.resize(len, 0);
+        }
+        for ((right, claimed), was) in right.iter_mut().zip(&self.right).zip(&self.live) {
+            if self.sync_lied || was != claimed {
+                *right = *claimed;
+            }
+        }
+        if self.sync_lied {
+            for unit in units(0, len) {
+                self.causes.entry(unit).or_insert(Cause::Fault(Fault::Lost, Site::Sync));
+            }
+        }
+        (self.durable, self.live, self.right, self.sync_lied) = (left.clone(), left, right, false);
     }
 }
 
@@ -180,6 +365,7 @@ impl Directory for FaultyDisk {
 
     fn scratch(&self) -> io::Result<Arc<dyn File>> {
         let mut state = self.0.lock().unwrap();
+        state.admit()?;
         state.scratched += 1;
         let name = format!("scratch {}", state.scratched);
         drop(state);
@@ -188,6 +374,7 @@ impl Directory for FaultyDisk {
 
     fn lock(&self, name: &str) -> io::Result<Arc<dyn File>> {
         let mut state = self.0.lock().unwrap();
+        state.admit()?;
         if std::mem::replace(&mut state.files.entry(name.into()).or_default().locked, true) {
             return Err(io::ErrorKind::WouldBlock.into());
         }
@@ -197,14 +384,16 @@ impl Directory for FaultyDisk {
 
     fn read(&self, name: &str, limit: u64) -> io::Result<Option<Vec<u8>>> {
         let mut state = self.0.lock().unwrap();
-        let fault = state.next();
-        let Some(image) = state.files.get(name) else { return Ok(None) };
-        assert!(image.live.len() as u64 <= limit);
-        let mut bytes = vec![0; image.live.len()];
-        if !bytes.is_empty() {
-            let count = image.read(0, &mut bytes, fault)?;
-            bytes.truncate(count);
-        }
+        let Some(len) = state.files.get(name).map(|image| image.live.len()) else { return Ok(None) };
+        assert!(len as u64 <= limit);
+        let mut bytes = vec![0; len];
+        state.act(name, Site::IndexRead, |image, turn| {
+            let (count, mut wrong) = image.read(0, &mut bytes, turn.whole());
+            if image.right.len() > len {
+                wrong = wrong.or_else(|| image.causes.values().next().copied());
+            }
+            (count.map(|count| bytes.truncate(count)), wrong)
+        })?;
         Ok(Some(bytes))
     }
 
@@ -213,15 +402,24 @@ impl Directory for FaultyDisk {
     }
 
     fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<Arc<dyn File>> {
-        let mut image = Image::default();
         let mut state = self.0.lock().unwrap();
-        let fault = state.next();
-        image.write(0, bytes, fault.filter(|fault| *fault != Fault::Short))?;
-        image.durable.clone_from(&image.live);
-        image.unsynced.clear();
-        state.files.insert(name.into(), image);
+        let known = state.files.contains_key(name);
+        state.files.entry(name.into()).or_default();
+        let replaced = state.act(name, Site::IndexReplace, |image, turn| {
+            let mut fresh = Image::default();
+            let result = fresh.write(0, bytes, turn.whole());
+            if result.is_ok() {
+                fresh.durable.clone_from(&fresh.live);
+                fresh.unsynced.clear();
+                *image = fresh;
+            }
+            (result, None)
+        });
+        if replaced.is_err() && !known {
+            state.files.remove(name);
+        }
         drop(state);
-        Ok(self.open(name, false))
+        replaced.map(|_| self.open(name, false) as Arc<dyn File>)
     }
 }
 
@@ -229,8 +427,9 @@ impl File for Open {
     fn write(&self, mut offset: u64, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             let mut state = self.disk.0.lock().unwrap();
-            let fault = state.next();
-            match state.files.get_mut(&self.name).expect("open").write(offset, bytes, fault) {
+            let written = state
+                .act(&self.name, Site::IndexWrite, |image, turn| (image.write(offset, bytes, turn), None));
+            match written {
                 Ok(count) => (offset, bytes) = (offset + count as u64, &bytes[count..]),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
@@ -241,13 +440,7 @@ impl File for Open {
 
     fn sync(&self) -> io::Result<()> {
         let mut state = self.disk.0.lock().unwrap();
-        if let Some(Fault::Errno(errno)) = state.next() {
-            return Err(io::Error::from_raw_os_error(errno));
-        }
-        let image = state.files.get_mut(&self.name).expect("open");
-        image.durable.clone_from(&image.live);
-        image.unsynced.clear();
-        Ok(())
+        state.act(&self.name, Site::Sync, |image, turn| (image.sync(turn), None))
     }
 
     fn discard(&self, range: Range<u64>) -> io::Result<()> {
@@ -255,7 +448,8 @@ impl File for Open {
         let image = state.files.get_mut(&self.name).expect("open");
         let end = image.live.len().min(range.end as usize);
         let zeros = vec![0; end.saturating_sub(range.start as usize)];
-        image.write(range.start, &zeros, None).map(drop)
+        let turn = Turn { fault: None, site: Site::Write, operation: 0 };
+        image.write(range.start, &zeros, turn).map(drop)
     }
 
     fn zero(&self, range: Range<u64>) -> io::Result<()> {
@@ -270,6 +464,7 @@ impl File for Open {
     }
 
     fn lane(&self) -> io::Result<Box<dyn Lane>> {
+        self.disk.0.lock().unwrap().admit()?;
         Ok(Box::new(Open { disk: self.disk.clone(), name: self.name.clone(), locks: false }))
     }
 }
@@ -279,13 +474,14 @@ impl Lane for Open {
         for op in ops {
             loop {
                 let mut state = self.disk.0.lock().unwrap();
-                let fault = state.next();
-                let image = state.files.get_mut(&self.name).expect("open");
                 let kind = op.kind;
                 let (offset, bytes) = op.rest();
                 let result = match kind {
-                    Kind::Read => image.read(offset, bytes, fault),
-                    Kind::Write => image.write(offset, bytes, fault),
+                    Kind::Read => {
+                        state.act(&self.name, Site::Read, |image, turn| image.read(offset, bytes, turn))
+                    }
+                    Kind::Write => state
+                        .act(&self.name, Site::Write, |image, turn| (image.write(offset, bytes, turn), None)),
                 };
                 if op.advance(result) {
                     break;

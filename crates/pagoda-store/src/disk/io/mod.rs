@@ -5,8 +5,8 @@ mod psync;
 #[cfg(target_os = "linux")]
 mod uring;
 
-#[cfg(test)]
-pub(crate) mod fault;
+#[cfg(any(test, feature = "faults"))]
+pub mod fault;
 
 pub use folder::Folder;
 

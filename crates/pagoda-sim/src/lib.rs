@@ -1,0 +1,84 @@
+//! One cache, from sequences to the bytes on disk, simulated: the real `pagoda-core` and the real disk tier of `pagoda-store`
+//! over memory, kernels, copies and a drive that are not.
+//!
+//! A seed decides everything: the shape of the cache, every operation, when kernels run and copies arrive and in which pieces,
+//! what the drive does wrong, when the process dies and when the power fails. What is stored says what it is: every word of
+//! every row names its token, layer and place. A naive model keeps a list of tokens for each sequence and each key. Wherever
+//! a row is read it has to be the one of the model; a read may fail only with a typed error, and only if there was a cause.
+//!
+//! One thread does it all, so that a seed is a schedule: [`simulate`] with the same arguments does the same again.
+
+mod copies;
+mod drive;
+mod machine;
+mod memory;
+mod random;
+mod sessions;
+mod shape;
+mod tally;
+
+pub use tally::{Fate, Tally};
+
+use machine::Machine;
+use pagoda_core::plan::Fence;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// What is taken away, to show that it is noticed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Missing {
+    /// A fence of the core.
+    Fence(Fence),
+    /// The order between kernels and copies: copies read blocks before the kernels that write them have run.
+    CopiesAfterKernels,
+    /// Checksums: some pages come from the drive with another bit, and nobody objects.
+    Checksums,
+}
+
+/// Why a simulation failed.
+#[derive(Clone, Debug)]
+pub struct Failure {
+    /// What to simulate again.
+    pub seed: u64,
+    /// How many operations had been done.
+    pub operations: usize,
+    /// What was wrong.
+    pub what: String,
+    /// The last operations, the failing one included.
+    pub trace: Vec<String>,
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(
+            f,
+            "PAGODA_SIM_SEED={} failed after {} operations: {}",
+            self.seed, self.operations, self.what
+        )?;
+        self.trace.iter().try_for_each(|line| writeln!(f, "    {line}"))
+    }
+}
+
+/// Simulates `operations` operations, then the end of everything, after which nothing may be left.
+///
+/// # Errors
+/// With what was not as it has to be, and how to see it again.
+pub fn simulate(seed: u64, operations: usize, missing: Option<Missing>) -> Result<Tally, Failure> {
+    let mut machine = Machine::new(seed, missing);
+    let mut done = 0;
+    let run = || {
+        while done < operations {
+            done += 1;
+            machine.operate()?;
+        }
+        machine.wind_up()
+    };
+    let result = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
+        let message = panic.downcast_ref::<String>().cloned();
+        let message = message.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).into()));
+        Err(format!("a panic: {}", message.unwrap_or_default()))
+    });
+    match result {
+        Ok(()) => Ok(machine.tally),
+        Err(what) => Err(Failure { seed, operations: done, what, trace: machine.trace.into() }),
+    }
+}

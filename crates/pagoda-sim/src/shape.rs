@@ -1,0 +1,133 @@
+//! The shape of a cache under test, and the bytes that its pages have to hold.
+
+use crate::random::{Random, mix};
+use pagoda_core::cache::{Group, GroupKind, TierMemory};
+use pagoda_core::ids::{GroupId, Tier};
+use pagoda_core::window::Window;
+use pagoda_store::disk::Geometry;
+
+/// Bytes of a word, by which rows are written and compared.
+pub(crate) const WORD: usize = 8;
+
+/// What never was a row: what memory holds before it is written to.
+pub(crate) const POISON: u8 = 0xa5;
+
+/// One layer group: rows of `row_bytes` for each token and layer, layer by layer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct GroupShape {
+    index: usize,
+    pub(crate) page_size: usize,
+    pub(crate) layers: usize,
+    row_bytes: usize,
+    pub(crate) window: Option<Window>,
+}
+
+/// The shape of a cache.
+#[derive(Clone, Debug)]
+pub(crate) struct Shape {
+    pub(crate) groups: Vec<GroupShape>,
+    /// Bytes of the device and of the host; 0 for one that is absent.
+    memory: [u64; 2],
+    extent_bytes: u64,
+    pub(crate) geometry: Geometry,
+}
+
+impl GroupShape {
+    fn any(index: usize, random: &mut Random) -> Self {
+        let window = random.once_in(3).then(|| Window {
+            sinks: [0, random.within(1..8)][random.below(2)] as u32,
+            tokens: random.within(1..10) as u32,
+            headroom: random.below(8) as u32,
+            trailing: random.once_in(2),
+        });
+        let (page_size, layers) = (random.within(1..6), random.within(1..4));
+        Self { index, page_size, layers, row_bytes: WORD * random.within(1..4), window }
+    }
+
+    fn run_bytes(&self) -> usize {
+        self.page_size * self.row_bytes
+    }
+
+    pub(crate) fn block_bytes(&self) -> usize {
+        self.layers * self.run_bytes()
+    }
+
+    /// A word that only this token has, only there.
+    fn word(&self, token: u64, layer: usize, word: usize) -> [u8; WORD] {
+        mix(token << 8 | (self.index << 6 | layer << 4 | word) as u64).to_le_bytes()
+    }
+
+    /// Writes the rows of a token into row `row` of a block.
+    pub(crate) fn write(&self, block: &mut [u8], row: usize, token: u64) {
+        for layer in 0..self.layers {
+            let at = layer * self.run_bytes() + row * self.row_bytes;
+            for (word, bytes) in block[at..at + self.row_bytes].chunks_exact_mut(WORD).enumerate() {
+                bytes.copy_from_slice(&self.word(token, layer, word));
+            }
+        }
+    }
+
+    /// Whether row `row` of a block holds a token, in all layers and bytes.
+    pub(crate) fn holds(&self, block: &[u8], row: usize, token: u64) -> bool {
+        (0..self.layers).all(|layer| self.layer_holds(block, layer, row, token))
+    }
+
+    /// As `holds`, of one layer.
+    pub(crate) fn layer_holds(&self, block: &[u8], layer: usize, row: usize, token: u64) -> bool {
+        let at = layer * self.run_bytes() + row * self.row_bytes;
+        let mut words = block[at..at + self.row_bytes].chunks_exact(WORD).enumerate();
+        words.all(|(word, bytes)| bytes == self.word(token, layer, word))
+    }
+}
+
+impl Shape {
+    pub(crate) fn any(random: &mut Random) -> Self {
+        let groups: Vec<_> = (0..random.within(1..3)).map(|index| GroupShape::any(index, random)).collect();
+        let largest = groups.iter().map(GroupShape::block_bytes).max().unwrap_or(0) as u64;
+        let memory = [random.within(10..60), [0, random.within(1..60)][random.below(2)]];
+        let runs: Vec<_> = groups.iter().map(|group| vec![group.run_bytes() as u64; group.layers]).collect();
+        // A segment has the bytes of at least one block of the largest group; each part of a page takes 4 KiB (docs/layout.md).
+        let segment =
+            |group: &GroupShape| largest / group.block_bytes() as u64 * 4096 * (1 + group.layers as u64);
+        let segment = groups.iter().map(segment).max().unwrap_or(0);
+        let budget = segment * groups.len() as u64 * random.within(4..30) as u64;
+        let geometry = Geometry::new(&runs, budget).expect("room for one page of each group");
+        Self {
+            memory: memory.map(|blocks| blocks as u64 * largest),
+            extent_bytes: largest * random.within(1..5) as u64,
+            groups,
+            geometry,
+        }
+    }
+
+    pub(crate) fn group(&self, group: GroupId) -> &GroupShape {
+        &self.groups[group.index()]
+    }
+
+    pub(crate) fn group_ids(&self) -> impl Iterator<Item = GroupId> + use<> {
+        (0..self.groups.len() as u8).map(GroupId)
+    }
+
+    /// Bytes of a tier of memory.
+    pub(crate) fn memory_bytes(&self, tier: Tier) -> usize {
+        self.memory[tier.index()] as usize
+    }
+
+    /// Tiers that have memory.
+    pub(crate) fn tiers(&self) -> impl Iterator<Item = Tier> + '_ {
+        Tier::ALL.into_iter().filter(|&tier| tier == Tier::Disk || self.memory[tier.index()] > 0)
+    }
+
+    /// The core of such a cache.
+    pub(crate) fn cache(&self) -> pagoda_core::Cache {
+        let group = |group: &GroupShape| Group {
+            block_bytes: group.block_bytes() as u64,
+            kind: GroupKind::Paged { page_size: group.page_size as u32 },
+            window: group.window,
+        };
+        let groups: Vec<_> = self.groups.iter().map(group).collect();
+        let [device, host] = self.memory.map(|bytes| TierMemory { bytes, extent_bytes: self.extent_bytes });
+        pagoda_core::Cache::new(&groups, [device, host, self.geometry.arena()])
+            .expect("a cache of this shape")
+    }
+}
