@@ -81,8 +81,10 @@ class Mirror:
         tokens.sequence.release()
         self.live.remove(tokens)
 
-    def step(self, batch: list[Tokens], new: list[int], accepted: list[int] | None = None, junk: int = 0) -> None:
-        """Appends random rows and checks what attention makes of everything.
+    def step(
+        self, batch: list[Tokens], new: list[int], accepted: list[int] | None = None, junk: int = 0
+    ) -> list[Array]:
+        """Appends random rows and checks what attention makes of everything; returns that, layer by layer.
 
         `junk` more tokens of NaN follow the new ones of each sequence and are rejected: they poison the rows that nobody
         may read.
@@ -93,6 +95,7 @@ class Mirror:
             assert step.cu_seqlens.tolist() == [0, *np.cumsum(counts).tolist()]
             bounds = step.cu_seqlens
             stored: list[tuple[Array, Array]] = []
+            outputs: list[Array] = []
             for index, layer in enumerate(self._layers()):
                 k, v, q = self._rows(layer, int(bounds[-1]))
                 for number, count in enumerate(new):
@@ -101,6 +104,7 @@ class Mirror:
                 sinks = self.rng.normal(0, 3, layer.num_q_heads).astype(np.float32) if layer.sinks else None
                 given = (None if layer.k_eq_v else k, None if layer.v_alias else v) if layer.kv_owner is None else ()
                 out, lse = step.forward(index, q, *given, sink_logits=sinks, return_lse=True)
+                outputs.append(out)
                 if layer.kv_owner is None:
                     k, v = self._stored(layer, k, v)
                     if layer.k_eq_v:
@@ -121,6 +125,7 @@ class Mirror:
             if junk or accepted is not None:
                 step.commit(accepted=keep)
         self.cache.audit()
+        return outputs
 
     def look(self) -> None:
         """Attends with a token that is then rejected: nothing but a check of every sequence."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from typing import Any
 
@@ -135,15 +134,12 @@ class CacheMachine(RuleBasedStateMachine):
         except pagoda.OutOfBlocks as error:
             assert error.blocks_short > 0
             assert error.bytes_short > 0
-        except pagoda.PagesOnDisk as error:
-            assert self.on_disk
-            assert error.pages > 0
 
     @precondition(lambda self: self.mirror.live)
     @rule(which=FRACTION, new=st.integers(0, 30), layers=st.integers(0, 4))
     def fail_inside_a_step(self, which: float, new: int, layers: int) -> None:
         tokens = self.pick(which)
-        with pytest.raises((ZeroDivisionError, pagoda.OutOfBlocks, pagoda.PagesOnDisk)):
+        with pytest.raises((ZeroDivisionError, pagoda.OutOfBlocks)):
             with self.mirror.cache.step([tokens.sequence], [new]) as step:
                 for index in range(layers):
                     shape = self.mirror.cache.spec.attention_layers[index]
@@ -186,11 +182,10 @@ class CacheMachine(RuleBasedStateMachine):
     def look(self) -> None:
         try:
             self.mirror.look()
-        except (pagoda.OutOfBlocks, pagoda.PagesOnDisk):
-            # Not even one token fits: look at each sequence without new ones, if it can be in memory.
+        except pagoda.OutOfBlocks:
+            # Not even one token fits: look at each sequence without new ones.
             for tokens in self.mirror.live:
-                with contextlib.suppress(*([pagoda.OutOfBlocks, pagoda.PagesOnDisk] if self.on_disk else [])):
-                    self.mirror.step([tokens], [0])
+                self.mirror.step([tokens], [0])
 
     @invariant()
     def audit(self) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -38,13 +39,13 @@ from pagoda.errors import (
     CorruptPage,
     InvalidArgument,
     OutOfBlocks,
-    PagesOnDisk,
     PagodaError,
     UseAfterRelease,
 )
 from pagoda.formats import chosen
 from pagoda.geometry import block_layouts, core_layers, group_layers, tier_memory
 from pagoda.outliers import Outliers
+from pagoda.report import StepReport
 from pagoda.retention import SinkWindow, keeps_by_layer
 from pagoda.sizes import parse_size
 from pagoda.spec import ModelSpec
@@ -191,14 +192,16 @@ class Step:
     Entering reserves pages for the new tokens, all or nothing. Leaving commits them; an exception rolls back.
     """
 
-    __slots__ = ("_cache", "_core", "_counts", "_open", "_stream", "batch")
+    __slots__ = ("_began", "_cache", "_core", "_counts", "_ended", "_open", "_stream", "batch")
 
     def __init__(self, cache: Cache, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
         self._cache, self._core = cache, cache._core
         self.batch, self._counts, self._stream = batch, counts, stream
         self._open = False
+        self._began = self._ended = 0.0
 
     def __enter__(self) -> Step:
+        self._began = time.perf_counter()
         try:
             self._cache._reserve(self.batch, self._counts, self._stream)
         except PagodaError:
@@ -216,7 +219,7 @@ class Step:
         if not self._open:
             return
         if kind is not None:
-            self._open = False
+            self._end()
             self._core.rollback()
         else:
             self.commit()
@@ -265,6 +268,9 @@ class Step:
         type, in `out` if given; with return_lse a pair with the float32 natural log-sum-exp [sum(new), num_q_heads].
         A query that sees nothing gets 0 and -inf. `append` comes first, of the layer that kv_owner names if there is one.
 
+        Raises CorruptPage for a page on disk that does not verify, and TierIOError for one that cannot be read, or not in
+        time: the step can then only be rolled back.
+
         sink_logits: float32 [num_q_heads], for a layer with sinks and only there; on a GPU an array of the device, whose
         address a captured graph keeps. Each is one more score of its head, of a token with V = 0; the log-sum-exp is
         without it.
@@ -295,6 +301,18 @@ class Step:
             self.append(layer, k, v, dtype=dtype)
         return self.attend(layer, q, out=out, return_lse=return_lse, sink_logits=sink_logits, dtype=dtype)
 
+    @property
+    def report(self) -> StepReport:
+        """What attention has read in this step, over which link; until the next step of the cache is entered.
+
+        Raises BackendUnavailable on a GPU so far.
+        """
+        if not isinstance(self._core, _core.Cache):
+            raise BackendUnavailable("report: of steps on the CPU so far")
+        attended, from_disk, waited = self._core.attended()
+        seconds = (time.perf_counter() if self._open else self._ended) - self._began
+        return StepReport(seconds, waited, {"memory": attended, "disk": from_disk})
+
     def replay(self, launch: Callable[[], object]) -> None:
         """Runs `launch`, which does the appends and attends of all layers by replaying a graph that an earlier step captured.
 
@@ -313,8 +331,11 @@ class Step:
         """
         counts = None if accepted is None else _counts("accepted", accepted)
         self._core.commit(counts)
-        self._open = False
+        self._end()
         self._cache._spill.ahead(self.batch.ids)
+
+    def _end(self) -> None:
+        self._open, self._ended = False, time.perf_counter()
 
 
 class Plan:
@@ -381,9 +402,10 @@ class Cache:
     memory: on the CPU as soon as they are free, on a GPU with the first call that finds the steps ended that may read them.
     On disk they become holes; opening a directory zeroes what nothing is kept of. SECURITY.md says what is not zeroed.
 
-    spill: when the device tier is full, the oldest pages go to the host tier by themselves; when that is full, those of
-    sequences that rest go to disk. A step needs the pages of its sequences in memory: it brings them back, or raises
-    OutOfBlocks. With spill=False it raises PagesOnDisk.
+    spill: when the device tier is full, the oldest pages go to the host tier by themselves, and from there to disk, those of
+    sequences that rest first. They come back when a step has their sequence and there is room. Steps attend to pages on disk
+    all the same: these are read layer by layer, ahead of need, through memory beside the budgets (see `stats().disk_io`).
+    disk_timeout: seconds that `attend` waits for such a read before it raises TierIOError.
 
     A layer with a window holds the pages of its last `window + headroom` tokens; others leave when a step is committed, so
     memory is constant however long a sequence grows. A step's own tokens are held until then.
@@ -415,6 +437,7 @@ class Cache:
         disk_memory: int | str = 0,
         resume: bool = False,
         disk_writes_per_day: int | str | None = None,
+        disk_timeout: float = 60.0,
         model: str | None = None,
         zero_on_free: bool = False,
         threads: int | None = None,
@@ -448,7 +471,7 @@ class Cache:
             parse_size(device_memory, "device_memory"),
             parse_size(host_memory, "host_memory"),
         )
-        on_disk = disk_arguments(disk, disk_memory, resume, disk_writes_per_day, model, layers, page_size)
+        on_disk = disk_arguments(disk, disk_memory, resume, disk_writes_per_day, disk_timeout, model, layers, page_size)
         if on_disk is not None and device_index(device) is not None:
             raise BackendUnavailable(f"disk = {str(disk)!r}: the disk tier is on the CPU so far, not on {device}")
         self._device = engine_for(
@@ -499,9 +522,7 @@ class Cache:
     ) -> Step:
         """A step that appends `new_tokens[i]` tokens to the i-th sequence; enter it with `with`.
 
-        Entering raises OutOfBlocks, and changes nothing, when the device tier has too few blocks and none can be spilled, or
-        pages of the batch are on disk and there is no room for them. Raises TierIOError or CorruptPage for a page that
-        cannot be read.
+        Entering raises OutOfBlocks, and changes nothing, when the device tier has too few blocks and none can be spilled.
         stream: on a GPU the stream of the step, as CuPy, torch or an address has it; None is the current one of CuPy.
         """
         if stream is not None and self._device is None:
@@ -615,15 +636,15 @@ class Cache:
     def load(self, key: str) -> Sequence | None:
         """A new sequence with what `save` kept under a name; None if nothing is, or it does not verify, which is logged.
 
-        Pages come into memory, and are verified, as many as fit; others when a step brings them in. Raises OutOfBlocks when
-        the device tier has no block for the last page, TierIOError when the disk cannot be read.
+        Pages come into memory, and are verified, as many as fit. Raises OutOfBlocks when the device tier has no block for the
+        last page, TierIOError when the disk cannot be read.
         """
         try:
             handle = self._keeper().load(_key(key))
             if handle is None:
                 return None
             sequence = self._adopt(handle)
-            self._spill.warm(handle)
+            self._spill.bring_in(np.array([handle], np.uint64))
         except CorruptPage as error:
             log.warning("%r does not verify: %s", key, error)
             return None
@@ -663,16 +684,16 @@ class Cache:
             self._clean_up()
         if self._device is not None and stream is not None:
             self._device.use_stream(stream)
-        while (lack := self._try_reserve(batch, counts)) is not None:
-            self._spill.relieve(lack, batch.ids)
-
-    def _try_reserve(self, batch: Batch, counts: npt.NDArray[np.int64]) -> OutOfBlocks | PagesOnDisk | None:
-        """Opens a step; returns what it lacks if it cannot."""
-        try:
-            self._core.reserve(batch.ids, counts)
-        except (OutOfBlocks, PagesOnDisk) as error:
-            return error
-        return None
+        while True:
+            try:
+                self._core.reserve(batch.ids, counts)
+            except OutOfBlocks as error:
+                self._spill.make_room(error, batch.ids)
+                continue
+            if not self._spill.may_bring_in(batch.ids):
+                return
+            self._core.rollback()
+            self._spill.bring_in(batch.ids)
 
     def _clean_up(self) -> None:
         """Does what finalisers must not: they may run in the middle of any call."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import TypedDict
 
@@ -20,6 +21,7 @@ class DiskArguments(TypedDict):
     fingerprint: bytes
     resume: bool
     writes_per_day: int | None
+    timeout: timedelta
 
 
 def disk_arguments(
@@ -27,6 +29,7 @@ def disk_arguments(
     disk_memory: int | str,
     resume: bool,
     writes_per_day: int | str | None,
+    timeout: float,
     model: str | None,
     layers: list[CoreLayer],
     page_size: int,
@@ -50,6 +53,8 @@ def disk_arguments(
         raise InvalidArgument(f"model = {model!r}: None, or a text that says whose weights")
     if not isinstance(resume, bool):
         raise InvalidArgument(f"resume = {resume!r}: True or False")
+    if not isinstance(timeout, int | float) or not 0 < timeout <= 1e9:
+        raise InvalidArgument(f"disk_timeout = {timeout!r}: seconds, more than 0 and at most 1e9")
     if resume and any(layer["center_first"] for layer in layers):
         limit = "center=None or arrays, as pages mean nothing without what their K was centred by"
         raise InvalidArgument(f"resume = True with a centre of the first rows: {limit}")
@@ -59,6 +64,7 @@ def disk_arguments(
         "fingerprint": fingerprint(layers, page_size, model),
         "resume": resume,
         "writes_per_day": None if writes_per_day is None else parse_size(writes_per_day, "disk_writes_per_day"),
+        "timeout": timedelta(seconds=timeout),
     }
 
 

@@ -13,14 +13,6 @@ class OutOfBlocks(PagodaError):
         self.blocks_short, self.bytes_short, self.draining = blocks_short, bytes_short, draining
 
 
-class PagesOnDisk(PagodaError):
-    """Pages of a batch are on disk, where no kernel reads them, and nothing brings them in."""
-
-    def __init__(self, message: str = "", *, pages: int = 0, bytes: int = 0) -> None:
-        super().__init__(message)
-        self.pages, self.bytes = pages, bytes
-
-
 class InvalidArgument(PagodaError, ValueError):
     """An argument is outside of what the call takes."""
 

@@ -1,9 +1,10 @@
 """Which pages leave a tier when it is full: those of the sequence that rested longest, oldest first.
 
 Every token is attended to at every step, so the pages of one sequence are read in a cycle and recency among them says
-nothing; between sequences it does. To disk go only pages that the next step can do without: of sequences that are not in the
-batch, and that no other sequence holds. A page that was written stays there while it is in memory again, as long as there is
-room, so that it is written once.
+nothing; between sequences it does. So pages of a sequence stay where they are while it grows, and move only when it comes
+back after others: then what fits comes in once, in the place of what rests, and the others are read from disk at every
+step. A page that was written to disk stays there while it is in memory again, as long as there is room, so that it is written
+once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from pagoda import _core
 from pagoda.device.engine import DeviceEngine
-from pagoda.errors import OutOfBlocks, PagesOnDisk, PagodaError, TierIOError
+from pagoda.errors import OutOfBlocks, PagodaError, TierIOError
 
 LOW_WATER = 1 / 32
 """The free fraction of a tier below which pages leave it in the background."""
@@ -43,10 +44,12 @@ class Spill:
         self._pairs: list[Pair] = list(zip(["device", *below], below, strict=False))
         self._blocks = {source: core.free_blocks(source) for source, _ in self._pairs}
         self._under_way: dict[Pair, list[_core.Ticket]] = {pair: [] for pair in self._pairs}
+        self._memory = sorted({source for source, _ in self._pairs} - {"disk"}, reverse=True)
         self._resting = 0
+        self._settled = b""
 
     def ahead(self, batch: Handles) -> None:
-        """Starts moving pages when free blocks run low, to disk none of the sequences in `batch`. Returns at once."""
+        """Starts moving pages when free blocks run low, to disk those of sequences in `batch` last. Returns at once."""
         self._resting = max(0, self._resting - 1)
         for pair in self._pairs:
             free, whole = self._core.free_blocks(pair[0]), self._blocks[pair[0]]
@@ -57,53 +60,47 @@ class Spill:
                 if low[group]:
                     self._demote(pair, group, int(blocks * HIGH_WATER) - left, batch)
 
-    def relieve(self, lack: OutOfBlocks | PagesOnDisk, batch: Handles) -> None:
-        """Does something about what a step of `batch` lacks; raises it, or an OutOfBlocks of its own, when nothing helps."""
-        if isinstance(lack, PagesOnDisk):
-            self._bring_in(lack, batch)
-        else:
-            self._make_room(lack, batch)
-
-    def warm(self, handle: int) -> None:
-        """Brings pages of a sequence from disk into memory, as many as fit; all that come have been verified."""
-        if self._pairs:
-            self._promote(np.array([handle], np.uint64), max(source for source, _ in self._pairs))
-
-    def settle(self) -> None:
-        """Waits for all moves under way."""
-        for pair in self._pairs:
-            self._settle(pair)
-
-    def _make_room(self, error: OutOfBlocks, batch: Handles) -> None:
+    def make_room(self, error: OutOfBlocks, batch: Handles) -> None:
         """Makes room on the device, or below it so that there can be some; raises `error` when nothing helps."""
         for pair in self._pairs:
             if self._settle(pair) or self._demote_now(pair, error.blocks_short, batch):
                 return
         raise error
 
-    def _bring_in(self, error: PagesOnDisk, batch: Handles) -> None:
-        """Brings the pages of a batch from disk into memory. Raises OutOfBlocks when there is no room for all of them."""
-        if not self._pairs:
-            raise error
-        left = error.pages
-        # Kernels read either; the host has the room that the device needs for new tokens.
-        for tier in sorted({source for source, _ in self._pairs}, reverse=True):
+    def may_bring_in(self, batch: Handles) -> bool:
+        """Whether the open step of `batch` is the first one with these sequences and has pages on disk."""
+        if ("host", "disk") not in self._pairs and ("device", "disk") not in self._pairs:
+            return False
+        before, self._settled = self._settled, batch.tobytes()
+        return before != self._settled and isinstance(self._core, _core.Cache) and self._core.pages_on_disk() > 0
+
+    def bring_in(self, batch: Handles) -> None:
+        """Brings pages of a batch from disk into memory, in the place of pages that rest, as many as find room."""
+        for tier in self._memory:
             while left := self._promote(batch, tier):
                 pair = (tier, "disk")
-                if pair not in self._pairs or not (self._settle(pair) or self._demote_now(pair, left, batch)):
+                if pair not in self._pairs or not (
+                    self._settle(pair) or self._demote_now(pair, left, batch, rest=True)
+                ):
                     break
             else:
                 return
-        message = f"{error}: {left} of them find no room in memory"
-        raise OutOfBlocks(message, blocks_short=left, bytes_short=error.bytes * left // error.pages) from error
+
+    def settle(self) -> None:
+        """Waits for all moves under way."""
+        for pair in self._pairs:
+            self._settle(pair)
 
     def _promote(self, batch: Handles, tier: str) -> int:
-        """Moves pages of a batch from disk to `tier`, as many as fit; returns how many are left on disk."""
+        """Moves pages of a batch from disk to `tier`, as many as have room there; returns how many are left on disk."""
         core, tickets = self._core, []
         pages = [(handle, group) for handle in batch.tolist() for group in range(len(core.free_blocks(tier)))]
         for handle, group in pages:
-            room, tokens = core.free_blocks(tier)[group], (0, core.length(handle))
-            plan = core.plan(handle, tier, tokens, [group], pages_max=room, only_from="disk", keep=True)
+            spare = core.free_blocks(tier)[group] - int(self._blocks[tier][group] * HIGH_WATER)
+            room, tokens = max(0, spare), (0, core.length(handle))
+            plan = core.plan(
+                handle, tier, tokens, [group], pages_max=room, only_from="disk", keep=True, newest_first=True
+            )
             if plan.copies:
                 tickets.append(core.execute(plan))
         failures: list[PagodaError] = []
@@ -119,28 +116,38 @@ class Spill:
         rest = (core.plan(handle, tier, (0, core.length(handle)), [group], only_from="disk") for handle, group in pages)
         return sum(len(plan.copies) for plan in rest)
 
-    def _demote_now(self, pair: Pair, blocks: int, batch: Handles) -> bool:
-        """Moves at least one and about `blocks` pages of each layer group; says whether any has arrived."""
+    def _demote_now(self, pair: Pair, blocks: int, batch: Handles, *, rest: bool = False) -> bool:
+        """Moves at least one and about `blocks` pages of each layer group; says whether any has arrived.
+
+        rest: none that a sequence of the batch holds.
+        """
         for group in range(len(self._blocks[pair[0]])):
-            self._demote(pair, group, blocks, batch)
+            self._demote(pair, group, blocks, batch, rest=rest)
         return self._settle(pair)
 
-    def _demote(self, pair: Pair, group: int, blocks: int, batch: Handles) -> None:
+    def _demote(self, pair: Pair, group: int, blocks: int, batch: Handles, *, rest: bool = False) -> None:
         """Starts moving at least one and about `blocks` pages of a layer group."""
         core, wanted, (source, target) = self._core, max(1, blocks), pair
         to_disk = target == "disk"
-        spared = set(batch.tolist()) if to_disk else set()
         if to_disk and (short := wanted - core.free_blocks(target)[group]) > 0:
             assert isinstance(core, _core.Cache)
             core.drop_copies(target, group, short)
-        for handle in core.by_recency():
-            if handle in spared or wanted <= 0:
-                continue
-            pages_max, tokens = min(wanted, core.free_blocks(target)[group]), (0, core.length(handle))
-            plan = core.plan(handle, target, tokens, [group], pages_max=pages_max, only_from=source, unshared=to_disk)
-            if plan.copies:
-                self._under_way[pair].append(core.execute(plan))
-                wanted -= len(plan.copies)
+        stepping = set(batch.tolist())
+        resting = [handle for handle in core.by_recency() if handle not in stepping]
+        # To disk go pages that others hold, and those of the batch, when there is nothing else.
+        rounds: list[tuple[list[int], bool]] = [(resting, True)] if to_disk else []
+        rounds += [] if rest else [(resting + batch.tolist(), False)]
+        for handles, unshared in rounds:
+            for handle in handles:
+                pages_max, tokens = min(wanted, core.free_blocks(target)[group]), (0, core.length(handle))
+                if pages_max <= 0:
+                    return
+                plan = core.plan(
+                    handle, target, tokens, [group], pages_max=pages_max, only_from=source, unshared=unshared
+                )
+                if plan.copies:
+                    self._under_way[pair].append(core.execute(plan))
+                    wanted -= len(plan.copies)
 
     def _pending(self, pair: Pair) -> bool:
         self._under_way[pair] = [ticket for ticket in self._under_way[pair] if self._arrived(ticket) is False]

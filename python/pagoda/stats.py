@@ -31,6 +31,8 @@ class DiskIO:
     """Bytes read from it."""
     corrupt: int
     """Pages that did not verify when they were read."""
+    ring_bytes: int
+    """Bytes of memory, beside the budgets, that pages on disk pass through when they are attended to. Taken as it is used."""
 
 
 @dataclass(frozen=True)

@@ -347,7 +347,7 @@ impl Cache {
         &self.step.copies
     }
 
-    /// Pages that the open step has to read from disk, and their bytes. Looks only where there may be one.
+    /// Pages of the open step's sequences that are on disk, and their bytes. Looks only where there may be one.
     pub fn step_on_disk(&self) -> (u64, u64) {
         let (mut pages, mut bytes) = (0, 0);
         let copies = self.step.copies.iter().filter(|copy| copy.from.0 == Tier::Disk);
@@ -360,6 +360,11 @@ impl Cache {
             }
         }
         (pages, bytes)
+    }
+
+    /// Whether the `index`-th sequence of the open step may have pages of a group on disk: no if it says so.
+    pub fn step_reaches_disk(&self, index: usize, group: GroupId) -> bool {
+        self.sequences[self.step.entries[index].sequence].tables[group.index()].reaches_disk
     }
 
     /// The batch of the open step: each sequence with its number of new tokens.

@@ -64,16 +64,25 @@ pub fn pieces<'a>(spans: &'a [SpanView], range: Range<usize>) -> impl Iterator<I
     })
 }
 
-/// The places in the sequence's row of the pages of each of its fixed runs, counted over all spans, whoever sees them.
-pub fn runs(spans: &[SpanView], page_size: usize) -> impl Iterator<Item = Range<usize>> {
-    spans.iter().flat_map(move |span| {
-        let (first, low, high) =
-            (span.first_page as usize, span.skip as usize, (span.skip + span.count) as usize);
-        span_runs(span).map(move |run| {
-            let rows = low.max(run * RUN_ROWS)..high.min((run + 1) * RUN_ROWS);
-            first + rows.start / page_size..first + rows.end.div_ceil(page_size)
+/// The fixed runs with a part of what [`pieces`] gives for `range`: the place of each among those of the sequence, and the
+/// places in the sequence's row of the pages that hold that part.
+pub fn runs(
+    spans: &[SpanView],
+    range: Range<usize>,
+    page_size: usize,
+) -> impl Iterator<Item = (usize, Range<usize>)> {
+    pieces(spans, range).flat_map(move |piece| {
+        let first = piece.span.first_page as usize;
+        piece.runs().map(move |run| {
+            let rows = piece.rows.start.max(run * RUN_ROWS)..piece.rows.end.min((run + 1) * RUN_ROWS);
+            (piece.place(run), first + rows.start / page_size..first + rows.end.div_ceil(page_size))
         })
     })
+}
+
+/// How many fixed runs a sequence has, over all spans, whoever sees them.
+pub fn run_count(spans: &[SpanView]) -> usize {
+    spans.iter().map(|span| span_runs(span).len()).sum()
 }
 
 /// Consecutive queries of one sequence, or queries of several that hold pages in common, in the layout that device kernels

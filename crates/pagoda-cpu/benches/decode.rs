@@ -155,7 +155,7 @@ impl Cache {
         self.layer.layout = self.layout.layers[self.next_layer];
         self.next_layer = (self.next_layer + 1) % self.layout.layers.len();
         let table = SequenceTable { row: &self.row, spans: &self.spans, new_tokens };
-        let arenas = Arenas { base: [self.memory.as_mut_ptr(), std::ptr::null_mut(), std::ptr::null_mut()] };
+        let arenas = Arenas::new(self.memory.as_mut_ptr(), std::ptr::null_mut());
         let head_stride = self.layer.geometry.head_dim as isize * 4;
         let token_stride = head_stride * self.layer.num_q_heads as isize;
         let element = Element::F32;

@@ -156,7 +156,7 @@ impl Backend {
     }
 
     /// As [`attend`](Self::attend), but goes over some runs of one sequence only, of those that
-    /// [`runs`](pagoda_core::work::runs) counts: blocks that no page of these runs lies in are not read. Results go from call to
+    /// [`run_count`](pagoda_core::work::run_count) counts: blocks that no page of these runs lies in are not read. Results go from call to
     /// call in `carried`; the call with the last run writes them. With `deterministic` they have the bits that `attend` gives.
     ///
     /// # Safety
@@ -174,7 +174,7 @@ impl Backend {
         out: RowsMut,
         lse: Option<*mut f32>,
     ) -> Result<(), Error> {
-        let of = work::runs(sequence.spans, layer.page_size as usize).count();
+        let of = work::run_count(sequence.spans);
         let part = Some(Part { runs, of, carried });
         // SAFETY: as the caller promises.
         unsafe { self.attend_to(part, arenas, layer, &[sequence], queries, sinks, out, lse) }

@@ -1,10 +1,12 @@
 //! What attention needs to know about a layer, its sequences and where blocks lie.
 
 use std::fmt;
+use std::ops::Range;
 
 use pagoda_core::ids::{BlockRef, Tier};
 use pagoda_core::layout::{LayerGeometry, LayerLayout, RowFormat};
 use pagoda_core::table::SpanView;
+use pagoda_core::work::pieces;
 
 use crate::derived::DerivedKeys;
 use crate::rope::Rope;
@@ -19,19 +21,34 @@ pub const PAGE_SIZE_MIN: u32 = 8;
 /// The largest page, in tokens.
 pub const PAGE_SIZE_MAX: u32 = 4096;
 
-/// Where the arena of each tier begins. A tier without memory is null and never referred to.
+/// Where the blocks of each tier lie. A tier without memory is null and never referred to.
 #[derive(Clone, Copy, Debug)]
 pub struct Arenas {
-    /// By [`Tier::index`].
+    /// The first byte of block 0, by [`Tier::index`].
     pub base: [*mut u8; Tier::COUNT],
+    disk_stride: usize,
 }
 
 impl Arenas {
+    /// Of the tiers that are memory.
+    pub fn new(device: *mut u8, host: *mut u8) -> Self {
+        Self { base: [device, host, std::ptr::null_mut()], disk_stride: 0 }
+    }
+
+    /// With a disk tier of which a part is in memory: of its blocks the same `stride` bytes each, one after the other. `base` is
+    /// where block 0 would begin if all of it were there.
+    pub fn with_disk(mut self, base: *mut u8, stride: usize) -> Self {
+        (self.base[Tier::Disk.index()], self.disk_stride) = (base, stride);
+        self
+    }
+
     /// The first byte of a block.
     pub(crate) fn block(&self, block: BlockRef, block_bytes: usize) -> *mut u8 {
-        let base = self.base[block.tier().index()];
+        let tier = block.tier();
+        let base = self.base[tier.index()];
         debug_assert!(!base.is_null(), "{block:?} has no arena");
-        base.wrapping_add(block.block().index() as usize * block_bytes)
+        let stride = if tier == Tier::Disk { self.disk_stride } else { block_bytes };
+        base.wrapping_add(block.block().index() as usize * stride)
     }
 }
 
@@ -102,6 +119,22 @@ impl Layer {
             return Err(LayerError::Derived { weights: derived.dim(), head_dim, v_head_dim });
         }
         Ok(())
+    }
+
+    /// The tokens of a sequence that some of its new tokens see.
+    pub fn seen(&self, sequence: &SequenceTable<'_>) -> Range<usize> {
+        let (len, new) = (sequence.len(), sequence.new_tokens as usize);
+        let low = self.window.map_or(0, |window| (len + 1).saturating_sub(new + window as usize));
+        if new == 0 { len..len } else { low..len }
+    }
+
+    /// Bytes of the rows, scales included, that attention over a sequence has to read at least once.
+    pub fn seen_bytes(&self, sequence: &SequenceTable<'_>) -> u64 {
+        let LayerGeometry { num_kv_heads, head_dim, v_head_dim, k_format, v_format } = self.geometry;
+        let row = |format: RowFormat, dim| format.row_bytes(dim) + format.scale_bytes(dim);
+        let token = row(k_format, head_dim) + v_format.map_or(0, |format| row(format, v_head_dim));
+        let rows: usize = pieces(sequence.spans, self.seen(sequence)).map(|piece| piece.rows.len()).sum();
+        rows as u64 * token * u64::from(num_kv_heads)
     }
 
     /// Query heads per K/V head.

@@ -48,6 +48,11 @@ pub struct RowsMut {
 }
 
 impl Rows {
+    /// The same without the first `tokens` tokens.
+    pub fn skip(self, tokens: usize) -> Self {
+        Self { ptr: self.row(tokens, 0), ..self }
+    }
+
     /// The row of `token` and `head`.
     pub(crate) fn row(&self, token: usize, head: usize) -> *const u8 {
         let offset = self.token_stride * token as isize + self.head_stride * head as isize;
@@ -56,6 +61,11 @@ impl Rows {
 }
 
 impl RowsMut {
+    /// The same without the first `tokens` tokens.
+    pub fn skip(self, tokens: usize) -> Self {
+        Self { ptr: self.row(tokens, 0), ..self }
+    }
+
     /// The row of `token` and `head`.
     pub(crate) fn row(&self, token: usize, head: usize) -> *mut u8 {
         let offset = self.token_stride * token as isize + self.head_stride * head as isize;

@@ -43,7 +43,7 @@ fn geometry(heads: u32, k: (u32, RowFormat), v: (u32, RowFormat)) -> LayerGeomet
 }
 
 fn host(memory: &mut [u64]) -> Arenas {
-    Arenas { base: [std::ptr::null_mut(), memory.as_mut_ptr().cast(), std::ptr::null_mut()] }
+    Arenas::new(std::ptr::null_mut(), memory.as_mut_ptr().cast())
 }
 
 fn bytes(memory: &[u64]) -> &[u8] {

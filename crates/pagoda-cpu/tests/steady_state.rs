@@ -58,7 +58,7 @@ fn append_and_attend_allocate_nothing() {
     let row: Vec<_> =
         (0..TOKENS.div_ceil(64) as u32).map(|b| BlockRef::new(Tier::Device, BlockId::new(b))).collect();
     let mut arena = vec![0u8; row.len() * layout.block_bytes as usize];
-    let arenas = Arenas { base: [arena.as_mut_ptr(), std::ptr::null_mut(), std::ptr::null_mut()] };
+    let arenas = Arenas::new(arena.as_mut_ptr(), std::ptr::null_mut());
     let spans = [SpanView {
         first_page: 0,
         skip: 0,

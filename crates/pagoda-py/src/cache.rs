@@ -7,23 +7,27 @@ use crate::errors::{self, core, cpu, invalid, invalid_because, released, unavail
 use crate::fork;
 use crate::layers::{LayerArguments, Placed, PlacedLayer, place};
 use crate::sessions::Sessions;
+use crate::stream::{Call, Stream, Traffic};
 use crate::tables::{self, Tables};
 use crate::ticket::{Plan, Ticket};
 use numpy::{
     PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadwriteArray1, PyUntypedArray,
     PyUntypedArrayMethods,
 };
+use pagoda_core::Error;
 use pagoda_core::cache::TierMemory;
 use pagoda_core::fence::Completion;
 use pagoda_core::ids::{BlockId, Epoch, GroupId, SequenceId, Tier};
 use pagoda_core::plan::{BlockCopy, Selection};
 use pagoda_core::table::SpanView;
+use pagoda_core::work::RUN_ROWS;
 use pagoda_cpu::{Arenas, Backend, Element, Isa, Layer, SequenceTable};
 use pagoda_store::disk::Store;
-use pagoda_store::{Mover, Place, Slab, Transfer};
+use pagoda_store::{Mover, Place, Ring, Slab, Transfer};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::PyDict;
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
 use std::ops::Range;
@@ -50,14 +54,23 @@ pub(crate) struct Inner {
     step: StepState,
     pub(crate) tables: Tables,
     pub(crate) sessions: Sessions,
+    /// The last step that has ended, and the last one that has retired, where kernels are this module's.
+    ended: Epoch,
+    retired: Epoch,
 }
 
 /// Who holds the memory, moves it and runs kernels.
 enum Engine {
     /// This module.
-    Cpu { slabs: Vec<Arc<Slab>>, disk: Option<Arc<Store>>, mover: Mover, backend: Backend, checked: bool },
+    Cpu { slabs: Vec<Arc<Slab>>, disk: Option<Box<Disk>>, mover: Mover, backend: Backend, checked: bool },
     /// Whoever drives a device: it is told what to copy and what changed, and tells when a copy or a step has ended.
     Device { upload: Upload, epoch: Option<Epoch> },
+}
+
+/// The disk tier, and what a step reads of it.
+struct Disk {
+    store: Arc<Store>,
+    stream: Stream,
 }
 
 /// What the open step adds to the core's own.
@@ -68,6 +81,8 @@ pub(crate) struct StepState {
     ranges: Vec<Range<usize>>,
     /// Where each sequence's new tokens begin, and where the last one's end.
     bounds: Vec<u32>,
+    /// Bytes of the rows that were attended to.
+    attended: u64,
     /// Per layer: whether its rows of the new tokens are written, or the caller does so through the tables, or it has none.
     written: Vec<bool>,
     /// Memory for the tables of one call.
@@ -78,6 +93,21 @@ impl StepState {
     /// The spans of the sequence at place `index` of the batch, new tokens included.
     pub(crate) fn spans(&self, core: &pagoda_core::Cache, index: usize, group: GroupId) -> &[SpanView] {
         &self.spans[self.ranges[group.index() * core.step_batch().len() + index].clone()]
+    }
+
+    /// The table of the sequence at place `index` of the batch.
+    pub(crate) fn table<'a>(
+        &'a self,
+        core: &'a pagoda_core::Cache,
+        index: usize,
+        group: GroupId,
+    ) -> SequenceTable<'a> {
+        let new_tokens = self.bounds[index + 1] - self.bounds[index];
+        SequenceTable {
+            row: core.step_row(index, group).0,
+            spans: self.spans(core, index, group),
+            new_tokens,
+        }
     }
 
     /// Of the whole batch.
@@ -107,6 +137,7 @@ impl StepState {
             *end += new_tokens;
             Some(*end)
         }));
+        self.attended = 0;
         let nothing = self.new_tokens() == 0;
         self.written.clear();
         self.written.extend(layers.iter().map(|placed| nothing || placed.owner.is_some()));
@@ -118,14 +149,24 @@ impl Cache {
         if self.process != fork::process() {
             return Err(released(py, "cache: made by another process; open one after the fork"));
         }
-        let guard = match self.inner.try_lock() {
+        self.require_elsewhere(py)?;
+        let mut guard = match self.inner.try_lock() {
             Ok(guard) => guard,
             Err(_) => self.inner.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner),
         };
-        if guard.is_none() {
-            return Err(released(py, "cache: closed"));
+        match guard.as_mut() {
+            None => return Err(released(py, "cache: closed")),
+            Some(inner) => inner.settle().map_err(|error| core(py, &error))?,
         }
         Ok(guard)
+    }
+
+    /// Refuses calls of signal handlers that run while this thread waits inside of `attend`: they would wait for themselves.
+    fn require_elsewhere(&self, py: Python<'_>) -> PyResult<()> {
+        if ATTENDING.get() == std::ptr::from_ref(self).addr() {
+            return Err(invalid_because(py, "cache: in use by the call that this signal has interrupted"));
+        }
+        Ok(())
     }
 
     /// Runs a call of the core.
@@ -136,6 +177,27 @@ impl Cache {
     ) -> PyResult<T> {
         let mut guard = self.lock(py)?;
         call(guard.as_mut().expect("locked open")).map_err(|error| core(py, &error))
+    }
+}
+
+thread_local! {
+    /// The address of the cache in whose `attend` this thread is.
+    static ATTENDING: Cell<usize> = const { Cell::new(0) };
+}
+
+/// While it lives, the thread is in `attend`.
+struct Attending;
+
+impl Attending {
+    fn of(cache: &Cache) -> Self {
+        ATTENDING.set(std::ptr::from_ref(cache).addr());
+        Self
+    }
+}
+
+impl Drop for Attending {
+    fn drop(&mut self) {
+        ATTENDING.set(0);
     }
 }
 
@@ -169,9 +231,17 @@ impl Inner {
     /// The disk tier.
     pub(crate) fn store(&self) -> Option<&Arc<Store>> {
         match &self.engine {
-            Engine::Cpu { disk, .. } => disk.as_ref(),
+            Engine::Cpu { disk, .. } => disk.as_ref().map(|disk| &disk.store),
             Engine::Device { .. } => None,
         }
+    }
+
+    /// How the I/O of the disk tier is done and what it came to.
+    fn disk_report<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        let Engine::Cpu { disk: Some(disk), .. } = &self.engine else { return Ok(None) };
+        let report = disk::report(py, &disk.store)?;
+        report.set_item("ring_bytes", disk.stream.bytes())?;
+        Ok(Some(report))
     }
 
     /// Makes copies, some of which may be of the disk, and waits for them.
@@ -190,13 +260,28 @@ impl Inner {
         Err(errors::failure(py, completion.failure()))
     }
 
+    /// Makes the copies of shared open pages that come before the open step's first append.
+    fn copy_shared(&self, py: Python<'_>) -> PyResult<()> {
+        let Engine::Cpu { mover, .. } = &self.engine else { return Ok(()) };
+        let copies = self.core.step_copies();
+        // A part of a page that was full went to disk with it.
+        if copies.iter().any(|copy| copy.from.0 == Tier::Disk) {
+            return self.copy_now(py, copies);
+        }
+        for copy in copies {
+            // SAFETY: the source is Ready, so nobody writes it, and the target is this step's alone.
+            unsafe { mover.copy_now(&self.transfer(copy)) };
+        }
+        Ok(())
+    }
+
     /// Zeroes freed blocks, where that is asked for: until then they are not handed out.
     pub(crate) fn zero(&mut self) {
         let Engine::Cpu { slabs, disk, .. } = &self.engine else { return };
         let block_bytes = &self.block_bytes;
         self.core.zero(|tier, group, blocks| {
             if tier == Tier::Disk {
-                return disk.as_ref().is_some_and(|store| store.zero(group, blocks).is_ok());
+                return disk.as_ref().is_some_and(|disk| disk.store.zero(group, blocks).is_ok());
             }
             let at = |block| u64::from(block) * block_bytes[group.index()];
             // SAFETY: the core says that nobody can touch these blocks any more.
@@ -216,19 +301,39 @@ impl Inner {
                 let _ = unsafe { slabs[tier.index()].give_back(range) };
             }
         }
-        if let Some(store) = disk {
-            self.core.reclaim(Tier::Disk).for_each(|range| drop(store.discard(range)));
+        if let Some(disk) = disk {
+            self.core.reclaim(Tier::Disk).for_each(|range| drop(disk.store.discard(range)));
         }
     }
 
     fn end_step(&mut self, ended: Epoch) -> pagoda_core::Result<()> {
+        self.ended = ended;
         match &mut self.engine {
-            // The kernels of this backend have ended when their calls return.
-            Engine::Cpu { .. } => self.core.retire(ended)?,
+            Engine::Cpu { .. } => self.settle()?,
             Engine::Device { epoch, .. } => *epoch = Some(ended),
         }
         self.trim();
         Ok(())
+    }
+
+    /// Retires steps that have ended. The kernels of this backend have when their calls return, but reads ahead of need go on.
+    fn settle(&mut self) -> pagoda_core::Result<()> {
+        let Engine::Cpu { disk, .. } = &self.engine else { return Ok(()) };
+        if self.retired == self.ended {
+            return Ok(());
+        }
+        let since = disk.as_ref().and_then(|disk| disk.stream.since());
+        self.retired = since.map_or(self.ended, |since| since.min(self.ended));
+        self.core.retire(self.retired)
+    }
+
+    /// Waits for reads that blocks may drain for; says whether there were any.
+    fn finish_reads(&mut self, py: Python<'_>) -> PyResult<bool> {
+        let Engine::Cpu { disk: Some(disk), mover, .. } = &mut self.engine else { return Ok(false) };
+        let waited = py.detach(|| disk.stream.finish(mover)).map_err(|stop| stop.raise(py))?;
+        self.settle().map_err(|error| core(py, &error))?;
+        self.zero();
+        Ok(waited)
     }
 
     /// Addresses and bytes of copies: `[from, to, bytes]` of each.
@@ -311,11 +416,7 @@ fn sequence_tables<'a>(
     memory: Vec<SequenceTable<'static>>,
 ) -> Vec<SequenceTable<'a>> {
     let mut tables = recycle(memory);
-    tables.extend(core.step_batch().enumerate().map(|(index, (_, new_tokens))| SequenceTable {
-        row: core.step_row(index, group).0,
-        spans: step.spans(core, index, group),
-        new_tokens,
-    }));
+    tables.extend((0..core.step_batch().len()).map(|index| step.table(core, index, group)));
     tables
 }
 
@@ -345,6 +446,7 @@ impl Cache {
         disk: Option<DiskArguments>,
     ) -> PyResult<Self> {
         let Placed { groups, runs, layers } = place(py, &layers, page_size)?;
+        let disk_timeout = disk.as_ref().map_or(Duration::ZERO, |disk| disk.timeout);
         let opened = disk.map(|disk| disk::open(py, &disk, &runs)).transpose()?;
         let (disk, recovered) = opened.map(|(store, recovered)| (Arc::new(store), recovered)).unzip();
         let absent = TierMemory { bytes: 0, extent_bytes: u64::MAX };
@@ -379,17 +481,25 @@ impl Cache {
             MEMORY_TIERS.iter().for_each(|tier| base[tier.index()] = slabs[tier.index()].base());
             let mover = Mover::new(slabs.clone(), disk.as_ref()).map_err(|error| errors::disk(py, &error))?;
             let backend = Backend::new(threads, deterministic, isa).map_err(|error| cpu(py, &error))?;
+            let with_stream = |store: Arc<Store>| -> PyResult<Box<Disk>> {
+                let ring = Ring::new(&store, RUN_ROWS / page_size as usize)
+                    .map_err(|error| unavailable(py, format_args!("memory to read into: {error}")))?;
+                Ok(Box::new(Disk { store, stream: Stream::new(ring, disk_timeout) }))
+            };
+            let disk = disk.map(with_stream).transpose()?;
             Engine::Cpu { slabs, disk, mover, backend, checked }
         };
         let inner = Inner {
             core,
             block_bytes: groups.iter().map(|group| group.block_bytes).collect(),
             layers,
-            arenas: Arenas { base },
+            arenas: Arenas::new(base[Tier::Device.index()], base[Tier::Host.index()]),
             engine,
             step: StepState::default(),
             tables: Tables::default(),
             sessions,
+            ended: Epoch::default(),
+            retired: Epoch::default(),
         };
         Ok(Self { inner: Mutex::new(Some(ManuallyDrop::new(inner))), process: fork::process() })
     }
@@ -465,23 +575,27 @@ impl Cache {
             batch.push((sequence_id(sequence), count));
         }
         inner.zero();
-        inner.core.reserve(&batch).map_err(|error| core(py, &error))?;
-        // No kernel reads pages from disk: this is the place to bring them in while a step goes on.
-        let on_disk = inner.core.step_on_disk();
-        if on_disk.0 > 0 {
+        let mut reserved = inner.core.reserve(&batch);
+        if matches!(reserved, Err(Error::OutOfBlocks { draining: 1.., .. })) && inner.finish_reads(py)? {
+            reserved = inner.core.reserve(&batch);
+        }
+        reserved.map_err(|error| core(py, &error))?;
+        if let Err(error) = inner.copy_shared(py) {
             let epoch = inner.core.rollback().map_err(|error| core(py, &error))?;
             inner.end_step(epoch).map_err(|error| core(py, &error))?;
-            return Err(errors::on_disk(py, on_disk));
+            return Err(error);
         }
-        if let Engine::Cpu { mover, .. } = &inner.engine {
-            for copy in inner.core.step_copies() {
-                // SAFETY: the source is Ready, so nobody writes it, and the target is this step's alone.
-                unsafe { mover.copy_now(&inner.transfer(copy)) };
-            }
-        }
-        let Inner { core, layers, step, block_bytes, .. } = &mut **inner;
+        let Inner { core, layers, step, block_bytes, engine, .. } = &mut **inner;
         step.enter(core, block_bytes.len(), layers);
+        if let Engine::Cpu { disk: Some(disk), .. } = engine {
+            disk.stream.enter(core, step, layers);
+        }
         Ok(())
+    }
+
+    /// Pages of the open step's sequences that are on disk.
+    fn pages_on_disk(&self, py: Python<'_>) -> PyResult<u64> {
+        self.with(py, |inner| Ok(inner.core.step_on_disk().0))
     }
 
     /// Writes K and V of the new tokens of one layer; no V where it is part of K, no K where it is derived from V.
@@ -564,23 +678,48 @@ impl Cache {
         inner.require_written(py, layer)?;
         inner.require_cpu(py)?;
         let lse = lse.map(|lse| lse_address(lse, [inner.step.new_tokens(), heads])).transpose()?;
-        let Inner { core, layers, arenas, engine: Engine::Cpu { backend, .. }, step, .. } = &mut **inner
-        else {
-            unreachable!("checked")
-        };
+        let Inner { core, layers, arenas, engine, step, ended, .. } = &mut **inner;
+        let Engine::Cpu { backend, mover, disk, .. } = engine else { unreachable!("checked") };
         let memory = std::mem::take(&mut step.sequences);
         let tables = sequence_tables(core, step, layers[layer].group, memory);
+        let stream = disk.as_mut().map(|disk| &mut disk.stream).filter(|stream| stream.has(layer));
+        let _attending = Attending::of(self);
         let result = py.detach(|| {
-            let lse = lse.map(|address| address.get());
+            let call = Call {
+                backend,
+                arenas,
+                layer: &layers[layer].layer,
+                tables: &tables,
+                queries,
+                sinks: sinks.as_deref(),
+                out: outputs,
+                lse: lse.map(|address| address.get()),
+            };
             // SAFETY: pages do not move or change while the step is open, and the arrays were checked; Python keeps them
-            // alive for the call.
+            // alive for the call. Steps retire after the reads that they have begun.
             unsafe {
-                let sinks = sinks.as_deref();
-                backend.attend(arenas, &layers[layer].layer, &tables, queries, sinks, outputs, lse)
+                match stream {
+                    Some(stream) => stream.attend(mover, layer, call, *ended),
+                    None => call.attend(),
+                }
             }
         });
+        let attended: u64 = tables.iter().map(|table| layers[layer].layer.seen_bytes(table)).sum();
         step.sequences = recycle(tables);
-        result.map_err(|error| cpu(py, &error))
+        step.attended += attended;
+        result.map_err(|stop| stop.raise(py))
+    }
+
+    /// Of the step that was entered last: bytes of the rows that were attended to, bytes read from disk for that, and seconds
+    /// in which attention only waited for these.
+    fn attended(&self, py: Python<'_>) -> PyResult<(u64, u64, f64)> {
+        self.with(py, |inner| {
+            let traffic = match &inner.engine {
+                Engine::Cpu { disk: Some(disk), .. } => disk.stream.traffic(),
+                _ => Traffic::default(),
+            };
+            Ok((inner.step.attended, traffic.bytes, traffic.waited.as_secs_f64()))
+        })
     }
 
     /// Closes the step; of each sequence's new tokens the first `accepted` stay.
@@ -797,7 +936,7 @@ impl Cache {
             }
         }
         stats.set_item("moved_bytes", moved)?;
-        stats.set_item("disk", store.map(|store| disk::report(py, &store)).transpose()?)?;
+        stats.set_item("disk", inner.disk_report(py)?)?;
         Ok(stats)
     }
 
@@ -844,6 +983,7 @@ impl Cache {
         if self.process != fork::process() {
             return Ok(());
         }
+        self.require_elsewhere(py)?;
         let inner = self.inner.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner).take();
         if let Some(inner) = inner {
             py.detach(|| drop(ManuallyDrop::into_inner(inner)));

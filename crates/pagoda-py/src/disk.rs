@@ -6,7 +6,7 @@ use pagoda_store::disk::{Budget, Error, Geometry, Recovered, Store};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Where pages go, as a dict.
 #[derive(FromPyObject)]
@@ -18,6 +18,8 @@ pub(crate) struct DiskArguments {
     /// Whether files have names, and are opened again.
     resume: bool,
     writes_per_day: Option<u64>,
+    /// How long attention waits for one read.
+    pub(crate) timeout: Duration,
 }
 
 /// Opens the files.

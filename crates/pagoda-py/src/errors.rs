@@ -61,14 +61,6 @@ pub(crate) fn core(py: Python<'_>, error: &pagoda_core::Error) -> PyErr {
     }
 }
 
-/// Pages of a batch that no kernel can read where they are.
-pub(crate) fn on_disk(py: Python<'_>, (pages, bytes): (u64, u64)) -> PyErr {
-    let message =
-        format_args!("{pages} page(s), {bytes} bytes, of the batch are on disk; promote them first")
-            .to_string();
-    exception(py, "PagesOnDisk", message, &[("pages", pages), ("bytes", bytes)])
-}
-
 /// Why copies did not arrive that had to.
 pub(crate) fn failure(py: Python<'_>, failure: Option<&Failure>) -> PyErr {
     match failure {

@@ -40,6 +40,8 @@ pub(crate) struct LayerArguments {
 pub(crate) struct PlacedLayer {
     pub(crate) group: GroupId,
     pub(crate) layer: Layer,
+    /// Which of the group's layers it is, or the one whose K and V it reads.
+    pub(crate) member: usize,
     /// Whether the first rows of K will say what all are centred by.
     pub(crate) center_first: bool,
     /// Whether a logit for each query head joins the softmax.
@@ -71,7 +73,7 @@ pub(crate) fn place(py: Python<'_>, layers: &[LayerArguments], page_size: u32) -
     };
     let count = layers.iter().map(|layer| layer.group as usize + 1).max().unwrap_or(0);
     let (mut groups, mut runs) = (Vec::with_capacity(count), Vec::with_capacity(count));
-    let mut layouts: Vec<Option<LayerLayout>> = vec![None; layers.len()];
+    let mut layouts: Vec<Option<(usize, LayerLayout)>> = vec![None; layers.len()];
     for group in 0..count {
         let members: Vec<usize> = (0..layers.len())
             .filter(|&at| layers[at].group as usize == group && layers[at].kv_owner.is_none())
@@ -92,14 +94,18 @@ pub(crate) fn place(py: Python<'_>, layers: &[LayerArguments], page_size: u32) -
         let starts = layout.layers.iter().map(|layer| layer.k.rows.offset);
         let ends = starts.clone().skip(1).chain([layout.block_bytes]);
         runs.push(starts.zip(ends).map(|(start, end)| end - start).collect());
-        members.iter().zip(layout.layers).for_each(|(&at, of_layer)| layouts[at] = Some(of_layer));
+        members
+            .iter()
+            .zip(layout.layers.into_iter().enumerate())
+            .for_each(|(&at, own)| layouts[at] = Some(own));
     }
     let place = |(at, arguments): (usize, &LayerArguments)| {
         let LayerArguments { group, num_q_heads, window, scale, softcap, sinks, kv_owner, .. } = *arguments;
         let rope = arguments.rope.clone().map(|(inv_freq, interleaved)| Rope { inv_freq, interleaved });
+        let (member, layout) = layouts[kv_owner.unwrap_or(at)].expect("every owner is a member of a group");
         let layer = Layer {
             geometry: geometry(arguments)?,
-            layout: layouts[kv_owner.unwrap_or(at)].expect("every owner is a member of a group"),
+            layout,
             block_bytes: groups[group as usize].block_bytes,
             page_size,
             num_q_heads,
@@ -116,7 +122,7 @@ pub(crate) fn place(py: Python<'_>, layers: &[LayerArguments], page_size: u32) -
         };
         layer.check().map_err(|error| cpu(py, &error.into()))?;
         let center_first = arguments.center_first;
-        Ok(PlacedLayer { group: GroupId(group), layer, center_first, sinks, owner: kv_owner })
+        Ok(PlacedLayer { group: GroupId(group), layer, member, center_first, sinks, owner: kv_owner })
     };
     let layers = layers.iter().enumerate().map(place).collect::<PyResult<_>>()?;
     Ok(Placed { groups, runs, layers })

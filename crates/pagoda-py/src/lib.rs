@@ -9,6 +9,7 @@ mod errors;
 mod fork;
 mod layers;
 mod sessions;
+mod stream;
 mod tables;
 mod ticket;
 

@@ -5,7 +5,9 @@
 
 pub mod disk;
 mod mover;
+mod ring;
 mod slab;
 
-pub use mover::{Mover, Place, Transfer, Waiter};
+pub use mover::{LayerOfPages, Mover, Place, Transfer, Waiter};
+pub use ring::{Filled, Ring};
 pub use slab::Slab;

@@ -1,6 +1,7 @@
 //! The threads that move blocks while the caller goes on: one copies in memory, some write to disk and read from it.
 
 use crate::Slab;
+use crate::disk::io::ALIGN;
 use crate::disk::{Error, Lane, Store};
 use pagoda_core::fence::{Completion, Failure};
 use pagoda_core::ids::{BlockId, GroupId};
@@ -40,6 +41,17 @@ pub struct Transfer {
     pub bytes: u64,
 }
 
+/// One layer of some pages on disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerOfPages {
+    /// The layer group of the pages.
+    pub group: GroupId,
+    /// The layer, counted in the group.
+    pub layer: usize,
+    /// Where the pages are.
+    pub blocks: Vec<BlockId>,
+}
+
 /// Most pages that one thread writes or reads at a time: a segment's worth, so that others have work too.
 const DISK_PAGES: usize = 16;
 
@@ -48,22 +60,28 @@ const DISK_PAGES: usize = 16;
 #[derive(Debug)]
 pub struct Mover {
     slabs: Vec<Arc<Slab>>,
-    has_disk: bool,
+    store: Option<Arc<Store>>,
     memory: Option<Sender<Part>>,
     disk: Option<Sender<Part>>,
     threads: Vec<JoinHandle<()>>,
     waiter: Waiter,
 }
 
-/// Transfers of one job that one thread makes.
+/// What one thread does of a job.
 struct Part {
-    transfers: Vec<Transfer>,
-    /// Where the first of them stands in the job.
+    work: Work,
+    /// Where the first transfer, or page, stands in the job.
     first: usize,
     job: Arc<Job>,
 }
 
-/// What `send` was given, until its last part is done.
+enum Work {
+    Copies(Vec<Transfer>),
+    /// Reads into a slab, from a place on.
+    Layer(LayerOfPages, Arc<Slab>, u64),
+}
+
+/// What `send` or `fetch` was given, until its last part is done.
 struct Job {
     completion: Completion,
     waiter: Waiter,
@@ -72,7 +90,7 @@ struct Job {
 
 struct JobState {
     parts_left: usize,
-    /// Transfers before the first that failed.
+    /// Transfers, or pages, before the first that failed.
     copied: usize,
     failure: Option<Failure>,
 }
@@ -86,7 +104,7 @@ impl Mover {
     pub fn new(slabs: Vec<Arc<Slab>>, disk: Option<&Arc<Store>>) -> Result<Self, Error> {
         let mut mover = Self {
             slabs,
-            has_disk: disk.is_some(),
+            store: disk.cloned(),
             memory: None,
             disk: None,
             threads: Vec::new(),
@@ -97,7 +115,8 @@ impl Mover {
         mover.memory = Some(memory);
         mover.start("pagoda-mover", move || {
             for part in inbox {
-                part.transfers.iter().for_each(|transfer| copy(&slabs, transfer));
+                let Work::Copies(transfers) = &part.work else { unreachable!("sent to the disk") };
+                transfers.iter().for_each(|transfer| copy(&slabs, transfer));
                 part.end(Ok(()));
             }
         })?;
@@ -128,18 +147,43 @@ impl Mover {
     /// When a transfer leaves its slab, has no side in memory, or needs a disk that is not there.
     pub unsafe fn send(&self, transfers: Vec<Transfer>, completion: Completion) {
         transfers.iter().for_each(|transfer| self.check(transfer));
+        let job = self.job(transfers.len(), completion);
         let parts = cut(&transfers);
-        if parts.is_empty() {
-            return completion.finish(0);
+        for range in &parts {
+            let queue = if transfers[range.start].on_disk().is_some() { &self.disk } else { &self.memory };
+            let work = Work::Copies(transfers[range.clone()].to_vec());
+            job.begin(queue, work, range.start);
         }
-        let state = JobState { parts_left: parts.len(), copied: transfers.len(), failure: None };
-        let job = Arc::new(Job { completion, waiter: self.waiter.clone(), state: Mutex::new(state) });
-        for range in parts {
-            let part =
-                Part { transfers: transfers[range.clone()].to_vec(), first: range.start, job: job.clone() };
-            let queue = if part.transfers[0].on_disk().is_some() { &self.disk } else { &self.memory };
-            queue.as_ref().expect("lives until drop").send(part).expect("the threads live until drop");
+        job.end(Ok(()), 0);
+    }
+
+    /// Reads one layer of pages in the background, one after the other into `slab` from `offset` on: of each the bytes that it
+    /// has in the file. They have been verified when `completion` finishes.
+    ///
+    /// # Safety
+    /// Until then nobody may touch what is written here, nor write to these blocks.
+    ///
+    /// # Panics
+    /// When it would leave the slab, when `offset` is not a multiple of [`ALIGN`], or there is no disk.
+    pub unsafe fn fetch(&self, what: &LayerOfPages, slab: &Arc<Slab>, offset: u64, completion: Completion) {
+        let geometry = self.store.as_ref().expect("a disk").geometry();
+        let unit = geometry.stored_run(what.group, what.layer);
+        let end = unit.checked_mul(what.blocks.len() as u64).and_then(|bytes| bytes.checked_add(offset));
+        assert!(end.is_some_and(|end| end <= slab.bytes() as u64), "{what:?} leaves its slab");
+        assert!(offset.is_multiple_of(ALIGN), "offset {offset} is not aligned");
+        let job = self.job(what.blocks.len(), completion);
+        for (part, blocks) in what.blocks.chunks(DISK_PAGES).enumerate() {
+            let first = part * DISK_PAGES;
+            let read = LayerOfPages { blocks: blocks.to_vec(), ..*what };
+            job.begin(&self.disk, Work::Layer(read, slab.clone(), offset + unit * first as u64), first);
         }
+        job.end(Ok(()), 0);
+    }
+
+    /// A job without parts, which the caller ends.
+    fn job(&self, transfers: usize, completion: Completion) -> Arc<Job> {
+        let state = JobState { parts_left: 1, copied: transfers, failure: None };
+        Arc::new(Job { completion, waiter: self.waiter.clone(), state: Mutex::new(state) })
     }
 
     /// Copies now, in memory.
@@ -165,7 +209,7 @@ impl Mover {
                 Place::Slab { slab, offset } => offset
                     .checked_add(transfer.bytes)
                     .is_some_and(|end| end <= self.slabs[slab].bytes() as u64),
-                Place::Disk { .. } => self.has_disk,
+                Place::Disk { .. } => self.store.is_some(),
             };
             assert!(inside, "{transfer:?} leaves its slab");
         }
@@ -208,15 +252,22 @@ fn cut(transfers: &[Transfer]) -> Vec<Range<usize>> {
     parts
 }
 
-impl Part {
-    /// Notes how the part ended; the last one of a job finishes it.
-    fn end(self, result: Result<(), Error>) {
-        let Job { completion, waiter, state } = &*self.job;
+impl Job {
+    /// Gives a part to the threads of a queue.
+    fn begin(self: &Arc<Self>, queue: &Option<Sender<Part>>, work: Work, first: usize) {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).parts_left += 1;
+        let part = Part { work, first, job: self.clone() };
+        queue.as_ref().expect("lives until drop").send(part).expect("the threads live until drop");
+    }
+
+    /// Notes how a part ended, of which the first transfer is `first`; the last one finishes the job.
+    fn end(&self, result: Result<(), Error>, first: usize) {
+        let Self { completion, waiter, state } = self;
         let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
         if let Err(error) = result
-            && self.first < state.copied
+            && first < state.copied
         {
-            state.copied = self.first;
+            state.copied = first;
             state.failure = Some(match error {
                 Error::Corrupt { .. } => Failure::Corrupt(error.to_string()),
                 other => Failure::Io(other.to_string()),
@@ -235,29 +286,48 @@ impl Part {
     }
 }
 
+impl Part {
+    fn end(self, result: Result<(), Error>) {
+        self.job.end(result, self.first);
+    }
+}
+
 /// One thread of the disk: takes parts until there are no more.
 fn serve(mut lane: Lane, slabs: &[Arc<Slab>], inbox: &Mutex<Receiver<Part>>) {
     loop {
         let next = inbox.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let Ok(part) = next else { return };
-        let (group, writes) = part.transfers[0].on_disk().expect("sent to the disk");
-        let (blocks, memory): (Vec<_>, Vec<_>) = part.transfers.iter().map(Transfer::sides).unzip();
-        let result = if writes {
-            lane.write(group, &blocks, |page, range, target| {
-                let source = address(slabs, memory[page], range.start);
-                // SAFETY: as in `copy`; `target` is the lane's own.
-                unsafe { std::ptr::copy_nonoverlapping(source, target.as_mut_ptr(), target.len()) };
-            })
-        } else {
-            let layers = 0..lane.layers(group);
-            lane.read(group, &blocks, layers, |page, range, source| {
-                let target = address(slabs, memory[page], range.start);
-                // SAFETY: as in `copy`; `source` is the lane's own.
-                unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), target, source.len()) };
-            })
+        let result = match &part.work {
+            Work::Copies(transfers) => transfer(&mut lane, slabs, transfers),
+            Work::Layer(LayerOfPages { group, layer, blocks }, slab, offset) => {
+                let bytes = lane.stored_run(*group, *layer) as usize * blocks.len();
+                // SAFETY: `fetch` has seen the range inside of the slab, and whoever called it keeps others away from it.
+                let target =
+                    unsafe { std::slice::from_raw_parts_mut(slab.base().add(*offset as usize), bytes) };
+                lane.fetch(*group, blocks, *layer, target)
+            }
         };
         part.end(result);
     }
+}
+
+/// Writes pages to disk, or reads them.
+fn transfer(lane: &mut Lane, slabs: &[Arc<Slab>], transfers: &[Transfer]) -> Result<(), Error> {
+    let (group, writes) = transfers[0].on_disk().expect("sent to the disk");
+    let (blocks, memory): (Vec<_>, Vec<_>) = transfers.iter().map(Transfer::sides).unzip();
+    if writes {
+        return lane.write(group, &blocks, |page, range, target| {
+            let source = address(slabs, memory[page], range.start);
+            // SAFETY: as in `copy`; `target` is the lane's own.
+            unsafe { std::ptr::copy_nonoverlapping(source, target.as_mut_ptr(), target.len()) };
+        });
+    }
+    let layers = 0..lane.layers(group);
+    lane.read(group, &blocks, layers, |page, range, source| {
+        let target = address(slabs, memory[page], range.start);
+        // SAFETY: as in `copy`; `source` is the lane's own.
+        unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), target, source.len()) };
+    })
 }
 
 impl Waiter {

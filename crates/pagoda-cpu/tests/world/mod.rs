@@ -201,7 +201,7 @@ impl World {
 
     pub fn arenas(&mut self) -> Arenas {
         let [device, host] = &mut self.memory;
-        Arenas { base: [device.as_mut_ptr().cast(), host.as_mut_ptr().cast(), std::ptr::null_mut()] }
+        Arenas::new(device.as_mut_ptr().cast(), host.as_mut_ptr().cast())
     }
 
     pub fn bytes(&self, block: BlockRef) -> &[u8] {
@@ -324,7 +324,8 @@ impl World {
         self.attend_by(whole, batch, element)
     }
 
-    /// The same of one sequence, run by run or a few at a time: pages of other runs are nowhere then.
+    /// The same of one sequence, run by run or a few at a time: pages of other runs are nowhere then, and of some pages only
+    /// this layer is in memory, as when it was read from disk.
     pub fn attend_runs(
         &mut self,
         random: &mut Random,
@@ -334,21 +335,38 @@ impl World {
     ) -> (Vec<f32>, Vec<f32>) {
         let parts = |call: &Call<'_>| {
             let Call { arenas, layer, tables, queries, sinks, out, lse } = *call;
-            let runs: Vec<_> = work::runs(tables[0].spans, layer.page_size as usize).collect();
+            let SequenceTable { row, spans, .. } = tables[0];
+            let runs: Vec<_> = work::runs(spans, 0..one.1, layer.page_size as usize).collect();
+            assert!(runs.iter().map(|run| run.0).eq(0..work::run_count(spans)));
+            // The last of its block.
+            let bytes = layer.layout.k.rows.offset as usize..layer.block_bytes as usize;
+            let stride = bytes.len() + 32;
             let (mut carried, mut start) = (Carried::default(), 0);
             while start < runs.len() {
                 let end = runs.len().min(start + 1 + random.below(2));
-                let mut row = vec![BlockRef::new(Tier::Disk, BlockId::new(0)); tables[0].row.len()];
-                for pages in &runs[start..end] {
-                    row[pages.clone()].copy_from_slice(&tables[0].row[pages.clone()]);
+                let mut here = vec![BlockRef::new(Tier::Disk, BlockId::new(0)); row.len()];
+                let mut read = Vec::new();
+                for page in runs[start..end].iter().flat_map(|run| run.1.clone()) {
+                    here[page] = row[page];
+                    if random.below(2) == 0 {
+                        here[page] = BlockRef::new(Tier::Disk, BlockId::new((read.len() / stride) as u32));
+                        let tier = arenas.base[row[page].tier().index()];
+                        let block = row[page].block().index() as usize * layer.block_bytes as usize;
+                        // SAFETY: the page is in its arena.
+                        let block = unsafe { std::slice::from_raw_parts(tier.add(block), bytes.end) };
+                        read.extend_from_slice(&block[bytes.clone()]);
+                        read.resize(read.len() + 32, !0);
+                    }
                 }
-                let table = SequenceTable { row: &row, ..tables[0] };
-                // SAFETY: as above; a page that is nowhere has no address.
+                let base = read.as_mut_ptr().wrapping_sub(bytes.start);
+                let arenas = arenas.with_disk(base, stride);
+                let table = SequenceTable { row: &here, ..tables[0] };
+                // SAFETY: as above; a page that is nowhere is not among those of these runs.
                 unsafe {
                     backend.attend_runs(
                         start..end,
                         &mut carried,
-                        arenas,
+                        &arenas,
                         layer,
                         table,
                         queries,

@@ -92,6 +92,11 @@ impl Geometry {
         [self.extent_bytes, self.segment_bytes].into_iter().chain(groups).collect()
     }
 
+    /// How many layer groups there are.
+    pub fn groups(&self) -> usize {
+        self.groups.len()
+    }
+
     /// The layers of a group.
     pub fn layers(&self, group: GroupId) -> usize {
         self.groups[group.index()].runs.len()
@@ -102,8 +107,8 @@ impl Geometry {
         self.groups[group.index()].runs[layer].clone()
     }
 
-    /// Bytes that a layer of a block takes in the file.
-    pub(super) fn stored_run(&self, group: GroupId, layer: usize) -> u64 {
+    /// Bytes that a layer of a block takes in the file, padding included.
+    pub fn stored_run(&self, group: GroupId, layer: usize) -> u64 {
         stored(&self.groups[group.index()].runs[layer])
     }
 

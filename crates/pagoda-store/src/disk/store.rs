@@ -201,6 +201,12 @@ impl Store {
         self.file.discard(range).map_err(Error::io("giving space back"))
     }
 
+    /// What tells the pages that lie in some blocks now from all that ever did or will; none where nothing can be read.
+    pub fn generations(&self, group: GroupId, blocks: &[BlockId]) -> Vec<Option<u64>> {
+        let pages = lock(&self.pages);
+        blocks.iter().map(|&block| pages.get(&(group, block)).map(|page| page.generation)).collect()
+    }
+
     /// Zeroes blocks that no page has any more, with their headers and padding. Not synced: a loss of power may bring bytes back.
     pub fn zero(&self, group: GroupId, blocks: Range<u32>) -> Result<()> {
         let blocks: Vec<_> = blocks.map(BlockId::new).collect();
@@ -306,6 +312,11 @@ impl Lane {
         self.store.geometry.layers(group)
     }
 
+    /// Bytes that a layer of a page has in the file.
+    pub fn stored_run(&self, group: GroupId, layer: usize) -> u64 {
+        self.store.geometry.stored_run(group, layer)
+    }
+
     /// Writes one page of `group` to each of `blocks`. `gather(page, bytes, target)` has to fill `target` with that range of
     /// the `page`-th block.
     ///
@@ -323,7 +334,7 @@ impl Lane {
         let mut sums = vec![0u64; blocks.len() * layers];
         let stretches = stretches(geometry, group, blocks);
         let data = pieces(geometry, group, &stretches, 0..layers, self.stage.bytes());
-        self.run(Kind::Write, &data, "writing pages", |piece, page, bytes| {
+        self.run(Kind::Write, &data, None, "writing pages", |piece, page, bytes| {
             let run = geometry.run(group, piece.layer);
             let (data, padding) = bytes.split_at_mut((run.end - run.start) as usize);
             gather(page, run, data);
@@ -335,7 +346,7 @@ impl Lane {
         let mut headers = vec![0; blocks.len()];
         let pieces = header_pieces(geometry, group, &stretches, self.stage.bytes());
         let payload = (0..layers).map(|layer| geometry.run(group, layer).end).max().unwrap_or(0);
-        self.run(Kind::Write, &pieces, "writing headers", |_, page, bytes| {
+        self.run(Kind::Write, &pieces, None, "writing headers", |_, page, bytes| {
             let identity = (group.0, blocks[page].index(), generation + page as u64);
             let sums = &sums[page * layers..(page + 1) * layers];
             headers[page] = format::write_header(bytes, &store.fingerprint, identity, payload, sums);
@@ -361,20 +372,52 @@ impl Lane {
         layers: Range<usize>,
         mut scatter: impl FnMut(usize, Range<u64>, &[u8]),
     ) -> Result<()> {
+        self.verified(group, blocks, layers, None, |page, run, bytes| scatter(page, run, bytes))
+    }
+
+    /// Reads one layer of the pages in `blocks` into `target`, [`stored_run`](Self::stored_run) bytes each, without a copy in between.
+    ///
+    /// On an error `target` holds anything.
+    ///
+    /// # Panics
+    /// When `target` has not exactly these bytes, or does not begin on a multiple of [`io::ALIGN`].
+    pub fn fetch(
+        &mut self,
+        group: GroupId,
+        blocks: &[BlockId],
+        layer: usize,
+        target: &mut [u8],
+    ) -> Result<()> {
+        let bytes = blocks.len() as u64 * self.stored_run(group, layer);
+        assert_eq!(target.len() as u64, bytes, "memory for a layer of {} pages", blocks.len());
+        assert_eq!(target.as_ptr().addr() % io::ALIGN as usize, 0, "aligned memory");
+        self.verified(group, blocks, layer..layer + 1, Some(target), |_, _, _| ())
+    }
+
+    /// Reads layers of pages, into memory of the lane's own or into `target`, and hands out what has been verified.
+    fn verified(
+        &mut self,
+        group: GroupId,
+        blocks: &[BlockId],
+        layers: Range<usize>,
+        target: Option<&mut [u8]>,
+        mut seen: impl FnMut(usize, Range<u64>, &[u8]),
+    ) -> Result<()> {
         let store = self.store.clone();
         let geometry = &store.geometry;
         let known = blocks.iter().map(|&block| store.page(group, block)).collect::<Result<Vec<_>>>()?;
         let sums = self.layer_sums(group, blocks, &known)?;
         let stretches = stretches(geometry, group, blocks);
-        let pieces = pieces(geometry, group, &stretches, layers, self.stage.bytes());
-        self.run(Kind::Read, &pieces, "reading pages", |piece, page, bytes| {
+        let room = target.as_ref().map_or(self.stage.bytes(), |target| target.len());
+        let pieces = pieces(geometry, group, &stretches, layers, room);
+        self.run(Kind::Read, &pieces, target, "reading pages", |piece, page, bytes| {
             if format::sum(bytes) != sums[page][piece.layer] {
                 let reason = format!("layer {} of the group does not verify", piece.layer);
                 return Err(store.corrupt(group, blocks[page], reason));
             }
             let run = geometry.run(group, piece.layer);
             let len = (run.end - run.start) as usize;
-            scatter(page, run, &bytes[..len]);
+            seen(page, run, &bytes[..len]);
             Ok(())
         })
     }
@@ -387,7 +430,7 @@ impl Lane {
         if sums.iter().any(Option::is_none) {
             let stretches = stretches(geometry, group, blocks);
             let pieces = header_pieces(geometry, group, &stretches, self.stage.bytes());
-            self.run(Kind::Read, &pieces, "reading headers", |_, page, bytes| {
+            self.run(Kind::Read, &pieces, None, "reading headers", |_, page, bytes| {
                 let (block, &Page { generation, sum, .. }) = (blocks[page], &pages[page]);
                 let expected = Record { group: group.0, block: block.index(), generation, sum };
                 let layers = geometry.layers(group);
@@ -406,17 +449,20 @@ impl Lane {
         Ok(sums.into_iter().map(|sums| sums.expect("read above")).collect())
     }
 
-    /// Moves pieces through the stage, as many at once as fit. `visit(piece, page, bytes)` fills what is to be written, or
-    /// looks at what was read.
+    /// Moves pieces through `memory`, by default the lane's own, as many at once as fit. `visit(piece, page, bytes)` fills what
+    /// is to be written, or looks at what was read.
     fn run(
         &mut self,
         kind: Kind,
         pieces: &[Piece],
+        memory: Option<&mut [u8]>,
         operation: &'static str,
         mut visit: impl FnMut(&Piece, usize, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
-        // SAFETY: the stage is this lane's alone, `run` is the only one that touches it, and its bytes are any.
-        let stage = unsafe { std::slice::from_raw_parts_mut(self.stage.base(), self.stage.bytes()) };
+        let stage = memory.unwrap_or_else(|| {
+            // SAFETY: the stage is this lane's alone, `run` is the only one that touches it, and its bytes are any.
+            unsafe { std::slice::from_raw_parts_mut(self.stage.base(), self.stage.bytes()) }
+        });
         let mut rest = pieces;
         while !rest.is_empty() {
             let mut used = 0;

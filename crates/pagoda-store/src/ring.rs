@@ -1,0 +1,350 @@
+//! Memory that layers of pages on disk pass through, read ahead of whoever goes over them.
+
+use crate::disk::{Geometry, Store};
+use crate::mover::{LayerOfPages, Mover};
+use crate::slab::Slab;
+use pagoda_core::fence::{Completion, Failure};
+use pagoda_core::ids::{Epoch, GroupId};
+use std::collections::VecDeque;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Slots at least: one is gone over while others are read.
+const SLOTS_MIN: usize = 3;
+/// Slots at most, and bytes that are enough: a drive goes on reading while pages in memory are gone over.
+const SLOTS_MAX: usize = 16;
+const BYTES_ENOUGH: u64 = 128 << 20;
+
+/// Slots, each of which holds one layer of some pages. Reads are begun in the order in which they will be needed, and go on
+/// from one step into the next: a page on disk never changes while it is there.
+#[derive(Debug)]
+pub struct Ring {
+    store: Arc<Store>,
+    slab: Arc<Slab>,
+    slot_bytes: u64,
+    /// Slots that nobody uses.
+    free: Vec<usize>,
+    /// Reads that will be needed, the next one first.
+    ahead: VecDeque<Reading>,
+    /// Reads that will not be, until they have ended.
+    idle: Vec<Reading>,
+}
+
+/// What is read into a slot, or has been.
+#[derive(Debug)]
+struct Reading {
+    slot: usize,
+    what: LayerOfPages,
+    /// Of the pages, when the read was begun.
+    generations: Vec<Option<u64>>,
+    completion: Completion,
+    /// The last step that had ended by then.
+    since: Epoch,
+    /// The last step that had ended when its pages were last seen to be the same.
+    same: Epoch,
+}
+
+/// A slot with verified bytes. Give it back with [`Ring::release`].
+#[derive(Debug)]
+pub struct Filled {
+    slot: usize,
+    /// The first byte of the first page's layer.
+    pub address: *mut u8,
+    /// Bytes from one page to the next.
+    pub stride: u64,
+}
+
+impl Ring {
+    /// A ring for one layer of at most `pages` pages a slot, of whatever layer group.
+    pub fn new(store: &Arc<Store>, pages: usize) -> io::Result<Self> {
+        let slot_bytes = pages as u64 * layer_bytes_max(store.geometry());
+        let slots = (BYTES_ENOUGH.div_ceil(slot_bytes) as usize).clamp(SLOTS_MIN, SLOTS_MAX);
+        let slab = Arc::new(Slab::new(slots * slot_bytes as usize)?);
+        let free = (0..slots).rev().collect();
+        Ok(Self { store: store.clone(), slab, slot_bytes, free, ahead: VecDeque::new(), idle: Vec::new() })
+    }
+
+    /// Bytes of all slots. Memory is taken as they are used.
+    pub fn bytes(&self) -> u64 {
+        self.slab.bytes() as u64
+    }
+
+    /// Begins to read what will be needed, as far as there are slots. `what` comes in the order of need, from the first that has
+    /// not been taken; `since` is the last step that has ended.
+    ///
+    /// # Safety
+    /// Blocks are not written to until their reads have ended (see [`since`](Self::since)).
+    pub unsafe fn read_ahead<'a>(
+        &mut self,
+        mover: &Mover,
+        what: impl Iterator<Item = &'a LayerOfPages>,
+        since: Epoch,
+    ) {
+        let mut known = 0;
+        for what in what {
+            let Self { ahead, store, .. } = self;
+            if ahead.get_mut(known).is_some_and(|reading| reading.is_of(what, store, since)) {
+                known += 1;
+                continue;
+            }
+            // What was expected otherwise will come later, if at all.
+            while self.ahead.len() > known {
+                self.idle.extend(self.ahead.pop_back());
+            }
+            self.reclaim();
+            let Some(slot) = self.free.pop() else { return };
+            let generations = self.store.generations(what.group, &what.blocks);
+            let (what, completion) = (what.clone(), Completion::new());
+            // SAFETY: nobody else uses the slot, and the caller keeps others from writing to the blocks.
+            unsafe { mover.fetch(&what, &self.slab, self.range(slot).start, completion.clone()) };
+            self.ahead.push_back(Reading { slot, what, generations, completion, since, same: since });
+            known += 1;
+        }
+    }
+
+    /// Of the first of what `read_ahead` was given last: when it has ended. None if no slot was free for it.
+    pub fn next(&self) -> Option<&Completion> {
+        self.ahead.front().map(|reading| &reading.completion)
+    }
+
+    /// Of some read that is under way, those first that are not needed any more: when it has ended.
+    pub fn under_way(&self) -> Option<&Completion> {
+        let mut all = self.idle.iter().chain(&self.ahead).map(|reading| &reading.completion);
+        all.find(|completion| completion.copied().is_none())
+    }
+
+    /// The slot of the next read, which has ended; or why it has nothing.
+    ///
+    /// # Panics
+    /// When there is none, or it has not ended.
+    pub fn take(&mut self) -> Result<Filled, Option<Failure>> {
+        let Reading { slot, what, completion, .. } =
+            self.ahead.pop_front().expect("a read that was waited for");
+        let copied = completion.copied().expect("a read that has ended");
+        if copied as usize != what.blocks.len() {
+            self.free.push(slot);
+            return Err(completion.failure().cloned());
+        }
+        let address = self.slab.base().wrapping_add(self.range(slot).start as usize);
+        let stride = self.store.geometry().stored_run(what.group, what.layer);
+        Ok(Filled { slot, address, stride })
+    }
+
+    /// Takes a slot back.
+    pub fn release(&mut self, filled: Filled) {
+        self.free.push(filled.slot);
+    }
+
+    /// The last step that had ended when the oldest read began that is still under way.
+    pub fn since(&self) -> Option<Epoch> {
+        let under_way = self.ahead.iter().chain(&self.idle).filter(|r| r.completion.copied().is_none());
+        under_way.map(|reading| reading.since).min()
+    }
+
+    /// Frees the slots of idle reads that have ended.
+    fn reclaim(&mut self) {
+        let Self { idle, free, .. } = self;
+        free.extend(idle.extract_if(.., |reading| reading.completion.copied().is_some()).map(|r| r.slot));
+    }
+
+    fn range(&self, slot: usize) -> Range<u64> {
+        let start = slot as u64 * self.slot_bytes;
+        start..start + self.slot_bytes
+    }
+}
+
+impl Reading {
+    /// Whether this is of these pages, and they are still what they were; they are while a step has them.
+    fn is_of(&mut self, what: &LayerOfPages, store: &Store, step: Epoch) -> bool {
+        if self.what != *what || self.same == step {
+            return self.what == *what;
+        }
+        self.same = step;
+        self.generations == store.generations(what.group, &what.blocks)
+    }
+}
+
+// SAFETY: an address in memory that the ring keeps, and that nobody else is given.
+unsafe impl Send for Filled {}
+
+/// The most bytes that one layer of a page has in the file.
+fn layer_bytes_max(geometry: &Geometry) -> u64 {
+    let groups = (0..geometry.groups()).map(|group| GroupId(group as u8));
+    groups
+        .flat_map(|group| (0..geometry.layers(group)).map(move |layer| geometry.stored_run(group, layer)))
+        .max()
+        .expect("a store has layers")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disk::io::fault::{Fault, FaultyDisk};
+    use pagoda_core::ids::BlockId;
+    use std::time::Duration;
+
+    const GROUP: GroupId = GroupId(0);
+    /// Bytes of the two layers of a page.
+    const LAYERS: [u64; 2] = [3000, 2000];
+
+    struct World {
+        disk: FaultyDisk,
+        store: Arc<Store>,
+        mover: Mover,
+        ring: Ring,
+    }
+
+    fn world() -> World {
+        let disk = FaultyDisk::default();
+        let geometry = Geometry::new(&[LAYERS.to_vec()], 4 << 20).unwrap();
+        let store = Arc::new(Store::scratch(&disk, geometry, [1; 16], None).unwrap());
+        let mover = Mover::new(Vec::new(), Some(&store)).unwrap();
+        let ring = Ring::new(&store, 20).unwrap();
+        World { disk, store, mover, ring }
+    }
+
+    fn what(layer: usize, blocks: Range<u32>) -> LayerOfPages {
+        LayerOfPages { group: GROUP, layer, blocks: blocks.map(BlockId::new).collect() }
+    }
+
+    /// What a byte of a page is, by everything that it could be mistaken for.
+    fn byte(version: u8, block: u32, at: u64) -> u8 {
+        (u64::from(version) * 101 + u64::from(block) * 31 + at * 7) as u8
+    }
+
+    impl World {
+        fn write(&self, version: u8, blocks: Range<u32>) {
+            let named: Vec<_> = blocks.clone().map(BlockId::new).collect();
+            let fill = |page: usize, range: Range<u64>, target: &mut [u8]| {
+                range.zip(target).for_each(|(at, to)| *to = byte(version, blocks.start + page as u32, at));
+            };
+            self.store.lane().unwrap().write(GROUP, &named, fill).unwrap();
+        }
+
+        fn ahead(&mut self, what: &[LayerOfPages], step: u64) {
+            // SAFETY: the tests write to blocks when nothing is under way.
+            unsafe { self.ring.read_ahead(&self.mover, what.iter(), Epoch(step)) };
+        }
+
+        fn wait(&self, completion: &Completion) {
+            assert!(self.mover.waiter().wait(completion, Duration::from_secs(60)));
+        }
+
+        /// Takes the next slot and looks at every byte.
+        fn check(&mut self, version: u8, what: &LayerOfPages) {
+            self.wait(&self.ring.next().expect("begun").clone());
+            let filled = self.ring.take().unwrap();
+            let begin = LAYERS[..what.layer].iter().sum::<u64>();
+            for (page, block) in what.blocks.iter().enumerate() {
+                for at in 0..LAYERS[what.layer] {
+                    let ahead = page as u64 * filled.stride + at;
+                    // SAFETY: the slot holds so many pages.
+                    let found = unsafe { filled.address.add(ahead as usize).read() };
+                    assert_eq!(
+                        found,
+                        byte(version, block.index(), begin + at),
+                        "{what:?}, byte {at} of page {page}"
+                    );
+                }
+            }
+            self.ring.release(filled);
+        }
+
+        fn quiet(&mut self) {
+            while let Some(completion) = self.ring.under_way().cloned() {
+                self.wait(&completion);
+            }
+        }
+    }
+
+    #[test]
+    fn slots_come_in_the_order_of_need_and_are_used_again() {
+        let mut world = world();
+        world.write(1, 0..40);
+        let parts: Vec<_> = (0..2).flat_map(|layer| [what(layer, 0..20), what(layer, 20..37)]).collect();
+        for step in 0..20 {
+            for next in 0..parts.len() {
+                let upcoming = [&parts[next..], &parts[..next]].concat();
+                world.ahead(&upcoming, step);
+                world.check(1, &parts[next]);
+            }
+        }
+        // Each part was read once a step, and those ahead of the last once more.
+        let unit = 4096;
+        assert!(world.store.traffic().bytes_read <= unit * (20 * 2 * 37 + 2 * 37));
+    }
+
+    #[test]
+    fn a_page_that_was_written_since_is_read_again() {
+        let mut world = world();
+        world.write(1, 0..20);
+        world.ahead(&[what(0, 0..20)], 0);
+        world.quiet();
+        world.write(2, 3..4);
+        world.write(2, 0..3);
+        world.write(2, 4..20);
+        world.ahead(&[what(0, 0..20)], 1);
+        world.check(2, &what(0, 0..20));
+    }
+
+    #[test]
+    fn within_a_step_pages_are_not_looked_up_again() {
+        // The negative control: the same without a step in between has the old bytes, which is why blocks of a step are held.
+        let mut world = world();
+        world.write(1, 0..20);
+        world.ahead(&[what(0, 0..20)], 0);
+        world.quiet();
+        world.write(2, 0..20);
+        world.ahead(&[what(0, 0..20)], 0);
+        world.check(1, &what(0, 0..20));
+    }
+
+    #[test]
+    fn what_was_expected_otherwise_gives_its_slots_back() {
+        let mut world = world();
+        world.write(1, 0..40);
+        for turn in 0..10 {
+            let wrong: Vec<_> = (0..16).map(|n| what(turn % 2, n..n + 2)).collect();
+            world.ahead(&wrong, 0);
+            let right = what(1, 20..40);
+            while world.ring.next().is_none() || world.ring.ahead[0].what != right {
+                world.ahead(std::slice::from_ref(&right), 0);
+                world.ring.under_way().cloned().iter().for_each(|completion| world.wait(completion));
+            }
+            world.check(1, &right);
+        }
+    }
+
+    #[test]
+    fn a_step_is_under_way_until_its_reads_have_ended() {
+        let mut world = world();
+        world.write(1, 0..40);
+        assert_eq!(world.ring.since(), None);
+        let disk = world.disk.clone();
+        disk.with("scratch 1", |_| {
+            // The disk answers nobody meanwhile.
+            world.ahead(&[what(0, 0..20)], 3);
+            world.ahead(&[what(0, 0..20), what(1, 0..20)], 4);
+            assert_eq!(world.ring.since(), Some(Epoch(3)));
+        });
+        world.quiet();
+        assert_eq!(world.ring.since(), None);
+    }
+
+    #[test]
+    fn a_read_that_fails_says_why_and_the_next_one_goes_on() {
+        let mut world = world();
+        world.write(1, 0..20);
+        world.disk.fail(0, Fault::Errno(5));
+        world.ahead(&[what(0, 0..20), what(1, 0..20)], 0);
+        world.quiet();
+        let failures: Vec<_> = (0..2).filter_map(|_| world.ring.take().err()).collect();
+        assert!(
+            matches!(&failures[..], [Some(Failure::Io(reason))] if reason.contains("os error 5")),
+            "{failures:?}"
+        );
+        world.ahead(&[what(0, 0..20)], 0);
+        world.check(1, &what(0, 0..20));
+    }
+}
