@@ -389,13 +389,24 @@ def test_a_disk_that_cannot_be(
         pagoda.Cache(SPEC, **options)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_that_is_read_only(tmp_path: Path) -> None:
-    place = tmp_path / "read-only"
-    place.mkdir(0o500)
-    with pytest.raises(pagoda.TierIOError, match=r"disk = .*: Permission denied"):
-        pagoda.Cache(SPEC, disk=place, disk_memory="1GiB")
-    assert list(place.iterdir()) == []
+def test_a_directory_that_is_read_only() -> None:
+    """Root may write anywhere, so root becomes nobody first."""
+    script = """
+import os, sys, tempfile
+import pagoda, pytest
+place = tempfile.mkdtemp(prefix="pagoda-test-")
+os.chmod(place, 0o500)
+if os.geteuid() == 0:
+    os.chown(place, 65534, 65534)
+    os.setuid(65534)
+try:
+    with pytest.raises(pagoda.TierIOError, match="disk = .*: Permission denied"):
+        pagoda.Cache(pagoda.ModelSpec(layers=[pagoda.AttentionLayer(2, 2, 16)]), disk=place, disk_memory="1GiB")
+    assert os.listdir(place) == []
+finally:
+    os.rmdir(place)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 def test_a_file_that_is_cut_short_loses_what_was_there_and_no_more(mirror: Mirror) -> None:

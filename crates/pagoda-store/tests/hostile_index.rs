@@ -139,8 +139,9 @@ fn puts() -> impl Strategy<Value = Vec<Put>> {
     let lies = proptest::array::uniform4(proptest::option::weighted(0.15, number()));
     let pages = proptest::collection::vec((0u32..3, number(), long()), 0..6);
     // Tokens, groups, what has left, spans, pages; a span; a page or two.
-    let shape = (long(), 0u64..4, long(), long(), long(), long())
-        .prop_map(|(a, b, c, d, e, f)| vec![a, b, c, d, e, f]);
+    let groups = prop_oneof![4 => 0u64..4, 1 => long()];
+    let shape = (long(), groups, proptest::array::uniform4(long()));
+    let shape = shape.prop_map(|(tokens, groups, rest)| [&[tokens, groups][..], &rest].concat());
     let record =
         (shape, proptest::collection::vec(long(), 0..16)).prop_map(|(shape, rest)| [shape, rest].concat());
     let put =
