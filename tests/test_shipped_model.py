@@ -230,25 +230,16 @@ def test_generate_over_100k_tokens_on_a_tenth_of_the_memory(
     same_run(capsys, model, 100_000, 50)
 
 
+SMALL = ["--tokens", "20", "--deterministic", "--device", "cpu", "--chunk", "256"]
+
+
 def test_generate_over_three_tiers(
     capsys: pytest.CaptureFixture[str], model: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Less than half of the cache in memory, the rest on disk: the same tokens and logits, from the same rows."""
-    kv = Planner(model.spec, page_size=16).footprint(1000).paged_bytes
-    base = [
-        "--read",
-        "1000",
-        "--tokens",
-        "20",
-        "--deterministic",
-        "--device",
-        "cpu",
-        "--chunk",
-        "32",
-        "--page-size",
-        "16",
-    ]
-    memory = ["--device-memory", str(kv // 5), "--host-memory", str(kv // 5)]
+    """A part of the cache in memory, the rest on disk: the same tokens and logits, from the same rows."""
+    kv = Planner(model.spec).footprint(3000).paged_bytes
+    base = [*SMALL, "--read", "3000"]
+    memory = ["--device-memory", "1536KiB", "--host-memory", "384KiB"]
     disk = [*memory, "--disk", str(tmp_path / "pages"), "--disk-memory", "64MiB"]
     spilled, resident = run_command(capsys, *base, *disk), run_command(capsys, *base, "--device-memory", "2GiB")
     assert (spilled["tokens"], spilled["logits_sha256"]) == (resident["tokens"], resident["logits_sha256"])
@@ -276,39 +267,36 @@ def filter_rows(rows: list[str], name: str) -> Iterator[str]:
     return (row for row in reversed(rows) if row.startswith(name))
 
 
-SESSION = ["--tokens", "20", "--deterministic", "--device", "cpu", "--chunk", "64"]
-
-
 def test_a_long_text_is_read_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """What is kept is gone on from where the text begins with it, and only there."""
-    memory = ["--device-memory", "384KiB", "--host-memory", "384KiB"]
+    memory = ["--device-memory", "1536KiB", "--host-memory", "384KiB"]
     disk = ["--disk", str(tmp_path / "pages"), "--disk-memory", "64MiB", "--session", "book"]
 
     def run(*arguments: str) -> dict[str, Any]:
-        return run_command(capsys, *SESSION, *memory, *disk, *arguments)
+        return run_command(capsys, *SMALL, *memory, *disk, *arguments)
 
     first = run("--read", "1024")
     assert (first["kept_tokens"], first["read_tokens"]) == (0, 1024)
-    longer, fresh = run("--read", "1600"), run_command(capsys, *SESSION, "--read", "1600")
+    longer, fresh = run("--read", "1600"), run_command(capsys, *SMALL, "--read", "1600")
     assert (longer["kept_tokens"], longer["read_tokens"]) == (1024, 1600 - 1024)
     assert longer["pages"]["disk"] > 0
     assert (longer["tokens"], longer["logits_sha256"]) == (fresh["tokens"], fresh["logits_sha256"])
     again = run("--read", "1600")
     assert (again["kept_tokens"], again["read_tokens"]) == (1599, 1), "the last token is read for its logits"
     assert again["tokens"] == fresh["tokens"]
-    assert main(["generate", *SESSION, *memory, *disk, "--read", "1600"]) == 0
+    assert main(["generate", *SMALL, *memory, *disk, "--read", "1600"]) == 0
     summary = capsys.readouterr().out.splitlines()[-1]
     assert "; 1,599 were kept; " in summary
     assert re.search(r" on host, \d+ on disk; .*iB read from disk, \d+\.\d s waited for it$", summary)
 
 
 def test_a_text_that_does_not_begin_with_what_is_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    base = [*SESSION, "--disk", str(tmp_path / "pages"), "--disk-memory", "64MiB", "--session"]
+    base = [*SMALL, "--disk", str(tmp_path / "pages"), "--disk-memory", "64MiB", "--session"]
     psalm, other = "The LORD is my shepherd; ", "In the beginning was the Word"
 
     def kept(key: str, prompt: str) -> int:
         report = run_command(capsys, *base, key, "--prompt", prompt)
-        assert report["tokens"] == run_command(capsys, *SESSION, "--prompt", prompt)["tokens"]
+        assert report["tokens"] == run_command(capsys, *SMALL, "--prompt", prompt)["tokens"]
         return int(report["kept_tokens"])
 
     assert kept("a", psalm) == 0
@@ -321,7 +309,7 @@ def test_a_text_that_does_not_begin_with_what_is_kept(capsys: pytest.CaptureFixt
 
 
 def test_a_session_with_a_window_and_quantised_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    base = ["--tokens", "10", "--device", "cpu", "--chunk", "64", "--cache-type-k", "q8_0", "--window-size", "256"]
+    base = ["--tokens", "10", "--device", "cpu", "--cache-type-k", "q8_0", "--window-size", "256"]
     base += ["--disk", str(tmp_path / "pages"), "--disk-memory", "64MiB", "--session", "book"]
     assert run_command(capsys, *base, "--read", "1000")["kept_tokens"] == 0
     again, longer = (run_command(capsys, *base, "--read", read) for read in ("1000", "1100"))
@@ -332,7 +320,7 @@ def test_what_another_model_has_kept_is_not_gone_on_from(capsys: pytest.CaptureF
     """Of the same geometry, so that the cache itself cannot tell."""
     folder = tmp_path / "model"
     shutil.copytree(SHIPPED_MODEL, folder)
-    base = [*SESSION, "--model", str(folder), "--read", "300", "--disk", str(tmp_path / "pages")]
+    base = [*SMALL, "--model", str(folder), "--read", "300", "--disk", str(tmp_path / "pages")]
     base += ["--disk-memory", "64MiB", "--session", "book"]
     assert [run_command(capsys, *base)["kept_tokens"] for _ in range(2)] == [0, 299]
     weights = folder / "model.safetensors"
