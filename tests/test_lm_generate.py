@@ -210,7 +210,7 @@ def test_the_last_token_shows_what_was_held_back(tmp_path: Path, monkeypatch: py
 
 
 def test_what_the_command_says_was_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Token by token, so that each step reads all that is there: a prompt of 5, and of 3 that are written all but the last."""
+    """Token by token, so that each step reads all that is there: a prompt of 5, and all but the last of 3 more."""
     checkpoints.make(tmp_path, "llama")
     arguments = ["--prompt", "pages", "--chunk", "1", "--tokens", "3", "--device", "cpu"]
     assert main(["generate", "--model", str(tmp_path), *arguments, "--json"]) == 0
