@@ -14,6 +14,8 @@ GPU := $(shell nvidia-smi -L 2>/dev/null | grep ^GPU)$(filter 1,$(PAGODA_REQUIRE
 DEVICE := $(if $(GPU),cuda,emulated)
 comma := ,
 EXTRAS := dev$(if $(GPU),$(comma)cuda13)
+# What the demo asks of the folder for temporary files.
+DEMO_DISK_KIB := 65536
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find crates -name '*.rs' -o -name Cargo.toml)
 
 help:  ## list the targets
@@ -27,8 +29,16 @@ $(VENV)/built: pyproject.toml $(RUST_SOURCES)
 
 setup: $(VENV)/built  ## make .venv and build the module into it
 
-demo: setup  ## a language model reads a long text and writes on, its pages over two tiers
-	$(BIN)/pagoda generate --read 40k --tokens 400 --temperature 0.7 --device-memory 4MiB --host-memory 512MiB
+demo: setup  ## a language model reads a long text and writes on, its pages over three tiers
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT INT TERM && \
+	set -- generate --read 40k --tokens 400 --temperature 0.7 --device-memory 4MiB && \
+	if [ "$$(df -Pk "$$folder" | awk 'NR == 2 {print $$4}')" -ge $(DEMO_DISK_KIB) ]; then \
+		set -- "$$@" --host-memory 8MiB --disk "$$folder" --disk-memory $(DEMO_DISK_KIB)KiB; \
+	else \
+		echo "no disk tier: $(DEMO_DISK_KIB) KiB are not free in $$folder"; \
+		set -- "$$@" --host-memory 512MiB; \
+	fi && \
+	echo pagoda "$$@" && $(BIN)/pagoda "$$@"
 
 test: test-rust test-python test-device  ## every test that fits on two cores
 

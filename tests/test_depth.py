@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pagoda
@@ -39,7 +40,7 @@ def test_layers_that_are_not_run_count_like_those_that_are(monkeypatch: pytest.M
     """By a clock that goes on by a second whenever it is looked at: a call of a layer takes one, as does one between two."""
     spec, options = pagoda.ModelSpec.preset("gemma-4-12b"), {"k_dtype": "f16", "v_dtype": "f16", "threads": 1}
     clock = itertools.count()
-    monkeypatch.setattr("pagoda.cli.depth.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr(depth, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     for memory, run in ((1, 2), (1 << 30, 48)):
         assert depth.attention(spec, 10, 3, memory, options) == [3 * (48 + run) + 1] * depth.RUNS
 

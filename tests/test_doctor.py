@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,7 +85,7 @@ def machine(tmp_path: Path) -> Machine:
 def examine(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> dict[str, Finding]:
     for name, module in machine.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    return {finding.what: finding for finding in doctor.examine()}
+    return {finding.what: finding for finding in doctor.examine(Path(tempfile.gettempdir()))}
 
 
 def test_no_cupy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,4 +222,4 @@ def test_kernels_that_do_not_load(machine: Machine, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.gpu
 def test_this_machine() -> None:
-    assert {finding.what: finding for finding in doctor.examine()}["GPU kernels"].fine
+    assert {finding.what: finding for finding in doctor.examine(Path(tempfile.gettempdir()))}["GPU kernels"].fine

@@ -111,6 +111,13 @@ def test_the_command(device: str, capsys: pytest.CaptureFixture[str], tmp_path: 
     assert runs[1]["pages"]["host"] > 0
 
 
+def test_a_disk_tier_is_refused_there(device: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    checkpoints.make(tmp_path, "llama")
+    disk = ["--disk", str(tmp_path / "pages"), "--disk-memory", "64MiB"]
+    assert main(["generate", "--model", str(tmp_path), "--prompt", "page", "--device", device, *disk]) == 2
+    assert "the disk tier is on the CPU so far" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("auto", "arguments", "chosen"),
     [("cuda", [], "cuda"), ("cuda", ["--no-kv-cache-paged"], "cpu"), ("cpu", [], "cpu")],

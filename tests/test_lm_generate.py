@@ -12,6 +12,7 @@ import pagoda
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pagoda.cli import main
 from pagoda.lm import ContiguousCache, LanguageModel, Sampler, Written, generate
 from pagoda.lm.tokenizer import PENDING_MAX, ByteTokenizer, FileTokenizer, _FileDecoder
 
@@ -206,3 +207,17 @@ def test_the_last_token_shows_what_was_held_back(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(sampler, "pick", lambda logits: next(script))
     events = generate(model, cache, cache.create(), PROMPT, 2, sampler)
     assert [event.text for event in events if isinstance(event, Written)] == ["a", "\ufffd"]
+
+
+def test_what_the_command_says_was_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Token by token, so that each step reads all that is there: a prompt of 5, and all but the last of 3 more."""
+    checkpoints.make(tmp_path, "llama")
+    arguments = ["--prompt", "pages", "--chunk", "1", "--tokens", "3", "--device", "cpu"]
+    assert main(["generate", "--model", str(tmp_path), *arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    rows = sum(range(1, 5 + 2 + 1))
+    assert report["attended_bytes"] == {"memory": rows * LanguageModel.load(tmp_path).spec.bytes_per_token(), "disk": 0}
+    assert main(["generate", "--model", str(tmp_path), *arguments, "--json", "--no-kv-cache-paged"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["tokens"] == report["tokens"]
+    assert "attended_bytes" not in plain

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -226,6 +230,105 @@ def test_generate_over_100k_tokens_on_a_tenth_of_the_memory(
     same_run(capsys, model, 100_000, 50)
 
 
+SMALL = ["--tokens", "20", "--deterministic", "--device", "cpu", "--chunk", "256"]
+
+
+def test_generate_over_three_tiers(
+    capsys: pytest.CaptureFixture[str], model: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of the cache in memory, the rest on disk: the same tokens and logits, from the same rows."""
+    kv = Planner(model.spec).footprint(3000).paged_bytes
+    base = [*SMALL, "--read", "3000"]
+    memory = ["--device-memory", "1536KiB", "--host-memory", "384KiB"]
+    disk = [*memory, "--disk", str(tmp_path / "pages"), "--disk-memory", "64MiB"]
+    spilled, resident = run_command(capsys, *base, *disk), run_command(capsys, *base, "--device-memory", "2GiB")
+    assert (spilled["tokens"], spilled["logits_sha256"]) == (resident["tokens"], resident["logits_sha256"])
+    assert resident["pages"] == {"device": resident["pages"]["device"], "host": 0}
+    # Pages that move right then are on two tiers.
+    assert 0 <= sum(spilled["pages"].values()) - resident["pages"]["device"] <= 8
+    assert min(spilled["bytes"].values()) > 0
+    assert spilled["bytes"]["disk"] > kv / 3
+    assert spilled["moved_bytes"]["host to disk"] > 0
+    assert spilled["attended_bytes"]["memory"] == resident["attended_bytes"]["memory"]
+    assert spilled["attended_bytes"]["disk"] > 20 * spilled["bytes"]["disk"] / 2
+    assert resident["attended_bytes"]["disk"] == 0
+    assert list((tmp_path / "pages").iterdir()) == []
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["generate", *base, *disk]) == 0
+    rows = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out).splitlines()
+    assert re.search(r"^disk .* \d+ pages, .*iB +[3-9]\d%", next(filter_rows(rows, "disk")))
+    assert re.search(r"iB of memory, .*iB of disk +waited \d", next(filter_rows(rows, "last step")))
+
+
+def filter_rows(rows: list[str], name: str) -> Iterator[str]:
+    """Those of a picture that begin so, the last one first."""
+    return (row for row in reversed(rows) if row.startswith(name))
+
+
+def test_a_long_text_is_read_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What is kept is gone on from where the text begins with it, and only there."""
+    memory = ["--device-memory", "1536KiB", "--host-memory", "384KiB"]
+    disk = ["--disk", str(tmp_path / "pages"), "--disk-memory", "64MiB", "--session", "book"]
+
+    def run(*arguments: str) -> dict[str, Any]:
+        return run_command(capsys, *SMALL, *memory, *disk, *arguments)
+
+    first = run("--read", "1024")
+    assert (first["kept_tokens"], first["read_tokens"]) == (0, 1024)
+    longer, fresh = run("--read", "1600"), run_command(capsys, *SMALL, "--read", "1600")
+    assert (longer["kept_tokens"], longer["read_tokens"]) == (1024, 1600 - 1024)
+    assert longer["pages"]["disk"] > 0
+    assert (longer["tokens"], longer["logits_sha256"]) == (fresh["tokens"], fresh["logits_sha256"])
+    again = run("--read", "1600")
+    assert (again["kept_tokens"], again["read_tokens"]) == (1599, 1), "the last token is read for its logits"
+    assert again["tokens"] == fresh["tokens"]
+    assert main(["generate", *SMALL, *memory, *disk, "--read", "1600"]) == 0
+    summary = capsys.readouterr().out.splitlines()[-1]
+    assert "; 1,599 were kept; " in summary
+    assert re.search(r" on host, \d+ on disk; .*iB read from disk, \d+\.\d s waited for it$", summary)
+
+
+def test_a_text_that_does_not_begin_with_what_is_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    base = [*SMALL, "--disk", str(tmp_path / "pages"), "--disk-memory", "64MiB", "--session"]
+    psalm, other = "The LORD is my shepherd; ", "In the beginning was the Word"
+
+    def kept(key: str, prompt: str) -> int:
+        report = run_command(capsys, *base, key, "--prompt", prompt)
+        assert report["tokens"] == run_command(capsys, *SMALL, "--prompt", prompt)["tokens"]
+        return int(report["kept_tokens"])
+
+    assert kept("a", psalm) == 0
+    assert kept("b", psalm) == 0, "another key"
+    assert kept("a", psalm[:-3]) == 0, "it ends before what is kept does"
+    assert kept("a", psalm) == len(psalm) - 3, "what came last is kept"
+    assert kept("b", other) == 0
+    assert kept("b", other + ", and") == len(other)
+    assert kept("a", psalm + other) == len(psalm)
+
+
+def test_a_session_with_a_window_and_quantised_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    base = ["--tokens", "10", "--device", "cpu", "--cache-type-k", "q8_0", "--window-size", "256"]
+    base += ["--disk", str(tmp_path / "pages"), "--disk-memory", "64MiB", "--session", "book"]
+    assert run_command(capsys, *base, "--read", "1000")["kept_tokens"] == 0
+    again, longer = (run_command(capsys, *base, "--read", read) for read in ("1000", "1100"))
+    assert (again["kept_tokens"], longer["kept_tokens"]) == (999, 1000)
+
+
+def test_what_another_model_has_kept_is_not_gone_on_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of the same geometry, so that the cache itself cannot tell."""
+    folder = tmp_path / "model"
+    shutil.copytree(SHIPPED_MODEL, folder)
+    base = [*SMALL, "--model", str(folder), "--read", "300", "--disk", str(tmp_path / "pages")]
+    base += ["--disk-memory", "64MiB", "--session", "book"]
+    assert [run_command(capsys, *base)["kept_tokens"] for _ in range(2)] == [0, 299]
+    weights = folder / "model.safetensors"
+    shutil.copy(weights, tmp_path / "same size")
+    shutil.copy(tmp_path / "same size", weights)
+    assert run_command(capsys, *base)["kept_tokens"] == 0
+
+
 def test_generate_as_plain_arrays_do(capsys: pytest.CaptureFixture[str]) -> None:
     base = ["--read", "2000", "--tokens", "60", "--device", "cpu"]
     runs = [run_command(capsys, *base, *more) for more in ([], ["--no-kv-cache-paged"])]
@@ -275,6 +378,11 @@ def test_generate_from_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
         ["--sink-tokens", "4"],
         ["--sink-positions", "cache"],
         ["--window-size", "64", "--no-kv-cache-paged", "--device", "cpu"],
+        ["--session", "book"],
+        ["--disk-memory", "1MiB"],
+        ["--disk", "/nowhere"],
+        ["--disk", "/nowhere/at/all", "--disk-memory", "1MiB"],
+        ["--disk", "/nowhere", "--no-kv-cache-paged", "--device", "cpu"],
     ],
 )
 def test_generate_refuses_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The compiled part of Pagoda. `pagoda.cache` is its public face."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, final
 
 import numpy as np
@@ -23,11 +24,13 @@ __all__ = [
     "decode_rows",
     "disk_access",
     "encode_rows",
+    "time_disk_reads",
 ]
 
 def build_info() -> dict[str, Any]: ...
 def after_fork_in_child() -> None: ...
 def disk_access(path: str) -> dict[str, Any]: ...
+def time_disk_reads(path: str, size: int, limit: timedelta) -> tuple[int, float]: ...
 def encode_rows(numbers: npt.NDArray[np.float32], name: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]: ...
 def decode_rows(
     rows: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], name: str, dim: int

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from pagoda import build_info
 from pagoda.cache import Cache
-from pagoda.cli import depth, quality
+from pagoda.cli import depth, longcontext, quality
 from pagoda.lm import ContiguousCache, LanguageModel, Sampler, generate
 from pagoda.models import SHIPPED_MODEL, SHIPPED_TEXT
 from pagoda.spec import AttentionLayer, ModelSpec
@@ -34,6 +34,7 @@ def register(commands: Commands) -> None:
     parser.set_defaults(run=run)
     parts = parser.add_subparsers(metavar="PART")
     depth.register(parts)
+    longcontext.register(parts)
     quality.register(parts)
 
 

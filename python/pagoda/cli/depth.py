@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
@@ -22,6 +21,7 @@ from pagoda.cache import Cache, Sequence
 from pagoda.cli.plan import load_spec
 from pagoda.cli.quality import pair
 from pagoda.errors import InvalidArgument
+from pagoda.filling import CHUNK, fill, rows_of
 from pagoda.formats import FORMATS
 from pagoda.lm import LanguageModel
 from pagoda.models import SHIPPED_MODEL
@@ -33,13 +33,10 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 Row = dict[str, Any]
-Rows = npt.NDArray[np.float32]
 
 SHIPPED = "shipped"
 """The shipped model, all of its forward pass; of others the attention."""
 RUNS = 3
-CHUNK = 4096
-"""Tokens appended at a time."""
 
 
 def register(commands: Commands) -> None:
@@ -171,24 +168,11 @@ def timed(
     budget = 2 * planner.footprint(depth + CHUNK + tokens).paged_bytes + (256 << 20)
     attends = [layer for layer in spec.layers if isinstance(layer, AttentionLayer)]
     norms = [np.ones(layer.head_dim, np.float32) if layer.k_eq_v else None for layer in attends]
-    rng = np.random.default_rng(1)
-    rows = {layer: rows_of(layer, min(CHUNK, depth), rng) for layer in attends}
     with Cache(spec, device="cpu", device_memory=budget, host_memory=0, k_norms=norms, **options) as cache:
         sequence = cache.create()
-        for start in range(0, depth, CHUNK):
-            count = min(CHUNK, depth - start)
-            with cache.step([sequence], [count]) as step:
-                for index, layer in enumerate(attends):
-                    k, v = rows[layer]
-                    step.append(index, k if k is None else k[:count], v if v is None else v[:count])
+        fill(cache, sequence, depth)
         results = []
         for _ in range(RUNS + 1):
             with sequence.fork() as branch:
                 results.append(write(cache, branch))
         return results[1:]
-
-
-def rows_of(layer: AttentionLayer, count: int, rng: np.random.Generator) -> tuple[Rows | None, Rows | None]:
-    """Random K and V, as far as a layer stores them."""
-    k, v = (rng.standard_normal((count, layer.num_kv_heads, dim), np.float32) for dim in (layer.head_dim, layer.v_dim))
-    return None if layer.k_eq_v else k, None if layer.v_alias else v

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pagoda import _core, build_info
+from pagoda import _core, build_info, calibration, machine
 from pagoda.device import cuda
 from pagoda.errors import PagodaError
 from pagoda.kernels import instances, loader
@@ -46,13 +46,27 @@ class Finding(NamedTuple):
 def register(commands: Commands) -> None:
     """Adds the command."""
     parser = commands.add_parser("doctor", help="what this machine has and lacks")
+    parser.add_argument(
+        "--disk",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="the directory to look at; that of temporary files",
+    )
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure how fast memory and the disk are read, alone and at once, and keep that for pagoda bench; "
+        f"writes {format_size(calibration.DISK_BYTES)} to the disk, twice",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the findings."""
-    findings = examine()
+    findings = examine(arguments.disk)
+    if arguments.calibrate:
+        findings += calibrate(arguments.disk)
     if arguments.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
         return 0
@@ -64,9 +78,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def examine() -> list[Finding]:
-    """Looks at everything."""
-    return [_module(), _kernels(), *_gpu(), _memory(), _locked_memory(), _huge_pages(), _disk()]
+def examine(directory: Path) -> list[Finding]:
+    """Looks at everything. directory: where a disk tier might be."""
+    return [_module(), _kernels(), *_gpu(), _memory(), _locked_memory(), _huge_pages(), _disk(directory)]
+
+
+def calibrate(directory: Path) -> list[Finding]:
+    """Measures what links carry, and keeps it. Raises TierIOError."""
+    measured = calibration.measure(os.cpu_count() or 1, directory)
+    found = {
+        link: f"{alone / 1e9:.1f} GB/s, and {measured.together[link] / 1e9:.1f} GB/s beside the other"
+        for link, alone in measured.alone.items()
+    }
+    findings = [
+        Finding("memory reads", True, f"{found['memory']}, by attention on {measured.threads} threads"),
+        Finding("disk reads", True, f"{found['disk']}, in order in {directory}"),
+    ]
+    try:
+        calibration.keep(measured)
+    except OSError as error:
+        return [*findings, Finding("calibration", False, str(error), "XDG_CACHE_HOME names a folder to keep it in")]
+    return [*findings, Finding("calibration", True, f"kept in {calibration.place()}")]
 
 
 def _module() -> Finding:
@@ -161,12 +193,7 @@ def _proof() -> Finding:
 
 
 def _memory() -> Finding:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    available = total
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        rows = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        available = int(rows["MemAvailable"].split()[0]) * 1024
+    available, total = machine.ram()
     return Finding("RAM", True, f"{format_size(available)} free of {format_size(total)}")
 
 
@@ -189,16 +216,16 @@ def _huge_pages() -> Finding:
     return Finding("huge pages", fine, setting or "not known", remedy)
 
 
-def _disk() -> Finding:
-    place = tempfile.gettempdir()
-    usage = shutil.disk_usage(place)
+def _disk(directory: Path) -> Finding:
     try:
-        with tempfile.TemporaryDirectory(prefix="pagoda-") as directory:
-            access = _core.disk_access(directory)
+        usage = shutil.disk_usage(directory)
+        with tempfile.TemporaryDirectory(prefix="pagoda-", dir=directory) as scratch:
+            access = _core.disk_access(scratch)
     except (OSError, PagodaError) as error:
         return Finding("disk", False, str(error), "a directory that can be written to, for a disk tier")
     works = [name for name, there in (("O_DIRECT", access["direct"]), ("io_uring", access["io_uring"])) if there]
-    found = f"{format_size(usage.free)} free of {format_size(usage.total)} in {place}; {' and '.join(works) or 'page cache'}"
+    space = f"{format_size(usage.free)} free of {format_size(usage.total)} in {directory}"
+    found = f"{space}; {' and '.join(works) or 'page cache'}"
     return Finding("disk", not access["refused"], found, "; ".join(access["refused"]))
 
 

@@ -24,6 +24,8 @@ class Read:
 
     tokens: int
     total: int
+    step: Any
+    """The step that read it; what `report` says holds until the loop goes on."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Written:
     text: str
     logits: npt.NDArray[np.float32]
     """float32 [vocab], on the host: what it was chosen by."""
+    step: Any
+    """The step that these came from, as of `Read`: of the first token the one that read the end of the prompt."""
 
 
 def generate(
@@ -62,23 +66,23 @@ def generate(
     ends = model.end_tokens if stop is None else frozenset(stop)
     decoder = model.tokenizer.decoder()
 
-    def read(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    def read(tokens: npt.NDArray[np.int64]) -> tuple[Any, npt.NDArray[np.float32]]:
         with model.device:
             with cache.step([sequence], [len(tokens)]) as step:
                 logits = model.forward(tokens, step)
-            return to_host(logits[0])
+            return step, to_host(logits[0])
 
     done = 0
     while done < len(prompt):
         part = prompt[done : done + chunk]
-        logits = read(part)
+        step, logits = read(part)
         done += len(part)
-        yield Read(done, len(prompt))
+        yield Read(done, len(prompt), step)
     for index in range(new_tokens):
         token = sampler.pick(logits)
         last = index + 1 == new_tokens or token in ends
         text = decoder.feed(token)
-        yield Written(token, text + decoder.finish() if last else text, logits)
+        yield Written(token, text + decoder.finish() if last else text, logits, step)
         if last:
             return
-        logits = read(np.array([token]))
+        step, logits = read(np.array([token]))

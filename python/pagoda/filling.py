@@ -1,0 +1,32 @@
+"""Sequences of random rows, for measurements: no model computes them, so that they are there as fast as pages are written."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.cache import Cache, Sequence
+from pagoda.spec import AttentionLayer
+
+Rows = npt.NDArray[np.float32]
+
+CHUNK = 4096
+"""Tokens appended at a time."""
+
+
+def fill(cache: Cache, sequence: Sequence, tokens: int, chunk: int = CHUNK) -> None:
+    """Appends so many tokens of random rows in all layers, `chunk` at a time: the same ones over and over."""
+    layers, rng = cache.spec.attention_layers, np.random.default_rng(1)
+    rows = {layer: rows_of(layer, min(chunk, tokens), rng) for layer in layers}
+    for start in range(0, tokens, chunk):
+        count = min(chunk, tokens - start)
+        with cache.step([sequence], [count]) as step:
+            for index, layer in enumerate(layers):
+                k, v = rows[layer]
+                step.append(index, k if k is None else k[:count], v if v is None else v[:count])
+
+
+def rows_of(layer: AttentionLayer, count: int, rng: np.random.Generator) -> tuple[Rows | None, Rows | None]:
+    """Random K and V, as far as a layer stores them."""
+    k, v = (rng.standard_normal((count, layer.num_kv_heads, dim), np.float32) for dim in (layer.head_dim, layer.v_dim))
+    return None if layer.k_eq_v else k, None if layer.v_alias else v

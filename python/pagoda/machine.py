@@ -1,0 +1,33 @@
+"""The memory of this machine and of this process."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+
+def ram() -> tuple[int, int]:
+    """Bytes that are free, as far as the system says, and all bytes."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return total, total
+    rows = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return int(rows["MemAvailable"].split()[0]) * 1024, total
+
+
+def peak_resident() -> int:
+    """The most bytes of RAM that this process has had."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def resident() -> int:
+    """Bytes of RAM that this process has; where the system does not say, the most that it has had."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return peak_resident()
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
