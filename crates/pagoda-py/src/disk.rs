@@ -1,7 +1,8 @@
 //! The disk tier, as the facade asks for it.
 
 use crate::errors;
-use pagoda_store::disk::io::{ALIGN, Access, Directory, File, Folder, IO_BYTES_MAX, Kind, Op};
+use pagoda_store::Slab;
+use pagoda_store::disk::io::{Access, Directory, File, Folder, IO_BYTES_MAX, Kind, Op};
 use pagoda_store::disk::{Budget, Error, Geometry, Recovered, Store};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -72,19 +73,24 @@ pub(crate) fn time_disk_reads(
         let folder = Folder::open(&path)?;
         let parts = size.div_ceil(PART_BYTES).max(1);
         let timed = folder.scratch().and_then(|file| {
+            // In huge pages, like the memory that a store reads into: with small ones some drives are several times slower.
+            let slab = Slab::new(file.lanes() * PART_BYTES as usize)?;
+            // SAFETY: the slab is this call's alone and lives to its end.
+            let memory = unsafe { std::slice::from_raw_parts_mut(slab.base(), slab.bytes()) };
             // Nothing that a drive could store as less.
-            let noise = |n: u32| (n.wrapping_mul(0x9E37_79B1) >> 24) as u8;
-            let mut memory = vec![(0..(PART_BYTES + ALIGN) as u32).map(noise).collect(); file.lanes()];
+            for (n, byte) in memory.iter_mut().enumerate() {
+                *byte = ((n as u32).wrapping_mul(0x9E37_79B1) >> 24) as u8;
+            }
             let (written, asked) = (AtomicU64::new(0), AtomicU64::new(0));
             let next = || Some(written.fetch_add(1, Ordering::Relaxed)).filter(|&part| part < parts);
-            in_parts(&*file, Kind::Write, &mut memory, next)?;
+            in_parts(&*file, Kind::Write, memory, next)?;
             file.sync()?;
             let start = Instant::now();
             let next = || {
                 let part = asked.fetch_add(1, Ordering::Relaxed);
                 (part == 0 || start.elapsed() < limit).then_some(part % parts)
             };
-            let read = in_parts(&*file, Kind::Read, &mut memory, next)?;
+            let read = in_parts(&*file, Kind::Read, memory, next)?;
             Ok((read * PART_BYTES, start.elapsed().as_secs_f64()))
         });
         timed.map_err(|source| Error::Io { operation: "timing the disk", source })
@@ -92,18 +98,15 @@ pub(crate) fn time_disk_reads(
     py.detach(time).map_err(|error| errors::disk(py, &error))
 }
 
-/// Has lanes of a file read or write parts of it, each with memory of its own, until `next` gives none; returns how many.
+/// Has lanes of a file read or write parts of it, each with a part of `memory`, until `next` gives none; returns how many.
 fn in_parts(
     file: &dyn File,
     kind: Kind,
-    memory: &mut [Vec<u8>],
+    memory: &mut [u8],
     next: impl Fn() -> Option<u64> + Sync,
 ) -> io::Result<u64> {
-    let lane = |memory: &mut [u8]| -> io::Result<u64> {
-        let mut lane = file.lane()?;
-        let start = memory.as_ptr().align_offset(ALIGN as usize);
-        let bytes = &mut memory[start..][..PART_BYTES as usize];
-        let mut done = 0;
+    let lane = |bytes: &mut [u8]| -> io::Result<u64> {
+        let (mut lane, mut done) = (file.lane()?, 0);
         while let Some(part) = next() {
             let pieces = bytes.chunks_mut(IO_BYTES_MAX).enumerate();
             let at = |piece: usize| part * PART_BYTES + (piece * IO_BYTES_MAX) as u64;
@@ -116,7 +119,8 @@ fn in_parts(
     };
     let lane = &lane;
     thread::scope(|scope| {
-        let lanes: Vec<_> = memory.iter_mut().map(|memory| scope.spawn(move || lane(memory))).collect();
+        let parts = memory.chunks_mut(PART_BYTES as usize);
+        let lanes: Vec<_> = parts.map(|bytes| scope.spawn(move || lane(bytes))).collect();
         lanes.into_iter().map(|lane| lane.join().expect("a lane does not panic")).sum()
     })
 }
