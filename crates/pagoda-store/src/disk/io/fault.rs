@@ -284,6 +284,8 @@ impl Image {
         let claimed = if turn.fault == Some(Fault::Short) { kept.len() } else { bytes.len() };
         put(&mut self.live, at as usize, &kept);
         put(&mut self.right, offset as usize, &bytes[..claimed]);
+        // A file is as long as it was said to be, whatever became of its bytes.
+        self.live.resize(self.live.len().max(self.right.len()), 0);
         let touched = units(offset, claimed).chain(units(at, kept.len()));
         match turn.lie() {
             Some(lie) => self.causes.extend(touched.map(|unit| (unit, lie))),
@@ -315,9 +317,9 @@ impl Image {
             turn.flip(&mut bytes[..count]);
         }
         let right = &self.right[(offset as usize).min(self.right.len())..];
-        let ends_early = there.len() < bytes.len().min(right.len());
-        let wrong = (ends_early || right.get(..count) != Some(&bytes[..count])).then(|| {
-            let known = self.causes.range(units(offset, bytes.len())).next().map(|(_, cause)| *cause);
+        let less = count < bytes.len().min(right.len()) && turn.fault != Some(Fault::Short);
+        let wrong = (less || right.get(..count) != Some(&bytes[..count])).then(|| {
+            let known = self.causes.range(units(offset, count)).next().map(|(_, cause)| *cause);
             turn.lie().or(known).unwrap_or(Cause::Spoilt("by hand"))
         });
         (Ok(count), wrong)
@@ -338,19 +340,18 @@ impl Image {
 
     /// Power was lost, and these bytes are what is left. What was wrong before stays so; what is missing is wrong if it was
     /// said to be durable.
-    fn lose(&mut self, left: Vec<u8>) {
-        let mut right = left.clone();
-        let len = right.len().max(self.right.len()).max(self.live.len());
-        for bytes in [&mut right, &mut self.right, &mut self.live] {
-            bytes.resize(len, 0);
+    fn lose(&mut self, mut left: Vec<u8>) {
+        if self.sync_lied {
+            left.resize(left.len().max(self.right.len()), 0);
         }
+        let mut right = left.clone();
         for ((right, claimed), was) in right.iter_mut().zip(&self.right).zip(&self.live) {
             if self.sync_lied || was != claimed {
                 *right = *claimed;
             }
         }
         if self.sync_lied {
-            for unit in units(0, len) {
+            for unit in units(0, right.len()) {
                 self.causes.entry(unit).or_insert(Cause::Fault(Fault::Lost, Site::Sync));
             }
         }
@@ -388,10 +389,7 @@ impl Directory for FaultyDisk {
         assert!(len as u64 <= limit);
         let mut bytes = vec![0; len];
         state.act(name, Site::IndexRead, |image, turn| {
-            let (count, mut wrong) = image.read(0, &mut bytes, turn.whole());
-            if image.right.len() > len {
-                wrong = wrong.or_else(|| image.causes.values().next().copied());
-            }
+            let (count, wrong) = image.read(0, &mut bytes, turn.whole());
             (count.map(|count| bytes.truncate(count)), wrong)
         })?;
         Ok(Some(bytes))
