@@ -322,3 +322,22 @@ def test_a_killed_process_leaves_whole_sessions(tmp_path: Path) -> None:
                     out = step.forward(0, new.astype(np.float32), new, new)
                 assert np.allclose(out, turn % 1000, rtol=1e-6)
                 sequence.release()
+
+
+def test_memory_of_what_only_a_key_holds_is_given_up_when_it_is_needed(tmp_path: Path) -> None:
+    options = {"device": "cpu", "device_memory": "64KiB", "host_memory": "64KiB", "disk_memory": "8MiB", "resume": True}
+    with pagoda.Cache(pagoda.ModelSpec([layer()]), page_size=16, disk=tmp_path / "pages", **options) as cache:  # type: ignore[arg-type]
+        mirror = Mirror(cache, np.random.default_rng(4))
+        tokens = mirror.create()
+        for _ in range(12):
+            mirror.step([tokens], [64])
+        cache.save(tokens.sequence, "long")
+        mirror.release(tokens)
+        loaded = cache.load("long")
+        assert loaded is not None
+        loaded.release()
+        assert cache.stats().used_bytes("device") + cache.stats().used_bytes("host") > 80 << 10
+        for _ in range(3):
+            other = mirror.create()
+            mirror.step([other], [300])
+        assert "long" in cache.saved()

@@ -44,9 +44,10 @@ class Spill:
         self._pairs: list[Pair] = list(zip(["device", *below], below, strict=False))
         self._blocks = {source: core.free_blocks(source) for source, _ in self._pairs}
         self._under_way: dict[Pair, list[_core.Ticket]] = {pair: [] for pair in self._pairs}
-        self._memory = sorted({source for source, _ in self._pairs} - {"disk"}, reverse=True)
+        self._memory = sorted({source for source, _ in self._pairs}, reverse=True)
+        self._has_disk = "disk" in below
         self._resting = 0
-        self._settled = b""
+        self._stepped = b""
 
     def ahead(self, batch: Handles) -> None:
         """Starts moving pages when free blocks run low, to disk those of sequences in `batch` last. Returns at once."""
@@ -69,10 +70,11 @@ class Spill:
 
     def may_bring_in(self, batch: Handles) -> bool:
         """Whether the open step of `batch` is the first one with these sequences and has pages on disk."""
-        if ("host", "disk") not in self._pairs and ("device", "disk") not in self._pairs:
+        if not self._has_disk:
             return False
-        before, self._settled = self._settled, batch.tobytes()
-        return before != self._settled and isinstance(self._core, _core.Cache) and self._core.pages_on_disk() > 0
+        assert isinstance(self._core, _core.Cache)
+        before, self._stepped = self._stepped, batch.tobytes()
+        return before != self._stepped and self._core.pages_on_disk() > 0
 
     def bring_in(self, batch: Handles) -> None:
         """Brings pages of a batch from disk into memory, in the place of pages that rest, as many as find room."""
@@ -121,17 +123,21 @@ class Spill:
 
         rest: none that a sequence of the batch holds.
         """
-        for group in range(len(self._blocks[pair[0]])):
-            self._demote(pair, group, blocks, batch, rest=rest)
-        return self._settle(pair)
+        groups = range(len(self._blocks[pair[0]]))
+        spared = [self._demote(pair, group, blocks, batch, rest=rest) for group in groups]
+        return self._settle(pair) or any(spared)
 
-    def _demote(self, pair: Pair, group: int, blocks: int, batch: Handles, *, rest: bool = False) -> None:
-        """Starts moving at least one and about `blocks` pages of a layer group."""
+    def _demote(self, pair: Pair, group: int, blocks: int, batch: Handles, *, rest: bool = False) -> int:
+        """Starts moving at least one and about `blocks` pages of a layer group; returns how many were spared at once: they are on
+        disk, and only keys hold them."""
         core, wanted, (source, target) = self._core, max(1, blocks), pair
-        to_disk = target == "disk"
-        if to_disk and (short := wanted - core.free_blocks(target)[group]) > 0:
+        to_disk, spared = target == "disk", 0
+        if self._has_disk:
             assert isinstance(core, _core.Cache)
-            core.drop_copies(target, group, short)
+            spared = core.drop_copies(source, group, wanted)
+            wanted -= spared
+            if to_disk and (short := wanted - core.free_blocks(target)[group]) > 0:
+                core.drop_copies(target, group, short)
         stepping = set(batch.tolist())
         resting = [handle for handle in core.by_recency() if handle not in stepping]
         # To disk go pages that others hold, and those of the batch, when there is nothing else.
@@ -141,13 +147,14 @@ class Spill:
             for handle in handles:
                 pages_max, tokens = min(wanted, core.free_blocks(target)[group]), (0, core.length(handle))
                 if pages_max <= 0:
-                    return
+                    return spared
                 plan = core.plan(
                     handle, target, tokens, [group], pages_max=pages_max, only_from=source, unshared=unshared
                 )
                 if plan.copies:
                     self._under_way[pair].append(core.execute(plan))
                     wanted -= len(plan.copies)
+        return spared
 
     def _pending(self, pair: Pair) -> bool:
         self._under_way[pair] = [ticket for ticket in self._under_way[pair] if self._arrived(ticket) is False]

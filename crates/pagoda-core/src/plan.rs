@@ -219,13 +219,20 @@ impl Cache {
         Ok((id, completion, copies))
     }
 
-    /// Frees up to `pages_max` blocks of a group on `tier` whose pages are read from a faster one; returns how many.
+    /// Frees up to `pages_max` blocks of a group on `tier` that can be spared; returns how many. Their pages are read from a faster
+    /// one, or are on disk and no sequence has them.
     pub fn drop_copies(&mut self, tier: Tier, group: GroupId, pages_max: usize) -> usize {
         self.settle();
         let spare = self.pages.iter().filter(|&(id, page)| {
-            let faster = page.fastest().is_some_and(|at| at.tier() < tier);
-            let kept = tier == Tier::Disk && self.pages.kept(id) > 0;
-            page.group == group && page.copies == 0 && faster && page.ready(tier).is_some() && !kept
+            let kept = self.pages.kept(id);
+            let can_be_spared = match tier {
+                Tier::Disk if kept > 0 => false,
+                Tier::Device | Tier::Host if kept == self.pages.references(id) => {
+                    page.ready(Tier::Disk).is_some()
+                }
+                _ => page.fastest().is_some_and(|at| at.tier() < tier),
+            };
+            page.group == group && page.copies == 0 && page.ready(tier).is_some() && can_be_spared
         });
         let spare: Vec<PageId> = spare.map(|(id, _)| id).take(pages_max).collect();
         for &id in &spare {

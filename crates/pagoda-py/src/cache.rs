@@ -848,7 +848,7 @@ impl Cache {
         })
     }
 
-    /// Frees blocks of a tier whose pages are read from a faster one; returns how many.
+    /// Frees blocks of a tier that can be spared; returns how many.
     fn drop_copies(&self, py: Python<'_>, tier: &str, group: u8, pages_max: usize) -> PyResult<usize> {
         let tier = tier_named(py, "tier", tier)?;
         self.with(py, |inner| {
