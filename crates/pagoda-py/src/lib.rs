@@ -9,6 +9,7 @@ mod errors;
 mod fork;
 mod layers;
 mod sessions;
+mod streams;
 mod tables;
 mod ticket;
 
