@@ -47,6 +47,11 @@ class NullStream:
     def copy(self, target: int, source: int, size: int) -> None:
         pass
 
+    capturing = False
+
+    def copy_rows(self, *given: int) -> None:
+        pass
+
     def launch(
         self, kernel: Any, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
     ) -> None:
@@ -70,7 +75,8 @@ class NullMemory:
 class NullDriver:
     """An H200 that is not there."""
 
-    multiprocessors, shared_bytes_max, copy_engine_bytes = 132, 227 << 10, 1 << 16
+    multiprocessors, shared_bytes_max = 132, 227 << 10
+    copy_engine_bytes, ring_bytes = 1 << 16, 1 << 20
 
     def memory(self, size: int) -> NullMemory:
         return NullMemory(size, False)

@@ -11,7 +11,7 @@ import pytest
 from emulator.driver import EmulatedDriver
 from gpu_driver import CopyingDriver
 from pagoda import device
-from pagoda.device import cuda
+from pagoda.device import cuda, streaming
 from pagoda.device.cuda import open_driver as open_gpu
 from pagoda.device.driver import Driver
 
@@ -20,8 +20,9 @@ hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max
 hypothesis.settings.register_profile("device", deadline=None, print_blob=True, max_examples=12, stateful_step_count=25)
 hypothesis.settings.load_profile(os.environ.get("PAGODA_HYPOTHESIS", "default"))
 
-DEVICES = ["cpu", "emulated", "copied", "cuda"]
-"""What `--device` may be. emulated: kernels run on the CPU, and arrays of NumPy are arrays of the device. cuda: a GPU, which
+DEVICES = ["cpu", "emulated", "streamed", "copied", "cuda"]
+"""What `--device` may be. emulated: kernels run on the CPU, and
+arrays of NumPy are arrays of the device. streamed: the same with a ring so small that every cache has one. cuda: a GPU, which
 arrays are copied to and from. copied: the emulated device in the place of the GPU."""
 
 
@@ -50,8 +51,10 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         if kind == "cuda":
             return CopyingDriver(open_gpu(index))
         emulated.append(EmulatedDriver(seed=index))
-        return emulated[-1] if kind == "emulated" else CopyingDriver(emulated[-1])
+        return CopyingDriver(emulated[-1]) if kind == "copied" else emulated[-1]
 
+    if kind == "streamed":
+        monkeypatch.setattr(streaming, "SLOT_BYTES_MIN", 1)
     if kind != "cpu":
         if kind != "cuda":
             emulator.require()
@@ -65,7 +68,7 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def emulated(request: pytest.FixtureRequest) -> bool:
     """Whether caches are on an emulated device: attention takes it a thousand times as long."""
-    return bool(request.config.getoption("--device") == "emulated")
+    return request.config.getoption("--device") in ("emulated", "streamed")
 
 
 @pytest.fixture(autouse=True)

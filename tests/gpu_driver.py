@@ -84,6 +84,13 @@ class CopyingStream:
     def zero(self, target: int, size: int) -> None:
         self._inner.zero(target, size)
 
+    def copy_rows(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
+        self._inner.copy_rows(target, target_pitch, source, source_pitch, width, rows)
+
+    @property
+    def capturing(self) -> bool:
+        return self._inner.capturing
+
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
     ) -> None:
@@ -105,6 +112,10 @@ class CopyingDriver:
     @property
     def copy_engine_bytes(self) -> int:
         return self._inner.copy_engine_bytes
+
+    @property
+    def ring_bytes(self) -> int:
+        return self._inner.ring_bytes
 
     def memory(self, size: int) -> Memory:
         return self._inner.memory(size)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import math
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -364,15 +366,17 @@ class World:
             members += [token for m in common.members for token in range(tokens[m], tokens[m + 1])]
             for first in range(start, len(members), rows // self.set_heads):
                 queries = min(rows // self.set_heads, len(members) - first)
-                block = (common.members[0], first, queries, common.high - 1, common.low, common.high, 0, 0)
+                position, seen = common.high - 1, (0, common.low, common.high)
+                block = (common.members[0], first, queries, position, *seen, 0, 0, first)
                 blocks.append(block)
                 prefix.append(prefix[-1] + len({t // TILE for t in range(common.low, common.high)}))
         return np.array(blocks, arguments.QUERY_BLOCK), np.array(prefix, np.int32), np.array(members, np.int32)
 
-    def work(self, by_runs: bool) -> tuple[Array, Array, Array]:
-        """What `pagoda_core::work::WorkList` makes of the batch: blocks, prefix, rows of common parts."""
+    def work(self, by_runs: bool, tokens: range, carried: dict[int, int]) -> tuple[Array, Array, Array]:
+        """What `pagoda_core::work::WorkList` makes of the batch, as far as a launch goes over some tokens: blocks, prefix,
+        rows of parts. carried: the part of each block, by its first query, if an earlier launch has left one."""
         blocks, prefix, token = [], [0], 0
-        common_rows: list[int] = []
+        part_rows: list[int] = []
         members = self.common_work(self.shape.rows)[2].tolist()
         most = self.shape.rows // self.set_heads
         for index, sequence in enumerate(self.sequences):
@@ -380,24 +384,33 @@ class World:
                 queries = min(most, sequence.new - first)
                 position = sequence.length - sequence.new + first
                 low = 0 if self.window is None else max(0, position + 1 - self.window)
-                parts = members.count(token + first)
-                common_rows += [i for i, member in enumerate(members) if member == token + first]
+                query, high = token + first, position + queries
+                parts = [i for i, member in enumerate(members) if member == query]
                 low = max([low, *(common.high for common in self.commons if index in common.members)])
                 units, before = set(), 0
                 for number, span in enumerate(sequence.spans):
                     first_seen = before if span.sight else max(low, before)
-                    seen = range(first_seen, min(position + queries, before + span.count))
+                    seen = range(first_seen, min(high, before + span.count))
                     unit = TILE * RUN_TILES if by_runs else TILE
-                    units |= {(number, (t - before + span.skip) // unit) for t in seen}
+                    units |= {(number, (t - before + span.skip) // unit) for t in seen if t in tokens}
                     before += span.count
-                high = position + queries
-                blocks.append((index, token + first, queries, position, low, high, len(common_rows) - parts, parts))
+                if not units:
+                    continue
+                parts = [carried[query]] if query in carried else parts
+                target = -1 if high <= tokens.stop else len(members) + query
+                if target == carried.get(query):
+                    target += self.tokens
+                carried[query] = target
+                seen = range(max(low, tokens.start), min(high, tokens.stop))
+                axis = position, tokens.start, seen.start, seen.stop
+                blocks.append((index, query, queries, *axis, len(part_rows), len(parts), target))
+                part_rows += parts
                 prefix.append(prefix[-1] + len(units))
             token += sequence.new
         return (
             np.array(blocks, arguments.QUERY_BLOCK),
             np.array(prefix, np.int32),
-            np.array(common_rows, np.int32),
+            np.array(part_rows, np.int32),
         )
 
     def pages(self) -> arguments.Pages:
@@ -406,16 +419,22 @@ class World:
             self.table.address,
             self.table.array.shape[1],
             bases,
-            self.block_bytes,
+            (ctypes.c_int64 * 3)(self.block_bytes, self.block_bytes, 0),
             int(math.log2(self.page_size)),
             self.span_starts.address,
             self.spans.address,
         )
 
     def attend(
-        self, library: emulator.Library, grid: int, *, division: Division = Division.TILES, seed: int = 0
+        self,
+        library: emulator.Library,
+        grid: int,
+        *,
+        division: Division = Division.TILES,
+        seed: int = 0,
+        stops: Iterable[int] = (),
     ) -> tuple[Array, Array]:
-        """Output and log-sum-exp of the kernel."""
+        """Output and log-sum-exp of the kernel. stops: tokens at which one launch stops, and the next goes on."""
         heads = self.kv_heads * self.group
         out = self.guarded((self.tokens, heads, self.shape.v_dim), DTYPES[self.shape.q])
         lse = self.guarded((self.tokens, heads), np.float32)
@@ -442,16 +461,18 @@ class World:
             rotary_pairs=self.rope[0] if self.rope else 0,
             interleaved=self.rope[1] if self.rope else 0,
         )
+        blocks, prefix, members = self.common_work(self.shape.rows)
+        rows_of_parts = len(members) + 2 * self.tokens
+        call.parts = self.guarded((rows_of_parts, heads, self.shape.v_dim + 2), np.float32).address
         if self.commons:
-            blocks, prefix, members = self.common_work(self.shape.rows)
             call.members = self.filled(members).address
-            commons = self.guarded((len(members), heads, self.shape.v_dim + 2), np.float32)
-            call.commons = commons.address
             self.launch(library, call, blocks, prefix, grid, seed)
             call.members = None
-        blocks, prefix, common_rows = self.work(division != Division.TILES)
-        call.common_rows = self.filled(common_rows).address
-        self.launch(library, call, blocks, prefix, grid, seed)
+        carried: dict[int, int] = {}
+        for start, stop in pairwise([0, *stops, 1 << 30]):
+            blocks, prefix, part_rows = self.work(division != Division.TILES, range(start, stop), carried)
+            call.part_rows = self.filled(part_rows).address
+            self.launch(library, call, blocks, prefix, grid, seed)
         return out.array, lse.array
 
     def launch(
@@ -645,6 +666,28 @@ def test_bits_depend_on_the_sequence_alone(shape: Shape, prefill: Shape, library
         np.testing.assert_array_equal(again_lse[:2], lse)
 
 
+@pytest.mark.parametrize("shape", [*BY_SHARE, SHAPES[12]], ids=lambda shape: shape.name)
+def test_launches_go_on_where_others_have_stopped(shape: Shape, library: emulator.Library) -> None:
+    """Anywhere: inside tiles, of which the others then have no part, inside spans that every query sees, behind windows."""
+    sinks = Sequence([Span(0, 21, 0, Sight.ALWAYS), Span(5, 120)], 2)
+    batch = [one(300, 60 if shape.rows > 16 else 4), one(90), sinks, one(5)]
+    for grid, stops, window in ((1, [64], None), (4, [10, 64, 130, 290], None), (7, [15, 64, 65], 100), (3, [100], 1)):
+        World(shape, batch, window=window, sinks=True).compare(library, grid, stops=stops)
+    World(shape, batch[:2], commons=[Common([0, 1], 0, 32)]).compare(library, 4, stops=[40, 64])
+
+
+def test_bits_do_not_depend_on_where_launches_stop(library: emulator.Library) -> None:
+    """Between runs."""
+    for division in (Division.RUNS, Division.UNITS):
+        world = World(SHAPES[10], [one(9000, 2), one(70)], kv_heads=1, group=2)
+        out, lse = world.attend(library, 3, division=division)
+        right, _ = world.expected()
+        np.testing.assert_allclose(out, right, rtol=0, atol=3e-5)
+        again, again_lse = world.attend(library, 2, division=division, stops=[4096, 8192], seed=1)
+        assert again.tobytes() == out.tobytes()
+        assert again_lse.tobytes() == lse.tobytes()
+
+
 COMMONS = [
     [Common([0, 1, 2, 3, 4], 0, 64)],
     [Common([0, 2, 3], 0, 208)],
@@ -762,15 +805,15 @@ BROKEN = {
     "the entry of another page": ("ring.cuh", "(first >> shift) % WARP", "((first >> shift) + 1) % WARP"),
     "values of an old maximum": ("tensor_cores.cuh", "if (__all_sync(~0u, same)) return;", "return;"),
     "the rows of another head": ("unit.cuh", "return set >> args.set_shift;", "return set;"),
-    "no common parts": ("unit.cuh", "i < block().commons", "i < 0"),
+    "no common parts": ("unit.cuh", "i < block().parts", "i < 0"),
     "no sink": ("unit.cuh", "if (args.sinks != nullptr)", "if (false)"),
     "a sink twice": ("unit.cuh", "total += exp2_fast(fmaf(", "total += 2.0f * exp2_fast(fmaf("),
     "a sink in every common part": (
         "unit.cuh",
-        "all.add(part[column], part[DV], part[DV + 1]);",
-        "all.add(part[column], part[DV], part[DV + 1] + exp2_fast(args.sinks[query_head] * LOG2_E - part[DV]));",
+        "sum = {part[column], part[DV], part[DV + 1]};",
+        "sum = {part[column], part[DV], part[DV + 1] + exp2_fast(args.sinks[head_of(row)] * LOG2_E - part[DV])};",
     ),
-    "a sink in the log-sum-exp": ("unit.cuh", "log2f(all.total)", "log2f(total)"),
+    "a sink in the log-sum-exp": ("unit.cuh", "log2f(sum.total)", "log2f(total)"),
     "the sinks of other heads": ("unit.cuh", "args.sinks[query_head]", "args.sinks[0]"),
     "a cap behind the mask": (
         "tensor_cores.cuh",
@@ -778,7 +821,9 @@ BROKEN = {
         "if (!whole) mask(scores, note(index));\n        if (args.softcap > 0.0f) cap(scores);",
     ),
     "no cap": ("tensor_cores.cuh", "if (args.softcap > 0.0f) cap(scores);", ""),
-    "common parts of other queries": ("unit.cuh", "args.common_rows[block().first_common + i] + query", "query"),
+    "parts stay behind": ("unit.cuh", "block().target >= 0", "args.members != nullptr"),
+    "what every query sees twice": ("tables.cuh", "always ? from : low", "always ? from * 0 : low"),
+    "common parts of other queries": ("unit.cuh", "args.part_rows[block().first_part + i]", "0"),
 }
 
 BROKEN_CODES = {
@@ -816,6 +861,8 @@ def test_what_is_broken_is_noticed(broken: str, tmp_path: Path) -> None:
             for shape in shapes:
                 for page_size in (8, 32):
                     commons = [Common([1, 2], 0, 32)]
-                    batch = [one(300, 5), one(90), one(70, 2)]
+                    sinks = Sequence([Span(0, 21, 0, Sight.ALWAYS), Span(5, 70)], 2)
+                    batch = [one(300, 5), one(90), one(70, 2), sinks]
                     options: dict[str, Any] = {"softcap": 3.0, "sinks": True, "commons": commons, "group": 4, "sets": 2}
-                    World(shape, batch, page_size=page_size, seed=seed, **options).compare(library, 3, seed=seed)
+                    world = World(shape, batch, page_size=page_size, seed=seed, **options)
+                    world.compare(library, 3, seed=seed, stops=[64, 130])

@@ -397,6 +397,46 @@ def a_block_waits_for_its_copy(cp: Any) -> None:
     world.look(world.streams[1])
 
 
+def through_the_ring(cp: Any, late: str) -> None:
+    """Four sequences of 16 slots each on the host, while the ring's copies are late, or the kernels that read it."""
+    rng, stream = np.random.default_rng(3), cp.cuda.Stream(non_blocking=True)
+    with open_cache(device_memory="64MiB", host_memory="512MiB") as cache:
+        batch = [cache.create() for _ in range(4)]
+        for sequence in batch:
+            for _ in range(4):
+                _, k, v = draw(rng, 4096)
+                with cache.step([sequence], [4096]) as step:
+                    step.append(0, to_device(k), to_device(v))
+                cache.demote(sequence).wait()
+        rows = [to_device(part) for part in draw(rng, 4)]
+        results = []
+        for least, delayed in ((1 << 62, False), (0, False), (0, True)):
+            driver: Any = engine(cache)._driver
+            driver.ring_bytes = least
+            if delayed and late == "copies":
+                with engine(cache)._streams._copying.current():
+                    delay(100)
+            with stream, cache.step(batch, [1] * 4) as step:
+                if delayed and late == "kernels":
+                    delay(100)
+                results.append(step.forward(0, *rows))
+                step.commit([0] * 4)
+            traffic = engine(cache).traffic
+            assert (traffic.ring > 0) == (traffic.mapped == 0) == (least == 0)
+            cp.cuda.runtime.deviceSynchronize()
+        in_place, *others = (to_host(result, "f16").astype(np.float32) for result in results)
+        for other in others:
+            np.testing.assert_allclose(other, in_place, rtol=0, atol=1e-3)
+
+
+def kernels_follow_the_ring(cp: Any) -> None:
+    through_the_ring(cp, "copies")
+
+
+def the_ring_follows_kernels(cp: Any) -> None:
+    through_the_ring(cp, "kernels")
+
+
 def no_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda._Stream, "follow", lambda self, event: None)
 
@@ -405,6 +445,8 @@ SCENES = [
     (a_step_follows_the_step, no_follow),
     (a_copy_follows_the_step, no_follow),
     (a_block_waits_for_its_copy, tickets_finish_at_once),
+    (kernels_follow_the_ring, no_follow),
+    (the_ring_follows_kernels, no_follow),
 ]
 
 
@@ -507,6 +549,10 @@ def test_host_memory_is_pinned_as_it_is_used(cp: Any) -> None:
                 step.commit([0])
             expected, _ = attention(q, np.concatenate([k, new_k]), np.concatenate([v, new_v]))
             np.testing.assert_allclose(out.get(), expected, rtol=0, atol=ERROR["f16"])
+
+
+def test_the_size_from_which_the_ring_is_faster() -> None:
+    assert 1 << 16 <= open_gpu(0).ring_bytes <= 1 << 23
 
 
 def test_the_size_from_which_the_copy_engine_is_faster() -> None:

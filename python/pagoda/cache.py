@@ -385,11 +385,12 @@ class Cache:
     spec: the model's layers. page_size: tokens in a page, a power of two from 8 to 4096. k_dtype, v_dtype: row formats of
     `pagoda.formats`, one for all layers or one for each; PAGODA_KV_DTYPE in the environment goes before them.
     device: "cpu", "cuda", "cuda:1"; "auto" is the CPU for now. device_memory, host_memory:
-    budgets, in bytes or like "512MiB"; on the CPU memory is taken as it is used, on a GPU at once. threads: CPU workers,
-    all cores by default. deterministic: the bits of a result depend on the sequence alone, not on batch, chunks, threads or
-    where pages lie. checked: values that do not fit their row format, infinities and NaN raise in `append`. retention: what
-    layers without a window keep, everything by default, or `SinkWindow`. headroom: tokens that are kept behind every window,
-    so that `truncate` can take back as many; a page by default.
+    budgets, in bytes or like "512MiB"; on the CPU memory is taken as it is used, on a GPU at once, and of device_memory an
+    eighth at most for a ring that pages of the host tier are streamed through. threads: CPU workers, all cores by default.
+    deterministic: the bits of a result depend on the sequence alone, not on batch, chunks, threads or where pages lie.
+    checked: values that do not fit their row format, infinities and NaN raise in `append`. retention: what layers without a
+    window keep, everything by default, or `SinkWindow`. headroom: tokens that are kept behind every window, so that
+    `truncate` can take back as many; a page by default.
 
     disk, disk_memory: a directory for a third tier, on the CPU so far, and the bytes that it may take there. The directory is
     made if only its last part is missing, and must be nobody else's to write to. Pages have checksums that are verified
@@ -553,8 +554,9 @@ class Cache:
             with cache.step(others, ones, stream=stream) as step:
                 step.replay(graph.launch)
 
-        Capturing itself is the caller's. Raises BackendUnavailable on the CPU, where nothing is gained by it, and in a cache
-        with checked=True, whose steps wait for the device.
+        Capturing itself is the caller's. Graphs read pages of the host tier in place; a step that streams them allocates, and
+        raises InvalidArgument where it is captured. Raises BackendUnavailable on the CPU, where nothing is gained by it, and
+        in a cache with checked=True, whose steps wait for the device.
         """
         if self._device is None:
             raise BackendUnavailable("declare: graphs are of GPUs; this cache is on the CPU")

@@ -128,8 +128,8 @@ class Spill:
         return self._settle(pair) or any(spared)
 
     def _demote(self, pair: Pair, group: int, blocks: int, batch: Handles, *, rest: bool = False) -> int:
-        """Starts moving at least one and about `blocks` pages of a layer group; returns how many were spared at once: they are on
-        disk, and only keys hold them."""
+        """Starts moving at least one and about `blocks` pages of a layer group; returns how many were spared at once, as they
+        are on disk and only keys hold them."""
         core, wanted, (source, target) = self._core, max(1, blocks), pair
         to_disk, spared = target == "disk", 0
         if self._has_disk:

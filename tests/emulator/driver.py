@@ -167,6 +167,18 @@ class Stream:
 
         self.work.append(piece)
 
+    def copy_rows(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
+        for arena in self.driver.arenas:
+            arena.require(source, (rows - 1) * source_pitch + width)
+        assert min(target_pitch, source_pitch) >= width
+        assert rows > 0
+        for row in range(rows):
+            self.copy(target + row * target_pitch, source + row * source_pitch, width)
+
+    @property
+    def capturing(self) -> bool:
+        return self.captured is not None
+
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
     ) -> None:
@@ -225,6 +237,8 @@ class EmulatedDriver:
     shared_bytes_max = 227 << 10
     copy_engine_bytes = 6 << 10
     """Small enough that tests copy by both."""
+    ring_bytes = 0
+    """All that is on the host goes through the ring, where there is one."""
 
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)

@@ -3,8 +3,10 @@
 //! Every backend cuts its work along these lines, so that a tile, and in deterministic mode a run, is the same rows of a
 //! page whoever computes it.
 
+use std::collections::HashSet;
 use std::ops::Range;
 
+use crate::ids::{BlockId, BlockRef, Tier};
 use crate::table::{Sight, SpanView};
 
 /// Stored rows that are worked on together.
@@ -35,6 +37,13 @@ impl Piece<'_> {
         self.tiles.start / RUN_TILES..self.tiles.end.div_ceil(RUN_TILES)
     }
 
+    /// Of those rows of the piece that are in `rows`: the places in the sequence's row of their pages, and the row behind.
+    fn pages(&self, rows: Range<usize>, page_size: usize) -> (Range<usize>, usize) {
+        let first = self.span.first_page as usize;
+        let (low, high) = (self.rows.start.max(rows.start), self.rows.end.min(rows.end));
+        (first + low / page_size..first + high.div_ceil(page_size), high)
+    }
+
     /// The place of a run of the span among those of the sequence, as [`runs`] counts them.
     pub fn place(&self, run: usize) -> usize {
         self.runs_before + run - span_runs(self.span).start
@@ -49,12 +58,21 @@ fn span_runs(span: &SpanView) -> Range<usize> {
 
 /// The pieces of a sequence that hold a part of `range` of its token axis, and of what every query sees up to the range's end.
 pub fn pieces<'a>(spans: &'a [SpanView], range: Range<usize>) -> impl Iterator<Item = Piece<'a>> {
+    pieces_from(spans, 0, range)
+}
+
+/// The same, but of what every query sees not what lies before `from`.
+fn pieces_from<'a>(
+    spans: &'a [SpanView],
+    from: usize,
+    range: Range<usize>,
+) -> impl Iterator<Item = Piece<'a>> {
     let (mut start, mut runs) = (0, 0);
     spans.iter().filter_map(move |span| {
         let (first, skip, runs_before) = (start, span.skip as usize, runs);
         start += span.count as usize;
         runs += span_runs(span).len();
-        let low = if span.sight == Sight::Window { first.max(range.start) } else { first };
+        let low = first.max(if span.sight == Sight::Window { range.start } else { from });
         let high = start.min(range.end);
         (low < high).then(|| {
             let rows = low - first + skip..high - first + skip;
@@ -72,10 +90,25 @@ pub fn runs(
     page_size: usize,
 ) -> impl Iterator<Item = (usize, Range<usize>)> {
     pieces(spans, range).flat_map(move |piece| {
-        let first = piece.span.first_page as usize;
-        piece.runs().map(move |run| {
-            let rows = piece.rows.start.max(run * RUN_ROWS)..piece.rows.end.min((run + 1) * RUN_ROWS);
-            (piece.place(run), first + rows.start / page_size..first + rows.end.div_ceil(page_size))
+        let rows = |run: usize| run * RUN_ROWS..(run + 1) * RUN_ROWS;
+        piece.runs().map(move |run| (piece.place(run), piece.pages(rows(run), page_size).0))
+    })
+}
+
+/// Stretches of `rows` stored rows of each span: the places of their pages in the sequence's row, and the token behind. Without
+/// what lies before token `low`, unless every query sees it.
+fn stretches(
+    spans: &[SpanView],
+    low: usize,
+    page_size: usize,
+    rows: usize,
+) -> impl Iterator<Item = (Range<usize>, u32)> {
+    let length = spans.iter().map(|span| span.count as usize).sum();
+    pieces(spans, low..length).flat_map(move |piece| {
+        let all = piece.rows.start / rows..piece.rows.end.div_ceil(rows);
+        all.map(move |index| {
+            let (pages, end) = piece.pages(index * rows..(index + 1) * rows, page_size);
+            (pages, (end as isize + piece.origin) as u32)
         })
     })
 }
@@ -98,14 +131,27 @@ pub struct QueryBlock {
     pub queries: i32,
     /// The axis index of the first query; for common pages of the last token that they hold.
     pub position: i32,
-    /// What of the axis is gone over: from here on,
+    /// What of the axis is gone over, from here on of what is seen whatever the window,
+    pub from: i32,
+    /// of the rest from here on,
     pub low: i32,
     /// up to here.
     pub high: i32,
-    /// Where [`WorkList::common_rows`] names the common parts of the first query,
-    pub first_common: i32,
+    /// Where [`WorkList::part_rows`] names the parts that the first query's results begin with,
+    pub first_part: i32,
     /// and how many there are.
-    pub commons: i32,
+    pub parts: i32,
+    /// The part that the first query's results are to be; below 0 they are results.
+    pub target: i32,
+}
+
+impl QueryBlock {
+    /// Tiles or runs that are gone over.
+    fn work(&self, by_runs: bool, spans: &[SpanView]) -> usize {
+        pieces_from(spans, self.from as usize, self.low as usize..self.high as usize)
+            .map(|piece| if by_runs { piece.runs().len() } else { piece.tiles.len() })
+            .sum()
+    }
 }
 
 /// What of a sequence is gone over together with others.
@@ -135,8 +181,9 @@ pub struct WorkList {
     pub blocks: Vec<QueryBlock>,
     /// One entry more than blocks.
     pub prefix: Vec<i32>,
-    /// Common parts to add, block after block: the place of the first query in the list of those who hold the pages.
-    pub common_rows: Vec<i32>,
+    /// Parts that results begin with, block after block: where the first query's are. Of common pages, its place in the list
+    /// of those who hold them.
+    pub part_rows: Vec<i32>,
 }
 
 impl WorkList {
@@ -145,7 +192,7 @@ impl WorkList {
         self.blocks.clear();
         self.prefix.clear();
         self.prefix.push(0);
-        self.common_rows.clear();
+        self.part_rows.clear();
     }
 
     /// Adds the blocks of the sequence at place `sequence` of the batch, whose `new_tokens` last tokens are the queries and
@@ -169,13 +216,15 @@ impl WorkList {
                 token: (token + first) as i32,
                 queries: queries as i32,
                 position: position as i32,
+                from: 0,
                 low: low as i32,
                 high: (position + queries) as i32,
-                first_common: self.common_rows.len() as i32,
-                commons: held.rows.len() as i32,
+                first_part: self.part_rows.len() as i32,
+                parts: held.rows.len() as i32,
+                target: -1,
             };
-            self.common_rows.extend(held.rows.iter().map(|row| row + first as i32));
-            self.add(block, cut.by_runs, spans);
+            self.part_rows.extend(held.rows.iter().map(|row| row + first as i32));
+            self.add(block, block.work(cut.by_runs, spans));
         }
     }
 
@@ -195,22 +244,156 @@ impl WorkList {
                 token: first as i32,
                 queries: cut.queries.min(queries.end - first) as i32,
                 position: tokens.end as i32 - 1,
+                from: 0,
                 low: tokens.start as i32,
                 high: tokens.end as i32,
-                first_common: 0,
-                commons: 0,
+                first_part: 0,
+                parts: 0,
+                target: first as i32,
             };
-            self.add(block, cut.by_runs, spans);
+            self.add(block, block.work(cut.by_runs, spans));
         }
     }
 
-    fn add(&mut self, block: QueryBlock, by_runs: bool, spans: &[SpanView]) {
-        let work: usize = pieces(spans, block.low as usize..block.high as usize)
-            .map(|piece| if by_runs { piece.runs().len() } else { piece.tiles.len() })
-            .sum();
+    /// Adds each block of a list to the lists of the passes that go over some of its work. From pass to pass its parts are
+    /// carried in two rows a query, by turns, which begin at row `carried`; `queries`: of all blocks together.
+    pub fn split<'a>(
+        &self,
+        passes: &Passes,
+        by_runs: bool,
+        spans: impl Fn(usize) -> &'a [SpanView],
+        carried: u32,
+        queries: u32,
+        lists: &mut [WorkList],
+    ) {
+        for whole in &self.blocks {
+            let sequence = whole.sequence as usize;
+            let mut begin = &self.part_rows[whole.first_part as usize..][..whole.parts as usize];
+            let rows = [0, 1].map(|turn| [(carried + turn * queries) as i32 + whole.token]);
+            let mut turn = 0;
+            for (pass, list) in lists.iter_mut().enumerate() {
+                let tokens = passes.tokens(pass, sequence);
+                let mut block = QueryBlock {
+                    from: tokens.start as i32,
+                    low: whole.low.max(tokens.start as i32),
+                    high: whole.high.min(tokens.end.min(i32::MAX as u32) as i32),
+                    first_part: list.part_rows.len() as i32,
+                    parts: begin.len() as i32,
+                    ..*whole
+                };
+                let work = block.work(by_runs, spans(sequence));
+                if work == 0 {
+                    continue;
+                }
+                let ends = block.high == whole.high;
+                if !ends {
+                    block.target = rows[turn][0];
+                }
+                list.part_rows.extend_from_slice(begin);
+                list.add(block, work);
+                if ends {
+                    break;
+                }
+                begin = &rows[turn];
+                turn = 1 - turn;
+            }
+        }
+    }
+
+    fn add(&mut self, block: QueryBlock, work: usize) {
         self.blocks.push(block);
         let before = self.prefix.last().copied().unwrap_or(0);
         self.prefix.push(before + work as i32);
+    }
+}
+
+/// A sequence as passes are planned for it.
+#[derive(Clone, Copy, Debug)]
+pub struct Scanned<'a> {
+    /// Its spans,
+    pub spans: &'a [SpanView],
+    /// and where its pages are read from.
+    pub row: &'a [BlockRef],
+    /// What lies before this is seen by no query, unless all see it.
+    pub low: u32,
+}
+
+/// How a batch is gone over where pages that lie on a slower tier are brought a few at a time: in passes, each over a stretch of
+/// every sequence, so that its pages of that tier fit a space. Of one layer group.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Passes {
+    /// The blocks that each pass brings, in ascending order.
+    pub blocks: Vec<Vec<BlockId>>,
+    /// For each entry of a sequence's row that is brought: the sequence, the entry, and its block's place in its pass.
+    pub entries: Vec<(u32, u32, u32)>,
+    sequences: usize,
+    /// `[pass][sequence]`: the token that the pass ends before; the last pass has none, it goes to the end.
+    ends: Vec<u32>,
+}
+
+impl Passes {
+    /// Plans passes of at most `capacity` blocks of `tier`. Sequences advance by stretches of `stretch` stored rows, which have to
+    /// fit, and by turns: pages that several hold at the same place come together, and of those that hold common pages the
+    /// first in the batch is never behind.
+    pub fn plan(
+        sequences: &[Scanned<'_>],
+        tier: Tier,
+        page_size: usize,
+        stretch: usize,
+        capacity: usize,
+    ) -> Self {
+        let mut passes = Self { sequences: sequences.len(), ..Self::default() };
+        let mut rest: Vec<_> = sequences
+            .iter()
+            .map(|scanned| stretches(scanned.spans, scanned.low as usize, page_size, stretch))
+            .collect();
+        let mut ends = vec![0; sequences.len()];
+        let (mut blocks, mut entries) = (HashSet::new(), Vec::new());
+        let mut left = true;
+        while left {
+            left = false;
+            for (index, (stretches, &Scanned { row, .. })) in rest.iter_mut().zip(sequences).enumerate() {
+                let Some((places, end)) = stretches.next() else { continue };
+                left = true;
+                let brought = places.filter(|&entry| row[entry].tier() == tier);
+                let new = brought.clone().filter(|&entry| !blocks.contains(&row[entry].block()));
+                let more = new.count();
+                debug_assert!(more <= capacity, "a stretch fits");
+                if blocks.len() + more > capacity {
+                    passes.close(&mut blocks, &mut entries, sequences, &ends);
+                }
+                blocks.extend(brought.clone().map(|entry| row[entry].block()));
+                entries.extend(brought.map(|entry| (index as u32, entry as u32)));
+                ends[index] = end;
+            }
+        }
+        ends.fill(u32::MAX);
+        passes.close(&mut blocks, &mut entries, sequences, &ends);
+        passes
+    }
+
+    /// The tokens of a sequence that a pass goes over.
+    pub fn tokens(&self, pass: usize, sequence: usize) -> Range<u32> {
+        let end = |pass: usize| self.ends[pass * self.sequences + sequence];
+        (if pass == 0 { 0 } else { end(pass - 1) })..end(pass)
+    }
+
+    fn close(
+        &mut self,
+        blocks: &mut HashSet<BlockId>,
+        entries: &mut Vec<(u32, u32)>,
+        sequences: &[Scanned<'_>],
+        ends: &[u32],
+    ) {
+        let mut blocks: Vec<_> = blocks.drain().collect();
+        blocks.sort_unstable();
+        self.entries.extend(entries.drain(..).map(|(sequence, entry)| {
+            let block = sequences[sequence as usize].row[entry as usize].block();
+            let place = blocks.binary_search(&block).expect("brought");
+            (sequence, entry, place as u32)
+        }));
+        self.blocks.push(blocks);
+        self.ends.extend_from_slice(ends);
     }
 }
 
@@ -260,7 +443,7 @@ mod tests {
                 prop_assert_eq!(block.position as u32, next);
                 prop_assert_eq!(block.token as u32, 1000 + next - (length - new));
                 prop_assert!(block.queries as u32 <= queries && block.sequence == 3);
-                let rows = &work.common_rows[block.first_common as usize..][..block.commons as usize];
+                let rows = &work.part_rows[block.first_part as usize..][..block.parts as usize];
                 let expected: Vec<i32> = held.rows.iter().map(|row| row + block.token - 1000).collect();
                 prop_assert_eq!(rows, expected);
                 next += block.queries as u32;
@@ -285,6 +468,97 @@ mod tests {
                 prop_assert_eq!((part[1] - part[0]) as usize, seen.len());
             }
             prop_assert_eq!(next, length);
+        }
+
+        /// Two sequences that hold the same first pages and go on alone: each pass brings what its part of every block needs, and
+        /// no more than fits; parts cover what the whole block sees, one after the other, each beginning with what the one before
+        /// has made.
+        #[test]
+        fn passes_bring_what_is_gone_over(
+            spans in spans(),
+            shared in 0usize..700,
+            hosted in proptest::collection::vec(any::<bool>(), 40),
+            windows in [proptest::option::of(1u32..10_000), proptest::option::of(1u32..10_000)],
+            new in [1u32..200, 1u32..200],
+            by_runs: bool,
+            room in 0usize..300,
+        ) {
+            const PAGE: usize = 16;
+            let stretch = if by_runs { RUN_ROWS } else { TILE };
+            let capacity = stretch / PAGE + room;
+            let length: u32 = spans.iter().map(|span| span.count).sum();
+            let new = new.map(|new| new.min(length));
+            let pages = spans.iter().map(|span| span.first_page as usize + ((span.skip + span.count) as usize).div_ceil(PAGE));
+            let pages = pages.max().expect("a span");
+            let page = |sequence: usize, entry: usize| {
+                let tier = if hosted[entry / 11 % 40] { Tier::Host } else { Tier::Device };
+                BlockRef::new(tier, BlockId::new((entry + if entry < shared { 0 } else { sequence * 10_000 }) as u32))
+            };
+            let rows = [0, 1].map(|sequence| (0..pages).map(|entry| page(sequence, entry)).collect::<Vec<_>>());
+            let low = |i: usize| windows[i].map_or(0, |window| (length - new[i] + 1).saturating_sub(window));
+            let scanned = [0, 1].map(|i| Scanned { spans: &spans, row: &rows[i], low: low(i) });
+            let passes = Passes::plan(&scanned, Tier::Host, PAGE, stretch, capacity);
+            for pass in 0..passes.blocks.len() {
+                let ahead = passes.tokens(pass, 0).end >= passes.tokens(pass, 1).end;
+                prop_assert!(ahead || low(0) != low(1), "who comes first is never behind");
+            }
+            for blocks in &passes.blocks {
+                prop_assert!(blocks.len() <= capacity && blocks.is_sorted_by(|a, b| a < b));
+            }
+            let mut whole = WorkList::default();
+            whole.clear();
+            let mut token = 0;
+            for i in [0, 1] {
+                let cut = Cut { queries: 60, window: windows[i], by_runs };
+                let held = Held { end: 0, rows: &[70][..i] };
+                whole.push(cut, i as u32, token, &spans, new[i], held);
+                token += new[i];
+            }
+            let mut lists = vec![WorkList::default(); passes.blocks.len()];
+            lists.iter_mut().for_each(WorkList::clear);
+            whole.split(&passes, by_runs, |_| &spans, 100, token, &mut lists);
+            for (number, block) in whole.blocks.iter().enumerate() {
+                let mut carried = whole.part_rows[block.first_part as usize..][..block.parts as usize].to_vec();
+                let (mut seen, mut target) = (Vec::new(), 0);
+                for (pass, list) in lists.iter().enumerate() {
+                    prop_assert_eq!(list.prefix.len(), list.blocks.len() + 1);
+                    let Some(at) = list.blocks.iter().position(|part| part.token == block.token) else { continue };
+                    let part = list.blocks[at];
+                    prop_assert_eq!((part.sequence, part.queries, part.position), (block.sequence, block.queries, block.position));
+                    prop_assert_eq!(&list.part_rows[part.first_part as usize..][..part.parts as usize], &carried);
+                    prop_assert!(!carried.contains(&part.target), "a part is not read while it is written");
+                    prop_assert!(target >= 0, "nothing comes behind the end");
+                    target = part.target;
+                    carried = vec![target];
+                    let mut work = 0;
+                    for piece in pieces_from(&spans, part.from as usize, part.low as usize..part.high as usize) {
+                        let first = piece.span.first_page as usize;
+                        work += if by_runs { piece.runs().len() } else { piece.tiles.len() };
+                        seen.extend(piece.rows.clone().map(|row| (first, row)));
+                        for row in piece.rows.step_by(4) {
+                            let entry = first + row / PAGE;
+                            let at = rows[block.sequence as usize][entry];
+                            if at.tier() == Tier::Host {
+                                let place = passes.blocks[pass].binary_search(&at.block());
+                                prop_assert!(place.is_ok());
+                                let place = place.expect("checked") as u32;
+                                prop_assert!(passes.entries.contains(&(block.sequence as u32, entry as u32, place)));
+                            }
+                        }
+                    }
+                    prop_assert_eq!((list.prefix[at + 1] - list.prefix[at]) as usize, work);
+                }
+                prop_assert_eq!(target, -1);
+                let (low, high) = (block.low as usize, block.high as usize);
+                let all: Vec<_> = pieces(&spans, low..high)
+                    .flat_map(|piece| piece.rows.clone().map(move |row| (piece.span.first_page as usize, row)))
+                    .collect();
+                prop_assert_eq!(seen, all);
+                // Runs are whole, or bits would depend on where pages lie.
+                let works = lists.iter().flat_map(|list| list.blocks.iter().zip(list.prefix.windows(2)));
+                let parts = works.filter(|(part, _)| part.token == block.token).map(|(_, work)| work[1] - work[0]);
+                prop_assert_eq!(parts.sum::<i32>(), whole.prefix[number + 1] - whole.prefix[number]);
+            }
         }
     }
 }

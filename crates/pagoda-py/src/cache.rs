@@ -6,6 +6,7 @@ use crate::disk::{self, DiskArguments};
 use crate::errors::{self, core, cpu, invalid, invalid_because, released, unavailable};
 use crate::fork;
 use crate::layers::{LayerArguments, Placed, PlacedLayer, place};
+use crate::passes::StreamedGroup;
 use crate::sessions::Sessions;
 use crate::stream::{Call, Stream, Traffic};
 use crate::tables::{self, Tables};
@@ -1025,7 +1026,7 @@ impl Cache {
         let inner = guard.as_mut().expect("locked open");
         inner.require_device(py)?;
         let Engine::Device { upload, .. } = &mut inner.engine else { unreachable!("checked") };
-        *upload = Upload::place(groups, works, angles);
+        upload.place(groups, works, angles);
         Ok(())
     }
 
@@ -1050,13 +1051,40 @@ impl Cache {
         Ok(upload.fill(core, step, layers))
     }
 
-    /// Copies what `stage` wrote to `words`.
-    fn staged(&self, py: Python<'_>, mut words: PyReadwriteArray1<'_, u32>) -> PyResult<()> {
+    /// How often pages of the host tier are read by attention over a layer of each group, in the step that was staged.
+    fn host_reads(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.require_step(py)?;
+        inner.require_device(py)?;
+        let Engine::Device { upload, .. } = &inner.engine else { unreachable!("checked") };
+        Ok(upload.host_reads(&inner.core))
+    }
+
+    /// Plans how groups are streamed in the step that was staged, each in passes of so many pages at most; returns how many
+    /// words there are now besides those of `stage`, a number that stays the same as long as blocks hold the same, and the groups.
+    fn stream<'py>(
+        &self,
+        py: Python<'py>,
+        rooms: Vec<(u8, usize)>,
+    ) -> PyResult<(usize, u64, Vec<StreamedGroup<'py>>)> {
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.require_step(py)?;
+        inner.require_device(py)?;
+        let Inner { core, step, layers, engine: Engine::Device { upload, .. }, .. } = &mut **inner else {
+            unreachable!("checked")
+        };
+        Ok(upload.stream(py, core, step, layers, &rooms))
+    }
+
+    /// Copies what `stage` and `stream` wrote to `words`. streams: where the tables of what is streamed go.
+    fn staged(&self, py: Python<'_>, mut words: PyReadwriteArray1<'_, u32>, streams: u64) -> PyResult<()> {
         let mut guard = self.lock(py)?;
         let inner = guard.as_mut().expect("locked open");
         inner.require_device(py)?;
-        let Engine::Device { upload, .. } = &inner.engine else { unreachable!("checked") };
-        upload.take(words.as_slice_mut()?);
+        let Engine::Device { upload, .. } = &mut inner.engine else { unreachable!("checked") };
+        upload.take(streams, words.as_slice_mut()?);
         Ok(())
     }
 

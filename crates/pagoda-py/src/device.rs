@@ -5,9 +5,10 @@
 
 use crate::cache::StepState;
 use crate::layers::PlacedLayer;
+use crate::passes::Streams;
 use pagoda_core::Cache;
 use pagoda_core::common::{Candidate, Commons, LEVELS_MAX};
-use pagoda_core::ids::{GroupId, SequenceId};
+use pagoda_core::ids::{GroupId, SequenceId, Tier};
 use pagoda_core::table::{Sight, SpanView};
 use pagoda_core::work::{Cut, Held, QueryBlock, WorkList};
 use pyo3::prelude::*;
@@ -33,36 +34,39 @@ pub(crate) struct GroupPlaces {
 #[derive(Clone, Copy, FromPyObject)]
 #[pyo3(from_item_all)]
 pub(crate) struct WorkPlaces {
-    group: u8,
+    pub(crate) group: u8,
     /// Sequences with so many new tokens, at least and at most.
-    new_tokens: (u32, u32),
+    pub(crate) new_tokens: (u32, u32),
     /// Queries of a block.
     queries: u32,
-    window: Option<u32>,
-    by_runs: bool,
-    blocks: u64,
-    /// int32 `[blocks + 1]`.
-    prefix: u64,
-    /// One int32.
-    count: u64,
-    /// None where every sequence goes over all of its pages alone.
-    commons: Option<CommonPlaces>,
-}
-
-/// The addresses of a work list over pages that several sequences hold, as a dict.
-#[derive(Clone, Copy, FromPyObject)]
-#[pyo3(from_item_all)]
-pub(crate) struct CommonPlaces {
-    /// Queries of a block.
-    queries: u32,
-    blocks: u64,
-    /// int32 `[blocks + 1]`.
-    prefix: u64,
-    /// One int32.
-    count: u64,
+    pub(crate) window: Option<u32>,
+    pub(crate) by_runs: bool,
+    own: ListAddresses,
+    /// That over pages which several sequences hold; None where every sequence goes over all of its pages alone.
+    common: Option<ListAddresses>,
+    /// Queries of a block of the latter.
+    common_queries: u32,
     /// int32: the row in the batch of each query that holds common pages.
     members: u64,
-    /// int32: where the parts of a block of the other list are among `members`.
+}
+
+impl WorkPlaces {
+    /// Whether a sequence with so many new tokens is in the list.
+    pub(crate) fn takes(&self, new_tokens: u32) -> bool {
+        (self.new_tokens.0..=self.new_tokens.1).contains(&new_tokens)
+    }
+}
+
+/// The addresses of one list, as a dict.
+#[derive(Clone, Copy, FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct ListAddresses {
+    blocks: u64,
+    /// int32 `[blocks + 1]`.
+    prefix: u64,
+    /// One int32.
+    count: u64,
+    /// int32: where the parts that blocks begin with are among the queries that hold common pages.
     rows: u64,
 }
 
@@ -101,29 +105,54 @@ struct Shared {
     holds: Vec<(u32, i32, u32)>,
 }
 
+/// The row of a block table that is on the device: of which sequence, the version of its table, how many pages of it, and how
+/// many of these are on the host tier.
+#[derive(Clone, Copy)]
+struct Row {
+    sequence: SequenceId,
+    version: u32,
+    pages: usize,
+    on_host: usize,
+}
+
+/// A work list, and that over pages which its sequences have in common.
+#[derive(Clone, Default)]
+pub(crate) struct Lists {
+    pub(crate) own: WorkList,
+    pub(crate) common: WorkList,
+}
+
 /// The places on a device, what they hold, and the words for the open step.
 #[derive(Default)]
 pub(crate) struct Upload {
     groups: Vec<GroupPlaces>,
-    works: Vec<WorkPlaces>,
+    pub(crate) works: Vec<WorkPlaces>,
     angles: Vec<AnglePlaces>,
-    /// Per group and place in the batch: the sequence whose row is there, the version of its table, and how many pages of it.
-    held: Vec<Vec<Option<(SequenceId, u32, usize)>>>,
+    /// Per group and place in the batch.
+    held: Vec<Vec<Option<Row>>>,
     /// Per work list.
     shared: Vec<Shared>,
-    list: WorkList,
-    common_list: WorkList,
+    pub(crate) lists: Vec<Lists>,
     /// Target (two words), source and length of every run, in words.
     runs: Vec<u32>,
     words: Vec<u32>,
+    pub(crate) streams: Streams,
 }
 
 impl Upload {
     /// New places, which hold nothing.
-    pub(crate) fn place(groups: Vec<GroupPlaces>, works: Vec<WorkPlaces>, angles: Vec<AnglePlaces>) -> Self {
+    pub(crate) fn place(
+        &mut self,
+        groups: Vec<GroupPlaces>,
+        works: Vec<WorkPlaces>,
+        angles: Vec<AnglePlaces>,
+    ) {
         let held = groups.iter().map(|_| Vec::new()).collect();
         let shared = works.iter().map(|_| Shared::default()).collect();
-        Self { groups, works, angles, held, shared, ..Self::default() }
+        let lists = vec![Lists::default(); works.len()];
+        // What has been brought ahead does not lie in these places.
+        let streams = std::mem::take(&mut self.streams);
+        *self = Self { groups, works, angles, held, shared, lists, streams, ..Self::default() };
     }
 
     /// Writes down what the open step changes; returns how many words [`Self::take`] gives, and how many queries hold pages
@@ -131,6 +160,7 @@ impl Upload {
     pub(crate) fn fill(&mut self, core: &Cache, step: &StepState, layers: &[PlacedLayer]) -> (usize, usize) {
         self.runs.clear();
         self.words.clear();
+        self.streams.words.clear();
         for group in 0..self.groups.len() {
             self.table(core, group);
             self.spans(core, step, group);
@@ -144,16 +174,39 @@ impl Upload {
         for at in 0..self.angles.len() {
             self.angles(core, step, layers, at);
         }
-        let members = self.shared.iter().map(|shared| shared.members.len()).max();
-        (1 + self.runs.len() + self.words.len(), members.unwrap_or(0))
+        (1 + self.runs.len() + self.words.len(), self.members())
     }
 
-    /// The number of runs, the runs, and the words that they take their sources from.
-    pub(crate) fn take(&self, target: &mut [u32]) {
+    /// Queries that hold pages in common, in any work list.
+    pub(crate) fn members(&self) -> usize {
+        self.shared.iter().map(|shared| shared.members.len()).max().unwrap_or(0)
+    }
+
+    /// The number of runs, the runs, and the words that they take their sources from. `streams`: where the tables of what is
+    /// streamed go.
+    pub(crate) fn take(&mut self, streams: u64, target: &mut [u32]) {
+        let first = self.words.len();
+        self.words.append(&mut self.streams.words);
+        self.run(streams, first..self.words.len());
         let (head, words) = target.split_at_mut(1 + self.runs.len());
         head[0] = (self.runs.len() / 4) as u32;
         head[1..].copy_from_slice(&self.runs);
         words[..self.words.len()].copy_from_slice(&self.words);
+    }
+
+    /// How often pages of the host tier are read by attention over a layer of each group: once for each block of queries.
+    pub(crate) fn host_reads(&self, core: &Cache) -> Vec<u64> {
+        let reads = |group: usize| {
+            let rows = core.step_batch().zip(&self.held[group]);
+            let of_rows = rows.filter_map(|((_, new_tokens), row)| {
+                let works = self.works.iter().filter(|work| usize::from(work.group) == group);
+                let blocks =
+                    works.filter(|work| work.takes(new_tokens)).map(|work| new_tokens.div_ceil(work.queries));
+                Some((*row)?.on_host as u64 * u64::from(blocks.max()?))
+            });
+            of_rows.sum()
+        };
+        (0..self.groups.len()).map(reads).collect()
     }
 
     /// Words for a place on the device.
@@ -171,16 +224,19 @@ impl Upload {
         }
         for (index, &(sequence, _)) in batch.iter().enumerate() {
             let (row, version) = core.step_row(index, GroupId(group as u8));
-            let clean = match self.held[group][index] {
-                Some((held, stamp, pages)) if held == sequence && stamp == version && pages <= row.len() => {
-                    pages
+            let (clean, on_host) = match self.held[group][index] {
+                Some(held)
+                    if (held.sequence, held.version) == (sequence, version) && held.pages <= row.len() =>
+                {
+                    (held.pages, held.on_host)
                 }
-                _ => 0,
+                _ => (0, 0),
             };
+            let on_host = on_host + row[clean..].iter().filter(|entry| entry.tier() == Tier::Host).count();
             let start = self.words.len();
             self.words.extend(row[clean..].iter().map(|entry| entry.bits()));
             self.run(table + 4 * (index * columns + clean) as u64, start..self.words.len());
-            self.held[group][index] = Some((sequence, version, row.len()));
+            self.held[group][index] = Some(Row { sequence, version, pages: row.len(), on_host });
         }
     }
 
@@ -238,7 +294,7 @@ impl Upload {
 
     /// Which sequences of a work list hold pages in common: found anew when a table has changed in another way than by growing.
     fn find_common(&mut self, core: &Cache, step: &StepState, layers: &[PlacedLayer], at: usize) {
-        let WorkPlaces { group, new_tokens: (least, most), commons: Some(_), .. } = self.works[at] else {
+        let WorkPlaces { group, new_tokens: (least, most), common: Some(_), .. } = self.works[at] else {
             return;
         };
         let shared = &mut self.shared[at];
@@ -276,11 +332,14 @@ impl Upload {
 
     /// The work list over common pages, and the queries that it is for.
     fn common_work(&mut self, core: &Cache, step: &StepState, at: usize) {
-        let WorkPlaces { group, commons: Some(places), .. } = self.works[at] else { return };
-        let shared = &mut self.shared[at];
+        let WorkPlaces { group, common: Some(places), common_queries: queries, members, .. } = self.works[at]
+        else {
+            return;
+        };
+        let (shared, list) = (&mut self.shared[at], &mut self.lists[at].common);
         shared.members.clear();
         shared.holds.clear();
-        self.common_list.clear();
+        list.clear();
         let (bounds, id) = (step.bounds(), GroupId(group));
         for node in &shared.commons.nodes {
             let first = shared.members.len() as u32;
@@ -289,37 +348,31 @@ impl Upload {
                 shared.members.extend(bounds[place as usize]..bounds[place as usize + 1]);
             }
             let place = shared.commons.members[node.members.start];
-            let cut = Cut { queries: places.queries, window: None, by_runs: false };
+            let cut = Cut { queries, window: None, by_runs: false };
             let spans = step.spans(core, place as usize, id);
             let queries = first..shared.members.len() as u32;
-            self.common_list.push_common(cut, place, spans, node.tokens.clone(), queries);
+            list.push_common(cut, place, spans, node.tokens.clone(), queries);
         }
         // A sequence's nodes come in token order, and so do its places among the members.
         shared.holds.sort_unstable();
         let first = self.words.len();
         self.words.extend(&shared.members);
-        self.run(places.members, first..self.words.len());
-        let targets = [places.blocks, places.prefix, places.count];
-        for (target, words) in targets.into_iter().zip(write_list(&mut self.words, &self.common_list)) {
-            self.run(target, words);
-        }
+        self.run(members, first..self.words.len());
+        let words = write_list(&mut self.words, &self.lists[at].common);
+        self.run_list(places, words);
+    }
+
+    fn run_list(&mut self, places: ListAddresses, words: [Range<usize>; 4]) {
+        let targets = [places.blocks, places.prefix, places.count, places.rows];
+        targets.into_iter().zip(words).for_each(|(target, words)| self.run(target, words));
     }
 
     fn work(&mut self, core: &Cache, step: &StepState, at: usize) {
-        let WorkPlaces {
-            group,
-            new_tokens: (least, most),
-            queries,
-            window,
-            by_runs,
-            blocks,
-            prefix,
-            count,
-            commons,
-        } = self.works[at];
+        let work = self.works[at];
+        let WorkPlaces { group, queries, window, by_runs, own, .. } = work;
         let cut = Cut { queries, window, by_runs };
-        self.list.clear();
-        let (shared, id) = (&self.shared[at], GroupId(group));
+        let (shared, list, id) = (&self.shared[at], &mut self.lists[at].own, GroupId(group));
+        list.clear();
         let mut holds = shared.holds.iter().peekable();
         let mut rows = Vec::with_capacity(LEVELS_MAX);
         let bounds = step.bounds();
@@ -330,28 +383,13 @@ impl Upload {
                 rows.push(start);
                 end = behind;
             }
-            if (least..=most).contains(&new_tokens) {
+            if work.takes(new_tokens) {
                 let held = Held { end, rows: &rows };
-                self.list.push(
-                    cut,
-                    index as u32,
-                    bounds[index],
-                    step.spans(core, index, id),
-                    new_tokens,
-                    held,
-                );
+                list.push(cut, index as u32, bounds[index], step.spans(core, index, id), new_tokens, held);
             }
         }
-        if let Some(places) = commons {
-            let first = self.words.len();
-            self.words.extend(self.list.common_rows.iter().map(|&row| row as u32));
-            self.run(places.rows, first..self.words.len());
-        }
-        for (target, words) in
-            [blocks, prefix, count].into_iter().zip(write_list(&mut self.words, &self.list))
-        {
-            self.run(target, words);
-        }
+        let words = write_list(&mut self.words, &self.lists[at].own);
+        self.run_list(own, words);
     }
 
     /// Cosines and sines of the offsets of all spans, then of each that trails for each of its sequence's queries; if any has one.
@@ -389,19 +427,22 @@ fn trails(span: &SpanView) -> bool {
     matches!(span.sight, Sight::Trailing { .. })
 }
 
-/// Writes blocks, prefix and count of a work list down; returns where.
-fn write_list(words: &mut Vec<u32>, list: &WorkList) -> [Range<usize>; 3] {
+/// Writes blocks, prefix, count and parts of a work list down; returns where.
+pub(crate) fn write_list(words: &mut Vec<u32>, list: &WorkList) -> [Range<usize>; 4] {
     let first = words.len();
     for block in &list.blocks {
-        let QueryBlock { sequence, token, queries, position, low, high, first_common, commons } = *block;
-        let fields = [sequence, token, queries, position, low, high, first_common, commons];
+        let QueryBlock { sequence, token, queries, position, from, low, high, first_part, parts, target } =
+            *block;
+        let fields = [sequence, token, queries, position, from, low, high, first_part, parts, target];
         words.extend(fields.map(|field| field as u32));
     }
     let second = words.len();
     words.extend(list.prefix.iter().map(|&work| work as u32));
     let third = words.len();
     words.push(list.blocks.len() as u32);
-    [first..second, second..third, third..words.len()]
+    let fourth = words.len();
+    words.extend(list.part_rows.iter().map(|&row| row as u32));
+    [first..second, second..third, third..fourth, fourth..words.len()]
 }
 
 /// The room that the open step needs.

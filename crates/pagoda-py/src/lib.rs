@@ -8,6 +8,7 @@ mod disk;
 mod errors;
 mod fork;
 mod layers;
+mod passes;
 mod sessions;
 mod stream;
 mod tables;

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.device import movement
+from pagoda.device import movement, streaming
 from pagoda.device.driver import Driver, View
 from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.kernels import loader
@@ -151,7 +151,7 @@ class _HostArena:
     def __init__(self, size: int, piece: int) -> None:
         # What is registered begins and ends with pages of the system: none can be registered twice.
         piece = math.lcm(piece, mmap.PAGESIZE)
-        self._piece = piece * max(1, PIECE_BYTES // piece)
+        self.piece = piece * max(1, PIECE_BYTES // piece)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         try:
             self._map = mmap.mmap(-1, size, flags=flags)
@@ -165,15 +165,15 @@ class _HostArena:
         start = address - self.address
         if not 0 <= start < len(self._bytes):
             return False
-        for index in range(start // self._piece, (start + size - 1) // self._piece + 1):
+        for index in range(start // self.piece, (start + size - 1) // self.piece + 1):
             if index not in self._pinned:
                 self._register(index)
-        return start % self._piece == 0
+        return start % self.piece == 0
 
     def _register(self, index: int) -> None:
         import cupy
 
-        piece = self._bytes[index * self._piece : (index + 1) * self._piece]
+        piece = self._bytes[index * self.piece : (index + 1) * self.piece]
         share = -(-len(piece) // TOUCH_THREADS)
         with ThreadPoolExecutor(TOUCH_THREADS) as pool:
             list(pool.map(_touch, (piece[at : at + share] for at in range(0, len(piece), share))))
@@ -191,7 +191,7 @@ class _HostArena:
         import cupy
 
         for index in self._pinned:
-            cupy.cuda.runtime.hostUnregister(self.address + index * self._piece)
+            cupy.cuda.runtime.hostUnregister(self.address + index * self.piece)
         self._pinned.clear()
 
 
@@ -245,6 +245,17 @@ class _Stream:
 
         cupy.cuda.runtime.memsetAsync(target, 0, size, self._stream.ptr)
 
+    def copy_rows(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
+        import cupy
+
+        runtime = cupy.cuda.runtime
+        pitches = target, target_pitch, source, source_pitch
+        runtime.memcpy2DAsync(*pitches, width, rows, runtime.memcpyDefault, self._stream.ptr)
+
+    @property
+    def capturing(self) -> bool:
+        return bool(self._stream.is_capturing())
+
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
     ) -> None:
@@ -291,6 +302,11 @@ class CudaDriver:
     def copy_engine_bytes(self) -> int:
         """Measured when it is first asked for."""
         return movement.copy_engine_bytes(self)
+
+    @cached_property
+    def ring_bytes(self) -> int:
+        """Measured when it is first asked for."""
+        return streaming.ring_bytes(self)
 
     def stream(self) -> _Stream:
         """A new stream."""

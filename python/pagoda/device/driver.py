@@ -60,6 +60,10 @@ class HostArena(Protocol):
     def address(self) -> int:
         """Of the first byte, on the device too."""
 
+    @property
+    def piece(self) -> int:
+        """Bytes of a piece."""
+
     def pin(self, address: int, size: int) -> bool:
         """Makes bytes usable by the device, if they are of this arena; says whether a piece begins with the first.
 
@@ -98,6 +102,13 @@ class Stream(Protocol):
     def zero(self, target: int, size: int) -> None:
         """Zeroes bytes of the device."""
 
+    def copy_rows(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
+        """Copies `rows` times `width` bytes; pitches: from row to row."""
+
+    @property
+    def capturing(self) -> bool:
+        """Whether work is written down for a graph, and not done."""
+
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
     ) -> None:
@@ -121,6 +132,10 @@ class Driver(Protocol):
     @property
     def copy_engine_bytes(self) -> int:
         """Runs from this size on are copied faster by the copy engine than by a kernel."""
+
+    @property
+    def ring_bytes(self) -> int:
+        """From so many bytes of a layer on attention reads pages of the host faster through a ring than in place."""
 
     def pinned(self, size: int) -> Pinned:
         """Bytes of the host. Raises BackendUnavailable."""

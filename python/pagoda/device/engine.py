@@ -27,7 +27,8 @@ import numpy.typing as npt
 from pagoda import _core
 from pagoda.device.driver import Driver, Event, Memory, Stream, View
 from pagoda.device.movement import Mover
-from pagoda.device.tables import Room, StepTables, Work
+from pagoda.device.streaming import SLOTS, GroupPasses, Streams, Traffic, layer_runs, slot_bytes
+from pagoda.device.tables import ListTables, Room, StepTables, Work
 from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, PagodaError
 from pagoda.geometry import BlockLayout, CoreLayer
 from pagoda.kernels import arguments, instances
@@ -49,8 +50,14 @@ POLL_SECONDS = 2e-4
 SPANS_DECLARED = 8
 """Spans of a sequence that there is room for once maxima are declared: `drop` leaves one more each time, sinks are one."""
 
-RUN_ROWS = 64 * 64
+TILE = 64
+"""Stored rows that are worked on together: `TILE` of the core."""
+
+RUN_ROWS = 64 * TILE
 """Stored rows of a fixed run: `RUN_ROWS` of the core. Entries of pages that have left a window go a run at a time."""
+
+BROUGHT = 2
+"""The tier, to kernels, of what has been brought from the host for a launch."""
 
 WINDOW_MAX = 1 << 30
 """Tokens that a query sees where there is no window."""
@@ -89,27 +96,27 @@ class Scratch:
         self._driver = driver
         self._partials: Memory | None = None
         self._counters: Memory | None = None
-        self._commons: Memory | None = None
+        self._parts: Memory | None = None
         self._sizes = (0, 0, 0)
-        self.partials = self.counters = self.commons = 0
+        self.partials = self.counters = self.parts = 0
 
     def covers(self, sizes: tuple[int, int, int]) -> bool:
-        """Whether there are so many bytes of partial results, counters and common parts."""
+        """Whether there are so many bytes of partial results, counters and parts that launches leave for others."""
         return all(have >= want for have, want in zip(self._sizes, sizes, strict=True))
 
     def grow(self, sizes: tuple[int, int, int]) -> None:
         """Makes room. Nothing may be under way that uses the old memory."""
         have = self._sizes
-        partials, counters, commons = self._sizes = tuple(map(max, have, sizes))  # type: ignore[assignment]
+        partials, counters, parts = self._sizes = tuple(map(max, have, sizes))  # type: ignore[assignment]
         if partials > have[0]:
             self._partials = self._driver.memory(partials)
             self.partials = self._partials.address
         if counters > have[1]:
             self._counters = self._driver.memory(counters)
             self.counters = self._counters.address
-        if commons > have[2]:
-            self._commons = self._driver.memory(commons)
-            self.commons = self._commons.address
+        if parts > have[2]:
+            self._parts = self._driver.memory(parts)
+            self.parts = self._parts.address
 
 
 class Centers:
@@ -179,6 +186,10 @@ class DeviceEngine:
         self._works = {kind: self._work(*kind) for kind in kinds}
         # No block lies across a border between extents, so none lies across one between pieces of pinned memory.
         host = driver.host_arena(*memory[1]) if memory[1][0] else None
+        runs = layer_runs(layers, layouts)
+        stretch = max(RUN_ROWS if deterministic else TILE, page_size) // page_size
+        slot = slot_bytes(runs, stretch, memory[0][0]) if host else 0
+        memory = [(memory[0][0] - SLOTS * slot, memory[0][1]), memory[1]]
         arena = driver.memory(memory[0][0])
         self._bases = (arena.address, host.address if host else 0)
         self._arena: Memory | None = arena
@@ -204,6 +215,7 @@ class DeviceEngine:
         self._zeroing = driver.stream() if zero_on_free else None
         self._zeroed: Event | None = None
         self._tables = StepTables(driver, self.core, layers, set(self._works.values()))
+        self._streams = Streams(driver, self.core, layers, layouts, host, self._mover, runs, slot)
         self._scratch = Scratch(driver)
         self._maxima: Maxima | None = None
         self._pending = Pending()
@@ -338,7 +350,7 @@ class DeviceEngine:
                 tables.table,
                 tables.columns,
                 (ctypes.c_void_p * arguments.TIERS)(*self._bases, None),
-                block_bytes,
+                (ctypes.c_int64 * arguments.TIERS)(block_bytes, block_bytes, 0),
                 self._page_size.bit_length() - 1,
                 tables.span_starts,
                 tables.spans,
@@ -358,9 +370,17 @@ class DeviceEngine:
             rotate_k=shape["rotate"][0],
             rotate_v=shape["rotate"][1],
         )
-        for prefill in (False, True):
-            if self._has(layer, prefill):
-                self._launch_attention(layer, queries.dtype, prefill, call)
+        streamed = self._streams.group(layer)
+        if streamed is None:
+            self._streams.read_in_place(layer)
+            for prefill in (False, True):
+                if self._has(layer, prefill):
+                    work = self._tables.works[self._works[layer, prefill, queries.dtype]]
+                    call.members = work.members or None
+                    common = work.common if self._tables.members or self._maxima is not None else None
+                    self._launch_attention(layer, queries.dtype, prefill, call, work.own, common)
+        else:
+            self._stream_attention(layer, queries.dtype, call, streamed)
 
     def replay(self, launch: Callable[[], object]) -> None:
         """See `Step.replay`."""
@@ -373,6 +393,8 @@ class DeviceEngine:
             launch()
         for layer in storing:
             self.core.appended(layer)
+        for layer in range(len(self._layers)):
+            self._streams.read_in_place(layer)
 
     def commit(self, accepted: npt.NDArray[np.int64] | None = None) -> None:
         """See `Step.commit`."""
@@ -443,6 +465,7 @@ class DeviceEngine:
             self._wait_for_steps()
         for _, event in self._pending.tickets:
             event.wait()
+        self._streams.close()
         if self._zeroing is not None:
             self._zeroing.zero(self._bases[0], self._arena_bytes)
             self._zeroing.record().wait()
@@ -462,6 +485,11 @@ class DeviceEngine:
         # On the step's stream: an array that it may have had before is still in use on no other.
         with contextlib.nullcontext() if self._stream is None else self._stream.current():
             return self._driver.empty(shape[:2], q, "f32") if dim is None else self._driver.empty((*shape[:2], dim), q)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What attention of the open step, or of the last one, has brought from the host tier."""
+        return self._streams.traffic
 
     @property
     def _now(self) -> Stream:
@@ -545,30 +573,51 @@ class DeviceEngine:
         grid = min(-(-threads // APPEND_THREADS), 4 * self._driver.multiprocessors)
         self._now.launch(instances.append(*formats, given), grid, APPEND_THREADS, call, shared_bytes=shared)
 
-    def _launch_attention(self, layer: int, q: str, prefill: bool, call: arguments.Attend) -> None:
+    def _stream_attention(self, layer: int, q: str, call: arguments.Attend, streamed: GroupPasses) -> None:
+        """Pass after pass, each where the one before has stopped."""
+        if self._now.capturing:
+            raise InvalidArgument(
+                f"attend: layer {layer} in a graph: not in a step that streams pages of the host tier"
+            )
+        call.pages.table, call.pages.columns = streamed.table, streamed.columns
+        for number in range(len(streamed.copies)):
+            with self._streams.brought(layer, number, self._now) as place:
+                call.pages.bases[BROUGHT], call.pages.pitches[BROUGHT] = place
+                for prefill in (False, True):
+                    if self._has(layer, prefill):
+                        key = self._works[layer, prefill, q]
+                        call.members = self._tables.works[key].members or None
+                        self._launch_attention(layer, q, prefill, call, *streamed.works[key][number])
+
+    def _launch_attention(
+        self,
+        layer: int,
+        q: str,
+        prefill: bool,
+        call: arguments.Attend,
+        own: ListTables | None,
+        common: ListTables | None,
+    ) -> None:
         """One kind of queries: what they have in common with others, then what is their own."""
         mode = "prefill" if prefill else "decode"
-        work = self._tables.works[self._works[layer, prefill, q]]
         sizes = self._scratch_bytes(layer, q, prefill, all_members=self._maxima is not None)
         if not self._scratch.covers(sizes):
             self._wait_for_steps()
             self._now.record().wait()
             self._scratch.grow(sizes)
         call.partials, call.pending = self._scratch.partials, self._scratch.counters
-        call.commons = self._scratch.commons or None
-        call.division = Division.TILES
-        if work.common is not None and (self._tables.members or self._maxima is not None):
-            common = work.common
-            call.members, call.common_rows = common.members, common.rows
-            call.blocks, call.prefix, call.block_count = common.blocks, common.prefix, common.count
-            self._launch(layer, self._attention(layer, q, "common"), call)
-            call.members = None
-        if self._deterministic:
-            call.division = Division.UNITS if prefill else Division.RUNS
-        call.blocks, call.prefix, call.block_count = work.blocks, work.prefix, work.count
-        self._launch(layer, self._attention(layer, q, mode), call)
+        call.parts = self._scratch.parts or None
+        if common is not None:
+            call.division = Division.TILES
+            self._launch(layer, self._attention(layer, q, "common"), call, common)
+        call.members = None
+        if own is not None:
+            runs = Division.UNITS if prefill else Division.RUNS
+            call.division = runs if self._deterministic else Division.TILES
+            self._launch(layer, self._attention(layer, q, mode), call, own)
 
-    def _launch(self, layer: int, chosen: instances.Attention, call: arguments.Attend) -> None:
+    def _launch(self, layer: int, chosen: instances.Attention, call: arguments.Attend, work: ListTables) -> None:
+        call.blocks, call.prefix, call.block_count, call.part_rows = work.blocks, work.prefix, work.count, work.rows
         call.sets = self._layers[layer]["num_kv_heads"] * chosen.sets
         call.group = self._heads(layer) // chosen.sets
         call.set_shift = chosen.sets.bit_length() - 1
@@ -578,12 +627,12 @@ class DeviceEngine:
         return self._driver.multiprocessors * chosen.resident(self._driver.shared_bytes_max)
 
     def _scratch_bytes(self, layer: int, q: str, prefill: bool, *, all_members: bool) -> tuple[int, int, int]:
-        """Partial results, counters and common parts of attention over a layer."""
+        """Partial results, counters and parts of attention over a layer. all_members: for whatever step."""
         work = self._tables.works[self._works[layer, prefill, q]]
         chosen = self._attention(layer, q, "prefill" if prefill else "decode")
         shape = self._layers[layer]
         sets, room = shape["num_kv_heads"] * chosen.sets, self._tables.room
-        floats, units, members = 2 * self._grid(chosen) * chosen.partial, work.blocks_max * sets, 0
+        floats, units, rows = 2 * self._grid(chosen) * chosen.partial, work.blocks_max * sets, 0
         if self._deterministic and prefill:
             floats = self._grid(chosen) * 3 * chosen.rows * chosen.v_dim
         elif self._deterministic:
@@ -594,7 +643,12 @@ class DeviceEngine:
             common = self._attention(layer, q, "common")
             floats = max(floats, 2 * self._grid(common) * common.partial if members else 0)
             units = max(units, members * shape["num_kv_heads"] * common.sets)
-        return 4 * floats, 4 * units, 4 * members * shape["num_q_heads"] * (shape["v_head_dim"] + 2)
+            rows = members
+        if self._streams.ring and (all_members or self._streams.group(layer) is not None):
+            # As crates/pagoda-py/src/passes.rs numbers them.
+            members = self._tables.members_max if all_members else self._tables.members
+            rows = 3 * members + 2 * self._rows_max
+        return 4 * floats, 4 * units, 4 * rows * shape["num_q_heads"] * (shape["v_head_dim"] + 2)
 
     def _enter(self) -> None:
         """Sends the tables of the open step."""
@@ -611,7 +665,12 @@ class DeviceEngine:
         copies = self.core.step_transfers()
         if len(copies):
             self._mover.copy(self._now, copies)
-        self._tables.upload(self._now)
+        words = self._tables.stage()
+        more = self._streams.plan()
+        if not self._streams.fits(more):
+            self._wait_for_steps()
+            self._streams.grow(more)
+        self._tables.upload(self._now, words + more, self._streams.place(self._tables))
 
     def _leave(self) -> None:
         """Marks the end of the step in its stream."""
@@ -619,7 +678,7 @@ class DeviceEngine:
         self._stream = None
         epoch = self.core.ended_epoch()
         if epoch is not None:
-            self._pending.epochs.append((epoch, self._last_step))
+            self._pending.epochs.append((epoch, self._streams.behind(self._last_step)))
         self._poll()
 
     def _check_fit(self, layer: int) -> None:

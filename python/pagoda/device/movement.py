@@ -120,12 +120,12 @@ def copy_engine_bytes(driver: Driver) -> int:
         def by_kernel(call: arguments.Move = call) -> None:
             stream.launch(instances.MOVE, KERNEL_BLOCKS, KERNEL_THREADS, call)
 
-        if _seconds(stream, by_engine) <= _seconds(stream, by_kernel):
+        if seconds(stream, by_engine) <= seconds(stream, by_kernel):
             return size
     return 2 * MEASURED_RUNS[-1]
 
 
-def _seconds(stream: Stream, copy: Callable[[], None]) -> float:
+def seconds(stream: Stream, copy: Callable[[], None]) -> float:
     """Of the fastest of some runs; the first one may compile and is not counted."""
     best = float("inf")
     for repeat in range(REPEATS + 1):

@@ -76,26 +76,27 @@ class GroupTables:
 
 
 @dataclass
-class CommonTables:
-    """Addresses of a work list over common pages: see `CommonPlaces` in crates/pagoda-py."""
+class ListTables:
+    """Addresses of a work list: see `ListPlaces` in crates/pagoda-py. rows: the parts that results begin with."""
 
-    queries: int
     blocks: int
     prefix: int
     count: int
-    members: int
     rows: int
 
 
 @dataclass
 class WorkTables:
-    """Addresses of a work list; blocks_max, members_max: entries at most, of it and of that over common pages."""
+    """Work lists over the pages of each sequence, and over common pages where there is one.
 
-    blocks: int
-    prefix: int
-    count: int
+    members: the address of the queries that hold common pages. blocks_max, members_max: entries at most, of the first and of
+    those who hold common pages.
+    """
+
+    own: ListTables
+    common: ListTables | None
+    members: int
     blocks_max: int
-    common: CommonTables | None
     members_max: int
 
 
@@ -140,6 +141,11 @@ class StepTables:
         self.members = 0
         """Queries of the open step that hold common pages, in any work list."""
 
+    @property
+    def members_max(self) -> int:
+        """Such queries of any step that there is room for."""
+        return max(tables.members_max for tables in self.works.values())
+
     def fits(self) -> bool:
         """Whether the open step has room. Raises InvalidArgument where the room is fixed and too small."""
         need = self._core.table_room()
@@ -171,21 +177,25 @@ class StepTables:
                     "queries": work.queries,
                     "window": work.window,
                     "by_runs": work.by_runs,
-                    "blocks": tables.blocks,
-                    "prefix": tables.prefix,
-                    "count": tables.count,
-                    "commons": None if tables.common is None else vars(tables.common),
+                    "own": vars(tables.own),
+                    "common": None if tables.common is None else vars(tables.common),
+                    "common_queries": work.common_queries,
+                    "members": tables.members,
                 }
                 for work, tables in self.works.items()
             ],
             [{"layer": layer, "angles": address} for layer, address in self.angles.items()],
         )
 
-    def upload(self, stream: Stream) -> None:
-        """Sends what the open step changes."""
+    def stage(self) -> int:
+        """Writes down what the open step changes; returns how many words that is."""
         words, self.members = self._core.stage()
+        return words
+
+    def upload(self, stream: Stream, words: int, streams: int) -> None:
+        """Sends what was written down. streams: where the tables of what is streamed go."""
         staging = self._next_staging(words)
-        self._core.staged(staging.host.array.view(np.uint32)[:words])
+        self._core.staged(staging.host.array.view(np.uint32)[:words], streams)
         stream.copy(staging.device.address, staging.host.address, 4 * words)
         call = arguments.Unpack(staging.device.address)
         stream.launch(instances.UNPACK, self._driver.multiprocessors, 256, call)
@@ -220,22 +230,19 @@ class StepTables:
         room = self.room
         # What is decoded is one block a sequence.
         blocks = room.sequences + (room.tokens // work.queries if work.prefill else 0)
-        size = arguments.QUERY_BLOCK.itemsize
-        common, members = None, 0
-        if work.common_queries:
-            levels = _core.COMMON_LEVELS_MAX
-            members = levels * min(room.tokens, room.sequences * work.few)
-            common = CommonTables(
-                queries=work.common_queries,
-                # Of one query each, at worst.
-                blocks=carve.take(size * members),
-                prefix=carve.take(4 * (members + 1)),
-                count=carve.take(4),
-                members=carve.take(4 * members),
-                rows=carve.take(4 * levels * room.sequences),
-            )
-        list_of = carve.take(size * blocks), carve.take(4 * (blocks + 1)), carve.take(4)
-        return WorkTables(*list_of, blocks, common, members)
+
+        def list_of(blocks: int, rows: int) -> ListTables:
+            size = arguments.QUERY_BLOCK.itemsize
+            taken = [carve.take(bytes_) for bytes_ in (size * blocks, 4 * (blocks + 1), 4, 4 * rows)]
+            return ListTables(*taken)
+
+        if not work.common_queries:
+            return WorkTables(list_of(blocks, 0), None, 0, blocks, 0)
+        levels = _core.COMMON_LEVELS_MAX
+        members = levels * min(room.tokens, room.sequences * work.few)
+        # Blocks over common pages are of one query each, at worst.
+        own, common = list_of(blocks, levels * room.sequences), list_of(members, 0)
+        return WorkTables(own, common, carve.take(4 * members), blocks, members)
 
     def _next_staging(self, words: int) -> Staging:
         """A pair of buffers that no upload reads any more."""

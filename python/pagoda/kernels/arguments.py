@@ -16,7 +16,8 @@ SPAN = np.dtype(
 """`Span` of tables.cuh."""
 
 QUERY_BLOCK = np.dtype(
-    [(name, "<i4") for name in ("sequence", "token", "queries", "position", "low", "high", "first_common", "commons")]
+    [(name, "<i4") for name in ("sequence", "token", "queries", "position", "from", "low", "high")]
+    + [(name, "<i4") for name in ("first_part", "parts", "target")]
 )
 """`QueryBlock` of unit.cuh."""
 
@@ -62,7 +63,7 @@ class Pages(ctypes.Structure):
         ("table", ctypes.c_void_p),
         ("columns", ctypes.c_int64),
         ("bases", ctypes.c_void_p * TIERS),
-        ("block_bytes", ctypes.c_int64),
+        ("pitches", ctypes.c_int64 * TIERS),
         ("page_shift", ctypes.c_int),
         ("span_starts", ctypes.c_void_p),
         ("spans", ctypes.c_void_p),
@@ -119,8 +120,8 @@ class Attend(ctypes.Structure):
         ("prefix", ctypes.c_void_p),
         ("block_count", ctypes.c_void_p),
         ("members", ctypes.c_void_p),
-        ("common_rows", ctypes.c_void_p),
-        ("commons", ctypes.c_void_p),
+        ("part_rows", ctypes.c_void_p),
+        ("parts", ctypes.c_void_p),
         ("sets", ctypes.c_int),
         ("group", ctypes.c_int),
         ("set_shift", ctypes.c_int),

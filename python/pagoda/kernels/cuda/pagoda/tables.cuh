@@ -57,11 +57,13 @@ struct Span {
 
 /// Pages of one layer group.
 struct Pages {
-    /// [batch, columns]: tier << 30 | block. Entries past a sequence's pages are anything and are never used.
+    /// [batch, columns]: tier << 30 | block. Entries past a sequence's pages are anything and are never used. Instead of disk,
+    /// which no kernel reads, the last tier is what has been brought from the host for this launch: one layer of each block.
     const uint32* table;
     int64 columns;
     uint8* bases[TIERS];
-    int64 block_bytes;
+    /// Bytes from block to block.
+    int64 pitches[TIERS];
     /// Tokens of a page, as a power of two.
     int page_shift;
     /// [batch + 1] and the spans of all sequences.
@@ -69,12 +71,13 @@ struct Pages {
     const Span* spans;
 
     __device__ const uint8* block(uint32 entry) const {
-        return bases[entry >> BLOCK_BITS] + static_cast<int64>(entry & ((1u << BLOCK_BITS) - 1)) * block_bytes;
+        const int tier = entry >> BLOCK_BITS;
+        return bases[tier] + static_cast<int64>(entry & ((1u << BLOCK_BITS) - 1)) * pitches[tier];
     }
 };
 
-/// The part of a span that a range of the token axis touches, or that is seen anyway up to the range's end: stored rows
-/// [low, high), tiles [first_tile, last_tile).
+/// The part of a span that a range of the token axis touches, or of one that is seen anyway, what lies between `from` and the
+/// range's end: stored rows [low, high), tiles [first_tile, last_tile).
 struct Piece {
     int first_page, low, high, first_tile, last_tile;
     /// Whether windows do not matter.
@@ -82,9 +85,9 @@ struct Piece {
     /// The place on the token axis of stored row 0; below 0 where the span skips rows.
     int origin;
 
-    __device__ static Piece of(const Span& span, int low, int high) {
+    __device__ static Piece of(const Span& span, int from, int low, int high) {
         const bool always = span.sight != IN_WINDOW;
-        const int first = always ? span.before : max(span.before, low), last = min(span.before + span.count, high);
+        const int first = max(span.before, always ? from : low), last = min(span.before + span.count, high);
         Piece piece;
         piece.first_page = span.first_page;
         piece.always = always;

@@ -6,8 +6,9 @@
 // the grid is the same at every step (a graph may replay it). What a share holds of a unit (block of queries, set) is a
 // partial result unless it is all of it; the thread block that finishes a unit last merges its parts in order.
 //
-// Sequences may hold pages in common. A launch of its own goes over these once, for the queries of all who hold them, and
-// leaves common parts; the blocks of each sequence then begin behind those pages, and add the common parts at the end.
+// A launch may go over a part of the pages only, and leave unnormalised parts of results for the next. Pages that sequences hold in
+// common are gone over once, for the queries of all who hold them: the blocks of each sequence begin behind those pages, and with
+// the parts. Pages that are streamed through device memory are there a few at a time: each launch goes on where the last one stopped.
 #pragma once
 
 #include <pagoda/formats.cuh>
@@ -39,10 +40,12 @@ struct QueryBlock {
     int token, queries;
     /// The place of the first query on the sequence's token axis; for common pages the last place that they hold.
     int position;
-    /// What of the axis is gone over: [low, high).
-    int low, high;
-    /// Common parts to be added: entries of `common_rows`, which name the part of the first query.
-    int first_common, commons;
+    /// What of the axis is gone over: [low, high), and from `from` on what is seen whatever the window.
+    int from, low, high;
+    /// Parts that results begin with: entries of `part_rows`, which name the part of the first query.
+    int first_part, parts;
+    /// The part that the results of the first query are to be; below 0 they are results.
+    int target;
 };
 
 /// How work is counted and cut.
@@ -68,9 +71,9 @@ struct Attend {
     const int* block_count;
     /// The row in the batch of each query that holds common pages; null where blocks are of consecutive queries.
     const int* members;
-    const int* common_rows;
-    /// [members, sets * group, V_DIM + 2]: values, maximum and sum of common parts. Written if there are `members`.
-    float* commons;
+    const int* part_rows;
+    /// [rows, sets * group, V_DIM + 2]: values, maximum and sum.
+    float* parts;
     /// A set is `group` query heads, all of a K/V head or, where these have more rows than a unit may, a half of them, a quarter, ...:
     /// set s goes over K/V head s >> set_shift.
     int sets, group, set_shift;
@@ -106,7 +109,7 @@ struct Walk {
     __device__ void start(const Pages& pages, const QueryBlock& block, int from, int count, bool by_runs) {
         span = pages.spans + pages.span_starts[block.sequence];
         while (true) {
-            piece = Piece::of(*span, block.low, block.high);
+            piece = Piece::of(*span, block.from, block.low, block.high);
             const int tiles = piece.last_tile - piece.first_tile;
             const int first_run = piece.first_tile / RUN_TILES;
             const int here = !by_runs || tiles == 0 ? tiles : (piece.last_tile + RUN_TILES - 1) / RUN_TILES - first_run;
@@ -129,7 +132,7 @@ struct Walk {
     __device__ void next(const QueryBlock& block) {
         ++tile, --left;
         while (left > 0 && tile == piece.last_tile) {
-            piece = Piece::of(*++span, block.low, block.high);
+            piece = Piece::of(*++span, block.from, block.low, block.high);
             tile = piece.first_tile;
         }
     }
@@ -214,29 +217,43 @@ struct Unit {
         return sum;
     }
 
-    /// Writes one value of the output, and with the first its row's log-sum-exp: 0 and -inf where the row saw nothing.
+    /// A row of the block in the part that belongs to row `first` of `parts`.
+    __device__ float* part_of(int64 first, int row) const {
+        return args.parts + ((first + row / args.group) * args.sets * args.group + head_of(row)) * (DV + 2);
+    }
+
+    /// What one value of the result begins with. A single part is taken as it is, so that it makes no difference where a launch
+    /// has stopped.
+    __device__ Sum before(int row, int column) const {
+        Sum sum;
+        for (int i = 0; i < block().parts; ++i) {
+            const float* part = part_of(args.part_rows[block().first_part + i], row);
+            if (i == 0) {
+                sum = {part[column], part[DV], part[DV + 1]};
+            } else {
+                sum.add(part[column], part[DV], part[DV + 1]);
+            }
+        }
+        return sum;
+    }
+
+    /// Writes one value of a part, or of the output: with the first its row's log-sum-exp, and 0 and -inf where the row saw nothing.
     __device__ void write(int row, int column, Sum sum) const {
-        const int query = row / args.group, query_head = head_of(row), heads = args.sets * args.group;
-        if (args.members != nullptr) {
-            float* part = args.commons + (static_cast<int64>(block().token + query) * heads + query_head) * (DV + 2);
+        if (block().target >= 0) {
+            float* part = part_of(block().target, row);
             part[column] = sum.value;
             if (column == 0) part[DV] = sum.top, part[DV + 1] = sum.total;
             return;
         }
-        Sum all;
-        for (int i = 0; i < block().commons; ++i) {
-            const int64 common = args.common_rows[block().first_common + i] + query;
-            const float* part = args.commons + (common * heads + query_head) * (DV + 2);
-            all.add(part[column], part[DV], part[DV + 1]);
-        }
-        all.add(sum.value, sum.top, sum.total);
+        const int query_head = head_of(row);
         const int64 token = token_of(row);
-        const bool nothing = all.total == 0.0f;
-        float total = all.total;
-        if (args.sinks != nullptr) total += exp2_fast(fmaf(args.sinks[query_head], LOG2_E, -all.top));
-        store_one(args.out.row(token, query_head) + column * Q::BYTES, nothing ? 0.0f : all.value / total);
+        const bool nothing = sum.total == 0.0f;
+        float total = sum.total;
+        if (args.sinks != nullptr) total += exp2_fast(fmaf(args.sinks[query_head], LOG2_E, -sum.top));
+        store_one(args.out.row(token, query_head) + column * Q::BYTES, nothing ? 0.0f : sum.value / total);
         if (column == 0 && args.lse != nullptr) {
-            args.lse[token * heads + query_head] = nothing ? minus_infinity() : (all.top + log2f(all.total)) * LN_2;
+            const float lse = nothing ? minus_infinity() : (sum.top + log2f(sum.total)) * LN_2;
+            args.lse[token * args.sets * args.group + query_head] = lse;
         }
     }
 
@@ -250,7 +267,12 @@ struct Unit {
 
     /// Writes the output of a unit that this thread block has done alone.
     __device__ void write_all() const {
-        for (int i = threadIdx.x; i < rows * DV; i += Shape::THREADS) write(i / DV, i % DV, result(i / DV, i % DV));
+        for (int i = threadIdx.x; i < rows * DV; i += Shape::THREADS) {
+            Sum sum = before(i / DV, i % DV);
+            const Sum all = result(i / DV, i % DV);
+            sum.add(all.value, all.top, all.total);
+            write(i / DV, i % DV, sum);
+        }
     }
 
     __device__ void write_partial(int64 slot) const {
@@ -266,7 +288,7 @@ struct Unit {
     template <class Slot>
     __device__ void merge(int count, Slot slot) const {
         for (int i = threadIdx.x; i < rows * DV; i += Shape::THREADS) {
-            Sum sum;
+            Sum sum = before(i / DV, i % DV);
 #pragma unroll 4
             for (int part = 0; part < count; ++part) {
                 const float *partial = args.partials + slot(part) * Shape::PARTIAL, *tops = partial + Shape::ROWS * DV;
@@ -281,8 +303,7 @@ struct Unit {
     __device__ void add_run(bool first, bool last) const {
         float* partial = args.partials + static_cast<int64>(blockIdx.x) * 3 * Shape::ROWS * DV;
         for (int i = threadIdx.x; i < rows * DV; i += Shape::THREADS) {
-            Sum sum;
-            if (!first) sum = {partial[3 * i], partial[3 * i + 1], partial[3 * i + 2]};
+            Sum sum = first ? before(i / DV, i % DV) : Sum{partial[3 * i], partial[3 * i + 1], partial[3 * i + 2]};
             const Sum run = result(i / DV, i % DV);
             sum.add(run.value, run.top, run.total);
             if (last) {

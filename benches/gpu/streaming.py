@@ -1,0 +1,108 @@
+"""Decode steps over sequences whose pages but the last lie on the host tier: through the ring, in place, and as chosen.
+
+Wall seconds of a step, and bytes of the host tier over them; of_link: that over the rate of one large copy to the device.
+Beside attention alone also with a product of matrices in front of each layer: copies go on meanwhile, reads in place do not.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import pagoda
+import torch
+from harness import DIM, KV_HEADS, STREAM, Report
+from pagoda.device.cuda import CudaDriver
+
+LAYERS, Q_HEADS, CHUNK, PAGE = 16, 32, 8192, 64
+CASES = [(1, 32 << 10), (1, 512 << 10), (16, 32 << 10)]
+ROUTES = {"ring": 0, "in place": 1 << 62}
+"""From so many bytes of a layer on it is the ring."""
+STEPS = 20
+PRODUCT = 4096
+
+
+def link_rate(driver: CudaDriver, size: int = 256 << 20) -> float:
+    """Bytes a second of one large copy to the device."""
+    host, device, stream = driver.pinned(size), driver.memory(size), driver.stream()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        stream.copy(device.address, host.address, size)
+        stream.record().wait()
+        times.append(time.perf_counter() - start)
+    return size / min(times)
+
+
+class Model:
+    """A cache on the host tier, and arrays of a step."""
+
+    def __init__(self, sequences: int, context: int) -> None:
+        spec = pagoda.ModelSpec([pagoda.AttentionLayer(Q_HEADS, KV_HEADS, DIM)] * LAYERS)
+        held = sequences * context * spec.bytes_per_token()
+        self.cache = pagoda.Cache(
+            spec,
+            page_size=PAGE,
+            device="cuda",
+            device_memory=(2 << 30) + 2 * CHUNK * spec.bytes_per_token(),
+            host_memory=held + held // 8 + (1 << 30),
+            spill=False,
+        )
+        kind = {"device": "cuda", "dtype": torch.float16}
+        k, v = (torch.randn(CHUNK, KV_HEADS, DIM, **kind) for _ in range(2))
+        self.batch = [self.cache.create() for _ in range(sequences)]
+        torch.cuda.synchronize()
+        for sequence in self.batch:
+            for _ in range(0, context, CHUNK):
+                with self.cache.step([sequence], [CHUNK], stream=STREAM) as step:
+                    for layer in range(LAYERS):
+                        step.append(layer, k, v)
+                self.cache.demote(sequence).wait()
+        self.k, self.v = k[:sequences], v[:sequences]
+        self.q, self.out = (torch.randn(sequences, Q_HEADS, DIM, **kind) for _ in range(2))
+        self.a, self.b = (torch.randn(PRODUCT, PRODUCT, **kind) for _ in range(2))
+        torch.cuda.synchronize()
+        # A token in the last page, where those of later steps are then taken back.
+        self.step(products=False, accepted=1)
+
+    def step(self, products: bool, accepted: int = 0) -> float:
+        """Seconds of a step."""
+        start = time.perf_counter()
+        with self.cache.step(self.batch, [1] * len(self.batch), stream=STREAM) as step:
+            for layer in range(LAYERS):
+                if products:
+                    with torch.cuda.stream(STREAM):
+                        torch.matmul(self.a, self.b)
+                step.append(layer, self.k, self.v)
+                step.attend(layer, self.q, out=self.out)
+            step.commit([accepted] * len(self.batch))
+        STREAM.synchronize()
+        return time.perf_counter() - start
+
+
+def main() -> None:
+    report = Report("streaming")
+    driver = CudaDriver(0)
+    link, chosen = link_rate(driver), driver.ring_bytes
+    report.line("one large copy", "copy engine", GBs=link / 1e9)
+    report.line("the ring is faster", "chosen", from_bytes=float(chosen))
+    for sequences, context in CASES:
+        model = Model(sequences, context)
+        engine = model.cache._device
+        assert engine is not None
+        size = sequences * context * model.cache.spec.bytes_per_token()
+        for products in (False, True):
+            outs = []
+            for name, least in (*ROUTES.items(), ("chosen", chosen)):
+                engine._driver.ring_bytes = least
+                took = statistics.median([model.step(products) for _ in range(STEPS)][3:])
+                what = f"{sequences} x {context >> 10}K{', products' if products else ''}"
+                report.line(what, name, ms=took * 1e3, GBs=size / took / 1e9, of_link=size / took / link)
+                outs.append(model.out.clone())
+            error = float((outs[0] - outs[1]).abs().max())
+            assert error < 1e-3, f"the routes differ by {error}"
+        model.cache.close()
+
+
+if __name__ == "__main__":
+    main()

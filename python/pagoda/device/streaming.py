@@ -1,0 +1,352 @@
+"""Pages of the host tier on their way through device memory, so that attention reads them there: the route "ring".
+
+A layer's pages are copied by the copy engine into the slots of a ring, on a stream of its own and ahead of the kernels: while
+one slot is read the next is filled, with what comes next of the layer, of the next layer, or of the first layer of the next
+step. That is known before it is asked for, for pages on the host never change. Events stand between streams both ways: no
+kernel reads a slot before its copies have arrived, and none are made into it before its last reader has ended.
+
+The other route, "mapped", is that kernels read pinned memory in place. It costs no launches and no memory, but each block of
+queries brings the pages over the link anew, and only while attention runs. The driver knows from how many bytes on the ring
+is faster.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda import _core
+from pagoda.device.driver import Driver, Event, HostArena, Memory, Stream
+from pagoda.device.movement import KERNEL_THREADS, WORD, Mover, seconds
+from pagoda.device.tables import ListTables, StepTables, Work
+from pagoda.geometry import BlockLayout, CoreLayer
+from pagoda.kernels import arguments, instances
+
+SLOTS = 2
+"""One is read while the other is filled; more would only be filled earlier."""
+
+SLOT_BYTES = 16 << 20
+"""A copy of so much takes some 300 us at the speed of a link, a launch a few."""
+
+SLOT_BYTES_MIN = 1 << 20
+"""Smaller slots would have launches cost more than they hide."""
+
+RING_SHARE = 8
+"""The ring has this part of the device memory at most."""
+
+MEASURED_LAYER_BYTES = [1 << shift for shift in range(16, 23)]
+"""64 KiB to 4 MiB."""
+
+MEASURED_LAYERS = 8
+
+
+@dataclass
+class Traffic:
+    """Bytes that attention of a step has brought over the link from the host tier to the device, by route.
+
+    ring: copies, those ahead for the next step included. mapped: what kernels read in place, at most: they spare what windows
+    leave out, and pages in common are read once.
+    """
+
+    ring: int = 0
+    mapped: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is copied of one layer of each block: `bytes` from `start` on."""
+
+    start: int
+    bytes: int
+
+
+def layer_runs(layers: list[CoreLayer], layouts: list[BlockLayout]) -> list[Run]:
+    """Of each layer, or its owner: everything in a block that belongs to it is one run."""
+    runs = []
+    for index, layer in enumerate(layers):
+        layout = layouts[layer["group"]]
+        starts = sorted(planes[0].rows.offset for planes in layout.planes.values())
+        start = layout.planes[index if layer["kv_owner"] is None else layer["kv_owner"]][0].rows.offset
+        runs.append(Run(start, [*starts, layout.block_bytes][starts.index(start) + 1] - start))
+    return runs
+
+
+def slot_bytes(runs: list[Run], stretch_pages: int, device_bytes: int) -> int:
+    """Of a slot, or 0 where there is no room for one that is of use.
+
+    stretch_pages: what a slot has to hold of any layer, since passes do not end in between.
+    """
+    least = stretch_pages * max(run.bytes for run in runs)
+    size = min(max(SLOT_BYTES, least), device_bytes // (SLOTS * RING_SHARE)) // 256 * 256
+    return size if size >= max(least, SLOT_BYTES_MIN) else 0
+
+
+@dataclass
+class Slot:
+    """A part of the ring, and what its last reader leaves behind."""
+
+    address: int
+    read: Event | None = None
+
+
+@dataclass(frozen=True)
+class Brought:
+    """A pass that is in a slot, or on its way there. item: its place in the order of a step."""
+
+    item: int
+    slot: Slot
+    arrived: Event
+
+
+@dataclass(frozen=True)
+class GroupPasses:
+    """How the pages of a group are streamed in the open step.
+
+    table, columns: a block table that says where pages are in their passes. copies: for each pass [block, blocks, place] of
+    blocks of the host tier that lie side by side, and the place of the first in the slot. works: for each pass a work list,
+    and one over common pages; None where there is no work.
+    """
+
+    table: int
+    columns: int
+    copies: list[npt.NDArray[np.int64]]
+    works: dict[Work, list[tuple[ListTables | None, ListTables | None]]]
+
+
+class Streams:
+    """What of a cache is streamed: the ring, and the tables of the open step for it."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        core: _core.Cache,
+        layers: list[CoreLayer],
+        layouts: list[BlockLayout],
+        host: HostArena | None,
+        mover: Mover,
+        runs: list[Run],
+        slot_size: int,
+    ) -> None:
+        self._driver, self._core, self._layers, self._layouts = driver, core, layers, layouts
+        self._host, self._mover, self._runs = host, mover, runs
+        self._rooms = [slot_size // self._widest(group) for group in range(len(layouts))]
+        self._slot_size = slot_size
+        self._ring = driver.memory(SLOTS * slot_size) if slot_size else None
+        self._slots: deque[Slot] = deque()
+        if self._ring is not None:
+            self._slots.extend(Slot(self._ring.address + number * slot_size) for number in range(SLOTS))
+        self._ahead: deque[Brought] = deque()
+        self._next = 0
+        self._copying = driver.stream()
+        self._tables: Memory | None = None
+        self._room = 0
+        self._stamp = 0
+        self._reads: list[int] = []
+        self._placed: list[tuple[int, dict[str, Any]]] = []
+        self._copies: dict[int, list[npt.NDArray[np.int64]]] = {}
+        self._groups: dict[int, GroupPasses] = {}
+        self._order: list[tuple[int, int]] = []
+        self._first: dict[int, int] = {}
+        self.traffic = Traffic()
+
+    @property
+    def ring(self) -> bool:
+        """Whether there is one."""
+        return self._ring is not None
+
+    def plan(self) -> int:
+        """Chooses a route for each group of the step that was staged; returns how many words more there are."""
+        self.traffic = Traffic()
+        self._reads, self._placed = self._core.host_reads(), []
+        chosen = [group for group, reads in enumerate(self._reads) if reads and self._is_for_the_ring(group, reads)]
+        if not chosen:
+            return 0
+        words, stamp, groups = self._core.stream([(group, self._rooms[group]) for group in chosen])
+        self._placed = list(zip(chosen, groups, strict=True))
+        if stamp != self._stamp:
+            self._stamp = stamp
+            self._copies = {
+                group: [self._side_by_side(group, blocks.astype(np.int64)) for blocks in placed["passes"]]
+                for group, placed in self._placed
+            }
+            self._forget()
+        return words
+
+    def fits(self, words: int) -> bool:
+        """Whether there is room for the tables."""
+        return words <= self._room
+
+    def grow(self, words: int) -> None:
+        """Makes room. Nothing may be under way that uses the old tables."""
+        self._room = 1 << (words - 1).bit_length()
+        self._tables = self._driver.memory(4 * self._room)
+
+    def place(self, tables: StepTables) -> int:
+        """Where the words go; from now on passes can be `brought`."""
+        base = 0 if self._tables is None else self._tables.address
+        self._groups = {group: self._group(group, base, placed, tables) for group, placed in self._placed}
+        self._order.clear()
+        for layer in range(len(self._layers)):
+            if (of := self.group(layer)) is not None:
+                self._first[layer] = len(self._order)
+                self._order += [(layer, number) for number in range(len(of.copies))]
+        return base
+
+    def group(self, layer: int) -> GroupPasses | None:
+        """How the pages of a layer are streamed; None where they are read in place."""
+        return self._groups.get(self._layers[layer]["group"])
+
+    def read_in_place(self, layer: int) -> None:
+        """Counts what attention over a layer reads of pinned memory."""
+        if self._reads:
+            self.traffic.mapped += self._reads[self._layers[layer]["group"]] * self._runs[layer].bytes
+
+    @contextmanager
+    def brought(self, layer: int, number: int, stream: Stream) -> Iterator[tuple[int, int]]:
+        """Where kernels that are launched on the stream inside find the pages of a pass: the address of their tier, and the
+        bytes from block to block."""
+        item, run = self._first[layer] + number, self._runs[layer]
+        if not self._ahead or self._ahead[0].item != item:
+            self._forget()
+            self._next = item
+        self._fill()
+        now = self._ahead.popleft()
+        stream.follow(now.arrived)
+        try:
+            # In the slot a layer's part of a block has nothing before it.
+            yield now.slot.address - run.start, run.bytes
+        finally:
+            now.slot.read = stream.record()
+            self._slots.append(now.slot)
+        self._fill()
+
+    def behind(self, step: Event) -> Event:
+        """What comes by when a step and all copies so far have ended."""
+        if not self.ring:
+            return step
+        self._copying.follow(step)
+        return self._copying.record()
+
+    def close(self) -> None:
+        """Waits for the copies, then gives the memory back."""
+        self._copying.record().wait()
+        self._ring = self._tables = None
+
+    def _is_for_the_ring(self, group: int, reads: int) -> bool:
+        """Whether there is one, and it is faster."""
+        return self.ring and reads * self._widest(group) >= self._driver.ring_bytes
+
+    def _widest(self, group: int) -> int:
+        """Bytes of a layer of the group in one block, at most."""
+        return max(run.bytes for run, layer in zip(self._runs, self._layers, strict=True) if layer["group"] == group)
+
+    def _group(self, group: int, base: int, placed: dict[str, Any], tables: StepTables) -> GroupPasses:
+        def lists(parts: list[dict[str, int] | None]) -> list[ListTables | None]:
+            return [
+                None if part is None else ListTables(**{name: base + place for name, place in part.items()})
+                for part in parts
+            ]
+
+        keys = list(tables.works)
+        works = {
+            keys[of["work"]]: list(zip(lists(of["own"]), lists(of["common"]), strict=True)) for of in placed["works"]
+        }
+        return GroupPasses(base + placed["table"], placed["columns"], self._copies[group], works)
+
+    def _side_by_side(self, group: int, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Blocks that lie side by side in one piece of pinned memory, as [block, blocks, place]."""
+        if self._host is None or not len(blocks):
+            return np.zeros((0, 3), np.int64)
+        block_bytes = self._layouts[group].block_bytes
+        apart = (np.diff(blocks) != 1) | (blocks[1:] * block_bytes % self._host.piece == 0)
+        places = np.concatenate([[0], np.flatnonzero(apart) + 1])
+        return np.stack([blocks[places], np.diff([*places, len(blocks)]), places], 1)
+
+    def _forget(self) -> None:
+        """What was brought ahead is not what is wanted."""
+        self._slots.extend(brought.slot for brought in self._ahead)
+        self._ahead.clear()
+
+    def _fill(self) -> None:
+        """Brings what comes next into the slots that nobody needs."""
+        while self._slots:
+            arrived = self._bring(self._slots[0], *self._order[self._next])
+            self._ahead.append(Brought(self._next, self._slots.popleft(), arrived))
+            self._next = (self._next + 1) % len(self._order)
+
+    def _bring(self, slot: Slot, layer: int, number: int) -> Event:
+        """Starts to copy a pass into a slot."""
+        if slot.read is not None:
+            self._copying.follow(slot.read)
+        group, run = self._layers[layer]["group"], self._runs[layer]
+        block_bytes, host = self._layouts[group].block_bytes, 0 if self._host is None else self._host.address
+        few = []
+        for block, blocks, place in self._groups[group].copies[number].tolist():
+            source = host + block * block_bytes + run.start
+            target = slot.address + place * run.bytes
+            if blocks * run.bytes >= self._driver.copy_engine_bytes:
+                self._copying.copy_rows(target, run.bytes, source, block_bytes, run.bytes, blocks)
+            else:
+                few += [(source + i * block_bytes, target + i * run.bytes, run.bytes) for i in range(blocks)]
+            self.traffic.ring += blocks * run.bytes
+        if few:
+            self._mover.copy(self._copying, np.array(few, np.uint64))
+        return self._copying.record()
+
+
+def ring_bytes(driver: Driver) -> int:
+    """From how many bytes of a layer on the ring beats reading in place, if every byte is read once.
+
+    Goes over a row of layers of each size both ways, with a kernel that only reads and writes; returns the least size at
+    which the ring is not slower, or twice the largest. What a step does besides attention would hide copies and not reads,
+    so the ring is not chosen too early. Takes about 20 ms.
+    """
+    largest = MEASURED_LAYER_BYTES[-1]
+    host, ring, sink = driver.pinned(largest), driver.memory(SLOTS * largest), driver.memory(largest)
+    stream, copying = driver.stream(), driver.stream()
+    for size in MEASURED_LAYER_BYTES:
+        # As many pieces as there are thread blocks.
+        piece = -(-size // driver.multiprocessors // WORD) * WORD
+        starts = range(0, size, piece)
+        words = np.array(
+            [
+                (source + at, sink.address + at, min(piece, size - at))
+                for source in (host.address, *(ring.address + slot * largest for slot in range(SLOTS)))
+                for at in starts
+            ],
+            np.uint64,
+        )
+        listed = driver.pinned(words.nbytes)
+        listed.array[: words.nbytes] = words.view(np.uint8).ravel()
+        calls = [
+            arguments.Move(listed.address + number * len(starts) * words.itemsize * 3, len(starts))
+            for number in range(1 + SLOTS)
+        ]
+
+        def read(number: int, calls: list[arguments.Move] = calls) -> None:
+            stream.launch(instances.MOVE, driver.multiprocessors, KERNEL_THREADS, calls[number])
+
+        def in_place() -> None:
+            for _ in range(MEASURED_LAYERS):
+                read(0)
+
+        def by_ring(size: int = size) -> None:
+            ends: list[Event] = []
+            for layer in range(MEASURED_LAYERS):
+                slot = layer % SLOTS
+                if layer >= SLOTS:
+                    copying.follow(ends[layer - SLOTS])
+                copying.copy(ring.address + slot * largest, host.address, size)
+                stream.follow(copying.record())
+                read(1 + slot)
+                ends.append(stream.record())
+
+        if seconds(stream, by_ring) <= seconds(stream, in_place):
+            return size
+    return 2 * largest
