@@ -62,6 +62,8 @@ class Mirror:
     k_norms: Sequence[Array | None] = ()
     """Of the cache."""
     live: list[Tokens] = field(default_factory=list)
+    last: pagoda.Step | None = None
+    """The step that ended last."""
 
     def create(self) -> Tokens:
         spec = self.cache.spec
@@ -125,6 +127,7 @@ class Mirror:
             if junk or accepted is not None:
                 step.commit(accepted=keep)
         self.cache.audit()
+        self.last = step
         return outputs
 
     def look(self) -> None:

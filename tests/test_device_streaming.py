@@ -214,6 +214,8 @@ def test_a_step_goes_on_where_the_one_before_has_stopped(monkeypatch: pytest.Mon
     for _ in range(3):
         mirror.step([tokens], [1])
         assert engine.traffic == Traffic(ring=2 * 30 * page, mapped=0)
+        assert mirror.last is not None
+        assert mirror.last.report.bytes == {"pcie": 2 * 30 * page}
     # Where pages have moved since, it is brought anew.
     mirror.cache.promote(tokens.sequence, (0, 64)).wait()
     mirror.step([tokens], [1])

@@ -303,14 +303,12 @@ class Step:
 
     @property
     def report(self) -> StepReport:
-        """What attention has read in this step, over which link; until the next step of the cache is entered.
-
-        Raises BackendUnavailable on a GPU so far.
-        """
-        if not isinstance(self._core, _core.Cache):
-            raise BackendUnavailable("report: of steps on the CPU so far")
-        attended, from_disk, waited = self._core.attended()
+        """What attention has read in this step, over which link; until the next step of the cache is entered."""
         seconds = (time.perf_counter() if self._open else self._ended) - self._began
+        if isinstance(self._core, DeviceEngine):
+            traffic = self._core.traffic
+            return StepReport(seconds, 0.0, {"pcie": traffic.ring + traffic.mapped})
+        attended, from_disk, waited = self._core.attended()
         return StepReport(seconds, waited, {"memory": attended, "disk": from_disk})
 
     def replay(self, launch: Callable[[], object]) -> None:
