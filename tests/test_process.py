@@ -143,3 +143,27 @@ def test_threads_take_turns() -> None:
             thread.join()
         assert not failures
     assert signal.getsignal(signal.SIGINT) is not None
+
+
+def test_memory_that_the_system_refuses_is_an_error_and_the_next_try_succeeds() -> None:
+    script = """
+import resource
+with open("/proc/self/statm") as statm:
+    now = int(statm.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + (1 << 30), resource.RLIM_INFINITY))
+for memory in ({"device_memory": "4GiB", "host_memory": 0}, {"device_memory": "1MiB", "host_memory": "4GiB"}):
+    for _ in range(20):
+        try:
+            pagoda.Cache(spec, threads=2, **memory)
+        except pagoda.BackendUnavailable as error:
+            assert "4294967296 bytes of memory" in str(error), error
+        else:
+            raise AssertionError("more than the limit")
+# Nothing of the caches that could not be was left: there is room for one that can.
+with pagoda.Cache(spec, threads=2, device_memory="400MiB", host_memory="200MiB") as other:
+    other.create()
+run(1)
+print(len(sequence))
+"""
+    done = run(script)
+    assert (done.returncode, done.stdout.strip()) == (0, "501"), done.stderr
