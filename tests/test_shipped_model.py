@@ -239,7 +239,7 @@ def test_generate_over_three_tiers(
     """A part of the cache in memory, the rest on disk: the same tokens and logits, from the same rows."""
     kv = Planner(model.spec).footprint(3000).paged_bytes
     base = [*SMALL, "--read", "3000"]
-    memory = ["--device-memory", "1536KiB", "--host-memory", "384KiB"]
+    memory = ["--device-memory", "1MiB", "--host-memory", "256KiB"]
     disk = [*memory, "--disk", str(tmp_path / "pages"), "--disk-memory", "64MiB"]
     spilled, resident = run_command(capsys, *base, *disk), run_command(capsys, *base, "--device-memory", "2GiB")
     assert (spilled["tokens"], spilled["logits_sha256"]) == (resident["tokens"], resident["logits_sha256"])
@@ -269,7 +269,7 @@ def filter_rows(rows: list[str], name: str) -> Iterator[str]:
 
 def test_a_long_text_is_read_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """What is kept is gone on from where the text begins with it, and only there."""
-    memory = ["--device-memory", "1536KiB", "--host-memory", "384KiB"]
+    memory = ["--device-memory", "1MiB", "--host-memory", "256KiB"]
     disk = ["--disk", str(tmp_path / "pages"), "--disk-memory", "64MiB", "--session", "book"]
 
     def run(*arguments: str) -> dict[str, Any]:
