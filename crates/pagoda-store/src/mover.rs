@@ -55,6 +55,9 @@ pub struct LayerOfPages {
 /// Most pages that one thread writes or reads at a time: a segment's worth, so that others have work too.
 const DISK_PAGES: usize = 16;
 
+/// Most bytes of a layer that one thread reads at a time: some I/Os deep.
+const FETCH_BYTES: u64 = 8 << 20;
+
 /// Background threads over a set of slabs, and a store on disk if there is one. Copies in memory run in the order they were
 /// sent, others in any; dropping the mover finishes them first.
 #[derive(Debug)]
@@ -172,8 +175,9 @@ impl Mover {
         assert!(end.is_some_and(|end| end <= slab.bytes() as u64), "{what:?} leaves its slab");
         assert!(offset.is_multiple_of(ALIGN), "offset {offset} is not aligned");
         let job = self.job(what.blocks.len(), completion);
-        for (part, blocks) in what.blocks.chunks(DISK_PAGES).enumerate() {
-            let first = part * DISK_PAGES;
+        let most = (FETCH_BYTES / unit).max(1) as usize;
+        for (part, blocks) in what.blocks.chunks(most).enumerate() {
+            let first = part * most;
             let read = LayerOfPages { blocks: blocks.to_vec(), ..*what };
             job.begin(&self.disk, Work::Layer(read, slab.clone(), offset + unit * first as u64), first);
         }

@@ -187,8 +187,8 @@ impl File for OnDisk {
     }
 
     fn lanes(&self) -> usize {
-        // One thread of a ring verifies and copies while the other's I/O is under way.
-        if self.uring { 2 } else { 8 }
+        // Some threads of rings verify and copy while the others' I/O is under way.
+        if self.uring { 4 } else { 8 }
     }
 
     fn lane(&self) -> io::Result<Box<dyn Lane>> {
