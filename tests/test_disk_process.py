@@ -186,7 +186,9 @@ for turn in range(3):
     mirror.release(mirror.live[-1])
     cache.audit()
 assert sorted(cache.saved()) == ["small"]
-mirror.truncate(large, 300)
+mirror.release(large)
+large = mirror.create()
+mirror.step([large], [100])
 cache.save(large.sequence, "large")
 assert cache.demote(large.sequence, to="disk").wait(60)
 mirror.look()
