@@ -89,6 +89,9 @@ struct Job {
     completion: Completion,
     waiter: Waiter,
     state: Mutex<JobState>,
+    /// Where the store is, and for each transfer the block on disk that it writes to.
+    store: Option<Arc<Store>>,
+    written: Vec<Option<(GroupId, BlockId)>>,
 }
 
 struct JobState {
@@ -150,7 +153,8 @@ impl Mover {
     /// When a transfer leaves its slab, has no side in memory, or needs a disk that is not there.
     pub unsafe fn send(&self, transfers: Vec<Transfer>, completion: Completion) {
         transfers.iter().for_each(|transfer| self.check(transfer));
-        let job = self.job(transfers.len(), completion);
+        let written = transfers.iter().map(Transfer::written).collect();
+        let job = self.job(transfers.len(), written, completion);
         let parts = cut(&transfers);
         for range in &parts {
             let queue = if transfers[range.start].on_disk().is_some() { &self.disk } else { &self.memory };
@@ -174,7 +178,7 @@ impl Mover {
         let end = unit.checked_mul(what.blocks.len() as u64).and_then(|bytes| bytes.checked_add(offset));
         assert!(end.is_some_and(|end| end <= slab.bytes() as u64), "{what:?} leaves its slab");
         assert!(offset.is_multiple_of(ALIGN), "offset {offset} is not aligned");
-        let job = self.job(what.blocks.len(), completion);
+        let job = self.job(what.blocks.len(), Vec::new(), completion);
         let most = (FETCH_BYTES / unit).max(1) as usize;
         for (part, blocks) in what.blocks.chunks(most).enumerate() {
             let first = part * most;
@@ -185,9 +189,15 @@ impl Mover {
     }
 
     /// A job without parts, which the caller ends.
-    fn job(&self, transfers: usize, completion: Completion) -> Arc<Job> {
-        let state = JobState { parts_left: 1, copied: transfers, failure: None };
-        Arc::new(Job { completion, waiter: self.waiter.clone(), state: Mutex::new(state) })
+    fn job(
+        &self,
+        transfers: usize,
+        written: Vec<Option<(GroupId, BlockId)>>,
+        completion: Completion,
+    ) -> Arc<Job> {
+        let state = Mutex::new(JobState { parts_left: 1, copied: transfers, failure: None });
+        let (waiter, store) = (self.waiter.clone(), self.store.clone());
+        Arc::new(Job { completion, waiter, state, store, written })
     }
 
     /// Copies now, in memory.
@@ -230,6 +240,11 @@ impl Transfer {
         }
     }
 
+    /// The block on disk that this writes to, if it does.
+    fn written(&self) -> Option<(GroupId, BlockId)> {
+        if let Place::Disk { group, block } = self.to { Some((group, block)) } else { None }
+    }
+
     /// The block on disk, and the place in memory.
     fn sides(&self) -> (BlockId, Place) {
         match (self.from, self.to) {
@@ -266,7 +281,7 @@ impl Job {
 
     /// Notes how a part ended, of which the first transfer is `first`; the last one finishes the job.
     fn end(&self, result: Result<(), Error>, first: usize) {
-        let Self { completion, waiter, state } = self;
+        let Self { completion, waiter, state, store, written } = self;
         let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
         if let Err(error) = result
             && first < state.copied
@@ -279,6 +294,13 @@ impl Job {
         }
         state.parts_left -= 1;
         if state.parts_left == 0 {
+            if let Some(store) = store {
+                // What counts as not written takes no space: a drive that was full would stay so.
+                for &(group, block) in written.iter().skip(state.copied).flatten() {
+                    // A refusal leaves the space where it is, which is no error.
+                    let _ = store.give_back(group, &[block]);
+                }
+            }
             // Under the lock, so that a waiter cannot look and fall asleep in between.
             let _guard = waiter.0.0.lock().unwrap_or_else(PoisonError::into_inner);
             match state.failure.take() {
@@ -513,6 +535,31 @@ mod tests {
             let back = (0..PAGES).map(|page| Transfer { from: disk(page), to: memory(1, page), bytes: PAGE });
             assert_eq!(run(&mover, back.collect()).copied(), Some(16), "parts of 16 pages");
             assert_eq!(store.traffic().corrupt, 1);
+        }
+
+        #[test]
+        fn a_failure_leaves_no_bytes_of_what_it_counts_as_not_written() {
+            let (faulty, store, slabs) = parts();
+            let mover = Mover::new(slabs.clone(), Some(&store)).unwrap();
+            for page in 0..PAGES {
+                // SAFETY: the mover has no job now.
+                unsafe {
+                    slabs[0].base().add((page * PAGE) as usize).write_bytes(page as u8 + 1, PAGE as usize)
+                };
+            }
+            let there = |page: u64| {
+                let row = [page as u8 + 1; 2000];
+                faulty.with("scratch 1", |bytes| bytes.windows(2000).any(|bytes| bytes == row))
+            };
+            let out = (0..PAGES).map(|page| Transfer { from: memory(0, page), to: disk(page), bytes: PAGE });
+            let out: Vec<_> = out.collect();
+            faulty.fail(1, Fault::Errno(rustix::io::Errno::NOSPC.raw_os_error()));
+            let copied = u64::from(run(&mover, out.clone()).copied().unwrap());
+            // Two threads write parts of 16 pages: the second write to begin is not of the last part.
+            assert!(copied < 32);
+            assert!((0..PAGES).all(|page| there(page) == (page < copied)));
+            assert_eq!(run(&mover, out).copied(), Some(PAGES as u32));
+            assert!((0..PAGES).all(there));
         }
     }
 }

@@ -210,13 +210,29 @@ impl Store {
     /// Zeroes blocks that no page has any more, with their headers and padding. Not synced: a loss of power may bring bytes back.
     pub fn zero(&self, group: GroupId, blocks: Range<u32>) -> Result<()> {
         let blocks: Vec<_> = blocks.map(BlockId::new).collect();
+        self.clear(group, &blocks, "zeroing", |range| self.file.zero(range))
+    }
+
+    /// Gives back the space of blocks that no page has, for whoever was to write to them and failed.
+    pub fn give_back(&self, group: GroupId, blocks: &[BlockId]) -> Result<()> {
+        self.clear(group, blocks, "giving space back", |range| self.file.discard(range))
+    }
+
+    /// Does something about everything in the file that belongs to blocks that no page has any more.
+    fn clear(
+        &self,
+        group: GroupId,
+        blocks: &[BlockId],
+        operation: &'static str,
+        clear: impl Fn(Range<u64>) -> std::io::Result<()>,
+    ) -> Result<()> {
         let mut pages = lock(&self.pages);
-        self.require_spare(&pages, group, &blocks)?;
+        self.require_spare(&pages, group, blocks)?;
         blocks.iter().for_each(|&block| drop(pages.remove(&(group, block))));
         drop(pages);
-        let ranges = stretches(&self.geometry, group, &blocks);
+        let ranges = stretches(&self.geometry, group, blocks);
         let mut ranges = ranges.iter().flat_map(|s| self.geometry.places(group, s.slot, s.count));
-        ranges.try_for_each(|range| self.file.zero(range)).map_err(Error::io("zeroing"))
+        ranges.try_for_each(clear).map_err(Error::io(operation))
     }
 
     /// Zeroes all of the file that no entry of the index has: what processes before this one have left.
