@@ -124,8 +124,13 @@ impl Layer {
     /// The tokens of a sequence that some of its new tokens see.
     pub fn seen(&self, sequence: &SequenceTable<'_>) -> Range<usize> {
         let (len, new) = (sequence.len(), sequence.new_tokens as usize);
-        let low = self.window.map_or(0, |window| (len + 1).saturating_sub(new + window as usize));
-        if new == 0 { len..len } else { low..len }
+        if new == 0 { len..len } else { self.visible(len - new..len) }
+    }
+
+    /// The tokens that some of the queries at these places see.
+    pub(crate) fn visible(&self, queries: Range<usize>) -> Range<usize> {
+        let low = self.window.map_or(0, |window| (queries.start + 1).saturating_sub(window as usize));
+        low..queries.end
     }
 
     /// Bytes of the rows, scales included, that attention over a sequence has to read at least once.

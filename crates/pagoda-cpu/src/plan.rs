@@ -92,8 +92,7 @@ fn blocks<'a>(layer: &'a Layer, sequences: &'a [SequenceTable<'a>]) -> impl Iter
         (0..new).step_by(size).map(move |first| {
             let queries = size.min(new - first);
             let position = start + first;
-            let low = layer.window.map_or(0, |window| (position + 1).saturating_sub(window as usize));
-            let visible = low..position + queries;
+            let visible = layer.visible(position..position + queries);
             let tiles = pieces(table.spans, visible.clone()).map(|piece| piece.tiles.len()).sum();
             Block { sequence, position, token: token + first, queries, alone: new <= size, visible, tiles }
         })
