@@ -1,42 +1,35 @@
 //! `pagoda._core.Cache`: the bookkeeping, the memory and the CPU kernels behind one lock.
 
-use crate::arrays::{floats, rows, rows_mut};
-use crate::device::{self, AnglePlaces, GroupPlaces, Room, Upload, WorkPlaces};
-use crate::disk::{self, DiskArguments};
-use crate::errors::{self, core, cpu, invalid, invalid_because, released, unavailable};
+use crate::device::{self, AnglePlaces, Device, GroupPlaces, Room, Upload, WorkPlaces};
+use crate::disk::{self, Disk, DiskArguments};
+use crate::errors::{self, core, invalid, invalid_because, released, unavailable};
 use crate::fork;
+use crate::kernels::{Cpu, require_rows, require_sinks};
 use crate::layers::{LayerArguments, Placed, PlacedLayer, place};
 use crate::passes::StreamedGroup;
 use crate::sessions::Sessions;
-use crate::stream::{Call, Stream, Traffic};
+use crate::step::StepState;
 use crate::tables::{self, Tables};
 use crate::ticket::{Plan, Ticket};
-use numpy::{
-    PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadwriteArray1, PyUntypedArray,
-    PyUntypedArrayMethods,
-};
+use numpy::{PyArray1, PyArray2, PyReadonlyArray1, PyReadwriteArray1, PyUntypedArray};
 use pagoda_core::Error;
 use pagoda_core::cache::TierMemory;
-use pagoda_core::fence::Completion;
-use pagoda_core::ids::{BlockId, Epoch, GroupId, SequenceId, Tier};
-use pagoda_core::plan::{BlockCopy, Selection};
-use pagoda_core::table::SpanView;
-use pagoda_core::work::RUN_ROWS;
-use pagoda_cpu::{Arenas, Backend, Element, Isa, Layer, SequenceTable};
+use pagoda_core::ids::{Epoch, GroupId, SequenceId, Tier};
+use pagoda_core::plan::Selection;
+use pagoda_cpu::Arenas;
+use pagoda_store::Mover;
 use pagoda_store::disk::Store;
-use pagoda_store::{Mover, Place, Ring, Slab, Transfer};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::PyDict;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
-use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// The tiers that are memory, in the order of their slabs.
-const MEMORY_TIERS: [Tier; 2] = [Tier::Device, Tier::Host];
+pub(crate) const MEMORY_TIERS: [Tier; 2] = [Tier::Device, Tier::Host];
 
 /// Bookkeeping, memory and CPU kernels of one cache. Its methods may be called from any thread; they take turns.
 #[pyclass(frozen, module = "pagoda._core")]
@@ -49,100 +42,26 @@ pub(crate) struct Cache {
 pub(crate) struct Inner {
     pub(crate) core: pagoda_core::Cache,
     pub(crate) layers: Vec<PlacedLayer>,
-    block_bytes: Vec<u64>,
+    pub(crate) block_bytes: Vec<u64>,
     pub(crate) arenas: Arenas,
-    engine: Engine,
-    step: StepState,
+    pub(crate) mover: Mover,
+    pub(crate) disk: Option<Box<Disk>>,
+    pub(crate) engine: Engine,
+    pub(crate) step: StepState,
     pub(crate) tables: Tables,
     pub(crate) sessions: Sessions,
-    /// The last step that has ended, and the last one that has retired, where kernels are this module's.
-    ended: Epoch,
-    retired: Epoch,
+    /// The last step that was closed, the last one whose kernels have ended, and the last one that has retired.
+    pub(crate) closed: Epoch,
+    pub(crate) ended: Epoch,
+    pub(crate) retired: Epoch,
 }
 
-/// Who holds the memory, moves it and runs kernels.
-enum Engine {
+/// Who runs kernels.
+pub(crate) enum Engine {
     /// This module.
-    Cpu { slabs: Vec<Arc<Slab>>, disk: Option<Box<Disk>>, mover: Mover, backend: Backend, checked: bool },
+    Cpu(Cpu),
     /// Whoever drives a device: it is told what to copy and what changed, and tells when a copy or a step has ended.
-    Device { upload: Upload, epoch: Option<Epoch> },
-}
-
-/// The disk tier, and what a step reads of it.
-struct Disk {
-    store: Arc<Store>,
-    stream: Stream,
-}
-
-/// What the open step adds to the core's own.
-#[derive(Default)]
-pub(crate) struct StepState {
-    spans: Vec<SpanView>,
-    /// Per layer group, then per sequence: its part of `spans`.
-    ranges: Vec<Range<usize>>,
-    /// Where each sequence's new tokens begin, and where the last one's end.
-    bounds: Vec<u32>,
-    /// Bytes of the rows that were attended to.
-    attended: u64,
-    /// Per layer: whether its rows of the new tokens are written, or the caller does so through the tables, or it has none.
-    written: Vec<bool>,
-    /// Memory for the tables of one call.
-    sequences: Vec<SequenceTable<'static>>,
-}
-
-impl StepState {
-    /// The spans of the sequence at place `index` of the batch, new tokens included.
-    pub(crate) fn spans(&self, core: &pagoda_core::Cache, index: usize, group: GroupId) -> &[SpanView] {
-        &self.spans[self.ranges[group.index() * core.step_batch().len() + index].clone()]
-    }
-
-    /// The table of the sequence at place `index` of the batch.
-    pub(crate) fn table<'a>(
-        &'a self,
-        core: &'a pagoda_core::Cache,
-        index: usize,
-        group: GroupId,
-    ) -> SequenceTable<'a> {
-        let new_tokens = self.bounds[index + 1] - self.bounds[index];
-        SequenceTable {
-            row: core.step_row(index, group).0,
-            spans: self.spans(core, index, group),
-            new_tokens,
-        }
-    }
-
-    /// Of the whole batch.
-    pub(crate) fn new_tokens(&self) -> usize {
-        self.bounds.last().map_or(0, |&end| end as usize)
-    }
-
-    /// Where each sequence's new tokens begin, and where the last one's end.
-    pub(crate) fn bounds(&self) -> &[u32] {
-        &self.bounds
-    }
-
-    /// Lays out the spans of the step that `core` has just opened.
-    fn enter(&mut self, core: &pagoda_core::Cache, groups: usize, layers: &[PlacedLayer]) {
-        self.spans.clear();
-        self.ranges.clear();
-        for group in 0..groups as u8 {
-            for index in 0..core.step_batch().len() {
-                let start = self.spans.len();
-                self.spans.extend(core.step_spans(index, GroupId(group)));
-                self.ranges.push(start..self.spans.len());
-            }
-        }
-        self.bounds.clear();
-        self.bounds.push(0);
-        self.bounds.extend(core.step_batch().scan(0, |end, (_, new_tokens)| {
-            *end += new_tokens;
-            Some(*end)
-        }));
-        self.attended = 0;
-        let nothing = self.new_tokens() == 0;
-        self.written.clear();
-        self.written.extend(layers.iter().map(|placed| nothing || placed.owner.is_some()));
-    }
+    Device(Device),
 }
 
 impl Cache {
@@ -178,6 +97,20 @@ impl Cache {
     ) -> PyResult<T> {
         let mut guard = self.lock(py)?;
         call(guard.as_mut().expect("locked open")).map_err(|error| core(py, &error))
+    }
+
+    /// Tells a device about the open step.
+    fn with_upload<T>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut Upload, &pagoda_core::Cache, &StepState, &[PlacedLayer]) -> T,
+    ) -> PyResult<T> {
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.require_step(py)?;
+        let Inner { core, step, layers, engine, .. } = &mut **inner;
+        let Engine::Device(Device { upload, .. }) = engine else { return Err(no_device(py)) };
+        Ok(call(upload, core, step, layers))
     }
 }
 
@@ -215,216 +148,23 @@ pub(crate) fn tier_named(py: Python<'_>, argument: &str, name: &str) -> PyResult
     let tier = Tier::ALL.into_iter().find(|tier| tier.to_string() == name);
     tier.ok_or_else(|| invalid(py, argument, format_args!("{name:?}"), "\"device\", \"host\" or \"disk\""))
 }
-
 impl Inner {
-    fn place(&self, group: GroupId, (tier, block): (Tier, BlockId)) -> Place {
-        if tier == Tier::Disk {
-            return Place::Disk { group, block };
-        }
-        Place::Slab { slab: tier.index(), offset: u64::from(block.index()) * self.block_bytes[group.index()] }
-    }
-
-    pub(crate) fn transfer(&self, copy: &BlockCopy) -> Transfer {
-        let (from, to) = (self.place(copy.group, copy.from), self.place(copy.group, copy.to));
-        Transfer { from, to, bytes: copy.bytes }
-    }
-
     /// The disk tier.
     pub(crate) fn store(&self) -> Option<&Arc<Store>> {
-        match &self.engine {
-            Engine::Cpu { disk, .. } => disk.as_ref().map(|disk| &disk.store),
-            Engine::Device { .. } => None,
-        }
+        self.disk.as_ref().map(|disk| &disk.store)
     }
 
-    /// How the I/O of the disk tier is done and what it came to.
-    fn disk_report<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
-        let Engine::Cpu { disk: Some(disk), .. } = &self.engine else { return Ok(None) };
-        let report = disk::report(py, &disk.store)?;
-        report.set_item("ring_bytes", disk.stream.bytes())?;
-        Ok(Some(report))
-    }
-
-    /// Makes copies, some of which may be of the disk, and waits for them.
-    pub(crate) fn copy_now(&self, py: Python<'_>, copies: &[BlockCopy]) -> PyResult<()> {
-        self.require_cpu(py)?;
-        let Engine::Cpu { mover, .. } = &self.engine else { unreachable!("checked") };
-        let transfers: Vec<_> = copies.iter().map(|copy| self.transfer(copy)).collect();
-        let (completion, waiter) = (Completion::new(), mover.waiter());
-        // SAFETY: the core has given the targets to whoever asked for these copies, who holds the lock until they are made;
-        // sources are Ready or open pages of no step.
-        unsafe { mover.send(transfers, completion.clone()) };
-        py.detach(|| while !waiter.wait(&completion, Duration::from_secs(60)) {});
-        if completion.copied() == Some(copies.len() as u32) {
-            return Ok(());
-        }
-        Err(errors::failure(py, completion.failure()))
-    }
-
-    /// Makes the copies of shared open pages that come before the open step's first append.
-    fn copy_shared(&self, py: Python<'_>) -> PyResult<()> {
-        let Engine::Cpu { mover, .. } = &self.engine else { return Ok(()) };
-        let copies = self.core.step_copies();
-        // A part of a page that was full went to disk with it.
-        if copies.iter().any(|copy| copy.from.0 == Tier::Disk) {
-            return self.copy_now(py, copies);
-        }
-        for copy in copies {
-            // SAFETY: the source is Ready, so nobody writes it, and the target is this step's alone.
-            unsafe { mover.copy_now(&self.transfer(copy)) };
-        }
-        Ok(())
-    }
-
-    /// Zeroes freed blocks, where that is asked for: until then they are not handed out.
-    pub(crate) fn zero(&mut self) {
-        let Engine::Cpu { slabs, disk, .. } = &self.engine else { return };
-        let block_bytes = &self.block_bytes;
-        self.core.zero(|tier, group, blocks| {
-            if tier == Tier::Disk {
-                return disk.as_ref().is_some_and(|disk| disk.store.zero(group, blocks).is_ok());
-            }
-            let at = |block| u64::from(block) * block_bytes[group.index()];
-            // SAFETY: the core says that nobody can touch these blocks any more.
-            unsafe { slabs[tier.index()].zero(at(blocks.start)..at(blocks.end)) };
-            true
-        });
-    }
-
-    /// Zeroes what is to be, and gives memory without blocks back to the system.
-    pub(crate) fn trim(&mut self) {
-        self.zero();
-        let Engine::Cpu { slabs, disk, .. } = &self.engine else { return };
-        // A refusal leaves the memory, or the space, where it is, which is no error.
-        for tier in MEMORY_TIERS {
-            for range in self.core.reclaim(tier) {
-                // SAFETY: the core says that no block lies here, so nobody reads or writes it.
-                let _ = unsafe { slabs[tier.index()].give_back(range) };
-            }
-        }
-        if let Some(disk) = disk {
-            self.core.reclaim(Tier::Disk).for_each(|range| drop(disk.store.discard(range)));
-        }
-    }
-
-    fn end_step(&mut self, ended: Epoch) -> pagoda_core::Result<()> {
-        self.ended = ended;
+    /// What is told to a device.
+    fn upload(&mut self, py: Python<'_>) -> PyResult<&mut Upload> {
         match &mut self.engine {
-            Engine::Cpu { .. } => self.settle()?,
-            Engine::Device { epoch, .. } => *epoch = Some(ended),
+            Engine::Device(device) => Ok(&mut device.upload),
+            Engine::Cpu(_) => Err(no_device(py)),
         }
-        self.trim();
-        Ok(())
-    }
-
-    /// Retires steps that have ended. The kernels of this backend have when their calls return, but reads ahead of need go on.
-    fn settle(&mut self) -> pagoda_core::Result<()> {
-        let Engine::Cpu { disk, .. } = &self.engine else { return Ok(()) };
-        if self.retired == self.ended {
-            return Ok(());
-        }
-        let since = disk.as_ref().and_then(|disk| disk.stream.since());
-        self.retired = since.map_or(self.ended, |since| since.min(self.ended));
-        self.core.retire(self.retired)
-    }
-
-    /// Waits for reads that blocks may drain for; says whether there were any.
-    fn finish_reads(&mut self, py: Python<'_>) -> PyResult<bool> {
-        let Engine::Cpu { disk: Some(disk), mover, .. } = &mut self.engine else { return Ok(false) };
-        let waited = py.detach(|| disk.stream.finish(mover)).map_err(|stop| stop.raise(py))?;
-        self.settle().map_err(|error| core(py, &error))?;
-        self.zero();
-        Ok(waited)
-    }
-
-    /// Addresses and bytes of copies: `[from, to, bytes]` of each.
-    fn addresses(&self, copies: &[BlockCopy]) -> Vec<u64> {
-        copies
-            .iter()
-            .flat_map(|copy| {
-                let at = |(tier, block): (Tier, BlockId)| {
-                    self.arenas.base[tier.index()] as u64
-                        + u64::from(block.index()) * self.block_bytes[copy.group.index()]
-                };
-                [at(copy.from), at(copy.to), copy.bytes]
-            })
-            .collect()
-    }
-
-    /// Refuses calls of CPU kernels where a device has them.
-    fn require_cpu(&self, py: Python<'_>) -> PyResult<()> {
-        match self.engine {
-            Engine::Cpu { .. } => Ok(()),
-            Engine::Device { .. } => Err(unavailable(py, "CPU kernels: this cache is on a device")),
-        }
-    }
-
-    fn require_device(&self, py: Python<'_>) -> PyResult<()> {
-        match self.engine {
-            Engine::Device { .. } => Ok(()),
-            Engine::Cpu { .. } => Err(unavailable(py, "device: this cache is on the CPU")),
-        }
-    }
-
-    fn layer(&self, py: Python<'_>, layer: usize) -> PyResult<&PlacedLayer> {
-        let limit = format_args!("from 0 to {}", self.layers.len() - 1).to_string();
-        self.layers.get(layer).ok_or_else(|| invalid(py, "layer", layer, limit))
-    }
-
-    /// A layer that stores K and V.
-    fn owning_layer(&self, py: Python<'_>, layer: usize) -> PyResult<&PlacedLayer> {
-        let placed = self.layer(py, layer)?;
-        let Some(owner) = placed.owner else { return Ok(placed) };
-        let limit =
-            format_args!("a layer that stores K and V; this one reads those of layer {owner}").to_string();
-        Err(invalid(py, "layer", layer, limit))
-    }
-
-    fn require_unwritten(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
-        if self.step.written[layer] && self.step.new_tokens() > 0 {
-            return Err(invalid(py, "layer", layer, "a layer that this step has not appended to"));
-        }
-        Ok(())
-    }
-
-    /// Refuses unless the rows that a layer reads are written.
-    fn require_written(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
-        let layer = self.layers[layer].owner.unwrap_or(layer);
-        if !self.step.written[layer] {
-            return Err(invalid(py, "layer", layer, "a layer that this step has appended to"));
-        }
-        Ok(())
-    }
-
-    fn require_step(&self, py: Python<'_>) -> PyResult<()> {
-        if self.core.step_is_open() {
-            return Ok(());
-        }
-        Err(invalid_because(py, "step = closed: an open step; reserve first"))
     }
 }
 
-fn isa_named(py: Python<'_>, name: &str) -> PyResult<Isa> {
-    let found = Isa::ALL.into_iter().find(|isa| isa.to_string() == name);
-    found.ok_or_else(|| invalid(py, "isa", format_args!("{name:?}"), format_args!("one of {:?}", Isa::ALL)))
-}
-
-/// The tables of one layer group of the open step, in memory that is reused.
-fn sequence_tables<'a>(
-    core: &'a pagoda_core::Cache,
-    step: &'a StepState,
-    group: GroupId,
-    memory: Vec<SequenceTable<'static>>,
-) -> Vec<SequenceTable<'a>> {
-    let mut tables = recycle(memory);
-    tables.extend((0..core.step_batch().len()).map(|index| step.table(core, index, group)));
-    tables
-}
-
-/// The same allocation, empty, for tables of another lifetime.
-fn recycle<'a>(mut tables: Vec<SequenceTable<'_>>) -> Vec<SequenceTable<'a>> {
-    tables.clear();
-    tables.into_iter().map(|_| unreachable!("cleared")).collect()
+fn no_device(py: Python<'_>) -> PyErr {
+    unavailable(py, "device: this cache is on the CPU")
 }
 
 #[pymethods]
@@ -447,58 +187,50 @@ impl Cache {
         disk: Option<DiskArguments>,
     ) -> PyResult<Self> {
         let Placed { groups, runs, layers } = place(py, &layers, page_size)?;
-        let disk_timeout = disk.as_ref().map_or(Duration::ZERO, |disk| disk.timeout);
+        let timeout = disk.as_ref().map_or(Duration::ZERO, |disk| disk.timeout);
         let opened = disk.map(|disk| disk::open(py, &disk, &runs)).transpose()?;
-        let (disk, recovered) = opened.map(|(store, recovered)| (Arc::new(store), recovered)).unzip();
+        let (store, recovered) = opened.map(|(store, recovered)| (Arc::new(store), recovered)).unzip();
         let absent = TierMemory { bytes: 0, extent_bytes: u64::MAX };
-        let on_disk = disk.as_ref().map_or(absent, |store| store.geometry().arena());
+        let on_disk = store.as_ref().map_or(absent, |store| store.geometry().arena());
         let [device, host] = memory.map(|(bytes, extent_bytes)| TierMemory { bytes, extent_bytes });
         let mut core =
             pagoda_core::Cache::new(&groups, [device, host, on_disk]).map_err(|error| core(py, &error))?;
         if zero_on_free {
             core.zero_on_free();
         }
-        let sessions = match (&disk, recovered) {
+        let sessions = match (&store, recovered) {
             (Some(store), Some(recovered)) => {
                 Sessions::open(&mut core, store, recovered).map_err(|error| errors::disk(py, &error))?
             }
             _ => Sessions::default(),
         };
-        if let (Some(store), true) = (&disk, zero_on_free) {
+        if let (Some(store), true) = (&store, zero_on_free) {
             store.zero_rest().map_err(|error| errors::disk(py, &error))?;
         }
         let mut base = [std::ptr::null_mut(); Tier::COUNT];
-        let engine = if let Some(bases) = bases {
+        let (engine, slabs) = if let Some(bases) = bases {
             MEMORY_TIERS.iter().for_each(|tier| base[tier.index()] = bases[tier.index()] as *mut u8);
-            Engine::Device { upload: Upload::default(), epoch: None }
+            (Engine::Device(Device::default()), Vec::new())
         } else {
-            let isa = isa.map(|name| isa_named(py, name)).transpose()?;
-            let slab = |bytes: u64| {
-                let slab = Slab::new(bytes as usize);
-                slab.map(Arc::new)
-                    .map_err(|error| unavailable(py, format_args!("{bytes} bytes of memory: {error}")))
-            };
-            let slabs = vec![slab(memory[0].0)?, slab(memory[1].0)?];
-            MEMORY_TIERS.iter().for_each(|tier| base[tier.index()] = slabs[tier.index()].base());
-            let mover = Mover::new(slabs.clone(), disk.as_ref()).map_err(|error| errors::disk(py, &error))?;
-            let backend = Backend::new(threads, deterministic, isa).map_err(|error| cpu(py, &error))?;
-            let with_stream = |store: Arc<Store>| -> PyResult<Box<Disk>> {
-                let ring = Ring::new(&store, RUN_ROWS / page_size as usize)
-                    .map_err(|error| unavailable(py, format_args!("memory to read into: {error}")))?;
-                Ok(Box::new(Disk { store, stream: Stream::new(ring, disk_timeout) }))
-            };
-            let disk = disk.map(with_stream).transpose()?;
-            Engine::Cpu { slabs, disk, mover, backend, checked }
+            let cpu = Cpu::new(py, memory.map(|(bytes, _)| bytes), threads, deterministic, isa, checked)?;
+            MEMORY_TIERS.iter().for_each(|tier| base[tier.index()] = cpu.slabs[tier.index()].base());
+            let slabs = cpu.slabs.clone();
+            (Engine::Cpu(cpu), slabs)
         };
+        let mover = Mover::new(slabs, store.as_ref()).map_err(|error| errors::disk(py, &error))?;
+        let disk = store.map(|store| Disk::new(py, store, page_size, timeout).map(Box::new)).transpose()?;
         let inner = Inner {
             core,
             block_bytes: groups.iter().map(|group| group.block_bytes).collect(),
             layers,
             arenas: Arenas::new(base[Tier::Device.index()], base[Tier::Host.index()]),
+            mover,
+            disk,
             engine,
             step: StepState::default(),
             tables: Tables::default(),
             sessions,
+            closed: Epoch::default(),
             ended: Epoch::default(),
             retired: Epoch::default(),
         };
@@ -586,10 +318,10 @@ impl Cache {
             inner.end_step(epoch).map_err(|error| core(py, &error))?;
             return Err(error);
         }
-        let Inner { core, layers, step, block_bytes, engine, .. } = &mut **inner;
+        let Inner { core, layers, step, block_bytes, engine, disk, .. } = &mut **inner;
         step.enter(core, block_bytes.len(), layers);
-        if let Engine::Cpu { disk: Some(disk), .. } = engine {
-            disk.stream.enter(core, step, layers);
+        if let (Engine::Cpu(cpu), Some(disk)) = (engine, disk) {
+            cpu.stream.enter(core, step, layers, &mut disk.reads);
         }
         Ok(())
     }
@@ -609,48 +341,7 @@ impl Cache {
         v: Option<&Bound<'_, PyUntypedArray>>,
         dtype: Option<&str>,
     ) -> PyResult<()> {
-        let mut guard = self.lock(py)?;
-        let inner = guard.as_mut().expect("locked open");
-        inner.require_step(py)?;
-        let placed = inner.owning_layer(py, layer)?;
-        let bits = bits(py, dtype)?;
-        let geometry = placed.layer.geometry;
-        let shape = |dim: u32| [inner.step.new_tokens(), geometry.num_kv_heads as usize, dim as usize];
-        require_rows(py, &placed.layer, k.is_some(), v.is_some())?;
-        // Of a layer whose keys are derived, values take the place of K.
-        let (name, stored) = k.map(|k| ("k", k)).or(v.map(|v| ("v", v))).expect("one of them is given");
-        let keys = rows(name, stored, shape(geometry.head_dim), bits)?;
-        let values = v.filter(|_| geometry.v_format.is_some());
-        let values = values.map(|v| rows("v", v, shape(geometry.v_head_dim), bits)).transpose()?;
-        inner.require_unwritten(py, layer)?;
-        inner.require_cpu(py)?;
-        let Inner { core, layers, arenas, engine: Engine::Cpu { backend, checked, .. }, step, .. } =
-            &mut **inner
-        else {
-            unreachable!("checked")
-        };
-        if std::mem::take(&mut layers[layer].center_first) && step.new_tokens() >= CENTER_TOKENS_MIN {
-            let (heads, dim) = (geometry.num_kv_heads as usize, geometry.head_dim as usize);
-            // SAFETY: the array was checked.
-            let mean = unsafe { backend.mean(keys, step.new_tokens(), heads, dim) };
-            let center = mean.unwrap_or_default();
-            for (at, placed) in layers.iter_mut().enumerate() {
-                if at == layer || placed.owner == Some(layer) {
-                    placed.layer.transform.center.clone_from(&center);
-                }
-            }
-        }
-        let memory = std::mem::take(&mut step.sequences);
-        let tables = sequence_tables(core, step, layers[layer].group, memory);
-        let result = py.detach(|| {
-            // SAFETY: the core has given the new rows to this step alone, and the arrays were checked; Python keeps them
-            // alive for the call.
-            unsafe { backend.append(arenas, &layers[layer].layer, &tables, keys, values, *checked) }
-        });
-        step.sequences = recycle(tables);
-        result.map_err(|error| cpu(py, &error))?;
-        step.written[layer] = true;
-        Ok(())
+        self.lock(py)?.as_mut().expect("locked open").append(py, layer, k, v, dtype)
     }
 
     /// Attention of the new tokens of one layer, into `out` and `lse`.
@@ -666,59 +357,15 @@ impl Cache {
         sink_logits: Option<&Bound<'_, PyUntypedArray>>,
     ) -> PyResult<()> {
         let mut guard = self.lock(py)?;
-        let inner = guard.as_mut().expect("locked open");
-        inner.require_step(py)?;
-        let placed = inner.layer(py, layer)?;
-        let bits = bits(py, dtype)?;
-        let heads = placed.layer.num_q_heads as usize;
-        let shape = |dim: u32| [inner.step.new_tokens(), heads, dim as usize];
-        let queries = rows("q", q, shape(placed.layer.geometry.head_dim), bits)?;
-        let outputs = rows_mut("out", out, shape(placed.layer.geometry.v_head_dim), bits, q)?;
-        require_sinks(py, placed, sink_logits.is_some())?;
-        let sinks = sink_logits.map(|array| floats("sink_logits", array, heads)).transpose()?;
-        inner.require_written(py, layer)?;
-        inner.require_cpu(py)?;
-        let lse = lse.map(|lse| lse_address(lse, [inner.step.new_tokens(), heads])).transpose()?;
-        let Inner { core, layers, arenas, engine, step, ended, .. } = &mut **inner;
-        let Engine::Cpu { backend, mover, disk, .. } = engine else { unreachable!("checked") };
-        let memory = std::mem::take(&mut step.sequences);
-        let tables = sequence_tables(core, step, layers[layer].group, memory);
-        let stream = disk.as_mut().map(|disk| &mut disk.stream).filter(|stream| stream.has(layer));
         let _attending = Attending::of(self);
-        let result = py.detach(|| {
-            let call = Call {
-                backend,
-                arenas,
-                layer: &layers[layer].layer,
-                tables: &tables,
-                queries,
-                sinks: sinks.as_deref(),
-                out: outputs,
-                lse: lse.map(|address| address.get()),
-            };
-            // SAFETY: pages do not move or change while the step is open, and the arrays were checked; Python keeps them
-            // alive for the call. Steps retire after the reads that they have begun.
-            unsafe {
-                match stream {
-                    Some(stream) => stream.attend(mover, layer, call, *ended),
-                    None => call.attend(),
-                }
-            }
-        });
-        let attended: u64 = tables.iter().map(|table| layers[layer].layer.seen_bytes(table)).sum();
-        step.sequences = recycle(tables);
-        step.attended += attended;
-        result.map_err(|stop| stop.raise(py))
+        guard.as_mut().expect("locked open").attend(py, layer, q, out, lse, dtype, sink_logits)
     }
 
     /// Of the step that was entered last: bytes of the rows that were attended to, bytes read from disk for that, and seconds
     /// in which attention only waited for these.
     fn attended(&self, py: Python<'_>) -> PyResult<(u64, u64, f64)> {
         self.with(py, |inner| {
-            let traffic = match &inner.engine {
-                Engine::Cpu { disk: Some(disk), .. } => disk.stream.traffic(),
-                _ => Traffic::default(),
-            };
+            let traffic = inner.disk.as_ref().map(|disk| disk.reads.traffic).unwrap_or_default();
             Ok((inner.step.attended, traffic.bytes, traffic.waited.as_secs_f64()))
         })
     }
@@ -776,7 +423,7 @@ impl Cache {
         let mut guard = self.lock(py)?;
         let inner = guard.as_mut().expect("locked open");
         inner.require_step(py)?;
-        Ok(PyArray1::from_iter(py, inner.step.bounds.iter().map(|&bound| bound as i32)))
+        Ok(PyArray1::from_iter(py, inner.step.bounds().iter().map(|&bound| bound as i32)))
     }
 
     /// The tables of one layer as arrays; from then on writing the layer's rows is the caller's.
@@ -836,13 +483,13 @@ impl Cache {
             let (id, completion, copies) = inner.core.execute(&plan.0)?;
             let mut transfers = Vec::new();
             match &inner.engine {
-                Engine::Cpu { mover, .. } if !copies.is_empty() => {
+                Engine::Cpu(_) if !copies.is_empty() => {
                     let transfers = copies.iter().map(|copy| inner.transfer(copy)).collect();
                     // SAFETY: sources are Ready and pinned by the ticket, targets are Filling: nobody else touches either.
-                    unsafe { mover.send(transfers, completion.clone()) };
+                    unsafe { inner.mover.send(transfers, completion.clone()) };
                 }
-                Engine::Cpu { .. } => {}
-                Engine::Device { .. } => transfers = inner.addresses(&copies),
+                Engine::Cpu(_) => {}
+                Engine::Device(_) => transfers = inner.addresses(&copies),
             }
             inner.trim();
             Ok(Ticket { id, completion, transfers })
@@ -873,19 +520,14 @@ impl Cache {
 
     /// Sleeps until a ticket's copies have arrived, or `seconds` have passed; says which. Python signals are seen.
     fn wait(&self, py: Python<'_>, ticket: &Ticket, seconds: f64) -> PyResult<bool> {
-        let guard = self.lock(py)?;
-        let inner = guard.as_ref().expect("locked open");
-        inner.require_cpu(py)?;
-        let Engine::Cpu { mover, .. } = &inner.engine else { unreachable!("checked") };
-        let mover = mover.waiter();
-        drop(guard);
+        let waiter = self.with(py, |inner| Ok(inner.mover.waiter()))?;
         let limit = Duration::try_from_secs_f64(seconds)
             .map_err(|_| invalid(py, "timeout", seconds, "from 0 to 1.8e19 seconds"))?;
         let start = std::time::Instant::now();
         loop {
             let left = limit.saturating_sub(start.elapsed());
             let slice = left.min(Duration::from_millis(50));
-            if py.detach(|| mover.wait(&ticket.completion, slice)) {
+            if py.detach(|| waiter.wait(&ticket.completion, slice)) {
                 return Ok(true);
             }
             py.check_signals()?;
@@ -916,8 +558,7 @@ impl Cache {
         inner.zero();
         let stats = PyDict::new(py);
         let blocks = PyDict::new(py);
-        let store = inner.store().cloned();
-        let tiers = if store.is_some() { &Tier::ALL[..] } else { &MEMORY_TIERS[..] };
+        let tiers = if inner.disk.is_some() { &Tier::ALL[..] } else { &MEMORY_TIERS[..] };
         for &tier in tiers {
             let counts = (0..inner.block_bytes.len() as u8).map(|group| {
                 let counts = inner.core.block_counts(tier, GroupId(group));
@@ -937,7 +578,7 @@ impl Cache {
             }
         }
         stats.set_item("moved_bytes", moved)?;
-        stats.set_item("disk", inner.disk_report(py)?)?;
+        stats.set_item("disk", inner.disk.as_ref().map(|disk| disk.report(py)).transpose()?)?;
         Ok(stats)
     }
 
@@ -997,8 +638,8 @@ impl Cache {
     fn isa(&self, py: Python<'_>) -> PyResult<Option<String>> {
         self.with(py, |inner| {
             Ok(match &inner.engine {
-                Engine::Cpu { backend, .. } => Some(backend.isa().to_string()),
-                Engine::Device { .. } => None,
+                Engine::Cpu(cpu) => Some(cpu.backend.isa().to_string()),
+                Engine::Device(_) => None,
             })
         })
     }
@@ -1008,8 +649,8 @@ impl Cache {
     fn threads(&self, py: Python<'_>) -> PyResult<usize> {
         self.with(py, |inner| {
             Ok(match &inner.engine {
-                Engine::Cpu { backend, .. } => backend.threads(),
-                Engine::Device { .. } => 0,
+                Engine::Cpu(cpu) => cpu.backend.threads(),
+                Engine::Device(_) => 0,
             })
         })
     }
@@ -1023,10 +664,7 @@ impl Cache {
         angles: Vec<AnglePlaces>,
     ) -> PyResult<()> {
         let mut guard = self.lock(py)?;
-        let inner = guard.as_mut().expect("locked open");
-        inner.require_device(py)?;
-        let Engine::Device { upload, .. } = &mut inner.engine else { unreachable!("checked") };
-        upload.place(groups, works, angles);
+        guard.as_mut().expect("locked open").upload(py)?.place(groups, works, angles);
         Ok(())
     }
 
@@ -1041,24 +679,12 @@ impl Cache {
     /// Writes down what the open step changes on the device; returns how many words that is, and how many queries hold
     /// pages in common with others.
     fn stage(&self, py: Python<'_>) -> PyResult<(usize, usize)> {
-        let mut guard = self.lock(py)?;
-        let inner = guard.as_mut().expect("locked open");
-        inner.require_step(py)?;
-        inner.require_device(py)?;
-        let Inner { core, step, layers, engine: Engine::Device { upload, .. }, .. } = &mut **inner else {
-            unreachable!("checked")
-        };
-        Ok(upload.fill(core, step, layers))
+        self.with_upload(py, |upload, core, step, layers| upload.fill(core, step, layers))
     }
 
     /// How often pages of the host tier are read by attention over a layer of each group, in the step that was staged.
     fn host_reads(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
-        let mut guard = self.lock(py)?;
-        let inner = guard.as_mut().expect("locked open");
-        inner.require_step(py)?;
-        inner.require_device(py)?;
-        let Engine::Device { upload, .. } = &inner.engine else { unreachable!("checked") };
-        Ok(upload.host_reads(&inner.core))
+        self.with_upload(py, |upload, core, _, _| upload.host_reads(core))
     }
 
     /// Plans how groups are streamed in the step that was staged, each in passes of so many pages at most; returns how many
@@ -1068,24 +694,13 @@ impl Cache {
         py: Python<'py>,
         rooms: Vec<(u8, usize)>,
     ) -> PyResult<(usize, u64, Vec<StreamedGroup<'py>>)> {
-        let mut guard = self.lock(py)?;
-        let inner = guard.as_mut().expect("locked open");
-        inner.require_step(py)?;
-        inner.require_device(py)?;
-        let Inner { core, step, layers, engine: Engine::Device { upload, .. }, .. } = &mut **inner else {
-            unreachable!("checked")
-        };
-        Ok(upload.stream(py, core, step, layers, &rooms))
+        self.with_upload(py, |upload, core, step, layers| upload.stream(py, core, step, layers, &rooms))
     }
 
     /// Copies what `stage` and `stream` wrote to `words`. streams: where the tables of what is streamed go.
     fn staged(&self, py: Python<'_>, mut words: PyReadwriteArray1<'_, u32>, streams: u64) -> PyResult<()> {
-        let mut guard = self.lock(py)?;
-        let inner = guard.as_mut().expect("locked open");
-        inner.require_device(py)?;
-        let Engine::Device { upload, .. } = &mut inner.engine else { unreachable!("checked") };
-        upload.take(streams, words.as_slice_mut()?);
-        Ok(())
+        let words = words.as_slice_mut()?;
+        self.with_upload(py, |upload, _, _, _| upload.take(streams, words))
     }
 
     /// `[from, to, bytes]` of the copies that come before the open step's first append.
@@ -1122,8 +737,8 @@ impl Cache {
     /// The epoch of the step that ended last: `retire` it when its kernels have ended.
     fn ended_epoch(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         self.with(py, |inner| {
-            let Engine::Device { epoch, .. } = &mut inner.engine else { return Ok(None) };
-            Ok(epoch.take().map(|epoch| epoch.0))
+            let Engine::Device(device) = &mut inner.engine else { return Ok(None) };
+            Ok(device.epoch.take().map(|epoch| epoch.0))
         })
     }
 
@@ -1131,7 +746,7 @@ impl Cache {
     fn zero<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u64>>> {
         let mut guard = self.lock(py)?;
         let inner = guard.as_mut().expect("locked open");
-        inner.require_device(py)?;
+        inner.upload(py)?;
         let Inner { core, arenas, block_bytes, .. } = &mut **inner;
         let mut ranges = Vec::new();
         core.zero(|tier, group, blocks| {
@@ -1144,7 +759,7 @@ impl Cache {
 
     /// The kernels of a step, and of all before it, have ended.
     fn retire(&self, py: Python<'_>, epoch: u64) -> PyResult<()> {
-        self.with(py, |inner| inner.core.retire(Epoch(epoch)))
+        self.with(py, |inner| inner.retire(Epoch(epoch)))
     }
 }
 
@@ -1156,78 +771,5 @@ impl Drop for Cache {
         {
             drop(ManuallyDrop::into_inner(inner));
         }
-    }
-}
-
-/// Rows that are enough to say what K is centred by; after fewer it is not.
-const CENTER_TOKENS_MIN: usize = 16;
-
-/// The meaning of 16-bit integers, if the caller says so.
-fn bits(py: Python<'_>, dtype: Option<&str>) -> PyResult<Option<Element>> {
-    match dtype {
-        None => Ok(None),
-        Some("f32") => Ok(Some(Element::F32)),
-        Some("f16") => Ok(Some(Element::F16)),
-        Some("bf16") => Ok(Some(Element::Bf16)),
-        Some(name) => Err(invalid(py, "dtype", format_args!("{name:?}"), "f32, f16 or bf16")),
-    }
-}
-
-/// Whether K and V are given where a layer stores them, and only there.
-fn require_rows(py: Python<'_>, layer: &Layer, k: bool, v: bool) -> PyResult<()> {
-    let geometry = &layer.geometry;
-    let missing = |name, dim| {
-        let heads = geometry.num_kv_heads;
-        Err(invalid(py, name, "None", format_args!("an array [sum(new), {heads}, {dim}]")))
-    };
-    match (k, v, geometry.v_format) {
-        (true, ..) if layer.derived.is_some() => {
-            Err(invalid(py, "k", "an array", "None, for a layer with k_eq_v: it stores V alone"))
-        }
-        (false, ..) if layer.derived.is_none() => missing("k", geometry.head_dim),
-        (false, false, _) | (_, false, Some(_)) => missing("v", geometry.v_head_dim),
-        (true, true, None) => Err(invalid(py, "v", "an array", "None, for a layer with v_alias")),
-        _ => Ok(()),
-    }
-}
-
-/// Whether sinks are given where a layer has them, and only there.
-fn require_sinks(py: Python<'_>, placed: &PlacedLayer, given: bool) -> PyResult<()> {
-    match (given, placed.sinks) {
-        (false, true) => {
-            let limit = format_args!("a float32 array [{}]", placed.layer.num_q_heads).to_string();
-            Err(invalid(py, "sink_logits", "None", limit))
-        }
-        (true, false) => Err(invalid(py, "sink_logits", "an array", "None, for a layer without sinks")),
-        _ => Ok(()),
-    }
-}
-
-/// The memory of a contiguous float32 array of the given shape.
-fn lse_address(lse: &Bound<'_, PyArray2<f32>>, shape: [usize; 2]) -> PyResult<Address> {
-    let mut array = lse.try_readwrite()?;
-    if lse.shape() != shape {
-        return Err(invalid(
-            lse.py(),
-            "lse",
-            format_args!("shape {:?}", lse.shape()),
-            format_args!("{shape:?}"),
-        ));
-    }
-    Ok(Address(array.as_slice_mut()?.as_mut_ptr()))
-}
-
-/// An address that another thread may write to.
-#[derive(Clone, Copy)]
-struct Address(*mut f32);
-
-// SAFETY: only the backend's workers use it, for disjoint elements, while the array is borrowed.
-unsafe impl Send for Address {}
-// SAFETY: as above.
-unsafe impl Sync for Address {}
-
-impl Address {
-    fn get(self) -> *mut f32 {
-        self.0
     }
 }

@@ -3,16 +3,23 @@
 //! Only what changed is written: rows of block tables keep what they hold. A kernel (cuda/pagoda/unpack.cuh) takes the runs to
 //! their places, so that a step needs one copy to the device, however many tables there are.
 
-use crate::cache::StepState;
 use crate::layers::PlacedLayer;
 use crate::passes::Streams;
+use crate::step::StepState;
 use pagoda_core::Cache;
 use pagoda_core::common::{Candidate, Commons, LEVELS_MAX};
-use pagoda_core::ids::{GroupId, SequenceId, Tier};
+use pagoda_core::ids::{Epoch, GroupId, SequenceId, Tier};
 use pagoda_core::table::{Sight, SpanView};
 use pagoda_core::work::{Cut, Held, QueryBlock, WorkList};
 use pyo3::prelude::*;
 use std::ops::Range;
+
+/// Kernels that somebody else runs: what that one is told, and the step that ended last, until it asks.
+#[derive(Default)]
+pub(crate) struct Device {
+    pub(crate) upload: Upload,
+    pub(crate) epoch: Option<Epoch>,
+}
 
 /// The addresses of a layer group's tables, as a dict.
 #[derive(FromPyObject)]

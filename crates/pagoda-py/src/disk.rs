@@ -1,13 +1,16 @@
 //! The disk tier, as the facade asks for it.
 
 use crate::errors;
-use pagoda_store::Slab;
+use crate::reads::Reads;
+use pagoda_core::work::RUN_ROWS;
 use pagoda_store::disk::io::{Access, Directory, File, Folder, IO_BYTES_MAX, Kind, Op};
 use pagoda_store::disk::{Budget, Error, Geometry, Recovered, Store};
+use pagoda_store::{Ring, Slab};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::io;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -27,6 +30,35 @@ pub(crate) struct DiskArguments {
     writes_per_day: Option<u64>,
     /// How long attention waits for one read.
     pub(crate) timeout: Duration,
+}
+
+/// The disk tier, and what steps read of it.
+pub(crate) struct Disk {
+    pub(crate) store: Arc<Store>,
+    pub(crate) reads: Reads,
+}
+
+impl Disk {
+    pub(crate) fn new(
+        py: Python<'_>,
+        store: Arc<Store>,
+        page_size: u32,
+        timeout: Duration,
+    ) -> PyResult<Self> {
+        let ring = Ring::new(&store, RUN_ROWS / page_size as usize)
+            .map_err(|error| errors::unavailable(py, format_args!("memory to read into: {error}")))?;
+        Ok(Self { store, reads: Reads::new(ring, timeout) })
+    }
+
+    /// How I/O is done and what it came to.
+    pub(crate) fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let (report, traffic) = (access_report(py, self.store.access())?, self.store.traffic());
+        report.set_item("bytes_written", traffic.bytes_written)?;
+        report.set_item("bytes_read", traffic.bytes_read)?;
+        report.set_item("corrupt", traffic.corrupt)?;
+        report.set_item("ring_bytes", self.reads.bytes())?;
+        Ok(report)
+    }
 }
 
 /// Opens the files.
@@ -123,13 +155,4 @@ fn in_parts(
         let lanes: Vec<_> = parts.map(|bytes| scope.spawn(move || lane(bytes))).collect();
         lanes.into_iter().map(|lane| lane.join().expect("a lane does not panic")).sum()
     })
-}
-
-/// How page I/O is done and what it came to.
-pub(crate) fn report<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'py, PyDict>> {
-    let (report, traffic) = (access_report(py, store.access())?, store.traffic());
-    report.set_item("bytes_written", traffic.bytes_written)?;
-    report.set_item("bytes_read", traffic.bytes_read)?;
-    report.set_item("corrupt", traffic.corrupt)?;
-    Ok(report)
 }

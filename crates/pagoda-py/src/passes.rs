@@ -1,9 +1,9 @@
 //! What a device has to be told of pages that are streamed to it from the host tier: which come together in a pass, tables that
 //! say where they are then, and the work of each pass.
 
-use crate::cache::StepState;
 use crate::device::{Lists, Upload, write_list};
 use crate::layers::PlacedLayer;
+use crate::step::StepState;
 use numpy::PyArray1;
 use pagoda_core::Cache;
 use pagoda_core::ids::{BlockId, BlockRef, GroupId, SequenceId, Tier};

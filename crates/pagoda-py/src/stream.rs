@@ -1,40 +1,25 @@
 //! Attention over pages on disk, run by run: while one run is gone over, the next ones are read.
 
-use crate::cache::StepState;
-use crate::errors::{self, cpu};
+use crate::errors::cpu;
 use crate::layers::PlacedLayer;
-use pagoda_core::fence::{Completion, Failure};
+use crate::reads::{self, Reads};
+use crate::step::StepState;
 use pagoda_core::ids::{BlockId, BlockRef, Epoch, Tier};
 use pagoda_core::work;
 use pagoda_cpu::{Arenas, Backend, Carried, Layer, Rows, RowsMut, SequenceTable};
-use pagoda_store::{Filled, LayerOfPages, Mover, Ring};
+use pagoda_store::{LayerOfPages, Mover};
 use pyo3::prelude::*;
 use std::ops::Range;
-use std::time::{Duration, Instant};
 
-/// How often a wait for the disk looks for signals.
-const SLICE: Duration = Duration::from_millis(50);
-
-/// What an open step has to read from disk, and the memory through which it goes.
+/// Which runs of an open step's sequences have pages on disk.
+#[derive(Default)]
 pub(crate) struct Stream {
-    ring: Ring,
-    timeout: Duration,
-    /// Of the open step, in the order in which layers are usually attended to.
+    /// Of what there is to read: whose it is.
     passes: Vec<Pass>,
     /// By layer, its passes.
     ranges: Vec<Range<usize>>,
     carried: Carried,
     row: Vec<BlockRef>,
-    traffic: Traffic,
-}
-
-/// What was streamed in a step.
-#[derive(Clone, Copy, Default)]
-pub(crate) struct Traffic {
-    /// Bytes of pages on disk that were gone over.
-    pub(crate) bytes: u64,
-    /// Time in which nothing was done but to wait for the disk.
-    pub(crate) waited: Duration,
 }
 
 /// A fixed run of one sequence, for one layer, with pages on disk.
@@ -44,7 +29,6 @@ struct Pass {
     run: usize,
     /// Places of these pages in the sequence's row.
     pages: Vec<usize>,
-    what: LayerOfPages,
 }
 
 /// The arguments of one call of `attend`, sequence by sequence.
@@ -63,21 +47,14 @@ pub(crate) struct Call<'a> {
 /// Why attention ended early.
 pub(crate) enum Stop {
     Backend(pagoda_cpu::Error),
-    Read(Option<Failure>),
-    Slow(Duration),
-    Signal(PyErr),
+    Disk(reads::Stop),
 }
 
 impl Stop {
     pub(crate) fn raise(self, py: Python<'_>) -> PyErr {
         match self {
             Self::Backend(error) => cpu(py, &error),
-            Self::Read(failure) => errors::failure(py, failure.as_ref()),
-            Self::Slow(limit) => {
-                let reason = format!("disk_timeout = {}: a read took longer", limit.as_secs_f64());
-                errors::failure(py, Some(&Failure::Io(reason)))
-            }
-            Self::Signal(error) => error,
+            Self::Disk(stop) => stop.raise(py),
         }
     }
 }
@@ -119,45 +96,21 @@ impl<'a> Call<'a> {
 }
 
 impl Stream {
-    pub(crate) fn new(ring: Ring, timeout: Duration) -> Self {
-        let (passes, ranges, carried, row) = (Vec::new(), Vec::new(), Carried::default(), Vec::new());
-        Self { ring, timeout, passes, ranges, carried, row, traffic: Traffic::default() }
-    }
-
-    /// Bytes of the ring.
-    pub(crate) fn bytes(&self) -> u64 {
-        self.ring.bytes()
-    }
-
-    /// What was streamed since the step was entered.
-    pub(crate) fn traffic(&self) -> Traffic {
-        self.traffic
-    }
-
-    /// The last step that had ended when the oldest read began that is under way.
-    pub(crate) fn since(&self) -> Option<Epoch> {
-        self.ring.since()
-    }
-
     /// Whether the open step has to read anything for a layer.
     pub(crate) fn has(&self, layer: usize) -> bool {
         !self.ranges[layer].is_empty()
     }
 
-    /// Waits for all reads under way; says whether there were any.
-    pub(crate) fn finish(&mut self, mover: &Mover) -> Result<bool, Stop> {
-        let start = Instant::now();
-        let mut waited = false;
-        while let Some(completion) = self.ring.under_way().cloned() {
-            self.wait(mover, &completion, start)?;
-            waited = true;
-        }
-        Ok(waited)
-    }
-
-    /// Lists what the step that was just opened has to read.
-    pub(crate) fn enter(&mut self, core: &pagoda_core::Cache, step: &StepState, layers: &[PlacedLayer]) {
-        self.traffic = Traffic::default();
+    /// Lists what the step that was just opened has to read, in the order in which layers are usually attended to.
+    pub(crate) fn enter(
+        &mut self,
+        core: &pagoda_core::Cache,
+        step: &StepState,
+        layers: &[PlacedLayer],
+        reads: &mut Reads,
+    ) {
+        reads.traffic = reads::Traffic::default();
+        reads.what.clear();
         self.passes.clear();
         self.ranges.clear();
         for (at, placed) in layers.iter().enumerate() {
@@ -165,13 +118,13 @@ impl Stream {
             let start = self.passes.len();
             let alike = |other: &PlacedLayer| other.group == group && other.layer.window == layer.window;
             if let Some(before) = layers[..at].iter().position(alike) {
-                let same = self.passes[self.ranges[before].clone()].to_vec();
-                let of_layer =
-                    |pass: Pass| Pass { what: LayerOfPages { layer: member, ..pass.what }, ..pass };
-                self.passes.extend(same.into_iter().map(of_layer));
+                let same = self.ranges[before].clone();
+                self.passes.extend_from_within(same.clone());
+                reads.what.extend_from_within(same);
+                reads.what[start..].iter_mut().for_each(|what| what.layer = member);
             } else {
                 for sequence in 0..core.step_batch().len() {
-                    self.list(core, step, placed, sequence);
+                    self.list(core, step, placed, sequence, &mut reads.what);
                 }
             }
             self.ranges.push(start..self.passes.len());
@@ -179,7 +132,14 @@ impl Stream {
     }
 
     /// Lists what a layer has to read of one sequence.
-    fn list(&mut self, core: &pagoda_core::Cache, step: &StepState, placed: &PlacedLayer, sequence: usize) {
+    fn list(
+        &mut self,
+        core: &pagoda_core::Cache,
+        step: &StepState,
+        placed: &PlacedLayer,
+        sequence: usize,
+        what: &mut Vec<LayerOfPages>,
+    ) {
         let PlacedLayer { group, member, ref layer, .. } = *placed;
         if !core.step_reaches_disk(sequence, group) {
             return;
@@ -190,8 +150,8 @@ impl Stream {
             let pages: Vec<_> = pages.filter(|&page| row[page].tier() == Tier::Disk).collect();
             if !pages.is_empty() {
                 let blocks = pages.iter().map(|&page| row[page].block()).collect();
-                let what = LayerOfPages { group, layer: member, blocks };
-                self.passes.push(Pass { sequence, run, pages, what });
+                what.push(LayerOfPages { group, layer: member, blocks });
+                self.passes.push(Pass { sequence, run, pages });
             }
         }
     }
@@ -203,6 +163,7 @@ impl Stream {
     pub(crate) unsafe fn attend(
         &mut self,
         mover: &Mover,
+        reads: &mut Reads,
         at: usize,
         call: Call<'_>,
         ended: Epoch,
@@ -220,14 +181,14 @@ impl Stream {
             let queries: usize = before.iter().map(|table| table.new_tokens as usize).sum();
             // Begun before anything is computed.
             // SAFETY: as the caller promises.
-            unsafe { self.read_ahead(mover, passes.start, ended) };
+            unsafe { reads.read_ahead(mover, passes.start, ended) };
             if queries > 0 {
                 // SAFETY: none of these sequences has pages on disk that this layer sees.
                 unsafe { call.part(before, first - queries).attend()? };
             }
             let one = call.part(std::slice::from_ref(table), first);
             // SAFETY: as the caller promises.
-            unsafe { self.sequence(mover, passes.start..passes.start + own, one, ended)? };
+            unsafe { self.sequence(mover, reads, passes.start..passes.start + own, one, ended)? };
             passes.start += own;
             in_memory = index + 1;
         }
@@ -244,6 +205,7 @@ impl Stream {
     unsafe fn sequence(
         &mut self,
         mover: &Mover,
+        reads: &mut Reads,
         passes: Range<usize>,
         call: Call<'_>,
         ended: Epoch,
@@ -257,73 +219,25 @@ impl Stream {
             // SAFETY: runs that no pass is of have no pages on disk.
             unsafe { call.attend_runs(done..run, &mut self.carried)? };
             // SAFETY: as the caller promises.
-            let filled = unsafe { self.next(mover, pass, ended)? };
+            let filled = unsafe { reads.take(mover, pass, ended) }.map_err(Stop::Disk)?;
+            let filled = filled.expect("slots are given back run by run");
             // Those of other runs are not looked at.
             for (place, &page) in self.passes[pass].pages.iter().enumerate() {
                 self.row[page] = BlockRef::new(Tier::Disk, BlockId::new(place as u32));
             }
-            let what = &self.passes[pass].what;
             let begin = call.layer.layout.k.rows.offset as usize;
             let arenas = call.arenas.with_disk(filled.address.wrapping_sub(begin), filled.stride as usize);
-            self.traffic.bytes += filled.stride * what.blocks.len() as u64;
             let patched = [SequenceTable { row: &self.row, ..table }];
             let call = Call { tables: &patched, arenas: &arenas, ..call };
             // SAFETY: the pages of this run that are on disk are in the slot, verified.
             let result = unsafe { call.attend_runs(run..run + 1, &mut self.carried) };
-            self.ring.release(filled);
+            reads.release(filled);
             result?;
             // SAFETY: as the caller promises.
-            unsafe { self.read_ahead(mover, pass + 1, ended) };
+            unsafe { reads.read_ahead(mover, pass + 1, ended) };
             done = run + 1;
         }
         // SAFETY: as above.
         unsafe { call.attend_runs(done..work::run_count(table.spans), &mut self.carried) }
-    }
-
-    /// Begins to read what the passes from `next` on need, and after the last one, for the step to come, those from the first on.
-    unsafe fn read_ahead(&mut self, mover: &Mover, next: usize, ended: Epoch) {
-        let (before, after) = self.passes.split_at(next);
-        let what = after.iter().chain(before).map(|pass| &pass.what);
-        // SAFETY: as the caller promises.
-        unsafe { self.ring.read_ahead(mover, what, ended) };
-    }
-
-    /// What a pass needs, once it has arrived.
-    unsafe fn next(&mut self, mover: &Mover, pass: usize, ended: Epoch) -> Result<Filled, Stop> {
-        // SAFETY: as the caller promises.
-        unsafe { self.read_ahead(mover, pass, ended) };
-        let start = Instant::now();
-        while self.ring.next().is_none() {
-            if let Some(idle) = self.ring.under_way().cloned() {
-                self.wait(mover, &idle, start)?;
-            }
-            // SAFETY: as the caller promises.
-            unsafe { self.read_ahead(mover, pass, ended) };
-        }
-        let completion = self.ring.next().expect("begun").clone();
-        self.wait(mover, &completion, start)?;
-        let filled = self.ring.take().map_err(Stop::Read)?;
-        // SAFETY: as the caller promises.
-        unsafe { self.read_ahead(mover, pass + 1, ended) };
-        Ok(filled)
-    }
-
-    /// Sleeps until a read has ended, from `start` on as long as may be.
-    fn wait(&mut self, mover: &Mover, completion: &Completion, start: Instant) -> Result<(), Stop> {
-        let began = Instant::now();
-        let waiter = mover.waiter();
-        let mut result = Ok(());
-        while result.is_ok() {
-            let left = self.timeout.saturating_sub(start.elapsed());
-            if waiter.wait(completion, SLICE.min(left)) {
-                break;
-            }
-            result = Python::attach(|py| py.check_signals()).map_err(Stop::Signal);
-            if left.is_zero() {
-                result = Err(Stop::Slow(self.timeout));
-            }
-        }
-        self.traffic.waited += began.elapsed();
-        result
     }
 }

@@ -1,0 +1,245 @@
+//! The CPU's kernels over the open step, and the checks of what they are given.
+
+use crate::arrays::{floats, rows, rows_mut};
+use crate::cache::{Engine, Inner};
+use crate::errors::{cpu, invalid, unavailable};
+use crate::layers::PlacedLayer;
+use crate::step::StepState;
+use crate::stream::{Call, Stream};
+use numpy::{PyArray2, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
+use pagoda_core::ids::GroupId;
+use pagoda_cpu::{Backend, Element, Isa, Layer, SequenceTable};
+use pagoda_store::Slab;
+use pyo3::prelude::*;
+use std::sync::Arc;
+
+/// The memory of a cache on the CPU, and who computes in it.
+pub(crate) struct Cpu {
+    pub(crate) slabs: Vec<Arc<Slab>>,
+    pub(crate) backend: Backend,
+    checked: bool,
+    pub(crate) stream: Stream,
+}
+
+impl Cpu {
+    pub(crate) fn new(
+        py: Python<'_>,
+        memory: [u64; 2],
+        threads: usize,
+        deterministic: bool,
+        isa: Option<&str>,
+        checked: bool,
+    ) -> PyResult<Self> {
+        let isa = isa.map(|name| isa_named(py, name)).transpose()?;
+        let slab = |bytes: u64| {
+            let slab = Slab::new(bytes as usize);
+            slab.map(Arc::new)
+                .map_err(|error| unavailable(py, format_args!("{bytes} bytes of memory: {error}")))
+        };
+        let slabs = vec![slab(memory[0])?, slab(memory[1])?];
+        let backend = Backend::new(threads, deterministic, isa).map_err(|error| cpu(py, &error))?;
+        Ok(Self { slabs, backend, checked, stream: Stream::default() })
+    }
+}
+
+impl Inner {
+    /// Writes K and V of the new tokens of one layer.
+    pub(crate) fn append(
+        &mut self,
+        py: Python<'_>,
+        layer: usize,
+        k: Option<&Bound<'_, PyUntypedArray>>,
+        v: Option<&Bound<'_, PyUntypedArray>>,
+        dtype: Option<&str>,
+    ) -> PyResult<()> {
+        self.require_step(py)?;
+        let placed = self.owning_layer(py, layer)?;
+        let bits = bits(py, dtype)?;
+        let geometry = placed.layer.geometry;
+        let shape = |dim: u32| [self.step.new_tokens(), geometry.num_kv_heads as usize, dim as usize];
+        require_rows(py, &placed.layer, k.is_some(), v.is_some())?;
+        // Of a layer whose keys are derived, values take the place of K.
+        let (name, stored) = k.map(|k| ("k", k)).or(v.map(|v| ("v", v))).expect("one of them is given");
+        let keys = rows(name, stored, shape(geometry.head_dim), bits)?;
+        let values = v.filter(|_| geometry.v_format.is_some());
+        let values = values.map(|v| rows("v", v, shape(geometry.v_head_dim), bits)).transpose()?;
+        self.require_unwritten(py, layer)?;
+        let Self { core, layers, arenas, engine, step, .. } = self;
+        let Engine::Cpu(Cpu { backend, checked, .. }) = engine else { return Err(no_kernels(py)) };
+        if std::mem::take(&mut layers[layer].center_first) && step.new_tokens() >= CENTER_TOKENS_MIN {
+            let (heads, dim) = (geometry.num_kv_heads as usize, geometry.head_dim as usize);
+            // SAFETY: the array was checked.
+            let mean = unsafe { backend.mean(keys, step.new_tokens(), heads, dim) };
+            let center = mean.unwrap_or_default();
+            for (at, placed) in layers.iter_mut().enumerate() {
+                if at == layer || placed.owner == Some(layer) {
+                    placed.layer.transform.center.clone_from(&center);
+                }
+            }
+        }
+        let memory = std::mem::take(&mut step.sequences);
+        let tables = sequence_tables(core, step, layers[layer].group, memory);
+        let result = py.detach(|| {
+            // SAFETY: the core has given the new rows to this step alone, and the arrays were checked; Python keeps them
+            // alive for the call.
+            unsafe { backend.append(arenas, &layers[layer].layer, &tables, keys, values, *checked) }
+        });
+        step.sequences = recycle(tables);
+        result.map_err(|error| cpu(py, &error))?;
+        step.written[layer] = true;
+        Ok(())
+    }
+
+    /// Attention of the new tokens of one layer, into `out` and `lse`.
+    pub(crate) fn attend(
+        &mut self,
+        py: Python<'_>,
+        layer: usize,
+        q: &Bound<'_, PyUntypedArray>,
+        out: &Bound<'_, PyUntypedArray>,
+        lse: Option<&Bound<'_, PyArray2<f32>>>,
+        dtype: Option<&str>,
+        sink_logits: Option<&Bound<'_, PyUntypedArray>>,
+    ) -> PyResult<()> {
+        self.require_step(py)?;
+        let placed = self.layer(py, layer)?;
+        let bits = bits(py, dtype)?;
+        let heads = placed.layer.num_q_heads as usize;
+        let shape = |dim: u32| [self.step.new_tokens(), heads, dim as usize];
+        let queries = rows("q", q, shape(placed.layer.geometry.head_dim), bits)?;
+        let outputs = rows_mut("out", out, shape(placed.layer.geometry.v_head_dim), bits, q)?;
+        require_sinks(py, placed, sink_logits.is_some())?;
+        let sinks = sink_logits.map(|array| floats("sink_logits", array, heads)).transpose()?;
+        self.require_written(py, layer)?;
+        let lse = lse.map(|lse| lse_address(lse, [self.step.new_tokens(), heads])).transpose()?;
+        let Self { core, layers, arenas, mover, disk, engine, step, closed, .. } = self;
+        let Engine::Cpu(Cpu { backend, stream, .. }) = engine else { return Err(no_kernels(py)) };
+        let memory = std::mem::take(&mut step.sequences);
+        let tables = sequence_tables(core, step, layers[layer].group, memory);
+        let disk = disk.as_mut().filter(|_| stream.has(layer));
+        let result = py.detach(|| {
+            let call = Call {
+                backend,
+                arenas,
+                layer: &layers[layer].layer,
+                tables: &tables,
+                queries,
+                sinks: sinks.as_deref(),
+                out: outputs,
+                lse: lse.map(|address| address.get()),
+            };
+            // SAFETY: pages do not move or change while the step is open, and the arrays were checked; Python keeps them
+            // alive for the call. Steps retire after the reads that they have begun.
+            unsafe {
+                match disk {
+                    Some(disk) => stream.attend(mover, &mut disk.reads, layer, call, *closed),
+                    None => call.attend(),
+                }
+            }
+        });
+        let attended: u64 = tables.iter().map(|table| layers[layer].layer.seen_bytes(table)).sum();
+        step.sequences = recycle(tables);
+        step.attended += attended;
+        result.map_err(|stop| stop.raise(py))
+    }
+}
+
+fn no_kernels(py: Python<'_>) -> PyErr {
+    unavailable(py, "CPU kernels: this cache is on a device")
+}
+
+fn isa_named(py: Python<'_>, name: &str) -> PyResult<Isa> {
+    let found = Isa::ALL.into_iter().find(|isa| isa.to_string() == name);
+    found.ok_or_else(|| invalid(py, "isa", format_args!("{name:?}"), format_args!("one of {:?}", Isa::ALL)))
+}
+
+/// The tables of one layer group of the open step, in memory that is reused.
+fn sequence_tables<'a>(
+    core: &'a pagoda_core::Cache,
+    step: &'a StepState,
+    group: GroupId,
+    memory: Vec<SequenceTable<'static>>,
+) -> Vec<SequenceTable<'a>> {
+    let mut tables = recycle(memory);
+    tables.extend((0..core.step_batch().len()).map(|index| step.table(core, index, group)));
+    tables
+}
+
+/// The same allocation, empty, for tables of another lifetime.
+fn recycle<'a>(mut tables: Vec<SequenceTable<'_>>) -> Vec<SequenceTable<'a>> {
+    tables.clear();
+    tables.into_iter().map(|_| unreachable!("cleared")).collect()
+}
+
+/// Rows that are enough to say what K is centred by; after fewer it is not.
+const CENTER_TOKENS_MIN: usize = 16;
+
+/// The meaning of 16-bit integers, if the caller says so.
+fn bits(py: Python<'_>, dtype: Option<&str>) -> PyResult<Option<Element>> {
+    match dtype {
+        None => Ok(None),
+        Some("f32") => Ok(Some(Element::F32)),
+        Some("f16") => Ok(Some(Element::F16)),
+        Some("bf16") => Ok(Some(Element::Bf16)),
+        Some(name) => Err(invalid(py, "dtype", format_args!("{name:?}"), "f32, f16 or bf16")),
+    }
+}
+
+/// Whether K and V are given where a layer stores them, and only there.
+pub(crate) fn require_rows(py: Python<'_>, layer: &Layer, k: bool, v: bool) -> PyResult<()> {
+    let geometry = &layer.geometry;
+    let missing = |name, dim| {
+        let heads = geometry.num_kv_heads;
+        Err(invalid(py, name, "None", format_args!("an array [sum(new), {heads}, {dim}]")))
+    };
+    match (k, v, geometry.v_format) {
+        (true, ..) if layer.derived.is_some() => {
+            Err(invalid(py, "k", "an array", "None, for a layer with k_eq_v: it stores V alone"))
+        }
+        (false, ..) if layer.derived.is_none() => missing("k", geometry.head_dim),
+        (false, false, _) | (_, false, Some(_)) => missing("v", geometry.v_head_dim),
+        (true, true, None) => Err(invalid(py, "v", "an array", "None, for a layer with v_alias")),
+        _ => Ok(()),
+    }
+}
+
+/// Whether sinks are given where a layer has them, and only there.
+pub(crate) fn require_sinks(py: Python<'_>, placed: &PlacedLayer, given: bool) -> PyResult<()> {
+    match (given, placed.sinks) {
+        (false, true) => {
+            let limit = format_args!("a float32 array [{}]", placed.layer.num_q_heads).to_string();
+            Err(invalid(py, "sink_logits", "None", limit))
+        }
+        (true, false) => Err(invalid(py, "sink_logits", "an array", "None, for a layer without sinks")),
+        _ => Ok(()),
+    }
+}
+
+/// The memory of a contiguous float32 array of the given shape.
+fn lse_address(lse: &Bound<'_, PyArray2<f32>>, shape: [usize; 2]) -> PyResult<Address> {
+    let mut array = lse.try_readwrite()?;
+    if lse.shape() != shape {
+        return Err(invalid(
+            lse.py(),
+            "lse",
+            format_args!("shape {:?}", lse.shape()),
+            format_args!("{shape:?}"),
+        ));
+    }
+    Ok(Address(array.as_slice_mut()?.as_mut_ptr()))
+}
+
+/// An address that another thread may write to.
+#[derive(Clone, Copy)]
+struct Address(*mut f32);
+
+// SAFETY: only the backend's workers use it, for disjoint elements, while the array is borrowed.
+unsafe impl Send for Address {}
+// SAFETY: as above.
+unsafe impl Sync for Address {}
+
+impl Address {
+    fn get(self) -> *mut f32 {
+        self.0
+    }
+}

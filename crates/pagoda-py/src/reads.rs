@@ -1,0 +1,139 @@
+//! Layers of pages on disk, read ahead of whoever goes over them.
+
+use crate::errors;
+use pagoda_core::fence::{Completion, Failure};
+use pagoda_core::ids::Epoch;
+use pagoda_store::{Filled, LayerOfPages, Mover, Ring};
+use pyo3::prelude::*;
+use std::time::{Duration, Instant};
+
+/// How often a wait for the disk looks for signals.
+const SLICE: Duration = Duration::from_millis(50);
+
+/// What an open step has to read from disk, and the memory through which it goes.
+pub(crate) struct Reads {
+    ring: Ring,
+    timeout: Duration,
+    /// In the order of need.
+    pub(crate) what: Vec<LayerOfPages>,
+    pub(crate) traffic: Traffic,
+}
+
+/// What was read for attention in a step.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Traffic {
+    /// Bytes of pages on disk that were gone over.
+    pub(crate) bytes: u64,
+    /// Time in which nothing was done but to wait for the disk.
+    pub(crate) waited: Duration,
+}
+
+/// Why a wait ended early.
+pub(crate) enum Stop {
+    Read(Option<Failure>),
+    Slow(Duration),
+    Signal(PyErr),
+}
+
+impl Stop {
+    pub(crate) fn raise(self, py: Python<'_>) -> PyErr {
+        match self {
+            Self::Read(failure) => errors::failure(py, failure.as_ref()),
+            Self::Slow(limit) => {
+                let reason = format!("disk_timeout = {}: a read took longer", limit.as_secs_f64());
+                errors::failure(py, Some(&Failure::Io(reason)))
+            }
+            Self::Signal(error) => error,
+        }
+    }
+}
+
+impl Reads {
+    pub(crate) fn new(ring: Ring, timeout: Duration) -> Self {
+        Self { ring, timeout, what: Vec::new(), traffic: Traffic::default() }
+    }
+
+    /// Bytes of the ring.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.ring.bytes()
+    }
+
+    /// The last step that had ended when the oldest read began that is under way.
+    pub(crate) fn since(&self) -> Option<Epoch> {
+        self.ring.since()
+    }
+
+    /// Waits for all reads under way; says whether there were any.
+    pub(crate) fn finish(&mut self, mover: &Mover) -> Result<bool, Stop> {
+        let start = Instant::now();
+        let mut waited = false;
+        while let Some(completion) = self.ring.under_way().cloned() {
+            self.wait(mover, &completion, start)?;
+            waited = true;
+        }
+        Ok(waited)
+    }
+
+    /// Begins to read what is needed from place `next` on, and after the last one, for the step to come, from the first on.
+    /// `ended` is the last step that has.
+    ///
+    /// # Safety
+    /// As for [`Ring::read_ahead`].
+    pub(crate) unsafe fn read_ahead(&mut self, mover: &Mover, next: usize, ended: Epoch) {
+        let (before, after) = self.what.split_at(next);
+        // SAFETY: as the caller promises.
+        unsafe { self.ring.read_ahead(mover, after.iter().chain(before), ended) };
+    }
+
+    /// What is needed at place `at`, once it has arrived; then goes on reading ahead. None if the caller has all slots.
+    ///
+    /// # Safety
+    /// As for [`Ring::read_ahead`].
+    pub(crate) unsafe fn take(
+        &mut self,
+        mover: &Mover,
+        at: usize,
+        ended: Epoch,
+    ) -> Result<Option<Filled>, Stop> {
+        // SAFETY: as the caller promises.
+        unsafe { self.read_ahead(mover, at, ended) };
+        let start = Instant::now();
+        while self.ring.next().is_none() {
+            let Some(idle) = self.ring.under_way().cloned() else { return Ok(None) };
+            self.wait(mover, &idle, start)?;
+            // SAFETY: as the caller promises.
+            unsafe { self.read_ahead(mover, at, ended) };
+        }
+        let completion = self.ring.next().expect("begun").clone();
+        self.wait(mover, &completion, start)?;
+        let filled = self.ring.take().map_err(Stop::Read)?;
+        self.traffic.bytes += filled.stride * self.what[at].blocks.len() as u64;
+        // SAFETY: as the caller promises.
+        unsafe { self.read_ahead(mover, at + 1, ended) };
+        Ok(Some(filled))
+    }
+
+    /// Takes a slot back.
+    pub(crate) fn release(&mut self, filled: Filled) {
+        self.ring.release(filled);
+    }
+
+    /// Sleeps until a read has ended, from `start` on as long as may be.
+    fn wait(&mut self, mover: &Mover, completion: &Completion, start: Instant) -> Result<(), Stop> {
+        let began = Instant::now();
+        let waiter = mover.waiter();
+        let mut result = Ok(());
+        while result.is_ok() {
+            let left = self.timeout.saturating_sub(start.elapsed());
+            if waiter.wait(completion, SLICE.min(left)) {
+                break;
+            }
+            result = Python::attach(|py| py.check_signals()).map_err(Stop::Signal);
+            if left.is_zero() {
+                result = Err(Stop::Slow(self.timeout));
+            }
+        }
+        self.traffic.waited += began.elapsed();
+        result
+    }
+}
