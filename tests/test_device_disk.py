@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pagoda
 import pytest
-from emulator.driver import CallerStream, EmulatedDriver, Stream
+from emulator.driver import CallerStream, EmulatedDriver, HostArena, Stream
 from mirror import Mirror, Tokens, layer
 from pagoda import _core
 from pagoda.device import passage
@@ -292,6 +292,29 @@ def test_a_plan_of_which_a_part_fails(parts: int, tmp_path: Path, monkeypatch: p
         assert [row in data for row in rows] == [page < copied for page in range(12)]
         mirror.look()
         cache.audit()
+
+
+def test_memory_that_cannot_be_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages stay on disk, the error is told once, and the next try succeeds."""
+    driver = RestlessDriver(10)
+    with with_disk(monkeypatch, tmp_path, driver, [layer()], device_memory="512KiB", spill=False) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [64])
+        assert cache.demote(tokens.sequence, to="disk").wait()
+
+        def refuse(self: HostArena, address: int, size: int) -> bool:
+            raise pagoda.BackendUnavailable("no more")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HostArena, "pin", refuse)
+            with pytest.raises(pagoda.BackendUnavailable, match="no more"):
+                cache.promote(tokens.sequence, to="host")
+        assert cache.stats().disk[0].used == 4
+        assert cache.stats().host[0].used == 0
+        mirror.look()
+        assert cache.promote(tokens.sequence, to="host").wait()
+        mirror.look()
 
 
 def a_write_follows_the_kernel(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
