@@ -71,6 +71,13 @@ def emulated(request: pytest.FixtureRequest) -> bool:
     return request.config.getoption("--device") in ("emulated", "streamed")
 
 
+@pytest.fixture
+def names_the_cpu(request: pytest.FixtureRequest) -> None:
+    """Of a test that chooses the CPU itself: once is enough."""
+    if request.config.getoption("--device") != "cpu":
+        pytest.skip("runs on the CPU, whatever --device says")
+
+
 @pytest.fixture(autouse=True)
 def _gpu_or_skip(request: pytest.FixtureRequest) -> None:
     """Skips a test marked `gpu` where there is none, unless PAGODA_REQUIRE_GPU=1 says that there must be."""

@@ -228,7 +228,7 @@ def settled(cache: pagoda.Cache) -> Stats:
     """What a cache holds once a device has been seen to end its steps: until then what they freed is draining."""
     while True:
         stats = cache.stats()
-        if not any(counts.draining for counts in (*stats.device, *stats.host)):
+        if not any(counts.draining for counts in (*stats.device, *stats.host, *stats.disk)):
             return stats
 
 

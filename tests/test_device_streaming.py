@@ -22,7 +22,7 @@ from mirror import Mirror, layer
 from pagoda.device import cuda, streaming
 from pagoda.device.driver import Event
 from pagoda.device.engine import DeviceEngine
-from pagoda.device.streaming import Run, Slot, Streams, Traffic, layer_runs, slot_bytes
+from pagoda.device.streaming import Run, Slot, Streams, Traffic, device_bytes_for_disk, layer_runs, slot_bytes
 
 Array = npt.NDArray[Any]
 
@@ -68,12 +68,12 @@ def poisoned_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot is NaN before anything is copied into it."""
     bring = Streams._bring
 
-    def poisoned(self: Streams, slot: Slot, layer: int, number: int) -> Event:
+    def poisoned(self: Streams, slot: Slot, *given: Any) -> Event:
         if slot.read is not None:
             self._copying.follow(slot.read)
         address, size = slot.address, self._slot_size
         self._copying.work.append(lambda: ctypes.memset(address, 0xFF, size))  # type: ignore[attr-defined]
-        return bring(self, slot, layer, number)
+        return bring(self, slot, *given)
 
     monkeypatch.setattr(Streams, "_bring", poisoned)
 
@@ -215,7 +215,7 @@ def test_a_step_goes_on_where_the_one_before_has_stopped(monkeypatch: pytest.Mon
         mirror.step([tokens], [1])
         assert engine.traffic == Traffic(ring=2 * 30 * page, mapped=0)
         assert mirror.last is not None
-        assert mirror.last.report.bytes == {"pcie": 2 * 30 * page}
+        assert mirror.last.report.bytes == {"pcie": 2 * 30 * page, "disk": 0}
     # Where pages have moved since, it is brought anew.
     mirror.cache.promote(tokens.sequence, (0, 64)).wait()
     mirror.step([tokens], [1])
@@ -297,6 +297,11 @@ def test_how_large_slots_are() -> None:
     assert slot_bytes(runs, 1, 15 * mib) == 0, "below 1 MiB launches are what it costs"
     assert slot_bytes(runs, 1024, 2 * gib) == 64 * mib
     assert slot_bytes(runs, 1024, gib - 1) == 0
+    assert slot_bytes(runs, 1, 15 * mib, in_place=False) == 15 * mib // 16, (
+        "pages on disk come through a ring or not at all"
+    )
+    least = device_bytes_for_disk(runs, 5)
+    assert slot_bytes(runs, 5, least, in_place=False) >= 5 << 16 > slot_bytes(runs, 5, least - 1, in_place=False) == 0
 
 
 def test_the_bytes_of_a_layer_in_a_block(monkeypatch: pytest.MonkeyPatch) -> None:

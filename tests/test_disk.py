@@ -16,14 +16,18 @@ import pytest
 from mirror import Mirror, layer, settled
 
 SPEC = pagoda.ModelSpec(layers=[layer(), layer(), layer(window=40)])
-OPTIONS: dict[str, Any] = {"device": "cpu", "device_memory": "256KiB", "threads": 2, "headroom": 1000}
+OPTIONS: dict[str, Any] = {"device_memory": "256KiB", "threads": 2, "headroom": 1000}
 
 
 @pytest.fixture
 def mirror(tmp_path: Path) -> Iterator[Mirror]:
-    options = OPTIONS | {"host_memory": "256KiB", "disk": tmp_path / "pages", "disk_memory": "32MiB"}
-    with pagoda.Cache(SPEC, page_size=16, **options) as cache:
+    with opened(tmp_path) as cache:
         yield Mirror(cache, np.random.default_rng(0))
+
+
+def opened(path: Path, **changes: Any) -> pagoda.Cache:
+    disk: dict[str, Any] = {"host_memory": "256KiB", "disk": path / "pages", "disk_memory": "32MiB"}
+    return pagoda.Cache(SPEC, page_size=16, **(OPTIONS | disk | changes))
 
 
 def test_pages_go_down_three_tiers_and_come_back_unchanged(mirror: Mirror, tmp_path: Path) -> None:
@@ -155,6 +159,7 @@ def test_a_batch_that_memory_cannot_hold_is_read_from_disk_at_every_step(mirror:
     cache.audit()
 
 
+@pytest.mark.usefixtures("names_the_cpu")
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_one_sequence_longer_than_memory(tmp_path: Path, deterministic: bool) -> None:
     """Prefill in chunks, then decode, over three tiers; bit for bit as in memory where bits are promised."""
@@ -179,8 +184,12 @@ def test_one_sequence_longer_than_memory(tmp_path: Path, deterministic: bool) ->
                     np.testing.assert_array_equal(layer_streamed, layer_resident)
 
 
-def test_a_step_reports_what_it_read(mirror: Mirror) -> None:
-    tokens, cache = mirror.create(), mirror.cache
+@pytest.mark.usefixtures("names_the_cpu")
+def test_a_step_reports_what_it_read(tmp_path: Path) -> None:
+    """On a device see tests/test_device_disk.py."""
+    cache = opened(tmp_path, device="cpu")
+    mirror = Mirror(cache, np.random.default_rng(0))
+    tokens = mirror.create()
     mirror.step([tokens], [320])
     rows = [np.zeros((1, shape, 16), np.float32) for shape in (2, 2, 4)]
     for on_disk in (0, 192):
@@ -196,8 +205,10 @@ def test_a_step_reports_what_it_read(mirror: Mirror) -> None:
         # The window of 40 has none of the pages on disk; 16 tokens of 2 heads of K and V in f16 are 2 KiB, stored as 4.
         assert report.bytes == {"memory": (321 + 321 + 40) * 2 * 2 * 32, "disk": 2 * on_disk // 16 * 4096}
         assert report.fractions({"disk": 1e9, "pcie": 1.0}) == {"disk": report.bytes["disk"] / 1e9 / report.seconds}
+    cache.close()
 
 
+@pytest.mark.usefixtures("names_the_cpu")
 def test_who_waits_too_long_for_a_read_gives_up_and_nothing_is_lost(tmp_path: Path) -> None:
     """64 MiB take any drive longer than a microsecond."""
     spec = pagoda.ModelSpec(layers=[layer(num_kv_heads=8, num_q_heads=8, head_dim=128)])
@@ -221,6 +232,7 @@ def test_who_waits_too_long_for_a_read_gives_up_and_nothing_is_lost(tmp_path: Pa
             np.testing.assert_allclose(step.forward(0, rows[:1], rows[:1], rows[:1]), rows[:1], rtol=1e-5)
 
 
+@pytest.mark.usefixtures("names_the_cpu")
 def test_interrupts_while_pages_are_read_lose_nothing(tmp_path: Path) -> None:
     """Ctrl-C at any moment of a step whose pages stream: it is as if it had not begun."""
     spec = pagoda.ModelSpec(layers=[layer(num_kv_heads=4, num_q_heads=4, head_dim=128)] * 2)
@@ -333,6 +345,7 @@ def test_no_more_is_written_a_day_than_allowed(tmp_path: Path, caplog: pytest.Lo
         cache.audit()
 
 
+@pytest.mark.usefixtures("names_the_cpu")
 def test_a_drive_that_is_full_keeps_pages_where_they_are(tmp_path: Path) -> None:
     """A limit on the size of files is what a test can have without a drive of its own."""
     script = f"""
@@ -389,6 +402,7 @@ def test_a_disk_that_cannot_be(
         pagoda.Cache(SPEC, **options)
 
 
+@pytest.mark.usefixtures("names_the_cpu")
 def test_a_directory_that_is_read_only() -> None:
     """Root may write anywhere, so root becomes nobody first."""
     script = """

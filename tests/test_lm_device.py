@@ -111,11 +111,19 @@ def test_the_command(device: str, capsys: pytest.CaptureFixture[str], tmp_path: 
     assert runs[1]["pages"]["host"] > 0
 
 
-def test_a_disk_tier_is_refused_there(device: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    checkpoints.make(tmp_path, "llama")
-    disk = ["--disk", str(tmp_path / "pages"), "--disk-memory", "64MiB"]
-    assert main(["generate", "--model", str(tmp_path), "--prompt", "page", "--device", device, *disk]) == 2
-    assert "the disk tier is on the CPU so far" in capsys.readouterr().err
+def test_the_command_with_a_disk(device: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Most of the cache is read from disk; a later run goes on with what the first one has kept."""
+    checkpoints.make(tmp_path, "smollm3")
+    base = ["--model", str(tmp_path), "--prompt", TEXT.astype(np.uint8).tobytes().decode() * 7, "--tokens", "2"]
+    base += ["--chunk", "16", "--page-size", "8"]
+    small = ["--device-memory", "128KiB", "--host-memory", "16KiB", "--device", device]
+    small += ["--disk", str(tmp_path / "pages"), "--disk-memory", "16MiB", "--session", "it"]
+    resident = run_command(capsys, *base, "--device", "cpu")
+    runs = [run_command(capsys, *base, *small) for _ in range(2)]
+    assert [run["tokens"] for run in runs] == [resident["tokens"]] * 2
+    assert runs[0]["pages"]["disk"] > runs[0]["pages"]["device"]
+    assert runs[0]["attended_bytes"]["disk"] > 0
+    assert runs[1]["kept_tokens"] > 0 == runs[0]["kept_tokens"]
 
 
 @pytest.mark.parametrize(

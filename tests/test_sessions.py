@@ -16,7 +16,6 @@ from mirror import Mirror, Tokens, layer
 
 SPEC = pagoda.ModelSpec(layers=[layer(), layer(), layer(window=40)])
 OPTIONS: dict[str, Any] = {
-    "device": "cpu",
     "page_size": 16,
     "device_memory": "512KiB",
     "host_memory": "256KiB",
@@ -215,7 +214,13 @@ def spec_of(**changes: Any) -> pagoda.ModelSpec:
 
 CENTERS: list[Any] = [np.full((2, 32), 0.5, np.float32), None]
 
-BASE: dict[str, Any] = {"spec": spec_of(), "k_dtype": ["q8_0", "f16"], "center": None, "model": "tiny@1"}
+BASE: dict[str, Any] = {
+    "device": "cpu",
+    "spec": spec_of(),
+    "k_dtype": ["q8_0", "f16"],
+    "center": None,
+    "model": "tiny@1",
+}
 
 OTHERS: dict[str, dict[str, Any]] = {
     "query heads": {"spec": spec_of(num_q_heads=8)},
@@ -249,6 +254,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("names_the_cpu")
 def test_one_field_that_differs_is_refused_with_a_reason(tmp_path: Path) -> None:
     with opened(tmp_path, **BASE) as cache, cache.create() as sequence:
         cache.save(sequence, "it")
@@ -297,6 +303,7 @@ with pagoda.Cache(spec, disk=sys.argv[1], resume=True, **options) as cache:
 """
 
 
+@pytest.mark.usefixtures("names_the_cpu")
 def test_a_killed_process_leaves_whole_sessions(tmp_path: Path) -> None:
     spec = pagoda.ModelSpec(layers=[pagoda.AttentionLayer(num_q_heads=2, num_kv_heads=2, head_dim=16)])
     options: dict[str, Any] = {"device_memory": "1MiB", "host_memory": "1MiB", "disk_memory": "4MiB"}
@@ -324,6 +331,7 @@ def test_a_killed_process_leaves_whole_sessions(tmp_path: Path) -> None:
                 sequence.release()
 
 
+@pytest.mark.usefixtures("names_the_cpu")
 def test_memory_of_what_only_a_key_holds_is_given_up_when_it_is_needed(tmp_path: Path) -> None:
     options = {"device": "cpu", "device_memory": "64KiB", "host_memory": "64KiB", "disk_memory": "8MiB", "resume": True}
     with pagoda.Cache(pagoda.ModelSpec([layer()]), page_size=16, disk=tmp_path / "pages", **options) as cache:  # type: ignore[arg-type]

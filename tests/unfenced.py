@@ -14,7 +14,7 @@ def tickets_finish_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def hasty(self: DeviceEngine, plan: Any) -> Any:
         ticket = execute(self, plan)
         ticket.finish()
-        self._pending.tickets.clear()
+        self._moves._under_way.clear()
         return ticket
 
     monkeypatch.setattr(DeviceEngine, "execute", hasty)

@@ -20,7 +20,7 @@ if [ -n "${PAGODA_PEERS:-}" ]; then
         cp "$PAGODA_PEERS/_vllm_fa3_C.abi3.so" "$PAGODA_FA3"
     fi
 fi
-[ $# -gt 0 ] || set -- ceilings steps gather streaming decode prefill
+[ $# -gt 0 ] || set -- ceilings steps gather streaming tiers decode prefill
 for name in "$@"; do
     python3 "$here/$name.py" 2>&1 | tee -a "$out/log.txt" || echo "$name failed" | tee -a "$out/log.txt"
 done

@@ -305,10 +305,10 @@ class Step:
     def report(self) -> StepReport:
         """What attention has read in this step, over which link; until the next step of the cache is entered."""
         seconds = (time.perf_counter() if self._open else self._ended) - self._began
+        attended, from_disk, waited = self._core.attended()
         if isinstance(self._core, DeviceEngine):
             traffic = self._core.traffic
-            return StepReport(seconds, 0.0, {"pcie": traffic.ring + traffic.mapped})
-        attended, from_disk, waited = self._core.attended()
+            return StepReport(seconds, waited, {"pcie": traffic.ring + traffic.mapped, "disk": from_disk})
         return StepReport(seconds, waited, {"memory": attended, "disk": from_disk})
 
     def replay(self, launch: Callable[[], object]) -> None:
@@ -384,13 +384,13 @@ class Cache:
     `pagoda.formats`, one for all layers or one for each; PAGODA_KV_DTYPE in the environment goes before them.
     device: "cpu", "cuda", "cuda:1"; "auto" is the CPU for now. device_memory, host_memory:
     budgets, in bytes or like "512MiB"; on the CPU memory is taken as it is used, on a GPU at once, and of device_memory an
-    eighth at most for a ring that pages of the host tier are streamed through. threads: CPU workers, all cores by default.
+    eighth at most for a ring that pages of other tiers are streamed through. threads: CPU workers, all cores by default.
     deterministic: the bits of a result depend on the sequence alone, not on batch, chunks, threads or where pages lie.
     checked: values that do not fit their row format, infinities and NaN raise in `append`. retention: what layers without a
     window keep, everything by default, or `SinkWindow`. headroom: tokens that are kept behind every window, so that
     `truncate` can take back as many; a page by default.
 
-    disk, disk_memory: a directory for a third tier, on the CPU so far, and the bytes that it may take there. The directory is
+    disk, disk_memory: a directory for a third tier, and the bytes that it may take there. The directory is
     made if only its last part is missing, and must be nobody else's to write to. Pages have checksums that are verified
     whenever they are read. disk_writes_per_day: bytes that this cache may write there a day. resume: False is a file without
     a name that goes with the cache. True keeps what `save` is given until `forget`, whatever becomes of the process: the next
@@ -403,7 +403,9 @@ class Cache:
 
     spill: when the device tier is full, the oldest pages go to the host tier by themselves, and from there to disk, those of
     sequences that rest first. They come back when a step has their sequence and there is room. Steps attend to pages on disk
-    all the same: these are read layer by layer, ahead of need, through memory beside the budgets (see `stats().disk_io`).
+    all the same: these are read layer by layer, ahead of need, through memory beside the budgets (see `stats().disk_io`). On
+    a GPU they need the ring: where device_memory is too small for one, nothing goes to disk by itself, and a step with pages
+    there raises InvalidArgument with the memory that would do.
     disk_timeout: seconds that `attend` waits for such a read before it raises TierIOError.
 
     A layer with a window holds the pages of its last `window + headroom` tokens; others leave when a step is committed, so
@@ -471,8 +473,6 @@ class Cache:
             parse_size(host_memory, "host_memory"),
         )
         on_disk = disk_arguments(disk, disk_memory, resume, disk_writes_per_day, disk_timeout, model, layers, page_size)
-        if on_disk is not None and device_index(device) is not None:
-            raise BackendUnavailable(f"disk = {str(disk)!r}: the disk tier is on the CPU so far, not on {device}")
         self._device = engine_for(
             device,
             layers,
@@ -482,6 +482,7 @@ class Cache:
             deterministic=deterministic,
             checked=checked,
             zero_on_free=zero_on_free,
+            disk=on_disk,
         )
         self._core = self._device or _core.Cache(
             layers,
@@ -496,12 +497,14 @@ class Cache:
         )
         self._abandoned: deque[int] = deque()
         self._unfinished = False
-        below = [tier for tier, there in (("host", memory[1][0] > 0), ("disk", on_disk is not None)) if there]
+        # Pages that a step could not attend to there do not go to disk by themselves.
+        to_disk = on_disk is not None and (self._device is None or self._device.attends_to_disk)
+        below = [tier for tier, there in (("host", memory[1][0] > 0), ("disk", to_disk)) if there]
         self._spill = placement.Spill(self._core, below if spill else [])
         if on_disk is not None:
             for refused in self._core.stats()["disk"]["refused"]:
                 log.warning("disk = %s: without %s", disk, refused)
-            for key, why in self._keeper().lost():
+            for key, why in self._core.lost():
                 log.warning("disk = %s: %r is lost: %s", disk, key, why)
 
     def create(self) -> Sequence:
@@ -553,8 +556,9 @@ class Cache:
                 step.replay(graph.launch)
 
         Capturing itself is the caller's. Graphs read pages of the host tier in place; a step that streams them allocates, and
-        raises InvalidArgument where it is captured. Raises BackendUnavailable on the CPU, where nothing is gained by it, and
-        in a cache with checked=True, whose steps wait for the device.
+        raises InvalidArgument where it is captured; one with pages on disk, where a graph is replayed. Raises
+        BackendUnavailable on the CPU, where nothing is gained by it, and in a cache with checked=True, whose steps wait for
+        the device.
         """
         if self._device is None:
             raise BackendUnavailable("declare: graphs are of GPUs; this cache is on the CPU")
@@ -626,12 +630,11 @@ class Cache:
                 part.truncate(stop)
                 part.drop(0, start)
                 return self.save(part, key, meta=meta)
-        keeper = self._keeper()
-        keeper.check_key(_key(key))
+        self._core.check_key(_key(key))
         self._spill.settle()
         self._make_room_on_disk(self.plan(sequence, "disk", keep=True))
         self.execute(self.plan(sequence, "disk", keep=True)).wait()
-        keeper.save(sequence.id, key, meta)
+        self._core.save(sequence.id, key, meta)
 
     def load(self, key: str) -> Sequence | None:
         """A new sequence with what `save` kept under a name; None if nothing is, or it does not verify, which is logged.
@@ -640,7 +643,7 @@ class Cache:
         last page, TierIOError when the disk cannot be read.
         """
         try:
-            handle = self._keeper().load(_key(key))
+            handle = self._core.load(_key(key))
             if handle is None:
                 return None
             sequence = self._adopt(handle)
@@ -652,11 +655,11 @@ class Cache:
 
     def forget(self, key: str) -> bool:
         """Lets go of what is kept under a name; says whether there was something."""
-        return self._keeper().forget(_key(key))
+        return self._core.forget(_key(key))
 
     def saved(self) -> dict[str, bytes]:
         """The names under which sequences are kept, and their `meta`."""
-        return self._keeper().saved()
+        return self._core.saved()
 
     def stats(self) -> Stats:
         """Blocks and bytes by tier, and counters. Walks every page: not for the inner loop."""
@@ -682,9 +685,9 @@ class Cache:
     def _reserve(self, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
         if self._unfinished or self._abandoned:
             self._clean_up()
-        if self._device is not None and stream is not None:
-            self._device.use_stream(stream)
         while True:
+            if self._device is not None and stream is not None:
+                self._device.use_stream(stream)
             try:
                 self._core.reserve(batch.ids, counts)
             except OutOfBlocks as error:
@@ -711,13 +714,7 @@ class Cache:
             wanted = 1 + sum(copy[1] == group and copy[4] > 0 for copy in plan.copies)
             short = wanted - self._core.free_blocks("disk")[group]
             if short > 0:
-                self._keeper().drop_copies("disk", group, short)
-
-    def _keeper(self) -> _core.Cache:
-        """What keeps sequences on disk."""
-        if isinstance(self._core, DeviceEngine):
-            raise BackendUnavailable("save, load: the disk tier is on the CPU so far")
-        return self._core
+                self._core.drop_copies("disk", group, short)
 
     def _check_ours(self, sequences: Collection[Sequence]) -> Collection[Sequence]:
         for index, sequence in enumerate(sequences):

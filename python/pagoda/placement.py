@@ -72,7 +72,6 @@ class Spill:
         """Whether the open step of `batch` is the first one with these sequences and has pages on disk."""
         if not self._has_disk:
             return False
-        assert isinstance(self._core, _core.Cache)
         before, self._stepped = self._stepped, batch.tobytes()
         return before != self._stepped and self._core.pages_on_disk() > 0
 
@@ -133,7 +132,6 @@ class Spill:
         core, wanted, (source, target) = self._core, max(1, blocks), pair
         to_disk, spared = target == "disk", 0
         if self._has_disk:
-            assert isinstance(core, _core.Cache)
             spared = core.drop_copies(source, group, wanted)
             wanted -= spared
             if to_disk and (short := wanted - core.free_blocks(target)[group]) > 0:

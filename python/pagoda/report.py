@@ -15,8 +15,8 @@ class StepReport:
     """Seconds of these in which attention did nothing but wait for the disk."""
     bytes: dict[str, int]
     """By link, what attention read: "memory", rows in the RAM that holds both tiers, and those from disk when they have come;
-    "disk", pages that came from there, padding included. On a GPU "pcie", pages of the host tier that kernels have read, or
-    that were copied for them; in place, the most that it can have been."""
+    "disk", pages that came from there, padding included. On a GPU "pcie", pages of the host tier and of disk that were copied
+    to it, or that kernels have read in place, of these the most that it can have been."""
 
     def fractions(self, rates: dict[str, float]) -> dict[str, float]:
         """How much of each link's rate, in bytes a second, the step has used; 1 is the roofline."""

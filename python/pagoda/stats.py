@@ -32,7 +32,8 @@ class DiskIO:
     corrupt: int
     """Pages that did not verify when they were read."""
     ring_bytes: int
-    """Bytes of memory, beside the budgets, that pages on disk pass through when they are attended to. Taken as it is used."""
+    """Bytes of memory, beside the budgets, that pages on disk pass through when they are attended to. On the CPU taken as it
+    is used, on a GPU pinned at once."""
 
 
 @dataclass(frozen=True)

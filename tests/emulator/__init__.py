@@ -134,8 +134,8 @@ class Guarded:
 
     def __init__(self, shape: tuple[int, ...] | int, dtype: npt.DTypeLike) -> None:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        self._bytes = np.full(size + 2 * CANARY + 128, 0xFF, np.uint8)
-        self._start = CANARY + -(self._bytes.ctypes.data + CANARY) % 128
+        self._bytes = np.full(size + 2 * CANARY + 4096, 0xFF, np.uint8)
+        self._start = CANARY + -(self._bytes.ctypes.data + CANARY) % 4096
         self._size = size
         self._canary = (np.arange(len(self._bytes)) * 7 + 13).astype(np.uint8)
         outside = np.ones(len(self._bytes), bool)
@@ -146,7 +146,7 @@ class Guarded:
 
     @property
     def address(self) -> int:
-        """Of the first byte; aligned to 128."""
+        """Of the first byte; aligned to 4096, as a disk wants it."""
         return int(self._bytes.ctypes.data + self._start)
 
     def check(self) -> None:

@@ -85,7 +85,11 @@ class HostArena(Memory):
         start = address - self.address
         if not 0 <= start < len(self.array):
             return False
-        self.pinned.update(range(start // self.piece, (start + size - 1) // self.piece + 1))
+        for index in range(start // self.piece, (start + size - 1) // self.piece + 1):
+            if index not in self.pinned:
+                # As on a GPU: the system takes memory that somebody writes to.
+                self.array[index * self.piece : (index + 1) * self.piece : 4096] = 0
+                self.pinned.add(index)
         return start % self.piece == 0
 
     def require(self, address: int, size: int) -> None:

@@ -1,24 +1,27 @@
 //! `pagoda._core.Cache`: the bookkeeping, the memory and the CPU kernels behind one lock.
 
-use crate::device::{self, AnglePlaces, Device, GroupPlaces, Room, Upload, WorkPlaces};
+use crate::device::{self, AnglePlaces, Device, DeviceArguments, GroupPlaces, Room, Upload, WorkPlaces};
 use crate::disk::{self, Disk, DiskArguments};
 use crate::errors::{self, core, invalid, invalid_because, released, unavailable};
 use crate::fork;
 use crate::kernels::{Cpu, require_rows, require_sinks};
 use crate::layers::{LayerArguments, Placed, PlacedLayer, place};
+use crate::moves::Link;
 use crate::passes::StreamedGroup;
+use crate::reads::Traffic;
 use crate::sessions::Sessions;
 use crate::step::StepState;
 use crate::tables::{self, Tables};
-use crate::ticket::{Plan, Ticket};
+use crate::ticket::{DiskCopies, Plan, Ticket};
 use numpy::{PyArray1, PyArray2, PyReadonlyArray1, PyReadwriteArray1, PyUntypedArray};
 use pagoda_core::Error;
 use pagoda_core::cache::TierMemory;
+use pagoda_core::fence::Completion;
 use pagoda_core::ids::{Epoch, GroupId, SequenceId, Tier};
 use pagoda_core::plan::Selection;
 use pagoda_cpu::Arenas;
-use pagoda_store::Mover;
 use pagoda_store::disk::Store;
+use pagoda_store::{Mover, Slab};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::PyDict;
@@ -171,7 +174,7 @@ fn no_device(py: Python<'_>) -> PyErr {
 impl Cache {
     #[new]
     #[pyo3(signature = (
-        layers, *, page_size, memory, threads, deterministic, checked, isa, zero_on_free=false, bases=None, disk=None
+        layers, *, page_size, memory, threads, deterministic, checked, isa, zero_on_free=false, device=None, disk=None
     ))]
     fn new(
         py: Python<'_>,
@@ -183,7 +186,7 @@ impl Cache {
         checked: bool,
         isa: Option<&str>,
         zero_on_free: bool,
-        bases: Option<[u64; 2]>,
+        device: Option<DeviceArguments>,
         disk: Option<DiskArguments>,
     ) -> PyResult<Self> {
         let Placed { groups, runs, layers } = place(py, &layers, page_size)?;
@@ -192,9 +195,9 @@ impl Cache {
         let (store, recovered) = opened.map(|(store, recovered)| (Arc::new(store), recovered)).unzip();
         let absent = TierMemory { bytes: 0, extent_bytes: u64::MAX };
         let on_disk = store.as_ref().map_or(absent, |store| store.geometry().arena());
-        let [device, host] = memory.map(|(bytes, extent_bytes)| TierMemory { bytes, extent_bytes });
+        let [fast, host] = memory.map(|(bytes, extent_bytes)| TierMemory { bytes, extent_bytes });
         let mut core =
-            pagoda_core::Cache::new(&groups, [device, host, on_disk]).map_err(|error| core(py, &error))?;
+            pagoda_core::Cache::new(&groups, [fast, host, on_disk]).map_err(|error| core(py, &error))?;
         if zero_on_free {
             core.zero_on_free();
         }
@@ -208,9 +211,14 @@ impl Cache {
             store.zero_rest().map_err(|error| errors::disk(py, &error))?;
         }
         let mut base = [std::ptr::null_mut(); Tier::COUNT];
-        let (engine, slabs) = if let Some(bases) = bases {
-            MEMORY_TIERS.iter().for_each(|tier| base[tier.index()] = bases[tier.index()] as *mut u8);
-            (Engine::Device(Device::default()), Vec::new())
+        let mut ring = None;
+        let (engine, slabs) = if let Some(device) = device {
+            MEMORY_TIERS.iter().for_each(|tier| base[tier.index()] = device.bases[tier.index()] as *mut u8);
+            let (address, bytes, slot) = device.ring;
+            // SAFETY: the owners keep the memory, and `Inner` drops its mover before them.
+            ring = Some((unsafe { Slab::lent(address as usize, bytes as usize) }, slot));
+            let (device, slabs) = Device::new(device, memory[1].0);
+            (Engine::Device(device), slabs)
         } else {
             let cpu = Cpu::new(py, memory.map(|(bytes, _)| bytes), threads, deterministic, isa, checked)?;
             MEMORY_TIERS.iter().for_each(|tier| base[tier.index()] = cpu.slabs[tier.index()].base());
@@ -218,7 +226,8 @@ impl Cache {
             (Engine::Cpu(cpu), slabs)
         };
         let mover = Mover::new(slabs, store.as_ref()).map_err(|error| errors::disk(py, &error))?;
-        let disk = store.map(|store| Disk::new(py, store, page_size, timeout).map(Box::new)).transpose()?;
+        let disk =
+            store.map(|store| Disk::new(py, store, ring, page_size, timeout).map(Box::new)).transpose()?;
         let inner = Inner {
             core,
             block_bytes: groups.iter().map(|group| group.block_bytes).collect(),
@@ -284,12 +293,14 @@ impl Cache {
         self.with(py, |inner| inner.core.rewind_limit(sequence_id(sequence)))
     }
 
-    /// Opens a step; shared open pages are copied before it returns.
+    /// Opens a step; shared open pages are copied before it returns. link: what copies between a device and memory of the host.
+    #[pyo3(signature = (sequences, new_tokens, link=None))]
     fn reserve(
         &self,
         py: Python<'_>,
         sequences: PyReadonlyArray1<'_, u64>,
         new_tokens: PyReadonlyArray1<'_, i64>,
+        link: Link<'_, '_>,
     ) -> PyResult<()> {
         let (sequences, new_tokens) = (sequences.as_slice()?, new_tokens.as_slice()?);
         if sequences.len() != new_tokens.len() {
@@ -298,6 +309,7 @@ impl Cache {
         }
         let counts = new_tokens.iter().map(|&count| u32::try_from(count).map_err(|_| count));
         let mut guard = self.lock(py)?;
+        let _attending = Attending::of(self);
         let inner = guard.as_mut().expect("locked open");
         if let Some(error) = inner.core.take_failure() {
             return Err(core(py, &error));
@@ -313,15 +325,18 @@ impl Cache {
             reserved = inner.core.reserve(&batch);
         }
         reserved.map_err(|error| core(py, &error))?;
-        if let Err(error) = inner.copy_shared(py) {
+        if let Err(error) = inner.copy_shared(py, link) {
             let epoch = inner.core.rollback().map_err(|error| core(py, &error))?;
             inner.end_step(epoch).map_err(|error| core(py, &error))?;
             return Err(error);
         }
         let Inner { core, layers, step, block_bytes, engine, disk, .. } = &mut **inner;
         step.enter(core, block_bytes.len(), layers);
-        if let (Engine::Cpu(cpu), Some(disk)) = (engine, disk) {
-            cpu.stream.enter(core, step, layers, &mut disk.reads);
+        if let Some(disk) = disk {
+            disk.reads.traffic = Traffic::default();
+            if let Engine::Cpu(cpu) = engine {
+                cpu.stream.enter(core, step, layers, &mut disk.reads);
+            }
         }
         Ok(())
     }
@@ -492,7 +507,43 @@ impl Cache {
                 Engine::Device(_) => transfers = inner.addresses(&copies),
             }
             inner.trim();
-            Ok(Ticket { id, completion, transfers })
+            Ok(Ticket { id, completion, copies, transfers })
+        })
+    }
+
+    /// Starts some of a ticket's copies, by number: those between the disk and memory of the host, which is the host tier or, at
+    /// the given offset, the stage where the other side is on a device.
+    fn start_on_disk(
+        &self,
+        py: Python<'_>,
+        ticket: &Ticket,
+        numbers: Vec<usize>,
+        offsets: Vec<u64>,
+    ) -> PyResult<DiskCopies> {
+        self.with(py, |inner| {
+            let copies = numbers.into_iter().zip(offsets);
+            let transfers = copies.map(|(number, at)| inner.staged(&ticket.copies[number], at)).collect();
+            let (completion, waiter) = (Completion::new(), inner.mover.waiter());
+            // SAFETY: sources are Ready and pinned by the ticket, targets are Filling; the caller keeps others out of its stage.
+            unsafe { inner.mover.send(transfers, completion.clone()) };
+            Ok(DiskCopies { completion, waiter })
+        })
+    }
+
+    /// The first `copied` of a ticket's copies have arrived, and no other will, for the reason that `why` has.
+    fn fail(&self, py: Python<'_>, ticket: &Ticket, copied: u32, why: Option<&DiskCopies>) -> PyResult<()> {
+        self.with(py, |inner| {
+            if let Some(store) = inner.store() {
+                for copy in ticket.copies[copied as usize..].iter().filter(|copy| copy.to.0 == Tier::Disk) {
+                    // What counts as not written takes no space; a refusal leaves it where it is, which is no error.
+                    let _ = store.give_back(copy.group, &[copy.to.1]);
+                }
+            }
+            match why.and_then(|why| why.completion.failure()) {
+                Some(failure) => ticket.completion.fail(copied, failure.clone()),
+                None => ticket.completion.finish(copied),
+            }
+            Ok(())
         })
     }
 
@@ -588,13 +639,26 @@ impl Cache {
     }
 
     /// Keeps a sequence on disk under a key.
-    fn save(&self, py: Python<'_>, sequence: u64, key: &str, meta: &[u8]) -> PyResult<()> {
-        self.lock(py)?.as_mut().expect("locked open").save(py, sequence, key, meta)
+    #[pyo3(signature = (sequence, key, meta, link=None))]
+    fn save(
+        &self,
+        py: Python<'_>,
+        sequence: u64,
+        key: &str,
+        meta: &[u8],
+        link: Link<'_, '_>,
+    ) -> PyResult<()> {
+        let mut guard = self.lock(py)?;
+        let _attending = Attending::of(self);
+        guard.as_mut().expect("locked open").save(py, sequence, key, meta, link)
     }
 
     /// A sequence with what is kept under a key; None if nothing is.
-    fn load(&self, py: Python<'_>, key: &str) -> PyResult<Option<u64>> {
-        self.lock(py)?.as_mut().expect("locked open").load(py, key)
+    #[pyo3(signature = (key, link=None))]
+    fn load(&self, py: Python<'_>, key: &str, link: Link<'_, '_>) -> PyResult<Option<u64>> {
+        let mut guard = self.lock(py)?;
+        let _attending = Attending::of(self);
+        guard.as_mut().expect("locked open").load(py, key, link)
     }
 
     /// Lets go of what is kept under a key; says whether there was something.
@@ -687,6 +751,54 @@ impl Cache {
         self.with_upload(py, |upload, core, _, _| upload.host_reads(core))
     }
 
+    /// Pages of each group that attention of the open step may read from disk.
+    fn on_disk(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
+        self.with_upload(py, |_, core, step, layers| {
+            let groups = layers.iter().map(|placed| placed.group.index() + 1).max().unwrap_or(0);
+            let first = |group| layers.iter().find(|placed| placed.group.index() == group);
+            let pages = |group| first(group).map_or(0, |placed| device::pages_on_disk(core, step, placed));
+            (0..groups).map(pages).collect()
+        })
+    }
+
+    /// Takes the layer of pages on disk that comes at place `at` of what is to be read for the step: a slot, the address of the first
+    /// page and the bytes from one to the next. None if its read has not ended yet; with `wait` if all slots are taken.
+    fn take_read(&self, py: Python<'_>, at: usize, wait: bool) -> PyResult<Option<(usize, usize, u64)>> {
+        let mut guard = self.lock(py)?;
+        let _attending = Attending::of(self);
+        let inner = guard.as_mut().expect("locked open");
+        inner.require_step(py)?;
+        let Inner { mover, disk, engine, closed, .. } = &mut **inner;
+        let (Engine::Device(device), Some(disk)) = (engine, disk) else { return Err(no_device(py)) };
+        let reads = &mut disk.reads;
+        // SAFETY: pages do not move or change while the step is open. Steps retire after the reads that they have begun.
+        let taken = unsafe {
+            if wait {
+                py.detach(|| reads.take(mover, at, *closed)).map_err(|stop| stop.raise(py))?
+            } else {
+                reads.take_if_read(mover, at, *closed)
+            }
+        };
+        Ok(taken.map(|filled| {
+            let found = (filled.slot(), filled.address.addr(), filled.stride);
+            device.lent.push(filled);
+            found
+        }))
+    }
+
+    /// Gives a slot back, whose pages have been copied.
+    fn give_back(&self, py: Python<'_>, slot: usize) -> PyResult<()> {
+        self.with(py, |inner| {
+            if let (Engine::Device(device), Some(disk)) = (&mut inner.engine, &mut inner.disk) {
+                device
+                    .lent
+                    .extract_if(.., |filled| filled.slot() == slot)
+                    .for_each(|filled| disk.reads.release(filled));
+            }
+            Ok(())
+        })
+    }
+
     /// Plans how groups are streamed in the step that was staged, each in passes of so many pages at most; returns how many
     /// words there are now besides those of `stage`, a number that stays the same as long as blocks hold the same, and the groups.
     fn stream<'py>(
@@ -694,7 +806,16 @@ impl Cache {
         py: Python<'py>,
         rooms: Vec<(u8, usize)>,
     ) -> PyResult<(usize, u64, Vec<StreamedGroup<'py>>)> {
-        self.with_upload(py, |upload, core, step, layers| upload.stream(py, core, step, layers, &rooms))
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.require_step(py)?;
+        let Inner { core, step, layers, disk, engine, .. } = &mut **inner;
+        let Engine::Device(Device { upload, .. }) = engine else { return Err(no_device(py)) };
+        let streamed = upload.stream(py, core, step, layers, &rooms);
+        if let Some(disk) = disk {
+            disk.reads.what = upload.to_read(layers);
+        }
+        Ok(streamed)
     }
 
     /// Copies what `stage` and `stream` wrote to `words`. streams: where the tables of what is streamed go.
@@ -703,9 +824,12 @@ impl Cache {
         self.with_upload(py, |upload, _, _, _| upload.take(streams, words))
     }
 
-    /// `[from, to, bytes]` of the copies that come before the open step's first append.
+    /// `[from, to, bytes]` of the copies that come before the open step's first append, but for those from disk, which are made.
     fn step_transfers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u64>>> {
-        let transfers = self.with(py, |inner| Ok(inner.addresses(inner.core.step_copies())))?;
+        let transfers = self.with(py, |inner| {
+            let copies = inner.core.step_copies().iter().copied();
+            Ok(inner.addresses(&copies.filter(|copy| copy.from.0 != Tier::Disk).collect::<Vec<_>>()))
+        })?;
         Ok(PyArray1::from_vec(py, transfers))
     }
 
@@ -742,14 +866,18 @@ impl Cache {
         })
     }
 
-    /// `[address, bytes]` of freed blocks that the device has to zero before it does anything else with them.
+    /// `[address, bytes]` of freed blocks that the device has to zero before it does anything else with them. Those on disk are
+    /// zeroed.
     fn zero<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u64>>> {
         let mut guard = self.lock(py)?;
         let inner = guard.as_mut().expect("locked open");
         inner.upload(py)?;
-        let Inner { core, arenas, block_bytes, .. } = &mut **inner;
+        let Inner { core, arenas, block_bytes, disk, .. } = &mut **inner;
         let mut ranges = Vec::new();
         core.zero(|tier, group, blocks| {
+            if tier == Tier::Disk {
+                return disk.as_ref().is_some_and(|disk| disk.store.zero(group, blocks).is_ok());
+            }
             let (base, size) = (arenas.base[tier.index()] as u64, block_bytes[group.index()]);
             ranges.extend([base + u64::from(blocks.start) * size, blocks.len() as u64 * size]);
             true

@@ -3,6 +3,7 @@
 //! Only what changed is written: rows of block tables keep what they hold. A kernel (cuda/pagoda/unpack.cuh) takes the runs to
 //! their places, so that a step needs one copy to the device, however many tables there are.
 
+use crate::cache::MEMORY_TIERS;
 use crate::layers::PlacedLayer;
 use crate::passes::Streams;
 use crate::step::StepState;
@@ -11,15 +12,57 @@ use pagoda_core::common::{Candidate, Commons, LEVELS_MAX};
 use pagoda_core::ids::{Epoch, GroupId, SequenceId, Tier};
 use pagoda_core::table::{Sight, SpanView};
 use pagoda_core::work::{Cut, Held, QueryBlock, WorkList};
+use pagoda_store::{Filled, Slab};
 use pyo3::prelude::*;
 use std::ops::Range;
+use std::sync::Arc;
 
-/// Kernels that somebody else runs: what that one is told, and the step that ended last, until it asks.
-#[derive(Default)]
-pub(crate) struct Device {
-    pub(crate) upload: Upload,
-    pub(crate) epoch: Option<Epoch>,
+/// The memory of a cache on a device, as a dict.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct DeviceArguments {
+    /// Addresses of the device tier and of the host tier.
+    pub(crate) bases: [u64; 2],
+    /// What pages pass through on their way between the device and disk: the address, all bytes, and bytes of the part that calls
+    /// which wait have for themselves, the first.
+    pub(crate) stage: (u64, u64, u64),
+    /// What they pass through on their way to attention: the address, all bytes, and bytes of a slot.
+    pub(crate) ring: (u64, u64, u64),
+    /// Who holds memory of the host that threads of this module write to.
+    pub(crate) owners: Vec<Py<PyAny>>,
 }
+
+/// Kernels that somebody else runs.
+pub(crate) struct Device {
+    /// What that one is told.
+    pub(crate) upload: Upload,
+    /// The step that was closed last, until it asks.
+    pub(crate) epoch: Option<Epoch>,
+    /// Slots of the ring that it copies from.
+    pub(crate) lent: Vec<Filled>,
+    pub(crate) stage: u64,
+    /// Bytes of its first part.
+    pub(crate) stage_part: u64,
+    /// Keeps memory until nobody writes to it any more.
+    _owners: Vec<Py<PyAny>>,
+}
+
+impl Device {
+    /// With the slabs that blocks are moved in: the device tier, which is out of reach, the host tier of so many bytes, and what
+    /// is in between, [`STAGE`].
+    pub(crate) fn new(arguments: DeviceArguments, host_bytes: u64) -> (Self, Vec<Arc<Slab>>) {
+        let DeviceArguments { bases, stage, owners, .. } = arguments;
+        // SAFETY: the owners keep the memory, and `Inner` drops its mover before them.
+        let lent = |address: u64, bytes: u64| unsafe { Slab::lent(address as usize, bytes as usize) };
+        let slabs = [lent(0, 0), lent(bases[1], host_bytes), lent(stage.0, stage.1)];
+        let (upload, epoch, lent) = (Upload::default(), None, Vec::new());
+        let device = Self { upload, epoch, lent, stage: stage.0, stage_part: stage.2, _owners: owners };
+        (device, slabs.map(Arc::new).to_vec())
+    }
+}
+
+/// The slab behind those of the tiers.
+pub(crate) const STAGE: usize = MEMORY_TIERS.len();
 
 /// The addresses of a layer group's tables, as a dict.
 #[derive(FromPyObject)]
@@ -450,6 +493,22 @@ pub(crate) fn write_list(words: &mut Vec<u32>, list: &WorkList) -> [Range<usize>
     let fourth = words.len();
     words.extend(list.part_rows.iter().map(|&row| row as u32));
     [first..second, second..third, third..fourth, fourth..words.len()]
+}
+
+/// Pages of a group that the sequences of the open step have on disk.
+pub(crate) fn pages_on_disk(core: &Cache, step: &StepState, placed: &PlacedLayer) -> usize {
+    let page_size = placed.layer.page_size;
+    let batch = (0..core.step_batch().len()).filter(|&index| core.step_reaches_disk(index, placed.group));
+    let of_sequence = |index: usize| {
+        let (row, _) = core.step_row(index, placed.group);
+        let pages = |span: &SpanView| {
+            let (first, rows) = (span.first_page, span.skip..span.skip + span.count);
+            &row[(first + rows.start / page_size) as usize..(first + rows.end.div_ceil(page_size)) as usize]
+        };
+        let held = step.spans(core, index, placed.group).iter().filter(|span| span.count > 0).flat_map(pages);
+        held.filter(|entry| entry.tier() == Tier::Disk).count()
+    };
+    batch.map(of_sequence).sum()
 }
 
 /// The room that the open step needs.

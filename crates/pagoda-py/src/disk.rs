@@ -39,14 +39,19 @@ pub(crate) struct Disk {
 }
 
 impl Disk {
+    /// lent: memory to read into, and bytes of a slot of it; else there is as much as one run of pages needs.
     pub(crate) fn new(
         py: Python<'_>,
         store: Arc<Store>,
+        lent: Option<(Slab, u64)>,
         page_size: u32,
         timeout: Duration,
     ) -> PyResult<Self> {
-        let ring = Ring::new(&store, RUN_ROWS / page_size as usize)
-            .map_err(|error| errors::unavailable(py, format_args!("memory to read into: {error}")))?;
+        let ring = match lent {
+            Some((slab, slot_bytes)) => Ring::over(&store, slab, slot_bytes),
+            None => Ring::new(&store, RUN_ROWS / page_size as usize)
+                .map_err(|error| errors::unavailable(py, format_args!("memory to read into: {error}")))?,
+        };
         Ok(Self { store, reads: Reads::new(ring, timeout) })
     }
 
@@ -75,6 +80,12 @@ pub(crate) fn open(py: Python<'_>, disk: &DiskArguments, runs: &[Vec<u64>]) -> P
         }
     };
     py.detach(open).map_err(|error| errors::disk(py, &error))
+}
+
+/// Bytes of a ring for reads ahead of need with slots of so many.
+#[pyfunction]
+pub(crate) fn ring_bytes(slot_bytes: u64) -> u64 {
+    Ring::bytes_of(slot_bytes)
 }
 
 /// How page I/O can be done in a directory, as a write and a read there show.

@@ -1,14 +1,20 @@
 //! What moves between tiers, what is zeroed and given back, and which steps have retired.
 
 use crate::cache::{Engine, Inner, MEMORY_TIERS};
+use crate::device::STAGE;
 use crate::errors::{self, core};
 use crate::kernels::Cpu;
+use numpy::PyArray1;
 use pagoda_core::fence::Completion;
 use pagoda_core::ids::{BlockId, Epoch, GroupId, Tier};
 use pagoda_core::plan::BlockCopy;
 use pagoda_store::{Place, Transfer};
 use pyo3::prelude::*;
 use std::time::Duration;
+
+/// What copies between a device and memory of the host, and waits: called with `[from, to, bytes]` of each. On the CPU there
+/// is none. It must not call the cache.
+pub(crate) type Link<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
 impl Inner {
     fn place(&self, group: GroupId, (tier, block): (Tier, BlockId)) -> Place {
@@ -24,28 +30,72 @@ impl Inner {
     }
 
     /// Makes copies, some of which may be of the disk, and waits for them.
-    pub(crate) fn copy_now(&self, py: Python<'_>, copies: &[BlockCopy]) -> PyResult<()> {
-        let transfers: Vec<_> = copies.iter().map(|copy| self.transfer(copy)).collect();
+    pub(crate) fn copy_now(&self, py: Python<'_>, copies: &[BlockCopy], link: Link<'_, '_>) -> PyResult<()> {
+        let (Engine::Device(device), Some(link)) = (&self.engine, link) else {
+            return self.move_now(py, copies.iter().map(|copy| self.transfer(copy)).collect());
+        };
+        for alike in copies.chunk_by(|a, b| a.bytes == b.bytes) {
+            let fitting = (device.stage_part / alike[0].bytes).max(1) as usize;
+            for part in alike.chunks(fitting) {
+                let (mut down, mut up, mut transfers) = (Vec::new(), Vec::new(), Vec::new());
+                for (copy, at) in part.iter().zip((0..).map(|number| number * alike[0].bytes)) {
+                    let &BlockCopy { group, from, to, bytes } = copy;
+                    if from.0 == Tier::Device {
+                        down.extend([self.address(group, from), device.stage + at, bytes]);
+                    }
+                    if to.0 == Tier::Device {
+                        up.extend([device.stage + at, self.address(group, to), bytes]);
+                    }
+                    transfers.push(self.staged(copy, at));
+                }
+                if !down.is_empty() {
+                    link.call1((PyArray1::from_vec(py, down),))?;
+                }
+                self.move_now(py, transfers)?;
+                if !up.is_empty() {
+                    link.call1((PyArray1::from_vec(py, up),))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A copy with what is `at` bytes into the stage in the place of the side on a device.
+    pub(crate) fn staged(&self, copy: &BlockCopy, at: u64) -> Transfer {
+        let Transfer { from, to, bytes } = self.transfer(copy);
+        let staged = |place, tier| match tier {
+            Tier::Device => Place::Slab { slab: STAGE, offset: at },
+            _ => place,
+        };
+        Transfer { from: staged(from, copy.from.0), to: staged(to, copy.to.0), bytes }
+    }
+
+    /// Copies in memory, to disk and from there, and waits.
+    fn move_now(&self, py: Python<'_>, transfers: Vec<Transfer>) -> PyResult<()> {
+        let count = transfers.len() as u32;
         let (completion, waiter) = (Completion::new(), self.mover.waiter());
         // SAFETY: the core has given the targets to whoever asked for these copies, who holds the lock until they are made;
         // sources are Ready or open pages of no step.
         unsafe { self.mover.send(transfers, completion.clone()) };
         py.detach(|| while !waiter.wait(&completion, Duration::from_secs(60)) {});
-        if completion.copied() == Some(copies.len() as u32) {
+        if completion.copied() == Some(count) {
             return Ok(());
         }
         Err(errors::failure(py, completion.failure()))
     }
 
-    /// Makes the copies of shared open pages that come before the open step's first append.
-    pub(crate) fn copy_shared(&self, py: Python<'_>) -> PyResult<()> {
-        let Engine::Cpu(_) = &self.engine else { return Ok(()) };
-        let copies = self.core.step_copies();
+    /// Makes the copies of shared open pages that come before the open step's first append; for a device those from disk alone.
+    pub(crate) fn copy_shared(&self, py: Python<'_>, link: Link<'_, '_>) -> PyResult<()> {
         // A part of a page that was full went to disk with it.
-        if copies.iter().any(|copy| copy.from.0 == Tier::Disk) {
-            return self.copy_now(py, copies);
+        let copies = self.core.step_copies().iter().copied();
+        let (from_disk, others): (Vec<_>, Vec<_>) = copies.partition(|copy| copy.from.0 == Tier::Disk);
+        if !from_disk.is_empty() {
+            self.copy_now(py, &from_disk, link)?;
         }
-        for copy in copies {
+        if let Engine::Device(_) = self.engine {
+            return Ok(());
+        }
+        for copy in &others {
             // SAFETY: the source is Ready, so nobody writes it, and the target is this step's alone.
             unsafe { self.mover.copy_now(&self.transfer(copy)) };
         }
@@ -120,15 +170,18 @@ impl Inner {
 
     /// Addresses and bytes of copies: `[from, to, bytes]` of each.
     pub(crate) fn addresses(&self, copies: &[BlockCopy]) -> Vec<u64> {
+        let address = |copy: &BlockCopy, side| self.address(copy.group, side);
         copies
             .iter()
-            .flat_map(|copy| {
-                let at = |(tier, block): (Tier, BlockId)| {
-                    self.arenas.base[tier.index()] as u64
-                        + u64::from(block.index()) * self.block_bytes[copy.group.index()]
-                };
-                [at(copy.from), at(copy.to), copy.bytes]
-            })
+            .flat_map(|copy| [address(copy, copy.from), address(copy, copy.to), copy.bytes])
             .collect()
+    }
+
+    /// The address of a block; 0 for one on disk.
+    fn address(&self, group: GroupId, (tier, block): (Tier, BlockId)) -> u64 {
+        if tier == Tier::Disk {
+            return 0;
+        }
+        self.arenas.base[tier.index()] as u64 + u64::from(block.index()) * self.block_bytes[group.index()]
     }
 }

@@ -1,4 +1,4 @@
-//! What a device has to be told of pages that are streamed to it from the host tier: which come together in a pass, tables that
+//! What a device has to be told of pages that are streamed to it from other tiers: which come together in a pass, tables that
 //! say where they are then, and the work of each pass.
 
 use crate::device::{Lists, Upload, write_list};
@@ -8,6 +8,7 @@ use numpy::PyArray1;
 use pagoda_core::Cache;
 use pagoda_core::ids::{BlockId, BlockRef, GroupId, SequenceId, Tier};
 use pagoda_core::work::{Passes, RUN_ROWS, Scanned, TILE, WorkList};
+use pagoda_store::LayerOfPages;
 use pyo3::prelude::*;
 
 /// Where the words of one list are, in bytes from the start of all.
@@ -36,8 +37,8 @@ pub(crate) struct StreamedGroup<'py> {
     /// at its place among the blocks of its pass.
     table: usize,
     columns: usize,
-    /// Blocks of the host tier, uint32, in ascending order, of each pass.
-    passes: Vec<Bound<'py, PyArray1<u32>>>,
+    /// Of each pass its blocks of the host tier, uint32, in ascending order, and how many of disk come behind these.
+    passes: Vec<(Bound<'py, PyArray1<u32>>, usize)>,
     works: Vec<PassedWork>,
 }
 
@@ -52,7 +53,7 @@ pub(crate) struct Streams {
 }
 
 /// A group, the sequences of a batch with the versions of their tables, and the blocks of the passes.
-type Held = (u8, Vec<(SequenceId, u32)>, Vec<Vec<BlockId>>);
+type Held = (u8, Vec<(SequenceId, u32)>, Vec<Vec<BlockRef>>);
 
 impl Upload {
     /// Plans passes for each group in `rooms`, of so many pages at most, and writes them down; returns how many words more there
@@ -86,6 +87,21 @@ impl Upload {
         (4 + self.streams.words.len(), self.streams.stamp, groups)
     }
 
+    /// What of the passes is on disk: layer by layer, of each pass that has some.
+    pub(crate) fn to_read(&self, layers: &[PlacedLayer]) -> Vec<LayerOfPages> {
+        let of_layer = |placed: &PlacedLayer| {
+            let (group, layer) = (placed.group, placed.member);
+            let held = self.streams.held.iter().filter(move |held| GroupId(held.0) == group);
+            let on_disk = held.flat_map(|(.., passes)| passes).map(|blocks| of_tier(blocks, Tier::Disk));
+            on_disk.filter(|blocks| !blocks.is_empty()).map(move |blocks| LayerOfPages {
+                group,
+                layer,
+                blocks,
+            })
+        };
+        layers.iter().flat_map(of_layer).collect()
+    }
+
     fn passes(
         &self,
         core: &Cache,
@@ -109,7 +125,7 @@ impl Upload {
             let spans = if low.is_some() { all } else { &[] };
             Scanned { spans, row: core.step_row(index, id).0, low: low.unwrap_or(0) }
         });
-        Passes::plan(&scanned.collect::<Vec<_>>(), Tier::Host, page_size, stretch, room)
+        Passes::plan(&scanned.collect::<Vec<_>>(), page_size, stretch, room)
     }
 
     fn write_group<'py>(
@@ -149,10 +165,18 @@ impl Upload {
             let (own, common) = (write(own, members, tokens), write(common, members + 2 * tokens, members));
             works.push(PassedWork { work: index, own, common });
         }
-        let indices = |blocks: &Vec<BlockId>| blocks.iter().map(|block| block.index()).collect();
-        let passes = passes.blocks.iter().map(|blocks| PyArray1::from_vec(py, indices(blocks)));
+        let passes = passes.blocks.iter().map(|blocks| {
+            let on_host = of_tier(blocks, Tier::Host);
+            let on_disk = blocks.len() - on_host.len();
+            (PyArray1::from_iter(py, on_host.into_iter().map(BlockId::index)), on_disk)
+        });
         StreamedGroup { table: 4 * start, columns, passes: passes.collect(), works }
     }
+}
+
+/// Those of one tier.
+fn of_tier(blocks: &[BlockRef], tier: Tier) -> Vec<BlockId> {
+    blocks.iter().filter(|block| block.tier() == tier).map(|block| block.block()).collect()
 }
 
 /// Writes a list down, if there is work in it; returns where.

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use std::time::{Duration, Instant};
 
 /// How often a wait for the disk looks for signals.
-const SLICE: Duration = Duration::from_millis(50);
+pub(crate) const SLICE: Duration = Duration::from_millis(50);
 
 /// What an open step has to read from disk, and the memory through which it goes.
 pub(crate) struct Reads {
@@ -83,6 +83,20 @@ impl Reads {
         let (before, after) = self.what.split_at(next);
         // SAFETY: as the caller promises.
         unsafe { self.ring.read_ahead(mover, after.iter().chain(before), ended) };
+    }
+
+    /// What is needed at place `at`, if it has arrived.
+    ///
+    /// # Safety
+    /// As for [`Ring::read_ahead`].
+    pub(crate) unsafe fn take_if_read(&mut self, mover: &Mover, at: usize, ended: Epoch) -> Option<Filled> {
+        // SAFETY: as the caller promises.
+        unsafe { self.read_ahead(mover, at, ended) };
+        if !self.ring.has_next() {
+            return None;
+        }
+        // SAFETY: as the caller promises.
+        unsafe { self.take(mover, at, ended) }.ok().flatten()
     }
 
     /// What is needed at place `at`, once it has arrived; then goes on reading ahead. None if the caller has all slots.

@@ -2,6 +2,7 @@
 
 use crate::cache::{Inner, handle, sequence_id};
 use crate::errors;
+use crate::moves::Link;
 use pagoda_core::ids::KeptId;
 use pagoda_store::disk::{Error, Recovered, Store, sequence};
 use pyo3::prelude::*;
@@ -54,12 +55,19 @@ impl Sessions {
 
 impl Inner {
     /// Keeps a sequence whose sealed pages are on disk under `key`, in the place of what was there.
-    pub(crate) fn save(&mut self, py: Python<'_>, id: u64, key: &str, meta: &[u8]) -> PyResult<()> {
+    pub(crate) fn save(
+        &mut self,
+        py: Python<'_>,
+        id: u64,
+        key: &str,
+        meta: &[u8],
+        link: Link<'_, '_>,
+    ) -> PyResult<()> {
         let store = self.named_store(py, key)?;
         self.zero();
         let (kept, copies) = self.core.keep(sequence_id(id)).map_err(|error| errors::core(py, &error))?;
         let (blocks, entry) = sequence::encode(&self.core.describe(kept).expect("kept right now"), meta);
-        let put = self.copy_now(py, &copies).and_then(|()| {
+        let put = self.copy_now(py, &copies, link).and_then(|()| {
             py.detach(|| store.put(key.as_bytes(), &blocks, &entry)).map_err(|error| errors::disk(py, &error))
         });
         if let Err(error) = put {
@@ -74,12 +82,12 @@ impl Inner {
     }
 
     /// A sequence with what is kept under `key`; none if nothing is.
-    pub(crate) fn load(&mut self, py: Python<'_>, key: &str) -> PyResult<Option<u64>> {
+    pub(crate) fn load(&mut self, py: Python<'_>, key: &str, link: Link<'_, '_>) -> PyResult<Option<u64>> {
         self.named_store(py, key)?;
         let Some(&(kept, _)) = self.sessions.kept.get(key) else { return Ok(None) };
         self.zero();
         let (id, copies) = self.core.revive(kept).map_err(|error| errors::core(py, &error))?;
-        if let Err(error) = self.copy_now(py, &copies) {
+        if let Err(error) = self.copy_now(py, &copies, link) {
             self.core.release(id).map_err(|error| errors::core(py, &error))?;
             return Err(error);
         }

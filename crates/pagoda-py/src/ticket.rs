@@ -1,8 +1,11 @@
 //! Plans and tickets, as Python holds them.
 
+use crate::reads::SLICE;
 use numpy::PyArray1;
 use pagoda_core::fence::Completion;
 use pagoda_core::ids::TicketId;
+use pagoda_core::plan::BlockCopy;
+use pagoda_store::Waiter;
 use pyo3::prelude::*;
 
 /// What to move; see `pagoda.Plan`.
@@ -32,13 +35,14 @@ impl Plan {
 pub(crate) struct Ticket {
     pub(crate) id: TicketId,
     pub(crate) completion: Completion,
-    /// Addresses and bytes of what a device has to copy: `[from, to, bytes]` of each block.
+    /// What whoever drives a device has to copy, and the same as addresses and bytes: `[from, to, bytes]` of each block.
+    pub(crate) copies: Vec<BlockCopy>,
     pub(crate) transfers: Vec<u64>,
 }
 
 #[pymethods]
 impl Ticket {
-    /// uint64: `[from, to, bytes]` of what a device has to copy.
+    /// uint64: `[from, to, bytes]` of what is to be copied on behalf of a device; 0 in the place of an address on disk.
     #[getter]
     fn transfers<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<u64>> {
         PyArray1::from_slice(py, &self.transfers)
@@ -48,5 +52,34 @@ impl Ticket {
     #[pyo3(signature = (copied=None))]
     fn finish(&self, copied: Option<u32>) {
         self.completion.finish(copied.unwrap_or((self.transfers.len() / 3) as u32));
+    }
+}
+
+/// Copies between the disk and memory of the host that a ticket needs.
+#[pyclass(frozen, module = "pagoda._core")]
+pub(crate) struct DiskCopies {
+    pub(crate) completion: Completion,
+    pub(crate) waiter: Waiter,
+}
+
+#[pymethods]
+impl DiskCopies {
+    /// Whether they have ended.
+    fn done(&self) -> bool {
+        self.completion.copied().is_some()
+    }
+
+    /// Sleeps until they have. Python signals are seen.
+    fn wait(&self, py: Python<'_>) -> PyResult<()> {
+        while !py.detach(|| self.waiter.wait(&self.completion, SLICE)) {
+            py.check_signals()?;
+        }
+        Ok(())
+    }
+
+    /// How many of the first have arrived, once they have ended.
+    #[getter]
+    fn copied(&self) -> Option<u32> {
+        self.completion.copied()
     }
 }

@@ -11,9 +11,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// Slots at least: one is gone over while others are read.
-const SLOTS_MIN: usize = 3;
+const SLOTS_MIN: u64 = 3;
 /// Slots at most, and bytes that are enough: a drive goes on reading while pages in memory are gone over.
-const SLOTS_MAX: usize = 16;
+const SLOTS_MAX: u64 = 16;
 const BYTES_ENOUGH: u64 = 128 << 20;
 
 /// Slots, each of which holds one layer of some pages. Reads are begun in the order in which they will be needed, and go on
@@ -59,10 +59,20 @@ impl Ring {
     /// A ring for one layer of at most `pages` pages a slot, of whatever layer group.
     pub fn new(store: &Arc<Store>, pages: usize) -> io::Result<Self> {
         let slot_bytes = pages as u64 * layer_bytes_max(store.geometry());
-        let slots = (BYTES_ENOUGH.div_ceil(slot_bytes) as usize).clamp(SLOTS_MIN, SLOTS_MAX);
-        let slab = Arc::new(Slab::new(slots * slot_bytes as usize)?);
+        let slab = Slab::new(Self::bytes_of(slot_bytes) as usize)?;
+        Ok(Self::over(store, slab, slot_bytes))
+    }
+
+    /// Bytes of a ring with slots of so many.
+    pub fn bytes_of(slot_bytes: u64) -> u64 {
+        slot_bytes * BYTES_ENOUGH.div_ceil(slot_bytes).clamp(SLOTS_MIN, SLOTS_MAX)
+    }
+
+    /// A ring with as many slots as memory holds.
+    pub fn over(store: &Arc<Store>, slab: Slab, slot_bytes: u64) -> Self {
+        let (slots, slab) = (slab.bytes() / slot_bytes as usize, Arc::new(slab));
         let free = (0..slots).rev().collect();
-        Ok(Self { store: store.clone(), slab, slot_bytes, free, ahead: VecDeque::new(), idle: Vec::new() })
+        Self { store: store.clone(), slab, slot_bytes, free, ahead: VecDeque::new(), idle: Vec::new() }
     }
 
     /// Bytes of all slots. Memory is taken as they are used.
@@ -75,6 +85,9 @@ impl Ring {
     ///
     /// # Safety
     /// Blocks are not written to until their reads have ended (see [`since`](Self::since)).
+    ///
+    /// # Panics
+    /// When something does not fit a slot.
     pub unsafe fn read_ahead<'a>(
         &mut self,
         mover: &Mover,
@@ -94,6 +107,8 @@ impl Ring {
             }
             self.reclaim();
             let Some(slot) = self.free.pop() else { return };
+            let unit = self.store.geometry().stored_run(what.group, what.layer);
+            assert!(unit * what.blocks.len() as u64 <= self.slot_bytes, "{what:?} does not fit a slot");
             let generations = self.store.generations(what.group, &what.blocks);
             let (what, completion) = (what.clone(), Completion::new());
             // SAFETY: nobody else uses the slot, and the caller keeps others from writing to the blocks.
@@ -112,6 +127,11 @@ impl Ring {
     pub fn under_way(&self) -> Option<&Completion> {
         let mut all = self.idle.iter().chain(&self.ahead).map(|reading| &reading.completion);
         all.find(|completion| completion.copied().is_none())
+    }
+
+    /// Whether the next read has ended well.
+    pub fn has_next(&self) -> bool {
+        self.next().is_some_and(|read| read.copied().is_some() && read.failure().is_none())
     }
 
     /// The slot of the next read, which has ended; or why it has nothing.
@@ -162,6 +182,13 @@ impl Reading {
         }
         self.same = step;
         self.generations == store.generations(what.group, &what.blocks)
+    }
+}
+
+impl Filled {
+    /// A number that no other slot of the ring has.
+    pub fn slot(&self) -> usize {
+        self.slot
     }
 }
 
@@ -330,6 +357,59 @@ mod tests {
         });
         world.quiet();
         assert_eq!(world.ring.since(), None);
+    }
+
+    #[test]
+    fn a_read_is_there_when_it_has_ended_well() {
+        let mut world = world();
+        world.write(1, 0..20);
+        assert!(!world.ring.has_next());
+        let disk = world.disk.clone();
+        disk.with("scratch 1", |_| {
+            world.ahead(&[what(0, 0..20)], 0);
+            assert!(!world.ring.has_next());
+        });
+        world.quiet();
+        assert!(world.ring.has_next());
+        world.check(1, &what(0, 0..20));
+        world.disk.fail(0, Fault::Errno(5));
+        world.ahead(&[what(1, 0..20)], 0);
+        world.quiet();
+        assert!(!world.ring.has_next());
+    }
+
+    #[test]
+    #[should_panic(expected = "a read that has ended")]
+    fn a_slot_is_not_taken_before_its_read_has_ended() {
+        let mut world = world();
+        world.write(1, 0..20);
+        let (disk, mut taken) = (world.disk.clone(), None);
+        disk.with("scratch 1", |_| {
+            world.ahead(&[what(0, 0..20)], 0);
+            taken = Some(std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(world.ring.take()))));
+        });
+        if let Some(Err(panic)) = taken {
+            std::panic::resume_unwind(panic);
+        }
+    }
+
+    #[test]
+    fn a_ring_over_lent_memory_has_as_many_slots_as_fit() {
+        let mut world = world();
+        world.write(1, 0..40);
+        let slot = 20 * 4096;
+        let memory = Slab::new(3 * slot + 100).unwrap();
+        // SAFETY: `memory` outlives the ring.
+        world.ring = Ring::over(
+            &world.store,
+            unsafe { Slab::lent(memory.base().expose_provenance(), 3 * slot + 100) },
+            slot as u64,
+        );
+        let parts: Vec<_> = (0..2).flat_map(|layer| [what(layer, 0..20), what(layer, 20..40)]).collect();
+        world.ahead(&parts, 0);
+        assert_eq!((world.ring.ahead.len(), world.ring.free.len()), (3, 0));
+        parts[..3].iter().for_each(|part| world.check(1, part));
+        world.quiet();
     }
 
     #[test]

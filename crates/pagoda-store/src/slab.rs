@@ -1,13 +1,19 @@
-//! One tier's memory: reserved at once, touched as it is used, given back in ranges.
+//! One tier's memory: reserved at once, touched as it is used, given back in ranges; or somebody else's.
 
 use memmap2::{Advice, MmapOptions, MmapRaw, UncheckedAdvice};
 use std::io;
 use std::ops::Range;
 
-/// An anonymous mapping. Pages of the operating system are taken when they are first written and come zeroed.
+/// Memory that blocks lie in.
 #[derive(Debug)]
-pub struct Slab {
-    map: MmapRaw,
+pub struct Slab(Memory);
+
+#[derive(Debug)]
+enum Memory {
+    /// An anonymous mapping. Pages of the operating system are taken when they are first written and come zeroed.
+    Own(MmapRaw),
+    /// The address and the bytes of memory that is not given back here: a device has it pinned.
+    Lent(usize, usize),
 }
 
 impl Slab {
@@ -21,17 +27,31 @@ impl Slab {
             // Refused where huge pages are switched off: then the slab is just slower.
             let _ = map.advise(Advice::HugePage);
         }
-        Ok(Self { map })
+        Ok(Self(Memory::Own(map)))
+    }
+
+    /// Memory of somebody else.
+    ///
+    /// # Safety
+    /// It is there as long as the slab, and so is whatever else of it the calls of a slab's users promise.
+    pub unsafe fn lent(address: usize, bytes: usize) -> Self {
+        Self(Memory::Lent(address, bytes))
     }
 
     /// The address of byte 0.
     pub fn base(&self) -> *mut u8 {
-        self.map.as_mut_ptr()
+        match &self.0 {
+            Memory::Own(map) => map.as_mut_ptr(),
+            Memory::Lent(address, _) => std::ptr::with_exposed_provenance_mut(*address),
+        }
     }
 
     /// Bytes of the slab.
     pub fn bytes(&self) -> usize {
-        self.map.len()
+        match &self.0 {
+            Memory::Own(map) => map.len(),
+            Memory::Lent(_, bytes) => *bytes,
+        }
     }
 
     /// Zeroes a range.
@@ -48,11 +68,12 @@ impl Slab {
     }
 
     /// Gives the memory under `range` back to the system, but for the ends that share a page of the system with
-    /// something else. It reads as zeros, or as before, from then on.
+    /// something else. It reads as zeros, or as before, from then on. Lent memory stays as it is.
     ///
     /// # Safety
     /// Nobody may read or write the range meanwhile, nor rely on its bytes afterwards.
     pub unsafe fn give_back(&self, range: Range<u64>) -> io::Result<()> {
+        let Memory::Own(map) = &self.0 else { return Ok(()) };
         let start = (range.start as usize).next_multiple_of(SYSTEM_PAGE_BYTES_MAX);
         let end = range.end as usize / SYSTEM_PAGE_BYTES_MAX * SYSTEM_PAGE_BYTES_MAX;
         if start >= end {
@@ -60,7 +81,7 @@ impl Slab {
         }
         // SAFETY: nobody relies on the bytes of the range (the caller's promise), and its ends are borders of pages, so
         // that nothing beside it is lost.
-        unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, end - start) }
+        unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, end - start) }
     }
 }
 

@@ -17,9 +17,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, product
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +27,27 @@ import numpy.typing as npt
 from pagoda import _core
 from pagoda.device.driver import Driver, Event, Memory, Stream, View
 from pagoda.device.movement import Mover
-from pagoda.device.streaming import SLOTS, GroupPasses, Streams, Traffic, layer_runs, slot_bytes
+from pagoda.device.moves import Moves
+from pagoda.device.passage import Passage
+from pagoda.device.reads import Reads
+from pagoda.device.streaming import (
+    SLOTS,
+    GroupPasses,
+    Streams,
+    Traffic,
+    device_bytes_for_disk,
+    layer_runs,
+    read_slot_bytes,
+    slot_bytes,
+)
 from pagoda.device.tables import ListTables, Room, StepTables, Work
+from pagoda.disk import DiskArguments
 from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, PagodaError
 from pagoda.geometry import BlockLayout, CoreLayer
 from pagoda.kernels import arguments, instances
 from pagoda.kernels.arguments import Division
+
+T = TypeVar("T")
 
 LOG2_E = math.log2(math.e)
 
@@ -70,14 +85,6 @@ APPEND_ROWS_BYTES = APPEND_THREADS // 32 * 4 * 1024
 
 CENTER_THREADS = 512
 """Of the one thread block of `center`."""
-
-
-@dataclass
-class Pending:
-    """Tickets and epochs that the device has not been seen to finish, oldest first."""
-
-    epochs: deque[tuple[int, Event]] = field(default_factory=deque)
-    tickets: list[tuple[_core.Ticket, Event]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -179,6 +186,7 @@ class DeviceEngine:
         deterministic: bool,
         checked: bool,
         zero_on_free: bool,
+        disk: DiskArguments | None,
     ) -> None:
         self._driver, self._layers, self._layouts = driver, layers, layouts
         self._deterministic, self._page_size = deterministic, page_size
@@ -188,7 +196,9 @@ class DeviceEngine:
         host = driver.host_arena(*memory[1]) if memory[1][0] else None
         runs = layer_runs(layers, layouts)
         stretch = max(RUN_ROWS if deterministic else TILE, page_size) // page_size
-        slot = slot_bytes(runs, stretch, memory[0][0]) if host else 0
+        slot = slot_bytes(runs, stretch, memory[0][0], in_place=disk is None) if host or disk else 0
+        self._enough_for_disk = device_bytes_for_disk(runs, stretch)
+        self._device_memory = memory[0][0]
         memory = [(memory[0][0] - SLOTS * slot, memory[0][1]), memory[1]]
         arena = driver.memory(memory[0][0])
         self._bases = (arena.address, host.address if host else 0)
@@ -196,17 +206,32 @@ class DeviceEngine:
         self._host = host
         self._arena_bytes = memory[0][0]
         self._on_host = range(host.address, host.address + memory[1][0]) if host else range(0)
-        self.core = _core.Cache(
-            layers,
-            page_size=page_size,
-            memory=memory,
-            threads=1,
-            deterministic=deterministic,
-            checked=checked,
-            isa=None,
-            zero_on_free=zero_on_free,
-            bases=self._bases,
-        )
+        blocks, read_slot = [layout.block_bytes for layout in layouts], read_slot_bytes(layers, runs, slot)
+        self._passage = Passage(driver, blocks, self._arena_bytes, read_slot) if disk else None
+        passage, nothing = self._passage, (0, 0, 1)
+        try:
+            self.core = _core.Cache(
+                layers,
+                page_size=page_size,
+                memory=memory,
+                threads=1,
+                deterministic=deterministic,
+                checked=checked,
+                isa=None,
+                zero_on_free=zero_on_free,
+                device={
+                    "bases": self._bases,
+                    "stage": passage.stage if passage else nothing,
+                    "ring": passage.ring if passage else nothing,
+                    "owners": [host, passage.memory if passage else None],
+                },
+                disk=disk,
+            )
+        except BaseException:
+            # Memory that is gone must not be pinned.
+            if passage is not None:
+                passage.close()
+            raise
         self._centers = Centers(driver, layers)
         self._misfit = driver.memory(4) if checked else None
         self._misfit_seen = driver.pinned(4) if checked else None
@@ -215,10 +240,13 @@ class DeviceEngine:
         self._zeroing = driver.stream() if zero_on_free else None
         self._zeroed: Event | None = None
         self._tables = StepTables(driver, self.core, layers, set(self._works.values()))
-        self._streams = Streams(driver, self.core, layers, layouts, host, self._mover, runs, slot)
+        self._moves = Moves(self.core, self._mover, self._copying, host, self._on_host, passage)
+        reads = Reads(self.core) if disk else None
+        self._streams = Streams(driver, self.core, layers, layouts, host, self._mover, runs, slot, reads)
         self._scratch = Scratch(driver)
         self._maxima: Maxima | None = None
-        self._pending = Pending()
+        self._epochs: deque[tuple[int, Event]] = deque()
+        """Steps that the device has not been seen to end, oldest first."""
         self._last_step: Event | None = None
         self._stream: Stream | None = None
         self._kinds: dict[int, tuple[bool, bool]] = {}
@@ -233,6 +261,8 @@ class DeviceEngine:
             core.csr_table,
         )
         self.by_recency, self.audit, self.threads, self.isa = core.by_recency, core.audit, 0, None
+        self.drop_copies, self.pages_on_disk, self.attended = core.drop_copies, core.pages_on_disk, core.attended
+        self.forget, self.saved, self.lost, self.check_key = core.forget, core.saved, core.lost, core.check_key
 
     def declare(self, sequences: int, new_tokens: int, context: int) -> None:
         """See `Cache.declare`."""
@@ -262,13 +292,7 @@ class DeviceEngine:
             raise InvalidArgument(
                 f"new_tokens = {int(new_tokens.max())}: at most {self._maxima.new_tokens}, the maximum declared"
             )
-        self._poll()
-        try:
-            self.core.reserve(sequences, new_tokens)
-        except OutOfBlocks:
-            if not self._wait_for_steps():
-                raise
-            self.core.reserve(sequences, new_tokens)
+        self._once_more(lambda: self.core.reserve(sequences, new_tokens, self._copy_now))
         try:
             self._enter()
         except BaseException:
@@ -386,6 +410,10 @@ class DeviceEngine:
         """See `Step.replay`."""
         if self._maxima is None:
             raise InvalidArgument("replay: maxima declared first, by Cache.declare")
+        if on_disk := self._on_disk():
+            raise InvalidArgument(
+                f"replay: {on_disk} pages of this step are on disk; a graph reads none there, promote them"
+            )
         storing = [layer for layer, shape in enumerate(self._layers) if shape["kv_owner"] is None]
         for layer in storing:
             self.core.check_append(layer, not self._layers[layer]["v_alias"])
@@ -412,23 +440,19 @@ class DeviceEngine:
         return self.core.plan(*given, **options)
 
     def execute(self, plan: _core.Plan) -> _core.Ticket:
-        """Starts the copies of a plan on the copying stream."""
+        """Starts the copies of a plan."""
         self._poll()
         ticket = self.core.execute(plan)
-        transfers = ticket.transfers
-        if len(transfers):
-            if self._last_step is not None:
-                self._copying.follow(self._last_step)
-            if self._zeroed is not None:
-                self._copying.follow(self._zeroed)
-            try:
-                self._mover.copy(self._copying, transfers)
-            except BackendUnavailable:
-                ticket.finish(0)
-                with contextlib.suppress(PagodaError):  # Told by the exception that goes on.
-                    self.core.ticket_done(ticket)
-                raise
-            self._pending.tickets.append((ticket, self._copying.record()))
+        self._follow_steps()
+        try:
+            self._moves.start(ticket)
+        except BackendUnavailable:
+            while (rest := self._moves.waits_for(ticket)) is not None:
+                rest.wait()
+                self._moves.advance()
+            with contextlib.suppress(PagodaError):  # Told by the exception that goes on.
+                self.core.ticket_done(ticket)
+            raise
         return ticket
 
     def ticket_done(self, ticket: _core.Ticket) -> bool:
@@ -437,17 +461,25 @@ class DeviceEngine:
         return self.core.ticket_done(ticket)
 
     def wait(self, ticket: _core.Ticket, seconds: float) -> bool:
-        """Sleeps until a ticket's copies have arrived, or `seconds` have passed; says which."""
-        event = next((event for waiting, event in self._pending.tickets if waiting is ticket), None)
+        """Sleeps until a ticket's copies have arrived, or no more will, or `seconds` have passed; says which."""
         deadline = time.monotonic() + seconds
-        while event is not None and not event.done():
+        while (rest := self._moves.waits_for(ticket)) is not None:
             if seconds >= FOREVER:
-                event.wait()
-            elif time.monotonic() >= deadline:
-                return False
-            else:
+                rest.wait()
+            elif not rest.done():
+                if time.monotonic() >= deadline:
+                    return False
                 time.sleep(POLL_SECONDS)
-        return self.ticket_done(ticket)
+            self._moves.advance()
+        return True
+
+    def save(self, sequence: int, key: str, meta: bytes) -> None:
+        """See `Cache.save`."""
+        self._once_more(lambda: self.core.save(sequence, key, meta, self._copy_now))
+
+    def load(self, key: str) -> int | None:
+        """See `Cache.load`."""
+        return self._once_more(lambda: self.core.load(key, self._copy_now))
 
     def free_blocks(self, tier: str) -> list[int]:
         """Blocks of each group that a tier could hand out now."""
@@ -463,8 +495,8 @@ class DeviceEngine:
         """Waits for the device, then gives everything back."""
         with contextlib.suppress(Exception):
             self._wait_for_steps()
-        for _, event in self._pending.tickets:
-            event.wait()
+        with contextlib.suppress(Exception):
+            self._moves.finish()
         self._streams.close()
         if self._zeroing is not None:
             self._zeroing.zero(self._bases[0], self._arena_bytes)
@@ -474,7 +506,9 @@ class DeviceEngine:
             self._host.close()
         self._tables.close()
         self._mover.close()
-        self._arena = self._host = None
+        if self._passage is not None:
+            self._passage.close()
+        self._arena = self._host = self._passage = None
         self._scratch = Scratch(self._driver)
 
     def empty(self, q: Any, dim: int | None) -> Any:
@@ -488,8 +522,13 @@ class DeviceEngine:
 
     @property
     def traffic(self) -> Traffic:
-        """What attention of the open step, or of the last one, has brought from the host tier."""
+        """What attention of the open step, or of the last one, has brought over the link."""
         return self._streams.traffic
+
+    @property
+    def attends_to_disk(self) -> bool:
+        """Whether steps may have pages there."""
+        return self._streams.ring
 
     @property
     def _now(self) -> Stream:
@@ -651,7 +690,7 @@ class DeviceEngine:
         return 4 * floats, 4 * units, 4 * rows * shape["num_q_heads"] * (shape["v_head_dim"] + 2)
 
     def _enter(self) -> None:
-        """Sends the tables of the open step."""
+        """Sends the tables of the open step. Raises InvalidArgument for pages on disk that have nothing to come through."""
         if self._last_step is not None:
             self._now.follow(self._last_step)
         if self._zeroed is not None:
@@ -666,11 +705,20 @@ class DeviceEngine:
         if len(copies):
             self._mover.copy(self._now, copies)
         words = self._tables.stage()
+        if not self._streams.ring and (on_disk := self._on_disk()):
+            raise InvalidArgument(
+                f"device_memory = {self._device_memory}: at least {self._enough_for_disk} bytes for steps over pages on "
+                f"disk; this one has {on_disk} there: promote them"
+            )
         more = self._streams.plan()
         if not self._streams.fits(more):
             self._wait_for_steps()
             self._streams.grow(more)
         self._tables.upload(self._now, words + more, self._streams.place(self._tables))
+
+    def _on_disk(self) -> int:
+        """Pages on disk that attention of the open step may read."""
+        return sum(self.core.on_disk()) if self._passage else 0
 
     def _leave(self) -> None:
         """Marks the end of the step in its stream."""
@@ -678,7 +726,7 @@ class DeviceEngine:
         self._stream = None
         epoch = self.core.ended_epoch()
         if epoch is not None:
-            self._pending.epochs.append((epoch, self._streams.behind(self._last_step)))
+            self._epochs.append((epoch, self._streams.behind(self._last_step)))
         self._poll()
 
     def _check_fit(self, layer: int) -> None:
@@ -696,15 +744,9 @@ class DeviceEngine:
 
     def _poll(self) -> None:
         """Tells the core what has ended."""
-        while self._pending.epochs and self._pending.epochs[0][1].done():
-            self.core.retire(self._pending.epochs.popleft()[0])
-        waiting = []
-        for ticket, event in self._pending.tickets:
-            if event.done():
-                ticket.finish()
-            else:
-                waiting.append((ticket, event))
-        self._pending.tickets = waiting
+        while self._epochs and self._epochs[0][1].done():
+            self.core.retire(self._epochs.popleft()[0])
+        self._moves.advance()
         if self._zeroing is not None:
             self._zero(self._zeroing)
 
@@ -719,11 +761,35 @@ class DeviceEngine:
         if ranges:
             self._zeroed = stream.record()
 
+    def _follow_steps(self) -> None:
+        """Copies to come follow the steps and the zeroing so far."""
+        for event in (self._last_step, self._zeroed):
+            if event is not None:
+                self._copying.follow(event)
+
+    def _copy_now(self, transfers: npt.NDArray[np.uint64]) -> None:
+        """Copies between the device and pinned memory, and waits: on the way of pages that are moved at once."""
+        self._follow_steps()
+        try:
+            self._mover.copy(self._copying, transfers)
+        finally:
+            self._copying.record().wait()
+
+    def _once_more(self, call: Callable[[], T]) -> T:
+        """What a call says; when blocks are short, once steps have ended that they may drain for."""
+        self._poll()
+        try:
+            return call()
+        except OutOfBlocks:
+            if not self._wait_for_steps():
+                raise
+            return call()
+
     def _wait_for_steps(self) -> bool:
         """Sleeps until every step has ended; says whether there was one."""
-        waited = bool(self._pending.epochs)
+        waited = bool(self._epochs)
         if waited:
-            self._pending.epochs[-1][1].wait()
+            self._epochs[-1][1].wait()
             self._poll()
         return waited
 

@@ -39,7 +39,7 @@ class List:
 
 
 class Mover:
-    """Copies bytes between addresses of the device and of the pinned host tier."""
+    """Copies bytes between addresses of the device and of pinned memory."""
 
     def __init__(self, driver: Driver, host: HostArena | None) -> None:
         self._driver, self._host = driver, host

@@ -1,13 +1,14 @@
-"""Pages of the host tier on their way through device memory, so that attention reads them there: the route "ring".
+"""Pages of other tiers on their way through device memory, so that attention reads them there: the route "ring".
 
 A layer's pages are copied by the copy engine into the slots of a ring, on a stream of its own and ahead of the kernels: while
 one slot is read the next is filled, with what comes next of the layer, of the next layer, or of the first layer of the next
 step. That is known before it is asked for, for pages on the host never change. Events stand between streams both ways: no
-kernel reads a slot before its copies have arrived, and none are made into it before its last reader has ended.
+kernel reads a slot before its copies have arrived, and none are made into it before its last reader has ended. Pages on disk
+come the same way, once they have been read (reads.py); a slot is filled ahead of need as far as that has happened.
 
-The other route, "mapped", is that kernels read pinned memory in place. It costs no launches and no memory, but each block of
-queries brings the pages over the link anew, and only while attention runs. The driver knows from how many bytes on the ring
-is faster.
+The other route, "mapped", of host pages alone, is that kernels read pinned memory in place. It costs no launches and no
+memory, but each block of queries brings the pages over the link anew, and only while attention runs. The driver knows from
+how many bytes on the ring is faster.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import numpy.typing as npt
 from pagoda import _core
 from pagoda.device.driver import Driver, Event, HostArena, Memory, Stream
 from pagoda.device.movement import KERNEL_THREADS, WORD, Mover, seconds
+from pagoda.device.passage import stored_bytes
+from pagoda.device.reads import Reads
 from pagoda.device.tables import ListTables, StepTables, Work
 from pagoda.geometry import BlockLayout, CoreLayer
 from pagoda.kernels import arguments, instances
@@ -48,7 +51,7 @@ MEASURED_LAYERS = 8
 
 @dataclass
 class Traffic:
-    """Bytes that attention of a step has brought over the link from the host tier to the device, by route.
+    """Bytes that attention of a step has brought over the link to the device, by route.
 
     ring: copies, those ahead for the next step included. mapped: what kernels read in place, at most: they spare what windows
     leave out, and pages in common are read once.
@@ -77,14 +80,29 @@ def layer_runs(layers: list[CoreLayer], layouts: list[BlockLayout]) -> list[Run]
     return runs
 
 
-def slot_bytes(runs: list[Run], stretch_pages: int, device_bytes: int) -> int:
+def slot_bytes(runs: list[Run], stretch_pages: int, device_bytes: int, *, in_place: bool = True) -> int:
     """Of a slot, or 0 where there is no room for one that is of use.
 
-    stretch_pages: what a slot has to hold of any layer, since passes do not end in between.
+    stretch_pages: what a slot has to hold of any layer, since passes do not end in between. in_place: whether pages can be
+    read without a ring as well, so that a small one is of no use.
     """
     least = stretch_pages * max(run.bytes for run in runs)
     size = min(max(SLOT_BYTES, least), device_bytes // (SLOTS * RING_SHARE)) // 256 * 256
-    return size if size >= max(least, SLOT_BYTES_MIN) else 0
+    return size if size >= max(least, SLOT_BYTES_MIN if in_place else 0) else 0
+
+
+def device_bytes_for_disk(runs: list[Run], stretch_pages: int) -> int:
+    """The device memory from which on there is a ring where pages are on disk."""
+    least = stretch_pages * max(run.bytes for run in runs)
+    return SLOTS * RING_SHARE * -(-least // 256) * 256
+
+
+def read_slot_bytes(layers: list[CoreLayer], runs: list[Run], slot: int) -> int:
+    """Of a slot that pages on disk are read to, so that it has all that a slot of the ring can hold of them."""
+    groups: dict[int, list[int]] = {}
+    for layer, run in zip(layers, runs, strict=True):
+        groups.setdefault(layer["group"], []).append(run.bytes)
+    return max(slot // max(sizes) * max(map(stored_bytes, sizes)) for sizes in groups.values())
 
 
 @dataclass
@@ -109,13 +127,14 @@ class GroupPasses:
     """How the pages of a group are streamed in the open step.
 
     table, columns: a block table that says where pages are in their passes. copies: for each pass [block, blocks, place] of
-    blocks of the host tier that lie side by side, and the place of the first in the slot. works: for each pass a work list,
-    and one over common pages; None where there is no work.
+    blocks of the host tier that lie side by side, and the place of the first in the slot. on_disk: how many pages of each
+    pass come from disk, behind those. works: for each pass a work list, and one over common pages; None where there is none.
     """
 
     table: int
     columns: int
     copies: list[npt.NDArray[np.int64]]
+    on_disk: list[int]
     works: dict[Work, list[tuple[ListTables | None, ListTables | None]]]
 
 
@@ -132,9 +151,10 @@ class Streams:
         mover: Mover,
         runs: list[Run],
         slot_size: int,
+        reads: Reads | None,
     ) -> None:
         self._driver, self._core, self._layers, self._layouts = driver, core, layers, layouts
-        self._host, self._mover, self._runs = host, mover, runs
+        self._host, self._mover, self._runs, self._reads_ahead = host, mover, runs, reads
         self._rooms = [slot_size // self._widest(group) for group in range(len(layouts))]
         self._slot_size = slot_size
         self._ring = driver.memory(SLOTS * slot_size) if slot_size else None
@@ -150,6 +170,8 @@ class Streams:
         self._reads: list[int] = []
         self._placed: list[tuple[int, dict[str, Any]]] = []
         self._copies: dict[int, list[npt.NDArray[np.int64]]] = {}
+        self._on_disk: list[int] = []
+        self._read_as: dict[int, int] = {}
         self._groups: dict[int, GroupPasses] = {}
         self._order: list[tuple[int, int]] = []
         self._first: dict[int, int] = {}
@@ -164,7 +186,8 @@ class Streams:
         """Chooses a route for each group of the step that was staged; returns how many words more there are."""
         self.traffic = Traffic()
         self._reads, self._placed = self._core.host_reads(), []
-        chosen = [group for group, reads in enumerate(self._reads) if reads and self._is_for_the_ring(group, reads)]
+        self._on_disk = self._core.on_disk()
+        chosen = [group for group, reads in enumerate(self._reads) if self._is_for_the_ring(group, reads)]
         if not chosen:
             return 0
         words, stamp, groups = self._core.stream([(group, self._rooms[group]) for group in chosen])
@@ -172,7 +195,7 @@ class Streams:
         if stamp != self._stamp:
             self._stamp = stamp
             self._copies = {
-                group: [self._side_by_side(group, blocks.astype(np.int64)) for blocks in placed["passes"]]
+                group: [self._side_by_side(group, blocks.astype(np.int64)) for blocks, _ in placed["passes"]]
                 for group, placed in self._placed
             }
             self._forget()
@@ -192,10 +215,15 @@ class Streams:
         base = 0 if self._tables is None else self._tables.address
         self._groups = {group: self._group(group, base, placed, tables) for group, placed in self._placed}
         self._order.clear()
+        self._read_as.clear()
         for layer in range(len(self._layers)):
             if (of := self.group(layer)) is not None:
                 self._first[layer] = len(self._order)
-                self._order += [(layer, number) for number in range(len(of.copies))]
+                for number, on_disk in enumerate(of.on_disk):
+                    if on_disk:
+                        # As crates/pagoda-py/src/passes.rs counts them.
+                        self._read_as[len(self._order)] = len(self._read_as)
+                    self._order.append((layer, number))
         return base
 
     def group(self, layer: int) -> GroupPasses | None:
@@ -215,7 +243,7 @@ class Streams:
         if not self._ahead or self._ahead[0].item != item:
             self._forget()
             self._next = item
-        self._fill()
+        self._fill(wait=not self._ahead)
         now = self._ahead.popleft()
         stream.follow(now.arrived)
         try:
@@ -239,8 +267,9 @@ class Streams:
         self._ring = self._tables = None
 
     def _is_for_the_ring(self, group: int, reads: int) -> bool:
-        """Whether there is one, and it is faster."""
-        return self.ring and reads * self._widest(group) >= self._driver.ring_bytes
+        """Whether pages are read that are on disk, or so many of the host that the ring is faster, if there is one."""
+        enough = reads and self.ring and reads * self._widest(group) >= self._driver.ring_bytes
+        return bool(self._on_disk[group] or enough)
 
     def _widest(self, group: int) -> int:
         """Bytes of a layer of the group in one block, at most."""
@@ -257,7 +286,8 @@ class Streams:
         works = {
             keys[of["work"]]: list(zip(lists(of["own"]), lists(of["common"]), strict=True)) for of in placed["works"]
         }
-        return GroupPasses(base + placed["table"], placed["columns"], self._copies[group], works)
+        on_disk = [on_disk for _, on_disk in placed["passes"]]
+        return GroupPasses(base + placed["table"], placed["columns"], self._copies[group], on_disk, works)
 
     def _side_by_side(self, group: int, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Blocks that lie side by side in one piece of pinned memory, as [block, blocks, place]."""
@@ -273,28 +303,46 @@ class Streams:
         self._slots.extend(brought.slot for brought in self._ahead)
         self._ahead.clear()
 
-    def _fill(self) -> None:
-        """Brings what comes next into the slots that nobody needs."""
+    def _fill(self, wait: bool = False) -> None:
+        """Brings what comes next into the slots that nobody needs, up to what has yet to be read from disk. wait: for what is
+        the first. Raises CorruptPage and TierIOError, with `wait` alone."""
         while self._slots:
-            arrived = self._bring(self._slots[0], *self._order[self._next])
+            found = None
+            if (place := self._read_as.get(self._next)) is not None:
+                assert self._reads_ahead is not None
+                found = self._reads_ahead.take(place, wait)
+                if found is None:
+                    return
+            try:
+                arrived = self._bring(self._slots[0], *self._order[self._next], found)
+            finally:
+                if found is not None and self._reads_ahead is not None:
+                    self._reads_ahead.copied(found[0], self._copying.record())
             self._ahead.append(Brought(self._next, self._slots.popleft(), arrived))
             self._next = (self._next + 1) % len(self._order)
+            wait = False
 
-    def _bring(self, slot: Slot, layer: int, number: int) -> Event:
-        """Starts to copy a pass into a slot."""
+    def _bring(self, slot: Slot, layer: int, number: int, found: tuple[int, int, int] | None) -> Event:
+        """Starts to copy a pass into a slot. found: where those of its pages are that were read from disk."""
         if slot.read is not None:
             self._copying.follow(slot.read)
         group, run = self._layers[layer]["group"], self._runs[layer]
         block_bytes, host = self._layouts[group].block_bytes, 0 if self._host is None else self._host.address
+        of = self._groups[group]
+        sources = [
+            (host + block * block_bytes + run.start, block_bytes, n, at) for block, n, at in of.copies[number].tolist()
+        ]
+        if found is not None:
+            behind = sum(pages for _, _, pages, _ in sources)
+            sources.append((found[1], found[2], of.on_disk[number], behind))
         few = []
-        for block, blocks, place in self._groups[group].copies[number].tolist():
-            source = host + block * block_bytes + run.start
+        for source, pitch, pages, place in sources:
             target = slot.address + place * run.bytes
-            if blocks * run.bytes >= self._driver.copy_engine_bytes:
-                self._copying.copy_rows(target, run.bytes, source, block_bytes, run.bytes, blocks)
+            if pages * run.bytes >= self._driver.copy_engine_bytes:
+                self._copying.copy_rows(target, run.bytes, source, pitch, run.bytes, pages)
             else:
-                few += [(source + i * block_bytes, target + i * run.bytes, run.bytes) for i in range(blocks)]
-            self.traffic.ring += blocks * run.bytes
+                few += [(source + i * pitch, target + i * run.bytes, run.bytes) for i in range(pages)]
+            self.traffic.ring += pages * run.bytes
         if few:
             self._mover.copy(self._copying, np.array(few, np.uint64))
         return self._copying.record()

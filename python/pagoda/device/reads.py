@@ -1,0 +1,42 @@
+"""Layers of pages on disk, as attention on a device gets them: read ahead by threads of `pagoda._core` into a ring of pinned
+memory and verified there, then copied on by the device.
+
+A slot is given back when what was copied from it has arrived.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from pagoda import _core
+from pagoda.device.driver import Event
+
+
+class Reads:
+    """The ring, of which `pagoda._core` knows what is in it."""
+
+    def __init__(self, core: _core.Cache) -> None:
+        self._core = core
+        self._lent: deque[tuple[int, Event]] = deque()
+
+    def take(self, place: int, wait: bool) -> tuple[int, int, int] | None:
+        """The slot with what comes at a place of all that the open step reads, the address and the bytes from page to page.
+
+        None where it is not there yet. wait: until it is. Raises CorruptPage and TierIOError, with `wait` alone.
+        """
+        self._give_back()
+        found = self._core.take_read(place, wait)
+        while wait and found is None:
+            # All slots are being copied from.
+            self._lent[0][1].wait()
+            self._give_back()
+            found = self._core.take_read(place, wait)
+        return found
+
+    def copied(self, slot: int, arrived: Event) -> None:
+        """What was taken has been copied from its slot when an event comes by."""
+        self._lent.append((slot, arrived))
+
+    def _give_back(self) -> None:
+        while self._lent and self._lent[0][1].done():
+            self._core.give_back(self._lent.popleft()[0])

@@ -1,0 +1,430 @@
+"""Pages on disk beside a device, on the emulated one: their moves, and attention over them.
+
+Copies are late, come in pieces and are made twice; slots hold NaN where nothing was copied. What any cache with a disk does
+is in test_disk.py and test_sessions.py, which run on an emulated device as well.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pagoda
+import pytest
+from emulator.driver import CallerStream, EmulatedDriver, HostArena, Stream
+from mirror import Mirror, Tokens, layer
+from pagoda import _core
+from pagoda.device import passage
+from pagoda.device.moves import Moves, Nothing
+from pagoda.device.reads import Reads
+from test_device_streaming import (
+    ROPE,
+    SCENES,
+    LateDriver,
+    RestlessDriver,
+    attended,
+    engine_of,
+    fill,
+    opened,
+    poisoned_slots,
+)
+
+__all__ = ["poisoned_slots"]
+
+
+def with_disk(
+    monkeypatch: pytest.MonkeyPatch, path: Path, driver: EmulatedDriver, layers: list[Any], **options: Any
+) -> pagoda.Cache:
+    defaults: dict[str, Any] = {"disk": path / "pages", "disk_memory": "32MiB"}
+    return opened(monkeypatch, driver, pagoda.ModelSpec(layers=layers), **(defaults | options))
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_a_ragged_batch_over_three_tiers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoded, speculated and prefilled at once, with forks, against float64."""
+    layers, options = SCENES[name]
+    driver = RestlessDriver(1)
+    options = {"device_memory": "1MiB" if options.get("k_dtype") == "f32" else "512KiB", "headroom": 400} | options
+    with with_disk(monkeypatch, tmp_path, driver, layers, spill=False, **options) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        long, other, short = (mirror.create() for _ in range(3))
+        mirror.step([long, other, short], [410, 150, 7])
+        if name == "spans":
+            mirror.drop(long, 100, 130)
+        child = mirror.fork(long)
+        cache.demote(other.sequence).wait()
+        cache.demote(long.sequence, to="disk").wait()
+        cache.promote(long.sequence, (130, 260), to="host").wait()
+        mirror.step([long, other, short, child], [1, 40, 2, 3])
+        assert mirror.last is not None
+        report = mirror.last.report.bytes
+        assert report["disk"] > 0
+        assert engine_of(cache).traffic.ring > 0
+        cache.demote(child.sequence, to="disk").wait()
+        mirror.step([child, other], [2, 1], accepted=[1, 0])
+        mirror.look()
+        driver.check()
+
+
+def test_bits_do_not_depend_on_where_pages_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With deterministic=True: all on the device, or any of them on the host or on disk."""
+    tiny: dict[str, Any] = {"num_q_heads": 2, "num_kv_heads": 1, "rope": ROPE}
+    layers = [layer(**tiny), layer(**tiny, window=5000)]
+    options: dict[str, Any] = {"page_size": 64, "deterministic": True, "headroom": 5000, "spill": False}
+    with with_disk(monkeypatch, tmp_path, RestlessDriver(3), layers, device_memory="4MiB", **options) as cache:
+        long, short = cache.create(), cache.create()
+        for number, count in enumerate((3000, 3000, 3100)):
+            fill(cache, long, count, number)
+        fill(cache, short, 300, 4)
+        long.drop(200, 230)
+        child = long.fork()
+        batch, counts = [long, short, child], [1, 30, 2]
+        right = attended(cache, batch, counts, 5)
+        for demoted, to in (((4096, 5000), "disk"), ((0, 1000), "host"), ((500, 7000), "disk"), ((0, 9070), "disk")):
+            cache.demote(long, demoted, to=to).wait()
+            for _ in range(2):
+                assert attended(cache, batch, counts, 5) == right
+
+
+def pages_on_disk(
+    monkeypatch: pytest.MonkeyPatch, path: Path, driver: EmulatedDriver, **options: Any
+) -> tuple[Mirror, Tokens]:
+    """A cache of two layers with a sequence of 30 pages on disk: 8 in a pass."""
+    cache = with_disk(monkeypatch, path, driver, [layer(), layer()], device_memory="256KiB", **options)
+    mirror = Mirror(cache, np.random.default_rng(7))
+    tokens = mirror.create()
+    for _ in range(4):
+        mirror.step([tokens], [120])
+        cache.demote(tokens.sequence, to="disk").wait()
+    cache._spill.may_bring_in(np.array([tokens.sequence.id], np.uint64))
+    return mirror, tokens
+
+
+def bytes_read(cache: pagoda.Cache) -> int:
+    disk_io = cache.stats().disk_io
+    assert disk_io is not None
+    return disk_io.bytes_read
+
+
+def quiet(cache: pagoda.Cache) -> int:
+    """Bytes read once no more are."""
+    before = -1
+    while before != (before := bytes_read(cache)):
+        time.sleep(0.05)
+    return before
+
+
+def test_every_byte_is_read_once_a_step_and_ahead_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror, tokens = pages_on_disk(monkeypatch, tmp_path, RestlessDriver(4))
+    cache, page, stored = mirror.cache, 16 * 128, 4096
+    mirror.step([tokens], [1])
+    for _ in range(3):
+        before = quiet(cache)
+        mirror.step([tokens], [1])
+        assert quiet(cache) - before == 2 * 30 * stored
+        assert mirror.last is not None
+        assert mirror.last.report.bytes == {"pcie": 2 * 30 * page, "disk": 2 * 30 * stored}
+    assert cache.stats().moved_bytes["disk", "device"] == cache.stats().moved_bytes["disk", "host"] == 0
+    cache.close()
+
+
+def test_layers_in_any_order_and_more_than_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror, tokens = pages_on_disk(monkeypatch, tmp_path, RestlessDriver(5))
+    cache, rng = mirror.cache, np.random.default_rng(0)
+    results: dict[int, list[bytes]] = {0: [], 1: []}
+    with cache.step([tokens.sequence], [1]) as step:
+        rows = rng.standard_normal((1, 2, 16), np.float32)
+        q = rng.standard_normal((1, 4, 16), np.float32)
+        for index in (0, 1):
+            step.append(index, rows, rows)
+        for index in (1, 0, 0, 1):
+            results[index].append(step.attend(index, q).tobytes())
+        step.commit([0])
+    assert all(first == second for first, second in results.values())
+    mirror.look()
+    cache.close()
+
+
+def test_a_graph_reads_nothing_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take what it finds in the tables there for an address."""
+    driver = RestlessDriver(6)
+    stream = CallerStream(driver)
+    with with_disk(monkeypatch, tmp_path, driver, [layer()], device_memory="512KiB") as cache:
+        cache.declare(sequences=1, new_tokens=1, context=200)
+        sequence = cache.create()
+        rows, q, out = (
+            np.zeros((1, 2, 16), np.float16),
+            np.ones((1, 4, 16), np.float32),
+            np.ones((1, 4, 16), np.float32),
+        )
+        for _ in range(40):
+            with cache.step([sequence], [1], stream=stream) as step:
+                step.append(0, rows, rows)
+        cache.demote(sequence, to="disk").wait()
+        cache._spill.may_bring_in(np.array([sequence.id], np.uint64))
+        with cache.step([sequence], [1], stream=stream) as step:
+            with pytest.raises(pagoda.InvalidArgument, match=r"replay: 2 pages of this step are on disk"):
+                step.replay(lambda: pytest.fail("replayed"))
+            step.append(0, rows, rows)
+            stream.begin_capture()
+            with pytest.raises(pagoda.InvalidArgument, match="layer 0 in a graph: not in a step that streams"):
+                step.attend(0, q, out=out)
+            stream.end_capture()
+            step.attend(0, q, out=out)
+
+
+def test_without_room_for_a_ring_nothing_on_disk_is_attended_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing goes there by itself."""
+    options: dict[str, Any] = {"device_memory": "256KiB", "deterministic": True, "host_memory": "64KiB"}
+    with with_disk(monkeypatch, tmp_path, EmulatedDriver(), [layer()], **options) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens, other = mirror.create(), mirror.create()
+        mirror.step([tokens, other], [100, 20])
+        assert cache.demote(tokens.sequence, to="disk").wait()
+        before = cache.stats()
+        with pytest.raises(
+            pagoda.InvalidArgument, match=r"device_memory = 262144: at least 8388608 bytes .* this one has 6 there"
+        ):
+            mirror.step([tokens], [1])
+        after = cache.stats()
+        assert (after.device, after.host, after.disk) == (before.device, before.host, before.disk)
+        mirror.step([other], [1])
+        assert cache.promote(tokens.sequence).wait()
+        mirror.look()
+        with pytest.raises(pagoda.OutOfBlocks):
+            mirror.step([tokens], [4000])
+        assert cache.stats().used_bytes("disk") == 0
+        # What no query sees may be there, and the first part of a page that was truncated.
+        mirror.truncate(tokens, 64)
+        assert cache.demote(tokens.sequence, to="disk").wait()
+        mirror.truncate(tokens, 10)
+        mirror.step([tokens], [3])
+
+
+def test_who_waits_too_long_for_a_read_gives_up_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 MiB take any drive longer than a microsecond."""
+    wide = layer(num_kv_heads=8, num_q_heads=8, head_dim=128)
+    options: dict[str, Any] = {"page_size": 64, "device_memory": "24MiB", "host_memory": 0, "spill": False}
+    with with_disk(monkeypatch, tmp_path, EmulatedDriver(), [wide], disk_timeout=1e-6, **options) as cache:
+        sequence, rows = cache.create(), np.ones((4096, 8, 128), np.float32)
+        with cache.step([sequence], [4096]) as step:
+            step.append(0, rows, rows)
+        assert cache.demote(sequence, to="disk").wait()
+        for _ in range(3):
+            with (
+                pytest.raises(pagoda.TierIOError, match=r"disk_timeout = 0.000001: a read took longer"),
+                cache.step([sequence], [1]) as step,
+            ):
+                step.forward(0, rows[:1], rows[:1], rows[:1])
+            cache.audit()
+        assert len(sequence) == 4096
+
+
+def test_a_page_that_does_not_verify_ends_the_step_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the last pass, so that its read has failed long before it is needed."""
+    mirror, tokens = pages_on_disk(monkeypatch, tmp_path, RestlessDriver(8))
+    cache, other = mirror.cache, mirror.create()
+    mirror.step([other], [60])
+    cache.demote(other.sequence, to="disk").wait()
+    nameless = [fd for fd in Path("/proc/self/fd").iterdir() if "/.pagoda-" in str(fd.resolve())]
+    with nameless[-1].open("r+b") as pages:
+        data = pages.read()
+        row = tokens.k[1][470].astype(np.float16)[0].tobytes()
+        pages.seek(data.index(row))
+        pages.write(b"\x00\x00")
+    for _ in range(2):
+        with pytest.raises(pagoda.CorruptPage, match="layer 1 of the group does not verify"):
+            mirror.step([tokens], [1])
+    mirror.step([other], [2])
+    assert len(tokens.sequence) == 480
+    mirror.release(tokens)
+    mirror.look()
+    cache.close()
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_the_end_of_a_cache_with_moves_and_reads_under_way(
+    held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passage, "PART_BYTES", 1)
+    mirror, _ = pages_on_disk(monkeypatch, tmp_path, LateDriver())
+    cache, other = mirror.cache, mirror.create()
+    mirror.step([other], [200])
+    cache.demote(other.sequence, to="disk")
+    if held:
+        cache.close()
+        with pytest.raises(pagoda.UseAfterRelease):
+            cache.create()
+    del mirror, other, cache
+    gc.collect()
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_plan_of_which_a_part_fails(parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came before the failure has moved, what came after it takes no space; it is told once."""
+    monkeypatch.setattr(passage, "PART_BYTES", 1)
+    monkeypatch.setattr(passage, "PARTS", parts)
+    stored = 2 * 4096
+    options: dict[str, Any] = {"spill": False, "disk_writes_per_day": 5 * stored}
+    with with_disk(monkeypatch, tmp_path, RestlessDriver(9), [layer()], device_memory="512KiB", **options) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [16 * 12])
+        ticket = cache.demote(tokens.sequence, to="disk")
+        with pytest.raises(pagoda.TierIOError, match=r"failed after [024] of 12 copies: .* a day") as error:
+            ticket.wait()
+        copied = int(str(error.value).split(" of 12")[0].split()[-1])
+        assert copied == 4 or parts > 1, "two pages at a time, one after the other"
+        assert (cache.stats().disk[0].used, cache.stats().device[0].used) == (copied, 12 - copied)
+        nameless = [fd for fd in Path("/proc/self/fd").iterdir() if "/.pagoda-" in str(fd.resolve())]
+        data = nameless[-1].read_bytes()
+        rows = [tokens.k[0][16 * page, 0].astype(np.float16).tobytes() for page in range(12)]
+        assert [row in data for row in rows] == [page < copied for page in range(12)]
+        mirror.look()
+        cache.audit()
+
+
+def test_memory_that_cannot_be_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages stay on disk, the error is told once, and the next try succeeds."""
+    driver = RestlessDriver(10)
+    with with_disk(monkeypatch, tmp_path, driver, [layer()], device_memory="512KiB", spill=False) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [64])
+        assert cache.demote(tokens.sequence, to="disk").wait()
+
+        def refuse(self: HostArena, address: int, size: int) -> bool:
+            raise pagoda.BackendUnavailable("no more")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HostArena, "pin", refuse)
+            with pytest.raises(pagoda.BackendUnavailable, match="no more"):
+                cache.promote(tokens.sequence, to="host")
+        assert cache.stats().disk[0].used == 4
+        assert cache.stats().host[0].used == 0
+        mirror.look()
+        assert cache.promote(tokens.sequence, to="host").wait()
+        mirror.look()
+
+
+def a_write_follows_the_kernel(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Pages leave for disk before the append that wrote them has run."""
+    driver = LateDriver()
+    with with_disk(monkeypatch, path, driver, [layer()], device_memory="512KiB", spill=False) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        k, v = mirror.rng.standard_normal((2, 64, 2, 16), np.float32).astype(np.float16)
+        with cache.step([tokens.sequence], [64]) as step:
+            step.append(0, k, v)
+        tokens.k, tokens.v = [k.astype(np.float64)], [v.astype(np.float64)]
+        assert cache.demote(tokens.sequence, to="disk").wait()
+        mirror.look()
+
+
+def a_page_is_read_when_it_has_arrived(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Pages that come from disk are read on the device before they are there."""
+    driver = LateDriver()
+    with with_disk(monkeypatch, path, driver, [layer()], device_memory="512KiB", spill=False) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [64])
+        assert cache.demote(tokens.sequence, to="disk").wait()
+        other = mirror.create()
+        mirror.step([other], [64])
+        mirror.release(other)
+        assert cache.promote(tokens.sequence).wait()
+        mirror.look()
+
+
+def a_part_of_the_stage_waits_for_its_copy(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """With one part of one page: the next page is read into it while the one before is being copied from it."""
+    monkeypatch.setattr(passage, "PART_BYTES", 1)
+    monkeypatch.setattr(passage, "PARTS", 1)
+    a_page_is_read_when_it_has_arrived(monkeypatch, path)
+
+
+def a_slot_waits_for_its_copy(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """With three slots: they are read into while they are being copied from."""
+    monkeypatch.setattr(_core, "ring_bytes", lambda slot: 3 * slot)
+    mirror, tokens = pages_on_disk(monkeypatch, path, LateDriver())
+    for _ in range(2):
+        mirror.step([tokens], [1])
+    mirror.cache.close()
+
+
+def memory_is_pinned_before_it_is_written(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Pages that came from disk to the host are there when memory beside them is pinned."""
+    with with_disk(monkeypatch, path, EmulatedDriver(), [layer()], device_memory="512KiB", spill=False) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens, other = mirror.create(), mirror.create()
+        mirror.step([tokens, other], [64, 64])
+        assert cache.demote(tokens.sequence, to="disk").wait()
+        assert cache.promote(tokens.sequence, to="host").wait()
+        assert cache.demote(other.sequence).wait()
+        mirror.look()
+
+
+def hasty_copies(self: Moves, rows: Any) -> Iterator[Any]:
+    self._mover.copy(self._copying, rows)
+    yield Nothing()
+
+
+def hasty_slots(self: Reads) -> None:
+    """Slots are given back at once, and read into before anybody goes on."""
+    while self._lent:
+        self._core.give_back(self._lent.popleft()[0])
+
+
+def waited(take: Callable[..., Any]) -> Callable[..., Any]:
+    def patched(self: Reads, place: int, wait: bool) -> Any:
+        found = take(self, place, wait)
+        time.sleep(0.02)
+        return found
+
+    return patched
+
+
+_take = Reads.take
+
+Patch = tuple[Any, str, Any]
+FENCES: list[tuple[Callable[[pytest.MonkeyPatch, Path], None], list[Patch]]] = [
+    (a_write_follows_the_kernel, [(Stream, "follow", lambda self, event: None)]),
+    (a_write_follows_the_kernel, [(Moves, "_by_link", hasty_copies)]),
+    (a_page_is_read_when_it_has_arrived, [(Moves, "_by_link", hasty_copies)]),
+    (a_part_of_the_stage_waits_for_its_copy, [(Moves, "_by_link", hasty_copies)]),
+    (a_slot_waits_for_its_copy, [(Reads, "_give_back", hasty_slots), (Reads, "take", waited(_take))]),
+    (
+        memory_is_pinned_before_it_is_written,
+        [(Moves, "_of_host", lambda self, plan, numbers, rows: self._by_threads(plan, numbers, [0] * len(numbers)))],
+    ),
+]
+
+
+@pytest.mark.parametrize("scene", list(dict.fromkeys(scene for scene, _ in FENCES)))
+def test_fences_hold(
+    scene: Callable[[pytest.MonkeyPatch, Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene(monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize(("scene", "broken"), FENCES)
+def test_a_missing_fence_is_noticed(
+    scene: Callable[[pytest.MonkeyPatch, Path], None],
+    broken: list[Patch],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for patch in broken:
+        monkeypatch.setattr(*patch)
+    with pytest.raises(AssertionError):
+        scene(monkeypatch, tmp_path)
