@@ -49,6 +49,7 @@ struct Reading {
 #[derive(Debug)]
 pub struct Filled {
     slot: usize,
+    pages: usize,
     /// The first byte of the first page's layer.
     pub address: *mut u8,
     /// Bytes from one page to the next.
@@ -128,7 +129,18 @@ impl Ring {
         }
         let address = self.slab.base().wrapping_add(self.range(slot).start as usize);
         let stride = self.store.geometry().stored_run(what.group, what.layer);
-        Ok(Filled { slot, address, stride })
+        Ok(Filled { slot, pages: what.blocks.len(), address, stride })
+    }
+
+    /// The layer of one page in a slot, with the padding that it has in the file.
+    ///
+    /// # Panics
+    /// When the slot has no such page.
+    pub fn page(&self, filled: &Filled, page: usize) -> &[u8] {
+        assert!(page < filled.pages, "page {page} of {}", filled.pages);
+        let start = self.range(filled.slot).start + page as u64 * filled.stride;
+        // SAFETY: the slot is in the slab and holds so many pages, and nobody writes to it until it is given back, which takes it.
+        unsafe { std::slice::from_raw_parts(self.slab.base().add(start as usize), filled.stride as usize) }
     }
 
     /// Takes a slot back.
@@ -237,15 +249,10 @@ mod tests {
             let filled = self.ring.take().unwrap();
             let begin = LAYERS[..what.layer].iter().sum::<u64>();
             for (page, block) in what.blocks.iter().enumerate() {
+                let found = self.ring.page(&filled, page);
                 for at in 0..LAYERS[what.layer] {
-                    let ahead = page as u64 * filled.stride + at;
-                    // SAFETY: the slot holds so many pages.
-                    let found = unsafe { filled.address.add(ahead as usize).read() };
-                    assert_eq!(
-                        found,
-                        byte(version, block.index(), begin + at),
-                        "{what:?}, byte {at} of page {page}"
-                    );
+                    let right = byte(version, block.index(), begin + at);
+                    assert_eq!(found[at as usize], right, "{what:?}, byte {at} of page {page}");
                 }
             }
             self.ring.release(filled);
