@@ -278,7 +278,7 @@ impl Inner {
 
     /// Zeroes freed blocks, where that is asked for: until then they are not handed out.
     pub(crate) fn zero(&mut self) {
-        let Engine::Cpu { slabs, disk, .. } = &self.engine else { return };
+        let Engine::Cpu { slabs, disk, .. } = &mut self.engine else { return };
         let block_bytes = &self.block_bytes;
         self.core.zero(|tier, group, blocks| {
             if tier == Tier::Disk {
@@ -289,6 +289,9 @@ impl Inner {
             unsafe { slabs[tier.index()].zero(at(blocks.start)..at(blocks.end)) };
             true
         });
+        if let Some(disk) = disk {
+            disk.stream.forget_gone();
+        }
     }
 
     /// Zeroes what is to be, and gives memory without blocks back to the system.
@@ -465,7 +468,7 @@ impl Cache {
             _ => Sessions::default(),
         };
         if let (Some(store), true) = (&disk, zero_on_free) {
-            store.zero_rest().map_err(|error| errors::disk(py, &error))?;
+            store.zero_on_free().map_err(|error| errors::disk(py, &error))?;
         }
         let mut base = [std::ptr::null_mut(); Tier::COUNT];
         let engine = if let Some(bases) = bases {

@@ -129,6 +129,11 @@ impl Stream {
         self.ring.bytes()
     }
 
+    /// Lets go of bytes of pages that are gone, where that is asked for.
+    pub(crate) fn forget_gone(&mut self) {
+        self.ring.forget_gone();
+    }
+
     /// What was streamed since the step was entered.
     pub(crate) fn traffic(&self) -> Traffic {
         self.traffic
