@@ -5,8 +5,10 @@ use crate::device::{self, AnglePlaces, GroupPlaces, Room, Upload, WorkPlaces};
 use crate::disk::{self, DiskArguments};
 use crate::errors::{self, core, cpu, invalid, invalid_because, released, unavailable};
 use crate::fork;
+use crate::handle::{Abandoned, Handle};
 use crate::layers::{LayerArguments, Placed, PlacedLayer, place};
 use crate::passes::StreamedGroup;
+use crate::patience;
 use crate::sessions::Sessions;
 use crate::stream::{Call, Stream, Traffic};
 use crate::tables::{self, Tables};
@@ -18,7 +20,7 @@ use numpy::{
 use pagoda_core::Error;
 use pagoda_core::cache::TierMemory;
 use pagoda_core::fence::Completion;
-use pagoda_core::ids::{BlockId, Epoch, GroupId, SequenceId, Tier};
+use pagoda_core::ids::{BlockId, Epoch, GroupId, KeptId, SequenceId, Tier};
 use pagoda_core::plan::{BlockCopy, Selection};
 use pagoda_core::table::SpanView;
 use pagoda_core::work::RUN_ROWS;
@@ -42,6 +44,7 @@ const MEMORY_TIERS: [Tier; 2] = [Tier::Device, Tier::Host];
 #[pyclass(frozen, module = "pagoda._core")]
 pub(crate) struct Cache {
     inner: Mutex<Option<ManuallyDrop<Inner>>>,
+    abandoned: Abandoned,
     /// The process that made it: threads and memory do not survive a fork.
     process: u64,
 }
@@ -55,6 +58,7 @@ pub(crate) struct Inner {
     step: StepState,
     pub(crate) tables: Tables,
     pub(crate) sessions: Sessions,
+    late: Vec<Late>,
     /// The last step that has ended, and the last one that has retired, where kernels are this module's.
     ended: Epoch,
     retired: Epoch,
@@ -72,6 +76,21 @@ enum Engine {
 struct Disk {
     store: Arc<Store>,
     stream: Stream,
+}
+
+/// What copies need until they have ended.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Held {
+    pub(crate) sequence: Option<SequenceId>,
+    pub(crate) kept: Option<KeptId>,
+}
+
+/// Copies that nobody waits for any more.
+struct Late {
+    completion: Completion,
+    /// Of those of a step, the last one that had ended when they began: the blocks that it was to have drain until they have.
+    since: Option<Epoch>,
+    held: Held,
 }
 
 /// What the open step adds to the core's own.
@@ -162,12 +181,24 @@ impl Cache {
         Ok(guard)
     }
 
-    /// Refuses calls of signal handlers that run while this thread waits inside of `attend`: they would wait for themselves.
+    /// Refuses calls of signal handlers that run while this thread waits for the disk: they would wait for themselves.
     fn require_elsewhere(&self, py: Python<'_>) -> PyResult<()> {
-        if ATTENDING.get() == std::ptr::from_ref(self).addr() {
+        if WAITING.get() == std::ptr::from_ref(self).addr() {
             return Err(invalid_because(py, "cache: in use by the call that this signal has interrupted"));
         }
         Ok(())
+    }
+
+    /// Releases sequences whose handles are gone.
+    fn release_abandoned(&self, inner: &mut Inner) {
+        let abandoned = self.abandoned.take();
+        for &sequence in &abandoned {
+            // Ctrl-C may have come right after it was released.
+            let _ = inner.core.release(sequence_id(sequence));
+        }
+        if !abandoned.is_empty() {
+            inner.trim();
+        }
     }
 
     /// Runs a call of the core.
@@ -182,23 +213,23 @@ impl Cache {
 }
 
 thread_local! {
-    /// The address of the cache in whose `attend` this thread is.
-    static ATTENDING: Cell<usize> = const { Cell::new(0) };
+    /// The address of the cache in whose `attend`, `reserve`, `save` or `load` this thread is.
+    static WAITING: Cell<usize> = const { Cell::new(0) };
 }
 
-/// While it lives, the thread is in `attend`.
-struct Attending;
+/// While it lives, the thread is in a call that may wait for the disk.
+struct Waiting;
 
-impl Attending {
+impl Waiting {
     fn of(cache: &Cache) -> Self {
-        ATTENDING.set(std::ptr::from_ref(cache).addr());
+        WAITING.set(std::ptr::from_ref(cache).addr());
         Self
     }
 }
 
-impl Drop for Attending {
+impl Drop for Waiting {
     fn drop(&mut self) {
-        ATTENDING.set(0);
+        WAITING.set(0);
     }
 }
 
@@ -245,29 +276,64 @@ impl Inner {
         Ok(Some(report))
     }
 
-    /// Makes copies, some of which may be of the disk, and waits for them.
-    pub(crate) fn copy_now(&self, py: Python<'_>, copies: &[BlockCopy]) -> PyResult<()> {
+    /// How long anybody waits for the disk.
+    pub(crate) fn disk_timeout(&self) -> Duration {
+        match &self.engine {
+            Engine::Cpu { disk: Some(disk), .. } => disk.stream.timeout(),
+            _ => Duration::ZERO,
+        }
+    }
+
+    /// Makes copies of which some are of the disk, and waits for them. If they do not arrive, what is `held` is let go of when they
+    /// have ended.
+    pub(crate) fn copy_now(&mut self, py: Python<'_>, copies: &[BlockCopy], held: Held) -> PyResult<()> {
         self.require_cpu(py)?;
-        let Engine::Cpu { mover, .. } = &self.engine else { unreachable!("checked") };
+        let (Engine::Cpu { mover, .. }, Some(store)) = (&self.engine, self.store()) else {
+            unreachable!("checked, and nothing is on disk without one")
+        };
         let transfers: Vec<_> = copies.iter().map(|copy| self.transfer(copy)).collect();
         let (completion, waiter) = (Completion::new(), mover.waiter());
-        // SAFETY: the core has given the targets to whoever asked for these copies, who holds the lock until they are made;
-        // sources are Ready or open pages of no step.
+        // SAFETY: the core has given the targets to whoever asked for these copies, and they are held until these have ended;
+        // sources are Ready, or open pages that are held, so that they are copied before anybody appends to them.
         unsafe { mover.send(transfers, completion.clone()) };
-        py.detach(|| while !waiter.wait(&completion, Duration::from_secs(60)) {});
+        let limit = self.disk_timeout();
+        if let Err(stop) = py.detach(|| patience::wait(&waiter, &completion, store, limit)) {
+            let since = held.sequence.is_none().then_some(self.ended);
+            self.late.push(Late { completion, since, held });
+            return Err(stop.raise(py));
+        }
         if completion.copied() == Some(copies.len() as u32) {
             return Ok(());
         }
+        self.let_go(held).map_err(|error| core(py, &error))?;
         Err(errors::failure(py, completion.failure()))
     }
 
+    pub(crate) fn let_go(&mut self, Held { sequence, kept }: Held) -> pagoda_core::Result<()> {
+        if let Some(kept) = kept {
+            self.core.forget(kept);
+        }
+        sequence.map_or(Ok(()), |sequence| self.core.release(sequence))
+    }
+
+    /// Lets go of what late copies needed that have ended since.
+    fn end_late(&mut self) -> pagoda_core::Result<()> {
+        let ended = self.late.extract_if(.., |late| late.completion.copied().is_some());
+        for Late { held, .. } in ended.collect::<Vec<_>>() {
+            self.let_go(held)?;
+        }
+        self.end_saves();
+        Ok(())
+    }
+
     /// Makes the copies of shared open pages that come before the open step's first append.
-    fn copy_shared(&self, py: Python<'_>) -> PyResult<()> {
+    fn copy_shared(&mut self, py: Python<'_>) -> PyResult<()> {
         let Engine::Cpu { mover, .. } = &self.engine else { return Ok(()) };
         let copies = self.core.step_copies();
         // A part of a page that was full went to disk with it.
         if copies.iter().any(|copy| copy.from.0 == Tier::Disk) {
-            return self.copy_now(py, copies);
+            let copies = copies.to_vec();
+            return self.copy_now(py, &copies, Held::default());
         }
         for copy in copies {
             // SAFETY: the source is Ready, so nobody writes it, and the target is this step's alone.
@@ -322,11 +388,13 @@ impl Inner {
 
     /// Retires steps that have ended. The kernels of this backend have when their calls return, but reads ahead of need go on.
     fn settle(&mut self) -> pagoda_core::Result<()> {
+        self.end_late()?;
         let Engine::Cpu { disk, .. } = &self.engine else { return Ok(()) };
         if self.retired == self.ended {
             return Ok(());
         }
-        let since = disk.as_ref().and_then(|disk| disk.stream.since());
+        let read = disk.as_ref().and_then(|disk| disk.stream.since());
+        let since = self.late.iter().filter_map(|late| late.since).chain(read).min();
         self.retired = since.map_or(self.ended, |since| since.min(self.ended));
         self.core.retire(self.retired)
     }
@@ -502,20 +570,24 @@ impl Cache {
             step: StepState::default(),
             tables: Tables::default(),
             sessions,
+            late: Vec::new(),
             ended: Epoch::default(),
             retired: Epoch::default(),
         };
-        Ok(Self { inner: Mutex::new(Some(ManuallyDrop::new(inner))), process: fork::process() })
+        let inner = Mutex::new(Some(ManuallyDrop::new(inner)));
+        Ok(Self { inner, abandoned: Abandoned::default(), process: fork::process() })
     }
 
     /// A new, empty sequence.
-    fn create(&self, py: Python<'_>) -> PyResult<u64> {
-        self.with(py, |inner| inner.core.create()).map(handle)
+    fn create(&self, py: Python<'_>) -> PyResult<Handle> {
+        let id = self.with(py, |inner| inner.core.create())?;
+        Ok(Handle::new(handle(id), &self.abandoned))
     }
 
     /// A sequence over the same pages.
-    fn fork(&self, py: Python<'_>, sequence: u64) -> PyResult<u64> {
-        self.with(py, |inner| inner.core.fork(sequence_id(sequence))).map(handle)
+    fn fork(&self, py: Python<'_>, sequence: u64) -> PyResult<Handle> {
+        let id = self.with(py, |inner| inner.core.fork(sequence_id(sequence)))?;
+        Ok(Handle::new(handle(id), &self.abandoned))
     }
 
     /// Ends a sequence.
@@ -569,7 +641,11 @@ impl Cache {
         }
         let counts = new_tokens.iter().map(|&count| u32::try_from(count).map_err(|_| count));
         let mut guard = self.lock(py)?;
+        let _waiting = Waiting::of(self);
         let inner = guard.as_mut().expect("locked open");
+        if !inner.core.step_is_open() {
+            self.release_abandoned(inner);
+        }
         if let Some(error) = inner.core.take_failure() {
             return Err(core(py, &error));
         }
@@ -687,7 +763,7 @@ impl Cache {
         let memory = std::mem::take(&mut step.sequences);
         let tables = sequence_tables(core, step, layers[layer].group, memory);
         let stream = disk.as_mut().map(|disk| &mut disk.stream).filter(|stream| stream.has(layer));
-        let _attending = Attending::of(self);
+        let _waiting = Waiting::of(self);
         let result = py.detach(|| {
             let call = Call {
                 backend,
@@ -898,6 +974,20 @@ impl Cache {
         }
     }
 
+    /// Sleeps until a ticket's copies have arrived, as long as the disk does anything, and `disk_timeout` more. Python signals are
+    /// seen.
+    fn wait_patiently(&self, py: Python<'_>, ticket: &Ticket) -> PyResult<()> {
+        let guard = self.lock(py)?;
+        let inner = guard.as_ref().expect("locked open");
+        let (Engine::Cpu { mover, .. }, Some(store)) = (&inner.engine, inner.store()) else {
+            return Err(unavailable(py, "disk: this cache has none"));
+        };
+        let (waiter, store, limit) = (mover.waiter(), store.clone(), inner.disk_timeout());
+        drop(guard);
+        py.detach(|| patience::wait(&waiter, &ticket.completion, &store, limit))
+            .map_err(|stop| stop.raise(py))
+    }
+
     /// Blocks of each group that a tier could hand out now.
     fn free_blocks(&self, py: Python<'_>, tier: &str) -> PyResult<Vec<u64>> {
         let tier = tier_named(py, "tier", tier)?;
@@ -909,7 +999,11 @@ impl Cache {
 
     /// Sequences that are not in a step, the one that rested longest first.
     fn by_recency(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
-        self.with(py, |inner| Ok(inner.core.by_recency().into_iter().map(handle).collect()))
+        self.with(py, |inner| {
+            let late: Vec<_> = inner.late.iter().filter_map(|late| late.held.sequence).collect();
+            let all = inner.core.by_recency().into_iter();
+            Ok(all.filter(|id| !late.contains(id)).map(handle).collect())
+        })
     }
 
     /// Block counts by tier and group, and counters.
@@ -951,12 +1045,17 @@ impl Cache {
 
     /// Keeps a sequence on disk under a key.
     fn save(&self, py: Python<'_>, sequence: u64, key: &str, meta: &[u8]) -> PyResult<()> {
-        self.lock(py)?.as_mut().expect("locked open").save(py, sequence, key, meta)
+        let mut guard = self.lock(py)?;
+        let _waiting = Waiting::of(self);
+        guard.as_mut().expect("locked open").save(py, sequence, key, meta)
     }
 
     /// A sequence with what is kept under a key; None if nothing is.
-    fn load(&self, py: Python<'_>, key: &str) -> PyResult<Option<u64>> {
-        self.lock(py)?.as_mut().expect("locked open").load(py, key)
+    fn load(&self, py: Python<'_>, key: &str) -> PyResult<Option<Handle>> {
+        let mut guard = self.lock(py)?;
+        let _waiting = Waiting::of(self);
+        let id = guard.as_mut().expect("locked open").load(py, key)?;
+        Ok(id.map(|id| Handle::new(id, &self.abandoned)))
     }
 
     /// Lets go of what is kept under a key; says whether there was something.

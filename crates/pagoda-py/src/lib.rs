@@ -7,8 +7,10 @@ mod device;
 mod disk;
 mod errors;
 mod fork;
+mod handle;
 mod layers;
 mod passes;
+mod patience;
 mod sessions;
 mod stream;
 mod tables;
@@ -42,6 +44,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(disk::time_disk_reads, module)?)?;
     module.add_function(wrap_pyfunction!(fork::after_fork_in_child, module)?)?;
     module.add_class::<cache::Cache>()?;
+    module.add_class::<handle::Handle>()?;
     module.add_class::<ticket::Plan>()?;
     module.add_class::<ticket::Ticket>()?;
     Ok(())

@@ -3,6 +3,7 @@
 use crate::cache::StepState;
 use crate::errors::{self, cpu};
 use crate::layers::PlacedLayer;
+use crate::patience::SLICE;
 use pagoda_core::fence::{Completion, Failure};
 use pagoda_core::ids::{BlockId, BlockRef, Epoch, Tier};
 use pagoda_core::work;
@@ -11,9 +12,6 @@ use pagoda_store::{Filled, LayerOfPages, Mover, Ring};
 use pyo3::prelude::*;
 use std::ops::Range;
 use std::time::{Duration, Instant};
-
-/// How often a wait for the disk looks for signals.
-const SLICE: Duration = Duration::from_millis(50);
 
 /// What an open step has to read from disk, and the memory through which it goes.
 pub(crate) struct Stream {
@@ -65,6 +63,7 @@ pub(crate) enum Stop {
     Backend(pagoda_cpu::Error),
     Read(Option<Failure>),
     Slow(Duration),
+    Idle(Duration),
     Signal(PyErr),
 }
 
@@ -75,6 +74,11 @@ impl Stop {
             Self::Read(failure) => errors::failure(py, failure.as_ref()),
             Self::Slow(limit) => {
                 let reason = format!("disk_timeout = {}: a read took longer", limit.as_secs_f64());
+                errors::failure(py, Some(&Failure::Io(reason)))
+            }
+            Self::Idle(limit) => {
+                let reason =
+                    format!("disk_timeout = {}: the drive did nothing for longer", limit.as_secs_f64());
                 errors::failure(py, Some(&Failure::Io(reason)))
             }
             Self::Signal(error) => error,
@@ -127,6 +131,11 @@ impl Stream {
     /// Bytes of the ring.
     pub(crate) fn bytes(&self) -> u64 {
         self.ring.bytes()
+    }
+
+    /// How long anybody waits for the disk.
+    pub(crate) fn timeout(&self) -> Duration {
+        self.timeout
     }
 
     /// Lets go of bytes of pages that are gone, where that is asked for.

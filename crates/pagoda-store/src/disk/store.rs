@@ -167,6 +167,17 @@ impl Store {
     /// Keeps pages that were written, with `meta`, under `key`: they are safe from a loss of power when this returns, and
     /// their blocks must not be written to until `delete`. Returns what was under the key before.
     pub fn put(&self, key: &[u8], pages: &[(GroupId, BlockId)], meta: &[u8]) -> Result<Option<Entry>> {
+        self.put_if(key, pages, meta, || true)
+    }
+
+    /// As `put`, if it is still `wanted` when the pages are safe and before the key changes; else an error.
+    pub fn put_if(
+        &self,
+        key: &[u8],
+        pages: &[(GroupId, BlockId)],
+        meta: &[u8],
+        wanted: impl FnOnce() -> bool,
+    ) -> Result<Option<Entry>> {
         let index = self.named()?;
         let mut records = Vec::with_capacity(pages.len());
         for &(group, block) in pages {
@@ -178,6 +189,12 @@ impl Store {
             records.push(Record { group: group.0, block: block.index(), generation, sum });
         }
         self.file.sync().map_err(Error::io("syncing the pages"))?;
+        if !wanted() {
+            return Err(Error::Io {
+                operation: "keeping pages",
+                source: std::io::ErrorKind::TimedOut.into(),
+            });
+        }
         let entry = Entry { pages: records, meta: meta.to_vec() };
         let before = lock(index).put(key, entry.clone())?;
         let mut known = lock(&self.pages);
