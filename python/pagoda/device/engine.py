@@ -107,7 +107,7 @@ class Scratch:
     def grow(self, sizes: tuple[int, int, int]) -> None:
         """Makes room. Nothing may be under way that uses the old memory."""
         have = self._sizes
-        partials, counters, parts = self._sizes = tuple(map(max, have, sizes))  # type: ignore[assignment]
+        partials, counters, parts = map(max, have, sizes)
         if partials > have[0]:
             self._partials = self._driver.memory(partials)
             self.partials = self._partials.address
@@ -117,6 +117,7 @@ class Scratch:
         if parts > have[2]:
             self._parts = self._driver.memory(parts)
             self.parts = self._parts.address
+        self._sizes = (partials, counters, parts)
 
 
 class Centers:
@@ -666,11 +667,15 @@ class DeviceEngine:
         if len(copies):
             self._mover.copy(self._now, copies)
         words = self._tables.stage()
-        more = self._streams.plan()
-        if not self._streams.fits(more):
-            self._wait_for_steps()
-            self._streams.grow(more)
-        self._tables.upload(self._now, words + more, self._streams.place(self._tables))
+        try:
+            more = self._streams.plan()
+            if not self._streams.fits(more):
+                self._wait_for_steps()
+                self._streams.grow(more)
+            self._tables.upload(self._now, words + more, self._streams.place(self._tables))
+        except BaseException:
+            self._tables.forget()
+            raise
 
     def _leave(self) -> None:
         """Marks the end of the step in its stream."""
