@@ -3,6 +3,7 @@ nobody waits for has not happened."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,9 @@ import pagoda
 import pytest
 from emulator.driver import CallerStream, EmulatedDriver, Stream
 from pagoda.device import cuda
+from pagoda.device.engine import DeviceEngine
+from pagoda.device.tables import Staging
+from pagoda.kernels.instances import Kernel
 from unfenced import tickets_finish_at_once
 
 Array = npt.NDArray[Any]
@@ -85,11 +89,24 @@ class World:
         with self.cache.step([self.sequence], [1], stream=stream) as step:
             out = step.forward(0, q, k, v)
             step.commit([0])
-        keys = np.concatenate([self.k, k])[:, 0].astype(np.float64)
-        scores = q[0].astype(np.float64) @ keys.T / 8
-        weights = np.exp(scores - scores.max(1, keepdims=True))
-        expected = weights / weights.sum(1, keepdims=True) @ np.concatenate([self.v, v])[:, 0].astype(np.float64)
-        np.testing.assert_allclose(out[0], expected, rtol=0, atol=1e-5)
+        check(out, q, np.concatenate([self.k, k]), np.concatenate([self.v, v]))
+
+
+def check(out: Array, q: Array, k: Array, v: Array) -> None:
+    """Compares attention of one token over all with float64."""
+    scores = q[0].astype(np.float64) @ k[:, 0].astype(np.float64).T / 8
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    expected = weights / weights.sum(1, keepdims=True) @ v[:, 0].astype(np.float64)
+    np.testing.assert_allclose(out[0], expected, rtol=0, atol=1e-5)
+
+
+class PatientStream(CallerStream):
+    """A caller who looks at results later."""
+
+    def launch(
+        self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
+    ) -> None:
+        Stream.launch(self, kernel, grid, threads, arguments, shared_bytes=shared_bytes)
 
 
 def a_copy_follows_the_step(driver: LateDriver) -> None:
@@ -121,6 +138,41 @@ def a_block_waits_for_its_copy(driver: LateDriver) -> None:
     world.look(world.streams[1])
 
 
+def a_load_waits_for_the_readers_of_its_target(driver: LateDriver) -> None:
+    """A block is freed and loaded into while a step has yet to read it."""
+    world = World(driver, device_pages=4)
+    world.catch_up()
+    world.cache.demote(world.sequence).wait()
+    hot, stream = world.cache.create(), PatientStream(driver)
+    keys, values = world.append(hot, TOKENS, world.streams[0])
+    world.catch_up()
+    q, k, v = world.rng.standard_normal((1, 2, 64)).astype(np.float32), world.rows(1), world.rows(1)
+    with world.cache.step([hot], [1], stream=stream) as step:
+        out = step.forward(0, q, k, v)
+        step.commit([0])
+    hot.release()
+    try:
+        ticket = world.cache.promote(world.sequence)
+    except pagoda.OutOfBlocks as error:
+        assert error.draining
+        world.catch_up()
+        ticket = world.cache.promote(world.sequence)
+    ticket.wait()
+    world.catch_up()
+    check(out, q, np.concatenate([keys, k]), np.concatenate([values, v]))
+
+
+def tables_stay_until_they_have_come(driver: LateDriver) -> None:
+    """The words of a step's tables are written over by a later step while their copy to the device is under way."""
+    world = World(driver, device_pages=20)
+    world.catch_up()
+    late = [world.cache.create() for _ in range(4)]
+    rows = [world.append(sequence, 16 + index, world.streams[0]) for index, sequence in enumerate(late)]
+    for sequence, (world.k, world.v) in zip(late, rows, strict=True):
+        world.sequence = sequence
+        world.look(world.streams[0])
+
+
 def a_step_follows_the_zeros(driver: LateDriver) -> None:
     """Blocks of a sequence that was released are zeroed after the next one has written to them."""
     world = World(driver, device_pages=4, zero_on_free=True)
@@ -146,10 +198,29 @@ def no_follow_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CallerStream, "follow", lambda self, event: None)
 
 
+def no_wait_for_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies would wait for the last step by the order of streams as well."""
+    leave = DeviceEngine._leave
+
+    def hasty(self: DeviceEngine) -> None:
+        leave(self)
+        while self._pending.epochs:
+            self.core.retire(self._pending.epochs.popleft()[0])
+
+    monkeypatch.setattr(DeviceEngine, "_leave", hasty)
+    no_follow_of_copies(monkeypatch)
+
+
+def no_wait_for_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Staging, "used", property(lambda self: None, lambda self, event: None), raising=False)
+
+
 SCENES: list[tuple[Callable[[LateDriver], None], Callable[[pytest.MonkeyPatch], None]]] = [
     (a_copy_follows_the_step, no_follow_of_copies),
     (a_step_follows_the_step, no_follow_of_steps),
     (a_block_waits_for_its_copy, tickets_finish_at_once),
+    (a_load_waits_for_the_readers_of_its_target, no_wait_for_readers),
+    (tables_stay_until_they_have_come, no_wait_for_uploads),
     (a_step_follows_the_zeros, no_follow_of_steps),
     (a_copy_follows_the_zeros, no_follow_of_copies),
 ]

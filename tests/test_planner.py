@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pagoda
 import pytest
 from pagoda.cli import main
+from pagoda.device.streaming import layer_runs, slot_bytes
 from pagoda.errors import InvalidArgument
+from pagoda.geometry import block_layouts, core_layers
+from pagoda.outliers import Outliers
 from pagoda.planner import Planner
 from pagoda.spec import AttentionLayer, ModelSpec
 
@@ -125,6 +129,59 @@ def test_tiers_fill_in_order() -> None:
     assert split.lacking_bytes == footprint.total_bytes - 11 * GIB
     longest = planner.longest_context(11 * GIB)
     assert planner.footprint(longest).total_bytes <= 11 * GIB < planner.footprint(longest + 64).total_bytes
+
+
+SHAPES: dict[str, tuple[list[AttentionLayer], dict[str, Any]]] = {
+    "small": ([AttentionLayer(2, 1, 16)], {"page_size": 16}),
+    "large": ([AttentionLayer(8, 8, 128), AttentionLayer(8, 2, 64)], {"k_dtype": "f32", "v_dtype": "f32"}),
+    "very large": ([AttentionLayer(64, 64, 128)], {}),
+    "quantised": ([AttentionLayer(8, 8, 128)], {"k_dtype": "q8_0", "v_dtype": "q4_0", "page_size": 128}),
+    "latent": ([AttentionLayer(16, 1, 576, v_head_dim=512, v_alias=True)], {}),
+    "shared": ([AttentionLayer(8, 4, 128), AttentionLayer(8, 4, 128, kv_owner=0)], {}),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_disk_tier_has_the_ring_that_the_planner_says(name: str, tmp_path: Path) -> None:
+    layers, options = SHAPES[name]
+    tiers = {"device": "cpu", "device_memory": "64MiB", "host_memory": 0, "disk": tmp_path / "pages"}
+    with pagoda.Cache(ModelSpec(layers), disk_memory="64MiB", **options, **tiers) as cache:  # type: ignore[arg-type]
+        stats = cache.stats().disk_io
+        assert stats is not None
+        assert Planner(ModelSpec(layers), **options).disk_ring_bytes == stats.ring_bytes
+
+
+@pytest.mark.parametrize("memory", [4 << 20, 32 << 20, 100 << 20, 1 << 30])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_device_has_the_ring_that_the_planner_says(name: str, memory: int) -> None:
+    """Of the part of the engine that decides it: what the rows of its layouts come to."""
+    layers, options = SHAPES[name]
+    planner = Planner(ModelSpec(layers), **options)
+    dtypes = [(planner.k_dtype, planner.v_dtype)] * len(layers)
+    outliers, keeps = Outliers(None, False, len(layers), deterministic=False), [None] * len(layers)
+    core = core_layers(ModelSpec(layers), dtypes, outliers, keeps, None)  # type: ignore[arg-type]
+    runs = layer_runs(core, block_layouts(core, planner.page_size))
+    slot = slot_bytes(runs, max(64, planner.page_size) // planner.page_size, memory)
+    assert planner.device_ring_bytes(memory) == 2 * slot
+    assert slot > 0 or memory < 100 << 20
+
+
+def test_command_counts_rings_where_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "llama-2-7b", "--context", "32k", "--device-memory", "1GiB", "--host-memory", "15GiB"]
+    rings, split = {}, {}
+    for device in ("cpu", "cuda"):
+        assert main([*command, "--disk-memory", "1GiB", "--device", device, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        rings[device], split[device] = document["rings"], document["contexts"][0]["budgets"]["1.0 GiB"]
+    assert rings["cpu"] == {"device_bytes": {"1.0 GiB": 0}, "disk_bytes": 3 * 4096 * 2 * 32 * 128 * 2}
+    assert rings["cuda"]["device_bytes"] == {"1.0 GiB": 32 << 20}
+    assert split["cpu"] == {"device_bytes": GIB, "host_bytes": 15 * GIB, "disk_bytes": 0, "lacking_bytes": 0}
+    assert split["cuda"]["device_bytes"] == GIB - (32 << 20)
+    assert split["cuda"]["disk_bytes"] == 32 << 20
+    assert main([*command, "--disk-memory", "1GiB", "--device", "cuda"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "192.0 MiB of memory beside the budgets" in out
+    assert "which holds none: 32.0 MiB of 1.0 GiB" in out
 
 
 @pytest.mark.parametrize("options", [{"page_size": 0}, {"k_dtype": "f8"}, {"v_dtype": "q3"}])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+from itertools import count
 from typing import Any
 
 import numpy as np
 import pagoda
 import pytest
+from interrupts import interrupted
 from mirror import Mirror, layer, settled
 
 
@@ -116,6 +118,22 @@ def test_a_forgotten_step_rolls_back_and_a_forgotten_sequence_is_released(mirror
     gc.collect()
     mirror.step([tokens], [1])
     assert used(mirror) == blocks - 2
+
+
+@pytest.mark.parametrize("kind", ["create", "fork"])
+def test_ctrl_c_at_any_instruction_leaves_no_sequence_without_a_handle(mirror: Mirror, kind: str) -> None:
+    cache, tokens = mirror.cache, mirror.create()
+    mirror.step([tokens], [20])
+    call = cache.create if kind == "create" else tokens.sequence.fork
+    strays = 0
+    for after in count():
+        came = interrupted(call, after)
+        strays += len(cache._core.by_recency()) - 1
+        mirror.step([tokens], [1])
+        assert cache._core.by_recency() == [tokens.sequence.id]
+        if not came:
+            break
+    assert strays > 1, "it came between the making of a sequence and its handle"
 
 
 def test_tables_name_the_blocks_that_attention_reads(mirror: Mirror) -> None:

@@ -6,12 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pagoda
 import pytest
+from interrupts import interrupted
 from mirror import Mirror, Tokens, layer
 
 SPEC = pagoda.ModelSpec(layers=[layer(), layer(), layer(window=40)])
@@ -349,3 +354,200 @@ def test_memory_of_what_only_a_key_holds_is_given_up_when_it_is_needed(tmp_path:
             other = mirror.create()
             mirror.step([other], [300])
         assert "long" in cache.saved()
+
+
+LARGE = pagoda.ModelSpec(layers=[layer(num_kv_heads=8, num_q_heads=8, head_dim=128)])
+LARGE_OPTIONS: dict[str, Any] = {
+    "spec": LARGE,
+    "page_size": 2048,
+    "device_memory": "64MiB",
+    "host_memory": 0,
+    "disk_memory": "256MiB",
+    "k_dtype": "f32",
+    "v_dtype": "f32",
+}
+"""Pages of 16 MiB, which take any drive longer than a microsecond."""
+
+SLOW: dict[str, Any] = LARGE_OPTIONS | {"disk_timeout": 1e-6}
+
+GIVEN_UP = "disk_timeout = 0.000001: the drive did nothing for longer"
+
+
+def grown(sequence: pagoda.Sequence, new: int, value: float) -> None:
+    """Appends tokens whose K is 1 and whose V is `value`, so that the result of attention is the mean of all values."""
+    rows = np.ones((new, 8, 128), np.float32)
+    with sequence._cache.step([sequence], [new]) as step:
+        step.append(0, rows, rows * np.float32(value))
+
+
+def mean(sequence: pagoda.Sequence) -> float:
+    """Of the values of all tokens and of one of 0."""
+    rows = np.ones((1, 8, 128), np.float32)
+    with sequence._cache.step([sequence], [1]) as step:
+        out = step.forward(0, rows, rows, rows * 0)
+        step.commit(accepted=[0])
+    np.testing.assert_allclose(out, out.flat[0], rtol=1e-5)
+    return float(out.flat[0])
+
+
+def used(cache: pagoda.Cache) -> list[int]:
+    return [counts.used for tier in (cache.stats().device, cache.stats().disk) for counts in tier]
+
+
+def awaited(cache: pagoda.Cache, blocks: list[int]) -> None:
+    """Waits until so many blocks are used on the device and on disk: what was given up ends some time."""
+    deadline = time.monotonic() + 60
+    while used(cache) != blocks:
+        assert time.monotonic() < deadline, f"{used(cache)} are used, not {blocks}"
+        time.sleep(0.01)
+    cache.audit()
+
+
+def answered(call: Callable[[], Any], seconds: float = 60) -> Any:
+    """What a call comes to once the drive has answered earlier ones."""
+    try:
+        return call()
+    except pagoda.TierIOError as error:
+        assert "yet to answer" in str(error)
+        assert seconds > 0
+    time.sleep(0.01)
+    return answered(call, seconds - 0.1)
+
+
+def test_who_saves_or_loads_for_too_long_gives_up_and_nothing_is_lost(tmp_path: Path) -> None:
+    with opened(tmp_path, **LARGE_OPTIONS) as cache, cache.create() as sequence:
+        grown(sequence, 100, 1.0)
+        cache.save(sequence, "it", meta=b"first")
+    with opened(tmp_path, **SLOW) as cache:
+        for _ in range(2):
+            with pytest.raises(pagoda.TierIOError, match=GIVEN_UP):
+                cache.load("it")
+            cache.audit()
+            # A block that is still read into is not handed out: three are left of four, or all.
+            assert cache.stats().device[0].free >= 2
+        awaited(cache, [0, 1])
+        sequence = cache.create()
+        grown(sequence, 300, 2.0)
+        held, appended = False, False
+        for length in range(300, 320):
+            with pytest.raises(pagoda.TierIOError, match=GIVEN_UP):
+                cache.save(sequence, "it", meta=b"second")
+            held |= used(cache) == [1, 2]
+            assert cache.saved() == {"it": b"first"}
+            assert len(sequence) == length
+            assert mean(sequence) == pytest.approx(2.0 * length / (length + 1))
+            grown(sequence, 1, 2.0)
+            appended |= used(cache) == [2, 2]
+            awaited(cache, [1, 1])
+        assert held, "a block that is still written to was free each time"
+        assert appended, "a page that was still copied was appended to each time"
+        sequence.release()
+        awaited(cache, [0, 1])
+    with opened(tmp_path, **LARGE_OPTIONS) as cache:
+        assert cache.saved() == {"it": b"first"}
+        kept = cache.load("it")
+        assert kept is not None
+        assert mean(kept) == pytest.approx(100 / 101)
+
+
+def test_a_save_whose_full_pages_take_too_long_is_given_up(tmp_path: Path) -> None:
+    with opened(tmp_path, **SLOW) as cache:
+        sequence = cache.create()
+        grown(sequence, 2048, 1.0)
+        with pytest.raises(pagoda.TierIOError, match=GIVEN_UP):
+            cache.save(sequence, "it")
+        assert mean(sequence) == pytest.approx(2048 / 2049)
+        sequence.release()
+        awaited(cache, [0, 0])
+        assert cache.saved() == {}
+
+
+@pytest.mark.parametrize("timeout", [1e-6, 3e-4, 1e-3])
+def test_a_save_that_is_given_up_at_the_end_is_there_or_not(tmp_path: Path, timeout: float) -> None:
+    """Of an empty sequence no page is written: there is nothing but to sync, and to write the line."""
+    with opened(tmp_path, disk_timeout=timeout) as cache, cache.create() as sequence:
+        for turn in range(20):
+            before, after = cache.saved(), {"it": b"%d" % turn}
+            try:
+                cache.save(sequence, "it", meta=after["it"])
+            except pagoda.TierIOError:
+                assert cache.saved() in (before, after)
+                found = answered(lambda: cache.load("it"))
+                assert cache.saved() in (before, after)
+                assert (found is None) == (not cache.saved())
+            else:
+                assert cache.saved() == after
+        saved = cache.saved()
+        cache.audit()
+    with opened(tmp_path) as cache:
+        assert cache.saved() == saved
+
+
+def test_a_tail_that_comes_too_slowly_from_disk_rolls_its_step_back(tmp_path: Path) -> None:
+    with opened(tmp_path, **SLOW, spill=False) as cache:
+        sequence = cache.create()
+        grown(sequence, 2048, 1.0)
+        assert cache.demote(sequence, to="disk").wait(60)
+        sequence.truncate(1500)
+        with pytest.raises(pagoda.TierIOError, match=GIVEN_UP):
+            grown(sequence, 1, 1.0)
+        cache.audit()
+        assert len(sequence) == 1500
+        sequence.release()
+        awaited(cache, [0, 0])
+
+
+def test_ctrl_c_at_any_instruction_of_loading_leaves_no_sequence_without_a_handle(tmp_path: Path) -> None:
+    with opened(tmp_path) as cache:
+        mirror, strays = Mirror(cache, np.random.default_rng(0)), 0
+        tokens = mirror.create()
+        mirror.step([tokens], [20])
+        cache.save(tokens.sequence, "it")
+        for after in count():
+            came = interrupted(lambda: cache.load("it"), after)
+            strays += len(cache._core.by_recency()) - 1
+            mirror.step([tokens], [0])
+            assert cache._core.by_recency() == [tokens.sequence.id]
+            if not came:
+                break
+        assert strays > 1, "it came between the making of a sequence and its handle"
+        mirror.look()
+
+
+def test_ctrl_c_while_a_session_is_saved_or_loaded(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with opened(tmp_path, **LARGE_OPTIONS) as cache:
+            sequence, interrupted = cache.create(), 0
+            grown(sequence, 2048 + 300, 1.0)
+            cache.save(sequence, "it", meta=b"0")
+            kept = used(cache)
+            for milliseconds in range(1, 30):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000)
+                    for turn in range(100):
+                        answered(partial(cache.save, sequence, "it", meta=b"%d" % turn))
+                        found = answered(lambda: cache.load("it"))
+                        assert found is not None
+                        found.release()
+                except KeyboardInterrupt:
+                    interrupted += 1
+                found = None
+                cache.audit()
+                # A step releases what was loaded and is held by nobody.
+                assert mean(sequence) == pytest.approx(2348 / 2349)
+            assert interrupted == 29
+            awaited(cache, kept)
+            found = answered(lambda: cache.load("it"))
+            assert mean(found) == pytest.approx(2348 / 2349)
+            # A handler that asks the very cache gets an answer, or an error, and waits for nobody.
+            signal.signal(signal.SIGALRM, lambda *_: cache.stats())
+            for milliseconds in range(1, 10):
+                signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000)
+                try:
+                    answered(lambda: cache.save(sequence, "it"))
+                except pagoda.InvalidArgument as error:
+                    assert "this signal has interrupted" in str(error)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

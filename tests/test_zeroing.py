@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ PAGE, MEMORY = 16, 1 << 20
 SPEC = pagoda.ModelSpec(layers=[layer(), layer()])
 SECRET, OTHER = 0x5AA5, 0x4BB4
 """Bits of the float16 that every K and V of a sequence is."""
+SECRETS = count(0x5100)
+"""Such that no earlier test has left anywhere in this process."""
 
 
 class World:
     """A cache with two sequences whose pages lie between each other, so that no extent is empty before both are gone."""
 
-    def __init__(self, zero_on_free: bool, disk: Path | None, **options: Any) -> None:
+    def __init__(self, zero_on_free: bool, disk: Path | None, secret: int = SECRET, **options: Any) -> None:
         if disk is not None:
             options |= {"disk": disk, "disk_memory": "16MiB"}
         self.disk = disk
@@ -30,7 +33,7 @@ class World:
         self.cache = pagoda.Cache(SPEC, zero_on_free=zero_on_free, **self.options)
         self.secret, self.other = self.cache.create(), self.cache.create()
         for _ in range(8):
-            self.append(self.secret, SECRET)
+            self.append(self.secret, secret)
             self.append(self.other, OTHER)
         # The first page on the host lies where its memory begins.
         self.bases = {"device": self.base(self.secret)}
@@ -38,9 +41,10 @@ class World:
         self.bases["host"] = self.base(self.secret)
         self.move(self.secret, "device")
 
-    def append(self, sequence: pagoda.Sequence, bits: int, count: int = PAGE, accepted: int | None = None) -> None:
-        rows = np.full((count, 2, 16), bits, np.uint16).view(np.float16)
-        with self.cache.step([sequence], [count]) as step:
+    def append(self, sequence: pagoda.Sequence, bits: int, new: int = PAGE, accepted: int | None = None) -> None:
+        # Numbers of another type, so that their bits are in the pages alone, not in memory of Python.
+        rows = np.full((new, 2, 16), np.uint16(bits).view(np.float16).astype(np.float32), np.float32)
+        with self.cache.step([sequence], [new]) as step:
             for index in range(len(SPEC.layers)):
                 step.append(index, rows, rows)
             if accepted is not None:
@@ -88,6 +92,22 @@ class World:
         return found(self.file(), bits)
 
 
+def found_in_process(bits: int) -> int:
+    """How often eight such numbers stand side by side anywhere in memory of this process that no file is behind."""
+    row, total = np.uint16(bits), 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, mode, _, _, inode, *_ = line.split()
+        start, stop = (int(end, 16) for end in place.split("-"))
+        if not mode.startswith("rw") or inode != "0":
+            continue
+        for at in range(start, stop, 1 << 20):
+            size = min(1 << 20, stop - at)
+            words = np.ctypeslib.as_array((ctypes.c_uint16 * (size // 2)).from_address(at))
+            if words.any():
+                total += int((words.reshape(-1, 8) == row).all(axis=1).sum())
+    return total
+
+
 def found(data: bytes, bits: int) -> int:
     """How often eight such numbers stand side by side."""
     row: npt.NDArray[np.uint16] = np.full(8, bits, np.uint16)
@@ -109,7 +129,7 @@ def dropped(world: World) -> None:
 def overwritten_by_none(world: World) -> None:
     """Tokens that are not accepted lie in pages that are given back."""
     world.secret.release()
-    world.append(world.other, SECRET, count=4 * PAGE, accepted=0)
+    world.append(world.other, SECRET, new=4 * PAGE, accepted=0)
 
 
 def rolled_back(world: World) -> None:
@@ -133,7 +153,7 @@ def released_with_two_copies(world: World) -> None:
 
 def collected(world: World) -> None:
     del world.secret
-    world.append(world.other, OTHER, count=1)
+    world.append(world.other, OTHER, new=1)
 
 
 SCENES: list[Callable[[World], None]] = [
@@ -192,11 +212,53 @@ def test_nothing_is_left_on_disk(scene: Callable[[World], None], zero_on_free: b
         cache.audit()
 
 
+def attended(world: World) -> None:
+    """Through the ring: read ahead for a step to come, too."""
+    for _ in range(2):
+        q = np.ones((1, 4, 16), np.float32)
+        with world.cache.step([world.secret, world.other], [1, 0]) as step:
+            for index in range(len(SPEC.layers)):
+                step.forward(index, q, q[:, :2] * 0, q[:, :2] * 0)
+            step.commit(accepted=[0, 0])
+
+
+def attended_and_released(world: World) -> None:
+    attended(world)
+    world.secret.release()
+
+
+def attended_and_moved(world: World) -> None:
+    attended(world)
+    world.move(world.secret, "device")
+    world.secret.release()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of this process's memory")
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("zero_on_free", [True, False])
+@pytest.mark.parametrize("scene", [released, attended_and_released, attended_and_moved])
+def test_nothing_is_left_where_pages_passed_through(
+    scene: Callable[[World], None], zero_on_free: bool, tmp_path: Path
+) -> None:
+    """The memory of the disk's threads, and the ring that steps read into: all that this process has."""
+    secret = next(SECRETS)
+    world = World(zero_on_free, tmp_path / "pages", secret, spill=False)
+    with world.cache as cache:
+        world.move(world.other, "disk")
+        world.move(world.secret, "disk")
+        assert (found_in_process(secret) == 0) == zero_on_free, "it is on disk, and nowhere else"
+        scene(world)
+        settled(cache)
+        assert (found_in_process(secret) == 0) == zero_on_free
+        cache.audit()
+
+
+@pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("zero_on_free", [True, False])
 def test_what_is_forgotten_or_saved_over_is_gone(zero_on_free: bool, tmp_path: Path) -> None:
     world = World(zero_on_free, tmp_path / "kept", resume=True)
     with world.cache as cache:
-        world.append(world.secret, SECRET, count=3)
+        world.append(world.secret, SECRET, new=3)
         cache.save(world.other, "other")
         cache.save(world.secret, "it")
         cache.save(world.secret, "again")

@@ -18,8 +18,6 @@ import contextlib
 import logging
 import os
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Collection
 from pathlib import Path
@@ -66,20 +64,18 @@ class Sequence:
     A sequence that is garbage collected releases itself at the cache's next step.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_finalizer", "_handle")
+    __slots__ = ("__weakref__", "_cache", "_handle")
 
-    def __init__(self, cache: Cache, handle: int) -> None:
+    def __init__(self, cache: Cache, handle: _core.Handle) -> None:
         self._cache = cache
-        self._handle: int | None = handle
-        self._finalizer = weakref.finalize(self, cache._abandoned.append, handle)
-        self._finalizer.atexit = False
+        self._handle: _core.Handle | None = handle
 
     @property
     def id(self) -> int:
         """A number that no other live sequence of the cache has. Raises UseAfterRelease."""
         if self._handle is None:
             raise UseAfterRelease("sequence: released")
-        return self._handle
+        return self._handle.id
 
     def __len__(self) -> int:
         return self._cache._core.length(self.id)
@@ -91,7 +87,7 @@ class Sequence:
 
     def fork(self) -> Sequence:
         """A second sequence with the same tokens over the same pages. No byte is copied until one of them is appended to."""
-        return self._cache._adopt(self._cache._core.fork(self.id))
+        return Sequence(self._cache, self._cache._core.fork(self.id))
 
     def truncate(self, length: int) -> None:
         """Takes the tokens from `length` on back, as if they had never been appended.
@@ -114,7 +110,8 @@ class Sequence:
     def release(self) -> None:
         """Ends the sequence; pages that no other one holds become free. Releasing twice raises UseAfterRelease."""
         self._cache._core.release(self.id)
-        self._finalizer.detach()
+        assert self._handle is not None
+        self._handle.released()
         self._handle = None
 
     def __enter__(self) -> Sequence:
@@ -125,7 +122,7 @@ class Sequence:
             self.release()
 
     def __repr__(self) -> str:
-        return "<Sequence released>" if self._handle is None else f"<Sequence {self._handle}>"
+        return "<Sequence released>" if self._handle is None else f"<Sequence {self._handle.id}>"
 
 
 class Batch:
@@ -406,7 +403,8 @@ class Cache:
     all the same: these are read layer by layer, ahead of need, through memory beside the budgets (see `stats().disk_io`). On
     a GPU they need the ring: where device_memory is too small for one, nothing goes to disk by itself, and a step with pages
     there raises InvalidArgument with the memory that would do.
-    disk_timeout: seconds that `attend` waits for such a read before it raises TierIOError.
+    disk_timeout: seconds that `attend` waits for such a read, and other calls for a disk that does nothing, before they raise
+    TierIOError. What is under way then goes on; its memory is not used again before it has ended.
 
     A layer with a window holds the pages of its last `window + headroom` tokens; others leave when a step is committed, so
     memory is constant however long a sequence grows. A step's own tokens are held until then.
@@ -495,7 +493,6 @@ class Cache:
             zero_on_free=zero_on_free,
             disk=on_disk,
         )
-        self._abandoned: deque[int] = deque()
         self._unfinished = False
         # Pages that a step could not attend to there do not go to disk by themselves.
         to_disk = on_disk is not None and (self._device is None or self._device.attends_to_disk)
@@ -509,7 +506,7 @@ class Cache:
 
     def create(self) -> Sequence:
         """A new, empty sequence."""
-        return self._adopt(self._core.create())
+        return Sequence(self, self._core.create())
 
     def batch(self, sequences: Collection[Sequence]) -> Batch:
         """A fixed batch for `step`."""
@@ -621,7 +618,9 @@ class Cache:
 
         The sequence goes on as it is. Pages that are on disk already are not written again. tokens: only these; `meta` comes
         back from `saved`. Raises InvalidArgument in a cache without resume=True, and while moves of its pages are under way;
-        OutOfBlocks when the disk tier is full, TierIOError when it fails: then what was kept before stays.
+        OutOfBlocks when the disk tier is full, TierIOError when it fails or does nothing for `disk_timeout` seconds: then
+        what was kept before stays. Only where the line that names the pages is on its way to the drive by then, the key
+        changes when the drive has answered; until it has, calls with this key raise TierIOError.
         """
         self._check_ours([sequence])
         if tokens is not None:
@@ -633,21 +632,23 @@ class Cache:
         self._core.check_key(_key(key))
         self._spill.settle()
         self._make_room_on_disk(self.plan(sequence, "disk", keep=True))
-        self.execute(self.plan(sequence, "disk", keep=True)).wait()
+        ticket = self.execute(self.plan(sequence, "disk", keep=True))
+        self._core.wait_patiently(ticket._core)
+        ticket.done()
         self._core.save(sequence.id, key, meta)
 
     def load(self, key: str) -> Sequence | None:
         """A new sequence with what `save` kept under a name; None if nothing is, or it does not verify, which is logged.
 
         Pages come into memory, and are verified, as many as fit. Raises OutOfBlocks when the device tier has no block for the
-        last page, TierIOError when the disk cannot be read.
+        last page, TierIOError when the disk cannot be read, or does nothing for `disk_timeout` seconds.
         """
         try:
             handle = self._core.load(_key(key))
             if handle is None:
                 return None
-            sequence = self._adopt(handle)
-            self._spill.bring_in(np.array([handle], np.uint64))
+            sequence = Sequence(self, handle)
+            self._spill.bring_in(np.array([sequence.id], np.uint64))
         except CorruptPage as error:
             log.warning("%r does not verify: %s", key, error)
             return None
@@ -679,12 +680,12 @@ class Cache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _adopt(self, handle: int) -> Sequence:
-        return Sequence(self, handle)
-
     def _reserve(self, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
-        if self._unfinished or self._abandoned:
-            self._clean_up()
+        if self._unfinished:
+            # A step was forgotten. Its finaliser must not end it: that may run in the middle of any call.
+            self._unfinished = False
+            with contextlib.suppress(InvalidArgument):  # It may have ended after all.
+                self._core.rollback()
         while True:
             if self._device is not None and stream is not None:
                 self._device.use_stream(stream)
@@ -697,16 +698,6 @@ class Cache:
                 return
             self._core.rollback()
             self._spill.bring_in(batch.ids)
-
-    def _clean_up(self) -> None:
-        """Does what finalisers must not: they may run in the middle of any call."""
-        if self._unfinished:
-            self._unfinished = False
-            with contextlib.suppress(InvalidArgument):  # It may have ended after all.
-                self._core.rollback()
-        while self._abandoned:
-            with contextlib.suppress(UseAfterRelease):  # Ctrl-C may have come right after the core had released it.
-                self._core.release(self._abandoned.popleft())
 
     def _make_room_on_disk(self, plan: Plan) -> None:
         """Gives up copies of pages that memory has as well, as far as a plan and a last page of each group need."""

@@ -106,7 +106,7 @@ class Spill:
                 tickets.append(core.execute(plan))
         failures: list[PagodaError] = []
         for ticket in tickets:
-            self._wait(ticket)
+            self._wait(ticket, ("disk", tier))
             try:
                 core.ticket_done(ticket)
             except PagodaError as error:
@@ -160,14 +160,17 @@ class Spill:
 
     def _settle(self, pair: Pair) -> bool:
         """Waits for moves under way; says whether any arrived."""
+        for ticket in self._under_way[pair]:
+            self._wait(ticket, pair)
         under_way, self._under_way[pair] = self._under_way[pair], []
-        for ticket in under_way:
-            self._wait(ticket)
         return any([self._arrived(ticket) for ticket in under_way])
 
-    def _wait(self, ticket: _core.Ticket) -> None:
-        while not self._core.wait(ticket, 60.0):
-            pass
+    def _wait(self, ticket: _core.Ticket, pair: Pair) -> None:
+        if "disk" in pair:
+            self._core.wait_patiently(ticket)
+        else:
+            while not self._core.wait(ticket, 60.0):
+                pass
 
     def _arrived(self, ticket: _core.Ticket) -> bool | None:
         """Whether a move has ended well; None if it failed: its pages are where they were."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
+from pagoda.device.engine import RUN_ROWS, TILE
+from pagoda.device.streaming import SLOTS, Run, slot_bytes
 from pagoda.errors import InvalidArgument
 from pagoda.formats import row_format
 from pagoda.retention import SinkWindow, keeps_by_layer
@@ -12,6 +14,11 @@ from pagoda.spec import AttentionLayer, ModelSpec
 
 TOKENS_MAX = 1 << 31
 """The longest sequence: `limits::TOKENS_PER_SEQUENCE_MAX` of the core."""
+
+DISK_RING_SLOTS = range(3, 17)
+DISK_RING_BYTES = 128 << 20
+DISK_ALIGN = 4096
+"""Of the ring that pages on disk pass through: `ring.rs` of pagoda-store has the same numbers."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,24 @@ class Planner:
                     most = min(pages, -(-sinks // self.page_size) - (-(window + headroom) // self.page_size) + 1)
                 paged += layer.bytes_per_token(self.k_dtype, self.v_dtype) * self.page_size * most
         return Footprint(tokens, batch, paged * batch, self.spec.state_bytes() * batch)
+
+    @property
+    def disk_ring_bytes(self) -> int:
+        """Memory beside the budgets that pages on disk pass through, on the CPU (docs/adr/0015)."""
+        run = max((-(-run.bytes // DISK_ALIGN) * DISK_ALIGN for run in self._runs()), default=0)
+        slot = max(1, RUN_ROWS // self.page_size) * run
+        slots = -(-DISK_RING_BYTES // slot) if slot else 0
+        return slot * min(max(slots, DISK_RING_SLOTS.start), DISK_RING_SLOTS.stop - 1)
+
+    def device_ring_bytes(self, device_bytes: int) -> int:
+        """The part of the memory of a GPU that pages of the host tier pass through (docs/adr/0016)."""
+        runs, stretch = self._runs(), max(TILE, self.page_size) // self.page_size
+        return SLOTS * slot_bytes(runs, stretch, device_bytes) if runs else 0
+
+    def _runs(self) -> list[Run]:
+        """What each layer has in a page, if it has anything."""
+        sizes = (layer.bytes_per_token(self.k_dtype, self.v_dtype) for layer in self.spec.attention_layers)
+        return [Run(0, self.page_size * size) for size in sizes if size]
 
     def split(self, footprint: Footprint, device_bytes: int, host_bytes: int = 0, disk_bytes: int = 0) -> Split:
         """Fills the tiers in order; states stay on the device."""

@@ -4,10 +4,12 @@ use crate::device::{self, AnglePlaces, Device, DeviceArguments, GroupPlaces, Roo
 use crate::disk::{self, Disk, DiskArguments};
 use crate::errors::{self, core, invalid, invalid_because, released, unavailable};
 use crate::fork;
+use crate::handle::{Abandoned, Handle};
 use crate::kernels::{Cpu, require_rows, require_sinks};
 use crate::layers::{LayerArguments, Placed, PlacedLayer, place};
-use crate::moves::Link;
+use crate::moves::{Late, Link};
 use crate::passes::StreamedGroup;
+use crate::patience;
 use crate::reads::Traffic;
 use crate::sessions::Sessions;
 use crate::step::StepState;
@@ -38,6 +40,7 @@ pub(crate) const MEMORY_TIERS: [Tier; 2] = [Tier::Device, Tier::Host];
 #[pyclass(frozen, module = "pagoda._core")]
 pub(crate) struct Cache {
     inner: Mutex<Option<ManuallyDrop<Inner>>>,
+    abandoned: Abandoned,
     /// The process that made it: threads and memory do not survive a fork.
     process: u64,
 }
@@ -53,6 +56,7 @@ pub(crate) struct Inner {
     pub(crate) step: StepState,
     pub(crate) tables: Tables,
     pub(crate) sessions: Sessions,
+    pub(crate) late: Vec<Late>,
     /// The last step that was closed, the last one whose kernels have ended, and the last one that has retired.
     pub(crate) closed: Epoch,
     pub(crate) ended: Epoch,
@@ -84,12 +88,24 @@ impl Cache {
         Ok(guard)
     }
 
-    /// Refuses calls of signal handlers that run while this thread waits inside of `attend`: they would wait for themselves.
+    /// Refuses calls of signal handlers that run while this thread waits for the disk: they would wait for themselves.
     fn require_elsewhere(&self, py: Python<'_>) -> PyResult<()> {
-        if ATTENDING.get() == std::ptr::from_ref(self).addr() {
+        if WAITING.get() == std::ptr::from_ref(self).addr() {
             return Err(invalid_because(py, "cache: in use by the call that this signal has interrupted"));
         }
         Ok(())
+    }
+
+    /// Releases sequences whose handles are gone.
+    fn release_abandoned(&self, inner: &mut Inner) {
+        let abandoned = self.abandoned.take();
+        for &sequence in &abandoned {
+            // Ctrl-C may have come right after it was released.
+            let _ = inner.core.release(sequence_id(sequence));
+        }
+        if !abandoned.is_empty() {
+            inner.trim();
+        }
     }
 
     /// Runs a call of the core.
@@ -118,23 +134,23 @@ impl Cache {
 }
 
 thread_local! {
-    /// The address of the cache in whose `attend` this thread is.
-    static ATTENDING: Cell<usize> = const { Cell::new(0) };
+    /// The address of the cache in whose `attend`, `reserve`, `save` or `load` this thread is.
+    static WAITING: Cell<usize> = const { Cell::new(0) };
 }
 
-/// While it lives, the thread is in `attend`.
-struct Attending;
+/// While it lives, the thread is in a call that may wait for the disk.
+struct Waiting;
 
-impl Attending {
+impl Waiting {
     fn of(cache: &Cache) -> Self {
-        ATTENDING.set(std::ptr::from_ref(cache).addr());
+        WAITING.set(std::ptr::from_ref(cache).addr());
         Self
     }
 }
 
-impl Drop for Attending {
+impl Drop for Waiting {
     fn drop(&mut self) {
-        ATTENDING.set(0);
+        WAITING.set(0);
     }
 }
 
@@ -208,7 +224,7 @@ impl Cache {
             _ => Sessions::default(),
         };
         if let (Some(store), true) = (&store, zero_on_free) {
-            store.zero_rest().map_err(|error| errors::disk(py, &error))?;
+            store.zero_on_free().map_err(|error| errors::disk(py, &error))?;
         }
         let mut base = [std::ptr::null_mut(); Tier::COUNT];
         let mut ring = None;
@@ -239,21 +255,25 @@ impl Cache {
             step: StepState::default(),
             tables: Tables::default(),
             sessions,
+            late: Vec::new(),
             closed: Epoch::default(),
             ended: Epoch::default(),
             retired: Epoch::default(),
         };
-        Ok(Self { inner: Mutex::new(Some(ManuallyDrop::new(inner))), process: fork::process() })
+        let inner = Mutex::new(Some(ManuallyDrop::new(inner)));
+        Ok(Self { inner, abandoned: Abandoned::default(), process: fork::process() })
     }
 
     /// A new, empty sequence.
-    fn create(&self, py: Python<'_>) -> PyResult<u64> {
-        self.with(py, |inner| inner.core.create()).map(handle)
+    fn create(&self, py: Python<'_>) -> PyResult<Handle> {
+        let id = self.with(py, |inner| inner.core.create())?;
+        Ok(Handle::new(handle(id), &self.abandoned))
     }
 
     /// A sequence over the same pages.
-    fn fork(&self, py: Python<'_>, sequence: u64) -> PyResult<u64> {
-        self.with(py, |inner| inner.core.fork(sequence_id(sequence))).map(handle)
+    fn fork(&self, py: Python<'_>, sequence: u64) -> PyResult<Handle> {
+        let id = self.with(py, |inner| inner.core.fork(sequence_id(sequence)))?;
+        Ok(Handle::new(handle(id), &self.abandoned))
     }
 
     /// Ends a sequence.
@@ -309,8 +329,11 @@ impl Cache {
         }
         let counts = new_tokens.iter().map(|&count| u32::try_from(count).map_err(|_| count));
         let mut guard = self.lock(py)?;
-        let _attending = Attending::of(self);
+        let _waiting = Waiting::of(self);
         let inner = guard.as_mut().expect("locked open");
+        if !inner.core.step_is_open() {
+            self.release_abandoned(inner);
+        }
         if let Some(error) = inner.core.take_failure() {
             return Err(core(py, &error));
         }
@@ -372,7 +395,7 @@ impl Cache {
         sink_logits: Option<&Bound<'_, PyUntypedArray>>,
     ) -> PyResult<()> {
         let mut guard = self.lock(py)?;
-        let _attending = Attending::of(self);
+        let _waiting = Waiting::of(self);
         guard.as_mut().expect("locked open").attend(py, layer, q, out, lse, dtype, sink_logits)
     }
 
@@ -526,7 +549,8 @@ impl Cache {
             let (completion, waiter) = (Completion::new(), inner.mover.waiter());
             // SAFETY: sources are Ready and pinned by the ticket, targets are Filling; the caller keeps others out of its stage.
             unsafe { inner.mover.send(transfers, completion.clone()) };
-            Ok(DiskCopies { completion, waiter })
+            let store = inner.store().expect("nothing is on disk without one").clone();
+            Ok(DiskCopies { completion, waiter, store, limit: inner.disk_timeout() })
         })
     }
 
@@ -588,6 +612,20 @@ impl Cache {
         }
     }
 
+    /// Sleeps until a ticket's copies have arrived, as long as the disk does anything, and `disk_timeout` more. Python signals are
+    /// seen.
+    fn wait_patiently(&self, py: Python<'_>, ticket: &Ticket) -> PyResult<()> {
+        let guard = self.lock(py)?;
+        let inner = guard.as_ref().expect("locked open");
+        let Some(store) = inner.store().cloned() else {
+            return Err(unavailable(py, "disk: this cache has none"));
+        };
+        let (waiter, limit) = (inner.mover.waiter(), inner.disk_timeout());
+        drop(guard);
+        py.detach(|| patience::wait(&waiter, &ticket.completion, &store, limit))
+            .map_err(|stop| stop.raise(py))
+    }
+
     /// Blocks of each group that a tier could hand out now.
     fn free_blocks(&self, py: Python<'_>, tier: &str) -> PyResult<Vec<u64>> {
         let tier = tier_named(py, "tier", tier)?;
@@ -599,7 +637,11 @@ impl Cache {
 
     /// Sequences that are not in a step, the one that rested longest first.
     fn by_recency(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
-        self.with(py, |inner| Ok(inner.core.by_recency().into_iter().map(handle).collect()))
+        self.with(py, |inner| {
+            let late: Vec<_> = inner.late.iter().filter_map(|late| late.held.sequence).collect();
+            let all = inner.core.by_recency().into_iter();
+            Ok(all.filter(|id| !late.contains(id)).map(handle).collect())
+        })
     }
 
     /// Block counts by tier and group, and counters.
@@ -649,16 +691,17 @@ impl Cache {
         link: Link<'_, '_>,
     ) -> PyResult<()> {
         let mut guard = self.lock(py)?;
-        let _attending = Attending::of(self);
+        let _waiting = Waiting::of(self);
         guard.as_mut().expect("locked open").save(py, sequence, key, meta, link)
     }
 
     /// A sequence with what is kept under a key; None if nothing is.
     #[pyo3(signature = (key, link=None))]
-    fn load(&self, py: Python<'_>, key: &str, link: Link<'_, '_>) -> PyResult<Option<u64>> {
+    fn load(&self, py: Python<'_>, key: &str, link: Link<'_, '_>) -> PyResult<Option<Handle>> {
         let mut guard = self.lock(py)?;
-        let _attending = Attending::of(self);
-        guard.as_mut().expect("locked open").load(py, key, link)
+        let _waiting = Waiting::of(self);
+        let id = guard.as_mut().expect("locked open").load(py, key, link)?;
+        Ok(id.map(|id| Handle::new(id, &self.abandoned)))
     }
 
     /// Lets go of what is kept under a key; says whether there was something.
@@ -765,7 +808,7 @@ impl Cache {
     /// page and the bytes from one to the next. None if its read has not ended yet; with `wait` if all slots are taken.
     fn take_read(&self, py: Python<'_>, at: usize, wait: bool) -> PyResult<Option<(usize, usize, u64)>> {
         let mut guard = self.lock(py)?;
-        let _attending = Attending::of(self);
+        let _waiting = Waiting::of(self);
         let inner = guard.as_mut().expect("locked open");
         inner.require_step(py)?;
         let Inner { mover, disk, engine, closed, .. } = &mut **inner;
@@ -882,6 +925,9 @@ impl Cache {
             ranges.extend([base + u64::from(blocks.start) * size, blocks.len() as u64 * size]);
             true
         });
+        if let Some(disk) = disk {
+            disk.reads.forget_gone();
+        }
         Ok(PyArray1::from_vec(py, ranges))
     }
 

@@ -3,20 +3,14 @@
 use crate::errors;
 use crate::reads::Reads;
 use pagoda_core::work::RUN_ROWS;
-use pagoda_store::disk::io::{Access, Directory, File, Folder, IO_BYTES_MAX, Kind, Op};
-use pagoda_store::disk::{Budget, Error, Geometry, Recovered, Store};
+use pagoda_store::disk::io::{Access, Directory, Folder};
+use pagoda_store::disk::{Budget, Error, Geometry, Recovered, Store, ceiling};
 use pagoda_store::{Ring, Slab};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread;
 use std::time::{Duration, Instant};
-
-/// Bytes that a thread of `time_disk_reads` asks for at once.
-const PART_BYTES: u64 = 16 << 20;
 
 /// Where pages go, as a dict.
 #[derive(FromPyObject)]
@@ -103,8 +97,7 @@ fn access_report<'py>(py: Python<'py>, access: &Access) -> PyResult<Bound<'py, P
     Ok(report)
 }
 
-/// Writes a file of `size` bytes, rounded up to parts of 16 MiB, and reads it in order, over and over, for `limit`: as pages are
-/// read, but nothing is done with what comes. Returns the bytes that were read and the seconds that it took.
+/// The bytes that were read from a file of `size` bytes in a directory, over and over for `limit`, and the seconds that it took.
 #[pyfunction]
 pub(crate) fn time_disk_reads(
     py: Python<'_>,
@@ -112,58 +105,7 @@ pub(crate) fn time_disk_reads(
     size: u64,
     limit: Duration,
 ) -> PyResult<(u64, f64)> {
-    let time = || -> Result<_, Error> {
-        let folder = Folder::open(&path)?;
-        let parts = size.div_ceil(PART_BYTES).max(1);
-        let timed = folder.scratch().and_then(|file| {
-            // In huge pages, like the memory that a store reads into: with small ones some drives are several times slower.
-            let slab = Slab::new(file.lanes() * PART_BYTES as usize)?;
-            // SAFETY: the slab is this call's alone and lives to its end.
-            let memory = unsafe { std::slice::from_raw_parts_mut(slab.base(), slab.bytes()) };
-            // Nothing that a drive could store as less.
-            for (n, byte) in memory.iter_mut().enumerate() {
-                *byte = ((n as u32).wrapping_mul(0x9E37_79B1) >> 24) as u8;
-            }
-            let (written, asked) = (AtomicU64::new(0), AtomicU64::new(0));
-            let next = || Some(written.fetch_add(1, Ordering::Relaxed)).filter(|&part| part < parts);
-            in_parts(&*file, Kind::Write, memory, next)?;
-            file.sync()?;
-            let start = Instant::now();
-            let next = || {
-                let part = asked.fetch_add(1, Ordering::Relaxed);
-                (part == 0 || start.elapsed() < limit).then_some(part % parts)
-            };
-            let read = in_parts(&*file, Kind::Read, memory, next)?;
-            Ok((read * PART_BYTES, start.elapsed().as_secs_f64()))
-        });
-        timed.map_err(|source| Error::Io { operation: "timing the disk", source })
-    };
-    py.detach(time).map_err(|error| errors::disk(py, &error))
-}
-
-/// Has lanes of a file read or write parts of it, each with a part of `memory`, until `next` gives none; returns how many.
-fn in_parts(
-    file: &dyn File,
-    kind: Kind,
-    memory: &mut [u8],
-    next: impl Fn() -> Option<u64> + Sync,
-) -> io::Result<u64> {
-    let lane = |bytes: &mut [u8]| -> io::Result<u64> {
-        let (mut lane, mut done) = (file.lane()?, 0);
-        while let Some(part) = next() {
-            let pieces = bytes.chunks_mut(IO_BYTES_MAX).enumerate();
-            let at = |piece: usize| part * PART_BYTES + (piece * IO_BYTES_MAX) as u64;
-            let mut ops: Vec<_> = pieces.map(|(n, piece)| Op::new(kind, at(n), piece)).collect();
-            lane.run(&mut ops);
-            ops.into_iter().try_for_each(Op::outcome)?;
-            done += 1;
-        }
-        Ok(done)
-    };
-    let lane = &lane;
-    thread::scope(|scope| {
-        let parts = memory.chunks_mut(PART_BYTES as usize);
-        let lanes: Vec<_> = parts.map(|bytes| scope.spawn(move || lane(bytes))).collect();
-        lanes.into_iter().map(|lane| lane.join().expect("a lane does not panic")).sum()
-    })
+    let time = || ceiling::time_reads(&Folder::open(&path)?, size, limit);
+    let (bytes, time) = py.detach(time).map_err(|error| errors::disk(py, &error))?;
+    Ok((bytes, time.as_secs_f64()))
 }

@@ -4,9 +4,10 @@ use crate::cache::{Engine, Inner, MEMORY_TIERS};
 use crate::device::STAGE;
 use crate::errors::{self, core};
 use crate::kernels::Cpu;
+use crate::patience;
 use numpy::PyArray1;
 use pagoda_core::fence::Completion;
-use pagoda_core::ids::{BlockId, Epoch, GroupId, Tier};
+use pagoda_core::ids::{BlockId, Epoch, GroupId, KeptId, SequenceId, Tier};
 use pagoda_core::plan::BlockCopy;
 use pagoda_store::{Place, Transfer};
 use pyo3::prelude::*;
@@ -15,6 +16,30 @@ use std::time::Duration;
 /// What copies between a device and memory of the host, and waits: called with `[from, to, bytes]` of each. On the CPU there
 /// is none. It must not call the cache.
 pub(crate) type Link<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
+
+/// What copies need until they have ended.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Held {
+    pub(crate) sequence: Option<SequenceId>,
+    pub(crate) kept: Option<KeptId>,
+}
+
+/// Copies that nobody waits for any more.
+pub(crate) struct Late {
+    completion: Completion,
+    /// Of those of a step, the last one that had been closed when they began: the blocks that it was to have drain until they end.
+    since: Option<Epoch>,
+    pub(crate) held: Held,
+}
+
+/// Why copies have not been made: those that go on all the same, if it is that nobody waits any more.
+struct Unmade(Option<Completion>, PyErr);
+
+impl From<PyErr> for Unmade {
+    fn from(error: PyErr) -> Self {
+        Self(None, error)
+    }
+}
 
 impl Inner {
     fn place(&self, group: GroupId, (tier, block): (Tier, BlockId)) -> Place {
@@ -29,11 +54,33 @@ impl Inner {
         Transfer { from, to, bytes: copy.bytes }
     }
 
-    /// Makes copies, some of which may be of the disk, and waits for them.
-    pub(crate) fn copy_now(&self, py: Python<'_>, copies: &[BlockCopy], link: Link<'_, '_>) -> PyResult<()> {
+    /// Makes copies of which some are of the disk, and waits for them. If they do not arrive, what is `held` is let go of when they
+    /// have ended.
+    pub(crate) fn copy_now(
+        &mut self,
+        py: Python<'_>,
+        copies: &[BlockCopy],
+        held: Held,
+        link: Link<'_, '_>,
+    ) -> PyResult<()> {
+        let Err(Unmade(late, error)) = self.try_copies(py, copies, link) else { return Ok(()) };
+        if let Some(completion) = late {
+            let since = held.sequence.is_none().then_some(self.closed);
+            self.late.push(Late { completion, since, held });
+        } else {
+            self.let_go(held).map_err(|error| core(py, &error))?;
+        }
+        Err(error)
+    }
+
+    fn try_copies(&self, py: Python<'_>, copies: &[BlockCopy], link: Link<'_, '_>) -> Result<(), Unmade> {
         let (Engine::Device(device), Some(link)) = (&self.engine, link) else {
             return self.move_now(py, copies.iter().map(|copy| self.transfer(copy)).collect());
         };
+        // Late copies go through the same part of the stage.
+        for Late { completion, .. } in &self.late {
+            self.wait_for_disk(py, completion)?;
+        }
         for alike in copies.chunk_by(|a, b| a.bytes == b.bytes) {
             let fitting = (device.stage_part / alike[0].bytes).max(1) as usize;
             for part in alike.chunks(fitting) {
@@ -71,26 +118,56 @@ impl Inner {
     }
 
     /// Copies in memory, to disk and from there, and waits.
-    fn move_now(&self, py: Python<'_>, transfers: Vec<Transfer>) -> PyResult<()> {
-        let count = transfers.len() as u32;
-        let (completion, waiter) = (Completion::new(), self.mover.waiter());
-        // SAFETY: the core has given the targets to whoever asked for these copies, who holds the lock until they are made;
-        // sources are Ready or open pages of no step.
+    fn move_now(&self, py: Python<'_>, transfers: Vec<Transfer>) -> Result<(), Unmade> {
+        let (count, completion) = (transfers.len() as u32, Completion::new());
+        // SAFETY: the core has given the targets to whoever asked for these copies, and they are held until these have ended;
+        // sources are Ready, or open pages that are held, so that they are copied before anybody appends to them.
         unsafe { self.mover.send(transfers, completion.clone()) };
-        py.detach(|| while !waiter.wait(&completion, Duration::from_secs(60)) {});
+        if let Err(error) = self.wait_for_disk(py, &completion) {
+            return Err(Unmade(Some(completion), error));
+        }
         if completion.copied() == Some(count) {
             return Ok(());
         }
-        Err(errors::failure(py, completion.failure()))
+        Err(Unmade(None, errors::failure(py, completion.failure())))
+    }
+
+    /// Sleeps until copies have ended, as long as the disk does anything, and `disk_timeout` more.
+    fn wait_for_disk(&self, py: Python<'_>, completion: &Completion) -> PyResult<()> {
+        let store = self.store().expect("nothing is on disk without one");
+        let (waiter, limit) = (self.mover.waiter(), self.disk_timeout());
+        py.detach(|| patience::wait(&waiter, completion, store, limit)).map_err(|stop| stop.raise(py))
+    }
+
+    /// How long anybody waits for the disk.
+    pub(crate) fn disk_timeout(&self) -> Duration {
+        self.disk.as_ref().map_or(Duration::ZERO, |disk| disk.reads.timeout())
+    }
+
+    pub(crate) fn let_go(&mut self, Held { sequence, kept }: Held) -> pagoda_core::Result<()> {
+        if let Some(kept) = kept {
+            self.core.forget(kept);
+        }
+        sequence.map_or(Ok(()), |sequence| self.core.release(sequence))
+    }
+
+    /// Lets go of what late copies needed that have ended since.
+    fn end_late(&mut self) -> pagoda_core::Result<()> {
+        let ended = self.late.extract_if(.., |late| late.completion.copied().is_some());
+        for Late { held, .. } in ended.collect::<Vec<_>>() {
+            self.let_go(held)?;
+        }
+        self.end_saves();
+        Ok(())
     }
 
     /// Makes the copies of shared open pages that come before the open step's first append; for a device those from disk alone.
-    pub(crate) fn copy_shared(&self, py: Python<'_>, link: Link<'_, '_>) -> PyResult<()> {
+    pub(crate) fn copy_shared(&mut self, py: Python<'_>, link: Link<'_, '_>) -> PyResult<()> {
         // A part of a page that was full went to disk with it.
         let copies = self.core.step_copies().iter().copied();
         let (from_disk, others): (Vec<_>, Vec<_>) = copies.partition(|copy| copy.from.0 == Tier::Disk);
         if !from_disk.is_empty() {
-            self.copy_now(py, &from_disk, link)?;
+            self.copy_now(py, &from_disk, Held::default(), link)?;
         }
         if let Engine::Device(_) = self.engine {
             return Ok(());
@@ -115,6 +192,9 @@ impl Inner {
             unsafe { slabs[tier.index()].zero(at(blocks.start)..at(blocks.end)) };
             true
         });
+        if let Some(disk) = disk {
+            disk.reads.forget_gone();
+        }
     }
 
     /// Zeroes what is to be, and gives memory without blocks back to the system.
@@ -147,15 +227,17 @@ impl Inner {
 
     /// The kernels of a step, and of all before it, have ended. The step retires when the reads have too that began in it.
     pub(crate) fn retire(&mut self, ended: Epoch) -> pagoda_core::Result<()> {
-        let since = self.disk.as_ref().and_then(|disk| disk.reads.since());
+        let read = self.disk.as_ref().and_then(|disk| disk.reads.since());
+        let since = self.late.iter().filter_map(|late| late.since).chain(read).min();
         let retired = since.map_or(ended, |since| since.min(ended));
         self.core.retire(retired)?;
         (self.ended, self.retired) = (ended, retired);
         Ok(())
     }
 
-    /// Retires steps whose reads have ended since.
+    /// Retires steps whose reads have ended since, and ends what is late.
     pub(crate) fn settle(&mut self) -> pagoda_core::Result<()> {
+        self.end_late()?;
         if self.retired < self.ended { self.retire(self.ended) } else { Ok(()) }
     }
 

@@ -1,14 +1,12 @@
 //! Layers of pages on disk, read ahead of whoever goes over them.
 
 use crate::errors;
+use crate::patience::SLICE;
 use pagoda_core::fence::{Completion, Failure};
 use pagoda_core::ids::Epoch;
 use pagoda_store::{Filled, LayerOfPages, Mover, Ring};
 use pyo3::prelude::*;
 use std::time::{Duration, Instant};
-
-/// How often a wait for the disk looks for signals.
-pub(crate) const SLICE: Duration = Duration::from_millis(50);
 
 /// What an open step has to read from disk, and the memory through which it goes.
 pub(crate) struct Reads {
@@ -32,6 +30,7 @@ pub(crate) struct Traffic {
 pub(crate) enum Stop {
     Read(Option<Failure>),
     Slow(Duration),
+    Idle(Duration),
     Signal(PyErr),
 }
 
@@ -41,6 +40,11 @@ impl Stop {
             Self::Read(failure) => errors::failure(py, failure.as_ref()),
             Self::Slow(limit) => {
                 let reason = format!("disk_timeout = {}: a read took longer", limit.as_secs_f64());
+                errors::failure(py, Some(&Failure::Io(reason)))
+            }
+            Self::Idle(limit) => {
+                let reason =
+                    format!("disk_timeout = {}: the drive did nothing for longer", limit.as_secs_f64());
                 errors::failure(py, Some(&Failure::Io(reason)))
             }
             Self::Signal(error) => error,
@@ -56,6 +60,16 @@ impl Reads {
     /// Bytes of the ring.
     pub(crate) fn bytes(&self) -> u64 {
         self.ring.bytes()
+    }
+
+    /// How long anybody waits for the disk.
+    pub(crate) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// Lets go of bytes of pages that are gone, where that is asked for.
+    pub(crate) fn forget_gone(&mut self) {
+        self.ring.forget_gone();
     }
 
     /// The last step that had ended when the oldest read began that is under way.

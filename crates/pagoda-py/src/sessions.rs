@@ -2,19 +2,33 @@
 
 use crate::cache::{Inner, handle, sequence_id};
 use crate::errors;
-use crate::moves::Link;
+use crate::moves::{Held, Link};
+use crate::patience::Apart;
+use pagoda_core::fence::Failure;
 use pagoda_core::ids::KeptId;
 use pagoda_store::disk::{Error, Recovered, Store, sequence};
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 /// What is kept under each key, and what the caller added.
 #[derive(Default)]
 pub(crate) struct Sessions {
     pub(crate) kept: BTreeMap<String, (KeptId, Vec<u8>)>,
+    /// Saves that were given up and that the drive may still carry out.
+    unanswered: Vec<Save>,
     /// What was not as it had been left when the store was opened, and why.
     pub(crate) lost: Vec<(String, String)>,
+}
+
+/// A line of the index under way.
+struct Save {
+    key: String,
+    kept: KeptId,
+    meta: Vec<u8>,
+    answer: Apart<Result<(), Error>>,
 }
 
 impl Sessions {
@@ -63,45 +77,93 @@ impl Inner {
         meta: &[u8],
         link: Link<'_, '_>,
     ) -> PyResult<()> {
-        let store = self.named_store(py, key)?;
+        let (store, limit) = self.answering_store(py, key)?;
         self.zero();
-        let (kept, copies) = self.core.keep(sequence_id(id)).map_err(|error| errors::core(py, &error))?;
-        let (blocks, entry) = sequence::encode(&self.core.describe(kept).expect("kept right now"), meta);
-        let put = self.copy_now(py, &copies, link).and_then(|()| {
-            py.detach(|| store.put(key.as_bytes(), &blocks, &entry)).map_err(|error| errors::disk(py, &error))
-        });
-        if let Err(error) = put {
+        // A sequence of its own: open pages stay what they are as long as they are copied.
+        let own = self.core.fork(sequence_id(id)).map_err(|error| errors::core(py, &error))?;
+        let mut held = Held { sequence: Some(own), kept: None };
+        let (kept, copies) = match self.core.keep(own) {
+            Ok(keeping) => keeping,
+            Err(error) => {
+                self.let_go(held).map_err(|error| errors::core(py, &error))?;
+                return Err(errors::core(py, &error));
+            }
+        };
+        held.kept = Some(kept);
+        self.copy_now(py, &copies, held, link)?;
+        let described = self.core.describe(kept).expect("kept right now");
+        self.let_go(Held { kept: None, ..held }).map_err(|error| errors::core(py, &error))?;
+        let (blocks, entry) = sequence::encode(&described, meta);
+        // Whoever comes first decides whether the key changes: the thread, once the pages are safe, or who gives up waiting.
+        let decided = Arc::new(AtomicBool::new(false));
+        let (to, at, first) = (store.clone(), key.as_bytes().to_vec(), decided.clone());
+        let put = move || {
+            let wanted = || !first.swap(true, Ordering::Relaxed);
+            to.put_if(&at, &blocks, &entry, wanted).map(drop)
+        };
+        let answer = Apart::begin(put).map_err(|source| {
+            self.core.forget(kept);
+            errors::disk(py, &Error::Io { operation: "starting a thread", source })
+        })?;
+        let mut save = Save { key: key.into(), kept, meta: meta.to_vec(), answer };
+        if let Err(stop) = py.detach(|| save.answer.wait(&store, limit)) {
+            decided.store(true, Ordering::Relaxed);
+            self.sessions.unanswered.push(save);
+            return Err(stop.raise(py));
+        }
+        self.end_save(save).map_err(|error| errors::disk(py, &error))
+    }
+
+    /// A save whose last line the drive has answered.
+    fn end_save(&mut self, Save { key, kept, meta, answer }: Save) -> Result<(), Error> {
+        if let Err(error) = answer.join() {
             self.core.forget(kept);
             return Err(error);
         }
-        if let Some((before, _)) = self.sessions.kept.insert(key.into(), (kept, meta.to_vec())) {
+        if let Some((before, _)) = self.sessions.kept.insert(key, (kept, meta)) {
             self.core.forget(before);
         }
         self.trim();
         Ok(())
     }
 
+    /// Ends saves that were given up, where the drive has answered since.
+    pub(crate) fn end_saves(&mut self) {
+        let answered = self.sessions.unanswered.extract_if(.., |save| save.answer.has_ended());
+        for save in answered.collect::<Vec<_>>() {
+            // Who asked for it has had an error already.
+            let _ = self.end_save(save);
+        }
+    }
+
     /// A sequence with what is kept under `key`; none if nothing is.
     pub(crate) fn load(&mut self, py: Python<'_>, key: &str, link: Link<'_, '_>) -> PyResult<Option<u64>> {
-        self.named_store(py, key)?;
+        self.answering_store(py, key)?;
         let Some(&(kept, _)) = self.sessions.kept.get(key) else { return Ok(None) };
         self.zero();
         let (id, copies) = self.core.revive(kept).map_err(|error| errors::core(py, &error))?;
-        if let Err(error) = self.copy_now(py, &copies, link) {
-            self.core.release(id).map_err(|error| errors::core(py, &error))?;
-            return Err(error);
-        }
+        self.copy_now(py, &copies, Held { sequence: Some(id), kept: None }, link)?;
         Ok(Some(handle(id)))
     }
 
     /// Lets go of what is kept under `key`; says whether there was something.
     pub(crate) fn forget(&mut self, py: Python<'_>, key: &str) -> PyResult<bool> {
-        let store = self.named_store(py, key)?;
+        let (store, _) = self.answering_store(py, key)?;
         store.delete(key.as_bytes()).map_err(|error| errors::disk(py, &error))?;
         let Some((kept, _)) = self.sessions.kept.remove(key) else { return Ok(false) };
         self.core.forget(kept);
         self.trim();
         Ok(true)
+    }
+
+    /// The store, and how long anybody waits for it; refused while the drive has yet to answer for a key.
+    fn answering_store(&self, py: Python<'_>, key: &str) -> PyResult<(Arc<Store>, Duration)> {
+        let store = self.named_store(py, key)?;
+        if self.sessions.unanswered.iter().any(|save| save.key == key) {
+            let reason = format!("{key:?}: the drive has yet to answer an earlier save");
+            return Err(errors::failure(py, Some(&Failure::Io(reason))));
+        }
+        Ok((store, self.disk_timeout()))
     }
 
     pub(crate) fn named_store(&self, py: Python<'_>, key: &str) -> PyResult<Arc<Store>> {

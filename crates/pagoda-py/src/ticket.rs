@@ -1,12 +1,15 @@
 //! Plans and tickets, as Python holds them.
 
-use crate::reads::SLICE;
+use crate::patience::{self, SLICE};
 use numpy::PyArray1;
 use pagoda_core::fence::Completion;
 use pagoda_core::ids::TicketId;
 use pagoda_core::plan::BlockCopy;
 use pagoda_store::Waiter;
+use pagoda_store::disk::Store;
 use pyo3::prelude::*;
+use std::sync::Arc;
+use std::time::Duration;
 
 /// What to move; see `pagoda.Plan`.
 #[pyclass(frozen, module = "pagoda._core")]
@@ -60,6 +63,9 @@ impl Ticket {
 pub(crate) struct DiskCopies {
     pub(crate) completion: Completion,
     pub(crate) waiter: Waiter,
+    pub(crate) store: Arc<Store>,
+    /// How long anybody waits for it.
+    pub(crate) limit: Duration,
 }
 
 #[pymethods]
@@ -75,6 +81,12 @@ impl DiskCopies {
             py.check_signals()?;
         }
         Ok(())
+    }
+
+    /// Sleeps until they have, as long as the disk does anything, and `disk_timeout` more. Python signals are seen.
+    fn wait_patiently(&self, py: Python<'_>) -> PyResult<()> {
+        let Self { completion, waiter, store, limit } = self;
+        py.detach(|| patience::wait(waiter, completion, store, *limit)).map_err(|stop| stop.raise(py))
     }
 
     /// How many of the first have arrived, once they have ended.

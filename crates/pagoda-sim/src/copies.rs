@@ -109,6 +109,11 @@ impl Machine {
     /// Makes copies before anything else happens.
     pub(crate) fn copy_now(&mut self, copies: &[BlockCopy]) -> Outcome<Result<(), Failure>> {
         self.run_stream(self.minted)?;
+        self.copy_disk(copies)
+    }
+
+    /// As `copy_now`, of copies whose sources no kernel has yet to write.
+    pub(crate) fn copy_disk(&mut self, copies: &[BlockCopy]) -> Outcome<Result<(), Failure>> {
         for Part { copies: range, .. } in cut(copies) {
             if let Err(failure) = self.transfer(&copies[range])? {
                 return Ok(Err(failure));

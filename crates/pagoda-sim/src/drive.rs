@@ -5,6 +5,7 @@ use crate::machine::{Machine, Outcome, ensure};
 use crate::memory::Place;
 use crate::random::Random;
 use crate::shape::Shape;
+use crate::streaming::Streaming;
 use crate::tally::kind;
 use pagoda_core::fence::Failure;
 use pagoda_core::ids::{BlockId, GroupId};
@@ -122,6 +123,7 @@ impl Machine {
         pages: &[(BlockId, Place)],
     ) -> Outcome<Result<(), Failure>> {
         let blocks: Vec<_> = pages.iter().map(|(block, _)| *block).collect();
+        blocks.iter().try_for_each(|&block| self.require_unread(group, block))?;
         let memory = &self.memory;
         let result = self.drive.lane.write(group, &blocks, |page, range, target| {
             target.copy_from_slice(&memory.block(pages[page].1)[range.start as usize..range.end as usize]);
@@ -254,6 +256,7 @@ impl Machine {
             match result {
                 Ok((store, lane, recovered)) => {
                     (self.drive.store, self.drive.lane) = (store, lane);
+                    self.streaming = Streaming::new(&self.drive.store, &mut self.random);
                     self.drive.earlier.clear();
                     return Ok(recovered);
                 }

@@ -15,6 +15,7 @@ mod memory;
 mod random;
 mod sessions;
 mod shape;
+mod streaming;
 mod tally;
 
 pub use tally::{Fate, Tally};
@@ -32,6 +33,12 @@ pub enum Missing {
     CopiesAfterKernels,
     /// Checksums: some pages come from the drive with another bit, and nobody objects.
     Checksums,
+    /// What was read ahead in one step is taken in the next without a look whether its pages are still there.
+    Generations,
+    /// Slots of the ring are handed out before their reads have ended.
+    EndOfReads,
+    /// Steps retire although reads that they have begun go on.
+    FenceOfReads,
 }
 
 /// Why a simulation failed.

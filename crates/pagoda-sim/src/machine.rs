@@ -6,6 +6,7 @@ use crate::memory::{Memory, Place};
 use crate::random::Random;
 use crate::sessions::Sessions;
 use crate::shape::Shape;
+use crate::streaming::Streaming;
 use crate::{Missing, Tally};
 use pagoda_core::ids::{Epoch, GroupId, SequenceId, Tier};
 use pagoda_core::plan::{BlockCopy, Plan, Selection};
@@ -71,6 +72,7 @@ pub(crate) struct Machine {
     pub(crate) cache: Cache,
     pub(crate) memory: Memory,
     pub(crate) drive: Drive,
+    pub(crate) streaming: Streaming,
     pub(crate) stream: VecDeque<Kernel>,
     pub(crate) retired: u64,
     pub(crate) minted: u64,
@@ -82,6 +84,8 @@ pub(crate) struct Machine {
     pub(crate) sessions: Sessions,
     released: Vec<SequenceId>,
     plans: Vec<Plan>,
+    /// Of the step that was tried last.
+    batch: Vec<SequenceId>,
     /// The batch of the open step, with the tokens that it appends.
     step: Option<Vec<(SequenceId, Vec<Token>)>>,
     names: u64,
@@ -92,13 +96,15 @@ pub(crate) struct Machine {
 type Operation = fn(&mut Machine) -> Outcome;
 
 /// Every operation, how often of 1000 times, and its name.
-const OPERATIONS: [(usize, &str, Operation); 24] = [
+const OPERATIONS: [(usize, &str, Operation); 26] = [
     (25, "create", Machine::create),
     (30, "fork", Machine::fork),
     (25, "release", Machine::release),
     (20, "truncate", Machine::truncate),
     (20, "drop", Machine::drop_tokens),
     (160, "reserve and append", Machine::reserve),
+    (80, "attend to pages on disk", Machine::attend_a_little),
+    (70, "read ahead", Machine::read_a_little),
     (150, "commit", Machine::commit),
     (20, "roll back", Machine::rollback),
     (60, "retire", Machine::retire),
@@ -124,10 +130,12 @@ impl Machine {
         let mut random = Random::new(seed);
         let shape = Shape::any(&mut random);
         let conduct = [Conduct::Works, Conduct::Fails, Conduct::Lies, Conduct::Lies][random.below(4)];
+        let drive = Drive::new(&shape, conduct);
         let mut machine = Self {
             cache: shape.cache(),
             memory: Memory::new(&shape),
-            drive: Drive::new(&shape, conduct),
+            streaming: Streaming::new(&drive.store, &mut random),
+            drive,
             missing,
             stream: VecDeque::new(),
             retired: 0,
@@ -139,6 +147,7 @@ impl Machine {
             sessions: Sessions::default(),
             released: Vec::new(),
             plans: Vec::new(),
+            batch: Vec::new(),
             step: None,
             names: 0,
             tally: Tally::default(),
@@ -307,18 +316,25 @@ impl Machine {
     }
 
     fn reserve(&mut self) -> Outcome {
-        let mut batch: Vec<(SequenceId, u32)> = Vec::new();
-        for _ in 0..self.random.within(1..5) {
-            let Some(index) = self.pick() else { return Ok(()) };
-            let id = self.live[index].id;
-            if batch.iter().all(|(at, _)| *at != id) {
-                batch.push((id, self.random.below(10) as u32));
+        // Often the batch of the step before, as in decoding.
+        let mut ids = std::mem::take(&mut self.batch);
+        ids.retain(|id| self.live.iter().any(|live| live.id == *id));
+        if ids.is_empty() || self.random.once_in(2) {
+            ids.clear();
+            for _ in 0..self.random.within(1..5) {
+                let Some(index) = self.pick() else { return Ok(()) };
+                let id = self.live[index].id;
+                if !ids.contains(&id) {
+                    ids.push(id);
+                }
             }
         }
+        let batch: Vec<_> = ids.iter().map(|&id| (id, self.random.below(10) as u32)).collect();
+        self.batch = ids;
         let free = self.free_blocks();
         match self.cache.reserve(&batch) {
             Err(Error::InvalidArgument { argument: "step", .. }) => {
-                ensure!(self.step.is_some(), "no step is open, and one was refused");
+                ensure!(self.steps(), "no step is open, and one was refused");
                 return Ok(());
             }
             Err(Error::OutOfBlocks { tier: Tier::Device, .. }) if self.step.is_none() => {
@@ -329,12 +345,17 @@ impl Machine {
             result => result.map_err(|error| error.to_string())?,
         }
         ensure!(self.step.is_none(), "a second step was opened");
-        if self.cache.step_on_disk().0 > 0 {
+        if self.cache.step_on_disk().0 > 0 && self.random.once_in(4) {
             self.tally.see("refused: steps with pages on disk", 1);
             self.end(Cache::rollback)?;
             return self.bring_in(&batch);
         }
-        self.stream.extend(self.cache.step_copies().iter().map(|copy| Kernel::Copy(*copy)));
+        let copies = self.cache.step_copies().iter().copied();
+        let (from_disk, in_memory): (Vec<_>, Vec<_>) = copies.partition(|copy| copy.from.0 == Tier::Disk);
+        if self.copy_disk(&from_disk)?.is_err() {
+            return self.end(Cache::rollback);
+        }
+        self.stream.extend(in_memory.into_iter().map(Kernel::Copy));
         let mut step = Vec::new();
         for (index, &(id, count)) in batch.iter().enumerate() {
             let tokens = self.tokens(id)?;
@@ -346,14 +367,19 @@ impl Machine {
             self.names += u64::from(count);
             for group in self.shape.group_ids() {
                 let (old, mut appended) = (all.len() - new.len(), Vec::new());
+                let mut on_disk = Vec::new();
                 for (token, at, row) in self.placed(index, group, &all)? {
                     if token >= old {
                         ensure!(at.0 == Tier::Device, "token {token} of {id:?} goes to {at:?}");
                         appended.push((at.2, row as u32));
                         self.stream.push_back(Kernel::Append { at, row, token: all[token] });
                     }
-                    self.stream.push_back(Kernel::Read { at, row, token: all[token] });
+                    match at.0 {
+                        Tier::Disk => on_disk.push((at, row, all[token])),
+                        _ => self.stream.push_back(Kernel::Read { at, row, token: all[token] }),
+                    }
                 }
+                self.streaming.list(id, self.shape.group(group).layers, &on_disk);
                 let slots: Vec<_> = self.cache.step_slots(index, group).collect();
                 ensure!(slots == appended, "{id:?} is to append to {slots:?}, not to {appended:?}");
             }
@@ -403,6 +429,9 @@ impl Machine {
     }
 
     fn commit(&mut self) -> Outcome {
+        if self.steps() && !self.attend()? {
+            return Ok(());
+        }
         let Some(step) = self.step.take() else {
             ensure!(self.cache.commit(None).is_err(), "a step was committed that was not open");
             return Ok(());
@@ -430,32 +459,56 @@ impl Machine {
         self.end(Cache::rollback)
     }
 
-    fn end(&mut self, end: impl FnOnce(&mut Cache) -> Result<Epoch, Error>) -> Outcome {
+    /// Whether a step is open.
+    pub(crate) fn steps(&self) -> bool {
+        self.step.is_some()
+    }
+
+    /// What the open step was to append is not appended.
+    pub(crate) fn forget_step(&mut self) {
+        self.step = None;
+    }
+
+    pub(crate) fn end(&mut self, end: impl FnOnce(&mut Cache) -> Result<Epoch, Error>) -> Outcome {
         let epoch = end(&mut self.cache).map_err(|error| error.to_string())?;
         self.minted = epoch.0;
+        self.streaming.leave();
         self.stream.push_back(Kernel::Retired(epoch));
         Ok(())
     }
 
-    /// Reads every token of every sequence: from memory as a step does, later; from disk now.
+    /// Reads every token of every sequence: from memory as a step does, later; from disk now, through the ring or page by page.
     pub(crate) fn look_around(&mut self) -> Outcome {
         let batch: Vec<_> = self.live.iter().map(|live| (live.id, 0)).collect();
         self.cache.reserve(&batch).map_err(|error| format!("a look around: {error}"))?;
-        let mut on_disk = BTreeMap::<_, Vec<(usize, u64)>>::new();
+        let mut on_disk = Vec::new();
         for index in 0..self.live.len() {
             let all: Vec<_> = self.live[index].tokens.all.iter().map(|token| token.name).collect();
             for group in self.shape.group_ids() {
+                let mut of_it = Vec::new();
                 for (token, at, row) in self.placed(index, group, &all)? {
                     let token = all[token];
                     match at.0 {
-                        Tier::Disk => on_disk.entry((group, at.2)).or_default().push((row, token)),
+                        Tier::Disk => of_it.push((at, row, token)),
                         _ => self.stream.push_back(Kernel::Read { at, row, token }),
                     }
                 }
+                on_disk.push((self.live[index].id, group, of_it));
             }
         }
+        if self.random.once_in(2) {
+            for (id, group, of_it) in on_disk {
+                self.streaming.list(id, self.shape.group(group).layers, &of_it);
+            }
+            self.step = Some(Vec::new());
+            return if self.attend()? { self.rollback() } else { Ok(()) };
+        }
         self.end(Cache::rollback)?;
-        for ((group, block), rows) in on_disk {
+        let mut pages = BTreeMap::<_, Vec<(usize, u64)>>::new();
+        for (at, row, token) in on_disk.into_iter().flat_map(|(.., of_it)| of_it) {
+            pages.entry((at.1, at.2)).or_default().push((row, token));
+        }
+        for ((group, block), rows) in pages {
             if self.random.once_in(2) {
                 self.check_page(group, block, &rows)?;
             }
@@ -466,7 +519,7 @@ impl Machine {
     fn retire(&mut self) -> Outcome {
         let epoch = self.retired + self.random.below((self.minted - self.retired) as usize + 1) as u64;
         self.run_stream(epoch)?;
-        self.cache.retire(Epoch(epoch)).map_err(|error| error.to_string())?;
+        self.cache.retire(self.retirable(epoch)).map_err(|error| error.to_string())?;
         ensure!(self.cache.retire(Epoch(self.minted + 1)).is_err(), "a step retired that never was");
         Ok(())
     }
@@ -597,6 +650,7 @@ impl Machine {
         self.memory = Memory::new(&self.shape);
         (self.retired, self.minted, self.step) = (0, 0, None);
         self.stream.clear();
+        self.streaming.leave();
         self.jobs.clear();
         self.owed.clear();
         self.live.clear();
@@ -630,7 +684,10 @@ impl Machine {
         self.hear_failures()?;
         ensure!(self.owed.is_empty(), "{} failures were never told", self.owed.len());
         self.run_stream(self.minted)?;
-        self.cache.retire(Epoch(self.minted)).map_err(|error| error.to_string())?;
+        while self.streaming.reads.count() > 0 {
+            self.read_a_little()?;
+        }
+        self.cache.retire(self.retirable(self.minted)).map_err(|error| error.to_string())?;
         for Live { id, .. } in std::mem::take(&mut self.live) {
             self.cache.release(id).map_err(|error| error.to_string())?;
         }

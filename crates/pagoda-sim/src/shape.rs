@@ -74,8 +74,13 @@ impl GroupShape {
 
     /// As `holds`, of one layer.
     pub(crate) fn layer_holds(&self, block: &[u8], layer: usize, row: usize, token: u64) -> bool {
-        let at = layer * self.run_bytes() + row * self.row_bytes;
-        let mut words = block[at..at + self.row_bytes].chunks_exact(WORD).enumerate();
+        self.run_holds(&block[layer * self.run_bytes()..], layer, row, token)
+    }
+
+    /// As `layer_holds`, of a block's bytes from that layer on.
+    pub(crate) fn run_holds(&self, run: &[u8], layer: usize, row: usize, token: u64) -> bool {
+        let at = row * self.row_bytes;
+        let mut words = run[at..at + self.row_bytes].chunks_exact(WORD).enumerate();
         words.all(|(word, bytes)| bytes == self.word(token, layer, word))
     }
 }

@@ -34,8 +34,10 @@ fn no_wrong_byte_is_ever_served() {
     let often =
         ["steps", "saves", "loads", "pages read", "pages written", "copies: made again", "copies: dropped"];
     let refusals = ["without room", "with pages on disk"].map(|why| format!("refused: steps {why}"));
+    let streamed = ["checked: rows in the ring", "streamed: parts of reads", "streamed: steps that gave up"];
     let told = ["told: corrupt pages", "told: failed copies", "refused: stale plans", "restarts: keys found"];
-    for what in often.iter().chain(&told).copied().chain(refusals.iter().map(String::as_str)) {
+    for what in often.iter().chain(&streamed).chain(&told).copied().chain(refusals.iter().map(String::as_str))
+    {
         assert!(
             seen(what) > operations / 2000,
             "the operations miss the point, too little of {what}:\n{tally}"
@@ -107,4 +109,24 @@ fn copies_that_do_not_wait_for_kernels_are_noticed() {
 fn missing_checksums_are_noticed() {
     let failure = notices(Missing::Checksums);
     assert!(failure.what.contains("is not that of token"), "{failure}");
+}
+
+#[test]
+fn generations_that_the_ring_does_not_look_at_are_noticed() {
+    let failure = notices(Missing::Generations);
+    assert!(failure.what.contains("in the ring is not that of token"), "{failure}");
+}
+
+#[test]
+fn slots_that_are_handed_out_too_early_are_noticed() {
+    let failure = notices(Missing::EndOfReads);
+    assert!(failure.what.contains("in the ring is not that of token"), "{failure}");
+}
+
+#[test]
+fn steps_that_retire_under_their_reads_are_noticed() {
+    let failure = notices(Missing::FenceOfReads);
+    // A block that lost its page, or has another.
+    let seen = ["nothing was written to it", "is written to under a read"];
+    assert!(seen.iter().any(|what| failure.what.contains(what)), "{failure}");
 }

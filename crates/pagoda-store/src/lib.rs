@@ -8,6 +8,8 @@ mod mover;
 mod ring;
 mod slab;
 
+#[cfg(any(test, feature = "faults"))]
+pub use mover::by_hand;
 pub use mover::{LayerOfPages, Mover, Place, Transfer, Waiter};
 pub use ring::{Filled, Ring};
 pub use slab::Slab;

@@ -11,6 +11,9 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+#[cfg(any(test, feature = "faults"))]
+pub mod by_hand;
+
 /// Where a block's bytes are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
@@ -64,6 +67,8 @@ const FETCH_BYTES: u64 = 8 << 20;
 pub struct Mover {
     slabs: Vec<Arc<Slab>>,
     store: Option<Arc<Store>>,
+    /// Most bytes of a layer in one part.
+    fetch_bytes: u64,
     memory: Option<Sender<Part>>,
     disk: Option<Sender<Part>>,
     threads: Vec<JoinHandle<()>>,
@@ -108,14 +113,7 @@ pub struct Waiter(Arc<(Mutex<()>, Condvar)>);
 impl Mover {
     /// Starts the threads; those of the disk are as many as keep it busy.
     pub fn new(slabs: Vec<Arc<Slab>>, disk: Option<&Arc<Store>>) -> Result<Self, Error> {
-        let mut mover = Self {
-            slabs,
-            store: disk.cloned(),
-            memory: None,
-            disk: None,
-            threads: Vec::new(),
-            waiter: Waiter::default(),
-        };
+        let mut mover = Self::without_threads(slabs, disk, FETCH_BYTES);
         let (memory, inbox) = channel::<Part>();
         let slabs = mover.slabs.clone();
         mover.memory = Some(memory);
@@ -136,6 +134,11 @@ impl Mover {
             }
         }
         Ok(mover)
+    }
+
+    fn without_threads(slabs: Vec<Arc<Slab>>, disk: Option<&Arc<Store>>, fetch_bytes: u64) -> Self {
+        let (store, threads, waiter) = (disk.cloned(), Vec::new(), Waiter::default());
+        Self { slabs, store, fetch_bytes, memory: None, disk: None, threads, waiter }
     }
 
     fn start(&mut self, name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), Error> {
@@ -179,7 +182,7 @@ impl Mover {
         assert!(end.is_some_and(|end| end <= slab.bytes() as u64), "{what:?} leaves its slab");
         assert!(offset.is_multiple_of(ALIGN), "offset {offset} is not aligned");
         let job = self.job(what.blocks.len(), Vec::new(), completion);
-        let most = (FETCH_BYTES / unit).max(1) as usize;
+        let most = (self.fetch_bytes / unit).max(1) as usize;
         for (part, blocks) in what.blocks.chunks(most).enumerate() {
             let first = part * most;
             let read = LayerOfPages { blocks: blocks.to_vec(), ..*what };
@@ -325,16 +328,19 @@ fn serve(mut lane: Lane, slabs: &[Arc<Slab>], inbox: &Mutex<Receiver<Part>>) {
         let Ok(part) = next else { return };
         let result = match &part.work {
             Work::Copies(transfers) => transfer(&mut lane, slabs, transfers),
-            Work::Layer(LayerOfPages { group, layer, blocks }, slab, offset) => {
-                let bytes = lane.stored_run(*group, *layer) as usize * blocks.len();
-                // SAFETY: `fetch` has seen the range inside of the slab, and whoever called it keeps others away from it.
-                let target =
-                    unsafe { std::slice::from_raw_parts_mut(slab.base().add(*offset as usize), bytes) };
-                lane.fetch(*group, blocks, *layer, target)
-            }
+            Work::Layer(what, slab, offset) => read_layer(&mut lane, what, slab, *offset),
         };
         part.end(result);
     }
+}
+
+/// Reads a part of a fetch.
+fn read_layer(lane: &mut Lane, what: &LayerOfPages, slab: &Slab, offset: u64) -> Result<(), Error> {
+    let LayerOfPages { group, layer, blocks } = what;
+    let bytes = lane.stored_run(*group, *layer) as usize * blocks.len();
+    // SAFETY: `fetch` has seen the range inside of the slab, and whoever called it keeps others away from it.
+    let target = unsafe { std::slice::from_raw_parts_mut(slab.base().add(offset as usize), bytes) };
+    lane.fetch(*group, blocks, *layer, target)
 }
 
 /// Writes pages to disk, or reads them.

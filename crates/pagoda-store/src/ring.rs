@@ -49,6 +49,7 @@ struct Reading {
 #[derive(Debug)]
 pub struct Filled {
     slot: usize,
+    what: LayerOfPages,
     /// The first byte of the first page's layer.
     pub address: *mut u8,
     /// Bytes from one page to the next.
@@ -143,17 +144,42 @@ impl Ring {
             self.ahead.pop_front().expect("a read that was waited for");
         let copied = completion.copied().expect("a read that has ended");
         if copied as usize != what.blocks.len() {
-            self.free.push(slot);
+            self.give(slot, &what);
             return Err(completion.failure().cloned());
         }
         let address = self.slab.base().wrapping_add(self.range(slot).start as usize);
         let stride = self.store.geometry().stored_run(what.group, what.layer);
-        Ok(Filled { slot, address, stride })
+        Ok(Filled { slot, what, address, stride })
+    }
+
+    /// The layer of one page in a slot, with the padding that it has in the file.
+    ///
+    /// # Panics
+    /// When the slot has no such page.
+    pub fn page(&self, filled: &Filled, page: usize) -> &[u8] {
+        assert!(page < filled.what.blocks.len(), "page {page} of {:?}", filled.what);
+        let start = self.range(filled.slot).start + page as u64 * filled.stride;
+        // SAFETY: the slot is in the slab and holds so many pages, and nobody writes to it until it is given back, which takes it.
+        unsafe { std::slice::from_raw_parts(self.slab.base().add(start as usize), filled.stride as usize) }
     }
 
     /// Takes a slot back.
     pub fn release(&mut self, filled: Filled) {
-        self.free.push(filled.slot);
+        self.give(filled.slot, &filled.what);
+    }
+
+    /// Lets go of what was read of pages that are gone since, where their bytes have to go with them.
+    pub fn forget_gone(&mut self) {
+        if !self.store.zeroes() {
+            return;
+        }
+        let there = |Reading { what, generations, .. }: &Reading| {
+            *generations == self.store.generations(what.group, &what.blocks)
+        };
+        let (there, gone): (Vec<_>, Vec<_>) = self.ahead.drain(..).partition(there);
+        self.ahead = there.into();
+        self.idle.extend(gone);
+        self.reclaim();
     }
 
     /// The last step that had ended when the oldest read began that is still under way.
@@ -164,8 +190,21 @@ impl Ring {
 
     /// Frees the slots of idle reads that have ended.
     fn reclaim(&mut self) {
-        let Self { idle, free, .. } = self;
-        free.extend(idle.extract_if(.., |reading| reading.completion.copied().is_some()).map(|r| r.slot));
+        let ended = self.idle.extract_if(.., |reading| reading.completion.copied().is_some());
+        for Reading { slot, what, .. } in ended.collect::<Vec<_>>() {
+            self.give(slot, &what);
+        }
+    }
+
+    /// Makes a slot free that nobody reads or writes.
+    fn give(&mut self, slot: usize, what: &LayerOfPages) {
+        if self.store.zeroes() {
+            let start = self.range(slot).start;
+            let used = what.blocks.len() as u64 * self.store.geometry().stored_run(what.group, what.layer);
+            // SAFETY: nobody reads or writes the slot.
+            unsafe { self.slab.zero(start..start + used) };
+        }
+        self.free.push(slot);
     }
 
     fn range(&self, slot: usize) -> Range<u64> {
@@ -264,15 +303,10 @@ mod tests {
             let filled = self.ring.take().unwrap();
             let begin = LAYERS[..what.layer].iter().sum::<u64>();
             for (page, block) in what.blocks.iter().enumerate() {
+                let found = self.ring.page(&filled, page);
                 for at in 0..LAYERS[what.layer] {
-                    let ahead = page as u64 * filled.stride + at;
-                    // SAFETY: the slot holds so many pages.
-                    let found = unsafe { filled.address.add(ahead as usize).read() };
-                    assert_eq!(
-                        found,
-                        byte(version, block.index(), begin + at),
-                        "{what:?}, byte {at} of page {page}"
-                    );
+                    let right = byte(version, block.index(), begin + at);
+                    assert_eq!(found[at as usize], right, "{what:?}, byte {at} of page {page}");
                 }
             }
             self.ring.release(filled);
@@ -357,6 +391,41 @@ mod tests {
         });
         world.quiet();
         assert_eq!(world.ring.since(), None);
+    }
+
+    /// Slots with other bytes than zeros.
+    fn dirty(ring: &Ring) -> usize {
+        // SAFETY: no read is under way.
+        let bytes = unsafe { std::slice::from_raw_parts(ring.slab.base(), ring.slab.bytes()) };
+        bytes.chunks(ring.slot_bytes as usize).filter(|slot| slot.iter().any(|&byte| byte != 0)).count()
+    }
+
+    #[test]
+    fn bytes_of_pages_that_are_gone_are_zeroed_where_that_is_asked_for() {
+        for zeroes in [true, false] {
+            let mut world = world();
+            if zeroes {
+                world.store.zero_on_free().unwrap();
+            }
+            world.write(1, 0..60);
+            let parts = [what(0, 0..20), what(1, 0..20), what(0, 20..40), what(0, 40..60)];
+            world.ahead(&parts, 0);
+            world.check(1, &parts[0]);
+            world.quiet();
+            assert_eq!(dirty(&world.ring), if zeroes { 3 } else { 4 }, "what is ahead is needed");
+            world.store.zero(GROUP, 0..20).unwrap();
+            world.ring.forget_gone();
+            assert_eq!(dirty(&world.ring), if zeroes { 2 } else { 4 });
+            // A read that fails when its bytes are there, and one that nobody needs any more.
+            world.ahead(&parts[2..3], 1);
+            world.check(1, &parts[2]);
+            world.disk.fail(0, Fault::Flip);
+            world.ahead(&[what(1, 20..40)], 1);
+            world.quiet();
+            world.ring.take().unwrap_err();
+            world.ring.forget_gone();
+            assert_eq!(dirty(&world.ring) == 0, zeroes);
+        }
     }
 
     #[test]

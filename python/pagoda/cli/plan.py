@@ -37,6 +37,7 @@ def register(commands: Commands) -> None:
     )
     parser.add_argument("--page-size", type=int, default=64, help="tokens in a page")
     parser.add_argument("--batch", type=int, default=1, help="sequences of that length")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where the cache is")
     parser.add_argument("--device-memory", help="budget of the device tier for KV, like 12GiB")
     parser.add_argument("--host-memory", default="0", help="budget of the host tier")
     parser.add_argument("--disk-memory", default="0", help="budget of the disk tier")
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         name: parse_size(getattr(arguments, f"{name}_memory") or "0", f"--{name}-memory")
         for name in ("device", "host", "disk")
     }
-    document = describe(planner, contexts, arguments.batch, budgets)
+    document = describe(planner, contexts, arguments.batch, budgets, on_gpu=arguments.device == "cuda")
     if arguments.json:
         print(json.dumps(document, indent=2))
     else:
@@ -70,8 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def describe(planner: Planner, contexts: list[int], batch: int, budgets: dict[str, int]) -> dict[str, Any]:
-    """Everything that is printed, as JSON would have it. All sizes in bytes."""
+def describe(
+    planner: Planner, contexts: list[int], batch: int, budgets: dict[str, int], *, on_gpu: bool = False
+) -> dict[str, Any]:
+    """Everything that is printed, as JSON would have it. All sizes in bytes.
+
+    A ring that pages of the host tier pass through on a GPU is a part of the device's memory: no page lies there.
+    """
     spec, formats = planner.spec, (planner.k_dtype, planner.v_dtype)
     devices = (
         {format_size(budgets["device"]): budgets["device"]}
@@ -79,11 +85,15 @@ def describe(planner: Planner, contexts: list[int], batch: int, budgets: dict[st
         else {card: parse_size(card, "card") for card in CARDS}
     )
     below = budgets["host"] + budgets["disk"]
+    rings = {
+        name: planner.device_ring_bytes(size) if on_gpu and budgets["host"] else 0 for name, size in devices.items()
+    }
     rows = []
     for context in contexts:
         footprint = planner.footprint(context, batch)
         splits = {
-            name: planner.split(footprint, size, budgets["host"], budgets["disk"]) for name, size in devices.items()
+            name: planner.split(footprint, size - rings[name], budgets["host"], budgets["disk"])
+            for name, size in devices.items()
         }
         rows.append(
             {
@@ -123,7 +133,10 @@ def describe(planner: Planner, contexts: list[int], batch: int, budgets: dict[st
         "full_bytes_per_token": spec.full_bytes_per_token(*formats),
         "window_bytes": spec.window_bytes(*formats),
         "state_bytes": spec.state_bytes(),
-        "longest_context": {name: planner.longest_context(size + below, batch) for name, size in devices.items()},
+        "rings": {"device_bytes": rings, "disk_bytes": planner.disk_ring_bytes if budgets["disk"] else 0},
+        "longest_context": {
+            name: planner.longest_context(size - rings[name] + below, batch) for name, size in devices.items()
+        },
         "contexts": rows,
     }
 
@@ -145,6 +158,12 @@ def draw(document: dict[str, Any], console: Console) -> None:
             f"Windowed layers need {format_size(document['window_bytes'])} a sequence for their windows, and up to two pages "
             "a layer more; their older pages are freed."
         )
+    rings = document["rings"]
+    if rings["disk_bytes"]:
+        console.print(f"Pages on disk pass through {format_size(rings['disk_bytes'])} of memory beside the budgets.")
+    if any(rings["device_bytes"].values()):
+        parts = ", ".join(f"{format_size(size)} of {name}" for name, size in rings["device_bytes"].items() if size)
+        console.print(f"Pages of the host tier pass through a part of the device's memory, which holds none: {parts}.")
     devices = document["longest_context"]
     table = Table("context", "memory", *(f"in {name}" for name in devices))
     for row in document["contexts"]:

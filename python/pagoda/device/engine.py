@@ -114,7 +114,7 @@ class Scratch:
     def grow(self, sizes: tuple[int, int, int]) -> None:
         """Makes room. Nothing may be under way that uses the old memory."""
         have = self._sizes
-        partials, counters, parts = self._sizes = tuple(map(max, have, sizes))  # type: ignore[assignment]
+        partials, counters, parts = map(max, have, sizes)
         if partials > have[0]:
             self._partials = self._driver.memory(partials)
             self.partials = self._partials.address
@@ -124,6 +124,7 @@ class Scratch:
         if parts > have[2]:
             self._parts = self._driver.memory(parts)
             self.parts = self._parts.address
+        self._sizes = (partials, counters, parts)
 
 
 class Centers:
@@ -473,11 +474,20 @@ class DeviceEngine:
             self._moves.advance()
         return True
 
+    def wait_patiently(self, ticket: _core.Ticket) -> None:
+        """Sleeps until a ticket's copies have ended, as long as the disk does anything, and `disk_timeout` more."""
+        while (rest := self._moves.waits_for(ticket)) is not None:
+            if isinstance(rest, _core.DiskCopies):
+                rest.wait_patiently()
+            else:
+                rest.wait()
+            self._moves.advance()
+
     def save(self, sequence: int, key: str, meta: bytes) -> None:
         """See `Cache.save`."""
         self._once_more(lambda: self.core.save(sequence, key, meta, self._copy_now))
 
-    def load(self, key: str) -> int | None:
+    def load(self, key: str) -> _core.Handle | None:
         """See `Cache.load`."""
         return self._once_more(lambda: self.core.load(key, self._copy_now))
 
@@ -705,16 +715,20 @@ class DeviceEngine:
         if len(copies):
             self._mover.copy(self._now, copies)
         words = self._tables.stage()
-        if not self._streams.ring and (on_disk := self._on_disk()):
-            raise InvalidArgument(
-                f"device_memory = {self._device_memory}: at least {self._enough_for_disk} bytes for steps over pages on "
-                f"disk; this one has {on_disk} there: promote them"
-            )
-        more = self._streams.plan()
-        if not self._streams.fits(more):
-            self._wait_for_steps()
-            self._streams.grow(more)
-        self._tables.upload(self._now, words + more, self._streams.place(self._tables))
+        try:
+            if not self._streams.ring and (on_disk := self._on_disk()):
+                raise InvalidArgument(
+                    f"device_memory = {self._device_memory}: at least {self._enough_for_disk} bytes for steps over pages on "
+                    f"disk; this one has {on_disk} there: promote them"
+                )
+            more = self._streams.plan()
+            if not self._streams.fits(more):
+                self._wait_for_steps()
+                self._streams.grow(more)
+            self._tables.upload(self._now, words + more, self._streams.place(self._tables))
+        except BaseException:
+            self._tables.forget()
+            raise
 
     def _on_disk(self) -> int:
         """Pages on disk that attention of the open step may read."""

@@ -52,15 +52,19 @@ class Mover:
         """
         runs = self._merged(transfers)
         by_kernel: list[tuple[int, int, int]] = []
+        by_engine: list[tuple[int, int, int]] = []
         for source, target, size in runs:
             # One alone is no faster by a kernel.
             few_bytes = len(runs) > 1 and size < self._driver.copy_engine_bytes
             if few_bytes and not any(x % WORD for x in (source, target, size)):
                 by_kernel.append((source, target, size))
             else:
-                stream.copy(target, source, size)
+                by_engine.append((source, target, size))
+        # The kernel first: it may need memory, and what is refused must not be under way.
         if by_kernel:
             self._launch(stream, by_kernel)
+        for source, target, size in by_engine:
+            stream.copy(target, source, size)
 
     def close(self) -> None:
         """Gives the memory back."""

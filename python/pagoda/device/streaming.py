@@ -207,8 +207,9 @@ class Streams:
 
     def grow(self, words: int) -> None:
         """Makes room. Nothing may be under way that uses the old tables."""
-        self._room = 1 << (words - 1).bit_length()
-        self._tables = self._driver.memory(4 * self._room)
+        room = 1 << (words - 1).bit_length()
+        self._tables = self._driver.memory(4 * room)
+        self._room = room
 
     def place(self, tables: StepTables) -> int:
         """Where the words go; from now on passes can be `brought`."""

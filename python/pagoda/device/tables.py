@@ -164,10 +164,14 @@ class StepTables:
 
     def place(self, room: Room) -> None:
         """New tables, which hold nothing yet. Nothing may be under way that uses the old ones."""
-        self.room = room
-        self._lay_out(carve := Carve())
-        self._memory = self._driver.memory(carve.size)
-        self._lay_out(Carve(self._memory.address))
+        self._lay_out(room, counted := Carve())
+        memory = self._driver.memory(counted.size)
+        self.room, self._memory = room, memory
+        self.groups, self.works, self.angles = self._lay_out(room, Carve(memory.address))
+        self.forget()
+
+    def forget(self) -> None:
+        """Tables hold nothing: what was written down for them has not come there."""
         self._core.place_tables(
             [vars(tables) for tables in self.groups],
             [
@@ -206,9 +210,9 @@ class StepTables:
         self._memory = None
         self._staging.clear()
 
-    def _lay_out(self, carve: Carve) -> None:
-        room = self.room
-        self.groups = [
+    def _lay_out(self, room: Room, carve: Carve) -> tuple[list[GroupTables], dict[Work, WorkTables], dict[int, int]]:
+        """Tables by group, by work list, and of angles by layer."""
+        groups = [
             GroupTables(
                 table=carve.take(4 * room.sequences * room.columns),
                 columns=room.columns,
@@ -219,15 +223,15 @@ class StepTables:
             )
             for _ in range(1 + max(shape["group"] for shape in self._layers))
         ]
-        self.works = {work: self._work_tables(work, carve) for work in self._work_keys}
-        self.angles = {
+        works = {work: self._work_tables(room, work, carve) for work in self._work_keys}
+        angles = {
             layer: carve.take(8 * room.angles * len(shape["rope"][0]))
             for layer, shape in enumerate(self._layers)
             if shape["rope"]
         }
+        return groups, works, angles
 
-    def _work_tables(self, work: Work, carve: Carve) -> WorkTables:
-        room = self.room
+    def _work_tables(self, room: Room, work: Work, carve: Carve) -> WorkTables:
         # What is decoded is one block a sequence.
         blocks = room.sequences + (room.tokens // work.queries if work.prefill else 0)
 

@@ -3,6 +3,7 @@
 //! docs/layout.md draws the bytes. A page that does not verify is an error with a reason, never data.
 
 mod budget;
+pub mod ceiling;
 mod error;
 mod format;
 mod index;

@@ -10,7 +10,7 @@ use crate::Slab;
 use pagoda_core::ids::{BlockId, GroupId};
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -33,6 +33,7 @@ pub struct Store {
     pages: Mutex<Pages>,
     budget: Option<Mutex<Budget>>,
     generation: AtomicU64,
+    zeroes: AtomicBool,
     bytes_written: AtomicU64,
     bytes_read: AtomicU64,
     corrupt: AtomicU64,
@@ -114,6 +115,7 @@ impl Store {
             pages: Mutex::new(pages),
             budget: budget.map(Mutex::new),
             generation: AtomicU64::new(epoch << EPOCH_SHIFT),
+            zeroes: AtomicBool::new(false),
             bytes_written: AtomicU64::new(0),
             bytes_read: AtomicU64::new(0),
             corrupt: AtomicU64::new(0),
@@ -165,6 +167,17 @@ impl Store {
     /// Keeps pages that were written, with `meta`, under `key`: they are safe from a loss of power when this returns, and
     /// their blocks must not be written to until `delete`. Returns what was under the key before.
     pub fn put(&self, key: &[u8], pages: &[(GroupId, BlockId)], meta: &[u8]) -> Result<Option<Entry>> {
+        self.put_if(key, pages, meta, || true)
+    }
+
+    /// As `put`, if it is still `wanted` when the pages are safe and before the key changes; else an error.
+    pub fn put_if(
+        &self,
+        key: &[u8],
+        pages: &[(GroupId, BlockId)],
+        meta: &[u8],
+        wanted: impl FnOnce() -> bool,
+    ) -> Result<Option<Entry>> {
         let index = self.named()?;
         let mut records = Vec::with_capacity(pages.len());
         for &(group, block) in pages {
@@ -176,6 +189,12 @@ impl Store {
             records.push(Record { group: group.0, block: block.index(), generation, sum });
         }
         self.file.sync().map_err(Error::io("syncing the pages"))?;
+        if !wanted() {
+            return Err(Error::Io {
+                operation: "keeping pages",
+                source: std::io::ErrorKind::TimedOut.into(),
+            });
+        }
         let entry = Entry { pages: records, meta: meta.to_vec() };
         let before = lock(index).put(key, entry.clone())?;
         let mut known = lock(&self.pages);
@@ -235,8 +254,10 @@ impl Store {
         ranges.try_for_each(clear).map_err(Error::io(operation))
     }
 
-    /// Zeroes all of the file that no entry of the index has: what processes before this one have left.
-    pub fn zero_rest(&self) -> Result<()> {
+    /// From now on no bytes of pages stay in memory that they went through. Zeroes all of the file that no entry of the index
+    /// has: what processes before this one have left.
+    pub fn zero_on_free(&self) -> Result<()> {
+        self.zeroes.store(true, Ordering::Relaxed);
         let pages = lock(&self.pages);
         let kept = pages.iter().filter(|(_, page)| page.kept > 0);
         let places = |(group, block): (GroupId, BlockId)| {
@@ -253,6 +274,11 @@ impl Store {
             start = range.end;
         }
         Ok(())
+    }
+
+    /// Whether bytes have to go with their pages.
+    pub fn zeroes(&self) -> bool {
+        self.zeroes.load(Ordering::Relaxed)
     }
 
     fn named(&self) -> Result<&Mutex<Index>> {
@@ -468,6 +494,24 @@ impl Lane {
     /// Moves pieces through `memory`, by default the lane's own, as many at once as fit. `visit(piece, page, bytes)` fills what
     /// is to be written, or looks at what was read.
     fn run(
+        &mut self,
+        kind: Kind,
+        pieces: &[Piece],
+        memory: Option<&mut [u8]>,
+        operation: &'static str,
+        visit: impl FnMut(&Piece, usize, &mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        let own = memory.is_none();
+        let result = self.pass_through(kind, pieces, memory, operation, visit);
+        if own && self.store.zeroes() {
+            let used = pieces.iter().map(Piece::bytes).sum::<usize>().min(self.stage.bytes());
+            // SAFETY: the stage is this lane's alone, and nothing is under way in it.
+            unsafe { self.stage.zero(0..used as u64) };
+        }
+        result
+    }
+
+    fn pass_through(
         &mut self,
         kind: Kind,
         pieces: &[Piece],

@@ -612,13 +612,13 @@ fn what_others_have_left_is_zeroed_and_what_is_kept_stays() {
     drop(store);
     let (store, _) = open(&disk).unwrap();
     assert!(is_in(&disk, "pages", LARGE, 901));
-    store.zero_rest().unwrap();
+    store.zero_on_free().unwrap();
     assert!(!is_in(&disk, "pages", LARGE, 901));
     drop(store);
     assert_eq!(readable(&disk, &entries).unwrap(), 6);
     let (store, _) = open(&disk).unwrap();
     entries.iter().for_each(|(key, _)| drop(store.delete(key).unwrap()));
-    store.zero_rest().unwrap();
+    store.zero_on_free().unwrap();
     assert!(disk.with("pages", |bytes| bytes.iter().all(|&byte| byte == 0)));
 }
 

@@ -89,7 +89,7 @@ fn what_was_acknowledged_is_there_after_kill_9_and_nothing_is_wrong() {
             known.insert(key, now);
         }
         if kill % 3 == 0 {
-            store.zero_rest().unwrap();
+            store.zero_on_free().unwrap();
         }
         first += 1;
     }

@@ -1,0 +1,198 @@
+//! Steps that attend to pages on disk as these pass through the ring, and the reads ahead of them, which are carried out late, in
+//! pieces and in any order, and go on whatever becomes of their step.
+
+use crate::Missing;
+use crate::machine::{Machine, Outcome, ensure};
+use crate::memory::Place;
+use crate::random::Random;
+use pagoda_core::Cache;
+use pagoda_core::fence::Failure;
+use pagoda_core::ids::{BlockId, Epoch, GroupId, SequenceId};
+use pagoda_store::by_hand::ByHand;
+use pagoda_store::disk::Store;
+use pagoda_store::disk::io::ALIGN;
+use pagoda_store::{LayerOfPages, Ring};
+use std::sync::Arc;
+
+/// The ring of a cache, and what the open step has to read through it.
+pub(crate) struct Streaming {
+    ring: Ring,
+    pub(crate) reads: ByHand,
+    /// Pages that a slot holds.
+    pages: usize,
+    /// Of the open step, in the order in which they are gone over.
+    passes: Vec<Pass>,
+    /// The first that has not been.
+    next: usize,
+}
+
+/// One layer of some pages of a sequence.
+struct Pass {
+    sequence: SequenceId,
+    what: LayerOfPages,
+    /// Page, row and token of what has to be there.
+    rows: Vec<(usize, usize, u64)>,
+}
+
+/// What came of one pass.
+#[derive(PartialEq, Eq)]
+enum Passed {
+    Over,
+    /// What it needs has not been read yet.
+    Waits,
+    /// There is no more, or the step had to be rolled back.
+    End,
+}
+
+impl Streaming {
+    pub(crate) fn new(store: &Arc<Store>, random: &mut Random) -> Self {
+        let pages = random.within(1..5);
+        let ring = Ring::new(store, pages).expect("memory for some pages");
+        let reads = ByHand::new(store, ALIGN * random.within(1..4) as u64);
+        Self { ring, reads, pages, passes: Vec::new(), next: 0 }
+    }
+
+    /// Lists what the step that was opened has to read of a sequence in one group: places, rows and tokens in their order.
+    pub(crate) fn list(&mut self, sequence: SequenceId, layers: usize, on_disk: &[(Place, usize, u64)]) {
+        let pages: Vec<_> = on_disk.chunk_by(|(a, ..), (b, ..)| a == b).collect();
+        for layer in 0..layers {
+            for run in pages.chunks(self.pages) {
+                let (_, group, _) = run[0][0].0;
+                let blocks = run.iter().map(|page| page[0].0.2).collect();
+                let rows = run.iter().enumerate();
+                let rows =
+                    rows.flat_map(|(at, page)| page.iter().map(move |&(_, row, token)| (at, row, token)));
+                let what = LayerOfPages { group, layer, blocks };
+                self.passes.push(Pass { sequence, what, rows: rows.collect() });
+            }
+        }
+    }
+
+    /// The step has ended.
+    pub(crate) fn leave(&mut self) {
+        self.passes.clear();
+        self.next = 0;
+    }
+
+    /// Begins to read what passes from the next one on need, and behind the last one those from the first on.
+    fn read_ahead(&mut self, since: Epoch) {
+        let Self { ring, reads, passes, next, .. } = self;
+        let (before, after) = passes.split_at(*next);
+        reads.read_ahead(ring, after.iter().chain(before).map(|pass| &pass.what), since);
+    }
+}
+
+impl Machine {
+    /// What has retired when all has up to `epoch` but what is read ahead.
+    pub(crate) fn retirable(&self, epoch: u64) -> Epoch {
+        let since = self.streaming.ring.since().filter(|_| self.missing != Some(Missing::FenceOfReads));
+        since.map_or(Epoch(epoch), |since| since.min(Epoch(epoch)))
+    }
+
+    /// Goes over some of what the open step has to read, as far as that has arrived.
+    pub(crate) fn attend_a_little(&mut self) -> Outcome {
+        for _ in 0..self.random.within(1..8) {
+            if self.pass()? != Passed::Over {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Goes over all that the open step has to read and waits for it, or gives up; says whether the step is still open.
+    pub(crate) fn attend(&mut self) -> Outcome<bool> {
+        let patience = if self.random.once_in(4) { self.random.below(8) } else { usize::MAX };
+        let mut waited = 0;
+        while self.steps() {
+            match self.pass()? {
+                Passed::Over => {}
+                Passed::End => break,
+                Passed::Waits if waited == patience => {
+                    self.tally.see("streamed: steps that gave up", 1);
+                    self.give_up()?;
+                }
+                Passed::Waits => {
+                    ensure!(self.streaming.reads.count() > 0, "a step waits, and nothing is under way");
+                    self.read_a_little()?;
+                }
+            }
+            waited += 1;
+        }
+        Ok(self.steps())
+    }
+
+    /// Goes over what the next pass needs, if it is there: every word of every row.
+    fn pass(&mut self) -> Outcome<Passed> {
+        let at = self.streaming.next;
+        if at == self.streaming.passes.len() {
+            return Ok(Passed::End);
+        }
+        self.read_ahead();
+        if self.streaming.ring.next().is_none_or(|read| read.copied().is_none()) {
+            return Ok(Passed::Waits);
+        }
+        match self.streaming.ring.take() {
+            Ok(filled) => {
+                let Streaming { ring, passes, .. } = &self.streaming;
+                let Pass { what, rows, .. } = &passes[at];
+                let shape = self.shape.group(what.group);
+                for &(page, row, token) in rows {
+                    let right = shape.run_holds(ring.page(&filled, page), what.layer, row, token);
+                    ensure!(
+                        right,
+                        "row {row} of page {page} of {what:?} in the ring is not that of token {token}"
+                    );
+                }
+                self.tally.see("checked: rows in the ring", rows.len() as u64);
+                self.streaming.ring.release(filled);
+                self.streaming.next += 1;
+                self.read_ahead();
+                Ok(Passed::Over)
+            }
+            Err(failure) => {
+                ensure!(failure.is_some(), "a read failed and did not say why");
+                self.tally.see("refused: steps whose pages cannot be read", 1);
+                if let Some(Failure::Corrupt(_)) = failure {
+                    self.doomed.push(self.streaming.passes[at].sequence);
+                }
+                self.give_up()?;
+                Ok(Passed::End)
+            }
+        }
+    }
+
+    fn give_up(&mut self) -> Outcome {
+        self.forget_step();
+        self.end(Cache::rollback)
+    }
+
+    fn read_ahead(&mut self) {
+        // Of pages that are of one step for ever nobody asks whether they have changed.
+        let generations = self.missing != Some(Missing::Generations);
+        self.streaming.read_ahead(Epoch(if generations { self.minted } else { 0 }));
+        if self.missing == Some(Missing::EndOfReads) {
+            self.streaming.reads.pretend();
+        }
+    }
+
+    /// Carries out one of the reads under way.
+    pub(crate) fn read_a_little(&mut self) -> Outcome {
+        let count = self.streaming.reads.count();
+        if count > 0 {
+            let mut part = self.streaming.reads.take(self.random.below(count));
+            let result = part.read(&mut self.drive.lane);
+            part.end(self.judge(result)?);
+            self.tally.see("streamed: parts of reads", 1);
+        }
+        Ok(())
+    }
+
+    /// Whatever is written to must not be under a read.
+    pub(crate) fn require_unread(&self, group: GroupId, block: BlockId) -> Outcome {
+        ensure!(
+            !self.streaming.reads.reads(group, block),
+            "{block:?} of {group:?} is written to under a read"
+        );
+        Ok(())
+    }
+}

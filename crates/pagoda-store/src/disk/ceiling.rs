@@ -1,0 +1,95 @@
+//! How fast a drive gives back what is read as pages are, when nothing is done with it: what everything else is set against.
+
+use super::io::{Directory, File, IO_BYTES_MAX, Kind, Op};
+use super::{Error, Result};
+use crate::Slab;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Bytes that a lane asks for at once.
+const PART_BYTES: u64 = 16 << 20;
+
+/// Writes a file of `size` bytes, rounded up to parts of 16 MiB, and reads it in order, over and over, for `limit`, at least
+/// one part. Returns the bytes that were read and the time that it took.
+pub fn time_reads(directory: &dyn Directory, size: u64, limit: Duration) -> Result<(u64, Duration)> {
+    let parts = size.div_ceil(PART_BYTES).max(1);
+    let timed = directory.scratch().and_then(|file| {
+        // In huge pages, like the memory that a store reads into: with small ones some drives are several times slower.
+        let slab = Slab::new(file.lanes() * PART_BYTES as usize)?;
+        // SAFETY: the slab is this call's alone and lives to its end.
+        let memory = unsafe { std::slice::from_raw_parts_mut(slab.base(), slab.bytes()) };
+        // Nothing that a drive could store as less.
+        for (n, byte) in memory.iter_mut().enumerate() {
+            *byte = ((n as u32).wrapping_mul(0x9E37_79B1) >> 24) as u8;
+        }
+        let (written, asked) = (AtomicU64::new(0), AtomicU64::new(0));
+        let next = || Some(written.fetch_add(1, Ordering::Relaxed)).filter(|&part| part < parts);
+        in_parts(&*file, Kind::Write, memory, next)?;
+        file.sync()?;
+        let start = Instant::now();
+        let next = || {
+            let part = asked.fetch_add(1, Ordering::Relaxed);
+            (part == 0 || start.elapsed() < limit).then_some(part % parts)
+        };
+        let read = in_parts(&*file, Kind::Read, memory, next)?;
+        Ok((read * PART_BYTES, start.elapsed()))
+    });
+    timed.map_err(Error::io("timing the disk"))
+}
+
+/// Has lanes of a file read or write parts of it, each with a part of `memory`, until `next` gives none; returns how many.
+fn in_parts(
+    file: &dyn File,
+    kind: Kind,
+    memory: &mut [u8],
+    next: impl Fn() -> Option<u64> + Sync,
+) -> io::Result<u64> {
+    let lane = |bytes: &mut [u8]| -> io::Result<u64> {
+        let (mut lane, mut done) = (file.lane()?, 0);
+        while let Some(part) = next() {
+            let pieces = bytes.chunks_mut(IO_BYTES_MAX).enumerate();
+            let at = |piece: usize| part * PART_BYTES + (piece * IO_BYTES_MAX) as u64;
+            let mut ops: Vec<_> = pieces.map(|(n, piece)| Op::new(kind, at(n), piece)).collect();
+            lane.run(&mut ops);
+            ops.into_iter().try_for_each(Op::outcome)?;
+            done += 1;
+        }
+        Ok(done)
+    };
+    let lane = &lane;
+    thread::scope(|scope| {
+        let parts = memory.chunks_mut(PART_BYTES as usize);
+        let lanes: Vec<_> = parts.map(|bytes| scope.spawn(move || lane(bytes))).collect();
+        lanes.into_iter().map(|lane| lane.join().expect("a lane does not panic")).sum()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disk::io::fault::{Fault, FaultyDisk};
+
+    #[test]
+    fn what_was_written_is_read_once_at_least() {
+        let disk = FaultyDisk::default();
+        let (bytes, time) = time_reads(&disk, PART_BYTES + 1, Duration::ZERO).unwrap();
+        assert!(bytes >= PART_BYTES && bytes.is_multiple_of(PART_BYTES) && time > Duration::ZERO);
+        disk.with("scratch 1", |file| assert_eq!(file.len() as u64, 2 * PART_BYTES));
+    }
+
+    #[test]
+    fn a_drive_that_refuses_is_an_error() {
+        // A file, two queues, 16 writes, a sync, two queues, 16 reads.
+        for after in [0, 1, 2, 10, 18, 19, 20, 21, 30, 37] {
+            let disk = FaultyDisk::default();
+            disk.fail(after, Fault::Errno(5));
+            let timed = time_reads(&disk, 1, Duration::ZERO);
+            assert!(
+                matches!(timed, Err(Error::Io { operation: "timing the disk", .. })),
+                "after {after}: {timed:?}"
+            );
+        }
+    }
+}

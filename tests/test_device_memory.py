@@ -1,0 +1,205 @@
+"""Memory that a device or the system refuses: whichever allocation it is, the call says so and changes nothing, the next try
+succeeds, and nothing is left when the cache has gone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import emulator
+import numpy as np
+import pagoda
+import pytest
+from emulator.driver import EmulatedDriver, HostArena, Memory
+from mirror import Mirror, Tokens, layer
+from pagoda.device import cuda, streaming
+from pagoda.errors import BackendUnavailable
+
+
+class Lent:
+    """Memory as an engine holds it: what it lets go of is seen, and stays, for work may be under way that should not be."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.address, self.array = memory.address, memory.array
+
+
+class StingyArena(HostArena):
+    """Pins a piece only if the driver has it."""
+
+    def __init__(self, driver: StingyDriver, size: int, piece: int) -> None:
+        super().__init__(size, piece)
+        self.driver = driver
+
+    def pin(self, address: int, size: int) -> bool:
+        start = address - self.address
+        if 0 <= start < len(self.array):
+            for piece in range(start // self.piece, (start + size - 1) // self.piece + 1):
+                if piece not in self.pinned:
+                    self.driver.allocate(f"piece {piece} of the host tier")
+        return super().pin(address, size)
+
+
+class StingyDriver(EmulatedDriver):
+    """A device that refuses one allocation, and says how many there were. Looking at an event lets no work be done."""
+
+    def __init__(self, refuses: int) -> None:
+        super().__init__()
+        self.refuses, self.allocations = refuses, 0
+        self.lent: weakref.WeakSet[Lent] = weakref.WeakSet()
+
+    def work_a_little(self) -> None:
+        pass
+
+    def allocate(self, what: str) -> None:
+        self.allocations += 1
+        if self.allocations == self.refuses:
+            raise BackendUnavailable(f"{what}: refused")
+
+    def _lend(self, memory: Memory) -> Any:
+        lent = Lent(memory)
+        self.lent.add(lent)
+        return lent
+
+    def memory(self, size: int) -> Any:
+        self.allocate(f"{size} bytes of the device")
+        return self._lend(super().memory(size))
+
+    def pinned(self, size: int) -> Any:
+        self.allocate(f"{size} pinned bytes")
+        return self._lend(super().pinned(size))
+
+    def host_arena(self, size: int, piece: int) -> StingyArena:
+        self.allocate(f"{size} bytes of address space")
+        self.arenas.append(StingyArena(self, size, piece))
+        self.memories.append(self.arenas[-1])
+        return self.arenas[-1]  # type: ignore[return-value]
+
+
+class Life:
+    """Everything in the life of a cache that takes memory. Calls that are refused are made again."""
+
+    def __init__(self, driver: StingyDriver, options: dict[str, Any]) -> None:
+        self.driver, self.refused = driver, 0
+        spec = pagoda.ModelSpec(layers=[layer()])
+        open_it = lambda: pagoda.Cache(spec, device="cuda", page_size=16, **options)  # noqa: E731
+        self.mirror = Mirror(self.insist(open_it, None), np.random.default_rng(0))
+
+    def insist(self, call: Callable[[], Any], mirror: Mirror | None) -> Any:
+        """Makes a call; if it is refused, everything has to be as it was, and the second time it goes well."""
+        before = [] if mirror is None else [(len(one), list(one.k), list(one.v)) for one in mirror.live]
+        try:
+            return call()
+        except BackendUnavailable as error:
+            assert "refused" in str(error)
+            self.refused += 1
+        if mirror is not None:
+            for tokens, (length, k, v) in zip(mirror.live, before, strict=True):
+                tokens.k, tokens.v = k, v
+                assert len(tokens.sequence) == length
+            mirror.cache.audit()
+        gc.collect()
+        return call()
+
+    def step(self, batch: list[Tokens], new: list[int]) -> None:
+        self.insist(lambda: self.mirror.step(batch, new), self.mirror)
+
+    def move(self, tokens: Tokens, tier: str) -> None:
+        def there_and_wait() -> None:
+            assert cache.execute(cache.plan(tokens.sequence, tier)).wait()
+
+        cache = self.mirror.cache
+        self.insist(there_and_wait, self.mirror)
+
+    def live(self) -> None:
+        mirror = self.mirror
+        one, other = mirror.create(), mirror.create()
+        self.step([one, other], [70, 5])
+        # In another order, so that rows of tables are sent again although no page is new.
+        self.step([other, one], [1, 1])
+        # Pages between those that go stay, so that they go in several copies.
+        for tokens in (one, other):
+            self.step([tokens], [40])
+        self.move(one, "host")
+        self.step([one, other], [1, 1])
+        self.step([one, other], [1, 20])
+        fork = mirror.fork(one)
+        self.step([fork, one, other], [3, 1, 0])
+        self.move(one, "device")
+        self.step([one, other, fork], [100, 1, 1])
+        self.move(other, "host")
+        self.step([one, other, fork], [1, 1, 1])
+        for tokens in list(mirror.live):
+            mirror.release(tokens)
+        # The steps have to end before blocks are free.
+        self.insist(lambda: mirror.step([], []), mirror)
+        for stream in self.driver.streams:
+            stream.reach(len(stream.work))
+        stats = mirror.cache.stats()
+        assert all(counts.used == 0 for tier in (stats.device, stats.host) for counts in tier)
+        mirror.cache.close()
+
+
+SCENES: dict[str, dict[str, Any]] = {
+    "in place": {"device_memory": "512KiB", "host_memory": "512KiB"},
+    "streamed": {"device_memory": "512KiB", "host_memory": "512KiB"},
+    "deterministic, zeroed, checked": {
+        "device_memory": "512KiB",
+        "host_memory": "512KiB",
+        "deterministic": True,
+        "zero_on_free": True,
+        "checked": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_whichever_allocation_is_refused_nothing_is_lost_or_leaked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.require()
+    if name == "streamed":
+        monkeypatch.setattr(streaming, "SLOT_BYTES_MIN", 1)
+    for refuses in count(1):
+        driver = StingyDriver(refuses)
+        monkeypatch.setattr(cuda, "open_driver", lambda index, driver=driver: driver)
+        life = Life(driver, SCENES[name])
+        life.live()
+        driver.check()
+        refused = life.refused
+        del life
+        gc.collect()
+        assert len(driver.lent) == 0, "memory that nobody gives back"
+        assert not any(arena.pinned for arena in driver.arenas)
+        if not refused:
+            assert driver.allocations < refuses
+            assert refuses > 15, "a life with so few allocations shows nothing"
+            return
+        assert refused == 1
+
+
+def test_a_move_that_is_refused_has_no_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its two runs one is for the copy engine, and one for a kernel whose list is refused: the blocks are others' then."""
+    emulator.require()
+    driver = StingyDriver(0)
+    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
+    spec = pagoda.ModelSpec(layers=[layer(), layer()])
+    # Five pages, so that those which come back go where they were: before and behind another's.
+    options: dict[str, Any] = {"device_memory": "20KiB", "host_memory": "256KiB", "spill": False, "page_size": 16}
+    with pagoda.Cache(spec, device="cuda", **options) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        one, between = mirror.create(), mirror.create()
+        mirror.step([one], [48])
+        mirror.step([between], [1])
+        mirror.step([one], [16])
+        # Each of these is one run.
+        assert cache.demote(one.sequence, (0, 48)).wait()
+        assert cache.demote(one.sequence, (48, 64)).wait()
+        driver.refuses = driver.allocations + 1
+        with pytest.raises(BackendUnavailable, match="pinned bytes: refused"):
+            cache.promote(one.sequence)
+        other = mirror.create()
+        mirror.step([other], [60])
+        for stream in driver.streams:
+            stream.reach(len(stream.work))
+        mirror.step([other], [1], accepted=[0])
