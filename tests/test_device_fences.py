@@ -204,8 +204,8 @@ def no_wait_for_readers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: DeviceEngine) -> None:
         leave(self)
-        while self._pending.epochs:
-            self.core.retire(self._pending.epochs.popleft()[0])
+        while self._epochs:
+            self.core.retire(self._epochs.popleft()[0])
 
     monkeypatch.setattr(DeviceEngine, "_leave", hasty)
     no_follow_of_copies(monkeypatch)

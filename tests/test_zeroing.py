@@ -234,7 +234,7 @@ def attended_and_moved(world: World) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of this process's memory")
-@pytest.mark.usefixtures("cpu")
+@pytest.mark.usefixtures("names_the_cpu")
 @pytest.mark.parametrize("zero_on_free", [True, False])
 @pytest.mark.parametrize("scene", [released, attended_and_released, attended_and_moved])
 def test_nothing_is_left_where_pages_passed_through(
@@ -242,7 +242,7 @@ def test_nothing_is_left_where_pages_passed_through(
 ) -> None:
     """The memory of the disk's threads, and the ring that steps read into: all that this process has."""
     secret = next(SECRETS)
-    world = World(zero_on_free, tmp_path / "pages", secret, spill=False)
+    world = World(zero_on_free, tmp_path / "pages", secret, spill=False, device="cpu")
     with world.cache as cache:
         world.move(world.other, "disk")
         world.move(world.secret, "disk")
@@ -253,7 +253,6 @@ def test_nothing_is_left_where_pages_passed_through(
         cache.audit()
 
 
-@pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("zero_on_free", [True, False])
 def test_what_is_forgotten_or_saved_over_is_gone(zero_on_free: bool, tmp_path: Path) -> None:
     world = World(zero_on_free, tmp_path / "kept", resume=True)
