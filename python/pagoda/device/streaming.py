@@ -188,7 +188,7 @@ class Streams:
         """Chooses a route for each group of the step that was staged; returns how many words more there are."""
         self.traffic = Traffic()
         self._reads, self._placed = self._core.host_reads(), []
-        self._on_disk = self._core.on_disk()
+        self._on_disk = self._core.on_disk() if self._reads_ahead else [0] * len(self._reads)
         chosen = [group for group, reads in enumerate(self._reads) if self._is_for_the_ring(group, reads)]
         if not chosen:
             return 0
