@@ -7,6 +7,7 @@ is in test_disk.py and test_sessions.py, which run on an emulated device as well
 from __future__ import annotations
 
 import gc
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -292,6 +293,37 @@ def test_a_plan_of_which_a_part_fails(parts: int, tmp_path: Path, monkeypatch: p
         assert [row in data for row in rows] == [page < copied for page in range(12)]
         mirror.look()
         cache.audit()
+
+
+def test_interrupts_while_pages_come_from_disk_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at any moment of a step: no slot of either ring is lost, and what it says next is right."""
+    mirror, tokens = pages_on_disk(monkeypatch, tmp_path, RestlessDriver(11))
+    cache, rows, q = mirror.cache, np.zeros((1, 2, 16), np.float32), np.ones((1, 4, 16), np.float32)
+
+    def look() -> Any:
+        with cache.step([tokens.sequence], [1]) as step:
+            out = [step.forward(index, q, rows, rows) for index in (0, 1)]
+            step.commit(accepted=[0])
+        return out
+
+    right, interrupted = look(), 0
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for milliseconds in range(1, 41):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, milliseconds / 2000)
+                while True:
+                    look()
+            except KeyboardInterrupt:
+                interrupted += 1
+            cache.audit()
+            np.testing.assert_allclose(look(), right, rtol=1e-5)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted == 40
+    mirror.look()
+    cache.close()
 
 
 def test_memory_that_cannot_be_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

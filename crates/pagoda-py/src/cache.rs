@@ -829,13 +829,13 @@ impl Cache {
         }))
     }
 
-    /// Gives a slot back, whose pages have been copied.
-    fn give_back(&self, py: Python<'_>, slot: usize) -> PyResult<()> {
+    /// Gives a slot back, or all, whose pages have been copied.
+    fn give_back(&self, py: Python<'_>, slot: Option<usize>) -> PyResult<()> {
         self.with(py, |inner| {
             if let (Engine::Device(device), Some(disk)) = (&mut inner.engine, &mut inner.disk) {
                 device
                     .lent
-                    .extract_if(.., |filled| filled.slot() == slot)
+                    .extract_if(.., |filled| slot.is_none_or(|slot| filled.slot() == slot))
                     .for_each(|filled| disk.reads.release(filled));
             }
             Ok(())

@@ -29,7 +29,6 @@ from pagoda.device.driver import Driver, Event, Memory, Stream, View
 from pagoda.device.movement import Mover
 from pagoda.device.moves import Moves
 from pagoda.device.passage import Passage
-from pagoda.device.reads import Reads
 from pagoda.device.streaming import (
     SLOTS,
     GroupPasses,
@@ -242,8 +241,7 @@ class DeviceEngine:
         self._zeroed: Event | None = None
         self._tables = StepTables(driver, self.core, layers, set(self._works.values()))
         self._moves = Moves(self.core, self._mover, self._copying, host, self._on_host, passage)
-        reads = Reads(self.core) if disk else None
-        self._streams = Streams(driver, self.core, layers, layouts, host, self._mover, runs, slot, reads)
+        self._streams = Streams(driver, self.core, layers, layouts, host, self._mover, runs, slot, disk is not None)
         self._scratch = Scratch(driver)
         self._maxima: Maxima | None = None
         self._epochs: deque[tuple[int, Event]] = deque()

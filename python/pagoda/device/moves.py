@@ -52,7 +52,7 @@ class Plan:
 
     ticket: _core.Ticket
     copied: int
-    parts: int = 0
+    left: set[Part] = field(default_factory=set)
     why: _core.DiskCopies | None = None
 
     def failed(self, number: int, why: _core.DiskCopies | None) -> None:
@@ -91,7 +91,7 @@ class Moves:
         self._host, self._on_host, self._through = host, on_host, through
         self._under_way: list[Part] = []
         self._queue: deque[Part] = deque()
-        self._free = deque(range(1, 1 + passage.PARTS))
+        self._free = set(range(1, 1 + passage.PARTS))
 
     def start(self, ticket: _core.Ticket) -> None:
         """Starts the copies of a plan. Raises BackendUnavailable when memory of the host tier cannot be pinned."""
@@ -109,7 +109,7 @@ class Moves:
         if len(by_threads):
             parts.append(Part(plan, by_threads.tolist(), self._of_host(plan, by_threads.tolist(), rows[by_threads])))
         queue = list(self._cut(plan, rows, np.flatnonzero(staged).tolist()))
-        plan.parts = len(parts) + len(queue)
+        plan.left.update(parts, queue)
         self._queue += queue
         self._under_way += parts
         for part in parts:
@@ -180,12 +180,12 @@ class Moves:
 
     def _by_link(self, rows: Rows) -> Iterator[Wait]:
         self._mover.copy(self._copying, rows)
-        yield self._copying.record()
+        yield from _ended(self._copying.record())
 
     def _by_threads(self, plan: Plan, numbers: list[int], offsets: list[int]) -> Generator[Wait, None, int]:
         """Returns how many of the first have arrived."""
         copies = self._core.start_on_disk(plan.ticket, numbers, offsets)
-        yield copies
+        yield from _ended(copies)
         arrived = copies.copied
         assert arrived is not None
         if arrived < len(numbers):
@@ -200,7 +200,7 @@ class Moves:
                 self._end(part)
                 continue
             assert self._through is not None
-            part.at = self._free.popleft() * self._through.part
+            part.at = self._free.pop() * self._through.part
             self._under_way.append(part)
             self._go_on(part)
 
@@ -209,24 +209,31 @@ class Moves:
         try:
             part.waits_for = next(part.work)
         except StopIteration:
-            self._under_way.remove(part)
             self._end(part)
+            self._under_way.remove(part)
             return False
         except BaseException:
             # Nothing may be under way in a part of the stage that others get.
             self._copying.record().wait()
             part.plan.failed(part.numbers[0], None)
-            self._under_way.remove(part)
             self._end(part)
+            self._under_way.remove(part)
             raise
         return True
 
     def _end(self, part: Part) -> None:
+        """Ctrl-C may come in between: to do it again makes no difference."""
         if part.at is not None and self._through is not None:
-            self._free.append(part.at // self._through.part)
+            self._free.add(part.at // self._through.part)
         plan = part.plan
-        plan.parts -= 1
-        if plan.parts == 0 and plan.copied == len(plan.ticket.transfers) // 3:
+        plan.left.discard(part)
+        if not plan.left and plan.copied == len(plan.ticket.transfers) // 3:
             plan.ticket.finish()
-        elif plan.parts == 0:
+        elif not plan.left:
             self._core.fail(plan.ticket, plan.copied, plan.why)
+
+
+def _ended(wait: Wait) -> Iterator[Wait]:
+    """Goes on when something has ended, whoever has looked before."""
+    while not wait.done():
+        yield wait

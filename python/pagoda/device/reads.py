@@ -9,21 +9,28 @@ from __future__ import annotations
 from collections import deque
 
 from pagoda import _core
-from pagoda.device.driver import Event
+from pagoda.device.driver import Event, Stream
 
 
 class Reads:
-    """The ring, of which `pagoda._core` knows what is in it."""
+    """The ring, of which `pagoda._core` knows what is in it. copying: the stream that copies from it are made on."""
 
-    def __init__(self, core: _core.Cache) -> None:
-        self._core = core
+    def __init__(self, core: _core.Cache, copying: Stream) -> None:
+        self._core, self._copying = core, copying
         self._lent: deque[tuple[int, Event]] = deque()
+        self._taking = False
 
     def take(self, place: int, wait: bool) -> tuple[int, int, int] | None:
         """The slot with what comes at a place of all that the open step reads, the address and the bytes from page to page.
 
         None where it is not there yet. wait: until it is. Raises CorruptPage and TierIOError, with `wait` alone.
         """
+        if self._taking:
+            # Ctrl-C, or an error: whatever was taken, nothing is copied from it any more.
+            self._copying.record().wait()
+            self._lent.clear()
+            self._core.give_back(None)
+        self._taking = True
         self._give_back()
         found = self._core.take_read(place, wait)
         while wait and found is None:
@@ -31,12 +38,15 @@ class Reads:
             self._lent[0][1].wait()
             self._give_back()
             found = self._core.take_read(place, wait)
+        self._taking = found is not None
         return found
 
-    def copied(self, slot: int, arrived: Event) -> None:
-        """What was taken has been copied from its slot when an event comes by."""
-        self._lent.append((slot, arrived))
+    def copied(self, slot: int) -> None:
+        """The copies from what was taken are on their way."""
+        self._lent.append((slot, self._copying.record()))
+        self._taking = False
 
     def _give_back(self) -> None:
         while self._lent and self._lent[0][1].done():
-            self._core.give_back(self._lent.popleft()[0])
+            self._core.give_back(self._lent[0][0])
+            self._lent.popleft()

@@ -151,19 +151,21 @@ class Streams:
         mover: Mover,
         runs: list[Run],
         slot_size: int,
-        reads: Reads | None,
+        from_disk: bool,
     ) -> None:
         self._driver, self._core, self._layers, self._layouts = driver, core, layers, layouts
-        self._host, self._mover, self._runs, self._reads_ahead = host, mover, runs, reads
+        self._host, self._mover, self._runs = host, mover, runs
         self._rooms = [slot_size // self._widest(group) for group in range(len(layouts))]
         self._slot_size = slot_size
         self._ring = driver.memory(SLOTS * slot_size) if slot_size else None
-        self._slots: deque[Slot] = deque()
+        self._all: list[Slot] = []
         if self._ring is not None:
-            self._slots.extend(Slot(self._ring.address + number * slot_size) for number in range(SLOTS))
+            self._all = [Slot(self._ring.address + number * slot_size) for number in range(SLOTS)]
+        self._slots = deque(self._all)
         self._ahead: deque[Brought] = deque()
         self._next = 0
         self._copying = driver.stream()
+        self._reads_ahead = Reads(core, self._copying) if from_disk else None
         self._tables: Memory | None = None
         self._room = 0
         self._stamp = 0
@@ -186,7 +188,7 @@ class Streams:
         """Chooses a route for each group of the step that was staged; returns how many words more there are."""
         self.traffic = Traffic()
         self._reads, self._placed = self._core.host_reads(), []
-        self._on_disk = self._core.on_disk()
+        self._on_disk = self._core.on_disk() if self._reads_ahead else [0] * len(self._reads)
         chosen = [group for group, reads in enumerate(self._reads) if self._is_for_the_ring(group, reads)]
         if not chosen:
             return 0
@@ -241,6 +243,12 @@ class Streams:
         """Where kernels that are launched on the stream inside find the pages of a pass: the address of their tier, and the
         bytes from block to block."""
         item, run = self._first[layer] + number, self._runs[layer]
+        if len(self._slots) + len(self._ahead) < SLOTS:
+            # Ctrl-C has come in between. This stream follows whatever has read the slots.
+            self._ahead.clear()
+            self._slots = deque(self._all)
+            for slot in self._all:
+                slot.read = stream.record()
         if not self._ahead or self._ahead[0].item != item:
             self._forget()
             self._next = item
@@ -318,7 +326,7 @@ class Streams:
                 arrived = self._bring(self._slots[0], *self._order[self._next], found)
             finally:
                 if found is not None and self._reads_ahead is not None:
-                    self._reads_ahead.copied(found[0], self._copying.record())
+                    self._reads_ahead.copied(found[0])
             self._ahead.append(Brought(self._next, self._slots.popleft(), arrived))
             self._next = (self._next + 1) % len(self._order)
             wait = False
