@@ -6,7 +6,7 @@ use crate::disk::{self, DiskArguments};
 use crate::errors::{self, core, cpu, invalid, invalid_because, released, unavailable};
 use crate::fork;
 use crate::layers::{LayerArguments, Placed, PlacedLayer, place};
-use crate::passes::StreamedGroup;
+use crate::passes::{HostPages, StreamArguments, StreamedGroup};
 use crate::sessions::Sessions;
 use crate::stream::{Call, Stream, Traffic};
 use crate::tables::{self, Tables};
@@ -52,7 +52,7 @@ pub(crate) struct Inner {
     block_bytes: Vec<u64>,
     pub(crate) arenas: Arenas,
     engine: Engine,
-    step: StepState,
+    pub(crate) step: StepState,
     pub(crate) tables: Tables,
     pub(crate) sessions: Sessions,
     /// The last step that has ended, and the last one that has retired, where kernels are this module's.
@@ -366,7 +366,7 @@ impl Inner {
         }
     }
 
-    fn layer(&self, py: Python<'_>, layer: usize) -> PyResult<&PlacedLayer> {
+    pub(crate) fn layer(&self, py: Python<'_>, layer: usize) -> PyResult<&PlacedLayer> {
         let limit = format_args!("from 0 to {}", self.layers.len() - 1).to_string();
         self.layers.get(layer).ok_or_else(|| invalid(py, "layer", layer, limit))
     }
@@ -388,7 +388,7 @@ impl Inner {
     }
 
     /// Refuses unless the rows that a layer reads are written.
-    fn require_written(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
+    pub(crate) fn require_written(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
         let layer = self.layers[layer].owner.unwrap_or(layer);
         if !self.step.written[layer] {
             return Err(invalid(py, "layer", layer, "a layer that this step has appended to"));
@@ -396,7 +396,7 @@ impl Inner {
         Ok(())
     }
 
-    fn require_step(&self, py: Python<'_>) -> PyResult<()> {
+    pub(crate) fn require_step(&self, py: Python<'_>) -> PyResult<()> {
         if self.core.step_is_open() {
             return Ok(());
         }
@@ -404,7 +404,7 @@ impl Inner {
     }
 }
 
-fn isa_named(py: Python<'_>, name: &str) -> PyResult<Isa> {
+pub(crate) fn isa_named(py: Python<'_>, name: &str) -> PyResult<Isa> {
     let found = Isa::ALL.into_iter().find(|isa| isa.to_string() == name);
     found.ok_or_else(|| invalid(py, "isa", format_args!("{name:?}"), format_args!("one of {:?}", Isa::ALL)))
 }
@@ -1051,22 +1051,22 @@ impl Cache {
         Ok(upload.fill(core, step, layers))
     }
 
-    /// How often pages of the host tier are read by attention over a layer of each group, in the step that was staged.
-    fn host_reads(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+    /// What of the host tier attention over a layer of each group goes over, in the step that was staged.
+    fn host_pages(&self, py: Python<'_>) -> PyResult<Vec<HostPages>> {
         let mut guard = self.lock(py)?;
         let inner = guard.as_mut().expect("locked open");
         inner.require_step(py)?;
         inner.require_device(py)?;
         let Engine::Device { upload, .. } = &inner.engine else { unreachable!("checked") };
-        Ok(upload.host_reads(&inner.core))
+        Ok(upload.host_pages(&inner.core))
     }
 
-    /// Plans how groups are streamed in the step that was staged, each in passes of so many pages at most; returns how many
-    /// words there are now besides those of `stage`, a number that stays the same as long as blocks hold the same, and the groups.
+    /// Plans how groups are streamed in the step that was staged; returns how many words there are now besides those of `stage`, a
+    /// number that stays the same as long as blocks hold the same, and the groups.
     fn stream<'py>(
         &self,
         py: Python<'py>,
-        rooms: Vec<(u8, usize)>,
+        groups: Vec<StreamArguments>,
     ) -> PyResult<(usize, u64, Vec<StreamedGroup<'py>>)> {
         let mut guard = self.lock(py)?;
         let inner = guard.as_mut().expect("locked open");
@@ -1075,7 +1075,7 @@ impl Cache {
         let Inner { core, step, layers, engine: Engine::Device { upload, .. }, .. } = &mut **inner else {
             unreachable!("checked")
         };
-        Ok(upload.stream(py, core, step, layers, &rooms))
+        Ok(upload.stream(py, core, step, layers, &groups))
     }
 
     /// Copies what `stage` and `stream` wrote to `words`. streams: where the tables of what is streamed go.
@@ -1163,7 +1163,7 @@ impl Drop for Cache {
 const CENTER_TOKENS_MIN: usize = 16;
 
 /// The meaning of 16-bit integers, if the caller says so.
-fn bits(py: Python<'_>, dtype: Option<&str>) -> PyResult<Option<Element>> {
+pub(crate) fn bits(py: Python<'_>, dtype: Option<&str>) -> PyResult<Option<Element>> {
     match dtype {
         None => Ok(None),
         Some("f32") => Ok(Some(Element::F32)),

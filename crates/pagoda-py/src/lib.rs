@@ -8,6 +8,7 @@ mod disk;
 mod errors;
 mod fork;
 mod layers;
+mod partials;
 mod passes;
 mod sessions;
 mod stream;
@@ -42,6 +43,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(disk::time_disk_reads, module)?)?;
     module.add_function(wrap_pyfunction!(fork::after_fork_in_child, module)?)?;
     module.add_class::<cache::Cache>()?;
+    module.add_class::<partials::Partials>()?;
     module.add_class::<ticket::Plan>()?;
     module.add_class::<ticket::Ticket>()?;
     Ok(())
