@@ -150,9 +150,9 @@ def main() -> None:
     uploads: list[float] = []
     upload = tables.StepTables.upload
 
-    def timed(self: tables.StepTables, stream: Any) -> None:
+    def timed(self: tables.StepTables, *given: Any) -> None:
         start = time.perf_counter()
-        upload(self, stream)
+        upload(self, *given)
         uploads.append(time.perf_counter() - start)
 
     tables.StepTables.upload = timed  # type: ignore[method-assign]
