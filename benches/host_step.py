@@ -75,6 +75,7 @@ class NullMemory:
 class NullDriver:
     """An H200 that is not there."""
 
+    name = "none"
     multiprocessors, shared_bytes_max = 132, 227 << 10
     copy_engine_bytes, ring_bytes = 1 << 16, 1 << 20
 

@@ -10,20 +10,21 @@ import hypothesis
 import pytest
 from emulator.driver import EmulatedDriver
 from gpu_driver import CopyingDriver
-from pagoda import device
+from pagoda import device, rates
 from pagoda.device import cuda, streaming
 from pagoda.device.cuda import open_driver as open_gpu
 from pagoda.device.driver import Driver
+from shares import Shares
 
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max_examples=2000)
 hypothesis.settings.register_profile("device", deadline=None, print_blob=True, max_examples=12, stateful_step_count=25)
 hypothesis.settings.load_profile(os.environ.get("PAGODA_HYPOTHESIS", "default"))
 
-DEVICES = ["cpu", "emulated", "streamed", "copied", "cuda"]
-"""What `--device` may be. emulated: kernels run on the CPU, and
-arrays of NumPy are arrays of the device. streamed: the same with a ring so small that every cache has one. cuda: a GPU, which
-arrays are copied to and from. copied: the emulated device in the place of the GPU."""
+DEVICES = ["cpu", "emulated", "streamed", "divided", "copied", "cuda"]
+"""What `--device` may be. emulated: kernels run on the CPU, and arrays of NumPy are arrays of the device. streamed: the same
+with a ring so small that every cache has one. divided: and with a part for the CPU. cuda: a GPU, which arrays are copied to
+and from. copied: the emulated device in the place of the GPU."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,8 +54,11 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         emulated.append(EmulatedDriver(seed=index))
         return CopyingDriver(emulated[-1]) if kind == "copied" else emulated[-1]
 
-    if kind == "streamed":
+    if kind in ("streamed", "divided"):
         monkeypatch.setattr(streaming, "SLOT_BYTES_MIN", 1)
+    if kind == "divided":
+        thirds = Shares(ring=1 / 3, mapped=1 / 3, memory=1 / 3)
+        monkeypatch.setattr(rates, "routes_of", lambda gpu, threads: thirds)
     if kind != "cpu":
         if kind != "cuda":
             emulator.require()
@@ -65,10 +69,16 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         driver.check()
 
 
+@pytest.fixture(autouse=True)
+def _nothing_kept(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What was measured of the user's machine decides nothing in tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
 @pytest.fixture
 def emulated(request: pytest.FixtureRequest) -> bool:
     """Whether caches are on an emulated device: attention takes it a thousand times as long."""
-    return request.config.getoption("--device") in ("emulated", "streamed")
+    return request.config.getoption("--device") in ("emulated", "streamed", "divided")
 
 
 @pytest.fixture

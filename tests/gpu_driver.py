@@ -110,6 +110,10 @@ class CopyingDriver:
         """The arrays of the open step, by where their memory begins and ends."""
 
     @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
     def copy_engine_bytes(self) -> int:
         return self._inner.copy_engine_bytes
 

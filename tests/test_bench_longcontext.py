@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pagoda
 import pytest
-from pagoda import calibration
-from pagoda.calibration import Calibration
 from pagoda.cli import longcontext, main
 from pagoda.cli.longcontext import Weights, budgets_of
 from pagoda.planner import Planner
+from pagoda.rates import Calibration, keep
 
 BYTES = 6 * 2 * 2 * 256
 """Elements of K and V that the small hybrid stores of a token."""
@@ -28,7 +27,7 @@ def rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Ceilings that a calibration of one thread has kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     rates = {"memory": 7e9, "disk": 2e8}
-    calibration.keep(Calibration(1, str(tmp_path), rates, rates))
+    keep(Calibration(1, str(tmp_path), rates, rates))
     return rates
 
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import emulator
 import pagoda
 import pytest
-from pagoda import _core, calibration
-from pagoda.calibration import Calibration
-from pagoda.cli import main
+from emulator.driver import EmulatedDriver
+from pagoda import _core, calibration, rates
+from pagoda.cli import doctor, main
+from pagoda.cli.doctor import Finding
+from pagoda.device import cuda, gauge
+from pagoda.rates import Calibration, Routes
+from test_device_streaming import Clocked, ClockedStream
 
 PART = 16 << 20
 
@@ -36,31 +45,31 @@ def directory(tmp_path: Path) -> Path:
 def kept(directory: Path, threads: int = 2) -> Calibration:
     """One that no machine would come to."""
     made = Calibration(threads, str(directory), {"memory": 3.0, "disk": 5.0}, {"memory": 2.0, "disk": 4.0})
-    calibration.keep(made)
+    rates.keep(made)
     return made
 
 
 def test_doctor_keeps_what_it_measures(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--calibrate", "--disk", str(directory), "--json"]) == 0
     findings = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
-    measured = calibration.kept()
+    measured = rates.kept()
     assert measured is not None
     assert measured.directory == str(directory)
-    for rates in (measured.alone, measured.together):
-        assert rates.keys() == {"memory", "disk"}
-        assert min(rates.values()) > 0
+    for carried in (measured.alone, measured.together):
+        assert carried.keys() == {"memory", "disk"}
+        assert min(carried.values()) > 0
     for link in ("memory", "disk"):
         assert f"{measured.alone[link] / 1e9:.1f} GB/s" in findings[f"{link} reads"]["found"]
     assert str(directory) in findings["disk"]["found"]
-    assert str(calibration.place()) in findings["calibration"]["found"]
+    assert str(rates.place()) in findings["calibration"]["found"]
     assert list(directory.iterdir()) == [], "its files go with it"
-    assert list(calibration.place().parent.iterdir()) == [calibration.place()]
+    assert list(rates.place().parent.iterdir()) == [rates.place()]
 
 
 def test_doctor_measures_nothing_unless_asked(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--disk", str(directory), "--json"]) == 0
     assert "memory reads" not in capsys.readouterr().out
-    assert calibration.kept() is None
+    assert rates.kept() is None
 
 
 def test_a_calibration_that_cannot_be_kept_is_shown(
@@ -109,7 +118,7 @@ def test_rates_at_once_are_of_passes_that_met_the_disk() -> None:
 
 def test_what_is_kept_comes_back_and_holds_for_threads_and_a_file_system(directory: Path) -> None:
     made = kept(directory)
-    assert calibration.kept() == made
+    assert rates.kept() == made
     assert calibration.ceilings(2, directory) == made.alone
     assert calibration.ceilings(2, None) == {"memory": 3.0}
     assert made.is_of(2, directory.parent)
@@ -120,11 +129,131 @@ def test_what_is_kept_comes_back_and_holds_for_threads_and_a_file_system(directo
     assert measured.keys() == {"memory", "disk"}
     assert min(measured.values()) > 1e3
     assert calibration.ceilings(1, None).keys() == {"memory"}
-    assert calibration.kept() == made, "a bench keeps nothing"
+    assert rates.kept() == made, "a bench keeps nothing"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", '{"threads": 2}', '{"another": "version"}'])
 def test_what_cannot_be_read_is_not_there(text: str, directory: Path) -> None:
     kept(directory)
-    calibration.place().write_text(text)
-    assert calibration.kept() is None
+    rates.place().write_text(text)
+    assert rates.kept() is None
+
+
+ROUTES = Routes(2, [{"ring": 50e9}, {"mapped": 45e9}, {"memory": 60e9}, {"ring": 30e9, "memory": 40e9}], {"ring": 1e-5})
+
+
+def test_routes_of_a_gpu_come_back_and_hold_for_threads(directory: Path) -> None:
+    made = replace(kept(directory), gpus={"0000:01:00.0": ROUTES})
+    rates.keep(made)
+    assert rates.kept() == made
+    assert rates.routes_of("0000:01:00.0", 2) == ROUTES
+    assert rates.routes_of("0000:01:00.0", 4) is None
+    assert rates.routes_of("0000:02:00.0", 2) is None
+    assert ROUTES.ceilings == {"pcie": 50e9, "memory": 60e9}
+    # As it was kept before there were GPUs.
+    before = asdict(made)
+    del before["gpus"]
+    rates.place().write_text(json.dumps(before))
+    assert rates.kept() == replace(made, gpus={})
+
+
+class Seen(ClockedStream):
+    """With events that can be looked at."""
+
+    def record(self) -> Any:
+        event = super().record()
+        event.done = lambda: self.driver.now >= event.time
+        return event
+
+
+class Watched(Clocked):
+    """With such streams, and a name."""
+
+    name = "clocked"
+
+    def stream(self) -> Seen:
+        return Seen(self)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Clocked], None]:
+    """Makes the time of a driver the time of the machine."""
+
+    def make(driver: Clocked) -> None:
+        def sleep(seconds: float) -> None:
+            driver.now += seconds
+
+        monkeypatch.setattr(time, "perf_counter", lambda: driver.now)
+        monkeypatch.setattr(time, "sleep", sleep)
+
+    return make
+
+
+def test_each_way_is_timed_alone_and_beside_the_others(clock: Callable[[Clocked], None]) -> None:
+    """By a driver that knows how fast it is: 50 GB/s by copies, 45 in place, 8 us for a copy of nothing."""
+    driver: Any = Watched(45e9, 50e9)
+    clock(driver)
+    routes = gauge.measure(driver, 3, lambda: None, 1 << 20)
+    assert routes.threads == 3
+    assert [set(measured) for measured in routes.rates] == [
+        {"ring"},
+        {"mapped"},
+        {"memory"},
+        {"ring", "mapped"},
+        {"ring", "memory"},
+        {"mapped", "memory"},
+        {"ring", "mapped", "memory"},
+    ]
+    for measured in routes.rates:
+        assert measured.get("ring", 50e9) == pytest.approx(50e9, rel=0.02)
+        assert measured.get("mapped", 45e9) == pytest.approx(45e9, rel=0.02)
+        assert measured.get("memory", 1.0) > 0
+    assert routes.start == pytest.approx({"ring": 8e-6, "mapped": 0.0, "memory": 8e-6}, abs=1e-7)
+
+
+def test_rates_of_ways_that_share_a_link(clock: Callable[[Clocked], None]) -> None:
+    """Each piece waits for all that were begun before it, as on one link: together they carry what one does."""
+    driver: Any = Watched(45e9, 50e9)
+    clock(driver)
+    stream, host, size = driver.stream(), driver.pinned(64), 64 << 20
+
+    def begin() -> Any:
+        stream.copy(1 << 60, host.address, size)
+        return stream.record()
+
+    alone = gauge.at_once({"one": gauge.Way(begin, size)})
+    both = gauge.at_once({name: gauge.Way(begin, size) for name in ("one", "other")})
+    assert alone["one"] == pytest.approx(size / (8e-6 + size / 50e9), rel=0.1)
+    assert sum(both.values()) == pytest.approx(alone["one"], rel=0.1)
+
+
+def test_what_a_reader_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise pagoda.TierIOError("gone")
+
+    monkeypatch.setattr(gauge, "SECONDS", 0.01)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(pagoda.TierIOError, match="gone"):
+        gauge.at_once({"memory": gauge.Way(lambda: gauge.Read(pool.submit(broken)), 1)})
+
+
+def test_doctor_measures_a_gpu(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that is emulated, and that has run a kernel."""
+    emulator.require()
+    monkeypatch.setattr(gauge, "PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(gauge, "SECONDS", 0.01)
+    monkeypatch.setattr(doctor, "_gpu", lambda: [Finding("GPU kernels", True, "one ran")])
+    monkeypatch.setattr(cuda, "open_driver", lambda index: EmulatedDriver(index))
+    rates.keep(replace(kept(directory), gpus={"another": ROUTES}))
+    assert main(["doctor", "--calibrate", "--disk", str(directory), "--json"]) == 0
+    findings = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
+    measured = rates.kept()
+    assert measured is not None
+    assert measured.gpus.keys() == {"another", "emulated"}
+    assert measured.gpus["another"] == ROUTES
+    routes = measured.gpus["emulated"]
+    assert min(rate for each in routes.rates for rate in each.values()) > 0
+    found = findings["host pages, emulated"]["found"]
+    assert f"copies {routes.ceilings['pcie'] / 1e9:.1f}" in found or "reads in place" in found
+    assert rates.routes_of("emulated", routes.threads) == routes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,11 +22,12 @@ from gpu_driver import CopyingDriver
 from graphs import Model
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
-from pagoda import device
+from pagoda import device, rates
 from pagoda.attention.reference import attention
 from pagoda.device import cuda
 from pagoda.device.cuda import open_driver as open_gpu
 from pagoda.device.engine import DeviceEngine
+from pagoda.rates import Routes
 from test_stateful import CacheMachine
 from unfenced import tickets_finish_at_once
 
@@ -549,6 +551,38 @@ def test_host_memory_is_pinned_as_it_is_used(cp: Any) -> None:
                 step.commit([0])
             expected, _ = attention(q, np.concatenate([k, new_k]), np.concatenate([v, new_v]))
             np.testing.assert_allclose(out.get(), expected, rtol=0, atol=ERROR["f16"])
+
+
+@pytest.mark.parametrize("others", [{"ring": 1.0}, {"mapped": 1.0}])
+def test_the_cpu_takes_a_part(cp: Any, others: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of 64K tokens, by rates that are made up: what it comes to is what the GPU alone says."""
+    start = {"ring": 0.0, "mapped": 0.0, "memory": 0.0}
+    routes = Routes(os.cpu_count() or 1, [{"memory": 1.0, **others}], start)
+    monkeypatch.setattr(rates, "routes_of", lambda gpu, threads: routes)
+    rng, stream = np.random.default_rng(3), cp.cuda.Stream(non_blocking=True)
+    with open_cache(device_memory="64MiB", host_memory="512MiB") as cache:
+        batch = [cache.create() for _ in range(4)]
+        for sequence in batch:
+            for _ in range(4):
+                _, k, v = draw(rng, 4096)
+                with cache.step([sequence], [4096]) as step:
+                    step.append(0, to_device(k), to_device(v))
+                cache.demote(sequence).wait()
+        rows = [to_device(part) for part in draw(rng, 4)]
+        results = []
+        for divided in (True, True, False):
+            if not divided:
+                monkeypatch.setattr(engine(cache)._streams, "_partials", None)
+            with stream, cache.step(batch, [1] * 4) as step:
+                # Queries that are late.
+                delay(100)
+                results.append(step.forward(0, *rows))
+                step.commit([0] * 4)
+            assert (engine(cache).traffic.memory > 0) == divided
+            cp.cuda.runtime.deviceSynchronize()
+        first, second, alone = (to_host(result, "f16").astype(np.float32) for result in results)
+        np.testing.assert_array_equal(first, second)
+        np.testing.assert_allclose(first, alone, rtol=0, atol=1e-3)
 
 
 def test_the_size_from_which_the_ring_is_faster() -> None:

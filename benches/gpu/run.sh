@@ -21,6 +21,9 @@ if [ -n "${PAGODA_PEERS:-}" ]; then
     fi
 fi
 [ $# -gt 0 ] || set -- ceilings steps gather streaming tiers decode prefill
+# What the routes to pages of the host tier carry, by which steps are divided; nothing of the user's is touched.
+export XDG_CACHE_HOME=$scratch/cache
+python3 -m pagoda doctor --calibrate --disk "$scratch" 2>&1 | tee -a "$out/log.txt" || echo "no calibration" | tee -a "$out/log.txt"
 for name in "$@"; do
     python3 "$here/$name.py" 2>&1 | tee -a "$out/log.txt" || echo "$name failed" | tee -a "$out/log.txt"
 done

@@ -1,4 +1,5 @@
-"""Decode steps over sequences whose pages but the last lie on the host tier: through the ring, in place, and as chosen.
+"""Decode steps over sequences whose pages but the last lie on the host tier: through the ring, in place, by the CPU, as
+chosen where nothing is kept, and divided by what `pagoda doctor --calibrate` has kept (benches/gpu/run.sh runs it first).
 
 Wall seconds of a step, and bytes of the host tier over them; of_link: that over the rate of one large copy to the device.
 Beside attention alone also with a product of matrices in front of each layer: copies go on meanwhile, reads in place do not.
@@ -6,6 +7,7 @@ Beside attention alone also with a product of matrices in front of each layer: c
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 
@@ -13,6 +15,7 @@ import pagoda
 import torch
 from harness import DIM, KV_HEADS, STREAM, Report
 from pagoda.device.cuda import CudaDriver
+from pagoda.rates import Routes, routes_of
 
 LAYERS, Q_HEADS, CHUNK, PAGE = 16, 32, 8192, 64
 CASES = [(1, 32 << 10), (1, 512 << 10), (16, 32 << 10)]
@@ -86,20 +89,30 @@ def main() -> None:
     link, chosen = link_rate(driver), driver.ring_bytes
     report.line("one large copy", "copy engine", GBs=link / 1e9)
     report.line("the ring is faster", "chosen", from_bytes=float(chosen))
+    measured = routes_of(driver.name, os.cpu_count() or 1)
+    cpu = {"CPU": Routes(0, [{"memory": 1.0}], {"memory": 0.0}), "divided": measured} if measured else {}
+    if measured:
+        best = max(sum(rates.values()) for rates in measured.rates)
+        report.line("routes at once", "calibration", GBs=best / 1e9)
     for sequences, context in CASES:
         model = Model(sequences, context)
         engine = model.cache._device
         assert engine is not None
+        partials = engine._streams._partials
         size = sequences * context * model.cache.spec.bytes_per_token()
         for products in (False, True):
             outs = []
-            for name, least in (*ROUTES.items(), ("chosen", chosen)):
+            ways = [(name, least, None) for name, least in (*ROUTES.items(), ("chosen", chosen))]
+            for name, least, routes in [*ways, *((name, chosen, routes) for name, routes in cpu.items())]:
                 engine._driver.ring_bytes = least
+                engine._streams._partials = partials if routes else None
+                if partials and routes:
+                    partials._routes = routes
                 took = statistics.median([model.step(products) for _ in range(STEPS)][3:])
                 what = f"{sequences} x {context >> 10}K{', products' if products else ''}"
                 report.line(what, name, ms=took * 1e3, GBs=size / took / 1e9, of_link=size / took / link)
                 outs.append(model.out.clone())
-            error = float((outs[0] - outs[1]).abs().max())
+            error = max(float((out - outs[0]).abs().max()) for out in outs)
             assert error < 1e-3, f"the routes differ by {error}"
         model.cache.close()
 

@@ -305,7 +305,8 @@ class Step:
         attended, from_disk, waited = self._core.attended()
         if isinstance(self._core, DeviceEngine):
             traffic = self._core.traffic
-            return StepReport(seconds, waited, {"pcie": traffic.ring + traffic.mapped, "disk": from_disk})
+            over = {"pcie": traffic.ring + traffic.mapped, "disk": from_disk, "memory": traffic.memory}
+            return StepReport(seconds, waited, over)
         return StepReport(seconds, waited, {"memory": attended, "disk": from_disk})
 
     def replay(self, launch: Callable[[], object]) -> None:
@@ -381,7 +382,8 @@ class Cache:
     `pagoda.formats`, one for all layers or one for each; PAGODA_KV_DTYPE in the environment goes before them.
     device: "cpu", "cuda", "cuda:1"; "auto" is the CPU for now. device_memory, host_memory:
     budgets, in bytes or like "512MiB"; on the CPU memory is taken as it is used, on a GPU at once, and of device_memory an
-    eighth at most for a ring that pages of other tiers are streamed through. threads: CPU workers, all cores by default.
+    eighth at most for a ring that pages of other tiers are streamed through. threads: CPU workers, all cores by default; on
+    a GPU for a part of attention over the host tier, if `pagoda doctor --calibrate` has measured this GPU beside as many.
     deterministic: the bits of a result depend on the sequence alone, not on batch, chunks, threads or where pages lie.
     checked: values that do not fit their row format, infinities and NaN raise in `append`. retention: what layers without a
     window keep, everything by default, or `SinkWindow`. headroom: tokens that are kept behind every window, so that
@@ -477,6 +479,7 @@ class Cache:
             page_size=page_size,
             layouts=layouts,
             memory=memory,
+            threads=threads,
             deterministic=deterministic,
             checked=checked,
             zero_on_free=zero_on_free,

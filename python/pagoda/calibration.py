@@ -1,17 +1,12 @@
-"""What the links of this machine carry: the ceilings that figures are set against. Measured once, and kept for the user."""
+"""Measures what the links of this machine carry: the ceilings that figures are set against. rates.py keeps it."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -20,8 +15,11 @@ import numpy as np
 
 from pagoda import _core
 from pagoda.cache import Cache, Sequence
+from pagoda.device import gauge
+from pagoda.device.driver import Driver
 from pagoda.errors import TierIOError
 from pagoda.filling import fill
+from pagoda.rates import READER_ROWS, Calibration, kept
 from pagoda.spec import AttentionLayer, ModelSpec
 
 SECONDS = 1.0
@@ -33,43 +31,26 @@ MEMORY_BYTES = 512 << 20
 DISK_BYTES = 1 << 30
 """The file that is read."""
 
-READER = ModelSpec([AttentionLayer(num_q_heads=8, num_kv_heads=2, head_dim=128)] * 4)
+READER = ModelSpec([AttentionLayer(num_q_heads=2 * READER_ROWS, num_kv_heads=2, head_dim=128)] * 4)
 """Attention in f16 with so few queries on a K/V head that it waits for memory."""
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """Bytes a second by link, named as in `StepReport.bytes`."""
+def measure(threads: int, directory: Path, gpus: Iterable[Driver] = ()) -> Calibration:
+    """Measures alone and together, and for each GPU the ways to pages of the host tier; writes `DISK_BYTES` there twice.
 
-    threads: int
-    """Of the CPU that read memory."""
-    directory: str
-    """Where the file was."""
-    alone: dict[str, float]
-    """Each link, the other one at rest."""
-    together: dict[str, float]
-    """Both at once."""
-
-    def is_of(self, threads: int, directory: Path) -> bool:
-        """Whether it was measured with as many threads and on the file system of `directory`."""
-        try:
-            same = Path(self.directory).stat().st_dev == directory.stat().st_dev
-        except OSError:
-            return False
-        return same and threads == self.threads
-
-
-def measure(threads: int, directory: Path) -> Calibration:
-    """Measures alone and together; writes `DISK_BYTES` there twice. Raises TierIOError."""
+    Raises TierIOError.
+    """
     alone = {"disk": _read_disk(directory).rate}
     with _memory_reader(threads) as reader, ThreadPoolExecutor(1) as pool:
-        alone["memory"] = _rate(reader.read_for(SECONDS))
+        spans = reader.read_for(SECONDS)
+        alone["memory"] = _rate(spans)
         under_way, passes = pool.submit(_read_disk, directory), []
         while not under_way.done():
             passes.append(reader.read())
         disk = under_way.result()
+        routes = {gpu.name: gauge.measure(gpu, threads, reader.read, spans[-1].bytes) for gpu in gpus}
     together = {"disk": disk.rate, "memory": _rate(_beside(passes, disk))}
-    return Calibration(threads, str(directory.absolute()), alone, together)
+    return Calibration(threads, str(directory.absolute()), alone, together, routes)
 
 
 def ceilings(threads: int, directory: Path | None) -> dict[str, float]:
@@ -81,30 +62,6 @@ def ceilings(threads: int, directory: Path | None) -> dict[str, float]:
     with _memory_reader(threads) as reader:
         rates = {"memory": _rate(reader.read_for(SECONDS))}
     return rates if directory is None else rates | {"disk": _read_disk(directory).rate}
-
-
-def place() -> Path:
-    """The file that a calibration is kept in: one for each machine that shares the folder."""
-    default = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser()
-    return folder / "pagoda" / f"calibration-{platform.node()}.json"
-
-
-def keep(calibration: Calibration) -> None:
-    """Keeps it, in the place of an earlier one. Raises OSError."""
-    path = place()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(f".{os.getpid()}")
-    fresh.write_text(json.dumps(asdict(calibration), indent=2))
-    fresh.replace(path)
-
-
-def kept() -> Calibration | None:
-    """What was kept; None if nothing was, or it cannot be read."""
-    try:
-        return Calibration(**json.loads(place().read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 class _Span(NamedTuple):

@@ -237,6 +237,7 @@ class Graph:
 class EmulatedDriver:
     """One device."""
 
+    name = "emulated"
     multiprocessors = 3
     shared_bytes_max = 227 << 10
     copy_engine_bytes = 6 << 10

@@ -256,7 +256,8 @@ impl WorkList {
     }
 
     /// Adds each block of a list to the lists of the passes that go over some of its work. From pass to pass its parts are
-    /// carried in two rows a query, by turns, which begin at row `carried`; `queries`: of all blocks together.
+    /// carried in two rows a query, by turns, which begin at row `carried`; `queries`: of all blocks together. Behind these rows is
+    /// one more for each query, for what is computed elsewhere: where there is some, results begin with it in the last pass.
     pub fn split<'a>(
         &self,
         passes: &Passes,
@@ -286,10 +287,13 @@ impl WorkList {
                     continue;
                 }
                 let ends = block.high == whole.high;
+                list.part_rows.extend_from_slice(begin);
                 if !ends {
                     block.target = rows[turn][0];
+                } else if passes.begin(sequence) > 0 {
+                    list.part_rows.push((carried + 2 * queries) as i32 + whole.token);
+                    block.parts += 1;
                 }
-                list.part_rows.extend_from_slice(begin);
                 list.add(block, work);
                 if ends {
                     break;
@@ -316,6 +320,19 @@ pub struct Scanned<'a> {
     pub row: &'a [BlockRef],
     /// What lies before this is seen by no query, unless all see it.
     pub low: u32,
+    /// The axis index of its first query.
+    pub queries: u32,
+    /// Whether what its queries see may be computed in two places.
+    pub divisible: bool,
+}
+
+/// How the pages of the slower tier are divided between the ways to them. What is left is brought.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Shares {
+    /// Of the first of divisible sequences, as far as all lie there: computed elsewhere, where they are.
+    pub elsewhere: f64,
+    /// Of all others: read in place.
+    pub in_place: f64,
 }
 
 /// How a batch is gone over where pages that are not on the device are brought a few at a time: in passes, each over a stretch of
@@ -326,7 +343,10 @@ pub struct Passes {
     pub blocks: Vec<Vec<BlockRef>>,
     /// For each entry of a sequence's row that is brought: the sequence, the entry, and its block's place in its pass.
     pub entries: Vec<(u32, u32, u32)>,
-    sequences: usize,
+    /// Of each sequence, entries of that tier that are read in place.
+    pub in_place: Vec<u32>,
+    /// `[sequence]`: the token before which all is computed elsewhere.
+    begins: Vec<u32>,
     /// `[pass][sequence]`: the token that the pass ends before; the last pass has none, it goes to the end.
     ends: Vec<u32>,
 }
@@ -335,31 +355,84 @@ impl Passes {
     /// Plans passes of at most `capacity` blocks that are brought. Sequences advance by stretches of `stretch` stored rows, which have to
     /// fit, and by turns: pages that several hold at the same place come together, and of those that hold common pages the
     /// first in the batch is never behind.
-    pub fn plan(sequences: &[Scanned<'_>], page_size: usize, stretch: usize, capacity: usize) -> Self {
-        let mut passes = Self { sequences: sequences.len(), ..Self::default() };
-        let mut rest: Vec<_> = sequences
-            .iter()
-            .map(|scanned| stretches(scanned.spans, scanned.low as usize, page_size, stretch))
-            .collect();
-        let mut ends = vec![0; sequences.len()];
+    ///
+    /// What is computed elsewhere are the first stretches of a sequence that all of its queries come behind. One more
+    /// pass, the last, then goes over the stretches with queries of these sequences. It brings nothing, and no other has to wait for
+    /// what is computed elsewhere.
+    pub fn plan(
+        sequences: &[Scanned<'_>],
+        page_size: usize,
+        stretch: usize,
+        capacity: usize,
+        shares: Shares,
+    ) -> Self {
+        let all = |index: usize| {
+            let Scanned { spans, low, .. } = sequences[index];
+            stretches(spans, low as usize, page_size, stretch)
+        };
+        let on = |tier: Tier, row: &[BlockRef], entries: &Range<usize>| {
+            row[entries.clone()].iter().filter(|at| at.tier() == tier).count()
+        };
+        // What the last pass goes over has to be there.
+        let divisible = |index: usize| {
+            let Scanned { row, queries, divisible, .. } = sequences[index];
+            divisible && all(index).all(|(entries, end)| end <= queries || on(Tier::Disk, row, &entries) == 0)
+        };
+        let mut rest: Vec<_> = (0..sequences.len()).map(|index| all(index).peekable()).collect();
+        let mut begins = vec![0; sequences.len()];
+        let mut due = 0.0;
+        for (index, scanned) in sequences.iter().enumerate().filter(|(index, _)| divisible(*index)) {
+            let could_be = |(entries, end): &(Range<usize>, u32)| {
+                on(Tier::Host, scanned.row, entries) == entries.len() && *end <= scanned.queries
+            };
+            let pages: usize = all(index).take_while(could_be).map(|(entries, _)| entries.len()).sum();
+            due += shares.elsewhere * pages as f64;
+            while let Some((entries, end)) =
+                rest[index].next_if(|stretch| could_be(stretch) && due >= stretch.0.len() as f64)
+            {
+                due -= entries.len() as f64;
+                begins[index] = end;
+            }
+        }
+        let mut passes = Self { in_place: vec![0; sequences.len()], ..Self::default() };
+        let mut ends = begins.clone();
+        passes.begins = begins;
         let (mut blocks, mut entries) = (HashSet::new(), Vec::new());
-        let mut left = true;
+        let (mut left, mut open, mut due) = (true, false, 0.0);
         while left {
             left = false;
-            for (index, (stretches, &Scanned { row, .. })) in rest.iter_mut().zip(sequences).enumerate() {
-                let Some((places, end)) = stretches.next() else { continue };
+            for (index, (stretches, scanned)) in rest.iter_mut().zip(sequences).enumerate() {
+                let joined = passes.begins[index] > 0;
+                let next = stretches.next_if(|(_, end)| !joined || *end <= scanned.queries);
+                let Some((places, end)) = next else { continue };
                 left = true;
-                let brought = places.filter(|&entry| row[entry].tier() != Tier::Device);
-                let new = brought.clone().filter(|&entry| !blocks.contains(&row[entry]));
-                let more = new.count();
-                debug_assert!(more <= capacity, "a stretch fits");
-                if blocks.len() + more > capacity {
-                    passes.close(&mut blocks, &mut entries, sequences, &ends);
+                let row = scanned.row;
+                let pages = on(Tier::Host, row, &places);
+                due += shares.in_place * pages as f64;
+                if pages > 0 && due >= pages as f64 && on(Tier::Disk, row, &places) == 0 {
+                    due -= pages as f64;
+                    passes.in_place[index] += pages as u32;
+                } else {
+                    let brought = places.filter(|&entry| row[entry].tier() != Tier::Device);
+                    let new = brought.clone().filter(|&entry| !blocks.contains(&row[entry]));
+                    let more = new.count();
+                    debug_assert!(more <= capacity, "a stretch fits");
+                    if blocks.len() + more > capacity {
+                        passes.close(&mut blocks, &mut entries, sequences, &ends);
+                    }
+                    blocks.extend(brought.clone().map(|entry| row[entry]));
+                    entries.extend(brought.map(|entry| (index as u32, entry as u32)));
                 }
-                blocks.extend(brought.clone().map(|entry| row[entry]));
-                entries.extend(brought.map(|entry| (index as u32, entry as u32)));
-                ends[index] = end;
+                (ends[index], open) = (end, true);
             }
+        }
+        if open && passes.begins.iter().any(|&begin| begin > 0) {
+            passes.close(&mut blocks, &mut entries, sequences, &ends);
+        }
+        for (index, stretches) in rest.into_iter().enumerate() {
+            let pages: usize =
+                stretches.map(|(entries, _)| on(Tier::Host, sequences[index].row, &entries)).sum();
+            passes.in_place[index] += pages as u32;
         }
         ends.fill(u32::MAX);
         passes.close(&mut blocks, &mut entries, sequences, &ends);
@@ -368,8 +441,13 @@ impl Passes {
 
     /// The tokens of a sequence that a pass goes over.
     pub fn tokens(&self, pass: usize, sequence: usize) -> Range<u32> {
-        let end = |pass: usize| self.ends[pass * self.sequences + sequence];
-        (if pass == 0 { 0 } else { end(pass - 1) })..end(pass)
+        let end = |pass: usize| self.ends[pass * self.begins.len() + sequence];
+        (if pass == 0 { self.begin(sequence) } else { end(pass - 1) })..end(pass)
+    }
+
+    /// The token of a sequence before which all is computed elsewhere.
+    pub fn begin(&self, sequence: usize) -> u32 {
+        self.begins[sequence]
     }
 
     /// Ends a pass.
@@ -479,6 +557,9 @@ mod tests {
             new in [1u32..200, 1u32..200],
             by_runs: bool,
             room in 0usize..300,
+            elsewhere in prop_oneof![Just(0.0), 0.0..1.0, Just(1.0)],
+            in_place in prop_oneof![Just(0.0), 0.0..1.0, Just(1.0)],
+            divisible: [bool; 2],
         ) {
             const PAGE: usize = 16;
             let stretch = if by_runs { RUN_ROWS } else { TILE };
@@ -493,11 +574,41 @@ mod tests {
             };
             let rows = [0, 1].map(|sequence| (0..pages).map(|entry| page(sequence, entry)).collect::<Vec<_>>());
             let low = |i: usize| windows[i].map_or(0, |window| (length - new[i] + 1).saturating_sub(window));
-            let scanned = [0, 1].map(|i| Scanned { spans: &spans, row: &rows[i], low: low(i) });
-            let passes = Passes::plan(&scanned, PAGE, stretch, capacity);
+            let scanned = [0, 1].map(|i| {
+                let (low, queries, divisible) = (low(i), length - new[i], divisible[i]);
+                Scanned { spans: &spans, row: &rows[i], low, queries, divisible }
+            });
+            let shares = Shares { elsewhere, in_place };
+            let passes = Passes::plan(&scanned, PAGE, stretch, capacity, shares);
+            let begins = [0, 1].map(|i| passes.begin(i));
             for pass in 0..passes.blocks.len() {
                 let ahead = passes.tokens(pass, 0).end >= passes.tokens(pass, 1).end;
-                prop_assert!(ahead || low(0) != low(1), "who comes first is never behind");
+                prop_assert!(ahead || low(0) != low(1) || begins != [0, 0], "who comes first is never behind");
+            }
+            let pages = |i: usize, low: usize, end: u32| {
+                let seen = pieces(&spans, low..end as usize);
+                let entries: Vec<_> = seen
+                    .flat_map(|piece| piece.rows.clone().map(move |row| piece.span.first_page as usize + row / PAGE))
+                    .collect();
+                let on_host = entries.iter().filter(|&&entry| rows[i][entry].tier() == Tier::Host).count();
+                (entries.len(), on_host)
+            };
+            for i in [0, 1] {
+                let (all, on_host) = pages(i, low(i) as usize, begins[i]);
+                prop_assert!(begins[i] == 0 || divisible[i] && elsewhere > 0.0);
+                prop_assert!(all == on_host && begins[i] <= length - new[i], "what is computed elsewhere is there");
+            }
+            if elsewhere == 1.0 {
+                for i in (0..2).filter(|&i| divisible[i]) {
+                    // Nothing that could be is left.
+                    let (_, next) = stretches(&spans, low(i) as usize, PAGE, stretch)
+                        .find(|(_, end)| *end > begins[i])
+                        .expect("what has queries");
+                    let (all, on_host) = pages(i, low(i) as usize, next);
+                    let mut behind = stretches(&spans, low(i) as usize, PAGE, stretch).filter(|(_, end)| *end > length - new[i]);
+                    let late = behind.any(|(mut entries, _)| entries.any(|entry| rows[i][entry].tier() == Tier::Disk));
+                    prop_assert!(next > length - new[i] || all > on_host || late);
+                }
             }
             for blocks in &passes.blocks {
                 let ascending = blocks.is_sorted_by(|a, b| (a.tier(), a.block()) < (b.tier(), b.block()));
@@ -515,6 +626,7 @@ mod tests {
             let mut lists = vec![WorkList::default(); passes.blocks.len()];
             lists.iter_mut().for_each(WorkList::clear);
             whole.split(&passes, by_runs, |_| &spans, 100, token, &mut lists);
+            let mut unbrought = BTreeSet::new();
             for (number, block) in whole.blocks.iter().enumerate() {
                 let mut carried = whole.part_rows[block.first_part as usize..][..block.parts as usize].to_vec();
                 let (mut seen, mut target) = (Vec::new(), 0);
@@ -523,6 +635,11 @@ mod tests {
                     let Some(at) = list.blocks.iter().position(|part| part.token == block.token) else { continue };
                     let part = list.blocks[at];
                     prop_assert_eq!((part.sequence, part.queries, part.position), (block.sequence, block.queries, block.position));
+                    let begin = begins[block.sequence as usize];
+                    if begin > 0 && part.target < 0 {
+                        prop_assert_eq!(pass + 1, lists.len(), "others do not wait for it");
+                        carried.push((100 + 2 * token) as i32 + block.token);
+                    }
                     prop_assert_eq!(&list.part_rows[part.first_part as usize..][..part.parts as usize], &carried);
                     prop_assert!(!carried.contains(&part.target), "a part is not read while it is written");
                     prop_assert!(target >= 0, "nothing comes behind the end");
@@ -537,10 +654,14 @@ mod tests {
                             let entry = first + row / PAGE;
                             let at = rows[block.sequence as usize][entry];
                             if at.tier() != Tier::Device {
+                                let one = (block.sequence as u32, entry as u32);
+                                let mut entries = passes.entries.iter().filter(|entry| (entry.0, entry.1) == one);
                                 let place = passes.blocks[pass].iter().position(|block| *block == at);
-                                prop_assert!(place.is_some());
-                                let place = place.expect("checked") as u32;
-                                prop_assert!(passes.entries.contains(&(block.sequence as u32, entry as u32, place)));
+                                let brought = entries.any(|entry| place == Some(entry.2 as usize));
+                                prop_assert!(brought || at.tier() == Tier::Host, "what is on disk cannot be read there");
+                                if !brought {
+                                    unbrought.insert(one);
+                                }
                             }
                         }
                     }
@@ -548,15 +669,23 @@ mod tests {
                 }
                 prop_assert_eq!(target, -1);
                 let (low, high) = (block.low as usize, block.high as usize);
-                let all: Vec<_> = pieces(&spans, low..high)
+                let from = begins[block.sequence as usize] as usize;
+                let all: Vec<_> = pieces_from(&spans, from, low.max(from)..high)
                     .flat_map(|piece| piece.rows.clone().map(move |row| (piece.span.first_page as usize, row)))
                     .collect();
                 prop_assert_eq!(seen, all);
                 // Runs are whole, or bits would depend on where pages lie.
                 let works = lists.iter().flat_map(|list| list.blocks.iter().zip(list.prefix.windows(2)));
                 let parts = works.filter(|(part, _)| part.token == block.token).map(|(_, work)| work[1] - work[0]);
-                prop_assert_eq!(parts.sum::<i32>(), whole.prefix[number + 1] - whole.prefix[number]);
+                if from == 0 {
+                    prop_assert_eq!(parts.sum::<i32>(), whole.prefix[number + 1] - whole.prefix[number]);
+                }
             }
+            let in_place: u32 = passes.in_place.iter().sum();
+            prop_assert!(unbrought.len() <= in_place as usize);
+            let on_disk = passes.blocks.iter().flatten().any(|at| at.tier() == Tier::Disk);
+            prop_assert!(shares.in_place < 1.0 || passes.entries.is_empty() || on_disk);
+            prop_assert!(shares.in_place > 0.0 || begins != [0, 0] || in_place == 0);
         }
     }
 }

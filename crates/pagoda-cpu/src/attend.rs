@@ -80,6 +80,15 @@ pub(crate) struct Part<'a> {
     pub(crate) carried: &'a mut Carried,
 }
 
+/// Where what a batch comes to is written.
+#[derive(Clone, Copy)]
+pub(crate) enum Target<'a> {
+    /// Results, and log-sum-exps. `sinks`: a logit for each query head.
+    Results { sinks: Option<&'a [f32]>, out: RowsMut, lse: Option<*mut f32> },
+    /// Parts of results, over the tokens before `ends` of each sequence.
+    Parts { ends: &'a [usize], parts: *mut f32 },
+}
+
 /// The values, maxima and weight sums of some query rows.
 struct State<'a> {
     values: &'a mut [f32],
@@ -112,9 +121,7 @@ struct Call<'a> {
     layer: &'a Layer,
     sequences: &'a [SequenceTable<'a>],
     queries: Rows,
-    sinks: Option<&'a [f32]>,
-    out: RowsMut,
-    lse: Option<*mut f32>,
+    target: Target<'a>,
     plan: &'a Plan,
     /// The partial results, disjoint by item.
     parts: *mut f32,
@@ -140,13 +147,12 @@ pub(crate) unsafe fn attend(
     layer: &Layer,
     sequences: &[SequenceTable<'_>],
     queries: Rows,
-    sinks: Option<&[f32]>,
-    out: RowsMut,
-    lse: Option<*mut f32>,
+    target: Target<'_>,
     part: Option<Part<'_>>,
 ) {
     let Scratch { plan, parts, workers } = scratch;
-    plan.make(layer, sequences, pool.threads(), deterministic, part.as_ref().map(|part| &part.runs));
+    let ends = if let Target::Parts { ends, .. } = target { Some(ends) } else { None };
+    plan.make(layer, sequences, ends, pool.threads(), deterministic, part.as_ref().map(|part| &part.runs));
     if workers.is_empty() {
         workers.resize_with(pool.threads(), Mutex::default);
     }
@@ -166,9 +172,7 @@ pub(crate) unsafe fn attend(
         layer,
         sequences,
         queries,
-        sinks,
-        out,
-        lse,
+        target,
         plan,
         parts,
         carried,
@@ -357,36 +361,51 @@ impl Call<'_> {
         unsafe { (self.kernels.fold)(&mut args) }
     }
 
-    /// Writes the output rows of a group.
+    /// Writes the rows of a group.
     unsafe fn finish(&self, group: &Group, state: &mut State<'_>) {
         let stride = value_stride(self.layer);
         let dim = self.layer.geometry.v_head_dim as usize;
-        let store = self.kernels.convert(Element::F32, self.out.element);
+        let heads = self.layer.num_q_heads as usize;
         for (r, (token, head)) in group_rows(group, self.layer.group()).enumerate() {
             let values = &mut state.values[r * stride..][..dim];
             let (max, sum) = (state.max[r], state.sum[r]);
-            // A row that saw nothing has values of 0 already.
-            if sum != 0.0 {
-                let inverse = 1.0 / (sum + self.sinks.map_or(0.0, |sinks| sink_weight(sinks[head], max)));
+            if let Target::Results { sinks, .. } = self.target
+                // A row that saw nothing has values of 0 already.
+                && sum != 0.0
+            {
+                let inverse = 1.0 / (sum + sinks.map_or(0.0, |sinks| sink_weight(sinks[head], max)));
                 values.iter_mut().for_each(|value| *value *= inverse);
             }
             if self.layer.transform.rotate_v {
                 rotate_back(values);
             }
-            // SAFETY: `out` has a row for every query and head, and `lse` a number.
-            unsafe {
-                store(values.as_ptr().cast(), self.out.row(token, head), dim);
-                if let Some(lse) = self.lse {
-                    let value = if sum == 0.0 {
-                        f32::NEG_INFINITY
-                    } else {
-                        (f64::from(max) * LN_2 + f64::from(sum.ln())) as f32
-                    };
-                    lse.add(token * self.layer.num_q_heads as usize + head).write_unaligned(value);
+            match self.target {
+                Target::Results { out, lse, .. } => {
+                    let store = self.kernels.convert(Element::F32, out.element);
+                    // SAFETY: `out` has a row for every query and head, and `lse` a number.
+                    unsafe {
+                        store(values.as_ptr().cast(), out.row(token, head), dim);
+                        if let Some(lse) = lse {
+                            lse.add(token * heads + head).write_unaligned(log_sum_exp(max, sum));
+                        }
+                    }
+                }
+                Target::Parts { parts, .. } => {
+                    // SAFETY: `parts` has so many floats for every query and head.
+                    unsafe {
+                        let part = parts.add((token * heads + head) * (dim + 2));
+                        part.copy_from_nonoverlapping(values.as_ptr(), dim);
+                        part.add(dim).copy_from_nonoverlapping([max, sum].as_ptr(), 2);
+                    }
                 }
             }
         }
     }
+}
+
+/// The natural logarithm of a sum of weights that are relative to `2^max`.
+fn log_sum_exp(max: f32, sum: f32) -> f32 {
+    if sum == 0.0 { f32::NEG_INFINITY } else { (f64::from(max) * LN_2 + f64::from(sum.ln())) as f32 }
 }
 
 /// The weight of a sink beside weights that are relative to `2^max`.

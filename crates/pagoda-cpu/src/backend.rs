@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use pagoda_core::work;
 
 use crate::append::{self, Overflow};
-use crate::attend::{self, Carried, Part, Scratch};
+use crate::attend::{self, Carried, Part, Scratch, Target};
 use crate::layer::{Arenas, Layer, LayerError, SequenceTable, TableError};
 use crate::pool::Pool;
 use crate::rows::{Rows, RowsMut};
@@ -151,8 +151,30 @@ impl Backend {
         out: RowsMut,
         lse: Option<*mut f32>,
     ) -> Result<(), Error> {
+        let target = Target::Results { sinks, out, lse };
         // SAFETY: as the caller promises.
-        unsafe { self.attend_to(None, arenas, layer, sequences, queries, sinks, out, lse) }
+        unsafe { self.attend_to(target, None, arenas, layer, sequences, queries) }
+    }
+
+    /// As [`attend`](Self::attend), but over the tokens before `ends[i]` of sequence i, and leaves parts of results for whoever goes
+    /// over the rest: floats `[sum(new_tokens), num_q_heads, v_head_dim + 2]`, the sum of the values weighted by 2^(score - maximum),
+    /// the maximum, and the sum of these weights, where scores are in base 2. Where a query sees nothing that is 0, `-inf` and 0. Blocks
+    /// that no page before the ends lies in are not read.
+    ///
+    /// # Safety
+    /// As for `attend`, of the pages before the ends; `parts` has the floats, which overlap nothing.
+    pub unsafe fn attend_before(
+        &self,
+        ends: &[usize],
+        arenas: &Arenas,
+        layer: &Layer,
+        sequences: &[SequenceTable<'_>],
+        queries: Rows,
+        parts: *mut f32,
+    ) -> Result<(), Error> {
+        assert_eq!(ends.len(), sequences.len(), "an end for each sequence");
+        // SAFETY: as the caller promises.
+        unsafe { self.attend_to(Target::Parts { ends, parts }, None, arenas, layer, sequences, queries) }
     }
 
     /// As [`attend`](Self::attend), but goes over some runs of one sequence only, of those that
@@ -175,25 +197,24 @@ impl Backend {
         lse: Option<*mut f32>,
     ) -> Result<(), Error> {
         let of = work::run_count(sequence.spans);
-        let part = Some(Part { runs, of, carried });
+        let (target, part) = (Target::Results { sinks, out, lse }, Some(Part { runs, of, carried }));
         // SAFETY: as the caller promises.
-        unsafe { self.attend_to(part, arenas, layer, &[sequence], queries, sinks, out, lse) }
+        unsafe { self.attend_to(target, part, arenas, layer, &[sequence], queries) }
     }
 
     unsafe fn attend_to(
         &self,
+        target: Target<'_>,
         part: Option<Part<'_>>,
         arenas: &Arenas,
         layer: &Layer,
         sequences: &[SequenceTable<'_>],
         queries: Rows,
-        sinks: Option<&[f32]>,
-        out: RowsMut,
-        lse: Option<*mut f32>,
     ) -> Result<(), Error> {
         check(layer, sequences)?;
-        let heads = layer.num_q_heads as usize;
-        assert!(sinks.is_none_or(|sinks| sinks.len() == heads), "a sink for each query head");
+        if let Target::Results { sinks: Some(sinks), .. } = target {
+            assert_eq!(sinks.len(), layer.num_q_heads as usize, "a sink for each query head");
+        }
         // A panic left nothing in the scratch memory that the next call does not overwrite.
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: as the caller promises; layer and tables are checked, and the kernels are for this CPU.
@@ -207,9 +228,7 @@ impl Backend {
                 layer,
                 sequences,
                 queries,
-                sinks,
-                out,
-                lse,
+                target,
                 part,
             );
         }

@@ -80,8 +80,12 @@ struct Block {
     tiles: usize,
 }
 
-/// The query blocks of a batch.
-fn blocks<'a>(layer: &'a Layer, sequences: &'a [SequenceTable<'a>]) -> impl Iterator<Item = Block> + 'a {
+/// The query blocks of a batch, which see what is before `ends` of each sequence, if given.
+fn blocks<'a>(
+    layer: &'a Layer,
+    sequences: &'a [SequenceTable<'a>],
+    ends: Option<&'a [usize]>,
+) -> impl Iterator<Item = Block> + 'a {
     let size = (ROWS / layer.group()).max(1);
     let mut first_token = 0;
     sequences.iter().enumerate().flat_map(move |(sequence, table)| {
@@ -89,10 +93,12 @@ fn blocks<'a>(layer: &'a Layer, sequences: &'a [SequenceTable<'a>]) -> impl Iter
         let start = table.len() - new;
         let token = first_token;
         first_token += new;
+        let end = ends.map_or(usize::MAX, |ends| ends[sequence]);
         (0..new).step_by(size).map(move |first| {
             let queries = size.min(new - first);
             let position = start + first;
-            let visible = layer.visible(position..position + queries);
+            let Range { start, end: seen } = layer.visible(position..position + queries);
+            let visible = start..end.min(seen);
             let tiles = pieces(table.spans, visible.clone()).map(|piece| piece.tiles.len()).sum();
             Block { sequence, position, token: token + first, queries, alone: new <= size, visible, tiles }
         })
@@ -100,11 +106,13 @@ fn blocks<'a>(layer: &'a Layer, sequences: &'a [SequenceTable<'a>]) -> impl Iter
 }
 
 impl Plan {
-    /// Plans a batch for `threads` threads; if `part` is given, only these runs of it, which every group has an item of.
+    /// Plans a batch for `threads` threads; if `ends` are given, over what is before them in each sequence; if `part` is given, only
+    /// these runs of it, which every group has an item of.
     pub(crate) fn make(
         &mut self,
         layer: &Layer,
         sequences: &[SequenceTable<'_>],
+        ends: Option<&[usize]>,
         threads: usize,
         deterministic: bool,
         part: Option<&Range<usize>>,
@@ -115,10 +123,10 @@ impl Plan {
         let kv_heads = layer.geometry.num_kv_heads as usize;
         let cost =
             |block: &Block| block.tiles * kv_heads * (block.queries * layer.group()).div_ceil(UNIT_ROWS);
-        let total: usize = blocks(layer, sequences).map(|block| cost(&block)).sum();
+        let total: usize = blocks(layer, sequences, ends).map(|block| cost(&block)).sum();
         self.workers = threads.min(total.div_ceil(WAKE_COST)).max(1);
         let target = if self.workers == 1 { total } else { total.div_ceil(self.workers * ITEMS_PER_THREAD) };
-        for block in blocks(layer, sequences) {
+        for block in blocks(layer, sequences, ends) {
             let wanted = cost(&block).div_ceil(target.max(1));
             self.push(layer, sequences, &block, wanted, deterministic, part);
         }

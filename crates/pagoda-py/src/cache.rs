@@ -8,7 +8,7 @@ use crate::handle::{Abandoned, Handle};
 use crate::kernels::{Cpu, require_rows, require_sinks};
 use crate::layers::{LayerArguments, Placed, PlacedLayer, place};
 use crate::moves::{Late, Link};
-use crate::passes::StreamedGroup;
+use crate::passes::{HostPages, StreamArguments, StreamedGroup};
 use crate::patience;
 use crate::reads::Traffic;
 use crate::sessions::Sessions;
@@ -789,9 +789,9 @@ impl Cache {
         self.with_upload(py, |upload, core, step, layers| upload.fill(core, step, layers))
     }
 
-    /// How often pages of the host tier are read by attention over a layer of each group, in the step that was staged.
-    fn host_reads(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
-        self.with_upload(py, |upload, core, _, _| upload.host_reads(core))
+    /// What of the host tier attention over a layer of each group goes over, in the step that was staged.
+    fn host_pages(&self, py: Python<'_>) -> PyResult<Vec<HostPages>> {
+        self.with_upload(py, |upload, core, _, _| upload.host_pages(core))
     }
 
     /// Pages of each group that attention of the open step may read from disk.
@@ -842,19 +842,19 @@ impl Cache {
         })
     }
 
-    /// Plans how groups are streamed in the step that was staged, each in passes of so many pages at most; returns how many
-    /// words there are now besides those of `stage`, a number that stays the same as long as blocks hold the same, and the groups.
+    /// Plans how groups are streamed in the step that was staged; returns how many words there are now besides those of `stage`, a
+    /// number that stays the same as long as blocks hold the same, and the groups.
     fn stream<'py>(
         &self,
         py: Python<'py>,
-        rooms: Vec<(u8, usize)>,
+        groups: Vec<StreamArguments>,
     ) -> PyResult<(usize, u64, Vec<StreamedGroup<'py>>)> {
         let mut guard = self.lock(py)?;
         let inner = guard.as_mut().expect("locked open");
         inner.require_step(py)?;
         let Inner { core, step, layers, disk, engine, .. } = &mut **inner;
         let Engine::Device(Device { upload, .. }) = engine else { return Err(no_device(py)) };
-        let streamed = upload.stream(py, core, step, layers, &rooms);
+        let streamed = upload.stream(py, core, step, layers, &groups);
         if let Some(disk) = disk {
             disk.reads.what = upload.to_read(layers);
         }

@@ -244,19 +244,25 @@ impl Upload {
         words[..self.words.len()].copy_from_slice(&self.words);
     }
 
-    /// How often pages of the host tier are read by attention over a layer of each group: once for each block of queries.
-    pub(crate) fn host_reads(&self, core: &Cache) -> Vec<u64> {
-        let reads = |group: usize| {
-            let rows = core.step_batch().zip(&self.held[group]);
-            let of_rows = rows.filter_map(|((_, new_tokens), row)| {
-                let works = self.works.iter().filter(|work| usize::from(work.group) == group);
-                let blocks =
-                    works.filter(|work| work.takes(new_tokens)).map(|work| new_tokens.div_ceil(work.queries));
-                Some((*row)?.on_host as u64 * u64::from(blocks.max()?))
-            });
-            of_rows.sum()
-        };
-        (0..self.groups.len()).map(reads).collect()
+    /// How many groups there are.
+    pub(crate) fn group_count(&self) -> usize {
+        self.groups.len()
+    }
+
+    /// Pages of the sequence at place `index` of the batch that are on the host tier.
+    pub(crate) fn on_host(&self, group: usize, index: usize) -> u64 {
+        self.held[group][index].map_or(0, |row| row.on_host as u64)
+    }
+
+    /// Blocks that so many queries of a sequence are in, the most of any work list; None where none has them.
+    pub(crate) fn query_blocks(&self, id: GroupId, new_tokens: u32) -> Option<u64> {
+        let works = self.works.iter().filter(|work| GroupId(work.group) == id && work.takes(new_tokens));
+        works.map(|work| u64::from(new_tokens.div_ceil(work.queries))).max()
+    }
+
+    /// Whether a sequence holds pages in common with others, in a work list.
+    pub(crate) fn holds_common(&self, work: usize, index: usize) -> bool {
+        self.shared[work].holds.iter().any(|hold| hold.0 as usize == index)
     }
 
     /// Words for a place on the device.

@@ -148,7 +148,7 @@ fn no_kernels(py: Python<'_>) -> PyErr {
     unavailable(py, "CPU kernels: this cache is on a device")
 }
 
-fn isa_named(py: Python<'_>, name: &str) -> PyResult<Isa> {
+pub(crate) fn isa_named(py: Python<'_>, name: &str) -> PyResult<Isa> {
     let found = Isa::ALL.into_iter().find(|isa| isa.to_string() == name);
     found.ok_or_else(|| invalid(py, "isa", format_args!("{name:?}"), format_args!("one of {:?}", Isa::ALL)))
 }
@@ -175,7 +175,7 @@ fn recycle<'a>(mut tables: Vec<SequenceTable<'_>>) -> Vec<SequenceTable<'a>> {
 const CENTER_TOKENS_MIN: usize = 16;
 
 /// The meaning of 16-bit integers, if the caller says so.
-fn bits(py: Python<'_>, dtype: Option<&str>) -> PyResult<Option<Element>> {
+pub(crate) fn bits(py: Python<'_>, dtype: Option<&str>) -> PyResult<Option<Element>> {
     match dtype {
         None => Ok(None),
         Some("f32") => Ok(Some(Element::F32)),

@@ -11,6 +11,7 @@ mod handle;
 mod kernels;
 mod layers;
 mod moves;
+mod partials;
 mod passes;
 mod patience;
 mod reads;
@@ -50,6 +51,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(fork::after_fork_in_child, module)?)?;
     module.add_class::<cache::Cache>()?;
     module.add_class::<handle::Handle>()?;
+    module.add_class::<partials::Partials>()?;
     module.add_class::<ticket::Plan>()?;
     module.add_class::<ticket::Ticket>()?;
     module.add_class::<ticket::DiskCopies>()?;

@@ -7,9 +7,35 @@ use crate::step::StepState;
 use numpy::PyArray1;
 use pagoda_core::Cache;
 use pagoda_core::ids::{BlockId, BlockRef, GroupId, SequenceId, Tier};
-use pagoda_core::work::{Passes, RUN_ROWS, Scanned, TILE, WorkList};
+use pagoda_core::work::{Passes, RUN_ROWS, Scanned, Shares, TILE, WorkList};
 use pagoda_store::LayerOfPages;
 use pyo3::prelude::*;
+
+/// How a group is to be streamed, as a dict.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct StreamArguments {
+    group: u8,
+    /// Pages that a pass brings at most.
+    room: usize,
+    /// Of the first pages of sequences that may be divided, as far as these are on the host tier: what the CPU computes.
+    computed: f64,
+    /// Of all others there: what kernels read in place.
+    in_place: f64,
+}
+
+/// Pages of the host tier that attention over a layer of a group goes over.
+#[derive(IntoPyObject)]
+pub(crate) struct HostPages {
+    /// Of all sequences.
+    pages: u64,
+    /// How often kernels read them in place: once for each block of queries.
+    reads: u64,
+    /// Of sequences that may be divided between kernels and the CPU: the first pages, as far as these are there,
+    divisible: u64,
+    /// and the new tokens of one of these, at most.
+    new_tokens: u32,
+}
 
 /// Where the words of one list are, in bytes from the start of all.
 #[derive(IntoPyObject)]
@@ -40,6 +66,12 @@ pub(crate) struct StreamedGroup<'py> {
     /// Of each pass its blocks of the host tier, uint32, in ascending order, and how many of disk come behind these.
     passes: Vec<(Bound<'py, PyArray1<u32>>, usize)>,
     works: Vec<PassedWork>,
+    /// Of each sequence, the token before which the CPU computes all, uint32, and the row of `parts` for the first query of the batch
+    /// that begins with what it comes to, in the last pass.
+    begins: Bound<'py, PyArray1<u32>>,
+    row: u32,
+    /// How often kernels read pages in place.
+    in_place: u64,
 }
 
 /// What of the open step is streamed.
@@ -56,21 +88,49 @@ pub(crate) struct Streams {
 type Held = (u8, Vec<(SequenceId, u32)>, Vec<Vec<BlockRef>>);
 
 impl Upload {
-    /// Plans passes for each group in `rooms`, of so many pages at most, and writes them down; returns how many words more there
-    /// are now, a number that stays the same as long as blocks hold the same, and the groups.
+    /// What of the host tier each group goes over.
+    pub(crate) fn host_pages(&self, core: &Cache) -> Vec<HostPages> {
+        let of_group = |group: usize| {
+            let mut sum = HostPages { pages: 0, reads: 0, divisible: 0, new_tokens: 0 };
+            for (index, (_, new_tokens)) in core.step_batch().enumerate() {
+                let id = GroupId(group as u8);
+                let pages = self.on_host(group, index);
+                let Some(blocks) = self.query_blocks(id, new_tokens) else { continue };
+                sum.pages += pages;
+                sum.reads += pages * blocks;
+                if pages > 0 && self.divisible(id, index, new_tokens) {
+                    let row = core.step_row(index, id).0.iter();
+                    sum.divisible += row.take_while(|entry| entry.tier() == Tier::Host).count() as u64;
+                    sum.new_tokens = sum.new_tokens.max(new_tokens);
+                }
+            }
+            sum
+        };
+        (0..self.group_count()).map(of_group).collect()
+    }
+
+    /// Whether the CPU may compute a part: for few queries, which go over no pages in common with others.
+    fn divisible(&self, id: GroupId, index: usize, new_tokens: u32) -> bool {
+        let mut works = self.works.iter().enumerate().filter(|(_, work)| GroupId(work.group) == id);
+        works.all(|(at, work)| !self.holds_common(at, index) && work.takes(new_tokens) == work.takes(1))
+    }
+
+    /// Plans passes for each group and writes them down; returns how many words more there are now, a number that stays the same
+    /// as long as blocks hold the same, and the groups.
     pub(crate) fn stream<'py>(
         &mut self,
         py: Python<'py>,
         core: &Cache,
         step: &StepState,
         layers: &[PlacedLayer],
-        rooms: &[(u8, usize)],
+        groups: &[StreamArguments],
     ) -> (usize, u64, Vec<StreamedGroup<'py>>) {
         let mut held = Vec::new();
-        let groups = rooms
+        let groups = groups
             .iter()
-            .map(|&(group, room)| {
-                let passes = self.passes(core, step, layers, GroupId(group), room);
+            .map(|streamed| {
+                let group = streamed.group;
+                let passes = self.passes(core, step, layers, streamed);
                 let streamed = self.write_group(py, core, step, GroupId(group), &passes);
                 let sequences = core.step_batch().enumerate();
                 let versions = sequences
@@ -107,9 +167,9 @@ impl Upload {
         core: &Cache,
         step: &StepState,
         layers: &[PlacedLayer],
-        id: GroupId,
-        room: usize,
+        &StreamArguments { group, room, computed, in_place }: &StreamArguments,
     ) -> Passes {
+        let id = GroupId(group);
         let works = || self.works.iter().filter(|work| GroupId(work.group) == id);
         let placed = layers.iter().find(|placed| placed.group == id);
         let page_size = placed.map_or(1, |placed| placed.layer.page_size as usize);
@@ -123,9 +183,12 @@ impl Upload {
             let low = works().filter(|work| work.takes(new_tokens)).map(|work| first(work.window)).min();
             // No queries, no work.
             let spans = if low.is_some() { all } else { &[] };
-            Scanned { spans, row: core.step_row(index, id).0, low: low.unwrap_or(0) }
+            let divisible = self.divisible(id, index, new_tokens);
+            let (low, queries) = (low.unwrap_or(0), length - new_tokens);
+            Scanned { spans, row: core.step_row(index, id).0, low, queries, divisible }
         });
-        Passes::plan(&scanned.collect::<Vec<_>>(), page_size, stretch, room)
+        let shares = Shares { elsewhere: computed, in_place };
+        Passes::plan(&scanned.collect::<Vec<_>>(), page_size, stretch, room, shares)
     }
 
     fn write_group<'py>(
@@ -155,22 +218,35 @@ impl Upload {
         let mut lists = vec![WorkList::default(); passes.blocks.len()];
         let mut works = Vec::new();
         for (index, work) in self.works.iter().enumerate().filter(|(_, work)| GroupId(work.group) == id) {
-            // Rows of parts: of those who hold common pages, then what is carried for each query, and for each of those.
+            // Rows of parts: of those who hold common pages, then what is carried and what the CPU has computed for each query, and
+            // what is carried for each of those.
             let mut write = |list: &WorkList, carried: u32, queries: u32| {
                 lists.iter_mut().for_each(WorkList::clear);
                 list.split(passes, work.by_runs, spans, carried, queries, &mut lists);
                 lists.iter().map(|list| write_part(&mut self.streams.words, list)).collect::<Vec<_>>()
             };
             let Lists { own, common } = &self.lists[index];
-            let (own, common) = (write(own, members, tokens), write(common, members + 2 * tokens, members));
+            let (own, common) = (write(own, members, tokens), write(common, members + 3 * tokens, members));
             works.push(PassedWork { work: index, own, common });
         }
-        let passes = passes.blocks.iter().map(|blocks| {
+        let brought = passes.blocks.iter().map(|blocks| {
             let on_host = of_tier(blocks, Tier::Host);
             let on_disk = blocks.len() - on_host.len();
             (PyArray1::from_iter(py, on_host.into_iter().map(BlockId::index)), on_disk)
         });
-        StreamedGroup { table: 4 * start, columns, passes: passes.collect(), works }
+        let batch = || core.step_batch().enumerate();
+        let in_place = batch().map(|(index, (_, new_tokens))| {
+            u64::from(passes.in_place[index]) * self.query_blocks(id, new_tokens).unwrap_or(0)
+        });
+        StreamedGroup {
+            table: 4 * start,
+            columns,
+            passes: brought.collect(),
+            works,
+            begins: PyArray1::from_iter(py, batch().map(|(index, _)| passes.begin(index))),
+            row: members + 2 * tokens,
+            in_place: in_place.sum(),
+        }
     }
 }
 

@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,8 +20,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pagoda import _core, build_info, calibration, machine
+from pagoda import _core, build_info, calibration, machine, rates
 from pagoda.device import cuda
+from pagoda.device.driver import Driver
 from pagoda.errors import PagodaError
 from pagoda.kernels import instances, loader
 from pagoda.kernels.arguments import Unpack
@@ -55,8 +57,8 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure how fast memory and the disk are read, alone and at once, and keep that for pagoda bench; "
-        f"writes {format_size(calibration.DISK_BYTES)} to the disk, twice",
+        help="measure how fast memory and the disk are read, and pages of the host for the first GPU, alone and at once; "
+        f"keep that for pagoda bench and caches on a GPU; writes {format_size(calibration.DISK_BYTES)} to the disk, twice",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -66,7 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the findings."""
     findings = examine(arguments.disk)
     if arguments.calibrate:
-        findings += calibrate(arguments.disk)
+        fine = any(finding.what == "GPU kernels" and finding.fine for finding in findings)
+        # The one that a kernel was run on.
+        findings += calibrate(arguments.disk, [cuda.open_driver(0)] if fine else [])
     if arguments.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
         return 0
@@ -83,9 +87,10 @@ def examine(directory: Path) -> list[Finding]:
     return [_module(), _kernels(), *_gpu(), _memory(), _locked_memory(), _huge_pages(), _disk(directory)]
 
 
-def calibrate(directory: Path) -> list[Finding]:
-    """Measures what links carry, and keeps it. Raises TierIOError."""
-    measured = calibration.measure(os.cpu_count() or 1, directory)
+def calibrate(directory: Path, gpus: list[Driver]) -> list[Finding]:
+    """Measures what links carry, and keeps it, besides what is kept of other GPUs. Raises TierIOError."""
+    before = rates.kept()
+    measured = calibration.measure(os.cpu_count() or 1, directory, gpus)
     found = {
         link: f"{alone / 1e9:.1f} GB/s, and {measured.together[link] / 1e9:.1f} GB/s beside the other"
         for link, alone in measured.alone.items()
@@ -93,12 +98,21 @@ def calibrate(directory: Path) -> list[Finding]:
     findings = [
         Finding("memory reads", True, f"{found['memory']}, by attention on {measured.threads} threads"),
         Finding("disk reads", True, f"{found['disk']}, in order in {directory}"),
+        *(_routes(gpu, routes) for gpu, routes in measured.gpus.items()),
     ]
     try:
-        calibration.keep(measured)
+        rates.keep(replace(measured, gpus=(before.gpus if before else {}) | measured.gpus))
     except OSError as error:
         return [*findings, Finding("calibration", False, str(error), "XDG_CACHE_HOME names a folder to keep it in")]
-    return [*findings, Finding("calibration", True, f"kept in {calibration.place()}")]
+    return [*findings, Finding("calibration", True, f"kept in {rates.place()}")]
+
+
+def _routes(gpu: str, routes: rates.Routes) -> Finding:
+    names = {"ring": "copies", "mapped": "reads in place", "memory": f"the CPU with {routes.threads} threads"}
+    lines = [
+        ", ".join(f"{names[route]} {rate / 1e9:.1f}" for route, rate in measured.items()) for measured in routes.rates
+    ]
+    return Finding(f"host pages, {gpu}", True, "GB/s: " + "; at once ".join(lines))
 
 
 def _module() -> Finding:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+from pagoda import rates
 from pagoda.device import cuda
 from pagoda.device.engine import DeviceEngine
 from pagoda.errors import InvalidArgument
@@ -23,7 +25,14 @@ def device_index(device: str) -> int | None:
     return None if name == "cpu" else int(number or 0)
 
 
-def engine_for(device: str, layers: list[CoreLayer], **options: Any) -> DeviceEngine | None:
-    """The engine for `device`; None for the CPU. Raises InvalidArgument, and BackendUnavailable for what is not there."""
+def engine_for(device: str, layers: list[CoreLayer], *, threads: int, **options: Any) -> DeviceEngine | None:
+    """The engine for `device`; None for the CPU. threads: of the CPU, for its part in attention over pages of the host tier.
+
+    Raises InvalidArgument, and BackendUnavailable for what is not there.
+    """
     index = device_index(device)
-    return None if index is None else DeviceEngine(cuda.open_driver(index), layers, **options)
+    if index is None:
+        return None
+    driver = cuda.open_driver(index)
+    routes = rates.routes_of(driver.name, threads)
+    return DeviceEngine(driver, layers, routes=routes, isa=os.environ.get("PAGODA_CPU_ISA"), **options)

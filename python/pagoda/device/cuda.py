@@ -299,6 +299,13 @@ class CudaDriver:
         return _HostArena(size, piece)
 
     @cached_property
+    def name(self) -> str:
+        """Its place on the bus."""
+        import cupy
+
+        return str(cupy.cuda.runtime.deviceGetPCIBusId(self._device.id))
+
+    @cached_property
     def copy_engine_bytes(self) -> int:
         """Measured when it is first asked for."""
         return movement.copy_engine_bytes(self)

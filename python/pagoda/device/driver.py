@@ -119,6 +119,10 @@ class Driver(Protocol):
     """One device."""
 
     @property
+    def name(self) -> str:
+        """That no other device of the machine has."""
+
+    @property
     def multiprocessors(self) -> int:
         """How many there are."""
 

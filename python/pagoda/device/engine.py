@@ -28,6 +28,7 @@ from pagoda import _core
 from pagoda.device.driver import Driver, Event, Memory, Stream, View
 from pagoda.device.movement import Mover
 from pagoda.device.moves import Moves
+from pagoda.device.partials import Partials
 from pagoda.device.passage import Passage
 from pagoda.device.streaming import (
     SLOTS,
@@ -45,6 +46,7 @@ from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, Pago
 from pagoda.geometry import BlockLayout, CoreLayer
 from pagoda.kernels import arguments, instances
 from pagoda.kernels.arguments import Division
+from pagoda.rates import Routes
 
 T = TypeVar("T")
 
@@ -172,6 +174,9 @@ class Centers:
 class DeviceEngine:
     """Answers the calls of `pagoda._core.Cache` for a cache whose memory and kernels are on a device.
 
+    routes: what the ways to pages of the host tier carry, by which work on them is divided; without that, and in a
+    deterministic cache, the CPU has no part in it. isa: the instruction set of that part, the best by default.
+
     Not to be called from two threads at once. Raises BackendUnavailable for layers that no kernel does.
     """
 
@@ -187,6 +192,8 @@ class DeviceEngine:
         checked: bool,
         zero_on_free: bool,
         disk: DiskArguments | None,
+        routes: Routes | None = None,
+        isa: str | None = None,
     ) -> None:
         self._driver, self._layers, self._layouts = driver, layers, layouts
         self._deterministic, self._page_size = deterministic, page_size
@@ -241,7 +248,12 @@ class DeviceEngine:
         self._zeroed: Event | None = None
         self._tables = StepTables(driver, self.core, layers, set(self._works.values()))
         self._moves = Moves(self.core, self._mover, self._copying, host, self._on_host, passage)
-        self._streams = Streams(driver, self.core, layers, layouts, host, self._mover, runs, slot, disk is not None)
+        partials = None
+        if routes is not None and not deterministic:
+            partials = Partials(driver, self.core, layers, self._centers.of, routes, isa)
+        self._streams = Streams(
+            driver, self.core, layers, layouts, host, self._mover, runs, slot, partials, from_disk=disk is not None
+        )
         self._scratch = Scratch(driver)
         self._maxima: Maxima | None = None
         self._epochs: deque[tuple[int, Event]] = deque()
@@ -403,7 +415,7 @@ class DeviceEngine:
                     common = work.common if self._tables.members or self._maxima is not None else None
                     self._launch_attention(layer, queries.dtype, prefill, call, work.own, common)
         else:
-            self._stream_attention(layer, queries.dtype, call, streamed)
+            self._stream_attention(layer, queries, call, streamed)
 
     def replay(self, launch: Callable[[], object]) -> None:
         """See `Step.replay`."""
@@ -620,21 +632,26 @@ class DeviceEngine:
         grid = min(-(-threads // APPEND_THREADS), 4 * self._driver.multiprocessors)
         self._now.launch(instances.append(*formats, given), grid, APPEND_THREADS, call, shared_bytes=shared)
 
-    def _stream_attention(self, layer: int, q: str, call: arguments.Attend, streamed: GroupPasses) -> None:
+    def _stream_attention(self, layer: int, queries: View, call: arguments.Attend, streamed: GroupPasses) -> None:
         """Pass after pass, each where the one before has stopped."""
         if self._now.capturing:
             raise InvalidArgument(
                 f"attend: layer {layer} in a graph: not in a step that streams pages of the host tier"
             )
+        kinds = [prefill for prefill in (False, True) if self._has(layer, prefill)]
+        for prefill in kinds:
+            self._make_room(layer, queries.dtype, prefill)
         call.pages.table, call.pages.columns = streamed.table, streamed.columns
+        asked = self._streams.ask(layer, queries, self._now)
         for number in range(len(streamed.copies)):
+            if asked is not None and number == len(streamed.copies) - 1:
+                self._streams.answer(asked, self._now, self._scratch.parts)
             with self._streams.brought(layer, number, self._now) as place:
                 call.pages.bases[BROUGHT], call.pages.pitches[BROUGHT] = place
-                for prefill in (False, True):
-                    if self._has(layer, prefill):
-                        key = self._works[layer, prefill, q]
-                        call.members = self._tables.works[key].members or None
-                        self._launch_attention(layer, q, prefill, call, *streamed.works[key][number])
+                for prefill in kinds:
+                    key = self._works[layer, prefill, queries.dtype]
+                    call.members = self._tables.works[key].members or None
+                    self._launch_attention(layer, queries.dtype, prefill, call, *streamed.works[key][number])
 
     def _launch_attention(
         self,
@@ -647,11 +664,7 @@ class DeviceEngine:
     ) -> None:
         """One kind of queries: what they have in common with others, then what is their own."""
         mode = "prefill" if prefill else "decode"
-        sizes = self._scratch_bytes(layer, q, prefill, all_members=self._maxima is not None)
-        if not self._scratch.covers(sizes):
-            self._wait_for_steps()
-            self._now.record().wait()
-            self._scratch.grow(sizes)
+        self._make_room(layer, q, prefill)
         call.partials, call.pending = self._scratch.partials, self._scratch.counters
         call.parts = self._scratch.parts or None
         if common is not None:
@@ -662,6 +675,14 @@ class DeviceEngine:
             runs = Division.UNITS if prefill else Division.RUNS
             call.division = runs if self._deterministic else Division.TILES
             self._launch(layer, self._attention(layer, q, mode), call, own)
+
+    def _make_room(self, layer: int, q: str, prefill: bool) -> None:
+        """Scratch memory for attention over a layer."""
+        sizes = self._scratch_bytes(layer, q, prefill, all_members=self._maxima is not None)
+        if not self._scratch.covers(sizes):
+            self._wait_for_steps()
+            self._now.record().wait()
+            self._scratch.grow(sizes)
 
     def _launch(self, layer: int, chosen: instances.Attention, call: arguments.Attend, work: ListTables) -> None:
         call.blocks, call.prefix, call.block_count, call.part_rows = work.blocks, work.prefix, work.count, work.rows
@@ -691,10 +712,10 @@ class DeviceEngine:
             floats = max(floats, 2 * self._grid(common) * common.partial if members else 0)
             units = max(units, members * shape["num_kv_heads"] * common.sets)
             rows = members
-        if self._streams.ring and (all_members or self._streams.group(layer) is not None):
+        if self._streams.in_passes and (all_members or self._streams.group(layer) is not None):
             # As crates/pagoda-py/src/passes.rs numbers them.
             members = self._tables.members_max if all_members else self._tables.members
-            rows = 3 * members + 2 * self._rows_max
+            rows = 3 * (members + self._rows_max)
         return 4 * floats, 4 * units, 4 * rows * shape["num_q_heads"] * (shape["v_head_dim"] + 2)
 
     def _enter(self) -> None:

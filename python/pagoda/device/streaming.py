@@ -1,4 +1,4 @@
-"""Pages of other tiers on their way through device memory, so that attention reads them there: the route "ring".
+"""Pages that are not on the device, and the ways of attention to them. By "ring" they come through device memory.
 
 A layer's pages are copied by the copy engine into the slots of a ring, on a stream of its own and ahead of the kernels: while
 one slot is read the next is filled, with what comes next of the layer, of the next layer, or of the first layer of the next
@@ -6,9 +6,10 @@ step. That is known before it is asked for, for pages on the host never change. 
 kernel reads a slot before its copies have arrived, and none are made into it before its last reader has ended. Pages on disk
 come the same way, once they have been read (reads.py); a slot is filled ahead of need as far as that has happened.
 
-The other route, "mapped", of host pages alone, is that kernels read pinned memory in place. It costs no launches and no
-memory, but each block of queries brings the pages over the link anew, and only while attention runs. The driver knows from
-how many bytes on the ring is faster.
+By "mapped" kernels read pinned memory of the host tier in place. It costs no launches and no memory, but each block of
+queries brings the pages over the link anew, and only while attention runs. By "memory" its pages stay where they are and the
+CPU computes (partials.py). Where the rates of all were measured and kept the work is divided by them; else the driver knows
+from how many bytes on the ring is faster than to read in place, and the CPU has nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core
-from pagoda.device.driver import Driver, Event, HostArena, Memory, Stream
+from pagoda.device.driver import Driver, Event, HostArena, Memory, Stream, View
 from pagoda.device.movement import KERNEL_THREADS, WORD, Mover, seconds
+from pagoda.device.partials import Asked, Partials
 from pagoda.device.passage import stored_bytes
 from pagoda.device.reads import Reads
 from pagoda.device.tables import ListTables, StepTables, Work
@@ -51,14 +53,15 @@ MEASURED_LAYERS = 8
 
 @dataclass
 class Traffic:
-    """Bytes that attention of a step has brought over the link to the device, by route.
+    """Bytes that attention of a step has gone over outside of device memory, by route.
 
     ring: copies, those ahead for the next step included. mapped: what kernels read in place, at most: they spare what windows
-    leave out, and pages in common are read once.
+    leave out, and pages in common are read once. memory: rows that the CPU has read.
     """
 
     ring: int = 0
     mapped: int = 0
+    memory: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,9 @@ class GroupPasses:
 
     table, columns: a block table that says where pages are in their passes. copies: for each pass [block, blocks, place] of
     blocks of the host tier that lie side by side, and the place of the first in the slot. on_disk: how many pages of each
-    pass come from disk, behind those. works: for each pass a work list, and one over common pages; None where there is none.
+    pass come from disk, behind those. works: for each pass a work list, and one over common pages; None where there is no
+    work. begins: of each sequence, the token before which the CPU computes all; row: of the parts, that of what it has come
+    to for the first query of the batch. in_place: how often kernels read pages in place.
     """
 
     table: int
@@ -136,6 +141,9 @@ class GroupPasses:
     copies: list[npt.NDArray[np.int64]]
     on_disk: list[int]
     works: dict[Work, list[tuple[ListTables | None, ListTables | None]]]
+    begins: npt.NDArray[np.uint32]
+    row: int
+    in_place: int
 
 
 class Streams:
@@ -151,10 +159,12 @@ class Streams:
         mover: Mover,
         runs: list[Run],
         slot_size: int,
+        partials: Partials | None,
+        *,
         from_disk: bool,
     ) -> None:
         self._driver, self._core, self._layers, self._layouts = driver, core, layers, layouts
-        self._host, self._mover, self._runs = host, mover, runs
+        self._host, self._mover, self._runs, self._partials = host, mover, runs, partials
         self._rooms = [slot_size // self._widest(group) for group in range(len(layouts))]
         self._slot_size = slot_size
         self._ring = driver.memory(SLOTS * slot_size) if slot_size else None
@@ -169,14 +179,14 @@ class Streams:
         self._tables: Memory | None = None
         self._room = 0
         self._stamp = 0
-        self._reads: list[int] = []
+        self._pages: list[dict[str, int]] = []
         self._placed: list[tuple[int, dict[str, Any]]] = []
         self._copies: dict[int, list[npt.NDArray[np.int64]]] = {}
         self._on_disk: list[int] = []
         self._read_as: dict[int, int] = {}
         self._groups: dict[int, GroupPasses] = {}
         self._order: list[tuple[int, int]] = []
-        self._first: dict[int, int] = {}
+        self._items: dict[tuple[int, int], int] = {}
         self.traffic = Traffic()
 
     @property
@@ -184,16 +194,22 @@ class Streams:
         """Whether there is one."""
         return self._ring is not None
 
+    @property
+    def in_passes(self) -> bool:
+        """Whether a step may go over pages in passes."""
+        return self.ring or self._partials is not None
+
     def plan(self) -> int:
-        """Chooses a route for each group of the step that was staged; returns how many words more there are."""
+        """Divides the work of each group of the step that was staged; returns how many words more there are."""
         self.traffic = Traffic()
-        self._reads, self._placed = self._core.host_reads(), []
-        self._on_disk = self._core.on_disk() if self._reads_ahead else [0] * len(self._reads)
-        chosen = [group for group, reads in enumerate(self._reads) if self._is_for_the_ring(group, reads)]
+        self._pages, self._placed = self._core.host_pages(), []
+        self._on_disk = self._core.on_disk() if self._reads_ahead else [0] * len(self._pages)
+        ways = [self._way(group, pages) for group, pages in enumerate(self._pages)]
+        chosen = [way for way in ways if way is not None]
         if not chosen:
             return 0
-        words, stamp, groups = self._core.stream([(group, self._rooms[group]) for group in chosen])
-        self._placed = list(zip(chosen, groups, strict=True))
+        words, stamp, groups = self._core.stream(chosen)
+        self._placed = [(int(way["group"]), placed) for way, placed in zip(chosen, groups, strict=True)]
         if stamp != self._stamp:
             self._stamp = stamp
             self._copies = {
@@ -217,32 +233,54 @@ class Streams:
         """Where the words go; from now on passes can be `brought`."""
         base = 0 if self._tables is None else self._tables.address
         self._groups = {group: self._group(group, base, placed, tables) for group, placed in self._placed}
-        self._order.clear()
+        self._order = [
+            (layer, number)
+            for layer in range(len(self._layers))
+            if (of := self.group(layer)) is not None
+            for number, (copies, on_disk) in enumerate(zip(of.copies, of.on_disk, strict=True))
+            if len(copies) or on_disk
+        ]
+        self._items = {one: item for item, one in enumerate(self._order)}
         self._read_as.clear()
-        for layer in range(len(self._layers)):
-            if (of := self.group(layer)) is not None:
-                self._first[layer] = len(self._order)
-                for number, on_disk in enumerate(of.on_disk):
-                    if on_disk:
-                        # As crates/pagoda-py/src/passes.rs counts them.
-                        self._read_as[len(self._order)] = len(self._read_as)
-                    self._order.append((layer, number))
+        for item, (layer, number) in enumerate(self._order):
+            if self._groups[self._layers[layer]["group"]].on_disk[number]:
+                # As crates/pagoda-py/src/passes.rs counts them.
+                self._read_as[item] = len(self._read_as)
         return base
 
     def group(self, layer: int) -> GroupPasses | None:
-        """How the pages of a layer are streamed; None where they are read in place."""
+        """How the pages of a layer are streamed; None where they are read in place, in one pass."""
         return self._groups.get(self._layers[layer]["group"])
 
     def read_in_place(self, layer: int) -> None:
-        """Counts what attention over a layer reads of pinned memory."""
-        if self._reads:
-            self.traffic.mapped += self._reads[self._layers[layer]["group"]] * self._runs[layer].bytes
+        """Counts what attention over a layer reads of pinned memory where nothing of it is streamed."""
+        if self._pages:
+            self.traffic.mapped += self._pages[self._layers[layer]["group"]]["reads"] * self._runs[layer].bytes
+
+    def ask(self, layer: int, q: View, stream: Stream) -> Asked | None:
+        """Begins attention over a layer that is streamed; what the CPU is asked for is due before the last pass."""
+        of = self._groups[self._layers[layer]["group"]]
+        self.traffic.mapped += of.in_place * self._runs[layer].bytes
+        if self._partials is None or not of.begins.any():
+            return None
+        return self._partials.ask(stream, layer, q, of.begins)
+
+    def answer(self, asked: Asked, stream: Stream, parts: int) -> None:
+        """Has the CPU do its part, and sends what it comes to. parts: where parts of results are on the device."""
+        assert self._partials is not None
+        layer = self._layers[asked.layer]
+        row = 4 * layer["num_q_heads"] * (layer["v_head_dim"] + 2)
+        target = parts + self._groups[layer["group"]].row * row
+        self.traffic.memory += self._partials.answer(stream, asked, target)
 
     @contextmanager
     def brought(self, layer: int, number: int, stream: Stream) -> Iterator[tuple[int, int]]:
-        """Where kernels that are launched on the stream inside find the pages of a pass: the address of their tier, and the
-        bytes from block to block."""
-        item, run = self._first[layer] + number, self._runs[layer]
+        """Where kernels that are launched on the stream inside find the pages that a pass brings, if any: the address of
+        their tier, and the bytes from block to block."""
+        run, item = self._runs[layer], self._items.get((layer, number))
+        if item is None:
+            yield 0, 0
+            return
         if len(self._slots) + len(self._ahead) < SLOTS:
             # Ctrl-C has come in between. This stream follows whatever has read the slots.
             self._ahead.clear()
@@ -273,12 +311,24 @@ class Streams:
     def close(self) -> None:
         """Waits for the copies, then gives the memory back."""
         self._copying.record().wait()
-        self._ring = self._tables = None
+        self._ring = self._tables = self._partials = None
 
-    def _is_for_the_ring(self, group: int, reads: int) -> bool:
-        """Whether pages are read that are on disk, or so many of the host that the ring is faster, if there is one."""
-        enough = reads and self.ring and reads * self._widest(group) >= self._driver.ring_bytes
-        return bool(self._on_disk[group] or enough)
+    def _way(self, group: int, pages: dict[str, int]) -> dict[str, float] | None:
+        """How the group is streamed; None where its pages are read in place, in one pass."""
+        size, on_disk = self._widest(group), self._on_disk[group]
+        if not pages["reads"] and not on_disk:
+            return None
+        way = {"group": group, "room": self._rooms[group], "computed": 0.0, "in_place": 0.0}
+        if self._partials is None or not pages["reads"]:
+            enough = self.ring and pages["reads"] * size >= self._driver.ring_bytes
+            return way if on_disk or enough else None
+        shares = self._partials.divide(group, pages, size, ring=self.ring)
+        ring, mapped, memory = (shares.get(route, 0.0) for route in ("ring", "mapped", "memory"))
+        if not ring and not memory and not on_disk:
+            return None
+        if memory:
+            way["computed"] = memory / (pages["divisible"] * size)
+        return way | {"in_place": mapped / (ring + mapped) if ring else 1.0}
 
     def _widest(self, group: int) -> int:
         """Bytes of a layer of the group in one block, at most."""
@@ -295,8 +345,10 @@ class Streams:
         works = {
             keys[of["work"]]: list(zip(lists(of["own"]), lists(of["common"]), strict=True)) for of in placed["works"]
         }
+        table, columns, copies = base + placed["table"], placed["columns"], self._copies[group]
         on_disk = [on_disk for _, on_disk in placed["passes"]]
-        return GroupPasses(base + placed["table"], placed["columns"], self._copies[group], on_disk, works)
+        begins, row, in_place = placed["begins"], placed["row"], placed["in_place"]
+        return GroupPasses(table, columns, copies, on_disk, works, begins, row, in_place)
 
     def _side_by_side(self, group: int, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Blocks that lie side by side in one piece of pinned memory, as [block, blocks, place]."""

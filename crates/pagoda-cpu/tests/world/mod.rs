@@ -382,6 +382,52 @@ impl World {
         self.attend_by(parts, &[one], element)
     }
 
+    /// What parts of results over the tokens before `ends` of each sequence say: other pages are nowhere.
+    pub fn attend_before(
+        &mut self,
+        backend: &Backend,
+        batch: &[(usize, usize, usize)],
+        ends: &[usize],
+        element: Element,
+    ) -> (Vec<f32>, Vec<f32>) {
+        let (page, heads) = (self.layer.page_size as usize, self.layer.num_q_heads as usize);
+        let dim = self.layer.geometry.v_head_dim as usize;
+        let total: usize = batch.iter().map(|&(_, _, new)| new).sum();
+        let mut parts = vec![f32::NAN; total * heads * (dim + 2) + 1];
+        let leave = |call: &Call<'_>| {
+            let Call { arenas, layer, tables, queries, .. } = *call;
+            let rows = tables.iter().zip(ends).map(|(table, &end)| {
+                let mut here = vec![BlockRef::new(Tier::Disk, BlockId::new(1 << 29)); table.row.len()];
+                let tokens = table
+                    .spans
+                    .iter()
+                    .flat_map(|span| (span.skip..span.skip + span.count).map(move |row| (span, row)));
+                for (span, row) in tokens.take(end) {
+                    let entry = span.first_page as usize + row as usize / page;
+                    here[entry] = table.row[entry];
+                }
+                here
+            });
+            let rows: Vec<_> = rows.collect();
+            let tables = tables.iter().zip(&rows).map(|(table, row)| SequenceTable { row, ..*table });
+            let tables: Vec<_> = tables.collect();
+            // SAFETY: the tables are this world's, and there are floats for every token and head.
+            unsafe { backend.attend_before(ends, arenas, layer, &tables, queries, parts.as_mut_ptr()) }
+                .expect("attend");
+        };
+        self.attend_by(leave, batch, element);
+        assert!(parts.pop().is_some_and(f32::is_nan), "wrote past the end");
+        let (mut out, mut lse) = (Vec::new(), Vec::new());
+        for part in parts.chunks_exact(dim + 2) {
+            let (values, max, sum) = (&part[..dim], part[dim], part[dim + 1]);
+            let seen = sum > 0.0;
+            out.extend(values.iter().map(|x| if seen { x / sum } else { 0.0 }));
+            lse.push(if seen { (max + sum.log2()) * std::f32::consts::LN_2 } else { f32::NEG_INFINITY });
+            assert!(seen || *part == [&vec![0.0; dim][..], &[f32::NEG_INFINITY, 0.0]].concat());
+        }
+        (out, lse)
+    }
+
     fn attend_by(
         &mut self,
         attend: impl FnOnce(&Call<'_>),
@@ -443,13 +489,24 @@ impl World {
 
     /// What `attend` should say.
     pub fn expect(&self, batch: &[(usize, usize, usize)], element: Element) -> (Vec<f64>, Vec<f64>) {
+        self.expect_before(batch, &vec![usize::MAX; batch.len()], self.sinks.as_deref(), element)
+    }
+
+    /// The same over the tokens before `ends`.
+    pub fn expect_before(
+        &self,
+        batch: &[(usize, usize, usize)],
+        ends: &[usize],
+        sinks: Option<&[f32]>,
+        element: Element,
+    ) -> (Vec<f64>, Vec<f64>) {
         let layer = &self.layer;
         let geometry = layer.geometry;
         let (heads, dim, v_dim) =
             (layer.num_q_heads as usize, geometry.head_dim as usize, geometry.v_head_dim as usize);
         let kv_heads = geometry.num_kv_heads as usize;
         let (mut out, mut lse) = (Vec::new(), Vec::new());
-        for &(s, len, new) in batch {
+        for (&(s, len, new), &end) in batch.iter().zip(ends) {
             let sequence = &self.sequences[s];
             let stored = |rows: &[f32], dim: usize, format: RowFormat, center: &[f32], rotated: bool| {
                 let mut all = Vec::new();
@@ -492,7 +549,7 @@ impl World {
             for i in len - new..len {
                 let low = layer.window.map_or(0, |w| (i + 1).saturating_sub(w as usize));
                 let seen: Vec<usize> =
-                    (0..=i).filter(|&j| j >= low || spans[j].sight != Sight::Window).collect();
+                    (0..end.min(i + 1)).filter(|&j| j >= low || spans[j].sight != Sight::Window).collect();
                 let offset = |j: usize| match spans[j].sight {
                     Sight::Trailing { from } => spans[j].offset as f64 + (i as i64 - from).max(0) as f64,
                     Sight::Window | Sight::Always => spans[j].offset as f64,
@@ -518,7 +575,7 @@ impl World {
                         .collect();
                     let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                     let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
-                    let sink = self.sinks.as_ref().map_or(0.0, |sinks| (f64::from(sinks[head]) - top).exp());
+                    let sink = sinks.map_or(0.0, |sinks| (f64::from(sinks[head]) - top).exp());
                     let mut row = vec![0.0; v_dim];
                     for (&j, score) in seen.iter().zip(&scores) {
                         let weight = (score - top).exp() / (sum + sink);

@@ -1,0 +1,132 @@
+//! What the CPU computes of a step whose kernels are on a device: attention over pages of the host tier, left as parts that the
+//! device begins with.
+
+use crate::arrays::{floats, rows};
+use crate::cache::Cache;
+use crate::errors::{cpu, invalid};
+use crate::fork;
+use crate::kernels::{bits, isa_named};
+use numpy::{PyArray3, PyArrayMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
+use pagoda_core::ids::Tier;
+use pagoda_core::work;
+use pagoda_cpu::{Backend, Layer, SequenceTable};
+use pyo3::prelude::*;
+use std::mem::ManuallyDrop;
+
+/// Threads and kernels of the CPU for a cache on a device.
+#[pyclass(frozen, module = "pagoda._core")]
+pub(crate) struct Partials {
+    backend: ManuallyDrop<Backend>,
+    /// The process that made it.
+    process: u64,
+}
+
+impl Drop for Partials {
+    fn drop(&mut self) {
+        // In a forked child the threads do not exist.
+        if self.process == fork::process() {
+            // SAFETY: it is not used any more.
+            unsafe { ManuallyDrop::drop(&mut self.backend) };
+        }
+    }
+}
+
+/// Where parts go.
+struct Floats(*mut f32);
+
+// SAFETY: only the backend's workers write there, while the array is borrowed.
+unsafe impl Sync for Floats {}
+
+impl Floats {
+    fn get(&self) -> *mut f32 {
+        self.0
+    }
+}
+
+#[pymethods]
+impl Partials {
+    #[new]
+    fn new(py: Python<'_>, threads: usize, isa: Option<&str>) -> PyResult<Self> {
+        let isa = isa.map(|name| isa_named(py, name)).transpose()?;
+        let backend = Backend::new(threads, false, isa).map_err(|error| cpu(py, &error))?;
+        Ok(Self { backend: ManuallyDrop::new(backend), process: fork::process() })
+    }
+
+    /// What the K rows of a layer are centred by, where the device has taken that from the first of them: float32
+    /// `[num_kv_heads * head_dim]`.
+    fn center(
+        &self,
+        py: Python<'_>,
+        cache: &Cache,
+        layer: usize,
+        center: &Bound<'_, PyUntypedArray>,
+    ) -> PyResult<()> {
+        let mut guard = cache.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        let geometry = inner.layer(py, layer)?.layer.geometry;
+        let length = geometry.num_kv_heads * geometry.head_dim;
+        inner.layers[layer].layer.transform.center = floats("center", center, length as usize)?;
+        Ok(())
+    }
+
+    /// Attention of a layer of the open step over the tokens before `begins` of each sequence, which are all on the host tier; of
+    /// those alone where there are any.
+    ///
+    /// q: of these sequences, `[tokens, num_q_heads, head_dim]`. parts: float32 `[tokens, num_q_heads, v_head_dim + 2]`, see
+    /// [`Backend::attend_before`]. Returns the bytes of the rows that were read.
+    #[pyo3(signature = (cache, layer, begins, q, parts, dtype=None))]
+    fn attend(
+        &self,
+        py: Python<'_>,
+        cache: &Cache,
+        layer: usize,
+        begins: PyReadonlyArray1<'_, u32>,
+        q: &Bound<'_, PyUntypedArray>,
+        parts: &Bound<'_, PyArray3<f32>>,
+        dtype: Option<&str>,
+    ) -> PyResult<u64> {
+        let mut guard = cache.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.require_step(py)?;
+        inner.require_written(py, layer)?;
+        let placed = inner.layer(py, layer)?;
+        let begins = begins.as_slice()?;
+        if begins.len() != inner.core.step_batch().len() {
+            let limit =
+                format_args!("one for each of {} sequences", inner.core.step_batch().len()).to_string();
+            return Err(invalid(py, "begins", format_args!("{} entries", begins.len()), limit));
+        }
+        let divided = begins.iter().enumerate().filter(|(_, begin)| **begin > 0);
+        let (tables, ends): (Vec<_>, Vec<_>) = divided
+            .map(|(index, &begin)| (inner.step.table(&inner.core, index, placed.group), begin as usize))
+            .unzip();
+        let layer = &placed.layer;
+        if !tables.iter().zip(&ends).all(|(table, &end)| is_on_host(layer, table, end)) {
+            let limit = "the end of tokens of the host tier alone";
+            return Err(invalid(py, "begins", format_args!("{begins:?}"), limit));
+        }
+        let tokens = tables.iter().map(|table| table.new_tokens as usize).sum();
+        let (heads, geometry) = (layer.num_q_heads as usize, layer.geometry);
+        let queries = rows("q", q, [tokens, heads, geometry.head_dim as usize], bits(py, dtype)?)?;
+        let shape = [tokens, heads, geometry.v_head_dim as usize + 2];
+        if parts.shape() != shape {
+            let given = format!("shape {:?}", parts.shape());
+            return Err(invalid(py, "parts", given, format_args!("{shape:?}")));
+        }
+        let mut borrowed = parts.try_readwrite()?;
+        let target = Floats(borrowed.as_slice_mut()?.as_mut_ptr());
+        let (arenas, backend) = (&inner.arenas, &self.backend);
+        // SAFETY: pages do not move or change while the step is open, those before the ends are in memory of the host, and the
+        // arrays were checked; Python keeps them alive for the call.
+        py.detach(|| unsafe { backend.attend_before(&ends, arenas, layer, &tables, queries, target.get()) })
+            .map_err(|error| cpu(py, &error))?;
+        Ok(tables.iter().zip(&ends).map(|(table, &end)| layer.seen_bytes_before(table, end)).sum())
+    }
+}
+
+/// Whether all pages that hold what is seen before a token are in memory of the host.
+fn is_on_host(layer: &Layer, table: &SequenceTable<'_>, end: usize) -> bool {
+    let seen = layer.seen(table).start..end;
+    let mut runs = work::runs(table.spans, seen, layer.page_size as usize);
+    runs.all(|(_, pages)| table.row[pages].iter().all(|entry| entry.tier() == Tier::Host))
+}

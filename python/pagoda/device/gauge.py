@@ -1,0 +1,128 @@
+"""Measures what each way to pages of the host tier carries on a machine with a GPU, alone and beside the others."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import combinations
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from pagoda.device.driver import Driver, Event, Stream
+from pagoda.device.movement import KERNEL_THREADS, WORD, seconds
+from pagoda.kernels import arguments, instances
+from pagoda.rates import Routes
+
+PIECE_BYTES = 256 << 20
+"""What a copy brings, and a kernel reads: longer than `POLL_SECONDS` on any link."""
+
+SECONDS = 0.3
+"""How long each set of routes is used."""
+
+POLL_SECONDS = 2e-4
+"""Sleep between two looks at what is under way: the CPU has attention to compute."""
+
+
+class Pending(Protocol):
+    """Something under way, as `Event`."""
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+
+    def wait(self) -> None:
+        """Sleeps until it has."""
+
+
+class Way(NamedTuple):
+    """How a route is used: what begins to go over so many bytes."""
+
+    begin: Callable[[], Pending]
+    bytes: int
+
+
+class Read(NamedTuple):
+    """A pass of the CPU over its pages."""
+
+    future: Future[object]
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self.future.done()
+
+    def wait(self) -> None:
+        """Sleeps until it has. Raises what it has raised."""
+        self.future.result()
+
+
+def measure(driver: Driver, threads: int, read: Callable[[], object], size: int) -> Routes:
+    """Uses every set of routes, which takes seconds. read: goes over `size` bytes, by attention on so many threads."""
+    host, ring, sink = driver.pinned(PIECE_BYTES), driver.memory(PIECE_BYTES), driver.memory(PIECE_BYTES)
+    copying, reading = driver.stream(), driver.stream()
+    # As many pieces as there are thread blocks.
+    piece = -(-PIECE_BYTES // driver.multiprocessors // WORD) * WORD
+    runs = [(host.address + at, sink.address + at, min(piece, PIECE_BYTES - at)) for at in range(0, PIECE_BYTES, piece)]
+    words = np.array([*runs, (host.address, sink.address, WORD)], np.uint64)
+    listed = driver.pinned(words.nbytes)
+    listed.array[: words.nbytes] = words.view(np.uint8).ravel()
+    all_of_it = arguments.Move(listed.address, len(runs))
+    a_word = arguments.Move(listed.address + len(runs) * words.itemsize * 3, 1)
+
+    def copy() -> Event:
+        copying.copy(ring.address, host.address, PIECE_BYTES)
+        return copying.record()
+
+    def read_in_place() -> Event:
+        reading.launch(instances.MOVE, driver.multiprocessors, KERNEL_THREADS, all_of_it)
+        return reading.record()
+
+    def look() -> None:
+        reading.launch(instances.MOVE, 1, KERNEL_THREADS, a_word)
+
+    def bring() -> None:
+        copying.copy(ring.address, host.address, WORD)
+        reading.follow(copying.record())
+        look()
+
+    def hand_over() -> None:
+        reading.copy(host.address, ring.address, WORD)
+        reading.record().wait()
+        look()
+
+    with ThreadPoolExecutor(1) as pool:
+        ways = {
+            "ring": Way(copy, PIECE_BYTES),
+            "mapped": Way(read_in_place, PIECE_BYTES),
+            "memory": Way(lambda: Read(pool.submit(read)), size),
+        }
+        sets = [chosen for count in range(1, len(ways) + 1) for chosen in combinations(ways, count)]
+        rates = [at_once({route: ways[route] for route in chosen}) for chosen in sets]
+    return Routes(threads, rates, _start(reading, {"ring": bring, "mapped": look, "memory": hand_over}))
+
+
+def at_once(ways: Mapping[str, Way]) -> dict[str, float]:
+    """Bytes a second of each way, all used side by side. One more piece is always under way; the first does not count."""
+    under_way = {route: deque([way.begin(), way.begin()]) for route, way in ways.items()}
+    first, last, pieces = dict[str, float](), dict[str, float](), dict.fromkeys(ways, 0)
+    stop = time.perf_counter() + SECONDS
+    while time.perf_counter() < stop or not all(pieces.values()):
+        for route, way in ways.items():
+            if under_way[route][0].done():
+                under_way[route].popleft()
+                under_way[route].append(way.begin())
+                last[route] = time.perf_counter()
+                pieces[route] += route in first
+                first.setdefault(route, last[route])
+        time.sleep(POLL_SECONDS)
+    for pending in under_way.values():
+        for one in pending:
+            one.wait()
+    return {route: pieces[route] * way.bytes / (last[route] - first[route]) for route, way in ways.items()}
+
+
+def _start(stream: Stream, calls: Mapping[str, Callable[[], None]]) -> dict[str, float]:
+    """Seconds of each way for next to nothing, less those of the quickest."""
+    taken = {route: seconds(stream, call) for route, call in calls.items()}
+    return {route: each - min(taken.values()) for route, each in taken.items()}

@@ -1,0 +1,148 @@
+"""Attention on the CPU for a cache on a device, over pages of the host tier where they lie: the route "memory".
+
+Queries come to the host, the CPU goes over its share of the pages while kernels go over theirs, and what it comes to, sums
+that are not yet results, goes to the device as one more part that the last launch begins with. The caller's thread is one of
+those that compute, so `attend` returns when they have; kernels may go on. How much is the CPU's follows from rates that were
+measured and kept (`pagoda doctor --calibrate`); where nothing is kept it has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda import _core
+from pagoda.device.driver import Driver, Event, Pinned, Stream, View
+from pagoda.device.movement import KERNEL_BLOCKS, KERNEL_THREADS, WORD
+from pagoda.geometry import CoreLayer
+from pagoda.kernels import arguments, instances
+from pagoda.rates import READER_ROWS, Routes
+
+ELEMENTS: dict[str, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Queries on their way to the host, of sequences that begin behind something. tokens: their rows of the batch."""
+
+    layer: int
+    begins: npt.NDArray[np.uint32]
+    tokens: Sequence[int]
+    queries: npt.NDArray[Any]
+    dtype: str
+    come: Event
+
+
+class Buffer:
+    """Pinned memory that grows. What was there before stays until the end, for a kernel may still read it."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver, self._held = driver, list[Pinned]()
+
+    def take(self, size: int) -> Pinned:
+        """So many bytes, whatever they hold."""
+        if not self._held or len(self._held[-1].array) < size:
+            self._held.append(self._driver.pinned(1 << max(12, (size - 1).bit_length())))
+        return self._held[-1]
+
+
+class Partials:
+    """The CPU's part in attention of a cache on a device.
+
+    centers: for each layer that has a centre, where it is on the device. Pinned memory is written to again only when queries
+    that come later on the same stream are there: whatever read it has ended then.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        core: _core.Cache,
+        layers: list[CoreLayer],
+        centers: dict[int, int],
+        routes: Routes,
+        isa: str | None,
+    ) -> None:
+        self._core, self._layers, self._driver = core, layers, driver
+        self._routes = routes
+        self._cpu = _core.Partials(routes.threads, isa)
+        owners = [index if layer["kv_owner"] is None else layer["kv_owner"] for index, layer in enumerate(layers)]
+        self._untold = {index: centers[index] for index, owner in enumerate(owners) if layers[owner]["center_first"]}
+        self._queries, self._parts, self._center, self._runs = (Buffer(driver) for _ in range(4))
+
+    def divide(self, group: int, pages: dict[str, int], page_bytes: int, *, ring: bool) -> dict[str, float]:
+        """Bytes of a layer of the group by each route. pages: of `_core.Cache.host_pages`; ring: whether there is one."""
+        costs = {"mapped": pages["reads"] / pages["pages"]}
+        if ring:
+            costs["ring"] = 1
+        if pages["divisible"]:
+            layers = [layer for layer in self._layers if layer["group"] == group]
+            heads = max(layer["num_q_heads"] // layer["num_kv_heads"] for layer in layers)
+            costs["memory"] = -(-pages["new_tokens"] * heads // READER_ROWS)
+        most = {"memory": float(pages["divisible"] * page_bytes)}
+        return self._routes.divide(pages["pages"] * page_bytes, costs, most)
+
+    def ask(self, stream: Stream, layer: int, q: View, begins: npt.NDArray[np.uint32]) -> Asked:
+        """Sends for the queries of sequences that begin behind what the CPU goes over."""
+        bounds = self._core.cu_seqlens().tolist()
+        tokens = [token for place in np.flatnonzero(begins) for token in range(bounds[place], bounds[place + 1])]
+        heads, dim = q.shape[1:]
+        size = 4 if q.dtype == "f32" else 2
+        row = heads * dim * size
+        pinned = self._queries.take(len(tokens) * row)
+        in_one = q.strides[1] == dim * size and q.strides[0] >= row
+        target = pinned.address
+        for run in _neighbours(tokens):
+            if in_one:
+                stream.copy_rows(target, row, q.address + run[0] * q.strides[0], q.strides[0], row, len(run))
+            else:
+                for place, (token, head) in enumerate(product(run, range(heads))):
+                    source = q.address + token * q.strides[0] + head * q.strides[1]
+                    stream.copy(target + place * dim * size, source, dim * size)
+            target += len(run) * row
+        if layer in self._untold:
+            center = self._center.take(4 * self._center_length(layer))
+            stream.copy(center.address, self._untold[layer], 4 * self._center_length(layer))
+        queries = pinned.array[: len(tokens) * row].view(ELEMENTS[q.dtype]).reshape(-1, heads, dim)
+        return Asked(layer, begins, tokens, queries, q.dtype, stream.record())
+
+    def answer(self, stream: Stream, asked: Asked, target: int) -> int:
+        """Computes, and sends parts, that of the batch's first query to `target`; returns how many bytes were read."""
+        asked.come.wait()
+        if self._untold.pop(asked.layer, None) is not None:
+            length = self._center_length(asked.layer)
+            center = self._center.take(4 * length).array[: 4 * length].view(np.float32)
+            self._cpu.center(self._core, asked.layer, center)
+        layer = self._layers[asked.layer]
+        heads, dim, tokens = layer["num_q_heads"], layer["v_head_dim"] + 2, asked.tokens
+        row = 4 * heads * dim
+        pinned = self._parts.take(len(tokens) * row)
+        parts = pinned.array[: len(tokens) * row].view(np.float32).reshape(-1, heads, dim)
+        dtype = "bf16" if asked.dtype == "bf16" else None
+        read = self._cpu.attend(self._core, asked.layer, asked.begins, asked.queries, parts, dtype)
+        self._send(stream, [(pinned.address + at * row, target + token * row, row) for at, token in enumerate(tokens)])
+        return read
+
+    def _send(self, stream: Stream, runs: list[tuple[int, int, int]]) -> None:
+        """By a kernel: the copy engine would first make the copies into the ring that it has been given."""
+        if any(x % WORD for run in runs for x in run):
+            for source, target, size in runs:
+                stream.copy(target, source, size)
+            return
+        words = np.array(runs, np.uint64)
+        listed = self._runs.take(words.nbytes)
+        listed.array[: words.nbytes] = words.view(np.uint8).ravel()
+        stream.launch(instances.MOVE, KERNEL_BLOCKS, KERNEL_THREADS, arguments.Move(listed.address, len(runs)))
+
+    def _center_length(self, layer: int) -> int:
+        return self._layers[layer]["num_kv_heads"] * self._layers[layer]["head_dim"]
+
+
+def _neighbours(numbers: Sequence[int]) -> list[list[int]]:
+    """Ascending numbers as runs of consecutive ones."""
+    runs = groupby(enumerate(numbers), lambda placed: placed[1] - placed[0])
+    return [[number for _, number in run] for _, run in runs]

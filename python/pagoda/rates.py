@@ -1,0 +1,136 @@
+"""What the links of a machine carry, as it was measured: kept for the user, and how work is divided by it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+READER_ROWS = 4
+"""Query rows on a K/V head in measurements of attention on the CPU: so few that it waits for memory."""
+
+ROUNDING = 1e-9
+"""What sums of bytes may be off by, as a part of them."""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The ways of attention to pages of the host tier, on a machine with a GPU.
+
+    "ring", copies to device memory; "mapped", kernels that read in place; "memory", attention on the CPU.
+    """
+
+    threads: int
+    """Of the CPU."""
+    rates: list[dict[str, float]]
+    """Bytes a second of routes that were used at once, for each set of them that was measured."""
+    start: dict[str, float]
+    """Seconds until a route has gone over nothing, more than the quickest takes."""
+
+    def divide(self, size: float, costs: Mapping[str, float], most: Mapping[str, float]) -> dict[str, float]:
+        """How many of `size` bytes go by each route, so that all routes end together and that is soon.
+
+        costs: how often a route goes over each byte; those without one are not there. most: bytes that a route can have; all
+        where it says nothing. A route that would not have begun by then has none. Empty where nothing measured will do.
+        """
+        best, chosen = math.inf, dict[str, float]()
+        for measured in self.rates:
+            if measured.keys() <= costs.keys():
+                rates = {route: rate / costs[route] for route, rate in measured.items()}
+                seconds, shares = _together(size, rates, self.start, most)
+                if seconds < best:
+                    best, chosen = seconds, shares
+        return chosen
+
+    @property
+    def ceilings(self) -> dict[str, float]:
+        """The most that each link carried for a route alone, named as in `StepReport.bytes`."""
+        alone = {route: rate for rates in self.rates if len(rates) == 1 for route, rate in rates.items()}
+        return {"pcie": max(alone["ring"], alone["mapped"]), "memory": alone["memory"]}
+
+
+def _together(
+    size: float, rates: dict[str, float], start: Mapping[str, float], most: Mapping[str, float]
+) -> tuple[float, dict[str, float]]:
+    """Seconds until routes that are used at once have gone over so many bytes, and those of each; never, if they may not."""
+    ends = {route: start[route] + most.get(route, math.inf) / rate for route, rate in rates.items()}
+
+    def done(seconds: float) -> dict[str, float]:
+        return {
+            route: rate * (min(seconds, ends[route]) - start[route]) if seconds > start[route] else 0.0
+            for route, rate in rates.items()
+        }
+
+    # From one of these moments to the next, as much is done every second.
+    moments = sorted({start[route] for route in rates} | {end for end in ends.values() if end < math.inf})
+    for moment, after in zip(moments, [*moments[1:], math.inf], strict=True):
+        left = size - sum(done(moment).values())
+        if left <= ROUNDING * size:
+            return moment, done(moment)
+        running = sum(rate for route, rate in rates.items() if start[route] <= moment < ends[route])
+        if running * (after - moment) > left:
+            return moment + left / running, done(moment + left / running)
+    return math.inf, {}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Bytes a second by link, named as in `StepReport.bytes`, of memory and of a disk; and what GPUs have besides."""
+
+    threads: int
+    """Of the CPU that read memory."""
+    directory: str
+    """Where the file was."""
+    alone: dict[str, float]
+    """Each link, the other one at rest."""
+    together: dict[str, float]
+    """Both at once."""
+    gpus: dict[str, Routes] = field(default_factory=dict)
+    """By the name that drivers of devices have."""
+
+    def is_of(self, threads: int, directory: Path) -> bool:
+        """Whether it was measured with as many threads and on the file system of `directory`."""
+        try:
+            same = Path(self.directory).stat().st_dev == directory.stat().st_dev
+        except OSError:
+            return False
+        return same and threads == self.threads
+
+
+def place() -> Path:
+    """The file that a calibration is kept in: one for each machine that shares the folder."""
+    default = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser()
+    return folder / "pagoda" / f"calibration-{platform.node()}.json"
+
+
+def keep(calibration: Calibration) -> None:
+    """Keeps it, in the place of an earlier one. Raises OSError."""
+    path = place()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(f".{os.getpid()}")
+    fresh.write_text(json.dumps(asdict(calibration), indent=2))
+    fresh.replace(path)
+
+
+def kept() -> Calibration | None:
+    """What was kept; None if nothing was, or it cannot be read."""
+    try:
+        read: dict[str, Any] = json.loads(place().read_text())
+        gpus = {name: Routes(**routes) for name, routes in read.pop("gpus", {}).items()}
+        return Calibration(**read, gpus=gpus)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def routes_of(gpu: str, threads: int) -> Routes | None:
+    """What was kept of a GPU beside so many threads; None if nothing was."""
+    before = kept()
+    routes = None if before is None else before.gpus.get(gpu)
+    return routes if routes is not None and routes.threads == threads else None
