@@ -175,6 +175,41 @@ def test_attention_over_every_pair(
             mirror.step(batch, counts, junk=2)
 
 
+@pytest.mark.parametrize(("name", "largest"), [("q8_0", 32639), ("q5_0", 32639), ("q4_0", 127), ("mxfp4", 127)])
+def test_products_of_integers_are_of_those_integers(name: str, largest: int) -> None:
+    """What rounding queries and weights costs is what rounding them in NumPy costs, and nothing else is lost."""
+    rng = np.random.default_rng(3)
+    q = rng.standard_normal((50, 4, 96)).astype(np.float32)
+    k, v = rng.standard_normal((2, 50, 1, 96)).astype(np.float32)
+    shape = layer(num_q_heads=4, num_kv_heads=1, head_dim=96)
+    options: dict[str, Any] = {"device": "cpu", "device_memory": "1MiB", "host_memory": 0, "threads": 1}
+    with pagoda.Cache(
+        pagoda.ModelSpec([shape]), k_dtype=name, v_dtype=name, center=None, rotate=False, **options
+    ) as cache:
+        if cache._core.isa != "avx512vnni":
+            pytest.skip("rows are multiplied as floats")
+        with cache.step([cache.create()], [50]) as step:
+            out = step.forward(0, q, k, v)[-1]
+    keys, packed = formats.decode(formats.encode(k[:, 0], name), name, (50, 96)), formats.encode(v[:, 0], name)
+    blocks = packed.reshape(150, -1)
+    if name == "mxfp4":
+        scales = np.exp2(blocks[:, 0].astype(np.float64) - 127).reshape(50, 3)
+    else:
+        scales = blocks[:, :2].copy().view(np.float16).astype(np.float64).reshape(50, 3)
+    codes = formats.decode(packed, name, (50, 96)).reshape(50, 3, 32) / scales[..., None]
+
+    def rounded(x: npt.NDArray[np.float64], axis: int) -> Any:
+        unit = np.abs(x).max(axis, keepdims=True) / largest
+        return np.rint(x / unit) * unit
+
+    queries = rounded(q[-1].astype(np.float64).reshape(4, 3, 32), 2).reshape(4, 96)
+    scores = queries @ keys.T.astype(np.float64) / np.sqrt(96)
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    integers = rounded(weights[:, :, None] * scales, 1)
+    expected = np.einsum("hts,tsi->hsi", integers, codes).reshape(4, 96) / weights.sum(1, keepdims=True)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
+
+
 def test_a_cache_of_every_format_is_the_size_that_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = pagoda.AttentionLayer(num_q_heads=4, num_kv_heads=2, head_dim=64)
     spec = pagoda.ModelSpec([layer])

@@ -1,7 +1,8 @@
 //! How close decode attention comes to the read bandwidth of the machine, and prefill to its arithmetic.
 //!
 //! `cargo bench -p pagoda-cpu --bench decode -- [threads=1,2] [formats=f16,bf16,f32] [contexts=4096,32768,131072]
-//! [pages=64,256] [shapes=32/8x128,8/2x256] [samples=9] [sections=decode,formats,order,small,prefill]`
+//! [pages=64,256] [shapes=32/8x128,8/2x256] [cached=4/1x128,4/1x256,1/1x128,8/1x128] [samples=9]
+//! [sections=decode,formats,cached,order,small,prefill]`
 //!
 //! One query token, batch 1. Layers are rotated over at least 512 MiB, so that every call finds cold caches. Every
 //! sample of attention is bracketed by sequential reads of the same memory with as many threads; the ratio is the
@@ -69,6 +70,7 @@ struct Cache {
 }
 
 impl Cache {
+    /// Of as many layers as fill `cold` bytes.
     fn new(
         shape: Shape,
         format: RowFormat,
@@ -76,6 +78,7 @@ impl Cache {
         page: usize,
         shuffled: bool,
         new_tokens: usize,
+        cold: u64,
     ) -> Self {
         let geometry = LayerGeometry {
             num_kv_heads: shape.kv_heads,
@@ -86,7 +89,7 @@ impl Cache {
         };
         let row = format.row_bytes(shape.dim) + format.scale_bytes(shape.dim);
         let bytes = 2 * u64::from(shape.kv_heads) * row * context as u64;
-        let layers = COLD.div_ceil(bytes).clamp(2, 64) as usize;
+        let layers = cold.div_ceil(bytes).clamp(1, 64) as usize;
         let layout = BlockLayout::new(&vec![geometry; layers], page as u32);
         let pages = context.div_ceil(page);
         let mut memory = MmapMut::map_anon(layout.block_bytes as usize * pages).expect("memory");
@@ -244,8 +247,15 @@ fn decode(options: &Options, samples: usize) {
                 for context in options.numbers("contexts", "4096,32768,131072") {
                     print!("{threads}T {shape_word:>9} {format_word:>4} {context:>7}");
                     for &page in &pages {
-                        let mut cache =
-                            Cache::new(shape(&shape_word), format(&format_word), context, page, true, 1);
+                        let mut cache = Cache::new(
+                            shape(&shape_word),
+                            format(&format_word),
+                            context,
+                            page,
+                            true,
+                            1,
+                            COLD,
+                        );
                         let [rate, bracket, ratio] = measure(&mut cache, &backend, samples);
                         print!("   {page:>3}: {rate:5.1} | {bracket:5.1} | {:3.0} %", ratio * 100.0);
                     }
@@ -266,7 +276,8 @@ fn formats(options: &Options, samples: usize) {
         for shape_word in options.words("shapes", "32/8x128,8/2x256") {
             for context in options.numbers("contexts", "32768,131072") {
                 let words = options.words("formats", "f16,int8,q8_0,q5_0,q4_0,mxfp4");
-                let make = |word: &String| Cache::new(shape(&shape_word), format(word), context, 64, true, 1);
+                let make =
+                    |word: &String| Cache::new(shape(&shape_word), format(word), context, 64, true, 1, COLD);
                 let mut caches: Vec<_> = words.iter().map(make).collect();
                 let mut times = vec![vec![]; caches.len()];
                 for _ in 0..8 * samples {
@@ -291,6 +302,44 @@ fn formats(options: &Options, samples: usize) {
     }
 }
 
+/// What the arithmetic alone takes: one K/V head that stays in the L2 cache, row formats by turns, the best of many calls.
+fn cached(options: &Options, samples: usize) {
+    println!(
+        "cached: ns a token and K/V head, where memory is not read (one thread; the least of {} calls)",
+        40 * samples
+    );
+    let backend = Backend::new(1, false, isa(options)).expect("supported");
+    for shape_word in options.words("cached", "4/1x128,4/1x256,1/1x128,8/1x128") {
+        let shape = shape(&shape_word);
+        let stored = (64 << 10) / shape.dim as usize;
+        let context = 16 * stored;
+        let words = options.words("formats", "f16,int8,q8_0,q5_0,q4_0,mxfp4");
+        let make = |word: &String| {
+            let mut cache = Cache::new(shape, format(word), stored, 64, true, 1, 0);
+            // The same pages again and again.
+            cache.row = cache.row.repeat(context / stored);
+            cache.spans[0].count = context as u32;
+            cache
+        };
+        let mut caches: Vec<_> = words.iter().map(make).collect();
+        let mut least = vec![f64::INFINITY; caches.len()];
+        for _ in 0..10 * samples {
+            for (cache, least) in caches.iter_mut().zip(&mut least) {
+                for _ in 0..4 {
+                    let start = Instant::now();
+                    cache.attend(&backend, 1);
+                    *least = least.min(start.elapsed().as_secs_f64());
+                }
+            }
+        }
+        print!("{shape_word:>9}");
+        for (word, least) in words.iter().zip(&least) {
+            print!("   {word}: {:5.2}", least * 1e9 / (context * shape.kv_heads as usize) as f64);
+        }
+        println!();
+    }
+}
+
 /// Paged against contiguous: the same kernel over pages in order.
 fn order(options: &Options, samples: usize) {
     println!(
@@ -299,7 +348,7 @@ fn order(options: &Options, samples: usize) {
     let backend = Backend::new(1, false, isa(options)).expect("supported");
     for page in options.numbers("pages", "64,256") {
         let rates = [(4096, false), (page, false), (page, true)].map(|(page, shuffled)| {
-            let mut cache = Cache::new(shape("32/8x128"), RowFormat::F16, 32768, page, shuffled, 1);
+            let mut cache = Cache::new(shape("32/8x128"), RowFormat::F16, 32768, page, shuffled, 1, COLD);
             measure(&mut cache, &backend, samples)
         });
         let [one, ordered, shuffled] = rates;
@@ -321,7 +370,7 @@ fn small(options: &Options) {
     for threads in options.numbers("threads", "1,2") {
         let backend = Backend::new(threads, false, isa(options)).expect("supported");
         for context in [1, 64, 512] {
-            let mut cache = Cache::new(shape("32/8x128"), RowFormat::F16, context, 64, false, 1);
+            let mut cache = Cache::new(shape("32/8x128"), RowFormat::F16, context, 64, false, 1, COLD);
             let times = (0..2000).map(|_| {
                 cache.next_layer = 0;
                 let start = Instant::now();
@@ -341,7 +390,7 @@ fn prefill(options: &Options) {
         for deterministic in [false, true] {
             let backend = Backend::new(threads, deterministic, isa(options)).expect("supported");
             let (context, new) = (32768usize, 2048usize);
-            let mut cache = Cache::new(shape("32/8x128"), RowFormat::F16, context, 64, true, new);
+            let mut cache = Cache::new(shape("32/8x128"), RowFormat::F16, context, 64, true, new, COLD);
             let start = Instant::now();
             cache.attend(&backend, new as u32);
             let seconds = start.elapsed().as_secs_f64();
@@ -362,10 +411,11 @@ fn main() {
     let options = Options(std::env::args().collect());
     let samples = options.numbers("samples", "9")[0];
     println!("{} on {} cores", Isa::detect(), std::thread::available_parallelism().map_or(1, Into::into));
-    for section in options.words("sections", "decode,formats,order,small,prefill") {
+    for section in options.words("sections", "decode,formats,cached,order,small,prefill") {
         match section.as_str() {
             "decode" => decode(&options, samples),
             "formats" => formats(&options, samples),
+            "cached" => cached(&options, samples),
             "order" => order(&options, samples),
             "small" => small(&options),
             "prefill" => prefill(&options),

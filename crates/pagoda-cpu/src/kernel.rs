@@ -221,43 +221,72 @@ pub(crate) struct Softmax<'a> {
 /// Online softmax over one tile.
 #[inline(always)]
 pub(crate) unsafe fn softmax<S: Simd>(args: &mut Softmax<'_>) {
-    for row in 0..args.max.len() {
-        let scores = &mut args.scores[row * TILE..][..TILE];
-        let mut bias = args.bias[row];
-        if let Some(cap) = args.cap {
-            for lanes in scores.chunks_exact_mut(S::LANES) {
-                let p = lanes.as_mut_ptr();
-                // SAFETY: the caller has the instruction set.
-                unsafe { S::store(p, S::mul(S::splat(cap), tanh::<S>(S::add(S::load(p), S::splat(bias))))) };
-            }
-            bias = 0.0;
+    let mut row = 0;
+    // SAFETY: the caller has the instruction set.
+    unsafe {
+        while args.max.len() - row >= 4 {
+            softmax_rows::<S, 4>(args, row);
+            row += 4;
         }
-        scores[..args.low].fill(f32::NEG_INFINITY);
-        scores[args.high..].fill(f32::NEG_INFINITY);
-        let scores = scores.as_mut_ptr();
-        // SAFETY: the caller has the instruction set, and a row of scores is TILE long.
-        unsafe {
+        while row < args.max.len() {
+            softmax_rows::<S, 1>(args, row);
+            row += 1;
+        }
+    }
+}
+
+/// `R` rows, of which none waits for another.
+#[inline(always)]
+unsafe fn softmax_rows<S: Simd, const R: usize>(args: &mut Softmax<'_>, row: usize) {
+    let scores = &mut args.scores[row * TILE..][..R * TILE];
+    let mut bias: [f32; R] = std::array::from_fn(|r| args.bias[row + r]);
+    if let Some(cap) = args.cap {
+        for (i, lanes) in scores.chunks_exact_mut(S::LANES).enumerate() {
+            let (p, bias) = (lanes.as_mut_ptr(), bias[i * S::LANES / TILE]);
+            // SAFETY: the caller has the instruction set.
+            unsafe { S::store(p, S::mul(S::splat(cap), tanh::<S>(S::add(S::load(p), S::splat(bias))))) };
+        }
+        bias = [0.0; R];
+    }
+    if args.low > 0 || args.high < TILE {
+        for scores in scores.chunks_exact_mut(TILE) {
+            scores[..args.low].fill(f32::NEG_INFINITY);
+            scores[args.high..].fill(f32::NEG_INFINITY);
+        }
+    }
+    let scores = scores.as_mut_ptr();
+    // What the scores are relative to, and the maxima before, relative to that, as vectors.
+    let (mut base, mut decay) = ([0.0; R], [0.0; ALIGN]);
+    // SAFETY: the caller has the instruction set, and a row of scores is TILE long.
+    unsafe {
+        for r in 0..R {
             // Several chains, so that no maximum and no sum waits for the one before.
             let mut tops = [S::splat(f32::NEG_INFINITY); 4];
             for i in 0..TILE / S::LANES {
-                tops[i % 4] = S::max(tops[i % 4], S::load(scores.add(i * S::LANES)));
+                tops[i % 4] = S::max(tops[i % 4], S::load(scores.add(r * TILE + i * S::LANES)));
             }
-            let top = S::max_lane(S::max(S::max(tops[0], tops[1]), S::max(tops[2], tops[3]))) + bias;
-            let max = args.max[row];
+            let top = S::max_lane(S::max(S::max(tops[0], tops[1]), S::max(tops[2], tops[3]))) + bias[r];
+            let max = args.max[row + r];
             let top = if max > top { max } else { top };
             // Where everything is -inf so far, every weight is exp2(-inf - 0) = 0.
-            let base = if top == f32::NEG_INFINITY { 0.0 } else { top };
-            args.max[row] = top;
+            base[r] = if top == f32::NEG_INFINITY { 0.0 } else { top };
+            decay[r] = max - base[r];
+            args.max[row + r] = top;
+        }
+        for lanes in decay[..R.next_multiple_of(S::LANES)].chunks_exact_mut(S::LANES) {
+            S::store(lanes.as_mut_ptr(), exp2::<S>(S::load(lanes.as_ptr())));
+        }
+        for r in 0..R {
             let mut totals = [S::splat(0.0); 4];
             for i in 0..TILE / S::LANES {
-                let weight = exp2::<S>(S::sub(S::load(scores.add(i * S::LANES)), S::splat(base - bias)));
-                S::store(scores.add(i * S::LANES), weight);
+                let p = scores.add(r * TILE + i * S::LANES);
+                let weight = exp2::<S>(S::sub(S::load(p), S::splat(base[r] - bias[r])));
+                S::store(p, weight);
                 totals[i % 4] = S::add(totals[i % 4], weight);
             }
             let total = S::sum_lanes(S::add(S::add(totals[0], totals[1]), S::add(totals[2], totals[3])));
-            let decay = exp2_one::<S>(max - base);
-            args.decay[row] = decay;
-            args.sum[row] = args.sum[row] * decay + total;
+            args.decay[row + r] = decay[r];
+            args.sum[row + r] = args.sum[row + r] * decay[r] + total;
         }
     }
 }

@@ -24,6 +24,8 @@ pub(super) trait Codes {
     /// The code of 0.
     const ZERO: i32;
     const FORMAT: RowFormat;
+    /// Bytes of the integers that codes are multiplied with.
+    const BYTES: usize;
     /// Bytes of a step of a row.
     const STEP_BYTES: usize = Self::FORMAT.row_bytes(STEP as u32) as usize;
     /// Whether all steps of a row have the same scale.
@@ -56,6 +58,7 @@ pub(super) struct Mxfp4;
 impl Codes for Int8 {
     const ZERO: i32 = 128;
     const FORMAT: RowFormat = RowFormat::Int8;
+    const BYTES: usize = 2;
     #[inline(always)]
     unsafe fn columns(rows: *const u8, size: RowSize, step: usize) -> [__m512i; STEP / 4] {
         // SAFETY: as the caller promises.
@@ -76,6 +79,7 @@ impl Codes for Int8 {
 impl Codes for Q8_0 {
     const ZERO: i32 = 128;
     const FORMAT: RowFormat = RowFormat::Q8_0;
+    const BYTES: usize = 2;
     #[inline(always)]
     unsafe fn columns(rows: *const u8, size: RowSize, step: usize) -> [__m512i; STEP / 4] {
         // SAFETY: as the caller promises.
@@ -96,6 +100,7 @@ impl Codes for Q8_0 {
 impl Codes for Q5_0 {
     const ZERO: i32 = 16;
     const FORMAT: RowFormat = RowFormat::Q5_0;
+    const BYTES: usize = 2;
     #[inline(always)]
     unsafe fn columns(rows: *const u8, size: RowSize, step: usize) -> [__m512i; STEP / 4] {
         // SAFETY: as the caller promises.
@@ -141,6 +146,7 @@ impl Codes for Q5_0 {
 impl Codes for Q4_0 {
     const ZERO: i32 = 8;
     const FORMAT: RowFormat = RowFormat::Q4_0;
+    const BYTES: usize = 1;
     #[inline(always)]
     unsafe fn columns(rows: *const u8, size: RowSize, step: usize) -> [__m512i; STEP / 4] {
         // SAFETY: as the caller promises.
@@ -166,6 +172,7 @@ impl Codes for Q4_0 {
 impl Codes for Mxfp4 {
     const ZERO: i32 = 12;
     const FORMAT: RowFormat = RowFormat::Mxfp4;
+    const BYTES: usize = 1;
     #[inline(always)]
     unsafe fn columns(rows: *const u8, size: RowSize, step: usize) -> [__m512i; STEP / 4] {
         // SAFETY: as the caller promises.
