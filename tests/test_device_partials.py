@@ -98,6 +98,40 @@ def test_a_ragged_batch_that_is_divided(
         driver.check()
 
 
+@pytest.mark.parametrize(
+    "shares", [EVERYTHING, NOTHING, Shares(ring=0.3, mapped=0.2, memory=0.5), Shares(mapped=1.0)], ids=str
+)
+@pytest.mark.parametrize("on_disk", [(208, 400), (0, 400), (0, 96), (96, 208)])
+def test_pages_on_disk_beside_those_of_the_cpu(
+    shares: Shares,
+    on_disk: tuple[int, int],
+    divided: Callable[[Routes | None], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is on disk comes through the ring, whatever rates say; the CPU has pages of the host before that alone."""
+    divided(shares)
+    driver = RestlessDriver(1)
+    options = {"device_memory": "512KiB", "headroom": 400, "disk": tmp_path / "pages", "disk_memory": "32MiB"}
+    with opened(monkeypatch, driver, pagoda.ModelSpec([layer(), layer(window=120)]), spill=False, **options) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        long, other = mirror.create(), mirror.create()
+        mirror.step([long, other], [410, 150])
+        cache.demote(long.sequence).wait()
+        cache.demote(other.sequence).wait()
+        cache.demote(long.sequence, on_disk, to="disk").wait()
+        cache._spill.may_bring_in(np.array([long.sequence.id, other.sequence.id], np.uint64))
+        mirror.step([long, other], [1, 2])
+        traffic = engine_of(cache).traffic
+        assert mirror.last is not None
+        assert mirror.last.report.bytes["disk"] > 0
+        assert traffic.ring > 0
+        assert (traffic.memory > 0) == (shares.memory > 0)
+        mirror.step([other, long], [40, 2], accepted=[1, 2])
+        mirror.look()
+        driver.check()
+
+
 def test_bytes_by_route(divided: Callable[[Routes | None], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """30 pages of 2 layers, in stretches of 4: half are 3 stretches for the CPU, and a third of the rest is read in place."""
     divided(Shares(ring=2 / 6, mapped=1 / 6, memory=1 / 2))
@@ -107,7 +141,7 @@ def test_bytes_by_route(divided: Callable[[Routes | None], None], monkeypatch: p
         mirror.step([tokens], [1])
     assert mirror.last is not None
     report = mirror.last.report
-    assert report.bytes == {"pcie": 2 * 18 * page, "memory": 2 * 12 * page}
+    assert report.bytes == {"pcie": 2 * 18 * page, "disk": 0, "memory": 2 * 12 * page}
     traffic = engine_of(mirror.cache).traffic
     # The last two pages are in the stretch of the new token.
     assert (traffic.ring, traffic.mapped) == (2 * 12 * page, 2 * 6 * page)
