@@ -27,9 +27,11 @@ from test_device_streaming import (
     SCENES,
     LateDriver,
     RestlessDriver,
+    a_ragged_batch,
     attended,
     engine_of,
     fill,
+    look_in_any_order,
     opened,
     poisoned_slots,
 )
@@ -44,31 +46,21 @@ def with_disk(
     return opened(monkeypatch, driver, pagoda.ModelSpec(layers=layers), **(defaults | options))
 
 
+def over_three_tiers(cache: pagoda.Cache, long: Tokens, other: Tokens) -> None:
+    """The long one is on disk, a part of it on the host as well."""
+    cache.demote(other.sequence).wait()
+    cache.demote(long.sequence, to="disk").wait()
+    cache.promote(long.sequence, (130, 260), to="host").wait()
+
+
 @pytest.mark.parametrize("name", SCENES)
 def test_a_ragged_batch_over_three_tiers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoded, speculated and prefilled at once, with forks, against float64."""
-    layers, options = SCENES[name]
-    driver = RestlessDriver(1)
-    options = {"device_memory": "1MiB" if options.get("k_dtype") == "f32" else "512KiB", "headroom": 400} | options
-    with with_disk(monkeypatch, tmp_path, driver, layers, spill=False, **options) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
-        long, other, short = (mirror.create() for _ in range(3))
-        mirror.step([long, other, short], [410, 150, 7])
-        if name == "spans":
-            mirror.drop(long, 100, 130)
-        child = mirror.fork(long)
-        cache.demote(other.sequence).wait()
-        cache.demote(long.sequence, to="disk").wait()
-        cache.promote(long.sequence, (130, 260), to="host").wait()
-        mirror.step([long, other, short, child], [1, 40, 2, 3])
+    disk = {"disk": tmp_path / "pages", "disk_memory": "32MiB"}
+    options: dict[str, Any] = {"to": "disk", "gap": name == "spans", "spill": False, **disk}
+    with a_ragged_batch(monkeypatch, SCENES[name], over_three_tiers, **options) as mirror:
         assert mirror.last is not None
-        report = mirror.last.report.bytes
-        assert report["disk"] > 0
-        assert engine_of(cache).traffic.ring > 0
-        cache.demote(child.sequence, to="disk").wait()
-        mirror.step([child, other], [2, 1], accepted=[1, 0])
-        mirror.look()
-        driver.check()
+        assert mirror.last.report.bytes["disk"] > 0
+        assert engine_of(mirror.cache).traffic.ring > 0
 
 
 def test_bits_do_not_depend_on_where_pages_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,20 +126,7 @@ def test_every_byte_is_read_once_a_step_and_ahead_of_it(tmp_path: Path, monkeypa
 
 
 def test_layers_in_any_order_and_more_than_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mirror, tokens = pages_on_disk(monkeypatch, tmp_path, RestlessDriver(5))
-    cache, rng = mirror.cache, np.random.default_rng(0)
-    results: dict[int, list[bytes]] = {0: [], 1: []}
-    with cache.step([tokens.sequence], [1]) as step:
-        rows = rng.standard_normal((1, 2, 16), np.float32)
-        q = rng.standard_normal((1, 4, 16), np.float32)
-        for index in (0, 1):
-            step.append(index, rows, rows)
-        for index in (1, 0, 0, 1):
-            results[index].append(step.attend(index, q).tobytes())
-        step.commit([0])
-    assert all(first == second for first, second in results.values())
-    mirror.look()
-    cache.close()
+    look_in_any_order(*pages_on_disk(monkeypatch, tmp_path, RestlessDriver(5)))
 
 
 def test_a_graph_reads_nothing_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,11 +27,13 @@ from test_device_streaming import (
     LateCaller,
     LateDriver,
     RestlessDriver,
+    a_ragged_batch,
     attended,
     cache_of_pages,
     engine_of,
     opened,
     poisoned_slots,
+    to_the_host,
 )
 
 Array = npt.NDArray[Any]
@@ -73,29 +75,13 @@ HEADS: dict[str, tuple[list[pagoda.AttentionLayer], dict[str, Any]]] = {
 def test_a_ragged_batch_that_is_divided(
     name: str, shares: Shares, divided: Callable[[Routes | None], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decoded, speculated and prefilled at once, with forks, against float64."""
-    layers, options = {**SCENES, **HEADS}[name]
     divided(shares)
-    driver = RestlessDriver(1)
-    options = {"device_memory": "1MiB" if options.get("k_dtype") == "f32" else "512KiB", "headroom": 400} | options
-    with opened(monkeypatch, driver, pagoda.ModelSpec(layers=layers), **options) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
-        long, other, short = (mirror.create() for _ in range(3))
-        mirror.step([long, other, short], [410, 150, 7])
-        if name == "spans":
-            mirror.drop(long, 100, 130)
-        child = mirror.fork(long)
-        for tokens in (long, other):
-            cache.demote(tokens.sequence).wait()
-        mirror.step([long, other, short, child], [1, 40, 2, 2])
-        traffic = engine_of(cache).traffic
+    scene = {**SCENES, **HEADS}[name]
+    with a_ragged_batch(monkeypatch, scene, to_the_host, gap=name == "spans") as mirror:
+        traffic = engine_of(mirror.cache).traffic
         assert (traffic.memory > 0) == (shares.memory > 0)
         assert (traffic.ring > 0) == (shares.ring > 0)
         assert (traffic.mapped > 0) or not shares.mapped
-        cache.demote(child.sequence).wait()
-        mirror.step([child, other], [2, 1], accepted=[1, 0])
-        mirror.look()
-        driver.check()
 
 
 @pytest.mark.parametrize(

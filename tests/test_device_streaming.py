@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import numpy.typing as npt
 import pagoda
 import pytest
 from emulator.driver import CallerStream, EmulatedDriver, Stream
-from mirror import Mirror, layer
+from mirror import Mirror, Tokens, layer
 from pagoda.device import cuda, streaming
 from pagoda.device.driver import Event
 from pagoda.device.engine import DeviceEngine
@@ -97,30 +98,51 @@ SCENES: dict[str, tuple[list[pagoda.AttentionLayer], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCENES)
-def test_a_ragged_batch_of_which_most_is_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoded, speculated and prefilled at once, with forks, against float64."""
-    layers, options = SCENES[name]
+@contextmanager
+def a_ragged_batch(
+    monkeypatch: pytest.MonkeyPatch,
+    scene: tuple[list[pagoda.AttentionLayer], dict[str, Any]],
+    move: Callable[[pagoda.Cache, Tokens, Tokens], object],
+    *,
+    to: str = "host",
+    gap: bool = False,
+    **given: Any,
+) -> Iterator[Mirror]:
+    """Decoded, speculated and prefilled at once, with forks, against float64; once before the body, and after it.
+
+    move: what happens to the long and to another sequence before that; to: where the long one's fork goes then.
+    """
+    layers, options = scene
     driver = RestlessDriver(1)
     options = {"device_memory": "1MiB" if options.get("k_dtype") == "f32" else "512KiB", "headroom": 400} | options
-    with opened(monkeypatch, driver, pagoda.ModelSpec(layers=layers), **options) as cache:
+    with opened(monkeypatch, driver, pagoda.ModelSpec(layers=layers), **options, **given) as cache:
         mirror = Mirror(cache, np.random.default_rng(0))
-        streams = engine_of(cache)._streams
         long, other, short = (mirror.create() for _ in range(3))
         mirror.step([long, other, short], [410, 150, 7])
-        if name == "spans":
+        if gap:
             mirror.drop(long, 100, 130)
         child = mirror.fork(long)
-        for tokens in (long, other):
-            cache.demote(tokens.sequence).wait()
+        move(cache, long, other)
         mirror.step([long, other, short, child], [1, 40, 2, 3])
-        traffic = engine_of(cache).traffic
-        assert traffic.ring > 0 == traffic.mapped
-        assert max(len(group.copies) for group in streams._groups.values()) > 1
-        cache.demote(child.sequence).wait()
+        yield mirror
+        cache.demote(child.sequence, to=to).wait()
         mirror.step([child, other], [2, 1], accepted=[1, 0])
         mirror.look()
         driver.check()
+
+
+def to_the_host(cache: pagoda.Cache, *sequences: Tokens) -> None:
+    """Demotes sequences, one after the other."""
+    for tokens in sequences:
+        cache.demote(tokens.sequence).wait()
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_a_ragged_batch_of_which_most_is_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with a_ragged_batch(monkeypatch, SCENES[name], to_the_host, gap=name == "spans") as mirror:
+        engine = engine_of(mirror.cache)
+        assert engine.traffic.ring > 0 == engine.traffic.mapped
+        assert max(len(group.copies) for group in engine._streams._groups.values()) > 1
 
 
 def test_pages_that_sequences_share_are_brought_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,10 +246,9 @@ def test_a_step_goes_on_where_the_one_before_has_stopped(monkeypatch: pytest.Mon
     mirror.cache.close()
 
 
-def test_layers_in_any_order_and_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    mirror, tokens = cache_of_pages(monkeypatch, RestlessDriver(5))
-    cache = mirror.cache
-    rng = np.random.default_rng(0)
+def look_in_any_order(mirror: Mirror, tokens: Tokens) -> None:
+    """At two layers, and at each more than once."""
+    cache, rng = mirror.cache, np.random.default_rng(0)
     results: dict[int, list[bytes]] = {0: [], 1: []}
     with cache.step([tokens.sequence], [1]) as step:
         rows = rng.standard_normal((1, 2, 16), np.float32)
@@ -240,6 +261,10 @@ def test_layers_in_any_order_and_more_than_once(monkeypatch: pytest.MonkeyPatch)
     assert all(first == second for first, second in results.values())
     mirror.look()
     cache.close()
+
+
+def test_layers_in_any_order_and_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    look_in_any_order(*cache_of_pages(monkeypatch, RestlessDriver(5)))
 
 
 def test_a_step_that_streams_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,6 +167,7 @@ pub(crate) fn tier_named(py: Python<'_>, argument: &str, name: &str) -> PyResult
     let tier = Tier::ALL.into_iter().find(|tier| tier.to_string() == name);
     tier.ok_or_else(|| invalid(py, argument, format_args!("{name:?}"), "\"device\", \"host\" or \"disk\""))
 }
+
 impl Inner {
     /// The disk tier.
     pub(crate) fn store(&self) -> Option<&Arc<Store>> {
