@@ -233,6 +233,7 @@ def test_who_waits_too_long_for_a_read_gives_up_and_nothing_is_lost(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("names_the_cpu")
+@pytest.mark.usefixtures("no_collector")
 def test_interrupts_while_pages_are_read_lose_nothing(tmp_path: Path) -> None:
     """Ctrl-C at any moment of a step whose pages stream: it is as if it had not begun."""
     spec = pagoda.ModelSpec(layers=[layer(num_kv_heads=4, num_q_heads=4, head_dim=128)] * 2)

@@ -514,6 +514,7 @@ def test_ctrl_c_at_any_instruction_of_loading_leaves_no_sequence_without_a_handl
         mirror.look()
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_ctrl_c_while_a_session_is_saved_or_loaded(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
