@@ -498,6 +498,7 @@ def test_a_tail_that_comes_too_slowly_from_disk_rolls_its_step_back(tmp_path: Pa
         awaited(cache, [0, 0])
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_ctrl_c_at_any_instruction_of_loading_leaves_no_sequence_without_a_handle(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
         mirror, strays = Mirror(cache, np.random.default_rng(0)), 0
