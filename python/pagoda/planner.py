@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
+from pagoda import _core
 from pagoda.device.engine import RUN_ROWS, TILE
+from pagoda.device.passage import stored_bytes
 from pagoda.device.streaming import SLOTS, Run, slot_bytes
 from pagoda.errors import InvalidArgument
 from pagoda.formats import row_format
@@ -14,11 +16,6 @@ from pagoda.spec import AttentionLayer, ModelSpec
 
 TOKENS_MAX = 1 << 31
 """The longest sequence: `limits::TOKENS_PER_SEQUENCE_MAX` of the core."""
-
-DISK_RING_SLOTS = range(3, 17)
-DISK_RING_BYTES = 128 << 20
-DISK_ALIGN = 4096
-"""Of the ring that pages on disk pass through: `ring.rs` of pagoda-store has the same numbers."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +88,8 @@ class Planner:
     @property
     def disk_ring_bytes(self) -> int:
         """Memory beside the budgets that pages on disk pass through, on the CPU (docs/adr/0015)."""
-        run = max((-(-run.bytes // DISK_ALIGN) * DISK_ALIGN for run in self._runs()), default=0)
-        slot = max(1, RUN_ROWS // self.page_size) * run
-        slots = -(-DISK_RING_BYTES // slot) if slot else 0
-        return slot * min(max(slots, DISK_RING_SLOTS.start), DISK_RING_SLOTS.stop - 1)
+        run = max((stored_bytes(run.bytes) for run in self._runs()), default=0)
+        return _core.ring_bytes(max(1, RUN_ROWS // self.page_size) * run) if run else 0
 
     def device_ring_bytes(self, device_bytes: int) -> int:
         """The part of the memory of a GPU that pages of the host tier pass through (docs/adr/0016)."""

@@ -458,9 +458,7 @@ class DeviceEngine:
         try:
             self._moves.start(ticket)
         except BackendUnavailable:
-            while (rest := self._moves.waits_for(ticket)) is not None:
-                rest.wait()
-                self._moves.advance()
+            self.wait(ticket, FOREVER)
             with contextlib.suppress(PagodaError):  # Told by the exception that goes on.
                 self.core.ticket_done(ticket)
             raise
