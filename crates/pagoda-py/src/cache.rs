@@ -7,7 +7,7 @@ use crate::fork;
 use crate::handle::{Abandoned, Handle};
 use crate::kernels::{Cpu, require_rows, require_sinks};
 use crate::layers::{LayerArguments, Placed, PlacedLayer, place};
-use crate::moves::{Late, Link};
+use crate::moves::{Late, Link, zero_by};
 use crate::passes::{HostPages, StreamArguments, StreamedGroup};
 use crate::patience;
 use crate::reads::Traffic;
@@ -599,18 +599,7 @@ impl Cache {
         let waiter = self.with(py, |inner| Ok(inner.mover.waiter()))?;
         let limit = Duration::try_from_secs_f64(seconds)
             .map_err(|_| invalid(py, "timeout", seconds, "from 0 to 1.8e19 seconds"))?;
-        let start = std::time::Instant::now();
-        loop {
-            let left = limit.saturating_sub(start.elapsed());
-            let slice = left.min(Duration::from_millis(50));
-            if py.detach(|| waiter.wait(&ticket.completion, slice)) {
-                return Ok(true);
-            }
-            py.check_signals()?;
-            if left.is_zero() {
-                return Ok(false);
-            }
-        }
+        py.detach(|| patience::until(limit, |slice| waiter.wait(&ticket.completion, slice)))
     }
 
     /// Sleeps until a ticket's copies have arrived, as long as the disk does anything, and `disk_timeout` more. Python signals are
@@ -918,17 +907,9 @@ impl Cache {
         inner.upload(py)?;
         let Inner { core, arenas, block_bytes, disk, .. } = &mut **inner;
         let mut ranges = Vec::new();
-        core.zero(|tier, group, blocks| {
-            if tier == Tier::Disk {
-                return disk.as_ref().is_some_and(|disk| disk.store.zero(group, blocks).is_ok());
-            }
-            let (base, size) = (arenas.base[tier.index()] as u64, block_bytes[group.index()]);
-            ranges.extend([base + u64::from(blocks.start) * size, blocks.len() as u64 * size]);
-            true
+        zero_by(core, disk, block_bytes, |tier, range| {
+            ranges.extend([arenas.base[tier.index()] as u64 + range.start, range.end - range.start]);
         });
-        if let Some(disk) = disk {
-            disk.reads.forget_gone();
-        }
         Ok(PyArray1::from_vec(py, ranges))
     }
 

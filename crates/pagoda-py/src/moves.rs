@@ -2,6 +2,7 @@
 
 use crate::cache::{Engine, Inner, MEMORY_TIERS};
 use crate::device::STAGE;
+use crate::disk::Disk;
 use crate::errors::{self, core};
 use crate::kernels::Cpu;
 use crate::patience;
@@ -11,6 +12,7 @@ use pagoda_core::ids::{BlockId, Epoch, GroupId, KeptId, SequenceId, Tier};
 use pagoda_core::plan::BlockCopy;
 use pagoda_store::{Place, Transfer};
 use pyo3::prelude::*;
+use std::ops::Range;
 use std::time::Duration;
 
 /// What copies between a device and memory of the host, and waits: called with `[from, to, bytes]` of each. On the CPU there
@@ -183,18 +185,8 @@ impl Inner {
     pub(crate) fn zero(&mut self) {
         let Self { core, disk, block_bytes, engine, .. } = self;
         let Engine::Cpu(Cpu { slabs, .. }) = engine else { return };
-        core.zero(|tier, group, blocks| {
-            if tier == Tier::Disk {
-                return disk.as_ref().is_some_and(|disk| disk.store.zero(group, blocks).is_ok());
-            }
-            let at = |block| u64::from(block) * block_bytes[group.index()];
-            // SAFETY: the core says that nobody can touch these blocks any more.
-            unsafe { slabs[tier.index()].zero(at(blocks.start)..at(blocks.end)) };
-            true
-        });
-        if let Some(disk) = disk {
-            disk.reads.forget_gone();
-        }
+        // SAFETY: the core says that nobody can touch these blocks any more.
+        zero_by(core, disk, block_bytes, |tier, range| unsafe { slabs[tier.index()].zero(range) });
     }
 
     /// Zeroes what is to be, and gives memory without blocks back to the system.
@@ -265,5 +257,25 @@ impl Inner {
             return 0;
         }
         self.arenas.base[tier.index()] as u64 + u64::from(block.index()) * self.block_bytes[group.index()]
+    }
+}
+
+/// Zeroes freed blocks on disk, and what was read of them ahead of need; those in memory by `clear`: ranges of the bytes of a tier.
+pub(crate) fn zero_by(
+    core: &mut pagoda_core::Cache,
+    disk: &mut Option<Box<Disk>>,
+    block_bytes: &[u64],
+    mut clear: impl FnMut(Tier, Range<u64>),
+) {
+    core.zero(|tier, group, blocks| {
+        if tier == Tier::Disk {
+            return disk.as_ref().is_some_and(|disk| disk.store.zero(group, blocks).is_ok());
+        }
+        let at = |block| u64::from(block) * block_bytes[group.index()];
+        clear(tier, at(blocks.start)..at(blocks.end));
+        true
+    });
+    if let Some(disk) = disk {
+        disk.reads.forget_gone();
     }
 }

@@ -11,7 +11,22 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// How often a wait looks for signals.
-pub(crate) const SLICE: Duration = Duration::from_millis(50);
+const SLICE: Duration = Duration::from_millis(50);
+
+/// Sleeps until `awake` says so, which sleeps for the time it is given at most, or for `limit`; says which. Python signals are seen.
+pub(crate) fn until(limit: Duration, mut awake: impl FnMut(Duration) -> bool) -> PyResult<bool> {
+    let start = Instant::now();
+    loop {
+        let left = limit.saturating_sub(start.elapsed());
+        if awake(SLICE.min(left)) {
+            return Ok(true);
+        }
+        Python::attach(|py| py.check_signals())?;
+        if left.is_zero() {
+            return Ok(false);
+        }
+    }
+}
 
 /// Sleeps until copies have ended.
 pub(crate) fn wait(

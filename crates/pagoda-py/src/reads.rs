@@ -1,7 +1,7 @@
 //! Layers of pages on disk, read ahead of whoever goes over them.
 
 use crate::errors;
-use crate::patience::SLICE;
+use crate::patience;
 use pagoda_core::fence::{Completion, Failure};
 use pagoda_core::ids::Epoch;
 use pagoda_store::{Filled, LayerOfPages, Mover, Ring};
@@ -148,20 +148,10 @@ impl Reads {
 
     /// Sleeps until a read has ended, from `start` on as long as may be.
     fn wait(&mut self, mover: &Mover, completion: &Completion, start: Instant) -> Result<(), Stop> {
-        let began = Instant::now();
-        let waiter = mover.waiter();
-        let mut result = Ok(());
-        while result.is_ok() {
-            let left = self.timeout.saturating_sub(start.elapsed());
-            if waiter.wait(completion, SLICE.min(left)) {
-                break;
-            }
-            result = Python::attach(|py| py.check_signals()).map_err(Stop::Signal);
-            if left.is_zero() {
-                result = Err(Stop::Slow(self.timeout));
-            }
-        }
+        let (began, waiter) = (Instant::now(), mover.waiter());
+        let left = self.timeout.saturating_sub(start.elapsed());
+        let waited = patience::until(left, |slice| waiter.wait(completion, slice));
         self.traffic.waited += began.elapsed();
-        result
+        if waited.map_err(Stop::Signal)? { Ok(()) } else { Err(Stop::Slow(self.timeout)) }
     }
 }

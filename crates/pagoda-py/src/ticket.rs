@@ -1,6 +1,6 @@
 //! Plans and tickets, as Python holds them.
 
-use crate::patience::{self, SLICE};
+use crate::patience;
 use numpy::PyArray1;
 use pagoda_core::fence::Completion;
 use pagoda_core::ids::TicketId;
@@ -77,10 +77,8 @@ impl DiskCopies {
 
     /// Sleeps until they have. Python signals are seen.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
-        while !py.detach(|| self.waiter.wait(&self.completion, SLICE)) {
-            py.check_signals()?;
-        }
-        Ok(())
+        py.detach(|| patience::until(Duration::MAX, |slice| self.waiter.wait(&self.completion, slice)))
+            .map(drop)
     }
 
     /// Sleeps until they have, as long as the disk does anything, and `disk_timeout` more. Python signals are seen.
