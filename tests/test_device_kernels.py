@@ -67,7 +67,8 @@ class Plane:
 
     @property
     def end(self) -> int:
-        return self.scales + self.page_size * self.heads * self.scale_bytes
+        """Strips begin at multiples of 16; only scales may end elsewhere."""
+        return -(-(self.scales + self.page_size * self.heads * self.scale_bytes) // 16) * 16
 
     @property
     def argument(self) -> arguments.Plane:
@@ -160,11 +161,13 @@ SHAPES = [
     Shape("Q4_0", "Fp8E4m3", "F32", 320, 512, "columns"),
     Shape("Q8_0", "Q4_0", "F32", 64, 192, "wide"),
     Shape("Q4_0", "Q4_0", "F32", 96, 32, "deterministic"),
+    Shape("Mxfp4", "Nvfp4", "F32", 96, 64),
+    Shape("Nvfp4", "Mxfp4", "BF16", 64, 160, "prefill"),
 ]
 BY_SHARE = [SHAPES[1], SHAPES[9], SHAPES[23], SHAPES[24]]
 """Decoding and prefill, of 16-bit rows and of quantised ones."""
 APPENDS = [("F16", "F16", "F32"), ("BF16", "F32", "F16"), ("F32", "F16", "BF16"), ("BF16", "F16", "F32")]
-APPENDS += [("Q8_0", "Q4_0", "F32"), ("Fp8E4m3", "F16", "BF16"), ("BF16", "Int8", "F16")]
+APPENDS += [("Q8_0", "Q4_0", "F32"), ("Fp8E4m3", "F16", "BF16"), ("BF16", "Int8", "F16"), ("F16", "Mxfp4", "F32")]
 
 
 def append_kernel(formats: tuple[str, ...]) -> str:

@@ -24,6 +24,7 @@ from pagoda.kernels import instances
 Array = npt.NDArray[Any]
 
 PAIRS = [("q8_0", "q4_0"), ("fp8_e4m3", "fp8_e4m3"), ("int8", "int8"), ("f16", "q8_0"), ("q4_0", "bf16")]
+PAIRS += [("mxfp4", "nvfp4"), ("nvfp4", "mxfp4")]
 """Of K and V: every quantised format, and each kind beside one that is not."""
 
 SHAPE = layer(num_q_heads=4, num_kv_heads=2, head_dim=96, v_head_dim=64)
@@ -97,7 +98,7 @@ def pages(cache: pagoda.Cache, k: Array, v: Array, chunks: list[int], *, of_gpu:
     return np.array([bytes_at(int(pointer), size, of_gpu=of_gpu) for pointer in pointers if pointer])
 
 
-GIVEN = [np.float32, np.float32, np.float16, ml_dtypes.bfloat16, np.float16]
+GIVEN = [np.float32, np.float32, np.float16, ml_dtypes.bfloat16, np.float16, np.float32, np.float16]
 
 
 @pytest.mark.parametrize(("pair", "given"), [*zip(PAIRS, GIVEN, strict=True)])
@@ -243,9 +244,8 @@ def test_what_does_not_fit_is_refused_where_it_is_checked() -> None:
 @pytest.mark.parametrize(
     ("pair", "named"),
     [
-        (("q5_0", "f16"), "q5_0, f16: a device stores f32, f16, bf16, fp8_e4m3, int8, q8_0, q4_0 so far"),
-        (("f16", "mxfp4"), "f16, mxfp4: a device stores"),
-        (("nvfp4", "nvfp4"), "nvfp4, nvfp4: a device stores"),
+        (("q5_0", "f16"), "q5_0, f16: a device stores f32, f16, bf16, fp8_e4m3, int8, q8_0, q4_0, mxfp4, nvfp4 so far"),
+        (("f16", "q5_0"), "f16, q5_0: a device stores"),
         (("f32", "q8_0"), "f32, q8_0: on a device f32 goes with f32, f16, bf16 only"),
     ],
 )

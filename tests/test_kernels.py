@@ -29,7 +29,7 @@ def test_kernels_compile_and_do_not_spill() -> None:
         assert 20 <= len(wanted) <= 60
         assert {instances.MOVE, instances.UNPACK} <= set(wanted)
         assert sum("PartOfK" in kernel.expression for kernel in wanted) >= 2
-        assert all(sum(name in kernel.expression for kernel in wanted) for name in ("Q8_0", "Q4_0", "Fp8E4m3"))
+        assert all(sum(name in kernel.expression for kernel in wanted) for name in instances.QUANTISED.values())
     compiled = list(compile_kernels.compile_all(kernels))
     assert len(compiled) == sum(map(len, kernels.values()))
     assert [entry for entry in compiled if entry.spilled] == []
@@ -41,7 +41,7 @@ def test_make_kernels_does_what_models_ask_for() -> None:
 
     for arch, shared in compile_kernels.SHARED_MAX.items():
         kernels = set(compile_kernels.every(arch))
-        assert len(kernels) <= 460
+        assert len(kernels) <= 510
         for half in ("f16", "bf16"):
             for q, dim, group, mode in product((half, "f32"), (64, 128, 256), (1, 7, 16), compile_kernels.MODES):
                 assert instances.attend(half, half, q, dim, dim, group, mode, shared << 10).kernel in kernels

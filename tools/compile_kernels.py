@@ -100,10 +100,10 @@ def covering(arch: str) -> list[Kernel]:
     appends = [instances.append("f16", "bf16", "f32"), instances.append("f32", "f16", "bf16"), instances.center("f16")]
     appends += [instances.append("q8_0", "q4_0", "f32")]
     quantised = [
-        (("q8_0", "q8_0", "bf16"), (128, 128)),
+        (("mxfp4", "nvfp4", "bf16"), (128, 128)),
         (("q4_0", "q4_0", "bf16"), (128, 128)),
         (("fp8_e4m3", "fp8_e4m3", "f16"), (256, 256)),
-        (("f16", "q8_0", "f32"), (256, 256)),
+        (("f16", "int8", "f32"), (256, 256)),
         (("q8_0", "q4_0", "f32"), (512, 512)),
     ]
     many = [(("f16", "f16", "f32"), (256, 256)), (("bf16", instances.PART_OF_K, "bf16"), (576, 512))]

@@ -143,20 +143,20 @@ const Offer* meet(const char* name, unsigned mask, const void* data, size_t byte
     return meeting->offers;
 }
 
-void check_row(const char* name, const void* row) {
+void check_row(const char* name, const void* row, size_t bytes) {
     const auto at = reinterpret_cast<uintptr_t>(row), start = reinterpret_cast<uintptr_t>(block->shared);
-    if (at % 16) fail(std::string(name) + ": not aligned to 16 bytes");
-    if (at < start || at + 16 > start + block->shared_bytes) {
+    if (at % bytes) fail(std::string(name) + ": not aligned to " + std::to_string(bytes) + " bytes");
+    if (at < start || at + bytes > start + block->shared_bytes) {
         fail(std::string(name) + ": byte " + std::to_string(static_cast<int64_t>(at - start)) + " is outside the " +
              std::to_string(block->shared_bytes) + " of shared memory");
     }
 }
 
-void copy_async(void* target, const void* source, bool valid) {
-    check_row("cp.async", target);
-    if (valid && reinterpret_cast<uintptr_t>(source) % 16) fail("cp.async: not aligned to 16 bytes");
-    std::memset(target, POISON, 16);
-    current->copies.push_back({static_cast<unsigned char*>(target), static_cast<const unsigned char*>(source), valid, current->group});
+void copy_async(void* target, const void* source, size_t bytes, bool valid) {
+    check_row("cp.async", target, bytes);
+    if (valid && reinterpret_cast<uintptr_t>(source) % bytes) fail("cp.async: not aligned to " + std::to_string(bytes) + " bytes");
+    std::memset(target, POISON, bytes);
+    current->copies.push_back({static_cast<unsigned char*>(target), static_cast<const unsigned char*>(source), bytes, valid, current->group});
 }
 
 void copy_commit() { ++current->group; }
@@ -168,9 +168,9 @@ void copy_wait(int pending) {
         if (copy.group >= current->group - pending) {
             copies[kept++] = copy;
         } else if (copy.valid) {
-            std::memcpy(copy.target, copy.source, 16);
+            std::memcpy(copy.target, copy.source, copy.bytes);
         } else {
-            std::memset(copy.target, 0, 16);
+            std::memset(copy.target, 0, copy.bytes);
         }
     }
     copies.resize(kept);

@@ -12,7 +12,7 @@ from pagoda.formats import FORMATS
 NAMES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 """Types of queries, outputs and new rows, and formats that rows may have."""
 
-QUANTISED = {"fp8_e4m3": "Fp8E4m3", "int8": "Int8", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+QUANTISED = {"fp8_e4m3": "Fp8E4m3", "int8": "Int8", "q8_0": "Q8_0", "q4_0": "Q4_0", "mxfp4": "Mxfp4", "nvfp4": "Nvfp4"}
 """Other formats of rows."""
 
 PART_OF_K = "part of k"
@@ -151,8 +151,8 @@ def _cuts(names: tuple[str, str, str], v_dim: int, mode: str) -> list[tuple[int,
         return [*stacked, *by_rows, *wide]
     if v_dim > 256 or mode == "common":
         return [*by_rows, *stacked, *wide]
-    # One warp has no registers for 256 columns of E4M3 beside weights of two parts.
-    crowded = v == "fp8_e4m3" and (q, "bf16") in SPLITS and v_dim > 128
+    # One warp has no registers for 256 columns of E2M1, nor of E4M3 beside weights of two parts.
+    crowded = v_dim > 128 and (v in ("mxfp4", "nvfp4") or (v == "fp8_e4m3" and (q, "bf16") in SPLITS))
     alone = (columns, 1, columns, 1) if mode.endswith("deterministic") or crowded else (1, 4, 1, 1)
     return [alone, *by_rows, *stacked, *wide]
 

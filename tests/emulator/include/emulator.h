@@ -40,6 +40,7 @@ struct Barrier {
 struct Copy {
     unsigned char* target;
     const unsigned char* source;
+    size_t bytes;
     bool valid;
     int group;
 };
@@ -94,12 +95,12 @@ extern dim3 block_index, block_size, grid_size;
 void block_barrier();
 /// Meets the lanes of `mask`, all in the same collective; returns what they brought, after `finish` has seen it once.
 const Offer* meet(const char* name, unsigned mask, const void* data, size_t bytes, void (*finish)(Offer*) = nullptr);
-/// Fails unless 16 bytes of shared memory, aligned, are there.
-void check_row(const char* name, const void* row);
+/// Fails unless so many bytes of shared memory, aligned to as many, are there.
+void check_row(const char* name, const void* row, size_t bytes = 16);
 
 inline int lane() { return current->index % LANES; }
 
-void copy_async(void* target, const void* source, bool valid);
+void copy_async(void* target, const void* source, size_t bytes, bool valid);
 void copy_commit();
 void copy_wait(int pending);
 

@@ -14,7 +14,8 @@ using int64 = long long;
 constexpr int WARP = 32;
 
 inline uint8* shared_memory() { return emulator::block->shared; }
-inline void copy_async(void* target, const void* source, bool valid) { emulator::copy_async(target, source, valid); }
+template <int BYTES = 16>
+void copy_async(void* target, const void* source, bool valid) { emulator::copy_async(target, source, BYTES, valid); }
 inline void copy_commit() { emulator::copy_commit(); }
 template <int PENDING>
 void copy_wait() { emulator::copy_wait(PENDING); }

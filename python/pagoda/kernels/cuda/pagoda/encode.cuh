@@ -30,6 +30,15 @@ __device__ inline uint32 to_e4m3(float x) {
     return sign | (((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120u << 3));
 }
 
+/// The E2M1 nearest to `x`, ties to the even code; 6 for what is above, 0 for NaN.
+__device__ inline uint32 to_e2m1(float x) {
+    const uint32 bits = magnitude(x);
+    if (bits > INFINITE) return 0;
+    const float size = __uint_as_float(bits);
+    const uint32 code = (size > 0.25f) + (size >= 0.75f) + (size > 1.25f) + (size >= 1.75f) + (size > 2.5f) + (size >= 3.5f) + (size > 5.0f);
+    return (__float_as_uint(x) >> 28 & 8) | code;
+}
+
 /// An integer from -128 to 127; 0 for NaN.
 __device__ inline uint8 to_int8(float x) {
     const float inside = x >= 127.0f ? 127.0f : x <= -128.0f ? -128.0f : x == x ? x : 0.0f;
@@ -40,6 +49,13 @@ __device__ inline uint8 to_int8(float x) {
 __device__ inline void put_scale(uint8* target, float x) {
     const uint32 bits = magnitude(x) > INFINITE ? 0x7e00u : Pair<__half>::pack(x, 0.0f);
     *reinterpret_cast<unsigned short*>(target) = static_cast<unsigned short>(bits);
+}
+
+/// Writes 4-bit codes of 32 elements, one a lane: byte j holds element j below and j + 16 above.
+__device__ inline void put_nibbles(uint8* target, uint32 code) {
+    const int lane = lane_of_warp();
+    const uint32 above = __shfl_xor_sync(~0u, code, 16);
+    if (lane < 16) target[lane] = static_cast<uint8>(code | above << 4);
 }
 
 /// How a format stores rows. limit(): the largest magnitude that there is a scale for. store(x, dim, row, scales).
@@ -112,11 +128,42 @@ struct Encoder<Q4_0> {
             const float inverse = magnitude(scale) == 0 ? 0.0f : divide_exact(1.0f, scale);
             // Truncation of what is above 0 rounds to nearest. NaN becomes 0.
             const float code = add_exact(multiply_exact(mine, inverse), 8.5f);
-            const uint32 low = code >= 15.0f ? 15 : code > 0.0f ? static_cast<uint32>(code) : 0;
-            const uint32 high = __shfl_xor_sync(~0u, low, 16);
-            // Byte j holds element j below and j + 16 above.
-            if (lane < 16) row[block * 16 + lane] = static_cast<uint8>(low | high << 4);
+            put_nibbles(row + block * 16, code >= 15.0f ? 15 : code > 0.0f ? static_cast<uint32>(code) : 0);
             if (lane == 0) put_scale(scales + 2 * block, scale);
+        }
+    }
+};
+
+template <>
+struct Encoder<Mxfp4> {
+    __device__ static float limit() { return half_of_largest(); }
+    __device__ static void store(const float* x, int dim, uint8* row, uint8* scales) {
+        const int lane = lane_of_warp();
+        for (int block = 0; block < dim / Mxfp4::BLOCK; ++block) {
+            const float mine = limited(x[block * WARP + lane], limit());
+            const uint32 largest = __reduce_max_sync(~0u, magnitude(mine));
+            // The largest number gets the exponent of 4. 2^-127 has none of its own.
+            const uint32 code = largest > INFINITE ? 255 : max(static_cast<int>(largest >> 23) - 2, 0);
+            const float scale = __uint_as_float(code == 255 ? 0x7fc00000u : code == 0 ? 0x00400000u : code << 23);
+            put_nibbles(row + block * 16, to_e2m1(divide_exact(mine, scale)));
+            if (lane == 0) scales[block] = static_cast<uint8>(code);
+        }
+    }
+};
+
+template <>
+struct Encoder<Nvfp4> {
+    __device__ static float limit() { return 6.0f * E4M3_MAX; }
+    /// Two blocks at a time, each by half of the warp.
+    __device__ static void store(const float* x, int dim, uint8* row, uint8* scales) {
+        const int lane = lane_of_warp();
+        for (int pair = 0; pair < dim / WARP; ++pair) {
+            const float mine = limited(x[pair * WARP + lane], limit());
+            uint32 largest = magnitude(mine);
+            for (int step = Nvfp4::BLOCK / 2; step > 0; step /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
+            const uint32 code = to_e4m3(largest > INFINITE ? not_a_number() : divide_exact(__uint_as_float(largest), 6.0f));
+            put_nibbles(row + pair * 16, code == 0 ? 0 : to_e2m1(divide_exact(mine, from_e4m3(code))));
+            if (lane % Nvfp4::BLOCK == 0) scales[2 * pair + lane / Nvfp4::BLOCK] = static_cast<uint8>(code);
         }
     }
 };

@@ -24,11 +24,18 @@ __device__ __forceinline__ uint32 shared_address(const void* pointer) {
     return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }
 
-/// Starts copying 16 bytes to shared memory; zeros if not `valid`, and then `source` is not read. Both are aligned to 16.
+/// Starts copying 16 bytes, or 8, to shared memory; zeros if not `valid`, and then `source` is not read. Both are aligned to as many.
+template <int BYTES = 16>
 __device__ __forceinline__ void copy_async(void* target, const void* source, bool valid) {
-    const int bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source), "r"(bytes)
-                 : "memory");
+    static_assert(BYTES == 16 || BYTES == 8, "others are of no use");
+    const int bytes = valid ? BYTES : 0;
+    if constexpr (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source), "r"(bytes)
+                     : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(target)), "l"(source), "r"(bytes)
+                     : "memory");
+    }
 }
 
 /// Closes the group of copies that this thread has started.

@@ -35,6 +35,9 @@ struct Quantised {
 template <class T>
 __device__ T load_now(const void* source) { return *static_cast<const volatile T*>(source); }
 
+/// What an E4M3 code that has no sign stands for. By way of f16, which has it 2^8 times too small, subnormal ones as well.
+__device__ inline float from_e4m3(uint32 code) { return Pair<__half>::low(code == 0x7f ? 0x7e00 : code << 7) * 256.0f; }
+
 /// The smallest f16 above 0: integers up to 1023 are as many of it, bit for bit.
 constexpr float F16_LEAST = 5.9604644775390625e-8f;
 
@@ -123,6 +126,30 @@ struct E4m3Decoder<__nv_bfloat16> {
     }
 };
 
+/// Halves of bytes that are E2M1, moved in the same way: the sign to bit 15, exponent and fraction to bit `place` and above.
+__device__ inline uint32 spread_e2m1(uint32 word, int step, int odd, int place) {
+    const int first = 8 * odd + 4 * step;
+    const uint32 rest = first > place ? word >> (first - place) : word << (place - first);
+    return (word << (12 - first) & twice(0x8000)) | (rest & twice(7u << place));
+}
+
+template <class Element>
+struct E2m1Decoder;
+
+template <>
+struct E2m1Decoder<__half> {
+    __device__ static float unit() { return 6.103515625e-5f; }
+    __device__ static uint32 pair(uint32 word, int step, int odd) { return spread_e2m1(word, step, odd, 9); }
+};
+
+template <>
+struct E2m1Decoder<__nv_bfloat16> {
+    __device__ static uint32 pair(uint32 word, int step, int odd) {
+        // 0x7e80 is 2^126.
+        return fuse_pair(spread_e2m1(word, step, odd, 6), twice(0x7e80), 0, __nv_bfloat16());
+    }
+};
+
 struct Fp8E4m3 : RowScale {
     static constexpr int BITS = 8;
     template <class Element>
@@ -145,6 +172,30 @@ struct Q4_0 : BlockScales {
     static constexpr int BITS = 4;
     template <class Element>
     using Decoder = NibbleDecoder<Element>;
+};
+
+struct E2m1 : Quantised {
+    static constexpr int BITS = 4, UNIT = 32;
+    template <class Element>
+    using Decoder = E2m1Decoder<Element>;
+};
+
+/// Each 32 elements have a scale, an E8M0: the exponent of a binary32, but for NaN.
+struct Mxfp4 : E2m1 {
+    static constexpr int BLOCK = 32;
+    __device__ static constexpr int scale_bytes(int dim) { return dim / BLOCK; }
+    __device__ static float scale(const uint8* scales, int block) {
+        const uint32 code = load_now<uint8>(scales + block);
+        // 2^-127 becomes 0, as it would in a product.
+        return __uint_as_float(code << 23 | (code == 255 ? 0x7fc00000u : 0));
+    }
+};
+
+/// Each 16 elements have a scale, an E4M3.
+struct Nvfp4 : E2m1 {
+    static constexpr int BLOCK = 16;
+    __device__ static constexpr int scale_bytes(int dim) { return dim / BLOCK; }
+    __device__ static float scale(const uint8* scales, int block) { return from_e4m3(load_now<uint8>(scales + block)); }
 };
 
 }  // namespace pagoda

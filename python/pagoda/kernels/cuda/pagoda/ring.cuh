@@ -104,7 +104,7 @@ struct Ring : Unit<Shape_> {
     /// none of the 8 is real there are zeros.
     template <int SCALE_BYTES>
     __device__ void copy_scales(uint8* target, const Strip& plane, const Walk& walk, int first, const PageWindow& window) const {
-        constexpr int CHUNKS = 8 * SCALE_BYTES / 16, ALL = Shape::SCORES / 8 * CHUNKS;
+        constexpr int BYTES = SCALE_BYTES % 2 == 0 ? 16 : 8, CHUNKS = 8 * SCALE_BYTES / BYTES, ALL = Shape::SCORES / 8 * CHUNKS;
         const int shift = args.pages.page_shift;
         const int64 in_block = plane.offset + this->kv_head() * plane.head_stride;
         for (int start = 0; start < ALL; start += Shape::TEAM) {
@@ -112,8 +112,8 @@ struct Ring : Unit<Shape_> {
             const uint32 entry = __shfl_sync(~0u, window.now, (stored >> shift) % WARP);
             const bool valid = stored + 8 > walk.piece.low && stored < walk.piece.high;
             const int64 in_page = stored & ((1 << shift) - 1);
-            const uint8* source = args.pages.block(entry) + in_block + in_page * SCALE_BYTES + chunk % CHUNKS * 16;
-            if (chunk < ALL) copy_async(target + chunk * 16, source, valid);
+            const uint8* source = args.pages.block(entry) + in_block + in_page * SCALE_BYTES + chunk % CHUNKS * BYTES;
+            if (chunk < ALL) copy_async<BYTES>(target + chunk * BYTES, source, valid);
         }
     }
 
