@@ -14,7 +14,8 @@ import time
 import pagoda
 import torch
 from harness import DIM, KV_HEADS, STREAM, Report
-from pagoda.device.cuda import CudaDriver
+from pagoda.device.cuda import open_driver
+from pagoda.device.driver import Driver
 from pagoda.rates import Routes, routes_of
 
 LAYERS, Q_HEADS, CHUNK, PAGE = 16, 32, 8192, 64
@@ -25,7 +26,7 @@ STEPS = 20
 PRODUCT = 4096
 
 
-def link_rate(driver: CudaDriver, size: int = 256 << 20) -> float:
+def link_rate(driver: Driver, size: int = 256 << 20) -> float:
     """Bytes a second of one large copy to the device."""
     host, device, stream = driver.pinned(size), driver.memory(size), driver.stream()
     times = []
@@ -85,7 +86,7 @@ class Model:
 
 def main() -> None:
     report = Report("streaming")
-    driver = CudaDriver(0)
+    driver = open_driver(0)
     link, chosen = link_rate(driver), driver.ring_bytes
     report.line("one large copy", "copy engine", GBs=link / 1e9)
     report.line("the ring is faster", "chosen", from_bytes=float(chosen))
