@@ -25,12 +25,14 @@ fi
 [ $# -gt 0 ] || set -- ceilings decode prefill steps gather calibrate streaming tiers
 # What the routes to pages of the host tier carry, by which steps are divided; nothing of the user's is touched.
 export XDG_CACHE_HOME=$scratch/cache
+failed=0
 for name in "$@"; do
     program=("$here/$name.py")
     [ "$name" != calibrate ] || program=(-m pagoda doctor --calibrate --disk "${PAGODA_DISK:-$scratch}")
     start=$SECONDS
     # A program that fails or hangs takes none of the others with it, nor the lines that it has written.
     timeout --kill-after=10 "$limit" "$python" "${program[@]}" 2>&1 | tee -a "$out/log.txt" ||
-        echo "$name failed" | tee -a "$out/log.txt"
+        { failed=1 && echo "$name failed" | tee -a "$out/log.txt"; }
     echo "$name: $((SECONDS - start)) s" | tee -a "$out/log.txt"
 done
+exit $failed
