@@ -8,8 +8,8 @@
 #   figures    benches/gpu/run.sh: what docs/benchmarks/gpu.md shows; programs in PROGRAMS, the seconds of each in PAGODA_LIMIT
 #   memcheck, racecheck, synccheck, initcheck: compute-sanitizer over some kinds of kernels
 #
-# Parts run in the order given. None takes others with it: each has a limit, what it prints is in OUT as it comes, and
-# OUT/summary.txt has a line for each. Pagoda is the one that is installed for the Python that PYTHON names; pytest-xdist and
+# Parts run in the order given. None takes others with it: each has a limit, and PAGODA_SECONDS is one for all together; what
+# it prints is in OUT as it comes, and OUT/summary.txt has a line for each. Pagoda is the one that is installed for the Python that PYTHON names; pytest-xdist and
 # pytest-timeout make parts shorter and tests that hang harmless.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -18,6 +18,7 @@ out=$(cd "$1" && pwd)
 shift
 python=${PYTHON:-python3}
 export PYTHON=$python PYTHONUNBUFFERED=1 PAGODA_REQUIRE_GPU=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+deadline=$((SECONDS + ${PAGODA_SECONDS:-86400}))
 jobs=$(($(nproc) < 8 ? $(nproc) : 8))
 
 api="tests/test_attention.py tests/test_sequences.py tests/test_tiers.py tests/test_device_quantised.py tests/test_sessions.py
@@ -36,6 +37,11 @@ has() { "$python" -c "import $1" 2>/dev/null; }
 part() {
     local limit=$1 log=$2 start=$SECONDS status said
     shift 2
+    limit=$((limit < deadline - SECONDS ? limit : deadline - SECONDS))
+    if [ "$limit" -lt 1 ]; then
+        echo "$name: left out, no time" | tee -a "$out/summary.txt"
+        return
+    fi
     echo "== $name: $*" >> "$log"
     timeout --kill-after=10 "$limit" "$@" 2>&1 | tee -a "$log"
     status=${PIPESTATUS[0]}
