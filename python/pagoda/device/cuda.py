@@ -150,6 +150,8 @@ class _HostArena:
     """Address space that is registered with the driver piece by piece, as it is used."""
 
     def __init__(self, size: int, piece: int) -> None:
+        import cupy
+
         # What is registered begins and ends with pages of the system: none can be registered twice.
         piece = math.lcm(piece, mmap.PAGESIZE)
         self.piece = piece * max(1, PIECE_BYTES // piece)
@@ -162,7 +164,8 @@ class _HostArena:
         self.address = int(self._bytes.ctypes.data)
         self._pinned: set[int] = set()
         # What is registered outlives the memory: whoever gets the same addresses later could not register them.
-        weakref.finalize(self, _unregister, self._bytes, self._pinned, self.piece).atexit = False
+        self._unregister = weakref.finalize(self, _unregister, cupy.cuda.runtime, self._bytes, self._pinned, self.piece)
+        self._unregister.atexit = False
 
     def pin(self, address: int, size: int) -> bool:
         start = address - self.address
@@ -191,14 +194,12 @@ class _HostArena:
         self._pinned.add(index)
 
     def close(self) -> None:
-        _unregister(self._bytes, self._pinned, self.piece)
+        self._unregister()
 
 
-def _unregister(memory: npt.NDArray[np.uint8], pinned: set[int], piece: int) -> None:
-    import cupy
-
+def _unregister(runtime: Any, memory: npt.NDArray[np.uint8], pinned: set[int], piece: int) -> None:
     while pinned:
-        cupy.cuda.runtime.hostUnregister(memory.ctypes.data + pinned.pop() * piece)
+        runtime.hostUnregister(memory.ctypes.data + pinned.pop() * piece)
 
 
 def _touch(piece: npt.NDArray[np.uint8]) -> None:
