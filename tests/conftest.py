@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 import emulator
@@ -38,6 +39,17 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("device")
     if config.getoption("--device") == "cuda" and (lack := cuda.lack()):
         raise pytest.UsageError(f"--device=cuda: {lack.found}; {lack.remedy}")
+
+
+def pytest_runtest_logfinish() -> None:
+    """A GPU that a kernel has broken is so for good, to its process: ends one of pytest-xdist, which begins another."""
+    runtime = sys.modules["cupy"].cuda.runtime if "cupy" in sys.modules else None
+    if runtime is not None and "PYTEST_XDIST_WORKER" in os.environ:
+        try:
+            runtime.deviceSynchronize()
+        except runtime.CUDARuntimeError as error:
+            if error.status not in (cuda.NO_DEVICE, cuda.DRIVER_TOO_OLD):
+                os._exit(1)
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,8 @@ def interrupted(call: Callable[[], Any], after: int) -> bool:
         return trace
 
     before = sys.gettrace()
+    # Python 3.12 looks at this when tracing begins.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         call()

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 from harness import Report
-from pagoda.device.cuda import CudaDriver
+from pagoda.device.cuda import open_driver
 from pagoda.device.movement import Mover
 
 TOTAL = 256 << 20
@@ -17,7 +17,7 @@ TOTAL = 256 << 20
 
 def main() -> None:
     report = Report("gather")
-    driver = CudaDriver(0)
+    driver = open_driver(0)
     host, device = driver.host_arena(2 * TOTAL, TOTAL), driver.memory(2 * TOTAL)
     host.pin(host.address, 2 * TOTAL)
     mover, stream = Mover(driver, host), driver.stream()

@@ -21,6 +21,7 @@ import cupy
 import numpy as np
 import pagoda
 import torch
+from pagoda.device.cuda import open_driver
 
 STREAM = torch.cuda.Stream()
 """Of everything that is timed."""
@@ -87,10 +88,11 @@ def _read_kernel() -> tuple[Any, Any]:
 def read(address: int, size: int) -> Callable[[], None]:
     """Reads bytes of the device and does nothing with them: the ceiling of attention."""
     kernel, sink = _read_kernel()
-    blocks = 2 * torch.cuda.get_device_properties(0).multi_processor_count
+    driver = open_driver(0)
+    blocks, stream = 2 * driver.multiprocessors, driver.caller_stream(STREAM)
 
     def launch() -> None:
-        with cupy.cuda.ExternalStream(STREAM.cuda_stream):
+        with stream.current():
             kernel((blocks,), (512,), (np.uint64(address), np.int64(size // 16), sink))
 
     return launch
@@ -152,8 +154,11 @@ class Filled:
         self._append(self.batch, [shared] * len(lengths), [length - new for length in lengths])
         self.step = self.cache.step(self.batch, [new] * len(lengths), stream=STREAM).__enter__()
         rows = self._rows([length - new for length in lengths], [new] * len(lengths))
+        k, v = self.k[rows], self.v[rows]
+        # STREAM does not wait for the stream that these are made on.
+        torch.cuda.synchronize()
         for layer in range(self.layers):
-            self.step.append(layer, self.k[rows], self.v[rows])
+            self.step.append(layer, k, v)
         torch.cuda.synchronize()
         assert self.cache._device is not None
         self.arena = self.cache._device._bases[0]

@@ -14,18 +14,19 @@ import time
 import pagoda
 import torch
 from harness import DIM, KV_HEADS, STREAM, Report
-from pagoda.device.cuda import CudaDriver
+from pagoda.device.cuda import open_driver
+from pagoda.device.driver import Driver
 from pagoda.rates import Routes, routes_of
 
 LAYERS, Q_HEADS, CHUNK, PAGE = 16, 32, 8192, 64
 CASES = [(1, 32 << 10), (1, 512 << 10), (16, 32 << 10)]
 ROUTES = {"ring": 0, "in place": 1 << 62}
 """From so many bytes of a layer on it is the ring."""
-STEPS = 20
+STEPS = 10
 PRODUCT = 4096
 
 
-def link_rate(driver: CudaDriver, size: int = 256 << 20) -> float:
+def link_rate(driver: Driver, size: int = 256 << 20) -> float:
     """Bytes a second of one large copy to the device."""
     host, device, stream = driver.pinned(size), driver.memory(size), driver.stream()
     times = []
@@ -85,7 +86,7 @@ class Model:
 
 def main() -> None:
     report = Report("streaming")
-    driver = CudaDriver(0)
+    driver = open_driver(0)
     link, chosen = link_rate(driver), driver.ring_bytes
     report.line("one large copy", "copy engine", GBs=link / 1e9)
     report.line("the ring is faster", "chosen", from_bytes=float(chosen))
@@ -112,6 +113,7 @@ def main() -> None:
                 what = f"{sequences} x {context >> 10}K{', products' if products else ''}"
                 report.line(what, name, ms=took * 1e3, GBs=size / took / 1e9, of_link=size / took / link)
                 outs.append(model.out.clone())
+                torch.cuda.synchronize()
             error = max(float((out - outs[0]).abs().max()) for out in outs)
             assert error < 1e-3, f"the routes differ by {error}"
         model.cache.close()

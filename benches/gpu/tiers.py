@@ -18,7 +18,7 @@ import pagoda
 import torch
 from harness import STREAM, Report
 from pagoda import _core
-from pagoda.device.cuda import CudaDriver
+from pagoda.device.cuda import open_driver
 from streaming import link_rate
 
 SPEC = pagoda.ModelSpec([pagoda.AttentionLayer(16, 2, 256)] * 6)
@@ -75,7 +75,7 @@ def steps(report: Report, context: int, on_disk: float, folder: Path, drive: flo
 
 def main() -> None:
     report = Report("tiers")
-    link = link_rate(CudaDriver(0))
+    link = link_rate(open_driver(0))
     with tempfile.TemporaryDirectory(dir=os.environ.get("PAGODA_DISK")) as folder:
         size, seconds = _core.time_disk_reads(folder, 8 << 30, timedelta(seconds=5))
         drive = size / seconds

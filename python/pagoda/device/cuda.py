@@ -8,6 +8,7 @@ import math
 import mmap
 import os
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,8 +22,8 @@ from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.kernels import loader
 from pagoda.kernels.instances import Kernel
 
-TYPES = {"<f4": "f32", "<f2": "f16", "<u2": "u16"}
-"""Type strings of array interfaces. bf16 has none: ml_dtypes says "<V2", torch has no interface at all for it."""
+TYPES = {"<f4": "f32", "<f2": "f16", "<u2": "u16", "<V2": "bf16"}
+"""Type strings of array interfaces. The last is what ml_dtypes says, and CuPy with it."""
 
 CAPABILITY_MIN = (8, 0)
 
@@ -149,6 +150,8 @@ class _HostArena:
     """Address space that is registered with the driver piece by piece, as it is used."""
 
     def __init__(self, size: int, piece: int) -> None:
+        import cupy
+
         # What is registered begins and ends with pages of the system: none can be registered twice.
         piece = math.lcm(piece, mmap.PAGESIZE)
         self.piece = piece * max(1, PIECE_BYTES // piece)
@@ -160,6 +163,9 @@ class _HostArena:
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.address = int(self._bytes.ctypes.data)
         self._pinned: set[int] = set()
+        # What is registered outlives the memory: whoever gets the same addresses later could not register them.
+        self._unregister = weakref.finalize(self, _unregister, cupy.cuda.runtime, self._bytes, self._pinned, self.piece)
+        self._unregister.atexit = False
 
     def pin(self, address: int, size: int) -> bool:
         start = address - self.address
@@ -188,11 +194,12 @@ class _HostArena:
         self._pinned.add(index)
 
     def close(self) -> None:
-        import cupy
+        self._unregister()
 
-        for index in self._pinned:
-            cupy.cuda.runtime.hostUnregister(self.address + index * self.piece)
-        self._pinned.clear()
+
+def _unregister(runtime: Any, memory: npt.NDArray[np.uint8], pinned: set[int], piece: int) -> None:
+    while pinned:
+        runtime.hostUnregister(memory.ctypes.data + pinned.pop() * piece)
 
 
 def _touch(piece: npt.NDArray[np.uint8]) -> None:
@@ -201,10 +208,12 @@ def _touch(piece: npt.NDArray[np.uint8]) -> None:
 
 
 class _Event:
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, device: Any) -> None:
         import cupy
 
-        self.event = cupy.cuda.Event(block=True, disable_timing=True)
+        # An event is of the device that is current, and only streams of that record it.
+        with device:
+            self.event = cupy.cuda.Event(block=True, disable_timing=True)
         self.event.record(stream)
 
     def done(self) -> bool:
@@ -214,25 +223,36 @@ class _Event:
         self.event.synchronize()
 
 
+class _Foreign(NamedTuple):
+    """A stream of others, as `cupy.cuda.Stream.from_external` takes it."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Version of the protocol, and the address."""
+        return 0, self.address
+
+
 class _Stream:
     def __init__(self, stream: Any, driver: CudaDriver) -> None:
         self._stream, self._driver = stream, driver
 
     def record(self) -> _Event:
-        return _Event(self._stream)
+        return _Event(self._stream, self._driver.device)
 
     def follow(self, event: Any) -> None:
         self._stream.wait_event(event.event)
 
     def current(self) -> Any:
-        if "torch" not in sys.modules:
-            return self._stream
-        import torch
-
-        both = contextlib.ExitStack()
-        both.enter_context(self._stream)
-        both.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(self._stream.ptr)))
-        return both
+        with contextlib.ExitStack() as every:
+            every.enter_context(self._driver.device)
+            every.enter_context(self._stream)
+            if torch := _torch():
+                index, address = self._driver.device.id, self._stream.ptr
+                # To torch an external stream at 0 would be a new one.
+                stream = torch.cuda.ExternalStream(address, index) if address else torch.cuda.default_stream(index)
+                every.enter_context(torch.cuda.stream(stream))
+            return every.pop_all()
 
     def copy(self, target: int, source: int, size: int) -> None:
         import cupy
@@ -259,19 +279,25 @@ class _Stream:
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
     ) -> None:
-        function = self._driver.function(kernel, shared_bytes)
         # CuPy passes an array of one element by value.
         value = np.frombuffer(bytes(arguments), np.dtype((np.void, ctypes.sizeof(arguments))))
-        with self._stream:
+        with self._driver.device, self._stream:
+            function = self._driver.function(kernel, shared_bytes)
             function((grid,), (threads,), (value,), shared_mem=shared_bytes)
+
+
+def _torch() -> Any:
+    """torch, if anybody uses it on a GPU."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and torch.cuda.is_initialized() else None
 
 
 class CudaDriver:
     """One GPU."""
 
     def __init__(self, device: Any) -> None:
-        self._device = device
-        attributes = self._device.attributes
+        self.device = device
+        attributes = device.attributes
         self.multiprocessors = int(attributes["MultiProcessorCount"])
         self.shared_bytes_max = int(attributes["MaxSharedMemoryPerBlockOptin"])
         self._functions: dict[Kernel, Any] = {}
@@ -286,12 +312,12 @@ class CudaDriver:
 
     def memory(self, size: int) -> _Memory:
         """Zeroed bytes on the device."""
-        with self._device:
+        with self.device:
             return _Memory(size)
 
     def pinned(self, size: int) -> _Pinned:
         """Bytes of the host."""
-        with self._device:
+        with self.device:
             return _Pinned(size)
 
     def host_arena(self, size: int, piece: int) -> _HostArena:
@@ -303,7 +329,7 @@ class CudaDriver:
         """Its place on the bus."""
         import cupy
 
-        return str(cupy.cuda.runtime.deviceGetPCIBusId(self._device.id))
+        return str(cupy.cuda.runtime.deviceGetPCIBusId(self.device.id))
 
     @cached_property
     def copy_engine_bytes(self) -> int:
@@ -319,33 +345,35 @@ class CudaDriver:
         """A new stream."""
         import cupy
 
-        with self._device:
+        with self.device:
             return _Stream(cupy.cuda.Stream(non_blocking=True), self)
 
     def caller_stream(self, given: object) -> _Stream:
         """The caller's stream; for None CuPy's current one, or torch's where CuPy's is the default."""
         import cupy
 
+        index = self.device.id
         if given is None:
-            stream = cupy.cuda.get_current_stream()
-            torch = sys.modules.get("torch")
-            if stream.ptr == 0 and torch is not None and torch.cuda.is_initialized():
-                stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
-            return _Stream(stream, self)
-        if isinstance(given, cupy.cuda.Stream | cupy.cuda.ExternalStream):
+            stream = cupy.cuda.get_current_stream(index)
+            if stream.ptr or not (torch := _torch()):
+                return _Stream(stream, self)
+            given = torch.cuda.current_stream(index)
+        if isinstance(given, cupy.cuda.Stream):
             return _Stream(given, self)
-        address = given if isinstance(given, int) else getattr(given, "cuda_stream", None)
+        # Of torch, an ExternalStream of CuPy, or an address.
+        address = getattr(given, "cuda_stream", getattr(given, "ptr", given))
         if not isinstance(address, int):
             raise InvalidArgument(f"stream = {given!r}: a stream of CuPy or torch, or its address")
-        return _Stream(cupy.cuda.ExternalStream(address), self)
+        return _Stream(cupy.cuda.Stream.from_external(_Foreign(address)), self)
 
     def view(self, name: str, array: Any) -> View:
         """An array on the device."""
         kind = None
-        if type(array).__module__.split(".")[0] == "torch" and str(array.dtype) == "torch.bfloat16":
-            import torch
-
-            kind, array = "bf16", array.detach().view(torch.uint16)
+        if type(array).__module__.split(".")[0] == "torch":
+            array = array.detach()
+            # Not every torch says how its bf16 is called.
+            if str(array.dtype) == "torch.bfloat16":
+                kind, array = "bf16", array.view(sys.modules["torch"].int16)
         interface = getattr(array, "__cuda_array_interface__", None)
         if interface is None:
             raise InvalidArgument(f"{name} = {type(array).__name__}: an array of CuPy or torch on the device")

@@ -1,0 +1,317 @@
+"""What Pagoda calls of CuPy, over memory of the host and the emulator. As strict as CuPy is about names and arguments, about
+the device that is current, about memory that is registered twice.
+
+Everything is done when it is asked for; tests/emulator/driver.py has streams that are late. tests/test_cuda.py holds names
+and arguments against the real CuPy where that is installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import emulator
+import numpy as np
+import numpy.typing as npt
+
+DEVICES = 2
+STATIC_SHARED_BYTES = 48 << 10
+"""Dynamic shared memory of a launch, unless a kernel has been allowed more."""
+
+
+class CUDARuntimeError(RuntimeError):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+
+
+class OutOfMemoryError(MemoryError):
+    pass
+
+
+class CompileException(Exception):
+    pass
+
+
+class Device:
+    """A device, the current one inside of `with`."""
+
+    current = 0
+
+    def __init__(self, device: int | None = None) -> None:
+        self.id = Device.current if device is None else int(device)
+        self._before: list[int] = []
+
+    def __enter__(self) -> Device:
+        self._before.append(Device.current)
+        Device.current = self.id
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Device.current = self._before.pop()
+
+    @property
+    def compute_capability(self) -> str:
+        return "90"
+
+    @property
+    def attributes(self) -> dict[str, int]:
+        return {"MultiProcessorCount": 3, "MaxSharedMemoryPerBlockOptin": 227 << 10}
+
+
+class Stream:
+    """A stream of the device that is current when it is made; of others the device is not known."""
+
+    entered: ClassVar[list[Stream]] = []
+    made = 0
+
+    def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+        Stream.made += not null
+        self.ptr, self.device_id = (0, -1) if null else (4096 + Stream.made, Device.current)
+
+    @classmethod
+    def from_external(cls, obj: Any) -> Stream:
+        version, address = obj.__cuda_stream__()
+        assert version == 0
+        stream = cls(null=True)
+        stream.ptr = address
+        return stream
+
+    def __enter__(self) -> Stream:
+        self._require(Device.current)
+        Stream.entered.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Stream.entered.pop()
+
+    def wait_event(self, event: Event) -> None:
+        assert isinstance(event, Event)
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def _require(self, device: int) -> None:
+        if self.device_id not in (-1, device):
+            raise RuntimeError(f"a stream of device {self.device_id} on device {device}")
+
+
+def get_current_stream(device_id: int = -1) -> Stream:
+    return Stream.entered[-1] if Stream.entered else Stream(null=True)
+
+
+class Event:
+    """An event, recorded by streams of its device alone."""
+
+    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
+        self._device = Device.current
+
+    def record(self, stream: Stream | None = None) -> None:
+        assert stream is not None, "which one is current says nothing of the cache's"
+        stream._require(self._device)
+
+    @property
+    def done(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Memory:
+    """Bytes that nobody has written to, as CuPy's pool hands them out."""
+
+    def __init__(self, size: int) -> None:
+        if type(size) is not int or size <= 0:
+            raise TypeError(f"size = {size!r}")
+        # Not zero on a device either.
+        self.array = np.full(size + 512, 0xFF, np.uint8)
+        self.ptr = -(-self.array.ctypes.data // 512) * 512
+
+
+def alloc_pinned_memory(size: int) -> Any:
+    memory = Memory(size)
+    pinned: Any = (ctypes.c_uint8 * size).from_address(memory.ptr)
+    pinned.ptr, pinned.memory = memory.ptr, memory
+    return pinned
+
+
+registered: dict[int, int] = {}
+"""Memory of the host that kernels and copies reach: addresses and bytes."""
+
+
+class Runtime(ModuleType):
+    CUDARuntimeError = CUDARuntimeError
+    memcpyDefault = 4
+
+    @staticmethod
+    def driverGetVersion() -> int:
+        return 13000
+
+    @staticmethod
+    def runtimeGetVersion() -> int:
+        return 13020
+
+    @staticmethod
+    def getDeviceCount() -> int:
+        return DEVICES
+
+    @staticmethod
+    def deviceGetPCIBusId(device: int) -> str:
+        return f"0000:{device:02x}:00.0"
+
+    @staticmethod
+    def hostRegister(ptr: int, size: int, flags: int) -> None:
+        assert flags == 1 | 2, "for every context, and mapped"
+        if any(ptr < start + length and start < ptr + size for start, length in registered.items()):
+            raise CUDARuntimeError(712)
+        registered[ptr] = size
+
+    @staticmethod
+    def hostUnregister(ptr: int) -> None:
+        if ptr not in registered:
+            raise CUDARuntimeError(713)
+        del registered[ptr]
+
+    @staticmethod
+    def streamSynchronize(stream: int) -> None:
+        pass
+
+    @staticmethod
+    def memset(ptr: int, value: int, size: int) -> None:
+        ctypes.memset(ptr, value, size)
+
+    @staticmethod
+    def memsetAsync(ptr: int, value: int, size: int, stream: int) -> None:
+        assert type(stream) is int
+        ctypes.memset(ptr, value, size)
+
+    @staticmethod
+    def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
+        assert kind == Runtime.memcpyDefault
+        assert type(stream) is int
+        ctypes.memmove(dst, src, size)
+
+    @staticmethod
+    def memcpy2DAsync(
+        dst: int, dpitch: int, src: int, spitch: int, width: int, height: int, kind: int, stream: int
+    ) -> None:
+        if width > min(dpitch, spitch):
+            raise CUDARuntimeError(12)
+        for row in range(height):
+            Runtime.memcpyAsync(dst + row * dpitch, src + row * spitch, width, kind, stream)
+
+
+class RawKernel:
+    """A kernel on the emulator, loaded on one device."""
+
+    def __init__(self, library: emulator.Library) -> None:
+        self._library, self._device = library, Device.current
+        self.max_dynamic_shared_size_bytes = STATIC_SHARED_BYTES
+
+    def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int = 0) -> None:
+        assert Device.current == self._device, "a kernel of another device"
+        for size in (grid, block):
+            assert isinstance(size, tuple)
+            assert len(size) == 1
+        (value,) = args
+        assert isinstance(value, np.ndarray)
+        assert value.size == 1, "CuPy passes arrays of one element by value, and no others"
+        if shared_mem > max(STATIC_SHARED_BYTES, self.max_dynamic_shared_size_bytes):
+            raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+        size = value.nbytes
+        arguments: Any = type("Arguments", (ctypes.Structure,), {"_fields_": [("bytes", ctypes.c_uint8 * size)]})
+        given = arguments.from_buffer_copy(value.tobytes())
+        self._library.launch("kernel", grid[0], block[0], given, shared_bytes=shared_mem)
+
+
+class RawModule:
+    """Device code, which the emulator compiles."""
+
+    def __init__(self, *, code: str, options: tuple[str, ...] = (), name_expressions: Any = None) -> None:
+        assert isinstance(options, tuple), "a list is refused"
+        comment, include, end = code.split("\n")
+        assert comment.startswith("//")
+        assert not end
+        self._include, self._names = include, list(name_expressions)
+
+    def get_function(self, name: str) -> RawKernel:
+        assert name in self._names
+        return RawKernel(emulator.compile(self._include, {"kernel": name}))
+
+
+class NdArray:
+    """An array of the device."""
+
+    def __init__(self, hidden: npt.NDArray[Any]) -> None:
+        self.hidden, self.dtype, self.shape = hidden, hidden.dtype, hidden.shape
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        # As CuPy: no strides where the array is contiguous, no address where it is empty.
+        hidden = self.hidden
+        return {
+            "shape": hidden.shape,
+            "typestr": hidden.dtype.str,
+            "strides": None if hidden.flags.c_contiguous else hidden.strides,
+            "data": (hidden.ctypes.data if hidden.size else 0, False),
+            "version": 3,
+        }
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> NdArray:
+    return NdArray(np.empty(shape, dtype))
+
+
+def install(monkeypatch: Any) -> Any:
+    """Makes `import cupy` give this; returns it."""
+    runtime = Runtime("cupy.cuda.runtime")
+    cuda = SimpleNamespace(
+        runtime=runtime,
+        Device=Device,
+        Stream=Stream,
+        Event=Event,
+        get_current_stream=get_current_stream,
+        alloc=Memory,
+        alloc_pinned_memory=alloc_pinned_memory,
+        memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+        compiler=SimpleNamespace(CompileException=CompileException),
+        nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
+    )
+    cupy: Any = ModuleType("cupy")
+    cupy.cuda, cupy.RawModule, cupy.empty, cupy.float32 = cuda, RawModule, empty, np.float32
+    registered.clear()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    return cupy
+
+
+def differences(ours: Any, theirs: Any, path: str = "cupy") -> list[str]:
+    """What the stand-in has and CuPy does not: names, and arguments where Python can say which there are."""
+    found: list[str] = []
+    for name, value in vars(ours).items():
+        if name.startswith("_"):
+            continue
+        here = f"{path}.{name}"
+        if not hasattr(theirs, name):
+            found.append(here)
+        elif isinstance(value, SimpleNamespace | ModuleType):
+            found += differences(value, getattr(theirs, name), here)
+        elif callable(value):
+            found += _arguments(value, getattr(theirs, name), here)
+    if isinstance(ours, Runtime):
+        found += [f"{path}.{name}" for name in vars(Runtime) if not name.startswith("_") and not hasattr(theirs, name)]
+    return found
+
+
+def _arguments(ours: Any, theirs: Any, path: str) -> list[str]:
+    try:
+        known = inspect.signature(theirs).parameters
+        asked = inspect.signature(ours).parameters
+    except (TypeError, ValueError):
+        return []
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
+        return []
+    return [f"{path}({name})" for name in asked if name not in known]

@@ -1,0 +1,178 @@
+"""The driver of a GPU, over a stand-in for CuPy and torch: every line of it runs, on a machine that has neither."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import cupy_stand_in
+import emulator
+import ml_dtypes
+import numpy as np
+import pagoda
+import pytest
+from cupy_stand_in import Device, NdArray, Stream, registered
+from gpu_driver import CopyingDriver
+from mirror import Mirror, layer
+from pagoda.device import cuda
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    emulator.require()
+    # A torch of the machine would take streams of the stand-in for its own.
+    monkeypatch.setitem(sys.modules, "torch", None)
+    return cupy_stand_in.install(monkeypatch)
+
+
+@pytest.fixture
+def copying(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches on a GPU take arrays of NumPy."""
+    open_driver = cuda.open_driver
+    monkeypatch.setattr(cuda, "open_driver", lambda index: CopyingDriver(open_driver(index)))
+    # Measurements mean nothing here.
+    monkeypatch.setattr(cuda.CudaDriver, "copy_engine_bytes", 1 << 10)
+    monkeypatch.setattr(cuda.CudaDriver, "ring_bytes", 0)
+
+
+def open_cache(device: str = "cuda", **options: Any) -> pagoda.Cache:
+    memory = {"device_memory": "64KiB", "host_memory": "1MiB"}
+    return pagoda.Cache(pagoda.ModelSpec([layer()]), device=device, page_size=16, **(memory | options))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+@pytest.mark.parametrize("copy_engine_bytes", [0, 1 << 20])
+def test_a_cache_lives(device: str, copy_engine_bytes: int, copying: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps, moves by both ways and zeroing, whichever device is current meanwhile."""
+    monkeypatch.setattr(cuda.CudaDriver, "copy_engine_bytes", copy_engine_bytes)
+    with open_cache(device, zero_on_free=True) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        live = [mirror.create(), mirror.create()]
+        # Pages lie alternately, so that they go in several runs.
+        for _ in range(3):
+            mirror.step(live, [16, 16])
+        live.append(mirror.fork(live[0]))
+        assert cache.demote(live[0].sequence).wait()
+        assert registered
+        mirror.step(live, [1, 30, 2])
+        assert cache.promote(live[0].sequence).wait()
+        mirror.step(live, [1, 1, 1])
+        mirror.release(live[1])
+        mirror.look()
+    assert Device.current == 0
+    assert not registered
+
+
+def test_pages_of_the_host_come_through_a_ring(copying: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.device.streaming.SLOT_BYTES_MIN", 1)
+    with open_cache(device_memory="256KiB") as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        one = mirror.create()
+        mirror.step([one], [200])
+        assert cache.demote(one.sequence).wait()
+        mirror.step([one], [1])
+        assert cache._device is not None
+        assert cache._device.traffic.ring > 0
+
+
+def test_what_measures_a_gpu_runs_on_it(cupy: Any) -> None:
+    driver = cuda.open_driver(0)
+    assert driver.name == "0000:00:00.0"
+    assert driver.copy_engine_bytes >= 1 << 14
+    assert driver.ring_bytes >= 1 << 16
+
+
+def test_host_memory_of_a_forgotten_cache_is_not_registered_any_more(copying: None) -> None:
+    cache = open_cache()
+    mirror = Mirror(cache, np.random.default_rng(0))
+    tokens = mirror.create()
+    mirror.step([tokens], [40])
+    assert cache.demote(tokens.sequence).wait()
+    assert registered
+    del cache, mirror, tokens
+    gc.collect()
+    assert not registered
+
+
+@pytest.mark.parametrize(
+    ("array", "kind"),
+    [
+        (np.zeros((3, 2, 8), np.float16), "f16"),
+        (np.zeros((3, 4, 8), np.float32)[:, ::2], "f32"),
+        (np.zeros((3, 2, 8), ml_dtypes.bfloat16), "bf16"),
+        (np.zeros((3, 2, 8), np.uint16), "u16"),
+        (np.zeros((0, 2, 8), np.float16), "f16"),
+    ],
+)
+def test_arrays_of_cupy(array: Any, kind: str, cupy: Any) -> None:
+    view = cuda.open_driver(0).view("k", NdArray(array))
+    assert (view.shape, view.dtype, view.writeable) == (array.shape, kind, True)
+    if array.size:
+        assert (view.address, view.strides) == (array.ctypes.data, array.strides)
+    with pytest.raises(pagoda.InvalidArgument, match="k = ndarray: an array of CuPy or torch on the device"):
+        cuda.open_driver(0).view("k", array)
+
+
+def test_streams_of_cupy(cupy: Any) -> None:
+    driver = cuda.open_driver(0)
+    stream = Stream(non_blocking=True)
+    assert driver.caller_stream(stream)._stream is stream  # type: ignore[attr-defined]
+    assert driver.caller_stream(4711)._stream.ptr == 4711  # type: ignore[attr-defined]
+    assert driver.caller_stream(None)._stream.ptr == 0  # type: ignore[attr-defined]
+    with stream:
+        assert driver.caller_stream(None)._stream is stream  # type: ignore[attr-defined]
+    with pytest.raises(pagoda.InvalidArgument, match="stream = 'it'"):
+        driver.caller_stream("it")
+
+
+class Torch:
+    """Streams of torch. An external one at address 0 is a new one, as torch makes it."""
+
+    def __init__(self, *, initialized: bool) -> None:
+        self.now = SimpleNamespace(cuda_stream=0)
+        self.cuda = SimpleNamespace(
+            is_initialized=lambda: initialized,
+            current_stream=lambda device: self.now,
+            default_stream=lambda device: SimpleNamespace(cuda_stream=0),
+            ExternalStream=lambda address, device: SimpleNamespace(cuda_stream=address or 9999),
+            stream=self._stream,
+        )
+
+    @contextlib.contextmanager
+    def _stream(self, stream: Any) -> Iterator[None]:
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+
+def test_steps_are_on_the_stream_of_torch(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = Torch(initialized=True)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    driver = cuda.open_driver(0)
+    for address in (0, 4711):
+        torch.now = SimpleNamespace(cuda_stream=address)
+        stream = driver.caller_stream(None)
+        torch.now = SimpleNamespace(cuda_stream=17)
+        with stream.current():
+            assert torch.now.cuda_stream == address
+            assert cupy_stand_in.get_current_stream().ptr == address
+        assert torch.now.cuda_stream == 17
+    assert driver.caller_stream(SimpleNamespace(cuda_stream=4711))._stream.ptr == 4711  # type: ignore[attr-defined]
+
+
+def test_a_torch_without_a_gpu_is_left_alone(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = Torch(initialized=False)
+    del torch.cuda.stream, torch.cuda.current_stream, torch.cuda.ExternalStream
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with cuda.open_driver(0).caller_stream(None).current():
+        pass
+
+
+def test_the_stand_in_asks_nothing_that_cupy_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = pytest.importorskip("cupy")
+    ours = cupy_stand_in.install(monkeypatch)
+    assert cupy_stand_in.differences(ours, real) == []
