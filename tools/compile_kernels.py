@@ -117,7 +117,7 @@ def covering(arch: str) -> list[Kernel]:
 
 def _distinct(others: list[Kernel], attends: list[Kernel]) -> list[Kernel]:
     """With the kernels of which there is one instance, each once."""
-    kernels = {instances.UNPACK, instances.MOVE, *others, *attends}
+    kernels = {instances.UNPACK, instances.MOVE, instances.READ, *others, *attends}
     return sorted(kernels, key=lambda kernel: kernel.expression)
 
 

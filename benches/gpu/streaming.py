@@ -14,7 +14,7 @@ import time
 import pagoda
 import torch
 from harness import DIM, KV_HEADS, STREAM, Report
-from pagoda.device.cuda import CudaDriver
+from pagoda.device import cuda, gauge
 from pagoda.rates import Routes, routes_of
 
 LAYERS, Q_HEADS, CHUNK, PAGE = 16, 32, 8192, 64
@@ -23,18 +23,6 @@ ROUTES = {"ring": 0, "in place": 1 << 62}
 """From so many bytes of a layer on it is the ring."""
 STEPS = 20
 PRODUCT = 4096
-
-
-def link_rate(driver: CudaDriver, size: int = 256 << 20) -> float:
-    """Bytes a second of one large copy to the device."""
-    host, device, stream = driver.pinned(size), driver.memory(size), driver.stream()
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        stream.copy(device.address, host.address, size)
-        stream.record().wait()
-        times.append(time.perf_counter() - start)
-    return size / min(times)
 
 
 class Model:
@@ -85,8 +73,8 @@ class Model:
 
 def main() -> None:
     report = Report("streaming")
-    driver = CudaDriver(0)
-    link, chosen = link_rate(driver), driver.ring_bytes
+    driver = cuda.open_driver(0)
+    link, chosen = gauge.ceilings(driver)["pcie"], driver.ring_bytes
     report.line("one large copy", "copy engine", GBs=link / 1e9)
     report.line("the ring is faster", "chosen", from_bytes=float(chosen))
     measured = routes_of(driver.name, os.cpu_count() or 1)
