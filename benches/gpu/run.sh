@@ -20,7 +20,7 @@ if [ -n "${PAGODA_PEERS:-}" ]; then
         cp "$PAGODA_PEERS/_vllm_fa3_C.abi3.so" "$PAGODA_FA3"
     fi
 fi
-[ $# -gt 0 ] || set -- ceilings steps gather streaming tiers decode prefill
+[ $# -gt 0 ] || set -- ceilings steps gather streaming longcontext decode prefill
 # What the routes to pages of the host tier carry, by which steps are divided; nothing of the user's is touched.
 export XDG_CACHE_HOME=$scratch/cache
 python3 -m pagoda doctor --calibrate --disk "$scratch" 2>&1 | tee -a "$out/log.txt" || echo "no calibration" | tee -a "$out/log.txt"
