@@ -78,7 +78,7 @@ def main() -> None:
     report.line("one large copy", "copy engine", GBs=link / 1e9)
     report.line("the ring is faster", "chosen", from_bytes=float(chosen))
     measured = routes_of(driver.name, os.cpu_count() or 1)
-    cpu = {"CPU": Routes(0, [{"memory": 1.0}], {"memory": 0.0}), "divided": measured} if measured else {}
+    cpu = {"CPU": Routes(0, [{"memory": 1.0}], {"memory": 0.0}, {"f16": 1.0}), "divided": measured} if measured else {}
     if measured:
         best = max(sum(rates.values()) for rates in measured.rates)
         report.line("routes at once", "calibration", GBs=best / 1e9)
