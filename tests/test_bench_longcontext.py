@@ -94,6 +94,24 @@ def test_a_table_for_people(
     assert "achieved" in printed
 
 
+def test_the_ring_of_a_gpu_is_room_for_no_page() -> None:
+    """384 MB and what is left of a million tokens, to the byte; RAM is the host tier's alone."""
+    tokens, device = 1 << 20, 384 * 10**6
+    ring = 2 * (16 << 20)
+    left = tokens * BYTES * 2 - (device - ring)
+    given = {"device_memory": device, "host_memory": left}
+    assert budgets_of(planner(), tokens, given, 0, None, on_gpu=True) == given
+    with pytest.raises(pagoda.InvalidArgument, match="there is room for"):
+        budgets_of(planner(), tokens, given | {"host_memory": left - 1}, 0, None, on_gpu=True)
+    ram = 4 * GIB
+    budgets = budgets_of(planner(), tokens, {"device_memory": device}, ram, 40 * GIB, on_gpu=True)
+    assert budgets["host_memory"] == ram * 3 // 4
+    assert budgets["disk_memory"] >= left - budgets["host_memory"]
+    # Where everything fits there is no ring, and nothing else.
+    everything = {"device_memory": 2 * BYTES * 1024}
+    assert budgets_of(planner(), 1024, everything, ram, None, on_gpu=True) == everything | {"host_memory": 0}
+
+
 SMALL = pagoda.ModelSpec([pagoda.AttentionLayer(4, 2, 64)] * 3, "small")
 LAYER_ELEMENTS = 2 * 2 * 64
 """Of K and V that a layer of it stores of a token."""
