@@ -19,6 +19,7 @@ from pagoda import _core, calibration, rates
 from pagoda.cli import doctor, main
 from pagoda.cli.doctor import Finding
 from pagoda.device import cuda, gauge
+from pagoda.kernels import instances
 from pagoda.rates import Calibration, Routes
 from test_device_streaming import Clocked, ClockedStream
 
@@ -282,6 +283,6 @@ def test_doctor_measures_a_gpu(
     found = findings["host pages, emulated"]["found"]
     assert f"copies {routes.ceilings['pcie'] / 1e9:.1f}" in found or "reads in place" in found
     assert rates.routes_of("emulated", routes.threads) == routes
-    assert routes.formats.keys() == {"f32", "f16", "bf16", "fp8_e4m3", "int8", "q8_0", "q4_0"}
+    assert routes.formats.keys() == instances.NAMES.keys() | instances.QUANTISED.keys()
     for name, rate in routes.formats.items():
         assert f"{name} {rate / 1e9:.1f}" in found
