@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import operator
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import emulator
 import numpy as np
 import numpy.typing as npt
+import pytest
 from emulator.driver import EmulatedDriver
+from pagoda.device import cuda
 from pagoda.device.driver import View
 from pagoda.errors import InvalidArgument
+from pagoda.lm.arrays import Library, library
 
 
 class Device(AbstractContextManager[object]):
@@ -110,3 +114,12 @@ class StrictDriver(EmulatedDriver):
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
         device.require()
         return DeviceArray(super().empty(shape, like.hidden, dtype))
+
+
+def install(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> StrictDriver:
+    """Makes the device "cuda" of caches, and of `library` as a module has imported it, one that is emulated."""
+    emulator.require()
+    driver, strict = StrictDriver(), Library(xp, device)
+    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
+    monkeypatch.setattr(module, "library", lambda name: strict if name == "cuda" else library(name))
+    return driver

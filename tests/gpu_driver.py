@@ -114,6 +114,10 @@ class CopyingDriver:
         return self._inner.name
 
     @property
+    def free_bytes(self) -> int:
+        return self._inner.free_bytes
+
+    @property
     def copy_engine_bytes(self) -> int:
         return self._inner.copy_engine_bytes
 

@@ -19,6 +19,9 @@ class Shares(Routes):
     mapped: float = 0.0
     memory: float = 0.0
 
+    def over(self, row_bytes: Mapping[str, float]) -> Shares:
+        return self
+
     def divide(self, size: float, costs: Mapping[str, float], most: Mapping[str, float]) -> dict[str, float]:
         memory = min(self.memory * size, most["memory"])
         return {"ring": self.ring * size if "ring" in costs else 0.0, "mapped": self.mapped * size, "memory": memory}

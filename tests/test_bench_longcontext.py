@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import device_arrays
 import numpy as np
-import numpy.typing as npt
 import pagoda
 import pytest
+from device_arrays import StrictDriver
+from emulator.driver import CallerStream
 from pagoda.cli import longcontext, main
-from pagoda.cli.longcontext import Weights, budgets_of
+from pagoda.cli.longcontext import budgets_of
+from pagoda.device import cuda, gauge, streaming
+from pagoda.kernels.instances import Kernel
 from pagoda.planner import Planner
 from pagoda.rates import Calibration, keep
+from shares import Shares
 
 BYTES = 6 * 2 * 2 * 256
 """Elements of K and V that the small hybrid stores of a token."""
 PAGE = 64
+GIB = 1 << 30
 MOVING_MAX = 4
 """Pages that tiers as small as those of these tests make room for ahead of need."""
 
@@ -45,6 +52,7 @@ def test_what_is_read_and_what_could_be(
     assert main([*arguments, *tiers, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["ceilings"] == rates
+    assert document["device"] == "cpu"
     assert document["weights_bytes"] == weights
     for row, context in zip(document["longcontext"], contexts, strict=True):
         assert (row["context"], row["tokens"]) == (context, tokens)
@@ -86,25 +94,173 @@ def test_a_table_for_people(
     assert "achieved" in printed
 
 
-def test_weights_are_all_read_once_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer its share, in parts for each thread."""
-    shares: list[list[npt.NDArray[np.uint64]]] = []
-    monkeypatch.setattr(np, "ones", lambda count, dtype: np.arange(count, dtype=dtype))
+def test_the_ring_of_a_gpu_is_room_for_no_page() -> None:
+    """384 MB and what is left of a million tokens, to the byte; RAM is the host tier's alone."""
+    tokens, device = 1 << 20, 384 * 10**6
+    ring = 2 * (16 << 20)
+    left = tokens * BYTES * 2 - (device - ring)
+    given = {"device_memory": device, "host_memory": left}
+    assert budgets_of(planner(), tokens, given, 0, None, on_gpu=True) == given
+    with pytest.raises(pagoda.InvalidArgument, match="there is room for"):
+        budgets_of(planner(), tokens, given | {"host_memory": left - 1}, 0, None, on_gpu=True)
+    ram = 4 * GIB
+    budgets = budgets_of(planner(), tokens, {"device_memory": device}, ram, 40 * GIB, on_gpu=True)
+    assert budgets["host_memory"] == ram * 3 // 4
+    assert budgets["disk_memory"] >= left - budgets["host_memory"]
+    # Where everything fits there is no ring, and nothing else.
+    everything = {"device_memory": 2 * BYTES * 1024}
+    assert budgets_of(planner(), 1024, everything, ram, None, on_gpu=True) == everything | {"host_memory": 0}
 
-    def note(_: object, parts: list[npt.NDArray[np.uint64]]) -> list[int]:
-        shares.append(parts)
-        return []
 
-    with Weights(8 * 1000, 7, 3) as weights:
-        monkeypatch.setattr(weights._pool, "map", note)
-        for layer in range(7):
-            weights.read(layer)
-    assert [len(parts) for parts in shares] == [3] * 7
-    assert np.concatenate([part for parts in shares for part in parts]).tolist() == list(range(1000))
-    assert max(sum(map(len, parts)) for parts in shares) == -(-1000 // 7)
+SMALL = pagoda.ModelSpec([pagoda.AttentionLayer(4, 2, 64)] * 3, "small")
+LAYER_ELEMENTS = 2 * 2 * 64
+"""Of K and V that a layer of it stores of a token."""
 
 
-GIB = 1 << 30
+@pytest.fixture
+def gpu(rates: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Iterator[StrictDriver]:
+    """An emulated one, and a model that it is not too slow for."""
+    driver = device_arrays.install(monkeypatch, longcontext)
+    monkeypatch.setattr(gauge, "PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(gauge, "READ_BYTES", 1 << 12)
+    monkeypatch.setattr(gauge, "READ_REPEATS", 1)
+    monkeypatch.setattr(gauge, "READ_THREADS", 32)
+    monkeypatch.setitem(longcontext.MODELS, "small", (SMALL, 10_000))
+    yield driver
+    driver.check()
+
+
+def on_gpu(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, float], dict[str, Any]]:
+    """The ceilings, and the one row."""
+    assert main([*bench("--device", "cuda", "--model", "small"), *arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (row,) = document["longcontext"]
+    return document["ceilings"], row
+
+
+@pytest.mark.parametrize(("name", "size"), [("f16", 2), ("q8_0", 34 / 32)])
+@pytest.mark.parametrize("way", ["in place", "ring", "disk", "divided"])
+def test_what_a_gpu_reads_over_which_link(
+    way: str,
+    name: str,
+    size: float,
+    gpu: StrictDriver,
+    rates: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """640 tokens, ten pages and what is written: a few in what the device has beside a ring, the others elsewhere."""
+    layer_page = int(PAGE * LAYER_ELEMENTS * size)
+    page, context, tokens = 3 * layer_page, 640, 3
+    device = int(5.4 * page)
+    arguments = ["--contexts", str(context), "--tokens", str(tokens), "--format", name, "--device-memory", str(device)]
+    ring = 0
+    if way != "in place":
+        monkeypatch.setattr(streaming, "SLOT_BYTES_MIN", 1)
+        ring = 2 * (device // 16 // 256 * 256)
+        assert layer_page <= ring // 2 < 2 * layer_page, "a page of a layer at a time"
+    if way == "disk":
+        arguments += ["--host-memory", "0", "--disk", str(tmp_path / "pages")]
+    if way == "divided":
+        thirds = Shares(ring=1 / 3, mapped=1 / 3, memory=1 / 3)
+        monkeypatch.setattr(pagoda.rates, "routes_of", lambda gpu, threads: thirds)
+    ceilings, row = on_gpu(capsys, *arguments)
+    assert ceilings.keys() == {"device", "pcie", "memory", "disk"} - ({"disk"} if way != "disk" else set())
+    assert ceilings["memory"] == rates["memory"]
+
+    held = {tier: row["tier_bytes"][tier] / page for tier in ("device", "host", "disk")}
+    assert sum(held.values()) == 11
+    assert 3 <= held["device"] <= (device - ring) / page
+    assert held["disk" if way == "disk" else "host"] == 11 - held["device"]
+    read = {link: round(carried * tokens) for link, carried in row["bytes_per_token"].items()}
+    away, on_disk = (held["host"] + held["disk"]) * page * tokens, held["disk"] * tokens
+    # Two slots may be brought ahead for a step that does not come.
+    assert 0 <= read["pcie"] + read["memory"] - away <= (2 * layer_page if ring else 0)
+    assert (read["memory"] > 0) == (way == "divided")
+    stored = -(-layer_page // 4096) * 4096
+    assert 0 <= read["disk"] - 3 * on_disk * stored <= (2 * stored if on_disk else 0)
+    seen = sum(context + 1 + written for written in range(1, tokens + 1)) * 3 * LAYER_ELEMENTS * size
+    assert read["device"] == 10_000 * tokens + seen - read["pcie"] - read["memory"]
+    roofline = min(ceilings[link] / carried for link, carried in row["bytes_per_token"].items() if carried)
+    assert row["roofline_tokens_per_second"] == pytest.approx(roofline)
+    assert row["achieved"] == pytest.approx(row["tokens_per_second"] / roofline)
+    if way != "disk":
+        planned = {"ring": ring, "device": device - ring, "host": 11 * page - (device - ring), "disk": 0}
+        assert row["planned_bytes"] == planned
+
+
+def test_a_gpu_with_room_for_everything(gpu: StrictDriver, capsys: pytest.CaptureFixture[str]) -> None:
+    _, row = on_gpu(capsys, "--contexts", "300", "--tokens", "2", "--device-memory", "4MiB")
+    seen = np.mean([302, 303]) * 3 * LAYER_ELEMENTS * 2
+    assert row["bytes_per_token"] == {"device": 10_000 + seen, "pcie": 0, "memory": 0, "disk": 0}
+    assert row["planned_bytes"] == {"ring": 0, "device": 5 * PAGE * 3 * LAYER_ELEMENTS * 2, "host": 0, "disk": 0}
+
+
+def test_weights_are_read_before_each_layer(
+    gpu: StrictDriver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the stream of the steps."""
+    launched: list[str] = []
+    launch = CallerStream.launch
+
+    def note(stream: CallerStream, kernel: Kernel, *given: Any, **options: Any) -> None:
+        launched.append(kernel.header.split(".")[0])
+        launch(stream, kernel, *given, **options)
+
+    monkeypatch.setattr(CallerStream, "launch", note)
+    on_gpu(capsys, "--contexts", "128", "--tokens", "2", "--device-memory", "4MiB")
+    of_layers = [name for name in launched if name != "unpack"]
+    assert of_layers == ["append"] * 3 + ["read", "append", "attend"] * 3 * 3
+
+
+def test_the_plan_is_that_of_pagoda_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    tokens, budgets = 1 << 20, {"device_memory": 384 * 10**6, "host_memory": 8 * GIB, "disk_memory": 200 * GIB}
+    sizes = [text for tier, size in budgets.items() for text in (f"--{tier.replace('_', '-')}", str(size))]
+    assert main(["plan", "qwen3-8b", "--device", "cuda", "--context", str(tokens), *sizes, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (split,) = document["contexts"][0]["budgets"].values()
+    planner = Planner(longcontext.MODELS["qwen3-8b"][0])
+    assert longcontext.plan_of(planner, tokens, budgets, on_gpu=True) == {
+        "ring": planner.device_ring_bytes(384 * 10**6),
+        **{tier: split[f"{tier}_bytes"] for tier in ("device", "host", "disk")},
+    }
+
+
+def test_more_than_a_gpu_has(
+    gpu: StrictDriver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "free_bytes", 3 * GIB - 1)
+    sizes = ["--weights", "2GiB", "--device-memory", "1GiB"]
+    assert main([*bench("--device", "cuda", "--contexts", "300"), *sizes]) == 2
+    named = f"--weights, --device-memory = {2 * GIB}, {GIB}: together at most what the device has free, {3 * GIB - 1}"
+    assert capsys.readouterr().err == f"pagoda: {named}\n"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "tpu", "cuda:x"])
+def test_a_device_that_is_not_there_is_refused_as_everywhere(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if device in ("cuda", "cuda:1") and cuda.lack() is None:
+        pytest.skip("there is a device")
+    said = []
+    for command in (["generate", "--device", device], bench("--device", device, "--contexts", "300")):
+        assert main(command) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1]
+    assert said[0].startswith("pagoda: device = ")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["f16", "q8_0"])
+def test_on_a_gpu(name: str, rates: dict[str, float], capsys: pytest.CaptureFixture[str]) -> None:
+    """4 K tokens of the small hybrid, most of them on the host."""
+    arguments = bench("--device", "cuda", "--contexts", "4k", "--weights", "64MB", "--format", name, "--json")
+    assert main([*arguments, "--device-memory", "24MiB"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (row,) = document["longcontext"]
+    slots = document["longcontext"][0]["planned_bytes"]["ring"]
+    assert row["tier_bytes"]["host"] <= row["bytes_per_token"]["pcie"] <= row["tier_bytes"]["host"] + slots
+    assert row["achieved"] < 1.1
+    assert document["ceilings"]["device"] > document["ceilings"]["pcie"]
 
 
 def planner() -> Planner:

@@ -19,6 +19,7 @@ from pagoda import _core, calibration, rates
 from pagoda.cli import doctor, main
 from pagoda.cli.doctor import Finding
 from pagoda.device import cuda, gauge
+from pagoda.kernels import instances
 from pagoda.rates import Calibration, Routes
 from test_device_streaming import Clocked, ClockedStream
 
@@ -101,12 +102,13 @@ def test_whole_parts_are_read_for_as_long_as_asked(size: int, directory: Path) -
     assert list(directory.iterdir()) == []
 
 
-def test_what_reads_memory_reads_all_of_it() -> None:
-    """By arithmetic: K and V of 2 heads of 128 in 4 layers, two bytes each, and of the token that looks."""
-    with calibration._memory_reader(1) as reader:
-        tokens = (2 << 20) // (4 * 2 * 2 * 128 * 2)
+@pytest.mark.parametrize(("name", "row"), [("f16", 256), ("q8_0", 136), ("q4_0", 72)])
+def test_what_reads_memory_reads_all_of_it(name: str, row: int) -> None:
+    """By arithmetic: K and V of 2 heads of 128 in 4 layers, and of the token that looks."""
+    with calibration._memory_reader(1, name) as reader:
+        tokens = (2 << 20) // (4 * 2 * 2 * row)
         for _ in range(3):
-            assert reader.read().bytes == (tokens + 1) * 4 * 2 * 2 * 128 * 2
+            assert reader.read().bytes == (tokens + 1) * 4 * 2 * 2 * row
 
 
 def test_rates_at_once_are_of_passes_that_met_the_disk() -> None:
@@ -155,6 +157,30 @@ def test_routes_of_a_gpu_come_back_and_hold_for_threads(directory: Path) -> None
     del before["gpus"]
     rates.place().write_text(json.dumps(before))
     assert rates.kept() == replace(made, gpus={})
+
+
+def test_rates_over_rows_of_other_formats() -> None:
+    """The CPU is as fast as alone where that is less than beside another, and the others are as fast as before."""
+    routes = replace(ROUTES, formats={"f16": 60e9, "q8_0": 45e9, "q4_0": 20e9})
+    assert routes.over({"f16": 512}) == routes
+    assert [each.get("memory") for each in routes.over({"q8_0": 272}).rates] == [None, None, 45e9, 40e9]
+    assert [each.get("memory") for each in routes.over({"q4_0": 144}).rates] == [None, None, 20e9, 20e9]
+    # 300 bytes at 60 and 300 at 20 take 20 ns.
+    assert [each.get("memory") for each in routes.over({"f16": 300, "q4_0": 300}).rates][2:] == pytest.approx(
+        [30e9] * 2
+    )
+    assert routes.over({"q4_0": 144}).rates[3]["ring"] == 30e9
+    assert routes.over({"f16": 512, "int8": 260}).rates == routes.rates[:2]
+    # As it was kept before formats were measured.
+    assert ROUTES.over({"f16": 512}).rates == routes.rates[:2]
+
+
+def test_the_share_of_the_cpu_follows_its_rate() -> None:
+    start = {"ring": 0.0, "memory": 0.0}
+    routes = Routes(2, [{"ring": 30.0, "memory": 40.0}], start, {"f16": 60.0, "q8_0": 30.0, "q4_0": 10.0})
+    for name, share in {"f16": 4 / 7, "q8_0": 1 / 2, "q4_0": 1 / 4}.items():
+        divided = routes.over({name: 100}).divide(840.0, {"ring": 1, "memory": 1}, {})
+        assert divided == pytest.approx({"ring": 840 * (1 - share), "memory": 840 * share})
 
 
 class Seen(ClockedStream):
@@ -257,3 +283,6 @@ def test_doctor_measures_a_gpu(
     found = findings["host pages, emulated"]["found"]
     assert f"copies {routes.ceilings['pcie'] / 1e9:.1f}" in found or "reads in place" in found
     assert rates.routes_of("emulated", routes.threads) == routes
+    assert routes.formats.keys() == instances.NAMES.keys() | instances.QUANTISED.keys()
+    for name, rate in routes.formats.items():
+        assert f"{name} {rate / 1e9:.1f}" in found

@@ -287,7 +287,7 @@ def test_what_is_kept_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     alone = {"ring": 5.0, "mapped": 4.0, "memory": 5.0}
     measured: list[dict[str, float]] = [*({route: rate} for route, rate in alone.items()), {"ring": 5.0, "memory": 5.0}]
-    routes = Routes(2, measured, dict.fromkeys(alone, 0.0))
+    routes = Routes(2, measured, dict.fromkeys(alone, 0.0), {"f16": 5.0})
     assert routes.ceilings == {"pcie": 5.0, "memory": 5.0}
 
     def memory(threads: int) -> int:
@@ -303,6 +303,36 @@ def test_what_is_kept_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     rates.keep(Calibration(2, str(tmp_path), {}, {}, {"emulated": routes}))
     assert memory(1) == 0
     assert memory(2) == 2 * 12 * 16 * 128, "half of 30 pages, in stretches of 4"
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "stretches"),
+    [
+        ("f16", "f16", 3),  # Half of 30 pages, which are 7.5 stretches.
+        ("q8_0", "q8_0", 1),  # A fourth: the CPU has 5 / 3 where the ring has 5.
+        ("f16", "q8_0", 2),  # 64 bytes at 5 and 34 at 5 / 3 are 98 at 2.9: 2.7 of 7.5.
+        ("bf16", "q8_0", 0),  # Nobody has measured the one.
+    ],
+)
+def test_the_cpu_has_what_it_can_do_of_a_format(
+    k: str, v: str, stretches: int, divided: Callable[[Routes | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a ring that is as fast as the CPU with rows of f16."""
+    measured = [{"ring": 5.0}, {"ring": 5.0, "memory": 5.0}]
+    divided(Routes(2, measured, {"ring": 0.0, "memory": 0.0}, {"f16": 5.0, "q8_0": 5 / 3}))
+    spec = pagoda.ModelSpec([layer(head_dim=32)] * 2)
+    cache = opened(
+        monkeypatch, RestlessDriver(7), spec, device_memory="1MiB", center=None, rotate=False, k_dtype=k, v_dtype=v
+    )
+    mirror = Mirror(cache, np.random.default_rng(7))
+    tokens = mirror.create()
+    for _ in range(4):
+        mirror.step([tokens], [120])
+        cache.demote(tokens.sequence).wait()
+    mirror.step([tokens], [1])
+    rows = sum({"f16": 64, "bf16": 64, "q8_0": 34}[name] for name in (k, v))
+    assert engine_of(cache).traffic.memory == 2 * stretches * 64 * 2 * rows
+    cache.close()
 
 
 def finish(

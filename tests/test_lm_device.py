@@ -9,7 +9,6 @@ from typing import Any
 
 import checkpoints
 import device_arrays
-import emulator
 import numpy as np
 import numpy.typing as npt
 import pagoda
@@ -29,11 +28,7 @@ TEXT = np.frombuffer(b"In the beginning was the page, and the page was with the 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A name under which caches and models are on an emulated device."""
-    emulator.require()
-    driver = device_arrays.StrictDriver()
-    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
-    strict = arrays.Library(device_arrays.xp, device_arrays.device)
-    monkeypatch.setattr(model, "library", lambda name: strict if name == "cuda" else arrays.library(name))
+    driver = device_arrays.install(monkeypatch, model)
     yield "cuda"
     driver.check()
 

@@ -97,7 +97,7 @@ def covering(arch: str) -> list[Kernel]:
     layers = [*product((("f16", "f16", "f32"), ("bf16", "bf16", "bf16")), sizes)]
     layers += [(("bf16", instances.PART_OF_K, "bf16"), both) for both in PART_SIZES]
     layers += [(("f32", "f32", "f32"), (128, 128)), (("f32", "f16", "bf16"), (256, 256))]
-    appends = [instances.append("f16", "bf16", "f32"), instances.append("f32", "f16", "bf16"), instances.center("f16")]
+    appends = [instances.append("f16", "bf16", "f32"), instances.center("f16")]
     appends += [instances.append("q8_0", "q4_0", "f32")]
     quantised = [
         (("mxfp4", "nvfp4", "bf16"), (128, 128)),
@@ -117,7 +117,7 @@ def covering(arch: str) -> list[Kernel]:
 
 def _distinct(others: list[Kernel], attends: list[Kernel]) -> list[Kernel]:
     """With the kernels of which there is one instance, each once."""
-    kernels = {instances.UNPACK, instances.MOVE, *others, *attends}
+    kernels = {instances.UNPACK, instances.MOVE, instances.READ, *others, *attends}
     return sorted(kernels, key=lambda kernel: kernel.expression)
 
 

@@ -22,6 +22,8 @@ import numpy as np
 import pagoda
 import torch
 from pagoda.device.cuda import open_driver
+from pagoda.device.driver import Stream
+from pagoda.device.gauge import Reader
 
 STREAM = torch.cuda.Stream()
 """Of everything that is timed."""
@@ -30,26 +32,6 @@ ROWS, DIM, KV_HEADS = 1024, 128, 8
 COLD_BYTES = 256 << 20
 FILL_TOKENS = 1 << 15
 REPEATS = 30
-
-READ = r"""
-extern "C" __global__ void __launch_bounds__(512, 2) read(const uint4* data, long long count, unsigned* sink) {
-    unsigned seen = 0;
-    const long long stride = (long long)gridDim.x * blockDim.x;
-    long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    for (; at + 7 * stride < count; at += 8 * stride) {
-        uint4 part[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) part[i] = __ldcs(data + at + i * stride);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) seen ^= part[i].x ^ part[i].y ^ part[i].z ^ part[i].w;
-    }
-    for (; at < count; at += stride) {
-        const uint4 part = __ldcs(data + at);
-        seen ^= part.x ^ part.y ^ part.z ^ part.w;
-    }
-    if (seen == 0x5eed5eed) *sink = seen;
-}
-"""
 
 
 def seconds(calls: Collection[Callable[[], object]], repeats: int = REPEATS) -> float:
@@ -81,21 +63,15 @@ def median_of(launch: Callable[[], object], repeats: int = REPEATS) -> float:
 
 
 @lru_cache(maxsize=1)
-def _read_kernel() -> tuple[Any, Any]:
-    return cupy.RawKernel(READ, "read"), cupy.zeros(1, cupy.uint32)
+def _reader() -> tuple[Reader, Stream]:
+    driver = open_driver(0)
+    return Reader(driver), driver.caller_stream(STREAM)
 
 
 def read(address: int, size: int) -> Callable[[], None]:
     """Reads bytes of the device and does nothing with them: the ceiling of attention."""
-    kernel, sink = _read_kernel()
-    driver = open_driver(0)
-    blocks, stream = 2 * driver.multiprocessors, driver.caller_stream(STREAM)
-
-    def launch() -> None:
-        with stream.current():
-            kernel((blocks,), (512,), (np.uint64(address), np.int64(size // 16), sink))
-
-    return launch
+    reader, stream = _reader()
+    return lambda: reader.read(stream, address, size)
 
 
 class Filled:

@@ -22,7 +22,7 @@ if [ -n "${PAGODA_PEERS:-}" ]; then
         cp "$PAGODA_PEERS/_vllm_fa3_C.abi3.so" "$PAGODA_FA3"
     fi
 fi
-[ $# -gt 0 ] || set -- ceilings decode prefill steps gather calibrate streaming tiers
+[ $# -gt 0 ] || set -- ceilings decode prefill steps gather calibrate streaming longcontext
 # What the routes to pages of the host tier carry, by which steps are divided; nothing of the user's is touched.
 export XDG_CACHE_HOME=$scratch/cache
 failed=0

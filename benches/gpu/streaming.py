@@ -14,8 +14,8 @@ import time
 import pagoda
 import torch
 from harness import DIM, KV_HEADS, STREAM, Report
+from pagoda.device import gauge
 from pagoda.device.cuda import open_driver
-from pagoda.device.driver import Driver
 from pagoda.rates import Routes, routes_of
 
 LAYERS, Q_HEADS, CHUNK, PAGE = 16, 32, 8192, 64
@@ -24,18 +24,6 @@ ROUTES = {"ring": 0, "in place": 1 << 62}
 """From so many bytes of a layer on it is the ring."""
 STEPS = 10
 PRODUCT = 4096
-
-
-def link_rate(driver: Driver, size: int = 256 << 20) -> float:
-    """Bytes a second of one large copy to the device."""
-    host, device, stream = driver.pinned(size), driver.memory(size), driver.stream()
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        stream.copy(device.address, host.address, size)
-        stream.record().wait()
-        times.append(time.perf_counter() - start)
-    return size / min(times)
 
 
 class Model:
@@ -87,11 +75,11 @@ class Model:
 def main() -> None:
     report = Report("streaming")
     driver = open_driver(0)
-    link, chosen = link_rate(driver), driver.ring_bytes
+    link, chosen = gauge.ceilings(driver)["pcie"], driver.ring_bytes
     report.line("one large copy", "copy engine", GBs=link / 1e9)
     report.line("the ring is faster", "chosen", from_bytes=float(chosen))
     measured = routes_of(driver.name, os.cpu_count() or 1)
-    cpu = {"CPU": Routes(0, [{"memory": 1.0}], {"memory": 0.0}), "divided": measured} if measured else {}
+    cpu = {"CPU": Routes(0, [{"memory": 1.0}], {"memory": 0.0}, {"f16": 1.0}), "divided": measured} if measured else {}
     if measured:
         best = max(sum(rates.values()) for rates in measured.rates)
         report.line("routes at once", "calibration", GBs=best / 1e9)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from pagoda.device import gauge
 from pagoda.device.driver import Driver
 from pagoda.errors import TierIOError
 from pagoda.filling import fill
+from pagoda.kernels import instances
 from pagoda.rates import READER_ROWS, Calibration, kept
 from pagoda.spec import AttentionLayer, ModelSpec
 
@@ -32,7 +34,10 @@ DISK_BYTES = 1 << 30
 """The file that is read."""
 
 READER = ModelSpec([AttentionLayer(num_q_heads=2 * READER_ROWS, num_kv_heads=2, head_dim=128)] * 4)
-"""Attention in f16 with so few queries on a K/V head that it waits for memory."""
+"""Attention with so few queries on a K/V head that in f16 it waits for memory."""
+
+STORED = tuple(instances.NAMES | instances.QUANTISED)
+"""Formats of rows that a GPU may have on the host."""
 
 
 def measure(threads: int, directory: Path, gpus: Iterable[Driver] = ()) -> Calibration:
@@ -49,8 +54,17 @@ def measure(threads: int, directory: Path, gpus: Iterable[Driver] = ()) -> Calib
             passes.append(reader.read())
         disk = under_way.result()
         routes = {gpu.name: gauge.measure(gpu, threads, reader.read, spans[-1].bytes) for gpu in gpus}
+    if routes:
+        formats = {name: _rate_of(name, threads) for name in STORED}
+        routes = {name: replace(one, formats=formats) for name, one in routes.items()}
     together = {"disk": disk.rate, "memory": _rate(_beside(passes, disk))}
     return Calibration(threads, str(directory.absolute()), alone, together, routes)
+
+
+def _rate_of(dtype: str, threads: int) -> float:
+    """Bytes a second of attention over rows of a format."""
+    with _memory_reader(threads, dtype) as reader:
+        return _rate(reader.read_for(SECONDS))
 
 
 def ceilings(threads: int, directory: Path | None) -> dict[str, float]:
@@ -118,9 +132,17 @@ class _MemoryReader:
 
 
 @contextmanager
-def _memory_reader(threads: int) -> Iterator[_MemoryReader]:
-    tokens = MEMORY_BYTES // READER.bytes_per_token()
-    with Cache(READER, device="cpu", device_memory=2 * MEMORY_BYTES, host_memory=0, threads=threads) as cache:
+def _memory_reader(threads: int, dtype: str = "f16") -> Iterator[_MemoryReader]:
+    tokens = MEMORY_BYTES // READER.bytes_per_token(dtype, dtype)
+    with Cache(
+        READER,
+        device="cpu",
+        k_dtype=dtype,
+        v_dtype=dtype,
+        device_memory=2 * MEMORY_BYTES,
+        host_memory=0,
+        threads=threads,
+    ) as cache:
         sequence = cache.create()
         fill(cache, sequence, tokens)
         yield _MemoryReader(cache, sequence)

@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,22 @@ class Routes:
     """Bytes a second of routes that were used at once, for each set of them that was measured."""
     start: dict[str, float]
     """Seconds until a route has gone over nothing, more than the quickest takes."""
+    formats: dict[str, float] = field(default_factory=dict)
+    """Bytes a second of the CPU alone, by the format of rows. `rates` are of f16."""
+
+    def over(self, row_bytes: Mapping[str, float]) -> Routes:
+        """The same for rows with so many bytes of each format.
+
+        Beside other routes, which read the same memory, the CPU is no faster than with f16, and no faster than with these
+        rows alone. Without the CPU where one of the formats was not measured.
+        """
+        if not row_bytes.keys() <= self.formats.keys():
+            return replace(self, rates=[rates for rates in self.rates if "memory" not in rates])
+        alone = sum(row_bytes.values()) / sum(size / self.formats[name] for name, size in row_bytes.items())
+        slowed = [
+            rates | ({"memory": min(rates["memory"], alone)} if "memory" in rates else {}) for rates in self.rates
+        ]
+        return replace(self, rates=slowed)
 
     def divide(self, size: float, costs: Mapping[str, float], most: Mapping[str, float]) -> dict[str, float]:
         """How many of `size` bytes go by each route, so that all routes end together and that is soon.

@@ -240,6 +240,7 @@ class EmulatedDriver:
     name = "emulated"
     multiprocessors = 3
     shared_bytes_max = 227 << 10
+    free_bytes = 24 << 30
     copy_engine_bytes = 6 << 10
     """Small enough that tests copy by both."""
     ring_bytes = 0

@@ -112,7 +112,10 @@ def _routes(gpu: str, routes: rates.Routes) -> Finding:
     lines = [
         ", ".join(f"{names[route]} {rate / 1e9:.1f}" for route, rate in measured.items()) for measured in routes.rates
     ]
-    return Finding(f"host pages, {gpu}", True, "GB/s: " + "; at once ".join(lines))
+    formats = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in routes.formats.items())
+    return Finding(
+        f"host pages, {gpu}", True, f"GB/s: {'; at once '.join(lines)}; the CPU alone over rows of {formats}"
+    )
 
 
 def _module() -> Finding:

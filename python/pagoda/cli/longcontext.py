@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,16 @@ from rich.console import Console
 from rich.table import Table
 
 from pagoda import build_info, machine
+from pagoda.backends import Backend, CpuBackend, GpuBackend
 from pagoda.cache import Cache
 from pagoda.calibration import ceilings
+from pagoda.cli.plan import describe
 from pagoda.cli.quality import pair
+from pagoda.device import cuda, device_index
 from pagoda.errors import InvalidArgument
 from pagoda.filling import CHUNK, fill, rows_of
+from pagoda.lm.arrays import library
 from pagoda.planner import Planner
-from pagoda.report import StepReport
 from pagoda.sizes import format_size, format_tokens, parse_size, parse_tokens
 from pagoda.spec import AttentionLayer, ModelSpec
 
@@ -43,6 +46,8 @@ MODELS: dict[str, tuple[ModelSpec, int]] = {
 ABOUT = f"""{HYBRID} stands for a small hybrid model like Qwen3.5-0.8B: its six full-attention layers, of 2 K/V heads of 256,
 but with 16 query heads. Its other layers keep a state of fixed size, and are here as weights alone."""
 
+TIERS = ("device", "host", "disk")
+
 PAGES_MIN = 16
 """Pages that a tier has room for at least, if its budget is not given."""
 
@@ -54,13 +59,14 @@ def register(commands: Commands) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "longcontext",
-        help="tokens a second over three tiers, against what memory and disk carry",
+        help="tokens a second over three tiers, against what the links between them carry",
         description="Times the decode loop of a real geometry, its pages over device, host and disk. The cache is filled "
         f"with the same random rows over and over, up to {CHUNK} tokens of them: no prefill is computed, nor anything of a "
-        "model but attention. Weights are memory that is read layer by layer, before each one's attention.",
+        "model but attention. Weights are memory, on a GPU its own, read layer by layer, before each one's attention.",
         epilog=ABOUT,
     )
     parser.add_argument("--model", choices=MODELS, default=HYBRID, help="whose attention layers")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1, of the cache, the weights and the loop")
     parser.add_argument("--contexts", default="32k,200k,1m", help="tokens before those that are timed; k is 1024")
     parser.add_argument("--format", default="f16", help="row format, or a pair K/V of them")
     parser.add_argument("--device-memory", help="budget of the device tier; a tenth of the pages by default")
@@ -95,9 +101,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument(f"--threads = {threads}: at least 1")
     if arguments.weights is not None:
         weight_bytes = parse_size(arguments.weights, "--weights")
+    index, arrays = device_index(arguments.device), library(arguments.device)
+    driver = None if index is None else cuda.open_driver(index)
+    on_gpu = driver is not None
     ram, _ = machine.ram()
-    if weight_bytes > ram:
-        raise InvalidArgument(f"--weights = {weight_bytes}: at most the RAM that is free, {ram}")
+    if driver is None:
+        if weight_bytes > ram:
+            raise InvalidArgument(f"--weights = {weight_bytes}: at most the RAM that is free, {ram}")
+        ram -= weight_bytes
     place = None if arguments.disk is None else existing(arguments.disk)
     disk = None if place is None else shutil.disk_usage(place).free
     given = {
@@ -107,19 +118,32 @@ def run(arguments: argparse.Namespace) -> int:
     }
     planner = Planner(spec, k_dtype, v_dtype)
     # All budgets are found before anything is measured.
-    budgets = [budgets_of(planner, context + 1 + most, given, ram - weight_bytes, disk) for context in contexts]
-    rows = []
-    with Console(stderr=True).status("ceilings") as status, Weights(weight_bytes, len(spec.layers), threads) as weights:
-        rates = ceilings(threads, place)
+    budgets = [budgets_of(planner, context + 1 + most, given, ram, disk, on_gpu=on_gpu) for context in contexts]
+    if driver is not None:
+        largest, free = max(budget["device_memory"] for budget in budgets), driver.free_bytes
+        if weight_bytes + largest > free:
+            raise InvalidArgument(
+                f"--weights, --device-memory = {weight_bytes}, {largest}: together at most what the device has free, {free}"
+            )
+    layers, rows = len(spec.layers), []
+    backend: Backend = (
+        CpuBackend(weight_bytes, layers, threads)
+        if driver is None
+        else GpuBackend(driver, arrays, weight_bytes, layers)
+    )
+    options = {"device": arguments.device, "k_dtype": k_dtype, "v_dtype": v_dtype, "disk": arguments.disk}
+    with Console(stderr=True).status("ceilings") as status, backend:
+        rates = backend.ceilings() | ceilings(threads, place)
         for context, budget in zip(contexts, budgets, strict=True):
             status.update(f"{format_tokens(context)} tokens")
-            options = {**budget, "k_dtype": k_dtype, "v_dtype": v_dtype, "disk": arguments.disk, "threads": threads}
-            row = measure(spec, context, weights, most, seconds, options)
-            rows.append(row | against(rates, row))
+            row = measure(spec, context, backend, most, seconds, {**options, **budget, "threads": threads})
+            planned = plan_of(planner, context + 1 + most, budget, on_gpu=on_gpu)
+            rows.append(row | against(rates, row) | {"planned_bytes": planned})
     document = {
         "build": build_info(),
         "model": arguments.model,
         "format": arguments.format,
+        "device": arguments.device,
         "threads": threads,
         "weights_bytes": weight_bytes,
         "ceilings": rates,
@@ -132,27 +156,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class Weights:
-    """A model's weights as memory sees them: each layer reads its share, on as many threads as attention has."""
-
-    def __init__(self, size: int, layers: int, threads: int) -> None:
-        self.bytes = size
-        words = np.ones(size // 8, np.uint64)
-        self._shares = [np.array_split(share, threads) for share in np.array_split(words, layers)]
-        self._pool = ThreadPoolExecutor(threads)
-
-    def __enter__(self) -> Weights:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
-
-    def read(self, layer: int) -> None:
-        """Reads those of one layer."""
-        if self.bytes:
-            list(self._pool.map(np.add.reduce, self._shares[layer]))
-
-
 def existing(directory: Path) -> Path:
     """The directory, or the one that it will be made in. Raises InvalidArgument where neither is there."""
     for place in (directory.absolute(), directory.absolute().parent):
@@ -162,20 +165,23 @@ def existing(directory: Path) -> Path:
 
 
 def budgets_of(
-    planner: Planner, tokens: int, given: dict[str, int], free_ram: int, free_disk: int | None
+    planner: Planner, tokens: int, given: dict[str, int], free_ram: int, free_disk: int | None, *, on_gpu: bool = False
 ) -> dict[str, int]:
     """Budgets of the tiers, as `Cache` takes them, for so many tokens.
 
-    As given; else a tenth of the pages on the device, and the others on the host and then on disk as there is room.
-    free_disk: None without a disk tier. Raises InvalidArgument where there is no room.
+    As given; else a tenth of the pages on the device, and the others on the host and then on disk as there is room. Of the
+    memory of a GPU a ring is a part if there are others. free_disk: None without a disk tier. Raises InvalidArgument where
+    there is no room.
     """
     page = planner.bytes_per_token * planner.page_size
-    left = pages = planner.footprint(tokens).paged_bytes
+    pages = planner.footprint(tokens).paged_bytes
     device = given.get("device_memory", max(pages // 10, PAGES_MIN * page))
-    left = max(0, left - device)
+    left = max(0, pages - device)
+    if on_gpu and left:
+        left += planner.device_ring_bytes(device)
     # The last tier has more than it needs: blocks come in extents, those on disk are padded, and steps want some free.
     spare = left // 4 + PAGES_MIN * page
-    room = max(0, free_ram * 3 // 4 - device)
+    room = max(0, free_ram * 3 // 4 - (0 if on_gpu else device))
     host = given.get("host_memory", min(left + spare, room) if left else 0)
     left = max(0, left - host)
     budgets = {"device_memory": device, "host_memory": host}
@@ -191,44 +197,60 @@ def budgets_of(
     return budgets | given
 
 
+def plan_of(planner: Planner, tokens: int, budgets: dict[str, int], *, on_gpu: bool) -> dict[str, int]:
+    """Where `pagoda plan` has so many tokens with these budgets, by tier, and the ring."""
+    by_tier = {tier: budgets.get(f"{tier}_memory", 0) for tier in TIERS}
+    document = describe(planner, [tokens], 1, by_tier, on_gpu=on_gpu)
+    (ring,), (split,) = document["rings"]["device_bytes"].values(), document["contexts"][0]["budgets"].values()
+    return {"ring": ring, **{tier: split[f"{tier}_bytes"] for tier in TIERS}}
+
+
 def measure(
-    spec: ModelSpec, context: int, weights: Weights, most: int, seconds: float | None, options: dict[str, Any]
+    spec: ModelSpec, context: int, backend: Backend, most: int, seconds: float | None, options: dict[str, Any]
 ) -> Row:
     """Writes `most` tokens after `context` others, or until so many seconds have passed: what was read, in what time."""
-    layers, rng = spec.attention_layers, np.random.default_rng(0)
-    queries = {layer: rng.standard_normal((1, layer.num_q_heads, layer.head_dim), np.float32) for layer in layers}
-    rows = {layer: rows_of(layer, 1, rng) for layer in layers}
+    layers, rng, convert = spec.attention_layers, np.random.default_rng(0), backend.array
+    shapes = {layer: (1, layer.num_q_heads, layer.head_dim) for layer in layers}
+    queries = {layer: convert(rng.standard_normal(shape, np.float32)) for layer, shape in shapes.items()}
+    rows = {layer: rows_of(layer, 1, rng, convert) for layer in layers}
+    token_bytes = spec.bytes_per_token(options["k_dtype"], options["v_dtype"])
     # Half of the device tier, or steps would wait for their own pages to leave.
-    chunk = options["device_memory"] // (2 * spec.bytes_per_token(options["k_dtype"], options["v_dtype"]))
-    with Cache(spec, device="cpu", **options) as cache:
+    chunk = options["device_memory"] // (2 * token_bytes)
+    with Cache(spec, **options) as cache:
         sequence = cache.create()
 
-        def write() -> StepReport:
+        def write() -> tuple[dict[str, int], float]:
             with cache.step([sequence], [1]) as step:
                 for index, layer in enumerate(layers):
-                    weights.read(index)
+                    backend.read_weights(index)
                     step.forward(index, queries[layer], *rows[layer])
-            return step.report
+            backend.finish()
+            return backend.moved(step.report, len(sequence) * token_bytes), step.report.waited
 
-        fill(cache, sequence, context, min(CHUNK, max(1, chunk)))
-        # What moved while the cache was filled arrives first.
+        start = time.perf_counter()
+        fill(cache, sequence, context, min(CHUNK, max(1, chunk)), convert)
+        filled = time.perf_counter() - start
+        # Kernels are compiled, and pages that had to make room arrive where they go.
         write()
-        reports: list[StepReport] = []
+        cache._spill.settle()
+        moved, waited = Counter[str](), list[float]()
         before, start = machine.resident(), time.perf_counter()
-        while len(reports) < most and (seconds is None or time.perf_counter() < start + seconds):
-            reports.append(write())
+        while len(waited) < most and (seconds is None or time.perf_counter() < start + seconds):
+            links, wait = write()
+            moved.update(links)
+            waited.append(wait)
         took, grown = time.perf_counter() - start, machine.resident() - before
         stats = cache.stats()
-    tokens = len(reports)
-    read = {link: sum(report.bytes[link] for report in reports) / tokens for link in ("memory", "disk")}
+    tokens = len(waited)
     return {
         "context": context,
         "tokens": tokens,
         "seconds": took,
+        "fill_seconds": filled,
         "tokens_per_second": tokens / took,
-        "waited_seconds_per_token": sum(report.waited for report in reports) / tokens,
-        "bytes_per_token": {**read, "memory": read["memory"] + weights.bytes},
-        "tier_bytes": {tier: stats.used_bytes(tier) for tier in ("device", "host", "disk")},
+        "waited_seconds_per_token": sum(waited) / tokens,
+        "bytes_per_token": {link: size / tokens for link, size in moved.items()},
+        "tier_bytes": {tier: stats.used_bytes(tier) for tier in TIERS},
         "peak_resident_bytes": machine.peak_resident(),
         "grown_bytes": grown,
     }
@@ -247,22 +269,26 @@ def draw(document: Row, console: Console) -> None:
     """Prints it for people."""
     links = ", ".join(f"{link} {rate / 1e9:.1f} GB/s" for link, rate in document["ceilings"].items())
     weights = f"{document['weights_bytes'] / 1e9:.2f} GB of weights a token"
-    console.print(
-        f"{document['model']}, {document['format']}, {weights}, {document['threads']} threads; ceilings: {links}"
-    )
+    on = f"{document['device']}, {document['threads']} threads"
+    console.print(f"{document['model']}, {document['format']}, {weights}, {on}; ceilings: {links}")
     table = Table("context", "tok/s", "roofline", "achieved", caption=ABOUT if document["model"] == HYBRID else None)
-    for column in ("memory a token", "disk a token", "waited", "on device, host, disk", "peak RSS", "grown"):
+    for link in document["ceilings"]:
+        table.add_column(f"{link} a token", justify="right")
+    tiers = ", ".join(TIERS)
+    for column in ("waited", f"planned: ring, {tiers}", f"on {tiers}", "peak RSS", "grown", "filled in"):
         table.add_column(column, justify="right")
     for row in document["longcontext"]:
+        sizes = [row["bytes_per_token"][link] / 1e9 for link in document["ceilings"]]
         table.add_row(
             format_tokens(row["context"]),
             f"{row['tokens_per_second']:.2f}",
             f"{row['roofline_tokens_per_second']:.2f}",
             f"{row['achieved']:.0%}",
-            *(f"{row['bytes_per_token'][link] / 1e9:.2f} GB" for link in ("memory", "disk")),
+            *(f"{size:.2f} GB, {size * row['tokens_per_second']:.1f} GB/s" for size in sizes),
             f"{row['waited_seconds_per_token']:.3f} s",
-            ", ".join(map(format_size, row["tier_bytes"].values())),
+            *(", ".join(map(format_size, row[key].values())) for key in ("planned_bytes", "tier_bytes")),
             format_size(row["peak_resident_bytes"]),
             format_size(row["grown_bytes"]),
+            f"{row['fill_seconds']:.1f} s",
         )
     console.print(table)

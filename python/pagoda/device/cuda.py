@@ -331,6 +331,12 @@ class CudaDriver:
 
         return str(cupy.cuda.runtime.deviceGetPCIBusId(self.device.id))
 
+    @property
+    def free_bytes(self) -> int:
+        """As the driver says now."""
+        free, _ = self.device.mem_info
+        return int(free)
+
     @cached_property
     def copy_engine_bytes(self) -> int:
         """Measured when it is first asked for."""

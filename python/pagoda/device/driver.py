@@ -130,6 +130,10 @@ class Driver(Protocol):
     def shared_bytes_max(self) -> int:
         """Shared memory that a thread block can have."""
 
+    @property
+    def free_bytes(self) -> int:
+        """Memory that nobody has."""
+
     def memory(self, size: int) -> Memory:
         """Zeroed bytes. Raises OutOfMemory as BackendUnavailable."""
 

@@ -1,4 +1,5 @@
-"""Measures what each way to pages of the host tier carries on a machine with a GPU, alone and beside the others."""
+"""Measures on a machine with a GPU: what each way to pages of the host tier carries, alone and beside the others, and how
+fast the device reads its own memory."""
 
 from __future__ import annotations
 
@@ -24,6 +25,16 @@ SECONDS = 0.3
 
 POLL_SECONDS = 2e-4
 """Sleep between two looks at what is under way: the CPU has attention to compute."""
+
+
+READ_BYTES = 1 << 30
+"""Device memory that is read, many times what its caches hold."""
+
+READ_REPEATS = 32
+"""So often without a wait: milliseconds, beside which launches and the wait are nothing."""
+
+READ_THREADS, READ_BLOCKS = 512, 2
+"""Of the kernel `read`, and thread blocks of it on a multiprocessor, which have 128 KiB under way together."""
 
 
 class Pending(Protocol):
@@ -55,6 +66,34 @@ class Read(NamedTuple):
     def wait(self) -> None:
         """Sleeps until it has. Raises what it has raised."""
         self.future.result()
+
+
+class Reader:
+    """Reads device memory as fast as it can be read, and does nothing with it."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._blocks = READ_BLOCKS * driver.multiprocessors
+        self._found = driver.memory(4)
+
+    def read(self, stream: Stream, address: int, size: int) -> None:
+        """Begins to read bytes; both numbers are multiples of 16."""
+        call = arguments.Read(address, size // WORD, self._found.address, 1)
+        stream.launch(instances.READ, self._blocks, READ_THREADS, call)
+
+
+def ceilings(driver: Driver) -> dict[str, float]:
+    """Bytes a second of "device", its memory when it is read, and of "pcie", one large copy to the device; each alone."""
+    stream, reader = driver.stream(), Reader(driver)
+    host, device = driver.pinned(PIECE_BYTES), driver.memory(max(PIECE_BYTES, READ_BYTES))
+
+    def read() -> None:
+        for _ in range(READ_REPEATS):
+            reader.read(stream, device.address, READ_BYTES)
+
+    def copy() -> None:
+        stream.copy(device.address, host.address, PIECE_BYTES)
+
+    return {"device": READ_REPEATS * READ_BYTES / seconds(stream, read), "pcie": PIECE_BYTES / seconds(stream, copy)}
 
 
 def measure(driver: Driver, threads: int, read: Callable[[], object], size: int) -> Routes:

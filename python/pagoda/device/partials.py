@@ -8,6 +8,7 @@ measured and kept (`pagoda doctor --calibrate`); where nothing is kept it has no
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from pagoda import _core
 from pagoda.device.driver import Driver, Event, Pinned, Stream, View
 from pagoda.device.movement import KERNEL_BLOCKS, KERNEL_THREADS, WORD
+from pagoda.formats import FORMATS
 from pagoda.geometry import CoreLayer
 from pagoda.kernels import arguments, instances
 from pagoda.rates import READER_ROWS, Routes
@@ -69,6 +71,7 @@ class Partials:
     ) -> None:
         self._core, self._layers, self._driver = core, layers, driver
         self._routes = routes
+        self._row_bytes = {layer["group"]: _row_bytes(layer) for layer in layers}
         self._cpu = _core.Partials(routes.threads, isa)
         owners = [index if layer["kv_owner"] is None else layer["kv_owner"] for index, layer in enumerate(layers)]
         self._untold = {index: centers[index] for index, owner in enumerate(owners) if layers[owner]["center_first"]}
@@ -84,7 +87,7 @@ class Partials:
             heads = max(layer["num_q_heads"] // layer["num_kv_heads"] for layer in layers)
             costs["memory"] = -(-pages["new_tokens"] * heads // READER_ROWS)
         most = {"memory": float(pages["divisible"] * page_bytes)}
-        return self._routes.divide(pages["pages"] * page_bytes, costs, most)
+        return self._routes.over(self._row_bytes[group]).divide(pages["pages"] * page_bytes, costs, most)
 
     def ask(self, stream: Stream, layer: int, q: View, begins: npt.NDArray[np.uint32]) -> Asked:
         """Sends for the queries of sequences that begin behind what the CPU goes over."""
@@ -140,6 +143,14 @@ class Partials:
 
     def _center_length(self, layer: int) -> int:
         return self._layers[layer]["num_kv_heads"] * self._layers[layer]["head_dim"]
+
+
+def _row_bytes(layer: CoreLayer) -> Counter[str]:
+    """Bytes of a K row and a V row by format; alike in all layers of a group."""
+    sizes = Counter({layer["k_dtype"]: FORMATS[layer["k_dtype"]].bytes(layer["head_dim"])})
+    if not layer["v_alias"]:
+        sizes[layer["v_dtype"]] += FORMATS[layer["v_dtype"]].bytes(layer["v_head_dim"])
+    return sizes
 
 
 def _neighbours(numbers: Sequence[int]) -> list[list[int]]:

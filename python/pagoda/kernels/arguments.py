@@ -151,3 +151,14 @@ class Move(ctypes.Structure):
     """Of the kernel `move`. runs: uint64 [count, 3]: source, target, bytes."""
 
     _fields_ = [("runs", ctypes.c_void_p), ("count", ctypes.c_uint32)]
+
+
+class Read(ctypes.Structure):
+    """Of the kernel `read`. words: bytes of the device, by 16."""
+
+    _fields_ = [
+        ("words", ctypes.c_void_p),
+        ("count", ctypes.c_uint64),
+        ("found", ctypes.c_void_p),
+        ("sought", ctypes.c_uint32),
+    ]

@@ -56,6 +56,7 @@ class Kernel:
 
 UNPACK = Kernel("unpack.cuh", "pagoda::unpack")
 MOVE = Kernel("move.cuh", "pagoda::move")
+READ = Kernel("read.cuh", "pagoda::read")
 
 
 @dataclass(frozen=True)

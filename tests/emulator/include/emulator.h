@@ -172,6 +172,8 @@ T atomicAdd(T* target, T value) {
 }
 template <class T>
 T __ldcg(const T* source) { return *source; }
+template <class T>
+T __ldcs(const T* source) { return *source; }
 
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
