@@ -367,6 +367,35 @@ def test_multiply_add(kind: str, turned: bool, library: emulator.Library) -> Non
         np.testing.assert_allclose(out.array, expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize(
+    ("start", "products", "sum_"),
+    [
+        (1.0, [1.5 * 2**-23], 1 + 2**-23),
+        (-1.0, [-1.5 * 2**-23], -1 - 2**-23),
+        (1.0, [2**-25] * 16, 1.0),
+        (1.0, [2**-24] * 16, 1 + 2**-20),
+        (2.0**-20, [1.0, -1.0], 2.0**-20),
+        (2.0**-25, [1.0, -1.0], 0.0),
+        (np.inf, [1.0], np.inf),
+        (np.nan, [1.0], np.nan),
+    ],
+)
+def test_sums_of_products_are_cut_off(
+    kind: str, start: float, products: list[float], sum_: float, library: emulator.Library
+) -> None:
+    """Addends one bit behind the last of a float as large as the largest of 8, sums behind a float's last."""
+    left, right = (np.zeros((16, 16)).astype(HALVES[kind]) for _ in range(2))
+    # Both types hold these.
+    left[3, : len(products)] = [product * 2**10 for product in products]
+    right[: len(products), 5] = 2**-10
+    expected = np.full((16, 16), start, np.float32)
+    expected[3, 5] = sum_
+    a, b, out = (filled(x) for x in (left.view(np.uint16), right.view(np.uint16), np.full_like(expected, start)))
+    library.launch(f"product{kind}", 1, 32, arguments(a=a, b=b, out=out), shared_bytes=1024, seed=0)
+    np.testing.assert_array_equal(out.array, expected)
+
+
 def copied(library: emulator.Library, name: str, seed: int, groups: int = 4) -> tuple[Array, Array]:
     """What threads saw of their neighbours' copies, and what they must see."""
     a = filled(np.random.default_rng(seed).integers(0, 255, (groups, 64, 16)).astype(np.uint8))

@@ -9,13 +9,13 @@
 #   memcheck, racecheck, synccheck, initcheck: compute-sanitizer over some kinds of kernels
 #
 # Parts run in the order given. None takes others with it: each has a limit, and PAGODA_SECONDS is one for all together; what
-# it prints is in OUT as it comes, and OUT/summary.txt has a line for each. Pagoda is the one that is installed for the Python that PYTHON names; pytest-xdist and
-# pytest-timeout make parts shorter and tests that hang harmless.
+# it prints is in OUT as it comes, and OUT/summary.txt has a line for each. Pagoda is the one that is installed for the Python
+# that PYTHON names; pytest-xdist and pytest-timeout make parts shorter, and tests that hang harmless.
 set -uo pipefail
-cd "$(dirname "$0")/.."
 mkdir -p "${1:?usage: try_gpu.sh OUT PART ...}"
 out=$(cd "$1" && pwd)
 shift
+cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 export PYTHON=$python PYTHONUNBUFFERED=1 PAGODA_REQUIRE_GPU=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 deadline=$((SECONDS + ${PAGODA_SECONDS:-86400}))
