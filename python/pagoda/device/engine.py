@@ -29,17 +29,8 @@ from pagoda.device.driver import Driver, Event, Memory, Stream, View
 from pagoda.device.movement import Mover
 from pagoda.device.moves import Moves
 from pagoda.device.partials import Partials
-from pagoda.device.passage import Passage
-from pagoda.device.streaming import (
-    SLOTS,
-    GroupPasses,
-    Streams,
-    Traffic,
-    device_bytes_for_disk,
-    layer_runs,
-    read_slot_bytes,
-    slot_bytes,
-)
+from pagoda.device.passage import Passage, passage_bytes
+from pagoda.device.streaming import RUN_ROWS, SLOTS, GroupPasses, Streams, Traffic, layer_runs, ring_slots
 from pagoda.device.tables import ListTables, Room, StepTables, Work
 from pagoda.disk import DiskArguments
 from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, PagodaError
@@ -65,12 +56,6 @@ POLL_SECONDS = 2e-4
 
 SPANS_DECLARED = 8
 """Spans of a sequence that there is room for once maxima are declared: `drop` leaves one more each time, sinks are one."""
-
-TILE = 64
-"""Stored rows that are worked on together: `TILE` of the core."""
-
-RUN_ROWS = 64 * TILE
-"""Stored rows of a fixed run: `RUN_ROWS` of the core. Entries of pages that have left a window go a run at a time."""
 
 BROUGHT = 2
 """The tier, to kernels, of what has been brought from the host for a launch."""
@@ -202,19 +187,20 @@ class DeviceEngine:
         # No block lies across a border between extents, so none lies across one between pieces of pinned memory.
         host = driver.host_arena(*memory[1]) if memory[1][0] else None
         runs = layer_runs(layers, layouts)
-        stretch = max(RUN_ROWS if deterministic else TILE, page_size) // page_size
-        slot = slot_bytes(runs, stretch, memory[0][0], in_place=disk is None) if host or disk else 0
-        self._enough_for_disk = device_bytes_for_disk(runs, stretch)
-        self._device_memory = memory[0][0]
-        memory = [(memory[0][0] - SLOTS * slot, memory[0][1]), memory[1]]
+        # Layers of a group are of one shape.
+        widths = {layer["group"]: run.bytes for layer, run in zip(layers, runs, strict=True)}
+        tiers = {"host": host is not None, "disk": disk is not None}
+        slots = ring_slots([*widths.values()], page_size, memory[0][0], **tiers, deterministic=deterministic)
+        self._device_memory, self._enough_for_disk = memory[0][0], slots.enough
+        memory = [(memory[0][0] - SLOTS * slots.bytes, memory[0][1]), memory[1]]
         arena = driver.memory(memory[0][0])
         self._bases = (arena.address, host.address if host else 0)
         self._arena: Memory | None = arena
         self._host = host
         self._arena_bytes = memory[0][0]
         self._on_host = range(host.address, host.address + memory[1][0]) if host else range(0)
-        blocks, read_slot = [layout.block_bytes for layout in layouts], read_slot_bytes(layers, runs, slot)
-        self._passage = Passage(driver, blocks, self._arena_bytes, read_slot) if disk else None
+        blocks = [layout.block_bytes for layout in layouts]
+        self._passage = Passage(driver, passage_bytes(blocks, self._arena_bytes, slots.read)) if disk else None
         passage, nothing = self._passage, (0, 0, 1)
         try:
             self.core = _core.Cache(
@@ -252,7 +238,7 @@ class DeviceEngine:
         if routes is not None and not deterministic:
             partials = Partials(driver, self.core, layers, self._centers.of, routes, isa)
         self._streams = Streams(
-            driver, self.core, layers, layouts, host, self._mover, runs, slot, partials, from_disk=disk is not None
+            driver, self.core, layers, layouts, host, self._mover, runs, slots.bytes, partials, from_disk=tiers["disk"]
         )
         self._scratch = Scratch(driver)
         self._maxima: Maxima | None = None
