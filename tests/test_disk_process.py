@@ -85,6 +85,47 @@ print("fine")
     run(script, tmp_path / "kept")
 
 
+def test_a_child_that_outlives_its_parent_leaves_the_directory_to_others(tmp_path: Path) -> None:
+    """A lock by flock is that of all processes that have the file open, so that a forked child lets go of it at once."""
+    script = """
+cache = opened()
+cache.save(mirrored(cache, 50)[1].sequence, "it")
+other = opened(disk=sys.argv[1] + "-other")
+if os.fork() == 0:
+    other = opened(disk=sys.argv[1] + "-third")
+    if os.fork() == 0:
+        print("ready", flush=True)
+        sys.stdin.read()
+        os._exit(0)
+    sys.stdin.read()
+    other.close()
+    os._exit(0)
+signal.pause()
+"""
+    command = [sys.executable, "-c", PRELUDE + script, str(tmp_path / "kept")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        refused = """
+with pytest.raises(pagoda.TierIOError, match="has it open"):
+    opened()
+print("fine")
+"""
+        run(refused, tmp_path / "kept")
+        parent.kill()
+        parent.wait()
+        opens = """
+for place in ("", "-other"):
+    with opened(disk=sys.argv[1] + place) as cache:
+        assert sorted(cache.saved()) == ([] if place else ["it"])
+with pytest.raises(pagoda.TierIOError, match="has it open"):
+    opened(disk=sys.argv[1] + "-third")
+print("fine")
+"""
+        run(opens, tmp_path / "kept")
+
+
 def test_ctrl_c_while_the_disk_is_waited_for(tmp_path: Path) -> None:
     script = """
 signal.signal(signal.SIGALRM, signal.default_int_handler)

@@ -210,6 +210,7 @@ impl Cache {
         let timeout = disk.as_ref().map_or(Duration::ZERO, |disk| disk.timeout);
         let opened = disk.map(|disk| disk::open(py, &disk, &runs)).transpose()?;
         let (store, recovered) = opened.map(|(store, recovered)| (Arc::new(store), recovered)).unzip();
+        store.iter().for_each(fork::opened);
         let absent = TierMemory { bytes: 0, extent_bytes: u64::MAX };
         let on_disk = store.as_ref().map_or(absent, |store| store.geometry().arena());
         let [fast, host] = memory.map(|(bytes, extent_bytes)| TierMemory { bytes, extent_bytes });

@@ -281,6 +281,15 @@ impl Store {
         self.zeroes.load(Ordering::Relaxed)
     }
 
+    /// In a forked child: leaves the directory's lock to the parent alone.
+    ///
+    /// # Safety
+    /// Nothing of this process may use the store from now on, nor drop it.
+    pub unsafe fn abandon(&self) {
+        // SAFETY: as the caller promises.
+        unsafe { self.file.abandon() };
+    }
+
     fn named(&self) -> Result<&Mutex<Index>> {
         let missing = || Error::invalid("key", "on a scratch file", "a store with an index");
         self.index.as_ref().ok_or_else(missing)
