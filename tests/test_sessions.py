@@ -498,6 +498,20 @@ def test_a_tail_that_comes_too_slowly_from_disk_rolls_its_step_back(tmp_path: Pa
         awaited(cache, [0, 0])
 
 
+def test_what_was_loaded_and_nobody_holds_makes_room_for_the_next(tmp_path: Path) -> None:
+    """Without a step in between: each has a last page of its own, and there is room for four."""
+    with opened(tmp_path, **LARGE_OPTIONS) as cache:
+        with cache.create() as sequence:
+            grown(sequence, 100, 1.0)
+            cache.save(sequence, "it")
+        for _ in range(6):
+            assert cache.load("it") is not None
+        last = cache.load("it")
+        assert last is not None
+        assert used(cache) == [1, 1]
+        assert mean(last) == pytest.approx(100 / 101)
+
+
 @pytest.mark.usefixtures("no_collector")
 def test_ctrl_c_at_any_instruction_of_loading_leaves_no_sequence_without_a_handle(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:

@@ -61,7 +61,7 @@ os.register_at_fork(after_in_child=_core.after_fork_in_child)
 class Sequence:
     """One request, beam or branch: a list of tokens whose K and V the cache holds. Made by `Cache.create` and `fork`.
 
-    A sequence that is garbage collected releases itself at the cache's next step.
+    A sequence that is garbage collected releases itself at the cache's next step or `load`.
     """
 
     __slots__ = ("__weakref__", "_cache", "_handle")

@@ -96,8 +96,11 @@ impl Cache {
         Ok(())
     }
 
-    /// Releases sequences whose handles are gone.
+    /// Releases sequences whose handles are gone, unless a step is open that may have them.
     fn release_abandoned(&self, inner: &mut Inner) {
+        if inner.core.step_is_open() {
+            return;
+        }
         let abandoned = self.abandoned.take();
         for &sequence in &abandoned {
             // Ctrl-C may have come right after it was released.
@@ -333,9 +336,7 @@ impl Cache {
         let mut guard = self.lock(py)?;
         let _waiting = Waiting::of(self);
         let inner = guard.as_mut().expect("locked open");
-        if !inner.core.step_is_open() {
-            self.release_abandoned(inner);
-        }
+        self.release_abandoned(inner);
         if let Some(error) = inner.core.take_failure() {
             return Err(core(py, &error));
         }
@@ -691,7 +692,9 @@ impl Cache {
     fn load(&self, py: Python<'_>, key: &str, link: Link<'_, '_>) -> PyResult<Option<Handle>> {
         let mut guard = self.lock(py)?;
         let _waiting = Waiting::of(self);
-        let id = guard.as_mut().expect("locked open").load(py, key, link)?;
+        let inner = guard.as_mut().expect("locked open");
+        self.release_abandoned(inner);
+        let id = inner.load(py, key, link)?;
         Ok(id.map(|id| Handle::new(id, &self.abandoned)))
     }
 
