@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import emulator
 import pytest
 
 TESTS = str(Path(__file__).parent)
@@ -35,9 +36,9 @@ def loaded(mirror, key, like):
 """
 
 
-def run(script: str, place: Path, *, before: list[str] | None = None) -> None:
+def run(script: str, place: Path, *given: str, before: list[str] | None = None) -> None:
     """Runs a script in a process of its own, which has to end well."""
-    command = [*(before or []), sys.executable, "-c", PRELUDE + script, str(place)]
+    command = [*(before or []), sys.executable, "-c", PRELUDE + script, str(place), *given]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stdout + done.stderr
 
@@ -298,3 +299,109 @@ print("fine")
         run(script, place)
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+SILENT = """
+import fcntl, threading, time
+from silence import answer, silence
+device = {"device": sys.argv[2]}
+if sys.argv[2] == "cuda":
+    from emulator.driver import EmulatedDriver
+    from pagoda.device import cuda
+    driver = EmulatedDriver()
+    cuda.open_driver = lambda index: driver
+cache = opened(disk_timeout=0.2, **device)
+mirror, tokens = mirrored(cache, 100)
+cache.save(tokens.sequence, "it", meta=b"1")
+cache.save(tokens.sequence, "other", meta=b"2")
+GIVEN_UP = "disk_timeout = 0.2: the drive did nothing for longer"
+def soon(call):
+    deadline = time.monotonic() + 60
+    while not call():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+def loads(key):
+    with contextlib.suppress(pagoda.TierIOError):
+        return len(cache.load(key)) == 100
+def is_free():
+    with open(sys.argv[1] + "/pages", "r+b") as pages:
+        try:
+            fcntl.flock(pages, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+def ended():
+    with pytest.raises(pagoda.TierIOError, match=GIVEN_UP + "; the cache is closed, and its memory and files are given back"):
+        cache.close()
+    with pytest.raises(pagoda.UseAfterRelease, match="cache: closed"):
+        cache.create()
+    cache.close()
+    assert not is_free()
+"""
+
+FORGOTTEN = """
+drive = silence("fdatasync")
+for key in ("it", "other"):
+    with pytest.raises(pagoda.TierIOError, match=GIVEN_UP):
+        cache.forget(key)
+    with pytest.raises(pagoda.TierIOError, match=f".{key}.: the drive has yet to answer an earlier save or forget"):
+        cache.load(key)
+assert cache.saved() == {"it": b"1", "other": b"2"}
+cache.audit()
+mirror.step([tokens], [3])
+# The line of one was on its way, so that it goes when the drive answers; the other had yet to have its turn.
+if sys.argv[3] == "answered":
+    answer(drive)
+    soon(lambda: cache.saved() == {"other": b"2"})
+    soon(lambda: loads("other"))
+    assert cache.forget("other")
+    cache.close()
+else:
+    ended()
+    answer(drive)
+    soon(is_free)
+with opened(**device) as cache:
+    assert cache.saved() == ({} if sys.argv[3] == "answered" else {"other": b"2"})
+print("fine")
+"""
+
+MOVED = """
+drive = silence("io_uring_enter", "pread64", "pwrite64")
+mirror.step([tokens], [300])
+ticket = cache.demote(tokens.sequence, to="disk")
+assert not ticket.wait(0.1)
+if sys.argv[3] == "dropped":
+    del mirror, tokens, ticket, cache
+    gc.collect()
+    assert not is_free()
+else:
+    ended()
+answer(drive)
+soon(is_free)
+with opened(**device) as cache:
+    assert sorted(cache.saved()) == ["it", "other"]
+print("fine")
+"""
+
+
+def silent_drive() -> bool:
+    """Whether a process can have one."""
+    script = f"import sys; sys.path.insert(0, {TESTS!r}); from silence import silence; silence('fdatasync')"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("script", "how"),
+    [(FORGOTTEN, "answered"), (FORGOTTEN, "unanswered"), (MOVED, "closed"), (MOVED, "dropped")],
+    ids=["forget", "forget and close", "close", "dropped"],
+)
+def test_nobody_waits_forever_for_a_drive_that_does_not_answer(
+    device: str, script: str, how: str, tmp_path: Path
+) -> None:
+    """Forgetting gives up, a cache that is closed is closed, and what is left goes when the drive has answered after all."""
+    if not silent_drive():
+        pytest.skip("no system calls can be held up")
+    if device == "cuda":
+        emulator.require()
+    run(SILENT + script, tmp_path / "kept", device, how)

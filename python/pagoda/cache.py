@@ -658,7 +658,11 @@ class Cache:
         return sequence
 
     def forget(self, key: str) -> bool:
-        """Lets go of what is kept under a name; says whether there was something."""
+        """Lets go of what is kept under a name; says whether there was something.
+
+        Raises TierIOError when the drive fails or does nothing for `disk_timeout` seconds: the name is as it was, unless its
+        line was on the way to the drive by then, as for `save`.
+        """
         return self._core.forget(_key(key))
 
     def saved(self) -> dict[str, bytes]:
@@ -674,7 +678,11 @@ class Cache:
         self._core.audit()
 
     def close(self) -> None:
-        """Ends the cache and gives its memory back; copies under way finish first. Later calls raise UseAfterRelease."""
+        """Ends the cache and gives its memory back; copies under way finish first. Later calls raise UseAfterRelease.
+
+        Raises TierIOError when the drive does nothing for `disk_timeout` seconds. The cache is closed then as well, but what
+        the drive may still write to can be nobody else's: memory and directory are given back when it has answered.
+        """
         self._core.close()
 
     def __enter__(self) -> Cache:

@@ -9,8 +9,8 @@ use crate::kernels::{Cpu, require_rows, require_sinks};
 use crate::layers::{LayerArguments, Placed, PlacedLayer, place};
 use crate::moves::{Late, Link, zero_by};
 use crate::passes::{HostPages, StreamArguments, StreamedGroup};
-use crate::patience;
-use crate::reads::Traffic;
+use crate::patience::{self, Apart};
+use crate::reads::{Stop, Traffic};
 use crate::sessions::Sessions;
 use crate::step::StepState;
 use crate::tables::{self, Tables};
@@ -18,7 +18,7 @@ use crate::ticket::{DiskCopies, Plan, Ticket};
 use numpy::{PyArray1, PyArray2, PyReadonlyArray1, PyReadwriteArray1, PyUntypedArray};
 use pagoda_core::Error;
 use pagoda_core::cache::TierMemory;
-use pagoda_core::fence::Completion;
+use pagoda_core::fence::{Completion, Failure};
 use pagoda_core::ids::{Epoch, GroupId, SequenceId, Tier};
 use pagoda_core::plan::Selection;
 use pagoda_cpu::Arenas;
@@ -137,7 +137,7 @@ impl Cache {
 }
 
 thread_local! {
-    /// The address of the cache in whose `attend`, `reserve`, `save` or `load` this thread is.
+    /// The address of the cache in a call of which this thread is that may wait for the disk.
     static WAITING: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -175,6 +175,16 @@ impl Inner {
     /// The disk tier.
     pub(crate) fn store(&self) -> Option<&Arc<Store>> {
         self.disk.as_ref().map(|disk| &disk.store)
+    }
+
+    /// Gives everything back when nothing is under way any more. Where something is of the disk a thread does, and goes on alone
+    /// when the drive does nothing for too long: what is read into must stay until then, and others must not open the directory.
+    fn end(self, heeds_signals: bool) -> Result<(), Stop> {
+        let (limit, is_idle) =
+            (self.disk_timeout(), self.mover.waiter().is_idle() && self.sessions.answered());
+        let Some(store) = self.store().filter(|_| !is_idle).cloned() else { return Ok(()) };
+        // Where no thread can be had `self` is dropped here.
+        Apart::begin(move || drop(self)).map_or(Ok(()), |end| end.finish(&store, limit, heeds_signals))
     }
 
     /// What is told to a device.
@@ -552,7 +562,7 @@ impl Cache {
             let (completion, waiter) = (Completion::new(), inner.mover.waiter());
             // SAFETY: sources are Ready and pinned by the ticket, targets are Filling; the caller keeps others out of its stage.
             unsafe { inner.mover.send(transfers, completion.clone()) };
-            let store = inner.store().expect("nothing is on disk without one").clone();
+            let store = Arc::downgrade(inner.store().expect("nothing is on disk without one"));
             Ok(DiskCopies { completion, waiter, store, limit: inner.disk_timeout() })
         })
     }
@@ -700,7 +710,9 @@ impl Cache {
 
     /// Lets go of what is kept under a key; says whether there was something.
     fn forget(&self, py: Python<'_>, key: &str) -> PyResult<bool> {
-        self.lock(py)?.as_mut().expect("locked open").forget(py, key)
+        let mut guard = self.lock(py)?;
+        let _waiting = Waiting::of(self);
+        guard.as_mut().expect("locked open").forget(py, key)
     }
 
     /// What is kept: keys, and what the caller added.
@@ -721,17 +733,26 @@ impl Cache {
         self.with(py, |inner| inner.core.audit())
     }
 
-    /// Ends the cache: waits for copies under way, then gives everything back. Closing twice is no error.
+    /// Ends the cache: waits for copies under way, then gives everything back. Closing twice is no error. When the drive does
+    /// nothing for `disk_timeout` the cache is closed all the same, and everything goes back when it has answered.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         if self.process != fork::process() {
             return Ok(());
         }
         self.require_elsewhere(py)?;
         let inner = self.inner.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(inner) = inner {
-            py.detach(|| drop(ManuallyDrop::into_inner(inner)));
-        }
-        Ok(())
+        let Some(inner) = inner else { return Ok(()) };
+        py.detach(|| ManuallyDrop::into_inner(inner).end(true)).map_err(|stop| match stop {
+            Stop::Idle(limit) => {
+                let seconds = limit.as_secs_f64();
+                let reason = format!(
+                    "disk_timeout = {seconds}: the drive did nothing for longer; the cache is closed, and its memory and \
+                     files are given back when the drive has answered"
+                );
+                errors::failure(py, Some(&Failure::Io(reason)))
+            }
+            other => other.raise(py),
+        })
     }
 
     /// The instruction set of the CPU kernels; None where a device has the kernels.
@@ -929,7 +950,8 @@ impl Drop for Cache {
         if self.process == fork::process()
             && let Some(inner) = self.inner.get_mut().unwrap_or_else(PoisonError::into_inner).take()
         {
-            drop(ManuallyDrop::into_inner(inner));
+            // There is nobody to tell.
+            let _ = ManuallyDrop::into_inner(inner).end(false);
         }
     }
 }

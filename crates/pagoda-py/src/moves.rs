@@ -159,7 +159,7 @@ impl Inner {
         for Late { held, .. } in ended.collect::<Vec<_>>() {
             self.let_go(held)?;
         }
-        self.end_saves();
+        self.end_changes();
         Ok(())
     }
 

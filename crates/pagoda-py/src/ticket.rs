@@ -8,7 +8,7 @@ use pagoda_core::plan::BlockCopy;
 use pagoda_store::Waiter;
 use pagoda_store::disk::Store;
 use pyo3::prelude::*;
-use std::sync::Arc;
+use std::sync::Weak;
 use std::time::Duration;
 
 /// What to move; see `pagoda.Plan`.
@@ -63,7 +63,8 @@ impl Ticket {
 pub(crate) struct DiskCopies {
     pub(crate) completion: Completion,
     pub(crate) waiter: Waiter,
-    pub(crate) store: Arc<Store>,
+    /// It goes when the cache is closed, whoever still asks for these.
+    pub(crate) store: Weak<Store>,
     /// How long anybody waits for it.
     pub(crate) limit: Duration,
 }
@@ -84,7 +85,9 @@ impl DiskCopies {
     /// Sleeps until they have, as long as the disk does anything, and `disk_timeout` more. Python signals are seen.
     fn wait_patiently(&self, py: Python<'_>) -> PyResult<()> {
         let Self { completion, waiter, store, limit } = self;
-        py.detach(|| patience::wait(waiter, completion, store, *limit)).map_err(|stop| stop.raise(py))
+        // Without a store all copies have ended.
+        let Some(store) = store.upgrade() else { return Ok(()) };
+        py.detach(|| patience::wait(waiter, completion, &store, *limit)).map_err(|stop| stop.raise(py))
     }
 
     /// How many of the first have arrived, once they have ended.

@@ -496,24 +496,28 @@ class DeviceEngine:
         return self.core.stats()
 
     def close(self) -> None:
-        """Waits for the device, then gives everything back."""
+        """Waits for the device, then gives everything back. Raises TierIOError as `Cache.close` does. Twice is no error."""
+        if self._arena is None:
+            return
         with contextlib.suppress(Exception):
             self._wait_for_steps()
-        with contextlib.suppress(Exception):
-            self._moves.finish()
+        self._moves.close()
         self._streams.close()
         if self._zeroing is not None:
             self._zeroing.zero(self._bases[0], self._arena_bytes)
             self._zeroing.record().wait()
-        self.core.close()
-        if self._host is not None:
-            self._host.close()
-        self._tables.close()
-        self._mover.close()
-        if self._passage is not None:
-            self._passage.close()
-        self._arena = self._host = self._passage = None
-        self._scratch = Scratch(self._driver)
+        try:
+            self.core.close()
+        finally:
+            # Memory that a drive has yet to answer for is held by the core; it is pinned no more.
+            if self._host is not None:
+                self._host.close()
+            self._tables.close()
+            self._mover.close()
+            if self._passage is not None:
+                self._passage.close()
+            self._arena = self._host = self._passage = None
+            self._scratch = Scratch(self._driver)
 
     def empty(self, q: Any, dim: int | None) -> Any:
         """An output for queries `q` [tokens, heads, head_dim], or with dim=None a log-sum-exp."""

@@ -129,11 +129,11 @@ class Moves:
                 pass
         self._start_queued()
 
-    def finish(self) -> None:
-        """Waits for all plans."""
-        while self._under_way:
-            self._under_way[0].waits_for.wait()
-            self.advance()
+    def close(self) -> None:
+        """Waits for the device's copies and starts nothing more. What threads of the disk do is for the core to wait for."""
+        self._copying.record().wait()
+        self._under_way.clear()
+        self._queue.clear()
 
     def _cut(self, plan: Plan, rows: Rows, numbers: list[int]) -> Iterator[Part]:
         """Copies between device and disk, as many at a time as fit a part of the stage."""

@@ -189,14 +189,8 @@ impl Store {
             records.push(Record { group: group.0, block: block.index(), generation, sum });
         }
         self.file.sync().map_err(Error::io("syncing the pages"))?;
-        if !wanted() {
-            return Err(Error::Io {
-                operation: "keeping pages",
-                source: std::io::ErrorKind::TimedOut.into(),
-            });
-        }
         let entry = Entry { pages: records, meta: meta.to_vec() };
-        let before = lock(index).put(key, entry.clone())?;
+        let before = unless_given_up(index, wanted)?.put(key, entry.clone())?;
         let mut known = lock(&self.pages);
         keep(&mut known, &entry);
         before.iter().for_each(|before| unkeep(&mut known, before));
@@ -205,7 +199,12 @@ impl Store {
 
     /// Forgets a key; returns what was under it, whose blocks may be written to again.
     pub fn delete(&self, key: &[u8]) -> Result<Option<Entry>> {
-        let gone = lock(self.named()?).delete(key)?;
+        self.delete_if(key, || true)
+    }
+
+    /// As `delete`, if it is still `wanted` before the key changes; else an error.
+    pub fn delete_if(&self, key: &[u8], wanted: impl FnOnce() -> bool) -> Result<Option<Entry>> {
+        let gone = unless_given_up(self.named()?, wanted)?.delete(key)?;
         gone.iter().for_each(|entry| unkeep(&mut lock(&self.pages), entry));
         Ok(gone)
     }
@@ -658,6 +657,15 @@ fn joined(pieces: &[Piece]) -> Vec<(u64, usize)> {
         }
     }
     ranges
+}
+
+/// The index, when its turn has come and a change of it is still `wanted`.
+fn unless_given_up(index: &Mutex<Index>, wanted: impl FnOnce() -> bool) -> Result<MutexGuard<'_, Index>> {
+    let index = lock(index);
+    if wanted() {
+        return Ok(index);
+    }
+    Err(Error::Io { operation: "changing the index", source: std::io::ErrorKind::TimedOut.into() })
 }
 
 /// Notes that an entry has pages.
