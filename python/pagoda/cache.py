@@ -38,6 +38,7 @@ from pagoda.errors import (
     InvalidArgument,
     OutOfBlocks,
     PagodaError,
+    TierIOError,
     UseAfterRelease,
 )
 from pagoda.formats import chosen
@@ -688,8 +689,16 @@ class Cache:
     def __enter__(self) -> Cache:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except TierIOError as unanswered:
+            if error is None:
+                raise
+            # What has gone wrong before says more.
+            log.warning("%s", unanswered)
 
     def _reserve(self, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
         if self._unfinished:
