@@ -1,7 +1,8 @@
-"""Ctrl-C between any two instructions of Python, without a clock."""
+"""Ctrl-C between any two instructions of Pagoda's Python, without a clock."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -9,11 +10,16 @@ from typing import Any
 
 
 def interrupted(call: Callable[[], Any], after: int) -> bool:
-    """Makes a call in which Ctrl-C comes after so many instructions of Python; says whether that was before its end."""
+    """Makes a call in which Ctrl-C comes after so many instructions of the package; says whether that was before its end.
+
+    The garbage collector rests meanwhile: what comes while it calls back Python throws away.
+    """
     left = after
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left
+        if not frame.f_globals.get("__name__", "").startswith("pagoda."):
+            return None
         frame.f_trace_opcodes = True
         left -= event == "opcode"
         if left < 0:
@@ -21,6 +27,7 @@ def interrupted(call: Callable[[], Any], after: int) -> bool:
         return trace
 
     before = sys.gettrace()
+    gc.disable()
     sys.settrace(trace)
     try:
         call()
@@ -28,4 +35,5 @@ def interrupted(call: Callable[[], Any], after: int) -> bool:
         return True
     finally:
         sys.settrace(before)
+        gc.enable()
     return False

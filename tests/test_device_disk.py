@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import pagoda
 import pytest
 from emulator.driver import CallerStream, EmulatedDriver, HostArena, Stream
+from interrupts import interrupted
 from mirror import Mirror, Tokens, layer
 from pagoda import _core
 from pagoda.device import passage
@@ -313,6 +314,41 @@ def test_interrupts_while_pages_come_from_disk_lose_nothing(tmp_path: Path, monk
     cache.close()
 
 
+@pytest.mark.parametrize("ways", [("host", "device"), ("disk", "device"), ("disk", "host")])
+def test_ctrl_c_anywhere_in_a_move(ways: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan goes on with the next calls, no page stays where it was or is read before it has come, nothing leaks."""
+    monkeypatch.setattr(passage, "PART_BYTES", 1)
+    monkeypatch.setattr(passage, "PARTS", 2)
+    driver = RestlessDriver(12)
+    with with_disk(monkeypatch, tmp_path, driver, [layer()], device_memory="512KiB", spill=False) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens, between = mirror.create(), mirror.create()
+        for _ in range(4):
+            # Pages of others lie between, so that they go in several copies.
+            mirror.step([tokens, between], [16, 16])
+        core, came, after = engine_of(cache).core, True, 0
+        for turn in range(1000):
+            if not came and turn % 2 == 0:
+                break
+            to = ways[turn % 2]
+            came = interrupted(lambda to=to: cache.execute(cache.plan(tokens.sequence, to)).wait(), after)
+            for _ in range(10_000):
+                cache.stats()
+                if not core.moving():
+                    break
+                time.sleep(1e-4)
+            cache.audit()
+            assert cache.plan(tokens.sequence, to).copies == [] or came
+            assert cache.promote(tokens.sequence, to=to).wait()
+            mirror.look()
+            after += 3 + after // 50
+        else:
+            pytest.fail("no move came to its end")
+        assert after > 300
+        mirror.release(tokens)
+        assert cache.stats().used_bytes("disk") == cache.stats().used_bytes("host") == 0
+
+
 def test_memory_that_cannot_be_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages stay on disk, the error is told once, and the next try succeeds."""
     driver = RestlessDriver(10)
@@ -393,9 +429,9 @@ def memory_is_pinned_before_it_is_written(monkeypatch: pytest.MonkeyPatch, path:
         mirror.look()
 
 
-def hasty_copies(self: Moves, rows: Any) -> Iterator[Any]:
+def hasty_copies(self: Moves, rows: Any) -> Nothing:
     self._mover.copy(self._copying, rows)
-    yield Nothing()
+    return Nothing()
 
 
 def hasty_slots(self: Reads) -> None:
@@ -424,7 +460,7 @@ FENCES: list[tuple[Callable[[pytest.MonkeyPatch, Path], None], list[Patch]]] = [
     (a_slot_waits_for_its_copy, [(Reads, "_give_back", hasty_slots), (Reads, "take", waited(_take))]),
     (
         memory_is_pinned_before_it_is_written,
-        [(Moves, "_of_host", lambda self, plan, numbers, rows: self._by_threads(plan, numbers, [0] * len(numbers)))],
+        [(Moves, "_pin", lambda self, rows: None)],
     ),
 ]
 

@@ -527,28 +527,43 @@ impl Cache {
         self.with(py, |inner| inner.core.plan(sequence_id(sequence), to, &selection)).map(Plan)
     }
 
-    /// Starts a plan in the background.
-    fn execute(&self, py: Python<'_>, plan: &Plan) -> PyResult<Ticket> {
-        self.with(py, |inner| {
-            inner.zero();
-            let (id, completion, copies) = inner.core.execute(&plan.0)?;
-            let mut transfers = Vec::new();
-            match &inner.engine {
-                Engine::Cpu(_) if !copies.is_empty() => {
-                    let transfers = copies.iter().map(|copy| inner.transfer(copy)).collect();
-                    // SAFETY: sources are Ready and pinned by the ticket, targets are Filling: nobody else touches either.
-                    unsafe { inner.mover.send(transfers, completion.clone()) };
-                }
-                Engine::Cpu(_) => {}
-                Engine::Device(_) => transfers = inner.addresses(&copies),
+    /// Starts a plan in the background. What a device has to copy is known from then on, whatever becomes of the ticket.
+    fn execute(&self, py: Python<'_>, plan: &Plan) -> PyResult<Py<Ticket>> {
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.zero();
+        let (id, completion, copies) = inner.core.execute(&plan.0).map_err(|error| core(py, &error))?;
+        let is_empty = copies.is_empty();
+        let mut transfers = Vec::new();
+        match &inner.engine {
+            Engine::Cpu(_) if !is_empty => {
+                let transfers = copies.iter().map(|copy| inner.transfer(copy)).collect();
+                // SAFETY: sources are Ready and pinned by the ticket, targets are Filling: nobody else touches either.
+                unsafe { inner.mover.send(transfers, completion.clone()) };
             }
-            inner.trim();
-            Ok(Ticket { id, completion, copies, transfers })
+            Engine::Cpu(_) => {}
+            Engine::Device(_) => transfers = inner.addresses(&copies),
+        }
+        let ticket = Py::new(py, Ticket { id, completion, copies, transfers, on_disk: Mutex::default() })?;
+        if let Engine::Device(device) = &mut inner.engine
+            && !is_empty
+        {
+            device.moving.push(ticket.clone_ref(py));
+        }
+        inner.trim();
+        Ok(ticket)
+    }
+
+    /// The tickets whose copies a device has to make, oldest first, until `end_copies`.
+    fn moving(&self, py: Python<'_>) -> PyResult<Vec<Py<Ticket>>> {
+        self.with(py, |inner| match &inner.engine {
+            Engine::Device(device) => Ok(device.moving.iter().map(|ticket| ticket.clone_ref(py)).collect()),
+            Engine::Cpu(_) => Ok(Vec::new()),
         })
     }
 
     /// Starts some of a ticket's copies, by number: those between the disk and memory of the host, which is the host tier or, at
-    /// the given offset, the stage where the other side is on a device.
+    /// the given offset, the stage where the other side is on a device. Asking again starts nothing more.
     fn start_on_disk(
         &self,
         py: Python<'_>,
@@ -557,19 +572,38 @@ impl Cache {
         offsets: Vec<u64>,
     ) -> PyResult<DiskCopies> {
         self.with(py, |inner| {
-            let copies = numbers.into_iter().zip(offsets);
-            let transfers = copies.map(|(number, at)| inner.staged(&ticket.copies[number], at)).collect();
-            let (completion, waiter) = (Completion::new(), inner.mover.waiter());
-            // SAFETY: sources are Ready and pinned by the ticket, targets are Filling; the caller keeps others out of its stage.
-            unsafe { inner.mover.send(transfers, completion.clone()) };
+            let mut started = ticket.on_disk.lock().unwrap_or_else(PoisonError::into_inner);
+            let first = numbers.first().copied().unwrap_or_default();
+            let completion = started.entry(first).or_insert_with(|| {
+                let copies = numbers.into_iter().zip(offsets);
+                let transfers = copies.map(|(number, at)| inner.staged(&ticket.copies[number], at)).collect();
+                let completion = Completion::new();
+                // SAFETY: sources are Ready and pinned by the ticket, targets are Filling; the caller keeps others out of its
+                // stage.
+                unsafe { inner.mover.send(transfers, completion.clone()) };
+                completion
+            });
+            let (completion, waiter) = (completion.clone(), inner.mover.waiter());
             let store = Arc::downgrade(inner.store().expect("nothing is on disk without one"));
             Ok(DiskCopies { completion, waiter, store, limit: inner.disk_timeout() })
         })
     }
 
-    /// The first `copied` of a ticket's copies have arrived, and no other will, for the reason that `why` has.
-    fn fail(&self, py: Python<'_>, ticket: &Ticket, copied: u32, why: Option<&DiskCopies>) -> PyResult<()> {
+    /// The first `copied` of a ticket's copies have arrived, and no other will, for the reason that `why` has. Twice is no error.
+    fn end_copies(
+        &self,
+        py: Python<'_>,
+        ticket: &Ticket,
+        copied: u32,
+        why: Option<&DiskCopies>,
+    ) -> PyResult<()> {
         self.with(py, |inner| {
+            if let Engine::Device(device) = &mut inner.engine {
+                device.moving.retain(|moving| moving.get().id != ticket.id);
+            }
+            if ticket.completion.copied().is_some() {
+                return Ok(());
+            }
             if let Some(store) = inner.store() {
                 for copy in ticket.copies[copied as usize..].iter().filter(|copy| copy.to.0 == Tier::Disk) {
                     // What counts as not written takes no space; a refusal leaves it where it is, which is no error.

@@ -8,7 +8,8 @@ use pagoda_core::plan::BlockCopy;
 use pagoda_store::Waiter;
 use pagoda_store::disk::Store;
 use pyo3::prelude::*;
-use std::sync::Weak;
+use std::collections::HashMap;
+use std::sync::{Mutex, Weak};
 use std::time::Duration;
 
 /// What to move; see `pagoda.Plan`.
@@ -41,6 +42,8 @@ pub(crate) struct Ticket {
     /// What whoever drives a device has to copy, and the same as addresses and bytes: `[from, to, bytes]` of each block.
     pub(crate) copies: Vec<BlockCopy>,
     pub(crate) transfers: Vec<u64>,
+    /// Those that threads of the disk have been given, by the number of the first.
+    pub(crate) on_disk: Mutex<HashMap<usize, Completion>>,
 }
 
 #[pymethods]
@@ -49,12 +52,6 @@ impl Ticket {
     #[getter]
     fn transfers<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<u64>> {
         PyArray1::from_slice(py, &self.transfers)
-    }
-
-    /// The first `copied` of the transfers have arrived, all by default, and no other will.
-    #[pyo3(signature = (copied=None))]
-    fn finish(&self, copied: Option<u32>) {
-        self.completion.finish(copied.unwrap_or((self.transfers.len() / 3) as u32));
     }
 }
 

@@ -233,7 +233,7 @@ class DeviceEngine:
         self._zeroing = driver.stream() if zero_on_free else None
         self._zeroed: Event | None = None
         self._tables = StepTables(driver, self.core, layers, set(self._works.values()))
-        self._moves = Moves(self.core, self._mover, self._copying, host, self._on_host, passage)
+        self._moves = Moves(self.core, self._mover, self._copying, self._follow_steps, host, self._on_host, passage)
         partials = None
         if routes is not None and not deterministic:
             partials = Partials(driver, self.core, layers, self._centers.of, routes, isa)
@@ -440,9 +440,8 @@ class DeviceEngine:
         """Starts the copies of a plan."""
         self._poll()
         ticket = self.core.execute(plan)
-        self._follow_steps()
         try:
-            self._moves.start(ticket)
+            self._moves.advance()
         except BackendUnavailable:
             self.wait(ticket, FOREVER)
             with contextlib.suppress(PagodaError):  # Told by the exception that goes on.
