@@ -18,6 +18,8 @@ pub(crate) struct Sessions {
     pub(crate) kept: BTreeMap<String, (KeptId, Vec<u8>)>,
     /// Changes that were given up and that the drive may still carry out.
     unanswered: Vec<Change>,
+    /// Saves that failed and that the next process may find all the same: their pages stay until the index says otherwise.
+    doubtful: Vec<KeptId>,
     /// What was not as it had been left when the store was opened, and why.
     pub(crate) lost: Vec<(String, String)>,
 }
@@ -27,7 +29,8 @@ struct Change {
     key: String,
     /// What the key stands for then; nothing once it is forgotten.
     to: Option<(KeptId, Vec<u8>)>,
-    answer: Apart<Result<(), Error>>,
+    /// And whether the index is known to be what it should be.
+    answer: Apart<(Result<(), Error>, bool)>,
 }
 
 impl Sessions {
@@ -115,7 +118,10 @@ impl Inner {
         // Whoever comes first decides whether the key changes: the thread, when all before is done, or who gives up waiting.
         let decided = Arc::new(AtomicBool::new(false));
         let (writer, at, first) = (store.clone(), key.as_bytes().to_vec(), decided.clone());
-        let answer = Apart::begin(move || line(&writer, &at, &|| !first.swap(true, Ordering::Relaxed)));
+        let answer = Apart::begin(move || {
+            let result = line(&writer, &at, &|| !first.swap(true, Ordering::Relaxed));
+            (result, writer.is_sure())
+        });
         let answer = answer.map_err(|source| {
             to.iter().for_each(|&(kept, _)| self.core.forget(kept));
             errors::disk(py, &Error::Io { operation: "starting a thread", source })
@@ -131,19 +137,22 @@ impl Inner {
 
     /// A change that the drive has answered.
     fn end_change(&mut self, Change { key, to, answer }: Change) -> Result<(), Error> {
-        if let Err(error) = answer.join() {
-            to.iter().for_each(|&(kept, _)| self.core.forget(kept));
-            return Err(error);
-        }
-        let before = match to {
-            Some(now) => self.sessions.kept.insert(key, now),
-            None => self.sessions.kept.remove(&key),
+        let (result, is_sure) = answer.join();
+        let gone = match (&result, to) {
+            (Ok(()), Some(now)) => self.sessions.kept.insert(key, now),
+            (Ok(()), None) => self.sessions.kept.remove(&key),
+            (Err(_), to) => {
+                self.sessions.doubtful.extend(to.map(|(kept, _)| kept));
+                None
+            }
         };
-        if let Some((before, _)) = before {
-            self.core.forget(before);
+        gone.into_iter().for_each(|(kept, _)| self.core.forget(kept));
+        if is_sure {
+            // Nobody can find these any more: the index has been written since.
+            std::mem::take(&mut self.sessions.doubtful).into_iter().for_each(|kept| self.core.forget(kept));
         }
         self.trim();
-        Ok(())
+        result
     }
 
     /// Ends changes that were given up, where the drive has answered since.

@@ -197,6 +197,12 @@ impl Store {
         Ok(before)
     }
 
+    /// Whether the next process finds what `entries` says. If not, it may find what a `put` or `delete` that failed has left, so
+    /// that blocks of such a `put` must not be written to until this is so again: the next change that succeeds sees to it.
+    pub fn is_sure(&self) -> bool {
+        self.index.as_ref().is_none_or(|index| lock(index).is_sure())
+    }
+
     /// Forgets a key; returns what was under it, whose blocks may be written to again.
     pub fn delete(&self, key: &[u8]) -> Result<Option<Entry>> {
         self.delete_if(key, || true)
