@@ -457,7 +457,7 @@ FENCES: list[tuple[Callable[[pytest.MonkeyPatch, Path], None], list[Patch]]] = [
     (a_write_follows_the_kernel, [(Moves, "_by_link", hasty_copies)]),
     (a_page_is_read_when_it_has_arrived, [(Moves, "_by_link", hasty_copies)]),
     (a_part_of_the_stage_waits_for_its_copy, [(Moves, "_by_link", hasty_copies)]),
-    (a_slot_waits_for_its_copy, [(Reads, "_give_back", hasty_slots), (Reads, "take", waited(_take))]),
+    (a_slot_waits_for_its_copy, [(Reads, "give_back", hasty_slots), (Reads, "take", waited(_take))]),
     (
         memory_is_pinned_before_it_is_written,
         [(Moves, "_pin", lambda self, rows: None)],

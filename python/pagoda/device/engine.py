@@ -200,7 +200,8 @@ class DeviceEngine:
         self._arena_bytes = memory[0][0]
         self._on_host = range(host.address, host.address + memory[1][0]) if host else range(0)
         blocks = [layout.block_bytes for layout in layouts]
-        self._passage = Passage(driver, passage_bytes(blocks, self._arena_bytes, slots.read)) if disk else None
+        beside = passage_bytes(blocks, self._arena_bytes, slots.read)
+        self._passage = Passage(driver, beside, zeroes=zero_on_free) if disk else None
         passage, nothing = self._passage, (0, 0, 1)
         try:
             self.core = _core.Cache(
@@ -771,7 +772,8 @@ class DeviceEngine:
             self._zero(self._zeroing)
 
     def _zero(self, stream: Stream) -> None:
-        """Zeroes freed blocks; steps and copies to come follow."""
+        """Zeroes freed blocks, and what pages on disk were read to; steps and copies to come follow."""
+        self._streams.give_back()
         ranges = self.core.zero().reshape(-1, 2).tolist()
         for address, size in ranges:
             if address in self._on_host:

@@ -209,15 +209,24 @@ class Moves:
                     # Nothing may be under way in a part of the stage that others get.
                     self._copying.record().wait()
                     plan.failed(part.numbers[0], None)
-                    part.end()
+                    self._end(part)
                     raise
                 part.now = way, wait
             if not wait.done():
                 return False
             if isinstance(wait, _core.DiskCopies) and (wait.copied or 0) < len(part.numbers):
                 plan.failed(part.numbers[wait.copied or 0], wait)
-            part.now = way + 1, None
+            if way + 1 == len(part.ways):
+                self._end(part)
+            else:
+                part.now = way + 1, None
         return True
+
+    def _end(self, part: Part) -> None:
+        """Nothing is under way any more that is of a part."""
+        if part.at is not None and self._through is not None:
+            self._through.leave(part.at)
+        part.end()
 
     def _begin(self, ticket: _core.Ticket, plan: Plan, part: Part, way: str) -> Wait:
         """Starts copies; doing it again makes no difference."""

@@ -6,6 +6,7 @@ It is pinned when the cache is opened, since to pin memory is to write to it.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 from pagoda import _core
@@ -55,10 +56,10 @@ def passage_bytes(block_bytes: list[int], device_bytes: int, slot: int) -> Passa
 
 
 class Passage:
-    """Of one cache. part: bytes of a part of the stage."""
+    """Of one cache. part: bytes of a part of the stage. zeroes: whether nothing stays where pages have passed through."""
 
-    def __init__(self, driver: Driver, size: PassageBytes) -> None:
-        self.part = size.part
+    def __init__(self, driver: Driver, size: PassageBytes, *, zeroes: bool) -> None:
+        self.part, self._zeroes = size.part, zeroes
         self.memory = driver.host_arena(size.stage + size.ring, size.stage + size.ring)
         self.memory.pin(self.memory.address, size.stage + size.ring)
         self.stage = self.memory.address, size.stage, size.part
@@ -68,6 +69,11 @@ class Passage:
     def address(self) -> int:
         """Of the stage."""
         return self.memory.address
+
+    def leave(self, part: int) -> None:
+        """Zeroes a part of the stage, where that is asked for. Nothing may be under way in it."""
+        if self._zeroes:
+            ctypes.memset(self.address + part * self.part, 0, self.part)
 
     def close(self) -> None:
         """Gives the memory back. Nothing may be under way that uses it."""

@@ -311,6 +311,11 @@ class Streams:
             self._slots.append(now.slot)
         self._fill()
 
+    def give_back(self) -> None:
+        """Gives back what pages on disk were read to, as far as they have been copied from there."""
+        if self._reads_ahead is not None:
+            self._reads_ahead.give_back()
+
     def behind(self, step: Event) -> Event:
         """What comes by when a step and all copies so far have ended."""
         if not self.ring:
