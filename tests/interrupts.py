@@ -1,19 +1,21 @@
-"""Ctrl-C between any two instructions of Pagoda's Python, without a clock."""
+"""Ctrl-C between any two instructions of Pagoda's Python, without a clock, and signals by one.
+
+The garbage collector rests meanwhile: Python throws away what comes while it calls back.
+"""
 
 from __future__ import annotations
 
 import gc
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 
 def interrupted(call: Callable[[], Any], after: int) -> bool:
-    """Makes a call in which Ctrl-C comes after so many instructions of the package; says whether that was before its end.
-
-    The garbage collector rests meanwhile: what comes while it calls back Python throws away.
-    """
+    """Makes a call in which Ctrl-C comes after so many instructions of the package; says whether that was before its end."""
     left = after
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -37,3 +39,16 @@ def interrupted(call: Callable[[], Any], after: int) -> bool:
         sys.settrace(before)
         gc.enable()
     return False
+
+
+@contextmanager
+def alarms(handler: Callable[..., object] = signal.default_int_handler) -> Iterator[Callable[[float], object]]:
+    """Gives what sets the clock: the handler, Ctrl-C by default, is called after so many seconds, or never for 0."""
+    before = signal.signal(signal.SIGALRM, handler)
+    gc.disable()
+    try:
+        yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        gc.enable()

@@ -7,7 +7,6 @@ is in test_disk.py and test_sessions.py, which run on an emulated device as well
 from __future__ import annotations
 
 import gc
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import pagoda
 import pytest
 from emulator.driver import CallerStream, EmulatedDriver, HostArena, Stream
-from interrupts import interrupted
+from interrupts import alarms, interrupted
 from mirror import Mirror, Tokens, layer
 from pagoda import _core
 from pagoda.device import passage
@@ -282,7 +281,6 @@ def test_a_plan_of_which_a_part_fails(parts: int, tmp_path: Path, monkeypatch: p
         cache.audit()
 
 
-@pytest.mark.usefixtures("no_collector")
 def test_interrupts_while_pages_come_from_disk_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C at any moment of a step: no slot of either ring is lost, and what it says next is right."""
     mirror, tokens = pages_on_disk(monkeypatch, tmp_path, RestlessDriver(11))
@@ -294,22 +292,18 @@ def test_interrupts_while_pages_come_from_disk_lose_nothing(tmp_path: Path, monk
             step.commit(accepted=[0])
         return out
 
-    right, interrupted = look(), 0
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
+    right, came = look(), 0
+    with alarms() as alarm:
         for milliseconds in range(1, 41):
             try:
-                signal.setitimer(signal.ITIMER_REAL, milliseconds / 2000)
+                alarm(milliseconds / 2000)
                 while True:
                     look()
             except KeyboardInterrupt:
-                interrupted += 1
+                came += 1
             cache.audit()
             np.testing.assert_allclose(look(), right, rtol=1e-5)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert interrupted == 40
+    assert came == 40
     mirror.look()
     cache.close()
 
