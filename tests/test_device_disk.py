@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -320,12 +321,16 @@ def test_ctrl_c_anywhere_in_a_move(ways: tuple[str, str], tmp_path: Path, monkey
         for _ in range(4):
             # Pages of others lie between, so that they go in several copies.
             mirror.step([tokens, between], [16, 16])
+
+        def move(to: str) -> None:
+            cache.execute(cache.plan(tokens.sequence, to)).wait()
+
         core, came, after = engine_of(cache).core, True, 0
         for turn in range(1000):
             if not came and turn % 2 == 0:
                 break
             to = ways[turn % 2]
-            came = interrupted(lambda to=to: cache.execute(cache.plan(tokens.sequence, to)).wait(), after)
+            came = interrupted(partial(move, to), after)
             for _ in range(10_000):
                 cache.stats()
                 if not core.moving():

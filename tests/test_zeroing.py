@@ -277,14 +277,12 @@ def test_nothing_is_left_where_pages_pass_between_disk_and_device(
     monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
     world = World(zero_on_free, tmp_path / "pages", spill=False, device="cuda", resume=True)
     with world.cache as cache:
-        passage = cache._device._passage  # type: ignore[union-attr]
-        assert passage is not None
         world.move(world.other, "disk")
         world.move(world.secret, "disk")
         scene(world)
         settled(cache)
         cache.stats()
-        assert (found(passage.memory.array.tobytes(), SECRET) == 0) == zero_on_free
+        assert (found(driver.arenas[-1].array.tobytes(), SECRET) == 0) == zero_on_free
         cache.audit()
 
 
