@@ -35,7 +35,7 @@ class RestlessStream(Stream):
         for arena in self.driver.arenas:
             arena.require(source, (rows - 1) * source_pitch + width)
         cuts = [0, *sorted(self.driver.random.choices(range(width), k=2)), width]
-        pieces = [(row, *cut) for row in range(rows) for cut in pairwise(cuts)] * 2
+        pieces = [(row, *cut) for row in range(rows) for cut in pairwise(cuts) if cut[0] < cut[1]] * 2
         self.driver.random.shuffle(pieces)
         for row, start, stop in pieces:
             self.copy(target + row * target_pitch + start, source + row * source_pitch + start, stop - start)
