@@ -138,10 +138,12 @@ while interrupted < 40:
     try:
         while True:
             cache.demote(sequence, to="disk").wait()
-            with contextlib.suppress(pagoda.InvalidArgument):  # Moves that were waited for are still under way.
+            # Moves that were waited for are still under way, or the drive has yet to answer for the name.
+            with contextlib.suppress(pagoda.InvalidArgument, pagoda.TierIOError):
                 cache.save(sequence, "it")
             cache.promote(sequence).wait()
-            cache.forget("it")
+            with contextlib.suppress(pagoda.TierIOError):
+                cache.forget("it")
     except KeyboardInterrupt:
         interrupted += 1
         cache.audit()
@@ -149,7 +151,12 @@ signal.setitimer(signal.ITIMER_REAL, 0)
 while cache.plan(sequence, "disk").copies or not cache.plan(sequence, "device").copies:
     cache.demote(sequence, to="disk").wait()
 mirror.look()
-cache.save(sequence, "it")
+while True:
+    try:
+        cache.save(sequence, "it")
+        break
+    except pagoda.TierIOError as error:
+        assert "yet to answer" in str(error)
 loaded(mirror, "it", tokens)
 mirror.look()
 cache.close()
