@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -397,8 +398,7 @@ def used(cache: pagoda.Cache) -> list[int]:
 def awaited(cache: pagoda.Cache, blocks: list[int]) -> None:
     """Waits until so many blocks are used on the device and on disk: what was given up ends some time."""
     deadline = time.monotonic() + 60
-    # On a device blocks drain until the next step.
-    while used(cache) != blocks or (cache._device is None and any(one.draining for one in cache.stats().device)):
+    while used(cache) != blocks:
         assert time.monotonic() < deadline, f"{used(cache)} are used, not {blocks}"
         time.sleep(0.01)
     cache.audit()
@@ -497,6 +497,9 @@ def test_a_tail_that_comes_too_slowly_from_disk_rolls_its_step_back(tmp_path: Pa
         assert len(sequence) == 1500
         sequence.release()
         awaited(cache, [0, 0])
+        # The read may be under way yet, for whose block others do not wait.
+        with contextlib.suppress(pagoda.TierIOError):
+            cache.close()
 
 
 def test_what_was_loaded_and_nobody_holds_makes_room_for_the_next(tmp_path: Path) -> None:
