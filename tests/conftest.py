@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -99,14 +98,6 @@ def names_the_cpu(request: pytest.FixtureRequest) -> None:
     """Of a test that chooses the CPU itself: once is enough."""
     if request.config.getoption("--device") != "cpu":
         pytest.skip("runs on the CPU, whatever --device says")
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """Ctrl-C that comes while the garbage collector calls back is thrown away by Python."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -1,19 +1,27 @@
-"""Ctrl-C between any two instructions of Python, without a clock."""
+"""Ctrl-C between any two instructions of Pagoda's Python, without a clock, and signals by one.
+
+The garbage collector rests meanwhile: Python throws away what comes while it calls back.
+"""
 
 from __future__ import annotations
 
+import gc
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 
 def interrupted(call: Callable[[], Any], after: int) -> bool:
-    """Makes a call in which Ctrl-C comes after so many instructions of Python; says whether that was before its end."""
+    """Makes a call in which Ctrl-C comes after so many instructions of the package; says whether that was before its end."""
     left = after
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left
+        if not frame.f_globals.get("__name__", "").startswith("pagoda."):
+            return None
         frame.f_trace_opcodes = True
         left -= event == "opcode"
         if left < 0:
@@ -23,6 +31,7 @@ def interrupted(call: Callable[[], Any], after: int) -> bool:
     before = sys.gettrace()
     # Python 3.12 looks at this when tracing begins.
     sys._getframe().f_trace_opcodes = True
+    gc.disable()
     sys.settrace(trace)
     try:
         call()
@@ -30,4 +39,18 @@ def interrupted(call: Callable[[], Any], after: int) -> bool:
         return True
     finally:
         sys.settrace(before)
+        gc.enable()
     return False
+
+
+@contextmanager
+def alarms(handler: Callable[..., object] = signal.default_int_handler) -> Iterator[Callable[[float], object]]:
+    """Gives what sets the clock: the handler, Ctrl-C by default, is called after so many seconds, or never for 0."""
+    before = signal.signal(signal.SIGALRM, handler)
+    gc.disable()
+    try:
+        yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        gc.enable()

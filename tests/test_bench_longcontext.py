@@ -222,7 +222,7 @@ def test_the_plan_is_that_of_pagoda_plan(capsys: pytest.CaptureFixture[str]) -> 
     (split,) = document["contexts"][0]["budgets"].values()
     planner = Planner(longcontext.MODELS["qwen3-8b"][0])
     assert longcontext.plan_of(planner, tokens, budgets, on_gpu=True) == {
-        "ring": planner.device_ring_bytes(384 * 10**6),
+        "ring": planner.rings(384 * 10**6, host=True, disk=True, on_gpu=True).device_bytes,
         **{tier: split[f"{tier}_bytes"] for tier in ("device", "host", "disk")},
     }
 

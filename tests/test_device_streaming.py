@@ -23,7 +23,7 @@ from mirror import Mirror, Tokens, layer
 from pagoda.device import cuda, streaming
 from pagoda.device.driver import Event
 from pagoda.device.engine import DeviceEngine
-from pagoda.device.streaming import Run, Slot, Streams, Traffic, device_bytes_for_disk, layer_runs, slot_bytes
+from pagoda.device.streaming import RingSlots, Run, Slot, Streams, Traffic, layer_runs, ring_slots
 
 Array = npt.NDArray[Any]
 
@@ -35,7 +35,7 @@ class RestlessStream(Stream):
         for arena in self.driver.arenas:
             arena.require(source, (rows - 1) * source_pitch + width)
         cuts = [0, *sorted(self.driver.random.choices(range(width), k=2)), width]
-        pieces = [(row, *cut) for row in range(rows) for cut in pairwise(cuts)] * 2
+        pieces = [(row, *cut) for row in range(rows) for cut in pairwise(cuts) if cut[0] < cut[1]] * 2
         self.driver.random.shuffle(pieces)
         for row, start, stop in pieces:
             self.copy(target + row * target_pitch + start, source + row * source_pitch + start, stop - start)
@@ -316,18 +316,21 @@ def test_the_ring_is_a_part_of_the_device_memory(monkeypatch: pytest.MonkeyPatch
 
 def test_how_large_slots_are() -> None:
     """For copies at the speed of the link, and for a stretch that is not cut; a 16th of the memory each at most."""
-    mib, gib = 1 << 20, 1 << 30
-    runs = [Run(0, 1 << 15), Run(1 << 15, 1 << 16)]
-    assert slot_bytes(runs, 1, 2 * gib) == 16 * mib
-    assert slot_bytes(runs, 1, 128 * mib) == 8 * mib
-    assert slot_bytes(runs, 1, 15 * mib) == 0, "below 1 MiB launches are what it costs"
-    assert slot_bytes(runs, 1024, 2 * gib) == 64 * mib
-    assert slot_bytes(runs, 1024, gib - 1) == 0
-    assert slot_bytes(runs, 1, 15 * mib, in_place=False) == 15 * mib // 16, (
-        "pages on disk come through a ring or not at all"
-    )
-    least = device_bytes_for_disk(runs, 5)
-    assert slot_bytes(runs, 5, least, in_place=False) >= 5 << 16 > slot_bytes(runs, 5, least - 1, in_place=False) == 0
+    mib, gib, widths = 1 << 20, 1 << 30, [1 << 15, 1 << 16]
+
+    def slots(device_bytes: int, *, page_size: int = 64, disk: bool = False, deterministic: bool = False) -> RingSlots:
+        return ring_slots(widths, page_size, device_bytes, host=not disk, disk=disk, deterministic=deterministic)
+
+    assert slots(2 * gib).bytes == 16 * mib
+    assert slots(128 * mib).bytes == 8 * mib
+    assert slots(15 * mib).bytes == 0, "below 1 MiB launches are what it costs"
+    assert slots(2 * gib, page_size=4, deterministic=True).bytes == 64 * mib
+    assert slots(gib - 1, page_size=4, deterministic=True).bytes == 0
+    assert slots(15 * mib, disk=True).bytes == 15 * mib // 16, "pages on disk come through a ring or not at all"
+    assert ring_slots(widths, 64, 2 * gib, host=False, disk=False, deterministic=False).bytes == 0, "all is in place"
+    least = slots(0, page_size=12, disk=True).enough
+    assert slots(least, page_size=12, disk=True).bytes >= 5 << 16
+    assert slots(least - 1, page_size=12, disk=True).bytes == 0
 
 
 def test_the_bytes_of_a_layer_in_a_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pagoda
 import pytest
+from interrupts import alarms
 from mirror import Mirror, layer, settled
 
 SPEC = pagoda.ModelSpec(layers=[layer(), layer(), layer(window=40)])
@@ -233,7 +233,6 @@ def test_who_waits_too_long_for_a_read_gives_up_and_nothing_is_lost(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("names_the_cpu")
-@pytest.mark.usefixtures("no_collector")
 def test_interrupts_while_pages_are_read_lose_nothing(tmp_path: Path) -> None:
     """Ctrl-C at any moment of a step whose pages stream: it is as if it had not begun."""
     spec = pagoda.ModelSpec(layers=[layer(num_kv_heads=4, num_q_heads=4, head_dim=128)] * 2)
@@ -254,29 +253,26 @@ def test_interrupts_while_pages_are_read_lose_nothing(tmp_path: Path) -> None:
                 for index in range(2):
                     step.append(index, rows[:1024], rows[:1024])
         look(cache, sequence)
-        interrupted, before = 0, signal.signal(signal.SIGALRM, signal.default_int_handler)
-        try:
+        interrupted = 0
+        with alarms() as alarm:
             for milliseconds in range(1, 60, 2):
                 try:
-                    signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000)
+                    alarm(milliseconds / 1000)
                     for _ in range(100):
                         look(cache, sequence)
-                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    alarm(0)
                 except KeyboardInterrupt:
                     interrupted += 1
                 cache.audit()
                 assert len(sequence) == 16384
-            # A handler that asks the very cache gets an answer, or an error, and waits for nobody.
-            signal.signal(signal.SIGALRM, lambda *_: cache.stats())
+        # A handler that asks the very cache gets an answer, or an error, and waits for nobody.
+        with alarms(lambda *_: cache.stats()) as alarm:
             for milliseconds in range(1, 60, 2):
-                signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000)
+                alarm(milliseconds / 1000)
                 try:
                     look(cache, sequence)
                 except pagoda.InvalidArgument as error:
                     assert "this signal has interrupted" in str(error)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
         assert interrupted == 30
         look(cache, sequence)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import emulator
 import pytest
 
 TESTS = str(Path(__file__).parent)
@@ -35,9 +36,9 @@ def loaded(mirror, key, like):
 """
 
 
-def run(script: str, place: Path, *, before: list[str] | None = None) -> None:
+def run(script: str, place: Path, *given: str, before: list[str] | None = None) -> None:
     """Runs a script in a process of its own, which has to end well."""
-    command = [*(before or []), sys.executable, "-c", PRELUDE + script, str(place)]
+    command = [*(before or []), sys.executable, "-c", PRELUDE + script, str(place), *given]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stdout + done.stderr
 
@@ -85,6 +86,47 @@ print("fine")
     run(script, tmp_path / "kept")
 
 
+def test_a_child_that_outlives_its_parent_leaves_the_directory_to_others(tmp_path: Path) -> None:
+    """A lock by flock is that of all processes that have the file open, so that a forked child lets go of it at once."""
+    script = """
+cache = opened()
+cache.save(mirrored(cache, 50)[1].sequence, "it")
+other = opened(disk=sys.argv[1] + "-other")
+if os.fork() == 0:
+    other = opened(disk=sys.argv[1] + "-third")
+    if os.fork() == 0:
+        print("ready", flush=True)
+        sys.stdin.read()
+        os._exit(0)
+    sys.stdin.read()
+    other.close()
+    os._exit(0)
+signal.pause()
+"""
+    command = [sys.executable, "-c", PRELUDE + script, str(tmp_path / "kept")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        refused = """
+with pytest.raises(pagoda.TierIOError, match="has it open"):
+    opened()
+print("fine")
+"""
+        run(refused, tmp_path / "kept")
+        parent.kill()
+        parent.wait()
+        opens = """
+for place in ("", "-other"):
+    with opened(disk=sys.argv[1] + place) as cache:
+        assert sorted(cache.saved()) == ([] if place else ["it"])
+with pytest.raises(pagoda.TierIOError, match="has it open"):
+    opened(disk=sys.argv[1] + "-third")
+print("fine")
+"""
+        run(opens, tmp_path / "kept")
+
+
 def test_ctrl_c_while_the_disk_is_waited_for(tmp_path: Path) -> None:
     script = """
 signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -96,10 +138,12 @@ while interrupted < 40:
     try:
         while True:
             cache.demote(sequence, to="disk").wait()
-            with contextlib.suppress(pagoda.InvalidArgument):  # Moves that were waited for are still under way.
+            # Moves that were waited for are still under way, or the drive has yet to answer for the name.
+            with contextlib.suppress(pagoda.InvalidArgument, pagoda.TierIOError):
                 cache.save(sequence, "it")
             cache.promote(sequence).wait()
-            cache.forget("it")
+            with contextlib.suppress(pagoda.TierIOError):
+                cache.forget("it")
     except KeyboardInterrupt:
         interrupted += 1
         cache.audit()
@@ -107,7 +151,12 @@ signal.setitimer(signal.ITIMER_REAL, 0)
 while cache.plan(sequence, "disk").copies or not cache.plan(sequence, "device").copies:
     cache.demote(sequence, to="disk").wait()
 mirror.look()
-cache.save(sequence, "it")
+while True:
+    try:
+        cache.save(sequence, "it")
+        break
+    except pagoda.TierIOError as error:
+        assert "yet to answer" in str(error)
 loaded(mirror, "it", tokens)
 mirror.look()
 cache.close()
@@ -257,3 +306,109 @@ print("fine")
         run(script, place)
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+SILENT = """
+import fcntl, threading, time
+from silence import answer, silence
+device = {"device": sys.argv[2]}
+if sys.argv[2] == "cuda":
+    from emulator.driver import EmulatedDriver
+    from pagoda.device import cuda
+    driver = EmulatedDriver()
+    cuda.open_driver = lambda index: driver
+cache = opened(disk_timeout=0.2, **device)
+mirror, tokens = mirrored(cache, 100)
+cache.save(tokens.sequence, "it", meta=b"1")
+cache.save(tokens.sequence, "other", meta=b"2")
+GIVEN_UP = "disk_timeout = 0.2: the drive did nothing for longer"
+def soon(call):
+    deadline = time.monotonic() + 60
+    while not call():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+def loads(key):
+    with contextlib.suppress(pagoda.TierIOError):
+        return len(cache.load(key)) == 100
+def is_free():
+    with open(sys.argv[1] + "/pages", "r+b") as pages:
+        try:
+            fcntl.flock(pages, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+def ended():
+    with pytest.raises(pagoda.TierIOError, match=GIVEN_UP + "; the cache is closed, and its memory and files are given back"):
+        cache.close()
+    with pytest.raises(pagoda.UseAfterRelease, match="cache: closed"):
+        cache.create()
+    cache.close()
+    assert not is_free()
+"""
+
+FORGOTTEN = """
+drive = silence("fdatasync")
+for key in ("it", "other"):
+    with pytest.raises(pagoda.TierIOError, match=GIVEN_UP):
+        cache.forget(key)
+    with pytest.raises(pagoda.TierIOError, match=f".{key}.: the drive has yet to answer an earlier save or forget"):
+        cache.load(key)
+assert cache.saved() == {"it": b"1", "other": b"2"}
+cache.audit()
+mirror.step([tokens], [3])
+# The line of one was on its way, so that it goes when the drive answers; the other had yet to have its turn.
+if sys.argv[3] == "answered":
+    answer(drive)
+    soon(lambda: cache.saved() == {"other": b"2"})
+    soon(lambda: loads("other"))
+    assert cache.forget("other")
+    cache.close()
+else:
+    ended()
+    answer(drive)
+    soon(is_free)
+with opened(**device) as cache:
+    assert cache.saved() == ({} if sys.argv[3] == "answered" else {"other": b"2"})
+print("fine")
+"""
+
+MOVED = """
+drive = silence("io_uring_enter", "pread64", "pwrite64")
+mirror.step([tokens], [300])
+ticket = cache.demote(tokens.sequence, to="disk")
+assert not ticket.wait(0.1)
+if sys.argv[3] == "dropped":
+    del mirror, tokens, ticket, cache
+    gc.collect()
+    assert not is_free()
+else:
+    ended()
+answer(drive)
+soon(is_free)
+with opened(**device) as cache:
+    assert sorted(cache.saved()) == ["it", "other"]
+print("fine")
+"""
+
+
+def silent_drive() -> bool:
+    """Whether a process can have one."""
+    script = f"import sys; sys.path.insert(0, {TESTS!r}); from silence import silence; silence('fdatasync')"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("script", "how"),
+    [(FORGOTTEN, "answered"), (FORGOTTEN, "unanswered"), (MOVED, "closed"), (MOVED, "dropped")],
+    ids=["forget", "forget and close", "close", "dropped"],
+)
+def test_nobody_waits_forever_for_a_drive_that_does_not_answer(
+    device: str, script: str, how: str, tmp_path: Path
+) -> None:
+    """Forgetting gives up, a cache that is closed is closed, and what is left goes when the drive has answered after all."""
+    if not silent_drive():
+        pytest.skip("no system calls can be held up")
+    if device == "cuda":
+        emulator.require()
+    run(SILENT + script, tmp_path / "kept", device, how)

@@ -399,17 +399,23 @@ def a_block_waits_for_its_copy(cp: Any) -> None:
     world.look(world.streams[1])
 
 
+def four_on_the_host(cache: pagoda.Cache, rng: np.random.Generator) -> list[pagoda.Sequence]:
+    """Sequences of 16K tokens each, whose pages are all there."""
+    batch = [cache.create() for _ in range(4)]
+    for sequence in batch:
+        for _ in range(4):
+            _, k, v = draw(rng, 4096)
+            with cache.step([sequence], [4096]) as step:
+                step.append(0, to_device(k), to_device(v))
+            cache.demote(sequence).wait()
+    return batch
+
+
 def through_the_ring(cp: Any, late: str) -> None:
     """Four sequences of 16 slots each on the host, while the ring's copies are late, or the kernels that read it."""
     rng, stream = np.random.default_rng(3), cp.cuda.Stream(non_blocking=True)
     with open_cache(device_memory="64MiB", host_memory="512MiB") as cache:
-        batch = [cache.create() for _ in range(4)]
-        for sequence in batch:
-            for _ in range(4):
-                _, k, v = draw(rng, 4096)
-                with cache.step([sequence], [4096]) as step:
-                    step.append(0, to_device(k), to_device(v))
-                cache.demote(sequence).wait()
+        batch = four_on_the_host(cache, rng)
         rows = [to_device(part) for part in draw(rng, 4)]
         results = []
         for least, delayed in ((1 << 62, False), (0, False), (0, True)):
@@ -561,13 +567,7 @@ def test_the_cpu_takes_a_part(cp: Any, others: dict[str, float], monkeypatch: py
     monkeypatch.setattr(rates, "routes_of", lambda gpu, threads: routes)
     rng, stream = np.random.default_rng(3), cp.cuda.Stream(non_blocking=True)
     with open_cache(device_memory="64MiB", host_memory="512MiB") as cache:
-        batch = [cache.create() for _ in range(4)]
-        for sequence in batch:
-            for _ in range(4):
-                _, k, v = draw(rng, 4096)
-                with cache.step([sequence], [4096]) as step:
-                    step.append(0, to_device(k), to_device(v))
-                cache.demote(sequence).wait()
+        batch = four_on_the_host(cache, rng)
         rows = [to_device(part) for part in draw(rng, 4)]
         results = []
         for divided in (True, True, False):

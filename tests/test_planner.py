@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import emulator
 import numpy as np
 import pagoda
 import pytest
+from emulator.driver import EmulatedDriver, HostArena, Memory
 from pagoda.cli import main
-from pagoda.device.streaming import layer_runs, slot_bytes
+from pagoda.device import cuda
 from pagoda.errors import InvalidArgument
-from pagoda.geometry import block_layouts, core_layers
-from pagoda.outliers import Outliers
-from pagoda.planner import Planner
+from pagoda.planner import Planner, Rings
 from pagoda.spec import AttentionLayer, ModelSpec
 
 GIB = 1 << 30
@@ -148,22 +148,58 @@ def test_the_disk_tier_has_the_ring_that_the_planner_says(name: str, tmp_path: P
     with pagoda.Cache(ModelSpec(layers), disk_memory="64MiB", **options, **tiers) as cache:  # type: ignore[arg-type]
         stats = cache.stats().disk_io
         assert stats is not None
-        assert Planner(ModelSpec(layers), **options).disk_ring_bytes == stats.ring_bytes
+        planned = Planner(ModelSpec(layers), **options).rings(64 << 20, host=False, disk=True, on_gpu=False)
+        assert planned == Rings(disk_bytes=stats.ring_bytes)
 
 
-@pytest.mark.parametrize("memory", [4 << 20, 32 << 20, 100 << 20, 1 << 30])
+@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_device_has_the_ring_that_the_planner_says(name: str, memory: int) -> None:
-    """Of the part of the engine that decides it: what the rows of its layouts come to."""
+def test_a_device_takes_the_memory_that_the_planner_says(
+    name: str, host: bool, disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an emulated one: for pages, for the ring, pinned memory for the host tier, for stage and ring of the disk."""
+    emulator.require()
     layers, options = SHAPES[name]
-    planner = Planner(ModelSpec(layers), **options)
-    dtypes = [(planner.k_dtype, planner.v_dtype)] * len(layers)
-    outliers, keeps = Outliers(None, False, len(layers), deterministic=False), [None] * len(layers)
-    core = core_layers(ModelSpec(layers), dtypes, outliers, keeps, None)  # type: ignore[arg-type]
-    runs = layer_runs(core, block_layouts(core, planner.page_size))
-    slot = slot_bytes(runs, max(64, planner.page_size) // planner.page_size, memory)
-    assert planner.device_ring_bytes(memory) == 2 * slot
-    assert slot > 0 or memory < 100 << 20
+    has_ring = []
+    for budget in (1 << 20, 9 << 20, 40 << 20):
+        driver = Ledger()
+        monkeypatch.setattr(cuda, "open_driver", lambda index, driver=driver: driver)
+        tiers: dict[str, Any] = {"device_memory": budget, "host_memory": "5MiB" if host else 0}
+        tiers |= {"disk": tmp_path / "pages", "disk_memory": "32MiB"} if disk else {}
+        try:
+            cache = pagoda.Cache(ModelSpec(layers), device="cuda", **options, **tiers)
+        except InvalidArgument:
+            continue  # A page is larger.
+        rings = Planner(ModelSpec(layers), **options).rings(budget, host=host, disk=disk, on_gpu=True)
+        with cache:
+            assert cache._device is not None
+            on_device = [budget - rings.device_bytes, *([rings.device_bytes] if rings.device_bytes else [])]
+            assert [size for size in driver.asked if size in on_device] == on_device
+            beside = rings.disk_bytes + rings.stage_bytes
+            assert driver.pinned_arenas == [*([5 << 20] if host else []), *([beside] if disk else [])]
+            disk_io = cache.stats().disk_io
+            assert rings.disk_bytes == (disk_io.ring_bytes if disk_io else 0)
+            assert rings.reaches_disk == (cache._device.attends_to_disk or not disk)
+        has_ring.append(rings.device_bytes > 0)
+    assert any(has_ring) == (host or disk)
+
+
+class Ledger(EmulatedDriver):
+    """Writes down what memory is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+        self.pinned_arenas: list[int] = []
+
+    def memory(self, size: int) -> Memory:
+        self.asked.append(size)
+        return super().memory(size)
+
+    def host_arena(self, size: int, piece: int) -> HostArena:
+        self.pinned_arenas.append(size)
+        return super().host_arena(size, piece)
 
 
 def test_command_counts_rings_where_they_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,15 +209,32 @@ def test_command_counts_rings_where_they_are(capsys: pytest.CaptureFixture[str])
         assert main([*command, "--disk-memory", "1GiB", "--device", device, "--json"]) == 0
         document = json.loads(capsys.readouterr().out)
         rings[device], split[device] = document["rings"], document["contexts"][0]["budgets"]["1.0 GiB"]
-    assert rings["cpu"] == {"device_bytes": {"1.0 GiB": 0}, "disk_bytes": 3 * 4096 * 2 * 32 * 128 * 2}
-    assert rings["cuda"]["device_bytes"] == {"1.0 GiB": 32 << 20}
+    run = 2 * 32 * 128 * 2 * 64
+    nothing = {"device_bytes": 0, "disk_bytes": 0, "stage_bytes": 0, "reaches_disk": True}
+    assert rings["cpu"] == {"1.0 GiB": nothing | {"disk_bytes": 3 * 64 * run}}
+    # A slot of 16 MiB has 16 layers of pages, eight make 128 MiB; a page of all 32 layers is more than 16 MiB.
+    on_gpu = nothing | {"device_bytes": 32 << 20, "disk_bytes": 8 * 16 * run, "stage_bytes": 5 * 32 * run}
+    assert rings["cuda"] == {"1.0 GiB": on_gpu}
     assert split["cpu"] == {"device_bytes": GIB, "host_bytes": 15 * GIB, "disk_bytes": 0, "lacking_bytes": 0}
     assert split["cuda"]["device_bytes"] == GIB - (32 << 20)
     assert split["cuda"]["disk_bytes"] == 32 << 20
     assert main([*command, "--disk-memory", "1GiB", "--device", "cuda"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "192.0 MiB of memory beside the budgets" in out
-    assert "which holds none: 32.0 MiB of 1.0 GiB" in out
+    assert "to attention through memory beside the budgets: 128.0 MiB." in out
+    assert "between disk and device through memory beside the budgets: 160.0 MiB." in out
+    assert "which holds none: 32.0 MiB." in out
+
+
+def test_command_counts_a_disk_that_nothing_reaches_for_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """A page of a layer is 1 MiB, 16 are the least that a GPU has steps over disk with."""
+    command = ["plan", "llama-2-7b", "--context", "32k", "--disk-memory", "100GiB", "--device", "cuda"]
+    for memory, lacks in (("15MiB", True), ("16MiB", False)):
+        assert main([*command, "--device-memory", memory, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        (split,) = document["contexts"][0]["budgets"].values()
+        assert (split["lacking_bytes"] > 0, split["disk_bytes"] == 0) == (lacks, lacks)
+        assert main([*command, "--device-memory", memory]) == 0
+        assert ("No page goes to disk with 15.0 MiB" in " ".join(capsys.readouterr().out.split())) == lacks
 
 
 @pytest.mark.parametrize("options", [{"page_size": 0}, {"k_dtype": "f8"}, {"v_dtype": "q3"}])

@@ -121,7 +121,6 @@ def test_a_forgotten_step_rolls_back_and_a_forgotten_sequence_is_released(mirror
 
 
 @pytest.mark.parametrize("kind", ["create", "fork"])
-@pytest.mark.usefixtures("no_collector")
 def test_ctrl_c_at_any_instruction_leaves_no_sequence_without_a_handle(mirror: Mirror, kind: str) -> None:
     cache, tokens = mirror.cache, mirror.create()
     mirror.step([tokens], [20])

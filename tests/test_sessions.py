@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pagoda
 import pytest
-from interrupts import interrupted
+from interrupts import alarms, interrupted
 from mirror import Mirror, Tokens, layer
 
 SPEC = pagoda.ModelSpec(layers=[layer(), layer(), layer(window=40)])
@@ -496,9 +497,25 @@ def test_a_tail_that_comes_too_slowly_from_disk_rolls_its_step_back(tmp_path: Pa
         assert len(sequence) == 1500
         sequence.release()
         awaited(cache, [0, 0])
+        # The read may be under way yet, for whose block others do not wait.
+        with contextlib.suppress(pagoda.TierIOError):
+            cache.close()
 
 
-@pytest.mark.usefixtures("no_collector")
+def test_what_was_loaded_and_nobody_holds_makes_room_for_the_next(tmp_path: Path) -> None:
+    """Without a step in between: each has a last page of its own, and there is room for four."""
+    with opened(tmp_path, **LARGE_OPTIONS) as cache:
+        with cache.create() as sequence:
+            grown(sequence, 100, 1.0)
+            cache.save(sequence, "it")
+        for _ in range(6):
+            assert cache.load("it") is not None
+        last = cache.load("it")
+        assert last is not None
+        assert used(cache) == [1, 1]
+        assert mean(last) == pytest.approx(100 / 101)
+
+
 def test_ctrl_c_at_any_instruction_of_loading_leaves_no_sequence_without_a_handle(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
         mirror, strays = Mirror(cache, np.random.default_rng(0)), 0
@@ -516,41 +533,36 @@ def test_ctrl_c_at_any_instruction_of_loading_leaves_no_sequence_without_a_handl
         mirror.look()
 
 
-@pytest.mark.usefixtures("no_collector")
 def test_ctrl_c_while_a_session_is_saved_or_loaded(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        with opened(tmp_path, **LARGE_OPTIONS) as cache:
-            sequence, interrupted = cache.create(), 0
-            grown(sequence, 2048 + 300, 1.0)
-            cache.save(sequence, "it", meta=b"0")
-            kept = used(cache)
+    with opened(tmp_path, **LARGE_OPTIONS) as cache:
+        sequence, came = cache.create(), 0
+        grown(sequence, 2048 + 300, 1.0)
+        cache.save(sequence, "it", meta=b"0")
+        kept = used(cache)
+        with alarms() as alarm:
             for milliseconds in range(1, 30):
                 try:
-                    signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000)
+                    alarm(milliseconds / 1000)
                     for turn in range(100):
                         answered(partial(cache.save, sequence, "it", meta=b"%d" % turn))
                         found = answered(lambda: cache.load("it"))
                         assert found is not None
                         found.release()
                 except KeyboardInterrupt:
-                    interrupted += 1
+                    came += 1
                 found = None
                 cache.audit()
                 # A step releases what was loaded and is held by nobody.
                 assert mean(sequence) == pytest.approx(2348 / 2349)
-            assert interrupted == 29
-            awaited(cache, kept)
-            found = answered(lambda: cache.load("it"))
-            assert mean(found) == pytest.approx(2348 / 2349)
-            # A handler that asks the very cache gets an answer, or an error, and waits for nobody.
-            signal.signal(signal.SIGALRM, lambda *_: cache.stats())
+        assert came == 29
+        awaited(cache, kept)
+        found = answered(lambda: cache.load("it"))
+        assert mean(found) == pytest.approx(2348 / 2349)
+        # A handler that asks the very cache gets an answer, or an error, and waits for nobody.
+        with alarms(lambda *_: cache.stats()) as alarm:
             for milliseconds in range(1, 10):
-                signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000)
+                alarm(milliseconds / 1000)
                 try:
                     answered(lambda: cache.save(sequence, "it"))
                 except pagoda.InvalidArgument as error:
                     assert "this signal has interrupted" in str(error)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

@@ -8,11 +8,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import emulator
 import numpy as np
 import numpy.typing as npt
 import pagoda
 import pytest
+from emulator.driver import EmulatedDriver
 from mirror import layer, settled
+from pagoda.device import cuda
 
 PAGE, MEMORY = 16, 1 << 20
 SPEC = pagoda.ModelSpec(layers=[layer(), layer()])
@@ -250,6 +253,36 @@ def test_nothing_is_left_where_pages_passed_through(
         scene(world)
         settled(cache)
         assert (found_in_process(secret) == 0) == zero_on_free
+        cache.audit()
+
+
+def loaded_tail(world: World) -> None:
+    """An open page goes by way of the stage as well."""
+    world.append(world.secret, SECRET, new=3)
+    world.cache.save(world.secret, "it")
+    world.secret.release()
+    world.secret = world.cache.load("it")  # type: ignore[assignment]
+    world.secret.release()
+    assert world.cache.forget("it")
+
+
+@pytest.mark.parametrize("zero_on_free", [True, False])
+@pytest.mark.parametrize("scene", [released, attended_and_released, attended_and_moved, loaded_tail])
+def test_nothing_is_left_where_pages_pass_between_disk_and_device(
+    scene: Callable[[World], None], zero_on_free: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stage and the ring of pinned memory, of which any device is shown to have some."""
+    emulator.require()
+    driver = EmulatedDriver()
+    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
+    world = World(zero_on_free, tmp_path / "pages", spill=False, device="cuda", resume=True)
+    with world.cache as cache:
+        world.move(world.other, "disk")
+        world.move(world.secret, "disk")
+        scene(world)
+        settled(cache)
+        cache.stats()
+        assert (found(driver.arenas[-1].array.tobytes(), SECRET) == 0) == zero_on_free
         cache.audit()
 
 

@@ -13,8 +13,8 @@ def tickets_finish_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: DeviceEngine, plan: Any) -> Any:
         ticket = execute(self, plan)
-        ticket.finish()
-        self._moves._under_way.clear()
+        self.core.end_copies(ticket, len(ticket.transfers) // 3, None)
+        self._moves._plans.clear()
         return ticket
 
     monkeypatch.setattr(DeviceEngine, "execute", hasty)

@@ -38,6 +38,7 @@ from pagoda.errors import (
     InvalidArgument,
     OutOfBlocks,
     PagodaError,
+    TierIOError,
     UseAfterRelease,
 )
 from pagoda.formats import chosen
@@ -61,7 +62,7 @@ os.register_at_fork(after_in_child=_core.after_fork_in_child)
 class Sequence:
     """One request, beam or branch: a list of tokens whose K and V the cache holds. Made by `Cache.create` and `fork`.
 
-    A sequence that is garbage collected releases itself at the cache's next step.
+    A sequence that is garbage collected releases itself at the cache's next step or `load`.
     """
 
     __slots__ = ("__weakref__", "_cache", "_handle")
@@ -658,7 +659,11 @@ class Cache:
         return sequence
 
     def forget(self, key: str) -> bool:
-        """Lets go of what is kept under a name; says whether there was something."""
+        """Lets go of what is kept under a name; says whether there was something.
+
+        Raises TierIOError when the drive fails or does nothing for `disk_timeout` seconds: the name is as it was, unless its
+        line was on the way to the drive by then, as for `save`.
+        """
         return self._core.forget(_key(key))
 
     def saved(self) -> dict[str, bytes]:
@@ -674,14 +679,26 @@ class Cache:
         self._core.audit()
 
     def close(self) -> None:
-        """Ends the cache and gives its memory back; copies under way finish first. Later calls raise UseAfterRelease."""
+        """Ends the cache and gives its memory back; copies under way finish first. Later calls raise UseAfterRelease.
+
+        Raises TierIOError when the drive does nothing for `disk_timeout` seconds. The cache is closed then as well, but what
+        the drive may still write to can be nobody else's: memory and directory are given back when it has answered.
+        """
         self._core.close()
 
     def __enter__(self) -> Cache:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except TierIOError as unanswered:
+            if error is None:
+                raise
+            # What has gone wrong before says more.
+            log.warning("%s", unanswered)
 
     def _reserve(self, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
         if self._unfinished:

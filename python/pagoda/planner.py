@@ -6,11 +6,11 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from pagoda import _core
-from pagoda.device.engine import RUN_ROWS, TILE
-from pagoda.device.passage import stored_bytes
-from pagoda.device.streaming import SLOTS, Run, slot_bytes
+from pagoda.device.passage import passage_bytes, stored_bytes
+from pagoda.device.streaming import RUN_ROWS, SLOTS, ring_slots
 from pagoda.errors import InvalidArgument
 from pagoda.formats import row_format
+from pagoda.geometry import group_layers
 from pagoda.retention import SinkWindow, keeps_by_layer
 from pagoda.spec import AttentionLayer, ModelSpec
 
@@ -44,6 +44,20 @@ class Split:
     disk_bytes: int
     lacking_bytes: int
     """What no tier has room for; 0 if it fits."""
+
+
+@dataclass(frozen=True)
+class Rings:
+    """Memory that pages of slower tiers pass through on their way to attention and between tiers.
+
+    device_bytes: of a GPU's memory, a part in which no page lies. Beside the budgets: disk_bytes, which pages on disk are
+    read to, and stage_bytes, between the disk and a GPU. reaches_disk: whether steps could attend to pages there.
+    """
+
+    device_bytes: int = 0
+    disk_bytes: int = 0
+    stage_bytes: int = 0
+    reaches_disk: bool = True
 
 
 @dataclass(frozen=True)
@@ -85,21 +99,29 @@ class Planner:
                 paged += layer.bytes_per_token(self.k_dtype, self.v_dtype) * self.page_size * most
         return Footprint(tokens, batch, paged * batch, self.spec.state_bytes() * batch)
 
-    @property
-    def disk_ring_bytes(self) -> int:
-        """Memory beside the budgets that pages on disk pass through, on the CPU (docs/adr/0015)."""
-        run = max((stored_bytes(run.bytes) for run in self._runs()), default=0)
-        return _core.ring_bytes(max(1, RUN_ROWS // self.page_size) * run) if run else 0
+    def rings(self, device_bytes: int, *, host: bool, disk: bool, on_gpu: bool) -> Rings:
+        """What a cache with these tiers has (docs/adr/0015 to 0017), on a GPU without deterministic=True."""
+        groups = group_layers(self.spec, [(self.k_dtype, self.v_dtype)] * len(self.spec.layers))
+        # Layers of a group are of one shape.
+        widths = [self._layer_bytes(layers[0]) for layers in groups]
+        if not widths:
+            return Rings()
+        if not on_gpu:
+            run = max(1, RUN_ROWS // self.page_size) * max(map(stored_bytes, widths))
+            return Rings(disk_bytes=_core.ring_bytes(run) if disk else 0)
+        slots = ring_slots(widths, self.page_size, device_bytes, host=host, disk=disk, deterministic=False)
+        ring = SLOTS * slots.bytes
+        if not disk:
+            return Rings(ring)
+        blocks = [len(layers) * width for layers, width in zip(groups, widths, strict=True)]
+        through = passage_bytes(blocks, device_bytes - ring, slots.read)
+        return Rings(ring, through.ring, through.stage, reaches_disk=ring > 0)
 
-    def device_ring_bytes(self, device_bytes: int) -> int:
-        """The part of the memory of a GPU that pages of the host tier pass through (docs/adr/0016)."""
-        runs, stretch = self._runs(), max(TILE, self.page_size) // self.page_size
-        return SLOTS * slot_bytes(runs, stretch, device_bytes) if runs else 0
-
-    def _runs(self) -> list[Run]:
-        """What each layer has in a page, if it has anything."""
-        sizes = (layer.bytes_per_token(self.k_dtype, self.v_dtype) for layer in self.spec.attention_layers)
-        return [Run(0, self.page_size * size) for size in sizes if size]
+    def _layer_bytes(self, index: int) -> int:
+        """What a layer has in a page."""
+        layer = self.spec.layers[index]
+        assert isinstance(layer, AttentionLayer)
+        return self.page_size * layer.bytes_per_token(self.k_dtype, self.v_dtype)
 
     def split(self, footprint: Footprint, device_bytes: int, host_bytes: int = 0, disk_bytes: int = 0) -> Split:
         """Fills the tiers in order; states stay on the device."""

@@ -48,6 +48,9 @@ def _library(kernel: Kernel) -> emulator.Library:
     return _LIBRARIES[kernel]
 
 
+PAGE_BYTES = 4096
+"""Of the system: memory begins at multiples of it."""
+
 POISONED_BYTES = 64 << 20
 """Memory up to this is poisoned and lies between canaries; more would take too long."""
 
@@ -63,7 +66,9 @@ class Memory:
                 self._guarded.array[:] = fill
                 self.array: npt.NDArray[np.uint8] = self._guarded.array[:size]
             else:
-                self.array = np.zeros(size, np.uint8)
+                room = np.zeros(size + PAGE_BYTES, np.uint8)
+                start = -room.ctypes.data % PAGE_BYTES
+                self.array = room[start : start + size]
         except MemoryError as error:
             raise BackendUnavailable(f"{size} bytes of memory") from error
         self.address = self.array.ctypes.data

@@ -9,8 +9,8 @@ use crate::kernels::{Cpu, require_rows, require_sinks};
 use crate::layers::{LayerArguments, Placed, PlacedLayer, place};
 use crate::moves::{Late, Link, zero_by};
 use crate::passes::{HostPages, StreamArguments, StreamedGroup};
-use crate::patience;
-use crate::reads::Traffic;
+use crate::patience::{self, Apart};
+use crate::reads::{Stop, Traffic};
 use crate::sessions::Sessions;
 use crate::step::StepState;
 use crate::tables::{self, Tables};
@@ -18,7 +18,7 @@ use crate::ticket::{DiskCopies, Plan, Ticket};
 use numpy::{PyArray1, PyArray2, PyReadonlyArray1, PyReadwriteArray1, PyUntypedArray};
 use pagoda_core::Error;
 use pagoda_core::cache::TierMemory;
-use pagoda_core::fence::Completion;
+use pagoda_core::fence::{Completion, Failure};
 use pagoda_core::ids::{Epoch, GroupId, SequenceId, Tier};
 use pagoda_core::plan::Selection;
 use pagoda_cpu::Arenas;
@@ -96,8 +96,11 @@ impl Cache {
         Ok(())
     }
 
-    /// Releases sequences whose handles are gone.
+    /// Releases sequences whose handles are gone, unless a step is open that may have them.
     fn release_abandoned(&self, inner: &mut Inner) {
+        if inner.core.step_is_open() {
+            return;
+        }
         let abandoned = self.abandoned.take();
         for &sequence in &abandoned {
             // Ctrl-C may have come right after it was released.
@@ -134,7 +137,7 @@ impl Cache {
 }
 
 thread_local! {
-    /// The address of the cache in whose `attend`, `reserve`, `save` or `load` this thread is.
+    /// The address of the cache in a call of which this thread is that may wait for the disk.
     static WAITING: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -174,6 +177,16 @@ impl Inner {
         self.disk.as_ref().map(|disk| &disk.store)
     }
 
+    /// Gives everything back when nothing is under way any more. Where something is of the disk a thread does, and goes on alone
+    /// when the drive does nothing for too long: what is read into must stay until then, and others must not open the directory.
+    fn end(self, heeds_signals: bool) -> Result<(), Stop> {
+        let (limit, is_idle) =
+            (self.disk_timeout(), self.mover.waiter().is_idle() && self.sessions.answered());
+        let Some(store) = self.store().filter(|_| !is_idle).cloned() else { return Ok(()) };
+        // Where no thread can be had `self` is dropped here.
+        Apart::begin(move || drop(self)).map_or(Ok(()), |end| end.finish(&store, limit, heeds_signals))
+    }
+
     /// What is told to a device.
     fn upload(&mut self, py: Python<'_>) -> PyResult<&mut Upload> {
         match &mut self.engine {
@@ -210,6 +223,7 @@ impl Cache {
         let timeout = disk.as_ref().map_or(Duration::ZERO, |disk| disk.timeout);
         let opened = disk.map(|disk| disk::open(py, &disk, &runs)).transpose()?;
         let (store, recovered) = opened.map(|(store, recovered)| (Arc::new(store), recovered)).unzip();
+        store.iter().for_each(fork::opened);
         let absent = TierMemory { bytes: 0, extent_bytes: u64::MAX };
         let on_disk = store.as_ref().map_or(absent, |store| store.geometry().arena());
         let [fast, host] = memory.map(|(bytes, extent_bytes)| TierMemory { bytes, extent_bytes });
@@ -332,9 +346,7 @@ impl Cache {
         let mut guard = self.lock(py)?;
         let _waiting = Waiting::of(self);
         let inner = guard.as_mut().expect("locked open");
-        if !inner.core.step_is_open() {
-            self.release_abandoned(inner);
-        }
+        self.release_abandoned(inner);
         if let Some(error) = inner.core.take_failure() {
             return Err(core(py, &error));
         }
@@ -515,28 +527,43 @@ impl Cache {
         self.with(py, |inner| inner.core.plan(sequence_id(sequence), to, &selection)).map(Plan)
     }
 
-    /// Starts a plan in the background.
-    fn execute(&self, py: Python<'_>, plan: &Plan) -> PyResult<Ticket> {
-        self.with(py, |inner| {
-            inner.zero();
-            let (id, completion, copies) = inner.core.execute(&plan.0)?;
-            let mut transfers = Vec::new();
-            match &inner.engine {
-                Engine::Cpu(_) if !copies.is_empty() => {
-                    let transfers = copies.iter().map(|copy| inner.transfer(copy)).collect();
-                    // SAFETY: sources are Ready and pinned by the ticket, targets are Filling: nobody else touches either.
-                    unsafe { inner.mover.send(transfers, completion.clone()) };
-                }
-                Engine::Cpu(_) => {}
-                Engine::Device(_) => transfers = inner.addresses(&copies),
+    /// Starts a plan in the background. What a device has to copy is known from then on, whatever becomes of the ticket.
+    fn execute(&self, py: Python<'_>, plan: &Plan) -> PyResult<Py<Ticket>> {
+        let mut guard = self.lock(py)?;
+        let inner = guard.as_mut().expect("locked open");
+        inner.zero();
+        let (id, completion, copies) = inner.core.execute(&plan.0).map_err(|error| core(py, &error))?;
+        let is_empty = copies.is_empty();
+        let mut transfers = Vec::new();
+        match &inner.engine {
+            Engine::Cpu(_) if !is_empty => {
+                let transfers = copies.iter().map(|copy| inner.transfer(copy)).collect();
+                // SAFETY: sources are Ready and pinned by the ticket, targets are Filling: nobody else touches either.
+                unsafe { inner.mover.send(transfers, completion.clone()) };
             }
-            inner.trim();
-            Ok(Ticket { id, completion, copies, transfers })
+            Engine::Cpu(_) => {}
+            Engine::Device(_) => transfers = inner.addresses(&copies),
+        }
+        let ticket = Py::new(py, Ticket { id, completion, copies, transfers, on_disk: Mutex::default() })?;
+        if let Engine::Device(device) = &mut inner.engine
+            && !is_empty
+        {
+            device.moving.push(ticket.clone_ref(py));
+        }
+        inner.trim();
+        Ok(ticket)
+    }
+
+    /// The tickets whose copies a device has to make, oldest first, until `end_copies`.
+    fn moving(&self, py: Python<'_>) -> PyResult<Vec<Py<Ticket>>> {
+        self.with(py, |inner| match &inner.engine {
+            Engine::Device(device) => Ok(device.moving.iter().map(|ticket| ticket.clone_ref(py)).collect()),
+            Engine::Cpu(_) => Ok(Vec::new()),
         })
     }
 
     /// Starts some of a ticket's copies, by number: those between the disk and memory of the host, which is the host tier or, at
-    /// the given offset, the stage where the other side is on a device.
+    /// the given offset, the stage where the other side is on a device. Asking again starts nothing more.
     fn start_on_disk(
         &self,
         py: Python<'_>,
@@ -545,19 +572,38 @@ impl Cache {
         offsets: Vec<u64>,
     ) -> PyResult<DiskCopies> {
         self.with(py, |inner| {
-            let copies = numbers.into_iter().zip(offsets);
-            let transfers = copies.map(|(number, at)| inner.staged(&ticket.copies[number], at)).collect();
-            let (completion, waiter) = (Completion::new(), inner.mover.waiter());
-            // SAFETY: sources are Ready and pinned by the ticket, targets are Filling; the caller keeps others out of its stage.
-            unsafe { inner.mover.send(transfers, completion.clone()) };
-            let store = inner.store().expect("nothing is on disk without one").clone();
+            let mut started = ticket.on_disk.lock().unwrap_or_else(PoisonError::into_inner);
+            let first = numbers.first().copied().unwrap_or_default();
+            let completion = started.entry(first).or_insert_with(|| {
+                let copies = numbers.into_iter().zip(offsets);
+                let transfers = copies.map(|(number, at)| inner.staged(&ticket.copies[number], at)).collect();
+                let completion = Completion::new();
+                // SAFETY: sources are Ready and pinned by the ticket, targets are Filling; the caller keeps others out of its
+                // stage.
+                unsafe { inner.mover.send(transfers, completion.clone()) };
+                completion
+            });
+            let (completion, waiter) = (completion.clone(), inner.mover.waiter());
+            let store = Arc::downgrade(inner.store().expect("nothing is on disk without one"));
             Ok(DiskCopies { completion, waiter, store, limit: inner.disk_timeout() })
         })
     }
 
-    /// The first `copied` of a ticket's copies have arrived, and no other will, for the reason that `why` has.
-    fn fail(&self, py: Python<'_>, ticket: &Ticket, copied: u32, why: Option<&DiskCopies>) -> PyResult<()> {
+    /// The first `copied` of a ticket's copies have arrived, and no other will, for the reason that `why` has. Twice is no error.
+    fn end_copies(
+        &self,
+        py: Python<'_>,
+        ticket: &Ticket,
+        copied: u32,
+        why: Option<&DiskCopies>,
+    ) -> PyResult<()> {
         self.with(py, |inner| {
+            if let Engine::Device(device) = &mut inner.engine {
+                device.moving.retain(|moving| moving.get().id != ticket.id);
+            }
+            if ticket.completion.copied().is_some() {
+                return Ok(());
+            }
             if let Some(store) = inner.store() {
                 for copy in ticket.copies[copied as usize..].iter().filter(|copy| copy.to.0 == Tier::Disk) {
                     // What counts as not written takes no space; a refusal leaves it where it is, which is no error.
@@ -690,13 +736,17 @@ impl Cache {
     fn load(&self, py: Python<'_>, key: &str, link: Link<'_, '_>) -> PyResult<Option<Handle>> {
         let mut guard = self.lock(py)?;
         let _waiting = Waiting::of(self);
-        let id = guard.as_mut().expect("locked open").load(py, key, link)?;
+        let inner = guard.as_mut().expect("locked open");
+        self.release_abandoned(inner);
+        let id = inner.load(py, key, link)?;
         Ok(id.map(|id| Handle::new(id, &self.abandoned)))
     }
 
     /// Lets go of what is kept under a key; says whether there was something.
     fn forget(&self, py: Python<'_>, key: &str) -> PyResult<bool> {
-        self.lock(py)?.as_mut().expect("locked open").forget(py, key)
+        let mut guard = self.lock(py)?;
+        let _waiting = Waiting::of(self);
+        guard.as_mut().expect("locked open").forget(py, key)
     }
 
     /// What is kept: keys, and what the caller added.
@@ -717,17 +767,26 @@ impl Cache {
         self.with(py, |inner| inner.core.audit())
     }
 
-    /// Ends the cache: waits for copies under way, then gives everything back. Closing twice is no error.
+    /// Ends the cache: waits for copies under way, then gives everything back. Closing twice is no error. When the drive does
+    /// nothing for `disk_timeout` the cache is closed all the same, and everything goes back when it has answered.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         if self.process != fork::process() {
             return Ok(());
         }
         self.require_elsewhere(py)?;
         let inner = self.inner.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(inner) = inner {
-            py.detach(|| drop(ManuallyDrop::into_inner(inner)));
-        }
-        Ok(())
+        let Some(inner) = inner else { return Ok(()) };
+        py.detach(|| ManuallyDrop::into_inner(inner).end(true)).map_err(|stop| match stop {
+            Stop::Idle(limit) => {
+                let seconds = limit.as_secs_f64();
+                let reason = format!(
+                    "disk_timeout = {seconds}: the drive did nothing for longer; the cache is closed, and its memory and \
+                     files are given back when the drive has answered"
+                );
+                errors::failure(py, Some(&Failure::Io(reason)))
+            }
+            other => other.raise(py),
+        })
     }
 
     /// The instruction set of the CPU kernels; None where a device has the kernels.
@@ -925,7 +984,8 @@ impl Drop for Cache {
         if self.process == fork::process()
             && let Some(inner) = self.inner.get_mut().unwrap_or_else(PoisonError::into_inner).take()
         {
-            drop(ManuallyDrop::into_inner(inner));
+            // There is nobody to tell.
+            let _ = ManuallyDrop::into_inner(inner).end(false);
         }
     }
 }

@@ -7,6 +7,7 @@ use crate::cache::MEMORY_TIERS;
 use crate::layers::PlacedLayer;
 use crate::passes::Streams;
 use crate::step::StepState;
+use crate::ticket::Ticket;
 use pagoda_core::Cache;
 use pagoda_core::common::{Candidate, Commons, LEVELS_MAX};
 use pagoda_core::ids::{Epoch, GroupId, SequenceId, Tier};
@@ -38,6 +39,8 @@ pub(crate) struct Device {
     pub(crate) upload: Upload,
     /// The step that was closed last, until it asks.
     pub(crate) epoch: Option<Epoch>,
+    /// Plans whose copies it makes, until it has told how they ended.
+    pub(crate) moving: Vec<Py<Ticket>>,
     /// Slots of the ring that it copies from.
     pub(crate) lent: Vec<Filled>,
     pub(crate) stage: u64,
@@ -55,8 +58,9 @@ impl Device {
         // SAFETY: the owners keep the memory, and `Inner` drops its mover before them.
         let lent = |address: u64, bytes: u64| unsafe { Slab::lent(address as usize, bytes as usize) };
         let slabs = [lent(0, 0), lent(bases[1], host_bytes), lent(stage.0, stage.1)];
-        let (upload, epoch, lent) = (Upload::default(), None, Vec::new());
-        let device = Self { upload, epoch, lent, stage: stage.0, stage_part: stage.2, _owners: owners };
+        let (upload, epoch, moving, lent) = (Upload::default(), None, Vec::new(), Vec::new());
+        let device =
+            Self { upload, epoch, moving, lent, stage: stage.0, stage_part: stage.2, _owners: owners };
         (device, slabs.map(Arc::new).to_vec())
     }
 }

@@ -4,7 +4,7 @@ use pyo3::prelude::*;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Sequences that nobody holds any more; the cache's next step releases them. A finaliser may run in the middle of any call, so
+/// Sequences that nobody holds any more; the cache's next step or load releases them. A finaliser may run in the middle of any call, so
 /// it leaves no more than a note.
 #[derive(Clone, Default)]
 pub(crate) struct Abandoned(Arc<Mutex<Vec<u64>>>);

@@ -10,7 +10,7 @@ use numpy::PyArray1;
 use pagoda_core::fence::Completion;
 use pagoda_core::ids::{BlockId, Epoch, GroupId, KeptId, SequenceId, Tier};
 use pagoda_core::plan::BlockCopy;
-use pagoda_store::{Place, Transfer};
+use pagoda_store::{Place, Slab, Transfer};
 use pyo3::prelude::*;
 use std::ops::Range;
 use std::time::Duration;
@@ -65,7 +65,11 @@ impl Inner {
         held: Held,
         link: Link<'_, '_>,
     ) -> PyResult<()> {
-        let Err(Unmade(late, error)) = self.try_copies(py, copies, link) else { return Ok(()) };
+        let made = self.try_copies(py, copies, link);
+        if !matches!(made, Err(Unmade(Some(_), _))) {
+            self.zero_stage();
+        }
+        let Err(Unmade(late, error)) = made else { return Ok(()) };
         if let Some(completion) = late {
             let since = held.sequence.is_none().then_some(self.closed);
             self.late.push(Late { completion, since, held });
@@ -157,9 +161,10 @@ impl Inner {
     fn end_late(&mut self) -> pagoda_core::Result<()> {
         let ended = self.late.extract_if(.., |late| late.completion.copied().is_some());
         for Late { held, .. } in ended.collect::<Vec<_>>() {
+            self.zero_stage();
             self.let_go(held)?;
         }
-        self.end_saves();
+        self.end_changes();
         Ok(())
     }
 
@@ -179,6 +184,19 @@ impl Inner {
             unsafe { self.mover.copy_now(&self.transfer(copy)) };
         }
         Ok(())
+    }
+
+    /// Zeroes what copies that were waited for have gone through, where that is asked for.
+    fn zero_stage(&self) {
+        if let (Engine::Device(device), Some(store)) = (&self.engine, self.store())
+            && store.zeroes()
+            && self.late.iter().all(|late| late.completion.copied().is_some())
+        {
+            // SAFETY: this part of the stage is for copies that are waited for, all of which have ended.
+            unsafe {
+                Slab::lent(device.stage as usize, device.stage_part as usize).zero(0..device.stage_part)
+            };
+        }
     }
 
     /// Zeroes freed blocks, where that is asked for: until then they are not handed out.

@@ -35,18 +35,28 @@ pub(crate) fn wait(
     store: &Store,
     limit: Duration,
 ) -> Result<(), Stop> {
-    sleep(store, limit, |slice| waiter.wait(completion, slice))
+    sleep(store, limit, signals, |slice| waiter.wait(completion, slice))
 }
 
-/// Sleeps until `awake` says so, which sleeps for the time it is given at most.
-fn sleep(store: &Store, limit: Duration, mut awake: impl FnMut(Duration) -> bool) -> Result<(), Stop> {
+/// Lets Python handle signals, and says if that raises.
+fn signals() -> Result<(), Stop> {
+    Python::attach(|py| py.check_signals()).map_err(Stop::Signal)
+}
+
+/// Sleeps until `awake` says so, which sleeps for the time it is given at most. Now and then `stop` may end that.
+fn sleep(
+    store: &Store,
+    limit: Duration,
+    stop: impl Fn() -> Result<(), Stop>,
+    mut awake: impl FnMut(Duration) -> bool,
+) -> Result<(), Stop> {
     let (mut traffic, mut since) = (store.traffic(), Instant::now());
     loop {
         let left = limit.saturating_sub(since.elapsed());
         if awake(SLICE.min(left)) {
             return Ok(());
         }
-        Python::attach(|py| py.check_signals()).map_err(Stop::Signal)?;
+        stop()?;
         let now = store.traffic();
         if now != traffic {
             (traffic, since) = (now, Instant::now());
@@ -77,7 +87,22 @@ impl<T: Send + 'static> Apart<T> {
 
     /// Sleeps until it has ended.
     pub(crate) fn wait(&mut self, store: &Store, limit: Duration) -> Result<(), Stop> {
-        sleep(store, limit, |slice| self.ended.recv_timeout(slice) != Err(RecvTimeoutError::Timeout))
+        sleep(store, limit, signals, |slice| self.ended_in(slice))
+    }
+
+    /// Sleeps until it has ended, and then drops what it came to; whoever gives up leaves it to itself. Signals are seen only if
+    /// that is asked for.
+    pub(crate) fn finish(mut self, store: &Store, limit: Duration, heeds_signals: bool) -> Result<(), Stop> {
+        let stop = || if heeds_signals { signals() } else { Ok(()) };
+        let ended = sleep(store, limit, stop, |slice| self.ended_in(slice));
+        if ended.is_err() {
+            self.thread = None;
+        }
+        ended
+    }
+
+    fn ended_in(&self, limit: Duration) -> bool {
+        self.ended.recv_timeout(limit) != Err(RecvTimeoutError::Timeout)
     }
 
     pub(crate) fn has_ended(&self) -> bool {

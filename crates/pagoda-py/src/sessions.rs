@@ -11,27 +11,34 @@ use pyo3::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 /// What is kept under each key, and what the caller added.
 #[derive(Default)]
 pub(crate) struct Sessions {
     pub(crate) kept: BTreeMap<String, (KeptId, Vec<u8>)>,
-    /// Saves that were given up and that the drive may still carry out.
-    unanswered: Vec<Save>,
+    /// Changes that were given up and that the drive may still carry out.
+    unanswered: Vec<Change>,
+    /// Saves that failed and that the next process may find all the same: their pages stay until the index says otherwise.
+    doubtful: Vec<KeptId>,
     /// What was not as it had been left when the store was opened, and why.
     pub(crate) lost: Vec<(String, String)>,
 }
 
 /// A line of the index under way.
-struct Save {
+struct Change {
     key: String,
-    kept: KeptId,
-    meta: Vec<u8>,
-    answer: Apart<Result<(), Error>>,
+    /// What the key stands for then; nothing once it is forgotten.
+    to: Option<(KeptId, Vec<u8>)>,
+    /// And whether the index is known to be what it should be.
+    answer: Apart<(Result<(), Error>, bool)>,
 }
 
 impl Sessions {
+    /// Whether the drive has answered all changes.
+    pub(crate) fn answered(&self) -> bool {
+        self.unanswered.iter().all(|change| change.answer.has_ended())
+    }
+
     /// Takes in what a store has kept. What is impossible is forgotten.
     pub(crate) fn open(
         core: &mut pagoda_core::Cache,
@@ -77,7 +84,7 @@ impl Inner {
         meta: &[u8],
         link: Link<'_, '_>,
     ) -> PyResult<()> {
-        let (store, limit) = self.answering_store(py, key)?;
+        let store = self.answering_store(py, key)?;
         self.zero();
         // A sequence of its own: open pages stay what they are as long as they are copied.
         let own = self.core.fork(sequence_id(id)).map_err(|error| errors::core(py, &error))?;
@@ -94,45 +101,66 @@ impl Inner {
         let described = self.core.describe(kept).expect("kept right now");
         self.let_go(Held { kept: None, ..held }).map_err(|error| errors::core(py, &error))?;
         let (blocks, entry) = sequence::encode(&described, meta);
-        // Whoever comes first decides whether the key changes: the thread, once the pages are safe, or who gives up waiting.
+        self.change(py, &store, key, Some((kept, meta.to_vec())), move |store, key, wanted| {
+            store.put_if(key, &blocks, &entry, wanted).map(drop)
+        })
+    }
+
+    /// Has a thread change what a key stands for, and waits for the drive's answer.
+    fn change(
+        &mut self,
+        py: Python<'_>,
+        store: &Arc<Store>,
+        key: &str,
+        to: Option<(KeptId, Vec<u8>)>,
+        line: impl FnOnce(&Store, &[u8], &dyn Fn() -> bool) -> Result<(), Error> + Send + 'static,
+    ) -> PyResult<()> {
+        // Whoever comes first decides whether the key changes: the thread, when all before is done, or who gives up waiting.
         let decided = Arc::new(AtomicBool::new(false));
-        let (to, at, first) = (store.clone(), key.as_bytes().to_vec(), decided.clone());
-        let put = move || {
-            let wanted = || !first.swap(true, Ordering::Relaxed);
-            to.put_if(&at, &blocks, &entry, wanted).map(drop)
-        };
-        let answer = Apart::begin(put).map_err(|source| {
-            self.core.forget(kept);
+        let (writer, at, first) = (store.clone(), key.as_bytes().to_vec(), decided.clone());
+        let answer = Apart::begin(move || {
+            let result = line(&writer, &at, &|| !first.swap(true, Ordering::Relaxed));
+            (result, writer.is_sure())
+        });
+        let answer = answer.map_err(|source| {
+            to.iter().for_each(|&(kept, _)| self.core.forget(kept));
             errors::disk(py, &Error::Io { operation: "starting a thread", source })
         })?;
-        let mut save = Save { key: key.into(), kept, meta: meta.to_vec(), answer };
-        if let Err(stop) = py.detach(|| save.answer.wait(&store, limit)) {
+        let (mut change, limit) = (Change { key: key.into(), to, answer }, self.disk_timeout());
+        if let Err(stop) = py.detach(|| change.answer.wait(store, limit)) {
             decided.store(true, Ordering::Relaxed);
-            self.sessions.unanswered.push(save);
+            self.sessions.unanswered.push(change);
             return Err(stop.raise(py));
         }
-        self.end_save(save).map_err(|error| errors::disk(py, &error))
+        self.end_change(change).map_err(|error| errors::disk(py, &error))
     }
 
-    /// A save whose last line the drive has answered.
-    fn end_save(&mut self, Save { key, kept, meta, answer }: Save) -> Result<(), Error> {
-        if let Err(error) = answer.join() {
-            self.core.forget(kept);
-            return Err(error);
-        }
-        if let Some((before, _)) = self.sessions.kept.insert(key, (kept, meta)) {
-            self.core.forget(before);
+    /// A change that the drive has answered.
+    fn end_change(&mut self, Change { key, to, answer }: Change) -> Result<(), Error> {
+        let (result, is_sure) = answer.join();
+        let gone = match (&result, to) {
+            (Ok(()), Some(now)) => self.sessions.kept.insert(key, now),
+            (Ok(()), None) => self.sessions.kept.remove(&key),
+            (Err(_), to) => {
+                self.sessions.doubtful.extend(to.map(|(kept, _)| kept));
+                None
+            }
+        };
+        gone.into_iter().for_each(|(kept, _)| self.core.forget(kept));
+        if is_sure {
+            // Nobody can find these any more: the index has been written since.
+            std::mem::take(&mut self.sessions.doubtful).into_iter().for_each(|kept| self.core.forget(kept));
         }
         self.trim();
-        Ok(())
+        result
     }
 
-    /// Ends saves that were given up, where the drive has answered since.
-    pub(crate) fn end_saves(&mut self) {
-        let answered = self.sessions.unanswered.extract_if(.., |save| save.answer.has_ended());
-        for save in answered.collect::<Vec<_>>() {
+    /// Ends changes that were given up, where the drive has answered since.
+    pub(crate) fn end_changes(&mut self) {
+        let answered = self.sessions.unanswered.extract_if(.., |change| change.answer.has_ended());
+        for change in answered.collect::<Vec<_>>() {
             // Who asked for it has had an error already.
-            let _ = self.end_save(save);
+            let _ = self.end_change(change);
         }
     }
 
@@ -148,22 +176,20 @@ impl Inner {
 
     /// Lets go of what is kept under `key`; says whether there was something.
     pub(crate) fn forget(&mut self, py: Python<'_>, key: &str) -> PyResult<bool> {
-        let (store, _) = self.answering_store(py, key)?;
-        store.delete(key.as_bytes()).map_err(|error| errors::disk(py, &error))?;
-        let Some((kept, _)) = self.sessions.kept.remove(key) else { return Ok(false) };
-        self.core.forget(kept);
-        self.trim();
-        Ok(true)
+        let store = self.answering_store(py, key)?;
+        let is_kept = self.sessions.kept.contains_key(key);
+        self.change(py, &store, key, None, |store, key, wanted| store.delete_if(key, wanted).map(drop))?;
+        Ok(is_kept)
     }
 
-    /// The store, and how long anybody waits for it; refused while the drive has yet to answer for a key.
-    fn answering_store(&self, py: Python<'_>, key: &str) -> PyResult<(Arc<Store>, Duration)> {
+    /// The store; refused while the drive has yet to answer for a key.
+    fn answering_store(&self, py: Python<'_>, key: &str) -> PyResult<Arc<Store>> {
         let store = self.named_store(py, key)?;
-        if self.sessions.unanswered.iter().any(|save| save.key == key) {
-            let reason = format!("{key:?}: the drive has yet to answer an earlier save");
+        if self.sessions.unanswered.iter().any(|change| change.key == key) {
+            let reason = format!("{key:?}: the drive has yet to answer an earlier save or forget");
             return Err(errors::failure(py, Some(&Failure::Io(reason))));
         }
-        Ok((store, self.disk_timeout()))
+        Ok(store)
     }
 
     pub(crate) fn named_store(&self, py: Python<'_>, key: &str) -> PyResult<Arc<Store>> {

@@ -8,7 +8,8 @@ use pagoda_core::plan::BlockCopy;
 use pagoda_store::Waiter;
 use pagoda_store::disk::Store;
 use pyo3::prelude::*;
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Mutex, Weak};
 use std::time::Duration;
 
 /// What to move; see `pagoda.Plan`.
@@ -41,6 +42,8 @@ pub(crate) struct Ticket {
     /// What whoever drives a device has to copy, and the same as addresses and bytes: `[from, to, bytes]` of each block.
     pub(crate) copies: Vec<BlockCopy>,
     pub(crate) transfers: Vec<u64>,
+    /// Those that threads of the disk have been given, by the number of the first.
+    pub(crate) on_disk: Mutex<HashMap<usize, Completion>>,
 }
 
 #[pymethods]
@@ -50,12 +53,6 @@ impl Ticket {
     fn transfers<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<u64>> {
         PyArray1::from_slice(py, &self.transfers)
     }
-
-    /// The first `copied` of the transfers have arrived, all by default, and no other will.
-    #[pyo3(signature = (copied=None))]
-    fn finish(&self, copied: Option<u32>) {
-        self.completion.finish(copied.unwrap_or((self.transfers.len() / 3) as u32));
-    }
 }
 
 /// Copies between the disk and memory of the host that a ticket needs.
@@ -63,7 +60,8 @@ impl Ticket {
 pub(crate) struct DiskCopies {
     pub(crate) completion: Completion,
     pub(crate) waiter: Waiter,
-    pub(crate) store: Arc<Store>,
+    /// It goes when the cache is closed, whoever still asks for these.
+    pub(crate) store: Weak<Store>,
     /// How long anybody waits for it.
     pub(crate) limit: Duration,
 }
@@ -84,7 +82,9 @@ impl DiskCopies {
     /// Sleeps until they have, as long as the disk does anything, and `disk_timeout` more. Python signals are seen.
     fn wait_patiently(&self, py: Python<'_>) -> PyResult<()> {
         let Self { completion, waiter, store, limit } = self;
-        py.detach(|| patience::wait(waiter, completion, store, *limit)).map_err(|stop| stop.raise(py))
+        // Without a store all copies have ended.
+        let Some(store) = store.upgrade() else { return Ok(()) };
+        py.detach(|| patience::wait(waiter, completion, &store, *limit)).map_err(|stop| stop.raise(py))
     }
 
     /// How many of the first have arrived, once they have ended.

@@ -42,10 +42,8 @@ pub(crate) struct Drive {
     pub(crate) store: Arc<Store>,
     pub(crate) lane: Lane,
     pub(crate) conduct: Conduct,
-    /// Whether the index may not be the latest, for the drive has lied.
+    /// Whether the index may not be the latest, and name pages that have been written over, for the drive has lied.
     pub(crate) lied: bool,
-    /// Whether the index may name pages that have been written over: the drive has lied, or failed when a key was to change.
-    pub(crate) doubtful: bool,
     /// The pages as they were some time ago.
     earlier: Vec<u8>,
 }
@@ -55,7 +53,7 @@ impl Drive {
     pub(crate) fn new(shape: &Shape, conduct: Conduct) -> Self {
         let disk = FaultyDisk::default();
         let (store, lane, _) = open(&disk, shape).expect("an empty disk without faults");
-        Self { disk, store, lane, conduct, lied: false, doubtful: false, earlier: Vec::new() }
+        Self { disk, store, lane, conduct, lied: false, earlier: Vec::new() }
     }
 }
 
@@ -95,8 +93,8 @@ impl Machine {
             }
             Ok(_) => ensure!(!wrong, "wrong bytes were taken for right ones: {events:?}"),
             Err(error) => {
-                let stale = self.drive.doubtful && matches!(error, Error::Corrupt { .. });
-                let broken = self.drive.doubtful && matches!(error, Error::Index(_));
+                let stale = self.drive.lied && matches!(error, Error::Corrupt { .. });
+                let broken = self.drive.lied && matches!(error, Error::Index(_));
                 ensure!(wrong || failed || stale || broken, "without a cause: {error}");
                 let typed = matches!(error, Error::Io { .. } | Error::Corrupt { .. } | Error::Index(_));
                 ensure!(typed, "not what a drive can do: {error}");
@@ -113,7 +111,6 @@ impl Machine {
             self.remember(|| format!("{events:?}, {}", if refused { "refused" } else { "not refused" }));
         }
         self.drive.lied |= events.iter().any(ages_the_index);
-        self.drive.doubtful |= self.drive.lied;
     }
 
     /// Writes blocks of memory to disk.

@@ -15,6 +15,8 @@ const KEYS: usize = 4;
 #[derive(Default)]
 pub(crate) struct Sessions {
     kept: BTreeMap<Key, (KeptId, usize)>,
+    /// Saves that failed and that the drive may have all the same.
+    doubtful: Vec<KeptId>,
     /// Every save that was tried: its key, and the tokens.
     saves: Vec<(Key, Tokens)>,
     /// What the drive may have under each key: the last save that was acknowledged, and those after it that were not. None
@@ -27,7 +29,8 @@ type Key = Vec<u8>;
 impl Sessions {
     /// Everything that the cache keeps.
     pub(crate) fn all(&mut self) -> Vec<KeptId> {
-        std::mem::take(&mut self.kept).into_values().map(|(kept, _)| kept).collect()
+        let kept = std::mem::take(&mut self.kept).into_values().map(|(kept, _)| kept);
+        kept.chain(std::mem::take(&mut self.doubtful)).collect()
     }
 
     fn possible(&mut self, key: &Key) -> &mut Vec<Option<usize>> {
@@ -72,12 +75,13 @@ impl Machine {
         self.remember(|| format!("save {save} under {key:?}"));
         let put = self.drive.store.put(&key, &blocks, &entry);
         if self.judge(put)?.is_err() {
-            self.cache.forget(kept);
-            self.drive.doubtful = true;
+            self.sessions.doubtful.push(kept);
+            self.forget_doubtful();
             self.sessions.possible(&key).push(Some(save));
             return Ok(());
         }
         self.tally.see("saves", 1);
+        self.forget_doubtful();
         *self.sessions.possible(&key) = vec![Some(save)];
         if let Some((before, _)) = self.sessions.kept.insert(key, (kept, save)) {
             self.cache.forget(before);
@@ -113,16 +117,23 @@ impl Machine {
         self.remember(|| format!("forget {key:?}"));
         let deleted = self.drive.store.delete(&key);
         if self.judge(deleted)?.is_err() {
-            self.drive.doubtful = true;
             self.sessions.possible(&key).push(None);
             return Ok(());
         }
+        self.forget_doubtful();
         *self.sessions.possible(&key) = vec![None];
         if let Some((kept, _)) = self.sessions.kept.remove(&key) {
             self.cache.forget(kept);
             ensure!(self.cache.revive(kept).is_err(), "what was forgotten is found");
         }
         Ok(())
+    }
+
+    /// Lets go of saves that failed, where the next process finds none of them.
+    fn forget_doubtful(&mut self) {
+        if self.drive.store.is_sure() {
+            self.sessions.doubtful.drain(..).for_each(|kept| self.cache.forget(kept));
+        }
     }
 
     pub(crate) fn check_any_key(&mut self) -> Outcome {
@@ -168,6 +179,7 @@ impl Machine {
         let disk = if power { disk.power_lost(|| random.once_in(2)) } else { disk.killed() };
         self.die();
         self.sessions.kept.clear();
+        self.sessions.doubtful.clear();
         let Recovered { lost, .. } = self.open_drive(disk)?;
         ensure!(
             self.drive.conduct != Conduct::Works || lost.is_empty(),
@@ -206,9 +218,10 @@ impl Machine {
         for key in (0..KEYS).map(|key| vec![b'k', key as u8]) {
             let found = self.sessions.kept.get(&key).map(|(_, save)| *save);
             let possible = std::mem::replace(self.sessions.possible(&key), vec![found]);
-            // Where a save was not acknowledged, or a line did not reach the drive, the latest may be gone with its blocks.
-            let fits = possible.contains(&found) || (found.is_none() && possible.len() > 1);
-            ensure!(fits || self.drive.lied, "{key:?} has save {found:?}, not one of {possible:?}");
+            ensure!(
+                possible.contains(&found) || self.drive.lied,
+                "{key:?} has save {found:?}, not one of {possible:?}"
+            );
             let what = if found.is_some() { "restarts: keys found" } else { "restarts: keys without a save" };
             self.tally.see(what, 1);
             self.check_key(&key)?;

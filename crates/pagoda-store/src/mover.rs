@@ -7,7 +7,7 @@ use pagoda_core::fence::{Completion, Failure};
 use pagoda_core::ids::{BlockId, GroupId};
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -106,9 +106,9 @@ struct JobState {
     failure: Option<Failure>,
 }
 
-/// Sleeps until copies have arrived, without holding on to the mover.
+/// Sleeps until copies have arrived, without holding on to the mover. It has the number of jobs that have not finished.
 #[derive(Clone, Debug, Default)]
-pub struct Waiter(Arc<(Mutex<()>, Condvar)>);
+pub struct Waiter(Arc<(Mutex<usize>, Condvar)>);
 
 impl Mover {
     /// Starts the threads; those of the disk are as many as keep it busy.
@@ -200,6 +200,7 @@ impl Mover {
     ) -> Arc<Job> {
         let state = Mutex::new(JobState { parts_left: 1, copied: transfers, failure: None });
         let (waiter, store) = (self.waiter.clone(), self.store.clone());
+        *waiter.unfinished() += 1;
         Arc::new(Job { completion, waiter, state, store, written })
     }
 
@@ -305,7 +306,8 @@ impl Job {
                 }
             }
             // Under the lock, so that a waiter cannot look and fall asleep in between.
-            let _guard = waiter.0.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut unfinished = waiter.unfinished();
+            *unfinished -= 1;
             match state.failure.take() {
                 Some(failure) => completion.fail(state.copied as u32, failure),
                 None => completion.finish(state.copied as u32),
@@ -363,10 +365,19 @@ fn transfer(lane: &mut Lane, slabs: &[Arc<Slab>], transfers: &[Transfer]) -> Res
 }
 
 impl Waiter {
+    /// Whether every job has finished.
+    pub fn is_idle(&self) -> bool {
+        *self.unfinished() == 0
+    }
+
+    fn unfinished(&self) -> MutexGuard<'_, usize> {
+        self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Sleeps until `completion` has finished or `limit` has passed; says whether it has finished.
     pub fn wait(&self, completion: &Completion, limit: Duration) -> bool {
         let deadline = Instant::now() + limit;
-        let mut guard = self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut guard = self.unfinished();
         while completion.copied().is_none() {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {

@@ -178,7 +178,8 @@ def budgets_of(
     device = given.get("device_memory", max(pages // 10, PAGES_MIN * page))
     left = max(0, pages - device)
     if on_gpu and left:
-        left += planner.device_ring_bytes(device)
+        host, disk = given.get("host_memory") != 0, free_disk is not None
+        left += planner.rings(device, host=host, disk=disk, on_gpu=True).device_bytes
     # The last tier has more than it needs: blocks come in extents, those on disk are padded, and steps want some free.
     spare = left // 4 + PAGES_MIN * page
     room = max(0, free_ram * 3 // 4 - (0 if on_gpu else device))
@@ -201,8 +202,8 @@ def plan_of(planner: Planner, tokens: int, budgets: dict[str, int], *, on_gpu: b
     """Where `pagoda plan` has so many tokens with these budgets, by tier, and the ring."""
     by_tier = {tier: budgets.get(f"{tier}_memory", 0) for tier in TIERS}
     document = describe(planner, [tokens], 1, by_tier, on_gpu=on_gpu)
-    (ring,), (split,) = document["rings"]["device_bytes"].values(), document["contexts"][0]["budgets"].values()
-    return {"ring": ring, **{tier: split[f"{tier}_bytes"] for tier in TIERS}}
+    (rings,), (split,) = document["rings"].values(), document["contexts"][0]["budgets"].values()
+    return {"ring": rings["device_bytes"], **{tier: split[f"{tier}_bytes"] for tier in TIERS}}
 
 
 def measure(

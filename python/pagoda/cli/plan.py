@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,7 @@ def describe(
 ) -> dict[str, Any]:
     """Everything that is printed, as JSON would have it. All sizes in bytes.
 
-    A ring that pages of the host tier pass through on a GPU is a part of the device's memory: no page lies there.
+    On a GPU the ring is a part of the device's memory where no page lies; without one there are none on disk.
     """
     spec, formats = planner.spec, (planner.k_dtype, planner.v_dtype)
     devices = (
@@ -84,17 +85,16 @@ def describe(
         if budgets["device"]
         else {card: parse_size(card, "card") for card in CARDS}
     )
-    below = budgets["host"] + budgets["disk"]
-    rings = {
-        name: planner.device_ring_bytes(size) if on_gpu and budgets["host"] else 0 for name, size in devices.items()
+    tiers = {"host": budgets["host"] > 0, "disk": budgets["disk"] > 0}
+    rings = {name: planner.rings(size, **tiers, on_gpu=on_gpu) for name, size in devices.items()}
+    budgets_of = {
+        name: (size - rings[name].device_bytes, budgets["host"], budgets["disk"] if rings[name].reaches_disk else 0)
+        for name, size in devices.items()
     }
     rows = []
     for context in contexts:
         footprint = planner.footprint(context, batch)
-        splits = {
-            name: planner.split(footprint, size - rings[name], budgets["host"], budgets["disk"])
-            for name, size in devices.items()
-        }
+        splits = {name: planner.split(footprint, *sizes) for name, sizes in budgets_of.items()}
         rows.append(
             {
                 "tokens": context,
@@ -133,10 +133,8 @@ def describe(
         "full_bytes_per_token": spec.full_bytes_per_token(*formats),
         "window_bytes": spec.window_bytes(*formats),
         "state_bytes": spec.state_bytes(),
-        "rings": {"device_bytes": rings, "disk_bytes": planner.disk_ring_bytes if budgets["disk"] else 0},
-        "longest_context": {
-            name: planner.longest_context(size - rings[name] + below, batch) for name, size in devices.items()
-        },
+        "rings": {name: asdict(of) for name, of in rings.items()},
+        "longest_context": {name: planner.longest_context(sum(sizes), batch) for name, sizes in budgets_of.items()},
         "contexts": rows,
     }
 
@@ -158,12 +156,21 @@ def draw(document: dict[str, Any], console: Console) -> None:
             f"Windowed layers need {format_size(document['window_bytes'])} a sequence for their windows, and up to two pages "
             "a layer more; their older pages are freed."
         )
-    rings = document["rings"]
-    if rings["disk_bytes"]:
-        console.print(f"Pages on disk pass through {format_size(rings['disk_bytes'])} of memory beside the budgets.")
-    if any(rings["device_bytes"].values()):
-        parts = ", ".join(f"{format_size(size)} of {name}" for name, size in rings["device_bytes"].items() if size)
-        console.print(f"Pages of the host tier pass through a part of the device's memory, which holds none: {parts}.")
+    for part, what in (
+        ("disk_bytes", "Pages on disk come to attention through memory beside the budgets"),
+        ("stage_bytes", "Pages move between disk and device through memory beside the budgets"),
+        (
+            "device_bytes",
+            "Pages of other tiers come to attention through a part of the device's memory, which holds none",
+        ),
+    ):
+        sizes = {name: format_size(rings[part]) for name, rings in document["rings"].items() if rings[part]}
+        alike = len(set(sizes.values())) == 1
+        parts = set(sizes.values()) if alike else (f"{size} with {name}" for name, size in sizes.items())
+        if sizes:
+            console.print(f"{what}: {', '.join(parts)}.")
+    if lacking := [name for name, rings in document["rings"].items() if not rings["reaches_disk"]]:
+        console.print(f"No page goes to disk with {', '.join(lacking)}: too few for what it would come back through.")
     devices = document["longest_context"]
     table = Table("context", "memory", *(f"in {name}" for name in devices))
     for row in document["contexts"]:

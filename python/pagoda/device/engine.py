@@ -29,17 +29,8 @@ from pagoda.device.driver import Driver, Event, Memory, Stream, View
 from pagoda.device.movement import Mover
 from pagoda.device.moves import Moves
 from pagoda.device.partials import Partials
-from pagoda.device.passage import Passage
-from pagoda.device.streaming import (
-    SLOTS,
-    GroupPasses,
-    Streams,
-    Traffic,
-    device_bytes_for_disk,
-    layer_runs,
-    read_slot_bytes,
-    slot_bytes,
-)
+from pagoda.device.passage import Passage, passage_bytes
+from pagoda.device.streaming import RUN_ROWS, SLOTS, GroupPasses, Streams, Traffic, layer_runs, ring_slots
 from pagoda.device.tables import ListTables, Room, StepTables, Work
 from pagoda.disk import DiskArguments
 from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, PagodaError
@@ -65,12 +56,6 @@ POLL_SECONDS = 2e-4
 
 SPANS_DECLARED = 8
 """Spans of a sequence that there is room for once maxima are declared: `drop` leaves one more each time, sinks are one."""
-
-TILE = 64
-"""Stored rows that are worked on together: `TILE` of the core."""
-
-RUN_ROWS = 64 * TILE
-"""Stored rows of a fixed run: `RUN_ROWS` of the core. Entries of pages that have left a window go a run at a time."""
 
 BROUGHT = 2
 """The tier, to kernels, of what has been brought from the host for a launch."""
@@ -202,19 +187,21 @@ class DeviceEngine:
         # No block lies across a border between extents, so none lies across one between pieces of pinned memory.
         host = driver.host_arena(*memory[1]) if memory[1][0] else None
         runs = layer_runs(layers, layouts)
-        stretch = max(RUN_ROWS if deterministic else TILE, page_size) // page_size
-        slot = slot_bytes(runs, stretch, memory[0][0], in_place=disk is None) if host or disk else 0
-        self._enough_for_disk = device_bytes_for_disk(runs, stretch)
-        self._device_memory = memory[0][0]
-        memory = [(memory[0][0] - SLOTS * slot, memory[0][1]), memory[1]]
+        # Layers of a group are of one shape.
+        widths = {layer["group"]: run.bytes for layer, run in zip(layers, runs, strict=True)}
+        tiers = {"host": host is not None, "disk": disk is not None}
+        slots = ring_slots([*widths.values()], page_size, memory[0][0], **tiers, deterministic=deterministic)
+        self._device_memory, self._enough_for_disk = memory[0][0], slots.enough
+        memory = [(memory[0][0] - SLOTS * slots.bytes, memory[0][1]), memory[1]]
         arena = driver.memory(memory[0][0])
         self._bases = (arena.address, host.address if host else 0)
         self._arena: Memory | None = arena
         self._host = host
         self._arena_bytes = memory[0][0]
         self._on_host = range(host.address, host.address + memory[1][0]) if host else range(0)
-        blocks, read_slot = [layout.block_bytes for layout in layouts], read_slot_bytes(layers, runs, slot)
-        self._passage = Passage(driver, blocks, self._arena_bytes, read_slot) if disk else None
+        blocks = [layout.block_bytes for layout in layouts]
+        beside = passage_bytes(blocks, self._arena_bytes, slots.read)
+        self._passage = Passage(driver, beside, zeroes=zero_on_free) if disk else None
         passage, nothing = self._passage, (0, 0, 1)
         try:
             self.core = _core.Cache(
@@ -247,12 +234,12 @@ class DeviceEngine:
         self._zeroing = driver.stream() if zero_on_free else None
         self._zeroed: Event | None = None
         self._tables = StepTables(driver, self.core, layers, set(self._works.values()))
-        self._moves = Moves(self.core, self._mover, self._copying, host, self._on_host, passage)
+        self._moves = Moves(self.core, self._mover, self._copying, self._follow_steps, host, self._on_host, passage)
         partials = None
         if routes is not None and not deterministic:
             partials = Partials(driver, self.core, layers, self._centers.of, routes, isa)
         self._streams = Streams(
-            driver, self.core, layers, layouts, host, self._mover, runs, slot, partials, from_disk=disk is not None
+            driver, self.core, layers, layouts, host, self._mover, runs, slots.bytes, partials, from_disk=tiers["disk"]
         )
         self._scratch = Scratch(driver)
         self._maxima: Maxima | None = None
@@ -454,9 +441,8 @@ class DeviceEngine:
         """Starts the copies of a plan."""
         self._poll()
         ticket = self.core.execute(plan)
-        self._follow_steps()
         try:
-            self._moves.start(ticket)
+            self._moves.advance()
         except BackendUnavailable:
             self.wait(ticket, FOREVER)
             with contextlib.suppress(PagodaError):  # Told by the exception that goes on.
@@ -510,24 +496,28 @@ class DeviceEngine:
         return self.core.stats()
 
     def close(self) -> None:
-        """Waits for the device, then gives everything back."""
+        """Waits for the device, then gives everything back. Raises TierIOError as `Cache.close` does. Twice is no error."""
+        if self._arena is None:
+            return
         with contextlib.suppress(Exception):
             self._wait_for_steps()
-        with contextlib.suppress(Exception):
-            self._moves.finish()
+        self._moves.close()
         self._streams.close()
         if self._zeroing is not None:
             self._zeroing.zero(self._bases[0], self._arena_bytes)
             self._zeroing.record().wait()
-        self.core.close()
-        if self._host is not None:
-            self._host.close()
-        self._tables.close()
-        self._mover.close()
-        if self._passage is not None:
-            self._passage.close()
-        self._arena = self._host = self._passage = None
-        self._scratch = Scratch(self._driver)
+        try:
+            self.core.close()
+        finally:
+            # Memory that a drive has yet to answer for is held by the core; it is pinned no more.
+            if self._host is not None:
+                self._host.close()
+            self._tables.close()
+            self._mover.close()
+            if self._passage is not None:
+                self._passage.close()
+            self._arena = self._host = self._passage = None
+            self._scratch = Scratch(self._driver)
 
     def empty(self, q: Any, dim: int | None) -> Any:
         """An output for queries `q` [tokens, heads, head_dim], or with dim=None a log-sum-exp."""
@@ -782,7 +772,8 @@ class DeviceEngine:
             self._zero(self._zeroing)
 
     def _zero(self, stream: Stream) -> None:
-        """Zeroes freed blocks; steps and copies to come follow."""
+        """Zeroes freed blocks, and what pages on disk were read to; steps and copies to come follow."""
+        self._streams.give_back()
         ranges = self.core.zero().reshape(-1, 2).tolist()
         for address, size in ranges:
             if address in self._on_host:

@@ -32,10 +32,11 @@ REPEATS = 3
 
 @dataclass
 class List:
-    """Runs for the kernel, in pinned memory, until it has read them."""
+    """Runs for the kernel, in pinned memory, until it has read them. lent: while it is launched."""
 
     runs: Pinned
     used: Event | None = None
+    lent: bool = False
 
 
 class Mover:
@@ -44,6 +45,7 @@ class Mover:
     def __init__(self, driver: Driver, host: HostArena | None) -> None:
         self._driver, self._host = driver, host
         self._lists: deque[List] = deque()
+        self._lost: list[List] = []
 
     def copy(self, stream: Stream, transfers: npt.NDArray[np.uint64]) -> None:
         """Copies on a stream. transfers: [source, target, bytes] of each; no two overlap.
@@ -69,6 +71,7 @@ class Mover:
     def close(self) -> None:
         """Gives the memory back."""
         self._lists.clear()
+        self._lost.clear()
 
     def _merged(self, transfers: npt.NDArray[np.uint64]) -> list[tuple[int, int, int]]:
         """Runs; none crosses a border between pieces of host memory that were pinned one by one."""
@@ -88,10 +91,16 @@ class Mover:
         chosen = self._next_list(words.nbytes)
         chosen.runs.array[: words.nbytes] = words.view(np.uint8).ravel()
         call = arguments.Move(chosen.runs.address, len(runs))
+        chosen.lent = True
         stream.launch(instances.MOVE, KERNEL_BLOCKS, KERNEL_THREADS, call)
         chosen.used = stream.record()
+        chosen.lent = False
 
     def _next_list(self, size: int) -> List:
+        while self._lists and self._lists[0].lent:
+            # Ctrl-C has come in between, and nobody knows when it will have been read.
+            self._lost.append(self._lists[0])
+            self._lists.popleft()
         if self._lists and len(self._lists[0].runs.array) >= size:
             oldest = self._lists[0].used
             if oldest is None or oldest.done():

@@ -8,9 +8,8 @@ cache comes next starts what can go on.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -47,12 +46,44 @@ class Nothing:
 
 
 @dataclass(eq=False)
-class Plan:
-    """A plan under way: copies before the first that failed, parts that have not ended, and why one failed."""
+class Part:
+    """Some of a plan's copies, by number.
 
-    ticket: _core.Ticket
+    ways: how they are made, one after the other: "link", by the copying stream, and "threads", by those of the disk. at:
+    which part of the stage it has, if it needs one. now: the way it is at, and what has to end before the next one; None if
+    that has yet to begin.
+    """
+
+    numbers: list[int]
+    ways: tuple[str, ...]
+    staged: bool = False
+    at: int | None = None
+    now: tuple[int, Wait | None] = (0, None)
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was done about it."""
+        return self.now != (0, None)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.now[0] == len(self.ways)
+
+    def end(self) -> None:
+        """Nothing is."""
+        self.now = len(self.ways), None
+
+
+@dataclass(eq=False)
+class Plan:
+    """A plan under way. first: the first part that has not ended. copied: copies before the first that failed, for the reason
+    that `why` has."""
+
+    rows: Rows
+    parts: list[Part]
     copied: int
-    left: set[Part] = field(default_factory=set)
+    first: int = 0
     why: _core.DiskCopies | None = None
 
     def failed(self, number: int, why: _core.DiskCopies | None) -> None:
@@ -60,180 +91,174 @@ class Plan:
         if number < self.copied:
             self.copied, self.why = number, why
 
-
-@dataclass(eq=False)
-class Part:
-    """Some of a plan's copies, by number, and what is done about them: it yields what has to end first.
-
-    at: where its part of the stage begins, if it needs one and has it.
-    """
-
-    plan: Plan
-    numbers: list[int]
-    work: Iterator[Wait]
-    waits_for: Wait = field(default_factory=Nothing)
-    at: int | None = None
+    def left(self) -> Iterator[Part]:
+        """The parts that have not ended."""
+        while self.first < len(self.parts) and self.parts[self.first].ended:
+            self.first += 1
+        for number in range(self.first, len(self.parts)):
+            if not self.parts[number].ended:
+                yield self.parts[number]
 
 
 class Moves:
-    """Of one cache. copying: the stream that copies are made on. through: None without a disk."""
+    """Of one cache. copying: the stream that copies are made on. follow: has that follow whatever may use the pages. through:
+    None without a disk.
+
+    Ctrl-C may come between any two lines. So the core knows which tickets there are, and what its threads have been given;
+    all else is done again where it was not seen to be done. That makes no difference: copies come from pages that stay what
+    they are, and go to blocks that nobody reads yet.
+    """
 
     def __init__(
         self,
         core: _core.Cache,
         mover: Mover,
         copying: Stream,
+        follow: Callable[[], None],
         host: HostArena | None,
         on_host: range,
         through: Passage | None,
     ) -> None:
-        self._core, self._mover, self._copying = core, mover, copying
+        self._core, self._mover, self._copying, self._follow = core, mover, copying, follow
         self._host, self._on_host, self._through = host, on_host, through
-        self._under_way: list[Part] = []
-        self._queue: deque[Part] = deque()
-        self._free = set(range(1, 1 + passage.PARTS))
-
-    def start(self, ticket: _core.Ticket) -> None:
-        """Starts the copies of a plan. Raises BackendUnavailable when memory of the host tier cannot be pinned."""
-        rows = ticket.transfers.reshape(-1, 3)
-        if not len(rows):
-            return
-        plan = Plan(ticket, len(rows))
-        on_disk = (rows[:, :2] == 0).any(1)
-        ends = rows[:, :2].max(1)
-        staged = on_disk & ((ends < self._on_host.start) | (ends >= self._on_host.stop))
-        by_link, by_threads = np.flatnonzero(~on_disk), np.flatnonzero(on_disk & ~staged)
-        parts = []
-        if len(by_link):
-            parts.append(Part(plan, by_link.tolist(), self._by_link(rows[by_link])))
-        if len(by_threads):
-            parts.append(Part(plan, by_threads.tolist(), self._of_host(plan, by_threads.tolist(), rows[by_threads])))
-        queue = list(self._cut(plan, rows, np.flatnonzero(staged).tolist()))
-        plan.left.update(parts, queue)
-        self._queue += queue
-        self._under_way += parts
-        for part in parts:
-            self._go_on(part)
-        self._start_queued()
+        self._plans: dict[_core.Ticket, Plan] = {}
 
     def waits_for(self, ticket: _core.Ticket) -> Wait | None:
         """What has to end next for the sake of a plan; None when it has ended."""
-        if part := next((part for part in self._under_way if part.plan.ticket is ticket), None):
-            return part.waits_for
-        return self._under_way[0].waits_for if any(part.plan.ticket is ticket for part in self._queue) else None
+        self._take_in()
+        if ticket not in self._plans:
+            return None
+        for plan in (self._plans[ticket], *self._plans.values()):
+            for part in plan.left():
+                if part.now[1] is not None:
+                    return part.now[1]
+                if not part.begun:
+                    break
+        return Nothing()
 
     def advance(self) -> None:
-        """Starts what can go on, and tells the core of plans that have ended."""
-        for part in list(self._under_way):
-            while part.waits_for.done() and self._go_on(part):
-                pass
-        self._start_queued()
+        """Starts what can go on, and tells the core of plans that have ended.
 
-    def finish(self) -> None:
-        """Waits for all plans."""
-        while self._under_way:
-            self._under_way[0].waits_for.wait()
-            self.advance()
+        Raises BackendUnavailable when memory of the host tier cannot be pinned.
+        """
+        self._take_in()
+        if not self._plans:
+            return
+        free = set(range(1, 1 + passage.PARTS)) - {
+            part.at for plan in self._plans.values() for part in _under_way(plan)
+        }
+        for ticket, plan in list(self._plans.items()):
+            for part in plan.left():
+                if part.staged and not part.begun and part.numbers[0] > plan.copied:
+                    # After a failure copies that come later are not made.
+                    part.end()
+                elif part.staged and part.at is None:
+                    if not free:
+                        break
+                    part.at = free.pop()
+                if self._go_on(ticket, plan, part) and part.at is not None:
+                    free.add(part.at)
+            if next(plan.left(), None) is None:
+                self._core.end_copies(ticket, plan.copied, plan.why)
+                del self._plans[ticket]
 
-    def _cut(self, plan: Plan, rows: Rows, numbers: list[int]) -> Iterator[Part]:
-        """Copies between device and disk, as many at a time as fit a part of the stage."""
-        chosen: list[int] = []
-        size = 0
-        for number in numbers:
-            assert self._through is not None
-            more = int(rows[number, 2])
-            if size + more > self._through.part:
-                yield self._staged(plan, rows, chosen)
-                chosen, size = [], 0
-            chosen.append(number)
-            size += more
-        if chosen:
-            yield self._staged(plan, rows, chosen)
+    def close(self) -> None:
+        """Waits for the device's copies and starts nothing more. What threads of the disk do is for the core to wait for."""
+        self._copying.record().wait()
+        self._plans.clear()
 
-    def _staged(self, plan: Plan, rows: Rows, numbers: list[int]) -> Part:
-        part = Part(plan, numbers, iter(()))
-        part.work = self._by_stage(part, rows[numbers])
-        return part
+    def _take_in(self) -> None:
+        """Takes in plans that are new."""
+        fresh = [ticket for ticket in self._core.moving() if ticket not in self._plans]
+        if fresh:
+            self._follow()
+        for ticket in fresh:
+            rows = ticket.transfers.reshape(-1, 3)
+            self._plans[ticket] = Plan(rows, list(self._cut(rows)), len(rows))
 
-    def _by_stage(self, part: Part, rows: Rows) -> Iterator[Wait]:
+    def _cut(self, rows: Rows) -> Iterator[Part]:
+        """The parts of a plan; of copies between device and disk as many at a time as fit a part of the stage."""
+        on_disk = (rows[:, :2] == 0).any(1)
+        ends = rows[:, :2].max(1)
+        staged = on_disk & ((ends < self._on_host.start) | (ends >= self._on_host.stop))
+        if len(by_link := np.flatnonzero(~on_disk)):
+            yield Part(by_link.tolist(), ("link",))
+        if len(by_threads := np.flatnonzero(on_disk & ~staged)):
+            yield Part(by_threads.tolist(), ("threads",))
+        through = np.flatnonzero(staged)
+        if not len(through):
+            return
         assert self._through is not None
-        assert part.at is not None
-        offsets = part.at + np.concatenate([[0], np.cumsum(rows[:-1, 2], dtype=np.int64)])
-        middle = self._through.address + offsets
-        to_disk = not rows[0, 1]
-        rows = rows.copy()
-        rows[:, 1 if to_disk else 0] = middle
-        if to_disk:
-            yield from self._by_link(rows)
-            yield from self._by_threads(part.plan, part.numbers, offsets.tolist())
-        else:
-            arrived = yield from self._by_threads(part.plan, part.numbers, offsets.tolist())
-            if arrived:
-                yield from self._by_link(rows[:arrived])
+        ways = ("threads", "link") if rows[through[0], 1] else ("link", "threads")
+        chosen: list[int] = []
+        for number in through.tolist():
+            if chosen and int(rows[[*chosen, number], 2].sum()) > self._through.part:
+                yield Part(chosen, ways, staged=True)
+                chosen = []
+            chosen.append(number)
+        yield Part(chosen, ways, staged=True)
 
-    def _of_host(self, plan: Plan, numbers: list[int], rows: Rows) -> Iterator[Wait]:
-        # To pin memory is to write to it, so that comes before anything that is read from disk.
-        for address, size in zip(rows[:, :2].max(1).tolist(), rows[:, 2].tolist(), strict=True):
-            if self._host is not None:
-                self._host.pin(address, size)
-        yield from self._by_threads(plan, numbers, [0] * len(numbers))
-
-    def _by_link(self, rows: Rows) -> Iterator[Wait]:
-        self._mover.copy(self._copying, rows)
-        yield from _ended(self._copying.record())
-
-    def _by_threads(self, plan: Plan, numbers: list[int], offsets: list[int]) -> Generator[Wait, None, int]:
-        """Returns how many of the first have arrived."""
-        copies = self._core.start_on_disk(plan.ticket, numbers, offsets)
-        yield from _ended(copies)
-        arrived = copies.copied
-        assert arrived is not None
-        if arrived < len(numbers):
-            plan.failed(numbers[arrived], copies)
-        return arrived
-
-    def _start_queued(self) -> None:
-        """Gives parts of the stage to those that need one. After a failure copies that come later are not made."""
-        while self._queue and self._free:
-            part = self._queue.popleft()
-            if part.numbers[0] > part.plan.copied:
+    def _go_on(self, ticket: _core.Ticket, plan: Plan, part: Part) -> bool:
+        """Does what can be done about a part now; says whether it has ended."""
+        while not part.ended:
+            way, wait = part.now
+            if wait is None:
+                try:
+                    wait = self._begin(ticket, plan, part, part.ways[way])
+                except Exception:
+                    # Nothing may be under way in a part of the stage that others get.
+                    self._copying.record().wait()
+                    plan.failed(part.numbers[0], None)
+                    self._end(part)
+                    raise
+                part.now = way, wait
+            if not wait.done():
+                return False
+            if isinstance(wait, _core.DiskCopies) and (wait.copied or 0) < len(part.numbers):
+                plan.failed(part.numbers[wait.copied or 0], wait)
+            if way + 1 == len(part.ways):
                 self._end(part)
-                continue
-            assert self._through is not None
-            part.at = self._free.pop() * self._through.part
-            self._under_way.append(part)
-            self._go_on(part)
-
-    def _go_on(self, part: Part) -> bool:
-        """Says whether the part has more to wait for."""
-        try:
-            part.waits_for = next(part.work)
-        except StopIteration:
-            self._end(part)
-            self._under_way.remove(part)
-            return False
-        except BaseException:
-            # Nothing may be under way in a part of the stage that others get.
-            self._copying.record().wait()
-            part.plan.failed(part.numbers[0], None)
-            self._end(part)
-            self._under_way.remove(part)
-            raise
+            else:
+                part.now = way + 1, None
         return True
 
     def _end(self, part: Part) -> None:
-        """Ctrl-C may come in between: to do it again makes no difference."""
+        """Nothing is under way any more that is of a part."""
         if part.at is not None and self._through is not None:
-            self._free.add(part.at // self._through.part)
-        plan = part.plan
-        plan.left.discard(part)
-        if not plan.left and plan.copied == len(plan.ticket.transfers) // 3:
-            plan.ticket.finish()
-        elif not plan.left:
-            self._core.fail(plan.ticket, plan.copied, plan.why)
+            self._through.leave(part.at)
+        part.end()
+
+    def _begin(self, ticket: _core.Ticket, plan: Plan, part: Part, way: str) -> Wait:
+        """Starts copies; doing it again makes no difference."""
+        rows, offsets = plan.rows[part.numbers], [0] * len(part.numbers)
+        if part.at is not None:
+            assert self._through is not None
+            begins = part.at * self._through.part + np.concatenate([[0], np.cumsum(rows[:-1, 2], dtype=np.int64)])
+            offsets = begins.tolist()
+            rows[:, int(rows[0, 1] == 0)] = self._through.address + begins
+        if way == "link":
+            if part.ways == ("threads", "link"):
+                # What has arrived.
+                rows = rows[: self._core.start_on_disk(ticket, part.numbers, offsets).copied]
+            return self._by_link(rows) if len(rows) else Nothing()
+        if part.at is None:
+            self._pin(rows)
+        return self._core.start_on_disk(ticket, part.numbers, offsets)
+
+    def _pin(self, rows: Rows) -> None:
+        """Pins memory of the host tier that threads of the disk are to use: to pin is to write, so it comes before."""
+        for address, size in zip(rows[:, :2].max(1).tolist(), rows[:, 2].tolist(), strict=True):
+            if self._host is not None:
+                self._host.pin(address, size)
+
+    def _by_link(self, rows: Rows) -> Wait:
+        self._mover.copy(self._copying, rows)
+        return self._copying.record()
 
 
-def _ended(wait: Wait) -> Iterator[Wait]:
-    """Goes on when something has ended, whoever has looked before."""
-    while not wait.done():
-        yield wait
+def _under_way(plan: Plan) -> Iterator[Part]:
+    """The parts that have been begun and have not ended."""
+    for part in plan.left():
+        if part.staged and part.at is None:
+            return
+        yield part

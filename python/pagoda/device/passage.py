@@ -6,6 +6,9 @@ It is pinned when the cache is opened, since to pin memory is to write to it.
 
 from __future__ import annotations
 
+import ctypes
+from dataclasses import dataclass
+
 from pagoda import _core
 from pagoda.device.driver import Driver
 
@@ -24,26 +27,53 @@ def stored_bytes(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-class Passage:
-    """Of one cache.
+@dataclass(frozen=True)
+class PassageBytes:
+    """How much there is.
 
-    part: bytes of a part of the stage, of which there is one for calls that wait, the first, and `PARTS` for plans. slot:
-    bytes of a slot of the ring, which is not there if they are 0.
+    part: of the stage, of which there is one for calls that wait, the first, and `PARTS` for plans. slot: of the ring, which
+    is not there if that is 0.
     """
 
-    def __init__(self, driver: Driver, block_bytes: list[int], device_bytes: int, slot: int) -> None:
-        # No part is larger than what there is to move, and any block fits one.
-        self.part = stored_bytes(max(*block_bytes, min(PART_BYTES, device_bytes)))
-        stage, ring = (1 + PARTS) * self.part, _core.ring_bytes(slot) if slot else 0
-        self.memory = driver.host_arena(stage + ring, stage + ring)
-        self.memory.pin(self.memory.address, stage + ring)
-        self.stage = self.memory.address, stage, self.part
-        self.ring = self.memory.address + stage, ring, max(1, slot)
+    part: int
+    slot: int
+
+    @property
+    def stage(self) -> int:
+        """All parts."""
+        return (1 + PARTS) * self.part
+
+    @property
+    def ring(self) -> int:
+        """All slots."""
+        return _core.ring_bytes(self.slot) if self.slot else 0
+
+
+def passage_bytes(block_bytes: list[int], device_bytes: int, slot: int) -> PassageBytes:
+    """What a cache has. device_bytes: of the device's memory, those that pages lie in."""
+    # No part is larger than what there is to move, and any block fits one.
+    return PassageBytes(stored_bytes(max(*block_bytes, min(PART_BYTES, device_bytes))), slot)
+
+
+class Passage:
+    """Of one cache. part: bytes of a part of the stage. zeroes: whether nothing stays where pages have passed through."""
+
+    def __init__(self, driver: Driver, size: PassageBytes, *, zeroes: bool) -> None:
+        self.part, self._zeroes = size.part, zeroes
+        self.memory = driver.host_arena(size.stage + size.ring, size.stage + size.ring)
+        self.memory.pin(self.memory.address, size.stage + size.ring)
+        self.stage = self.memory.address, size.stage, size.part
+        self.ring = self.memory.address + size.stage, size.ring, max(1, size.slot)
 
     @property
     def address(self) -> int:
         """Of the stage."""
         return self.memory.address
+
+    def leave(self, part: int) -> None:
+        """Zeroes a part of the stage, where that is asked for. Nothing may be under way in it."""
+        if self._zeroes:
+            ctypes.memset(self.address + part * self.part, 0, self.part)
 
     def close(self) -> None:
         """Gives the memory back. Nothing may be under way that uses it."""

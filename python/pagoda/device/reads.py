@@ -31,12 +31,12 @@ class Reads:
             self._lent.clear()
             self._core.give_back(None)
         self._taking = True
-        self._give_back()
+        self.give_back()
         found = self._core.take_read(place, wait)
         while wait and found is None:
             # All slots are being copied from.
             self._lent[0][1].wait()
-            self._give_back()
+            self.give_back()
             found = self._core.take_read(place, wait)
         self._taking = found is not None
         return found
@@ -46,7 +46,8 @@ class Reads:
         self._lent.append((slot, self._copying.record()))
         self._taking = False
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
+        """Gives slots back whose copies have ended."""
         while self._lent and self._lent[0][1].done():
             self._core.give_back(self._lent[0][0])
             self._lent.popleft()

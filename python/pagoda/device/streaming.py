@@ -33,6 +33,12 @@ from pagoda.device.tables import ListTables, StepTables, Work
 from pagoda.geometry import BlockLayout, CoreLayer
 from pagoda.kernels import arguments, instances
 
+TILE = 64
+"""Stored rows that are worked on together: `TILE` of the core."""
+
+RUN_ROWS = 64 * TILE
+"""Stored rows of a fixed run: `RUN_ROWS` of the core. Entries of pages that have left a window go a run at a time."""
+
 SLOTS = 2
 """One is read while the other is filled; more would only be filled earlier."""
 
@@ -83,29 +89,33 @@ def layer_runs(layers: list[CoreLayer], layouts: list[BlockLayout]) -> list[Run]
     return runs
 
 
-def slot_bytes(runs: list[Run], stretch_pages: int, device_bytes: int, *, in_place: bool = True) -> int:
-    """Of a slot, or 0 where there is no room for one that is of use.
+@dataclass(frozen=True)
+class RingSlots:
+    """Of the ring, in bytes.
 
-    stretch_pages: what a slot has to hold of any layer, since passes do not end in between. in_place: whether pages can be
-    read without a ring as well, so that a small one is of no use.
+    bytes: of a slot in device memory, 0 where there is no room for one that is of use. read: of a slot of pinned memory that
+    pages on disk are read to, so that it has all that the other can hold of them. enough: the device memory from which on
+    there is a ring.
     """
-    least = stretch_pages * max(run.bytes for run in runs)
-    size = min(max(SLOT_BYTES, least), device_bytes // (SLOTS * RING_SHARE)) // 256 * 256
-    return size if size >= max(least, SLOT_BYTES_MIN if in_place else 0) else 0
+
+    bytes: int
+    read: int
+    enough: int
 
 
-def device_bytes_for_disk(runs: list[Run], stretch_pages: int) -> int:
-    """The device memory from which on there is a ring where pages are on disk."""
-    least = stretch_pages * max(run.bytes for run in runs)
-    return SLOTS * RING_SHARE * -(-least // 256) * 256
-
-
-def read_slot_bytes(layers: list[CoreLayer], runs: list[Run], slot: int) -> int:
-    """Of a slot that pages on disk are read to, so that it has all that a slot of the ring can hold of them."""
-    groups: dict[int, list[int]] = {}
-    for layer, run in zip(layers, runs, strict=True):
-        groups.setdefault(layer["group"], []).append(run.bytes)
-    return max(slot // max(sizes) * max(map(stored_bytes, sizes)) for sizes in groups.values())
+def ring_slots(
+    widths: list[int], page_size: int, device_bytes: int, *, host: bool, disk: bool, deterministic: bool
+) -> RingSlots:
+    """What a cache has. widths: bytes of a layer in a block, by layer group. host, disk: whether there are these tiers."""
+    # A slot has to hold as much of any layer, since passes do not end in between.
+    stretch = max(RUN_ROWS if deterministic else TILE, page_size) // page_size * max(widths)
+    # Pages of the host can be read without a ring as well, so that a small one is of no use; those on disk cannot.
+    least = stretch if disk else max(stretch, SLOT_BYTES_MIN)
+    size = min(max(SLOT_BYTES, stretch), device_bytes // (SLOTS * RING_SHARE)) // 256 * 256
+    if not (host or disk) or size < least:
+        size = 0
+    read = max(size // width * stored_bytes(width) for width in widths)
+    return RingSlots(size, read, SLOTS * RING_SHARE * -(-least // 256) * 256)
 
 
 @dataclass
@@ -300,6 +310,11 @@ class Streams:
             now.slot.read = stream.record()
             self._slots.append(now.slot)
         self._fill()
+
+    def give_back(self) -> None:
+        """Gives back what pages on disk were read to, as far as they have been copied from there."""
+        if self._reads_ahead is not None:
+            self._reads_ahead.give_back()
 
     def behind(self, step: Event) -> Event:
         """What comes by when a step and all copies so far have ended."""

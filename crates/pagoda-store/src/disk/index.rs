@@ -116,6 +116,11 @@ impl Index {
         self.header.epoch
     }
 
+    /// Whether the drive has these entries and no others: not after a failure, until the log has been written anew.
+    pub(super) fn is_sure(&self) -> bool {
+        self.file.is_some()
+    }
+
     pub(super) fn entries(&self) -> &BTreeMap<Vec<u8>, Entry> {
         &self.entries
     }

@@ -189,23 +189,28 @@ impl Store {
             records.push(Record { group: group.0, block: block.index(), generation, sum });
         }
         self.file.sync().map_err(Error::io("syncing the pages"))?;
-        if !wanted() {
-            return Err(Error::Io {
-                operation: "keeping pages",
-                source: std::io::ErrorKind::TimedOut.into(),
-            });
-        }
         let entry = Entry { pages: records, meta: meta.to_vec() };
-        let before = lock(index).put(key, entry.clone())?;
+        let before = unless_given_up(index, wanted)?.put(key, entry.clone())?;
         let mut known = lock(&self.pages);
         keep(&mut known, &entry);
         before.iter().for_each(|before| unkeep(&mut known, before));
         Ok(before)
     }
 
+    /// Whether the next process finds what `entries` says. If not, it may find what a `put` or `delete` that failed has left, so
+    /// that blocks of such a `put` must not be written to until this is so again: the next change that succeeds sees to it.
+    pub fn is_sure(&self) -> bool {
+        self.index.as_ref().is_none_or(|index| lock(index).is_sure())
+    }
+
     /// Forgets a key; returns what was under it, whose blocks may be written to again.
     pub fn delete(&self, key: &[u8]) -> Result<Option<Entry>> {
-        let gone = lock(self.named()?).delete(key)?;
+        self.delete_if(key, || true)
+    }
+
+    /// As `delete`, if it is still `wanted` before the key changes; else an error.
+    pub fn delete_if(&self, key: &[u8], wanted: impl FnOnce() -> bool) -> Result<Option<Entry>> {
+        let gone = unless_given_up(self.named()?, wanted)?.delete(key)?;
         gone.iter().for_each(|entry| unkeep(&mut lock(&self.pages), entry));
         Ok(gone)
     }
@@ -279,6 +284,15 @@ impl Store {
     /// Whether bytes have to go with their pages.
     pub fn zeroes(&self) -> bool {
         self.zeroes.load(Ordering::Relaxed)
+    }
+
+    /// In a forked child: leaves the directory's lock to the parent alone.
+    ///
+    /// # Safety
+    /// Nothing of this process may use the store from now on, nor drop it.
+    pub unsafe fn abandon(&self) {
+        // SAFETY: as the caller promises.
+        unsafe { self.file.abandon() };
     }
 
     fn named(&self) -> Result<&Mutex<Index>> {
@@ -649,6 +663,15 @@ fn joined(pieces: &[Piece]) -> Vec<(u64, usize)> {
         }
     }
     ranges
+}
+
+/// The index, when its turn has come and a change of it is still `wanted`.
+fn unless_given_up(index: &Mutex<Index>, wanted: impl FnOnce() -> bool) -> Result<MutexGuard<'_, Index>> {
+    let index = lock(index);
+    if wanted() {
+        return Ok(index);
+    }
+    Err(Error::Io { operation: "changing the index", source: std::io::ErrorKind::TimedOut.into() })
 }
 
 /// Notes that an entry has pages.

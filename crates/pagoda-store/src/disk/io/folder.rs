@@ -8,7 +8,7 @@ use rustix::fs::{self, AtFlags, FlockOperation, Mode, OFlags};
 use std::fmt;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -193,6 +193,13 @@ impl File for OnDisk {
 
     fn lane(&self) -> io::Result<Box<dyn Lane>> {
         if self.uring { ring(self.fd.clone()) } else { Ok(Box::new(Psync(self.fd.clone()))) }
+    }
+
+    unsafe fn abandon(&self) {
+        if self.locked {
+            // SAFETY: nobody uses the descriptor any more, and its owner is not dropped, as the caller promises.
+            drop(unsafe { OwnedFd::from_raw_fd(self.fd.as_raw_fd()) });
+        }
     }
 }
 

@@ -61,6 +61,12 @@ pub trait File: Debug + Send + Sync {
 
     /// A queue of one's own, for aligned I/O.
     fn lane(&self) -> io::Result<Box<dyn Lane>>;
+
+    /// In a forked child: leaves the lock to the parent alone.
+    ///
+    /// # Safety
+    /// Nothing of this process may use the file from now on, nor drop it.
+    unsafe fn abandon(&self) {}
 }
 
 /// One thread's way to a file.
