@@ -16,7 +16,7 @@ import pytest
 from emulator.driver import CallerStream, EmulatedDriver, Stream
 from hypothesis import given
 from hypothesis import strategies as st
-from mirror import Mirror, layer
+from mirror import INTEGER_ISAS, Mirror, layer
 from pagoda import _core, rates
 from pagoda.device import streaming
 from pagoda.device.partials import Asked, Partials
@@ -47,7 +47,7 @@ EVERYTHING, NOTHING = Shares(memory=1.0), Shares(ring=1.0)
 @pytest.fixture
 def divided(monkeypatch: pytest.MonkeyPatch) -> Callable[[Routes | None], None]:
     """Has caches that are opened from now on divide work so."""
-    isas = [isa for isa in _core.build_info()["isas"] if isa != "avx512vnni"]
+    isas = [isa for isa in _core.build_info()["isas"] if isa not in INTEGER_ISAS]
     # Products of integers are another arithmetic, which tests of the CPU hold against float64.
     monkeypatch.setenv("PAGODA_CPU_ISA", isas[-1])
 

@@ -14,7 +14,7 @@ import pytest
 from gguf.quants import dequantize, quantize
 from hypothesis import given
 from hypothesis import strategies as st
-from mirror import Mirror, layer
+from mirror import INTEGER_ISAS, Mirror, layer
 from pagoda import formats
 
 Rows = npt.NDArray[np.float32]
@@ -176,20 +176,24 @@ def test_attention_over_every_pair(
 
 
 @pytest.mark.parametrize(("name", "largest"), [("q8_0", 32639), ("q5_0", 32639), ("q4_0", 127), ("mxfp4", 127)])
-def test_products_of_integers_are_of_those_integers(name: str, largest: int) -> None:
+def test_products_of_integers_are_of_those_integers(name: str, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What rounding queries and weights costs is what rounding them in NumPy costs, and nothing else is lost."""
+    isas = [isa for isa in pagoda.build_info()["isas"] if isa in INTEGER_ISAS]
+    if not isas:
+        pytest.skip("rows are multiplied as floats")
     rng = np.random.default_rng(3)
     q = rng.standard_normal((50, 4, 96)).astype(np.float32)
     k, v = rng.standard_normal((2, 50, 1, 96)).astype(np.float32)
     shape = layer(num_q_heads=4, num_kv_heads=1, head_dim=96)
     options: dict[str, Any] = {"device": "cpu", "device_memory": "1MiB", "host_memory": 0, "threads": 1}
-    with pagoda.Cache(
-        pagoda.ModelSpec([shape]), k_dtype=name, v_dtype=name, center=None, rotate=False, **options
-    ) as cache:
-        if cache._core.isa != "avx512vnni":
-            pytest.skip("rows are multiplied as floats")
-        with cache.step([cache.create()], [50]) as step:
-            out = step.forward(0, q, k, v)[-1]
+    spec, outs = pagoda.ModelSpec([shape]), []
+    for isa in isas:
+        monkeypatch.setenv("PAGODA_CPU_ISA", isa)
+        with (
+            pagoda.Cache(spec, k_dtype=name, v_dtype=name, center=None, rotate=False, **options) as cache,
+            cache.step([cache.create()], [50]) as step,
+        ):
+            outs.append(step.forward(0, q, k, v)[-1])
     keys, packed = formats.decode(formats.encode(k[:, 0], name), name, (50, 96)), formats.encode(v[:, 0], name)
     blocks = packed.reshape(150, -1)
     if name == "mxfp4":
@@ -207,7 +211,8 @@ def test_products_of_integers_are_of_those_integers(name: str, largest: int) -> 
     weights = np.exp(scores - scores.max(1, keepdims=True))
     integers = rounded(weights[:, :, None] * scales, 1)
     expected = np.einsum("hts,tsi->hsi", integers, codes).reshape(4, 96) / weights.sum(1, keepdims=True)
-    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
+    for out in outs:
+        np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
 
 
 def test_a_cache_of_every_format_is_the_size_that_it_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,23 +1,48 @@
-//! Queries as integers, for dot products with the codes that rows are stored as.
+//! Dot products with the codes that rows are stored as: what is computed, for all instruction sets.
 //!
-//! A number of a query becomes an integer of 16 bits in two bytes, `256 * high + low`, of a scale that 32 elements share. So
-//! a product with a row is a sum of exact products of integers, twice as long as with one byte and 256 times as fine: what is
-//! rounded is at most 2^-15.99 of the largest of the 32 elements. With rows of 4 bits, which themselves are sixteen times
-//! as coarse, it is one byte, `high`.
+//! A number of a query becomes an integer of 16 bits, of a scale that 32 elements share. So a product with a row is a sum of
+//! exact products of integers, and what is rounded is at most 2^-15.99 of the largest of the 32 elements. With rows of 4 bits,
+//! which themselves are sixteen times as coarse, it is one byte. Weights become such integers as well, after multiplication
+//! with the scales of V and anew for every tile and step.
+//!
+//! [`kernel`] has the two loops, over K and over V, [`codes`] what formats are made of; both are written once, for vectors of 16
+//! numbers that an instruction set takes apart as it likes ([`Dot`](crate::simd::dot::Dot)). Sums of products are exact, and floats
+//! are multiplied and added in the same order everywhere: instruction sets give the same bits, but where something is infinite or NaN.
+
+mod codes;
+pub(crate) mod kernel;
+
+pub(crate) use codes::{Codes, Int8, Mxfp4, Q4_0, Q5_0, Q8_0};
 
 /// Elements that share a scale.
 pub(crate) const STEP: usize = 32;
+/// Numbers that are multiplied at once, in a word or two: as many as a word has bytes.
+pub(crate) const QUAD: usize = 4;
+
 /// The largest magnitude of which all bytes, one or two, fit: `127` or `256 * 127 + 127`.
 pub(crate) const fn code_max(bytes: usize) -> f32 {
     if bytes == 1 { 127.0 } else { 32639.0 }
 }
 
-/// `STEP` elements of a query, four to a word as dot products take them.
+/// Four numbers as instruction sets take them, in two words. Of one byte: in the first. Of two: the high bytes, `(n + 128) >> 8`,
+/// and the low ones, what is left, all from -128 to 127; or, as shorts, numbers 0 and 2, and 1 and 3, of 16 bits each.
+#[inline(always)]
+pub(crate) fn words(numbers: [i32; QUAD], bytes: usize, shorts: bool) -> [i32; 2] {
+    let of_bytes = |shift: u32, half: i32| i32::from_le_bytes(numbers.map(|n| ((n + half) >> shift) as u8));
+    let pair = |a: i32, b: i32| (a & 0xffff) | (b << 16);
+    let [a, b, c, d] = numbers;
+    match (bytes, shorts) {
+        (1, _) => [of_bytes(0, 0), 0],
+        (_, false) => [of_bytes(8, 128), of_bytes(0, 0)],
+        (_, true) => [pair(a, c), pair(b, d)],
+    }
+}
+
+/// `STEP` elements of a query, four to a word or two as dot products take them.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C, align(16))]
 pub(crate) struct QueryStep {
-    pub(crate) high: [i32; STEP / 4],
-    pub(crate) low: [i32; STEP / 4],
+    pub(crate) words: [[i32; STEP / QUAD]; 2],
     /// What sums of products with codes begin with: minus the products with the code of 0.
     pub(crate) start: i32,
     /// What an integer of 1 stands for.
@@ -27,7 +52,7 @@ pub(crate) struct QueryStep {
 /// Writes the elements of `row`, whole steps, as integers of one or two bytes, to be multiplied with codes of which `zero`
 /// stands for 0. A step with a NaN or an infinity gets a scale that is one.
 #[inline(always)]
-pub(crate) fn quantise(row: &[f32], zero: i32, bytes: usize, steps: &mut [QueryStep]) {
+pub(crate) fn quantise(row: &[f32], zero: i32, bytes: usize, shorts: bool, steps: &mut [QueryStep]) {
     let code_max = code_max(bytes);
     for (elements, step) in row.as_chunks::<STEP>().0.iter().zip(steps) {
         // As bits, of which a NaN has the most.
@@ -39,22 +64,15 @@ pub(crate) fn quantise(row: &[f32], zero: i32, bytes: usize, steps: &mut [QueryS
         }
         // Below, the inverse would be infinite.
         let inverse = if most < f32::MIN_POSITIVE * code_max { 0.0 } else { code_max / most };
-        let (mut high, mut low, mut sum) = ([0u8; STEP], [0u8; STEP], 0);
+        let mut codes = [0; STEP];
         for i in 0..STEP {
             // To nearest even: numbers of this size have no other digits.
-            let code = (elements[i] * inverse + 1.5 * 2f32.powi(23)).to_bits() as i32 - 0x4b40_0000;
-            (high[i], low[i]) =
-                if bytes == 1 { (code as u8, 0) } else { (((code + 128) >> 8) as u8, code as u8) };
-            sum += code;
+            codes[i] = (elements[i] * inverse + 1.5 * 2f32.powi(23)).to_bits() as i32 - 0x4b40_0000;
         }
-        let words = |bytes: &[u8; STEP], words: &mut [i32; STEP / 4]| {
-            for (word, bytes) in words.iter_mut().zip(bytes.as_chunks().0) {
-                *word = i32::from_le_bytes(*bytes);
-            }
-        };
-        words(&high, &mut step.high);
-        words(&low, &mut step.low);
-        step.start = -zero * sum;
+        for (i, quad) in codes.as_chunks().0.iter().enumerate() {
+            [step.words[0][i], step.words[1][i]] = words(*quad, bytes, shorts);
+        }
+        step.start = -zero * codes.iter().sum::<i32>();
         step.scale = most / code_max;
     }
 }
@@ -63,32 +81,40 @@ pub(crate) fn quantise(row: &[f32], zero: i32, bytes: usize, steps: &mut [QueryS
 mod tests {
     use super::*;
 
-    /// What the integers of a step stand for.
-    fn numbers(step: &QueryStep, bytes_each: usize) -> Vec<f64> {
-        let shift = 8 * (bytes_each as i32 - 1);
-        let bytes =
-            |words: [i32; STEP / 4]| words.into_iter().flat_map(|word| word.to_le_bytes().map(i32::from));
-        let signed = |byte: i32| (byte + 128) % 256 - 128;
-        let pairs = bytes(step.high).zip(bytes(step.low));
-        pairs.map(|(h, l)| f64::from((signed(h) << shift) + signed(l)) * f64::from(step.scale)).collect()
+    /// The integers of a step.
+    fn integers(step: &QueryStep, bytes: usize, shorts: bool) -> Vec<i32> {
+        let quad = |i: usize| {
+            let [first, second] = [0, 1].map(|word| step.words[word][i].to_le_bytes());
+            let signed = |byte: u8| i32::from(byte as i8);
+            let short = |bytes: &[u8], i: usize| i32::from(i16::from_le_bytes([bytes[i], bytes[i + 1]]));
+            match (bytes, shorts) {
+                (1, _) => first.map(signed),
+                (_, false) => std::array::from_fn(|i| 256 * signed(first[i]) + signed(second[i])),
+                (_, true) => [short(&first, 0), short(&second, 0), short(&first, 2), short(&second, 2)],
+            }
+        };
+        (0..STEP / QUAD).flat_map(quad).collect()
     }
 
     #[test]
     fn integers_are_within_half_a_unit() {
         for (bytes, largest) in [(1, 127.0), (2, 32639.0)] {
-            for scale in [1e-35f32, 1e-3, 1.0, 1e30] {
+            for (shorts, scale) in [false, true]
+                .into_iter()
+                .flat_map(|shorts| [1e-35f32, 1e-3, 1.0, 1e30].map(|scale| (shorts, scale)))
+            {
                 let row: [f32; 2 * STEP] =
                     std::array::from_fn(|i| ((i * i * 37 % 101) as f32 - 50.0) * scale);
                 let mut steps = [QueryStep::default(); 2];
-                quantise(&row, 8, bytes, &mut steps);
+                quantise(&row, 8, bytes, shorts, &mut steps);
                 for (elements, step) in row.chunks(STEP).zip(&steps) {
                     let most = f64::from(elements.iter().fold(0.0, |a: f32, x| a.max(x.abs())));
-                    let all = numbers(step, bytes);
-                    for (x, y) in elements.iter().zip(&all) {
+                    let all = integers(step, bytes, shorts);
+                    for (x, code) in elements.iter().zip(&all) {
+                        let y = f64::from(*code) * f64::from(step.scale);
                         assert!((f64::from(*x) - y).abs() <= most / largest / 2.0 * 1.001, "{x} became {y}");
                     }
-                    let sum: f64 = all.iter().sum::<f64>() / f64::from(step.scale);
-                    assert_eq!(step.start, -8 * sum.round() as i32);
+                    assert_eq!(step.start, -8 * all.iter().sum::<i32>());
                 }
             }
         }
@@ -102,9 +128,9 @@ mod tests {
             let mut steps = [QueryStep::default()];
             let mut row = [0.0; STEP];
             row[5] = x;
-            quantise(&row, 128, 2, &mut steps);
+            quantise(&row, 128, 2, false, &mut steps);
             assert_eq!(steps[0].scale.to_bits(), scale.to_bits(), "{x}");
-            assert!(x == 0.0 || x.is_nan() || x.is_infinite() || numbers(&steps[0], 2)[5] == 0.0);
+            assert!(integers(&steps[0], 2, false).iter().all(|&code| code == 0));
         }
     }
 }

@@ -125,7 +125,7 @@ fn hold(
     let coarse = rounded && world.layer.transform != Transform::default();
     // Products of integers: elements of queries are rounded to 2^-16 of the largest of 32, weights to that of a tile; with
     // 4-bit rows to 2^-8.
-    let integers = rounded && backend.isa() == Isa::Avx512Vnni;
+    let integers = rounded && backend.isa().multiplies_integers();
     let one_byte = |format| matches!(format, RowFormat::Q4_0 | RowFormat::Mxfp4);
     let one_byte = integers && (one_byte(k_format) || v_format.is_some_and(one_byte));
     let (tolerance, lse_tolerance): (f64, f64) = match (coarse, integers) {
@@ -133,18 +133,25 @@ fn hold(
         (false, true) => (tolerance.max(3e-4), 3e-4),
         (false, false) => (tolerance, 1e-5),
     };
-    let (tolerance, lse_tolerance) =
-        if one_byte { (tolerance.max(3e-2), lse_tolerance.max(3e-2)) } else { (tolerance, lse_tolerance) };
+    // Centres of these worlds are 20 times as large as rows, which are stored without them: scores of one query are off together.
+    let centered = !world.layer.transform.center.is_empty();
+    let (tolerance, lse_tolerance) = match (one_byte, centered) {
+        (true, true) => (tolerance.max(3e-2), 0.6),
+        (true, false) => (tolerance.max(3e-2), lse_tolerance.max(3e-2)),
+        (false, _) => (tolerance, lse_tolerance),
+    };
     assert_eq!(out.len(), expected_out.len());
     for (i, (&x, &y)) in out.iter().zip(&expected_out).enumerate() {
         assert!(
             (f64::from(x) - y).abs() <= tolerance * (1.0 + y.abs()),
-            "out[{i}] is {x}, not {y}; {batch:?}"
+            "{} {:?}: out[{i}] is {x}, not {y}; {batch:?}",
+            backend.isa(),
+            world.layer.geometry
         );
     }
     for (i, (&x, &y)) in lse.iter().zip(&expected_lse).enumerate() {
         let same = f64::from(x) == y || (f64::from(x) - y).abs() <= lse_tolerance * (1.0 + y.abs());
-        assert!(same, "lse[{i}] is {x}, not {y}; {batch:?}");
+        assert!(same, "{} {:?}: lse[{i}] is {x}, not {y}; {batch:?}", backend.isa(), world.layer.geometry);
     }
 }
 

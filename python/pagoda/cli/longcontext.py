@@ -178,8 +178,8 @@ def budgets_of(
     device = given.get("device_memory", max(pages // 10, PAGES_MIN * page))
     left = max(0, pages - device)
     if on_gpu and left:
-        host, disk = given.get("host_memory") != 0, free_disk is not None
-        left += planner.rings(device, host=host, disk=disk, on_gpu=True).device_bytes
+        tiers = {"host": given.get("host_memory") != 0, "disk": free_disk is not None}
+        left += planner.rings(device, **tiers, on_gpu=True).device_bytes
     # The last tier has more than it needs: blocks come in extents, those on disk are padded, and steps want some free.
     spare = left // 4 + PAGES_MIN * page
     room = max(0, free_ram * 3 // 4 - (0 if on_gpu else device))

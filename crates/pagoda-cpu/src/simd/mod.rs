@@ -8,11 +8,10 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+pub(crate) mod dot;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 pub(crate) mod scalar;
-#[cfg(target_arch = "x86_64")]
-mod vnni;
 
 use std::fmt;
 
@@ -23,15 +22,22 @@ use crate::integers::{QueryStep, STEP};
 use crate::kernel::{self, Accumulate, Fold, Score, Softmax};
 use crate::rows::Element;
 
-/// An instruction set that attention can run on.
+/// An instruction set that attention can run on. Those with dot products of integers multiply rows that are stored as such so
+/// (docs/adr/0013); what each adds to is the same without.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Isa {
-    /// [`Avx512`](Self::Avx512) with VNNI, VBMI and BITALG: dot products of integers where rows are stored as such.
+    /// [`Avx512`](Self::Avx512) with the dot products of VNNI, which VBMI and BITALG prepare.
     Avx512Vnni,
     /// AVX-512 F, BW, DQ and VL.
     Avx512,
+    /// [`Avx2`](Self::Avx2) with the dot products of AVX-VNNI.
+    AvxVnni,
+    /// [`Avx2`](Self::Avx2) with its own dot products.
+    Avx2Madd,
     /// AVX2, FMA and F16C.
     Avx2,
+    /// [`Neon`](Self::Neon) with dot products (FEAT_DotProd).
+    NeonDot,
     /// Advanced SIMD of arm64.
     Neon,
     /// Portable Rust.
@@ -40,7 +46,16 @@ pub enum Isa {
 
 impl Isa {
     /// Every instruction set, best first.
-    pub const ALL: [Self; 5] = [Self::Avx512Vnni, Self::Avx512, Self::Avx2, Self::Neon, Self::Scalar];
+    pub const ALL: [Self; 8] = [
+        Self::Avx512Vnni,
+        Self::Avx512,
+        Self::AvxVnni,
+        Self::Avx2Madd,
+        Self::Avx2,
+        Self::NeonDot,
+        Self::Neon,
+        Self::Scalar,
+    ];
 
     /// The best instruction set of this CPU.
     pub fn detect() -> Self {
@@ -66,16 +81,25 @@ impl Isa {
                     && Self::Avx2.is_supported()
             }
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => {
+            Self::AvxVnni => is_x86_feature_detected!("avxvnni") && Self::Avx2.is_supported(),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 | Self::Avx2Madd => {
                 is_x86_feature_detected!("avx2")
                     && is_x86_feature_detected!("fma")
                     && is_x86_feature_detected!("f16c")
             }
             #[cfg(target_arch = "aarch64")]
+            Self::NeonDot => std::arch::is_aarch64_feature_detected!("dotprod") && Self::Neon.is_supported(),
+            #[cfg(target_arch = "aarch64")]
             Self::Neon => std::arch::is_aarch64_feature_detected!("neon"),
             Self::Scalar => true,
             _ => false,
         }
+    }
+
+    /// Whether int8, q8_0, q5_0, q4_0 and mxfp4 rows are multiplied as integers.
+    pub fn multiplies_integers(self) -> bool {
+        matches!(self, Self::Avx512Vnni | Self::AvxVnni | Self::Avx2Madd | Self::NeonDot)
     }
 
     /// The kernels for this instruction set, if this CPU has it.
@@ -85,11 +109,25 @@ impl Isa {
         }
         match self {
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512Vnni => Some(const { &Kernels { integers: vnni::rows, ..avx512_kernels::TABLE } }),
+            Self::Avx512Vnni => {
+                Some(const { &Kernels { integers: avx512vnni_products::rows, ..avx512_kernels::TABLE } })
+            }
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => Some(const { &avx512_kernels::TABLE }),
             #[cfg(target_arch = "x86_64")]
+            Self::AvxVnni => {
+                Some(const { &Kernels { integers: avxvnni_products::rows, ..avx2_kernels::TABLE } })
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2Madd => {
+                Some(const { &Kernels { integers: avx2madd_products::rows, ..avx2_kernels::TABLE } })
+            }
+            #[cfg(target_arch = "x86_64")]
             Self::Avx2 => Some(const { &avx2_kernels::TABLE }),
+            #[cfg(target_arch = "aarch64")]
+            Self::NeonDot => {
+                Some(const { &Kernels { integers: neondot_products::rows, ..neon_kernels::TABLE } })
+            }
             #[cfg(target_arch = "aarch64")]
             Self::Neon => Some(const { &neon_kernels::TABLE }),
             Self::Scalar => Some(const { &scalar_kernels::TABLE }),
@@ -103,7 +141,10 @@ impl fmt::Display for Isa {
         f.write_str(match self {
             Self::Avx512Vnni => "avx512vnni",
             Self::Avx512 => "avx512",
+            Self::AvxVnni => "avxvnni",
+            Self::Avx2Madd => "avx2madd",
             Self::Avx2 => "avx2",
+            Self::NeonDot => "neondot",
             Self::Neon => "neon",
             Self::Scalar => "scalar",
         })
@@ -319,3 +360,48 @@ kernels!(#[cfg(target_arch = "x86_64")] mod avx512_kernels, avx512::Avx512, "avx
 kernels!(#[cfg(target_arch = "x86_64")] mod avx2_kernels, avx2::Avx2, "avx2,fma,f16c");
 kernels!(#[cfg(target_arch = "aarch64")] mod neon_kernels, neon::Neon, "neon");
 kernels!(mod scalar_kernels, scalar::Scalar);
+
+/// Instantiates the products of integers for one instruction set.
+macro_rules! products {
+    ($(#[$cfg:meta])* mod $name:ident, $dot:ty, $features:literal) => {
+        $(#[$cfg])*
+        mod $name {
+            use super::*;
+            use crate::integers::{Codes, Int8, Mxfp4, Q4_0, Q5_0, Q8_0, kernel};
+
+            #[target_feature(enable = $features)]
+            unsafe fn quantise<C: Codes>(row: &[f32], steps: &mut [QueryStep]) {
+                kernel::quantise::<$dot, C>(row, steps);
+            }
+            #[target_feature(enable = $features)]
+            unsafe fn score<C: Codes>(args: &Score<'_>) {
+                // SAFETY: as the caller promises.
+                unsafe { kernel::score::<$dot, C>(args) }
+            }
+            #[target_feature(enable = $features)]
+            unsafe fn accumulate<C: Codes>(args: &Accumulate<'_>) {
+                // SAFETY: as the caller promises.
+                unsafe { kernel::accumulate::<$dot, C>(args) }
+            }
+
+            pub(super) fn rows(format: RowFormat) -> Option<&'static RowKernels> {
+                const fn kernels<C: Codes>() -> RowKernels {
+                    RowKernels { score: score::<C>, accumulate: accumulate::<C>, quantise: Some(quantise::<C>) }
+                }
+                match format {
+                    RowFormat::Int8 => Some(const { &kernels::<Int8>() }),
+                    RowFormat::Q8_0 => Some(const { &kernels::<Q8_0>() }),
+                    RowFormat::Q5_0 => Some(const { &kernels::<Q5_0>() }),
+                    RowFormat::Q4_0 => Some(const { &kernels::<Q4_0>() }),
+                    RowFormat::Mxfp4 => Some(const { &kernels::<Mxfp4>() }),
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+products!(#[cfg(target_arch = "x86_64")] mod avx512vnni_products, dot::avx512::Vnni512, "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,avx512bitalg,avx2,fma");
+products!(#[cfg(target_arch = "x86_64")] mod avxvnni_products, dot::avx2::Dot256<true>, "avxvnni,avx2,fma,f16c");
+products!(#[cfg(target_arch = "x86_64")] mod avx2madd_products, dot::avx2::Dot256<false>, "avx2,fma,f16c");
+products!(#[cfg(target_arch = "aarch64")] mod neondot_products, dot::neon::NeonDot, "neon,dotprod");

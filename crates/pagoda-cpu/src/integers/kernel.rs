@@ -1,0 +1,622 @@
+//! The two loops: dot products of queries with rows of K, and of weights with columns of V.
+//!
+//! Of K, 16 rows are transposed so that a word of a vector holds four elements of one row: scores come out 16 at a time. Of V, 4
+//! rows are interleaved so that a word holds one element of each; weights times the scales of V become integers for every tile
+//! and step. Sums of products are exact; they are converted and scaled once a step, in an order that does not depend on how many
+//! query rows there are.
+
+#![expect(clippy::needless_range_loop, reason = "an index runs over several arrays of vectors")]
+
+use std::mem::MaybeUninit;
+
+use pagoda_core::work::TILE;
+
+use super::{Codes, QUAD, QueryStep, STEP, code_max};
+use crate::kernel::{Accumulate, RowSize, Score};
+use crate::simd::dot::{Dot, LANES};
+use crate::stored::Row;
+
+/// Products with one byte that are added up before sums are settled.
+const UNSETTLED: usize = LANES / QUAD;
+/// Steps of V whose weights are made at once.
+const PART: usize = 4;
+
+/// See [`super::quantise`].
+#[inline(always)]
+pub(crate) fn quantise<S: Dot, C: Codes>(row: &[f32], steps: &mut [QueryStep]) {
+    super::quantise(row, C::zero::<S>(), C::BYTES, S::SHORTS, steps);
+}
+
+/// Asks for a part of 16 rows: of the bytes that they have for a step.
+#[inline(always)]
+unsafe fn prefetch<S: Dot, C: Codes>(rows: *const u8, part: usize, parts: usize) {
+    let bytes = LANES * C::STEP_BYTES / parts;
+    for line in (0..bytes).step_by(64) {
+        // SAFETY: a prefetch never faults.
+        unsafe { S::prefetch(rows.wrapping_add(part * bytes + line)) };
+    }
+}
+
+/// Asks for the scales of 16 rows.
+#[inline(always)]
+unsafe fn prefetch_scales<S: Dot>(scales: *const u8, size: RowSize) {
+    for line in (0..LANES * size.scale_bytes).step_by(64) {
+        // SAFETY: a prefetch never faults.
+        unsafe { S::prefetch(scales.wrapping_add(line)) };
+    }
+}
+
+/// `$kernel::<S, C, R, STEPS>($args, row)` for all rows.
+macro_rules! for_rows {
+    ($kernel:ident::<$simd:ident, $codes:ident>($args:ident), $dim:expr) => {{
+        let mut row = 0;
+        while row < $args.count {
+            let rows = match $args.count - row {
+                1 => 1,
+                2..4 => 2,
+                _ => $simd::ROWS,
+            };
+            // SAFETY: as the caller promises; every block gets as many query rows as there are.
+            unsafe {
+                // Strides that are known when this is compiled spare the kernels their registers, where vectors leave some.
+                if $simd::MANY_REGISTERS && $args.size.dim == $dim && $dim == 128 {
+                    match rows {
+                        1 => $kernel::<$simd, $codes, 1, 4>($args, row),
+                        2 => $kernel::<$simd, $codes, 2, 4>($args, row),
+                        _ => $kernel::<$simd, $codes, 4, 4>($args, row),
+                    }
+                } else if $simd::MANY_REGISTERS && $args.size.dim == $dim && $dim == 256 {
+                    match rows {
+                        1 => $kernel::<$simd, $codes, 1, 8>($args, row),
+                        2 => $kernel::<$simd, $codes, 2, 8>($args, row),
+                        _ => $kernel::<$simd, $codes, 4, 8>($args, row),
+                    }
+                } else {
+                    match rows {
+                        1 => $kernel::<$simd, $codes, 1, 0>($args, row),
+                        2 => $kernel::<$simd, $codes, 2, 0>($args, row),
+                        _ => $kernel::<$simd, $codes, 4, 0>($args, row),
+                    }
+                }
+            }
+            row += rows;
+        }
+    }};
+}
+
+/// See [`kernel::score`](crate::kernel::score).
+#[inline(always)]
+pub(crate) unsafe fn score<S: Dot, C: Codes>(args: &Score<'_>) {
+    for_rows!(score_rows::<S, C>(args), args.size.dim);
+}
+
+/// Scores of `R` query rows, of `STEPS` steps if not 0.
+#[inline(always)]
+unsafe fn score_rows<S: Dot, C: Codes, const R: usize, const STEPS: usize>(args: &Score<'_>, row: usize) {
+    // SAFETY: as the caller promises.
+    unsafe {
+        if S::MANY_REGISTERS {
+            score_blocks::<S, C, R, STEPS, 2>(args, row);
+        } else {
+            score_blocks::<S, C, R, STEPS, 1>(args, row);
+        }
+    }
+}
+
+/// `B` blocks of 16 rows at a time, which share the loads of queries.
+#[inline(always)]
+unsafe fn score_blocks<S: Dot, C: Codes, const R: usize, const STEPS: usize, const B: usize>(
+    args: &Score<'_>,
+    row: usize,
+) {
+    let size = if STEPS == 0 { args.size } else { C::size(STEPS) };
+    let steps = size.dim / STEP;
+    // SAFETY: 16 rows lie within a page; `codes` and `scores` are as large as `Score` says.
+    unsafe {
+        let queries = args.codes.add(row * steps);
+        for first in (args.low / LANES * LANES..args.high).step_by(B * LANES) {
+            let mut firsts = [first; B];
+            for (b, block) in firsts.iter_mut().enumerate() {
+                // Rows that nobody sees may have no page.
+                if first + b * LANES < args.high {
+                    *block = first + b * LANES;
+                }
+            }
+            let keys = firsts.map(|first| args.keys.row(first, size));
+            let ahead = firsts.map(|first| args.keys.row_of_next(first, size));
+            if row == 0 {
+                for ahead in ahead {
+                    prefetch_scales::<S>(ahead.scales, size);
+                }
+            }
+            let mut scores = [[S::floats(0.0); R]; B];
+            for step in 0..steps {
+                let mut columns = [C::columns::<S>(keys[0].data, size, step); B];
+                for b in 1..B {
+                    columns[b] = C::columns::<S>(keys[b].data, size, step);
+                }
+                let mut sums = [[S::begin(0, C::BYTES); B]; R];
+                for r in 0..R {
+                    sums[r] = [S::begin((*queries.add(r * steps + step)).start, C::BYTES); B];
+                }
+                for i in 0..STEP / QUAD {
+                    // Evenly: what is asked for in bursts is not fetched.
+                    if row == 0 && i % 2 == 0 {
+                        for ahead in ahead {
+                            let rows = ahead.data.wrapping_add(step * LANES * C::STEP_BYTES);
+                            prefetch::<S, C>(rows, i / 2, STEP / 8);
+                        }
+                    }
+                    for r in 0..R {
+                        let query = &*queries.add(r * steps + step);
+                        for b in 0..B {
+                            let words = [query.words[0][i], query.words[1][i]];
+                            sums[r][b] = S::add_products(sums[r][b], columns[b][i], words, C::BYTES);
+                            if (i + 1) % UNSETTLED == 0 {
+                                sums[r][b] = S::settle(sums[r][b], C::BYTES);
+                            }
+                        }
+                    }
+                }
+                for b in 0..B {
+                    let scales = C::scales::<S>(keys[b].scales, size, step);
+                    for r in 0..R {
+                        let scale = S::floats((*queries.add(r * steps + step)).scale);
+                        let sum = S::mul(S::to_floats(S::total(sums[r][b], C::BYTES)), scale);
+                        scores[b][r] = S::fma(sum, scales, scores[b][r]);
+                    }
+                }
+            }
+            for b in 0..B {
+                for r in 0..R {
+                    S::store(args.scores.add((row + r) * TILE + firsts[b]), scores[b][r]);
+                }
+            }
+        }
+    }
+}
+
+/// See [`kernel::accumulate`](crate::kernel::accumulate).
+#[inline(always)]
+pub(crate) unsafe fn accumulate<S: Dot, C: Codes>(args: &Accumulate<'_>) {
+    for_rows!(accumulate_rows::<S, C>(args), args.dim);
+}
+
+/// The weights of a tile for `R` query rows, times the scales of some steps of V, as integers.
+#[repr(C, align(64))]
+struct Weights<const R: usize> {
+    words: [[[[i32; TILE / QUAD]; 2]; R]; PART],
+    /// What sums of products with codes begin with: minus the products with the code of 0.
+    start: [[i32; 4]; PART],
+    /// What an integer of 1 stands for.
+    scale: [[f32; 4]; PART],
+}
+
+impl<const R: usize> Weights<R> {
+    /// Writes those of `steps` steps.
+    #[inline(always)]
+    unsafe fn fill<S: Dot, C: Codes>(
+        this: *mut Self,
+        weights: *const f32,
+        scales: &[[S::Floats; TILE / LANES]; PART],
+        steps: usize,
+    ) {
+        // SAFETY: as the caller promises.
+        unsafe {
+            let mut most = [[S::integers(0); 4]; PART];
+            for step in 0..steps {
+                for r in 0..R {
+                    for i in 0..TILE / LANES {
+                        let weight = S::load(weights.add(r * TILE + i * LANES));
+                        most[step][r] =
+                            S::larger(most[step][r], S::magnitudes(S::mul(weight, scales[step][i])));
+                    }
+                }
+            }
+            let most = S::largest(most);
+            let code_max = code_max(C::BYTES);
+            let (mut scale, mut inverse) = ([0.0; LANES], [0.0; LANES]);
+            for i in 0..LANES {
+                // As bits, of which a NaN has the most.
+                let most = f32::from_bits(most[i] as u32);
+                scale[i] = most * (1.0 / code_max);
+                // Where it would be infinite, the largest is next to nothing.
+                inverse[i] = if code_max / most < f32::MAX { code_max / most } else { f32::MAX };
+            }
+            let mut sums = [[S::integers(0); 4]; PART];
+            for step in 0..steps {
+                for r in 0..R {
+                    let inverse = S::floats(inverse[PART * step + r]);
+                    let mut codes = [S::integers(0); TILE / LANES];
+                    for i in 0..TILE / LANES {
+                        let weight = S::load(weights.add(r * TILE + i * LANES));
+                        codes[i] = S::to_integers(S::mul(S::mul(weight, scales[step][i]), inverse));
+                        sums[step][r] = S::add(sums[step][r], codes[i]);
+                    }
+                    S::pack(codes, C::BYTES, &mut (*this).words[step][r]);
+                }
+            }
+            let mut start = S::sums(sums);
+            for start in &mut start {
+                *start = start.wrapping_mul(-C::zero::<S>());
+            }
+            (&raw mut (*this).start).cast::<[i32; LANES]>().write(start);
+            (&raw mut (*this).scale).cast::<[f32; LANES]>().write(scale);
+        }
+    }
+}
+
+/// `R` query rows, of `STEPS` steps if not 0.
+#[inline(always)]
+unsafe fn accumulate_rows<S: Dot, C: Codes, const R: usize, const STEPS: usize>(
+    args: &Accumulate<'_>,
+    row: usize,
+) {
+    let size = if STEPS == 0 { args.size } else { C::size(STEPS) };
+    let steps = if STEPS == 0 { args.dim / STEP } else { STEPS };
+    let blocks = args.low / LANES..args.high.div_ceil(LANES);
+    let rows: [Row; TILE / LANES] = std::array::from_fn(|i| args.chunk.row(i * LANES, size));
+    let ahead = std::array::from_fn(|i| args.chunk.row_of_next(i * LANES, size));
+    // Once; no branch is as cheap as to ask for what is there.
+    let ahead: [Row; TILE / LANES] = if args.prefetch && row == 0 { ahead } else { rows };
+    let seen = (u64::MAX >> (TILE - args.high)) & (u64::MAX << args.low);
+    // SAFETY: as the caller promises; 16 rows lie within a page, and pages without a row that is seen are not read.
+    unsafe {
+        for block in blocks.clone() {
+            prefetch_scales::<S>(ahead[block].scales, size);
+        }
+        let mut weights = MaybeUninit::<Weights<R>>::uninit();
+        let weights = weights.as_mut_ptr();
+        for step in 0..steps {
+            let part = if C::ROW_SCALE { 0 } else { step % PART };
+            if part == 0 && (step == 0 || !C::ROW_SCALE) {
+                let count = if C::ROW_SCALE { 1 } else { PART.min(steps - step) };
+                let mut scales = [[S::floats(0.0); TILE / LANES]; PART];
+                for block in blocks.clone() {
+                    let seen = (seen >> (block * LANES)) as u16;
+                    for (i, scales) in scales[..count].iter_mut().enumerate() {
+                        scales[block] = S::masked(seen, C::scales::<S>(rows[block].scales, size, step + i));
+                    }
+                }
+                Weights::fill::<S, C>(weights, args.weights.add(row * TILE), &scales, count);
+            }
+            let this = Columns { args, row, size, step, part, rows: &rows, ahead: &ahead, weights };
+            if S::MANY_REGISTERS {
+                this.add::<S, C, 2>(0);
+            } else {
+                this.add::<S, C, 1>(0);
+                this.add::<S, C, 1>(1);
+            }
+        }
+    }
+}
+
+/// A step of V, of `R` query rows.
+struct Columns<'a, const R: usize> {
+    args: &'a Accumulate<'a>,
+    row: usize,
+    size: RowSize,
+    step: usize,
+    /// Which of the steps that `weights` are of.
+    part: usize,
+    rows: &'a [Row; TILE / LANES],
+    ahead: &'a [Row; TILE / LANES],
+    weights: *const Weights<R>,
+}
+
+impl<const R: usize> Columns<'_, R> {
+    /// Adds to the values of `H` halves of the step.
+    #[inline(always)]
+    unsafe fn add<S: Dot, C: Codes, const H: usize>(&self, half: usize) {
+        let Self { args, row, size, step, part, rows, ahead, weights } = *self;
+        // SAFETY: as the caller promises.
+        unsafe {
+            let mut sums = [[S::begin(0, C::BYTES); H]; R];
+            for block in args.low / LANES..args.high.div_ceil(LANES) {
+                let ahead = ahead[block].data.wrapping_add(step * LANES * C::STEP_BYTES);
+                for quad in 0..LANES / QUAD {
+                    let first = rows[block].data.wrapping_add(quad * QUAD * size.bytes);
+                    let mut codes = [C::words::<S>(first, size, step, half); H];
+                    for h in 1..H {
+                        codes[h] = C::words::<S>(first, size, step, half + h);
+                    }
+                    if half == 0 {
+                        prefetch::<S, C>(ahead, quad, LANES / QUAD);
+                    }
+                    let word = block * (LANES / QUAD) + quad;
+                    for r in 0..R {
+                        let words = &(*weights).words[part][r];
+                        for h in 0..H {
+                            let words = [words[0][word], words[1][word]];
+                            sums[r][h] = S::add_products(sums[r][h], codes[h], words, C::BYTES);
+                        }
+                    }
+                }
+                for r in 0..R {
+                    for h in 0..H {
+                        sums[r][h] = S::settle(sums[r][h], C::BYTES);
+                    }
+                }
+            }
+            for r in 0..R {
+                let decay = S::floats(args.decay.map_or(1.0, |decay| *decay.add(row + r)));
+                let start = S::integers((*weights).start[part][r]);
+                let scale = S::floats((*weights).scale[part][r]);
+                for h in 0..H {
+                    let sum = S::add(S::in_order(S::total(sums[r][h], C::BYTES)), start);
+                    let sum = S::mul(S::to_floats(sum), scale);
+                    let first = step * STEP + (half + h) * LANES;
+                    let values = args.values.add((row + r) * args.stride + first);
+                    S::store(values, S::fma(decay, S::load(values), sum));
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use pagoda_core::layout::RowFormat;
+
+    use super::*;
+    use crate::codec::decode_row;
+    use crate::kernel::{ALIGN, Chunk, Lines, PIECES};
+    use crate::simd::Isa;
+
+    const FORMATS: [RowFormat; 5] =
+        [RowFormat::Int8, RowFormat::Q8_0, RowFormat::Q5_0, RowFormat::Q4_0, RowFormat::Mxfp4];
+
+    /// A linear congruential generator.
+    struct Random(u64);
+
+    impl Random {
+        fn below(&mut self, n: usize) -> usize {
+            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (self.0 >> 33) as usize % n
+        }
+        fn pick<T: Copy>(&mut self, of: &[T]) -> T {
+            of[self.below(of.len())]
+        }
+        /// From -1 to 1.
+        fn float(&mut self) -> f32 {
+            self.below(1 << 24) as f32 / (1 << 23) as f32 - 1.0
+        }
+    }
+
+    /// A tile of stored rows: what scores and values are of.
+    struct Tile {
+        size: RowSize,
+        /// Rows of a page.
+        page: usize,
+        /// Pages of rows, then their scales, after some bytes of others.
+        pages: Vec<Vec<u8>>,
+        /// What stored numbers are multiples of their scales by, twice that with mxfp4; `[TILE][dim]`.
+        integers: Vec<i32>,
+        /// Those scales, or half of them; `[TILE][dim / STEP]`.
+        scales: Vec<f32>,
+    }
+
+    const BEFORE: usize = 48;
+
+    impl Tile {
+        fn new(random: &mut Random, format: RowFormat, dim: usize, page: usize) -> Self {
+            let size = RowSize {
+                dim,
+                bytes: format.row_bytes(dim as u32) as usize,
+                scale_bytes: format.scale_bytes(dim as u32) as usize,
+            };
+            let mut pages = vec![vec![0xa5; BEFORE + page * (size.bytes + size.scale_bytes)]; TILE / page];
+            let (mut integers, mut scales) = (Vec::new(), Vec::new());
+            // Any bytes are codes. The largest and the smallest throughout, or anything.
+            let extremes = [[0x80, 0x80], [0x7f, 0x80], [0xff, 0], [0x77, 0x77]];
+            let extreme = (random.below(2) == 0).then(|| random.pick(&extremes));
+            for t in 0..TILE {
+                let mut row = vec![0u8; size.bytes];
+                row.iter_mut()
+                    .for_each(|x| *x = extreme.map_or(random.below(256) as u8, |e| random.pick(&e)));
+                let (one, half): (&[u8], f32) = match format {
+                    RowFormat::Int8 => (&[0, 0, 0x80, 0x3f], 1.0),
+                    RowFormat::Mxfp4 => (&[128], 0.5),
+                    _ => (&[0, 0x3c], 1.0),
+                };
+                let mut x = vec![0.0; dim];
+                decode_row(format, &row, &one.repeat(size.scale_bytes / one.len()), &mut x);
+                integers.extend(x.iter().map(|&x| x as i32));
+                let mut stored = Vec::new();
+                while stored.len() < size.scale_bytes {
+                    match format {
+                        RowFormat::Int8 => {
+                            stored.extend((random.float() * random.pick(&[0.0, 1e-3, 1e30])).to_le_bytes());
+                        }
+                        RowFormat::Mxfp4 => stored.push(random.pick(&[0, 1, 100, 127, 128, 140])),
+                        // Anything finite.
+                        _ => stored.extend((random.below(1 << 16) as u16 & 0xbbff).to_le_bytes()),
+                    }
+                }
+                // With codes of 1, numbers are scales.
+                let ones = match format {
+                    RowFormat::Int8 | RowFormat::Q8_0 => vec![1; size.bytes],
+                    RowFormat::Q5_0 => [vec![0x11; dim / 2], vec![0xff; dim / 8]].concat(),
+                    RowFormat::Q4_0 => vec![0x99; size.bytes],
+                    _ => vec![0x22; size.bytes],
+                };
+                decode_row(format, &ones, &stored, &mut x);
+                scales.extend(x.iter().step_by(STEP).map(|scale| scale * half));
+                let (block, place) = (&mut pages[t / page], t % page);
+                block[BEFORE + place * size.bytes..][..size.bytes].copy_from_slice(&row);
+                block[BEFORE + page * size.bytes + place * size.scale_bytes..][..size.scale_bytes]
+                    .copy_from_slice(&stored);
+            }
+            Self { size, page, pages, integers, scales }
+        }
+
+        /// Makes the scales of a row NaN.
+        fn poison(&mut self, t: usize) {
+            let at = BEFORE + self.page * self.size.bytes + t % self.page * self.size.scale_bytes;
+            self.pages[t / self.page][at..][..self.size.scale_bytes].fill(0xff);
+        }
+
+        /// Calls `with` what a kernel reads the rows `low..high` from; other pages are nowhere.
+        fn read(&self, low: usize, high: usize, with: impl Fn(&Chunk<'_>)) {
+            let mut blocks = [std::ptr::null(); PIECES];
+            for (i, (block, page)) in blocks.iter_mut().zip(&self.pages).enumerate() {
+                if i * self.page < high && low < (i + 1) * self.page {
+                    *block = page.as_ptr();
+                }
+            }
+            let here = Lines { blocks: &blocks, rows: BEFORE, scales: BEFORE + self.page * self.size.bytes };
+            let next = Lines { blocks: &[std::ptr::null(); PIECES], rows: 0, scales: 0 };
+            with(&Chunk { here, next, piece_shift: self.page.ilog2() });
+        }
+    }
+
+    fn bytes_of(format: RowFormat) -> usize {
+        if matches!(format, RowFormat::Q4_0 | RowFormat::Mxfp4) { 1 } else { 2 }
+    }
+
+    /// Numbers as integers, and what 1 stands for.
+    fn rounded(x: &[f32], code_max: f32) -> (Vec<i32>, f32) {
+        let most = x.iter().fold(0.0, |most: f32, x| most.max(x.abs()));
+        let inverse = (code_max / most).min(f32::MAX);
+        (x.iter().map(|x| (x * inverse).round_ties_even() as i32).collect(), most)
+    }
+
+    /// Elements of queries that are hard on integers: low bytes of -128, nothing but the largest, one that is by far so.
+    fn query(random: &mut Random, dim: usize, code_max: f32) -> Vec<f32> {
+        let (kind, sign) = (random.below(4), random.pick(&[1.0, -1.0]));
+        let element = |random: &mut Random| match kind {
+            0 => random.float(),
+            1 => sign,
+            2 => (256.0 * random.below(100) as f32 - 128.0) / code_max,
+            _ => random.float() * random.pick(&[1e-3, 1.0, 1e-4]),
+        };
+        let mut all: Vec<_> = (0..dim).map(|_| element(random)).collect();
+        all.chunks_mut(STEP).for_each(|step| step[3] = sign);
+        all
+    }
+
+    /// Cases for every instruction set, format and size of head.
+    fn cases(mut case: impl FnMut(&mut Random, Isa, RowFormat, Tile, usize, usize, usize)) {
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported() && isa.multiplies_integers()) {
+            for format in FORMATS {
+                for dim in [32, 64, 96, 128, 160, 256] {
+                    for page in [16, 32, 64] {
+                        let mut random = Random((dim * page) as u64);
+                        let mut tile = Tile::new(&mut random, format, dim, page);
+                        let (low, high) =
+                            random.pick(&[(0, 64), (0, 1), (0, 37), (5, 64), (17, 50), (63, 64)]);
+                        (0..low).chain(high..TILE).for_each(|t| tile.poison(t));
+                        let count = random.pick(&[1, 2, 3, 4, 5, 7, 8]);
+                        case(&mut random, isa, format, tile, low, high, count);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn scores_have_the_bits_of_the_definition() {
+        cases(|random, isa, format, tile, low, high, count| {
+            let (dim, steps) = (tile.size.dim, tile.size.dim / STEP);
+            let code_max = code_max(bytes_of(format));
+            let kernels = isa.kernels().expect("supported").rows(format, dim as u32, tile.page as u32);
+            let mut codes = vec![QueryStep::default(); count * steps];
+            let mut scores = vec![0.0; count * TILE];
+            let to = scores.as_mut_ptr();
+            let queries: Vec<_> = (0..count).map(|_| query(random, dim, code_max)).collect();
+            for (row, codes) in queries.iter().zip(codes.chunks_mut(steps)) {
+                // SAFETY: the instruction set is supported.
+                unsafe { kernels.quantise.expect("integers")(row, codes) };
+            }
+            tile.read(low, high, |keys| {
+                let score = Score {
+                    queries: std::ptr::null(),
+                    stride: 0,
+                    codes: codes.as_ptr(),
+                    count,
+                    size: tile.size,
+                    keys,
+                    low,
+                    high,
+                    scores: to,
+                };
+                // SAFETY: the rows are there, and as many scores.
+                unsafe { (kernels.score)(&score) };
+            });
+            for (r, row) in queries.iter().enumerate() {
+                let parts: Vec<_> = row.chunks(STEP).map(|step| rounded(step, code_max)).collect();
+                for t in low..high {
+                    let mut expected = 0.0;
+                    for (step, (codes, most)) in parts.iter().enumerate() {
+                        let stored = &tile.integers[t * dim + step * STEP..][..STEP];
+                        let sum: i32 = codes.iter().zip(stored).map(|(a, b)| a * b).sum();
+                        expected =
+                            (sum as f32 * (most / code_max)).mul_add(tile.scales[t * steps + step], expected);
+                    }
+                    let found = scores[r * TILE + t];
+                    assert_eq!(
+                        found.to_bits(),
+                        expected.to_bits(),
+                        "{isa} {format:?} {dim} row {r} token {t}"
+                    );
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn values_have_the_bits_of_the_definition() {
+        cases(|random, isa, format, tile, low, high, count| {
+            let (dim, steps) = (tile.size.dim, tile.size.dim / STEP);
+            let code_max = code_max(bytes_of(format));
+            let kernels = isa.kernels().expect("supported").rows(format, dim as u32, tile.page as u32);
+            let kind = random.pick(&[0.0, 1.0, 1e-3]);
+            let weight = |random: &mut Random| {
+                if kind == 0.0 { random.pick(&[0.0, 1.0]) } else { random.float().abs() * kind }
+            };
+            let weights: Vec<f32> = (0..count * TILE).map(|_| weight(random)).collect();
+            let decay: Vec<f32> = (0..count).map(|_| random.float().abs()).collect();
+            let stride = dim.next_multiple_of(ALIGN);
+            let before: Vec<f32> = (0..count * stride).map(|_| random.float()).collect();
+            let mut values = before.clone();
+            let to = values.as_mut_ptr();
+            tile.read(low, high, |chunk| {
+                let accumulate = Accumulate {
+                    weights: weights.as_ptr(),
+                    decay: Some(decay.as_ptr()),
+                    values: to,
+                    stride,
+                    count,
+                    dim,
+                    size: tile.size,
+                    chunk,
+                    low,
+                    high,
+                    prefetch: true,
+                };
+                // SAFETY: the rows are there, and as many weights, factors and values.
+                unsafe { (kernels.accumulate)(&accumulate) };
+            });
+            for r in 0..count {
+                for step in 0..steps {
+                    let product = |t: usize| weights[r * TILE + t] * tile.scales[t * steps + step];
+                    let (codes, most) = rounded(&(low..high).map(product).collect::<Vec<_>>(), code_max);
+                    for i in step * STEP..(step + 1) * STEP {
+                        let products = codes
+                            .iter()
+                            .enumerate()
+                            .map(|(t, code)| code * tile.integers[(low + t) * dim + i]);
+                        let sum = products.sum::<i32>() as f32 * (most * (1.0 / code_max));
+                        let expected = decay[r].mul_add(before[r * stride + i], sum);
+                        let found = values[r * stride + i];
+                        assert_eq!(
+                            found.to_bits(),
+                            expected.to_bits(),
+                            "{isa} {format:?} {dim} row {r} element {i}"
+                        );
+                    }
+                }
+            }
+        });
+    }
+}
