@@ -28,10 +28,10 @@ from test_device_streaming import (
     SCENES,
     LateDriver,
     RestlessDriver,
+    a_long_batch,
     a_ragged_batch,
     attended,
     engine_of,
-    fill,
     look_in_any_order,
     opened,
     poisoned_slots,
@@ -70,13 +70,8 @@ def test_bits_do_not_depend_on_where_pages_are(tmp_path: Path, monkeypatch: pyte
     layers = [layer(**tiny), layer(**tiny, window=5000)]
     options: dict[str, Any] = {"page_size": 64, "deterministic": True, "headroom": 5000, "spill": False}
     with with_disk(monkeypatch, tmp_path, RestlessDriver(3), layers, device_memory="4MiB", **options) as cache:
-        long, short = cache.create(), cache.create()
-        for number, count in enumerate((3000, 3000, 3100)):
-            fill(cache, long, count, number)
-        fill(cache, short, 300, 4)
-        long.drop(200, 230)
-        child = long.fork()
-        batch, counts = [long, short, child], [1, 30, 2]
+        batch, counts = a_long_batch(cache)
+        long = batch[0]
         right = attended(cache, batch, counts, 5)
         for demoted, to in (((4096, 5000), "disk"), ((0, 1000), "host"), ((500, 7000), "disk"), ((0, 9070), "disk")):
             cache.demote(long, demoted, to=to).wait()

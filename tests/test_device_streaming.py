@@ -188,6 +188,16 @@ def attended(cache: pagoda.Cache, batch: list[pagoda.Sequence], counts: list[int
     return results
 
 
+def a_long_batch(cache: pagoda.Cache) -> tuple[list[pagoda.Sequence], list[int]]:
+    """A sequence of 9,070 tokens with a gap, a short one, and a fork of the first; and how many tokens each is to get."""
+    long, short = cache.create(), cache.create()
+    for number, count in enumerate((3000, 3000, 3100)):
+        fill(cache, long, count, number)
+    fill(cache, short, 300, 4)
+    long.drop(200, 230)
+    return [long, short, long.fork()], [1, 30, 2]
+
+
 def test_bits_do_not_depend_on_where_pages_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """With deterministic=True: all on the device, read in place, or through the ring, whatever of them is on the host."""
     tiny: dict[str, Any] = {"num_q_heads": 2, "num_kv_heads": 1, "rope": ROPE}
@@ -195,13 +205,8 @@ def test_bits_do_not_depend_on_where_pages_are(monkeypatch: pytest.MonkeyPatch) 
     driver = RestlessDriver(3)
     options: dict[str, Any] = {"page_size": 64, "deterministic": True, "headroom": 5000}
     with opened(monkeypatch, driver, spec, device_memory="4MiB", **options) as cache:
-        long, short = cache.create(), cache.create()
-        for number, count in enumerate((3000, 3000, 3100)):
-            fill(cache, long, count, number)
-        fill(cache, short, 300, 4)
-        long.drop(200, 230)
-        child = long.fork()
-        batch, counts = [long, short, child], [1, 30, 2]
+        batch, counts = a_long_batch(cache)
+        long = batch[0]
         right = attended(cache, batch, counts, 5)
         streams = engine_of(cache)._streams
         for demoted in ((4096, 5000), (0, 1000), (0, 9070)):

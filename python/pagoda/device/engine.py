@@ -501,7 +501,8 @@ class DeviceEngine:
             return
         with contextlib.suppress(Exception):
             self._wait_for_steps()
-        self._moves.close()
+        with contextlib.suppress(Exception):
+            self._moves.close()
         self._streams.close()
         if self._zeroing is not None:
             self._zeroing.zero(self._bases[0], self._arena_bytes)

@@ -182,6 +182,8 @@ struct Model {
     kept: BTreeMap<Vec<u8>, Vec<(At, u64)>>,
     next: u64,
     faulty: bool,
+    /// Whether the drive may have said that it did what it did not.
+    lied: bool,
     blocks: [Vec<u32>; 2],
 }
 
@@ -198,6 +200,7 @@ impl Model {
             kept: BTreeMap::new(),
             next: 1,
             faulty,
+            lied: false,
             blocks: [LARGE, SMALL].map(blocks),
         }
     }
@@ -213,7 +216,14 @@ impl Model {
     fn reopen(&mut self, disk: FaultyDisk) {
         disk.calm();
         (self.disk, self.written) = (disk, HashMap::new());
-        let (store, recovered) = open(&self.disk).unwrap();
+        let (store, recovered) = match open(&self.disk) {
+            Ok(opened) => opened,
+            Err(error) => {
+                assert!(self.lied && matches!(error, Error::Index(_)), "{error}");
+                *self = Self::new(true);
+                return;
+            }
+        };
         self.lane = store.lane().unwrap();
         self.store = store;
         if !self.faulty {
@@ -310,7 +320,9 @@ impl Model {
                 self.reopen(self.disk.power_lost(survives));
             }
             Step::Fault(after, fault) => {
-                self.disk.fail(u64::from(*after), Fault::ALL[*fault as usize]);
+                let fault = Fault::ALL[*fault as usize];
+                self.lied |= !fault.is_honest();
+                self.disk.fail(u64::from(*after), fault);
             }
         }
     }
