@@ -36,6 +36,9 @@ DISK_BYTES = 1 << 30
 READER = ModelSpec([AttentionLayer(num_q_heads=2 * READER_ROWS, num_kv_heads=2, head_dim=128)] * 4)
 """Attention with so few queries on a K/V head that in f16 it waits for memory."""
 
+READER_DTYPE = "f16"
+"""Of the rows that it reads to know how fast memory is."""
+
 STORED = tuple(instances.NAMES | instances.QUANTISED)
 """Formats of rows that a GPU may have on the host."""
 
@@ -55,7 +58,7 @@ def measure(threads: int, directory: Path, gpus: Iterable[Driver] = ()) -> Calib
         disk = under_way.result()
         routes = {gpu.name: gauge.measure(gpu, threads, reader.read, spans[-1].bytes) for gpu in gpus}
     if routes:
-        formats = {name: _rate_of(name, threads) for name in STORED}
+        formats = {name: alone["memory"] if name == READER_DTYPE else _rate_of(name, threads) for name in STORED}
         routes = {name: replace(one, formats=formats) for name, one in routes.items()}
     together = {"disk": disk.rate, "memory": _rate(_beside(passes, disk))}
     return Calibration(threads, str(directory.absolute()), alone, together, routes)
@@ -132,7 +135,7 @@ class _MemoryReader:
 
 
 @contextmanager
-def _memory_reader(threads: int, dtype: str = "f16") -> Iterator[_MemoryReader]:
+def _memory_reader(threads: int, dtype: str = READER_DTYPE) -> Iterator[_MemoryReader]:
     tokens = MEMORY_BYTES // READER.bytes_per_token(dtype, dtype)
     with Cache(
         READER,

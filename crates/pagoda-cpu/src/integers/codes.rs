@@ -33,8 +33,12 @@ pub(crate) trait Codes {
     /// Of 4 rows half of the elements of a step: byte `r` of word `i` is element `16 * half + i` of row `r`, where words are in
     /// the order of [`Dot::in_order`].
     unsafe fn words<S: Dot>(rows: *const u8, size: RowSize, step: usize, half: usize) -> S::Words;
-    /// The scales of a step of 16 rows, of which the first has its scales at `scales`.
-    unsafe fn scales<S: Dot>(scales: *const u8, size: RowSize, step: usize) -> S::Floats;
+    /// The scales of a step of 16 rows, of which the first has its scales at `scales`: ggml's, unless a format has others.
+    #[inline(always)]
+    unsafe fn scales<S: Dot>(scales: *const u8, size: RowSize, step: usize) -> S::Floats {
+        // SAFETY: as the caller promises.
+        unsafe { S::f16_scales(scales, size.scale_bytes, step) }
+    }
 }
 
 pub(crate) struct Int8;
@@ -84,11 +88,6 @@ impl Codes for Q8_0 {
         // SAFETY: as the caller promises.
         unsafe { Int8::words::<S>(rows, size, step, half) }
     }
-    #[inline(always)]
-    unsafe fn scales<S: Dot>(scales: *const u8, size: RowSize, step: usize) -> S::Floats {
-        // SAFETY: as the caller promises.
-        unsafe { S::f16_scales(scales, size.scale_bytes, step) }
-    }
 }
 
 impl Codes for Q5_0 {
@@ -114,11 +113,6 @@ impl Codes for Q5_0 {
             S::fifth_words(words, fifth_bits(rows, size, step), size.bytes, half)
         }
     }
-    #[inline(always)]
-    unsafe fn scales<S: Dot>(scales: *const u8, size: RowSize, step: usize) -> S::Floats {
-        // SAFETY: as the caller promises.
-        unsafe { S::f16_scales(scales, size.scale_bytes, step) }
-    }
 }
 
 /// Where the fifth bits of a step begin, a bit an element.
@@ -143,11 +137,6 @@ impl Codes for Q4_0 {
     unsafe fn words<S: Dot>(rows: *const u8, size: RowSize, step: usize, half: usize) -> S::Words {
         // SAFETY: as the caller promises.
         unsafe { S::nibble_words(rows.wrapping_add(step * STEP / 2), size.bytes, half) }
-    }
-    #[inline(always)]
-    unsafe fn scales<S: Dot>(scales: *const u8, size: RowSize, step: usize) -> S::Floats {
-        // SAFETY: as the caller promises.
-        unsafe { S::f16_scales(scales, size.scale_bytes, step) }
     }
 }
 
