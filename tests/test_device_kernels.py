@@ -106,11 +106,12 @@ class Shape:
         formats = f"pagoda::{self.k}, pagoda::{self.v}, pagoda::{self.q}, {self.dim}, {self.v_dim}"
         if self.engine == "cores":
             return f"pagoda::CudaCores<pagoda::CoreShape<{formats}, 16>>"
-        return f"pagoda::TensorCores<pagoda::TensorShape<{formats}, {CUTS[self.engine]}>>"
+        name = "Few" if self.engine in FEW else "Many"
+        return f"pagoda::{name}Queries<pagoda::{name}Shape<{formats}, {CUTS[self.engine]}>>"
 
     @property
     def rows(self) -> int:
-        rows = {"prefill": 64, "stacked": 128, "stacked columns": 32, "wide": 64, "wide columns": 64}
+        rows = {"few": 8, "prefill": 64, "stacked": 128, "stacked columns": 32, "wide": 64, "wide columns": 64}
         return rows.get(self.engine, 16)
 
     @property
@@ -118,17 +119,19 @@ class Shape:
         return self.v == "PartOfK"
 
 
-CUTS = {
-    "decode": "1, 4, 1, 1, 3",
-    "prefill": "4, 1, 1, 1, 2",
-    "stacked": "4, 1, 1, 2, 2",
-    "deterministic": "1, 1, 1, 1, 2",
-    "columns": "4, 1, 4, 1, 2",
-    "stacked columns": "4, 1, 4, 2, 2",
-    "wide": "8, 1, 2, 1, 2",
-    "wide columns": "8, 1, 4, 2, 2",
+FEW = {"few": "1, 3", "decode": "2, 3"}
+"""Blocks of queries, and stages."""
+
+CUTS = FEW | {
+    "prefill": "4, 1, 1, 2",
+    "stacked": "4, 1, 2, 2",
+    "deterministic": "1, 1, 1, 2",
+    "columns": "4, 4, 1, 2",
+    "stacked columns": "4, 4, 2, 2",
+    "wide": "8, 2, 1, 2",
+    "wide columns": "8, 4, 2, 2",
 }
-"""Warps, teams, columns, stack and stages of an engine on tensor cores."""
+"""And for many queries warps, columns, stack and stages: engines on tensor cores."""
 
 SHAPES = [
     Shape("F16", "F16", "F32", 128, 128),
@@ -163,6 +166,12 @@ SHAPES = [
     Shape("Q4_0", "Q4_0", "F32", 96, 32, "deterministic"),
     Shape("Mxfp4", "Nvfp4", "F32", 96, 64),
     Shape("Nvfp4", "Mxfp4", "BF16", 64, 160, "prefill"),
+    Shape("BF16", "BF16", "BF16", 128, 128, "few"),
+    Shape("BF16", "F16", "F32", 72, 40, "few"),
+    Shape("F16", "PartOfK", "F16", 576, 512, "few"),
+    Shape("Q8_0", "Q8_0", "BF16", 128, 128, "few"),
+    Shape("Q4_0", "Q4_0", "F32", 96, 96, "few"),
+    Shape("Nvfp4", "Int8", "F16", 64, 256, "few"),
 ]
 BY_SHARE = [SHAPES[1], SHAPES[9], SHAPES[23], SHAPES[24]]
 """Decoding and prefill, of 16-bit rows and of quantised ones."""
@@ -801,12 +810,26 @@ BROKEN = {
         "copy_queries(span, factors);\n        }",
     ),
     "counters stay": ("unit.cuh", "if (last) args.pending[unit] = 0;", ""),
-    "rows past the fill": ("ring.cuh", "&& stored < walk.piece.high;", "&& true;"),
-    "rows past the fill of one page": ("ring.cuh", "row < high;", "row < high + 64;"),
-    "no mask": ("tensor_cores.cuh", "if (!seen)", "if (!seen && args.window < 0)"),
-    "the entries of other pages": ("ring.cuh", "(stored >> shift) % WARP", "((stored >> shift) + 1) % WARP"),
+    "rows past the fill": ("ring.cuh", "byte / ROW_BYTES < here.high", "true"),
+    "rows past the fill of a whole stage": ("ring.cuh", "high >= rows", "high > 0 * rows"),
+    "no mask": ("many_queries.cuh", "if (!seen)", "if (!seen && args.window < 0)"),
+    "no mask for few": ("few_queries.cuh", "if (!seen)", "if (!seen && args.window < 0)"),
+    "rows of another's tiles": ("ring.cuh", "(walk.tile + tiles) * TILE)", "(walk.tile + tiles + 1) * TILE)"),
+    "another page of a stage": ("ring.cuh", "const int first = wanted.first + run;", "const int first = wanted.first;"),
     "the entry of another page": ("ring.cuh", "(first >> shift) % WARP", "((first >> shift) + 1) % WARP"),
-    "values of an old maximum": ("tensor_cores.cuh", "if (__all_sync(~0u, same)) return;", "return;"),
+    "values of an old maximum": ("many_queries.cuh", "if (__all_sync(~0u, same)) return;", "return;"),
+    "values of an old maximum for few": ("few_queries.cuh", "[i % 4] *= decay[", "[i % 4] *= 1.0f + 0.0f * decay["),
+    "a maximum that some lanes do not know": (
+        "few_queries.cuh",
+        "for (int step = 4; step < WARP; step *= 2) highest",
+        "for (int step = 4; step < 16; step *= 2) highest",
+    ),
+    "weights that are not turned": ("few_queries.cuh", "= transpose(turned[i / 2][i % 2]);", "= turned[i / 2][i % 2];"),
+    "the first queries twice": (
+        "few_queries.cuh",
+        "const int row = split * Shape::ROWS + q * 8 + lane % 8;",
+        "const int row = split * Shape::ROWS + q * 0 + lane % 8;",
+    ),
     "the rows of another head": ("unit.cuh", "return set >> args.set_shift;", "return set;"),
     "no common parts": ("unit.cuh", "i < block().parts", "i < 0"),
     "no sink": ("unit.cuh", "if (args.sinks != nullptr)", "if (false)"),
@@ -819,25 +842,46 @@ BROKEN = {
     "a sink in the log-sum-exp": ("unit.cuh", "log2f(sum.total)", "log2f(total)"),
     "the sinks of other heads": ("unit.cuh", "args.sinks[query_head]", "args.sinks[0]"),
     "a cap behind the mask": (
-        "tensor_cores.cuh",
+        "many_queries.cuh",
         "if (!whole) mask(scores, note(index));",
         "if (!whole) mask(scores, note(index));\n        if (args.softcap > 0.0f) cap(scores);",
     ),
-    "no cap": ("tensor_cores.cuh", "if (args.softcap > 0.0f) cap(scores);", ""),
+    "no cap": ("many_queries.cuh", "if (args.softcap > 0.0f) cap(scores);", ""),
+    "no cap for few": ("few_queries.cuh", "if (args.softcap > 0.0f) cap<COUNT>(scores);", ""),
     "parts stay behind": ("unit.cuh", "block().target >= 0", "args.members != nullptr"),
     "what every query sees twice": ("tables.cuh", "always ? from : low", "always ? from * 0 : low"),
     "common parts of other queries": ("unit.cuh", "args.part_rows[block().first_part + i]", "0"),
 }
 
 BROKEN_CODES = {
-    "the scales of other rows": ("tensor_cores.cuh", "scales + row * K", "scales + (row ^ 1) * K"),
-    "the scales of other values": ("tensor_cores.cuh", "(k * 16 + j / 2 * 8 + j % 2)", "(k * 16 + j / 2 * 8)"),
-    "the scale of another block": ("tensor_cores.cuh", "first_scale + step * STEP / BLOCK", "first_scale"),
-    "no scales where a span begins": ("ring.cuh", "stored + 8 > walk.piece.low", "stored > walk.piece.low"),
-    "scales past the fill": ("tensor_cores.cuh", "!CAREFUL || x != 0.0f", "true"),
-    "scales of other pages": ("ring.cuh", "first + chunk / CHUNKS * 8", "first"),
+    "the scales of other rows": ("many_queries.cuh", "scales + row * K", "scales + (row ^ 1) * K"),
+    "the scales of other values": ("many_queries.cuh", "(k * 16 + j / 2 * 8 + j % 2)", "(k * 16 + j / 2 * 8)"),
+    "the scale of another block": ("many_queries.cuh", "K::scale_bytes(D), index)", "K::scale_bytes(D), 0 * index)"),
+    "scales of the rows above": (
+        "few_queries.cuh",
+        "high.next(scales + 8 * SCALE_BYTES, block)",
+        "high.next(scales, block)",
+    ),
+    "keys of the rows above": (
+        "few_queries.cuh",
+        "high.next(scales + 8 * K::scale_bytes(D), block)",
+        "high.next(scales, block)",
+    ),
+    "the first scale of a piece": (
+        "few_queries.cuh",
+        "Format::scale_of(words[at / 4] >> at % 4 * 8)",
+        "Format::scale_of(words[0])",
+    ),
+    "no scales where a span begins": (
+        "ring.cuh",
+        "(byte + BYTES - 1) / ROW_BYTES >= here.low",
+        "byte / ROW_BYTES >= here.low",
+    ),
+    "scales past the fill": ("many_queries.cuh", "!CAREFUL || x != 0.0f", "true"),
+    "scales past the fill for few": ("few_queries.cuh", "!CAREFUL || scaled[j] != 0.0f", "true"),
     "elements in another order": ("tensor_cores.cuh", "real ? x[element_at(place)]", "real ? x[place]"),
-    "columns in another order": ("tensor_cores.cuh", "column_at(place) : place", "place : place"),
+    "columns in another order": ("many_queries.cuh", "column_at(place) : place", "place : place"),
+    "columns in another order for few": ("few_queries.cuh", "column_at(place) : place", "place : place"),
     "halves of bytes": ("quantised.cuh", "8 * odd + 4 * step", "8 * odd + 2 * step"),
     "queries of the row behind": (
         "tensor_cores.cuh",

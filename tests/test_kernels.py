@@ -41,7 +41,7 @@ def test_make_kernels_does_what_models_ask_for() -> None:
 
     for arch, shared in compile_kernels.SHARED_MAX.items():
         kernels = set(compile_kernels.every(arch))
-        assert len(kernels) <= 510
+        assert len(kernels) <= 610
         for half in ("f16", "bf16"):
             for q, dim, group, mode in product((half, "f32"), (64, 128, 256), (1, 7, 16), compile_kernels.MODES):
                 assert instances.attend(half, half, q, dim, dim, group, mode, shared << 10).kernel in kernels
@@ -95,12 +95,12 @@ def test_a_compile_error_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_an_error_deep_in_a_template_is_short() -> None:
     import compile_kernels
 
-    shape = "pagoda::TensorShape<pagoda::F16, pagoda::F16, pagoda::F16, 33, 17, 1, 4, 1, 1, 4>"
-    kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::TensorCores<{shape}>>")
+    shape = "pagoda::FewShape<pagoda::F16, pagoda::F16, pagoda::F16, 33, 17, 1, 4>"
+    kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::FewQueries<{shape}>>")
     with pytest.raises(loader.KernelCompileError) as caught:
         compile_kernels.compile_for("sm_90", kernel)
     first, *errors = str(caught.value).splitlines()
-    assert first == "attend<TensorCores<TensorShape<F16, F16, F16, 33, 17, 1, 4, 1, 1, 4>>> for sm_90:"
+    assert first == "attend<FewQueries<FewShape<F16, F16, F16, 33, 17, 1, 4>>> for sm_90:"
     assert 1 <= len(errors) <= 3
     assert re.fullmatch(r"  pagoda/tensor_cores\.cuh\(\d+\): error: static assertion failed with .*", errors[0])
 
@@ -172,7 +172,7 @@ def test_python_knows_the_shapes_of_kernels() -> None:
     formats = [("f16", "f16", "f32"), ("bf16", "bf16", "f16"), ("bf16", "f16", "bf16"), ("f32", "f16", "f16")]
     quantised = [("q8_0", "q8_0", "bf16"), ("fp8_e4m3", "q4_0", "f32"), ("q4_0", "f16", "f16"), ("bf16", "int8", "f16")]
     sizes = [(64, 64), (72, 40), (128, 128), (256, 256), (200, 136)]
-    modes = ["decode", "prefill", "decode-deterministic", "prefill-deterministic"]
+    modes = ["decode", "verify", "prefill", "decode-deterministic", "prefill-deterministic"]
     chosen = [
         instances.attend(*types, *dims, 4, mode, shared_max << 10)
         for types, dims, mode, shared_max in product(formats, sizes, modes, (99, 227))
@@ -210,7 +210,7 @@ def test_many_heads_share_the_fewest_units_that_fit() -> None:
         ("bf16", 99, 8, 16),
         ("f32", 99, 8, 16),
     ):
-        for mode in ("decode", "prefill", "decode-deterministic", "prefill-deterministic"):
+        for mode in ("decode", "verify", "prefill", "decode-deterministic", "prefill-deterministic"):
             one = instances.attend("bf16", instances.PART_OF_K, q, 576, 512, 128, mode, shared << 10)
             assert (one.sets, one.rows) == (sets, rows), (q, shared, mode)
     assert instances.attend("f16", "f16", "f16", 128, 128, 71, "decode", 227 << 10).sets == 1

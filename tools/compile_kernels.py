@@ -40,7 +40,7 @@ PART_SIZES = ((128, 128), (576, 512))
 Layer = tuple[tuple[str, str, str], tuple[int, int]]
 """Types of K, V and queries, and elements of a K and of a V row."""
 
-MODES = ("decode", "prefill", "decode-deterministic", "prefill-deterministic")
+MODES = ("decode", "verify", "prefill", "decode-deterministic", "prefill-deterministic")
 GROUPS = (1, 4, 8, 16)
 """Query heads of a K/V head."""
 
@@ -93,8 +93,9 @@ def every(arch: str) -> list[Kernel]:
 
 def covering(arch: str) -> list[Kernel]:
     """A few of each kind: at most 60."""
-    sizes = ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512))
+    sizes = ((64, 64), (128, 128), (256, 256), (512, 512), (576, 512))
     layers = [*product((("f16", "f16", "f32"), ("bf16", "bf16", "bf16")), sizes)]
+    layers += [(("f16", "f16", "f32"), (192, 128)), (("bf16", "bf16", "bf16"), (80, 80))]
     layers += [(("bf16", instances.PART_OF_K, "bf16"), both) for both in PART_SIZES]
     layers += [(("f32", "f32", "f32"), (128, 128)), (("f32", "f16", "bf16"), (256, 256))]
     appends = [instances.append("f16", "bf16", "f32"), instances.center("f16")]
@@ -108,8 +109,11 @@ def covering(arch: str) -> list[Kernel]:
     ]
     many = [(("f16", "f16", "f32"), (256, 256)), (("bf16", instances.PART_OF_K, "bf16"), (576, 512))]
     attends = [
-        *_fitting(arch, layers, [4]),
+        *_fitting(arch, layers, [4], [mode for mode in MODES if mode != "verify"]),
         *_fitting(arch, quantised, [4], ("decode", "prefill")),
+        *_fitting(
+            arch, [(("bf16", "bf16", "bf16"), (256, 256)), (("q4_0", "q4_0", "bf16"), (128, 128))], [4], ["verify"]
+        ),
         *_fitting(arch, many, [128]),
     ]
     return _distinct(appends, attends)

@@ -247,7 +247,7 @@ class DeviceEngine:
         """Steps that the device has not been seen to end, oldest first."""
         self._last_step: Event | None = None
         self._stream: Stream | None = None
-        self._kinds: dict[int, tuple[bool, bool]] = {}
+        self._kinds: dict[int, tuple[int, int]] = {}
         # Forwarded as they are: bookkeeping that touches no memory.
         core = self.core
         self.create, self.fork, self.length, self.rewind_limit = core.create, core.fork, core.length, core.rewind_limit
@@ -396,7 +396,7 @@ class DeviceEngine:
         if streamed is None:
             self._streams.read_in_place(layer)
             for prefill in (False, True):
-                if self._has(layer, prefill):
+                if self._most(layer, prefill):
                     work = self._tables.works[self._works[layer, prefill, queries.dtype]]
                     call.members = work.members or None
                     common = work.common if self._tables.members or self._maxima is not None else None
@@ -569,14 +569,15 @@ class DeviceEngine:
             window=shape["window"],
             prefill=prefill,
             few=self._few(layer),
-            queries=self._queries(layer, "prefill", [q]) if prefill else self._queries(layer, "decode", QUERY_TYPES),
+            queries=self._queries(layer, "prefill", [q]) if prefill else self._queries(layer, "verify", QUERY_TYPES),
             common_queries=self._queries(layer, "common", QUERY_TYPES) if together else 0,
             by_runs=self._deterministic,
         )
 
     def _attention(self, layer: int, q: str, mode: str) -> instances.Attention:
         shape = self._layers[layer]
-        mode += "-deterministic" if self._deterministic else ""
+        if self._deterministic:
+            mode = "prefill-deterministic" if mode == "prefill" else "decode-deterministic"
         sizes = shape["head_dim"], shape["v_head_dim"]
         return instances.attend(
             *self._formats(layer), q, *sizes, self._heads(layer), mode, self._driver.shared_bytes_max
@@ -600,15 +601,26 @@ class DeviceEngine:
         """New tokens of a sequence up to which it is decoded."""
         return max(1, DECODE_ROWS // self._heads(layer))
 
-    def _has(self, layer: int, prefill: bool) -> bool:
-        """Whether the step has sequences of the kind, or once maxima are declared, whether any step may have."""
-        most = self._few(layer)
+    def _most(self, layer: int, prefill: bool) -> int:
+        """New tokens of a sequence of the kind at most: in the step, or in any once maxima are declared. 0 if it has none."""
+        few = self._few(layer)
         if self._maxima is not None:
-            return not prefill or self._maxima.new_tokens > most
-        if most not in self._kinds:
-            few = (self._counts > 0) & (self._counts <= most)
-            self._kinds[most] = bool(few.any()), bool((self._counts > most).any())
-        return self._kinds[most][prefill]
+            most = self._maxima.new_tokens
+            return (most if most > few else 0) if prefill else min(most, few)
+        if few not in self._kinds:
+            counts = self._counts
+            self._kinds[few] = (
+                int(counts.max(where=counts <= few, initial=0)),
+                int(counts.max(where=counts > few, initial=0)),
+            )
+        return self._kinds[few][prefill]
+
+    def _mode(self, layer: int, prefill: bool) -> str:
+        """Of `instances.attend`."""
+        if prefill:
+            return "prefill"
+        most = self._most(layer, prefill)
+        return "decode" if most <= 1 or most * self._heads(layer) <= instances.FEW_ROWS else "verify"
 
     def _launch_append(self, layer: int, given: str, call: arguments.Append) -> None:
         """Warps have rows, or where nothing is quantised threads have 8 elements."""
@@ -627,7 +639,7 @@ class DeviceEngine:
             raise InvalidArgument(
                 f"attend: layer {layer} in a graph: not in a step that streams pages of the host tier"
             )
-        kinds = [prefill for prefill in (False, True) if self._has(layer, prefill)]
+        kinds = [prefill for prefill in (False, True) if self._most(layer, prefill)]
         for prefill in kinds:
             self._make_room(layer, queries.dtype, prefill)
         call.pages.table, call.pages.columns = streamed.table, streamed.columns
@@ -652,7 +664,6 @@ class DeviceEngine:
         common: ListTables | None,
     ) -> None:
         """One kind of queries: what they have in common with others, then what is their own."""
-        mode = "prefill" if prefill else "decode"
         self._make_room(layer, q, prefill)
         call.partials, call.pending = self._scratch.partials, self._scratch.counters
         call.parts = self._scratch.parts or None
@@ -663,7 +674,7 @@ class DeviceEngine:
         if own is not None:
             runs = Division.UNITS if prefill else Division.RUNS
             call.division = runs if self._deterministic else Division.TILES
-            self._launch(layer, self._attention(layer, q, mode), call, own)
+            self._launch(layer, self._attention(layer, q, self._mode(layer, prefill)), call, own)
 
     def _make_room(self, layer: int, q: str, prefill: bool) -> None:
         """Scratch memory for attention over a layer."""
@@ -686,7 +697,7 @@ class DeviceEngine:
     def _scratch_bytes(self, layer: int, q: str, prefill: bool, *, all_members: bool) -> tuple[int, int, int]:
         """Partial results, counters and parts of attention over a layer. all_members: for whatever step."""
         work = self._tables.works[self._works[layer, prefill, q]]
-        chosen = self._attention(layer, q, "prefill" if prefill else "decode")
+        chosen = self._attention(layer, q, self._mode(layer, prefill))
         shape = self._layers[layer]
         sets, room = shape["num_kv_heads"] * chosen.sets, self._tables.room
         floats, units, rows = 2 * self._grid(chosen) * chosen.partial, work.blocks_max * sets, 0

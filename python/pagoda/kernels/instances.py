@@ -28,14 +28,19 @@ SPLITS = {
 CODES = "f16"
 """What tensor cores take of quantised K rows: `Keys` of quantised.cuh."""
 
-TILE = 64
 STAGES_MAX = 4
+
+TEAMS = 4
+"""Of a thread block of the engine for few queries: few_queries.cuh."""
+
+FEW_ROWS = 8
+"""Query rows that it takes at the cost of one."""
 
 KEPT_BYTES = 64
 """As in unit.cuh."""
 
 WARPS_WANTED = 8
-"""Warps of a multiprocessor from which on more stages are better than more warps."""
+"""Warps of a multiprocessor from which on more stages are better than more warps of the engine for many queries."""
 
 RESERVED_BYTES = 1 << 10
 """Shared memory that a multiprocessor keeps of each thread block (CUDA C++ Programming Guide, shared memory)."""
@@ -64,7 +69,8 @@ class Attention:
     """An instance of `attend`.
 
     sets: units that the query heads of a K/V head are cut into, a power of two. rows: query rows of a unit at most.
-    shared_bytes, threads: of a thread block. v_dim: elements of a result.
+    shared_bytes, threads: of a thread block. v_dim: elements of a result. most: thread blocks of a multiprocessor that have
+    registers and are of use.
     """
 
     kernel: Kernel
@@ -73,6 +79,7 @@ class Attention:
     threads: int
     shared_bytes: int
     v_dim: int
+    most: int
 
     @property
     def partial(self) -> int:
@@ -80,9 +87,8 @@ class Attention:
         return self.rows * self.v_dim + 2 * self.rows
 
     def resident(self, shared_max: int) -> int:
-        """Thread blocks of a multiprocessor at a time, as far as shared memory goes and more are of use."""
-        fit = (shared_max + RESERVED_BYTES) // (self.shared_bytes + RESERVED_BYTES)
-        return min(fit, max(1, 32 * WARPS_WANTED // self.threads))
+        """Thread blocks of a multiprocessor at a time."""
+        return min((shared_max + RESERVED_BYTES) // (self.shared_bytes + RESERVED_BYTES), self.most)
 
 
 @cache
@@ -104,9 +110,10 @@ def center(given: str) -> Kernel:
 def attend(k: str, v: str, q: str, dim: int, v_dim: int, group: int, mode: str, shared_max: int) -> Attention:
     """Attention over formats `k` and `v` (or PART_OF_K) for queries of type `q`; `group` query heads share a K/V head.
 
-    mode: "decode" for sequences with up to 16 query rows, "prefill", either with "-deterministic", or "common" for
-    queries of several sequences over pages that these share, cut alike for all types of queries. shared_max: bytes of
-    shared memory that a thread block can have. Each unit reads its rows of K and V, so as few as possible share a K/V head.
+    mode: "decode" for sequences with one new token, or up to FEW_ROWS query rows; "verify" for those with up to 16; "prefill"
+    for others; "decode-deterministic" and "prefill-deterministic"; or "common" for queries of several sequences over pages
+    that these share, cut alike for all types of queries. shared_max: bytes of shared memory that a thread block can have.
+    Each unit reads its rows of K and V, so as few as possible share a K/V head.
     Raises BackendUnavailable for what no instance can do.
     """
     names = (k, v, q)
@@ -132,63 +139,94 @@ def _instances(names: tuple[str, str, str], dim: int, v_dim: int, mode: str, set
     if "f32" in names[:2]:
         yield from ([_cores(names, dim, v_dim, rows, sets)] for rows in (16, 64))
         return
+    stages = range(STAGES_MAX, 1, -1)
+    for queries in _few_queries(names, v_dim, mode):
+        yield [_few(names, dim, v_dim, queries, count, sets) for count in stages]
     for cut in _cuts(names, v_dim, mode):
-        yield [_tensor(names, dim, v_dim, *cut, stages, sets) for stages in range(STAGES_MAX, 1, -1)]
+        yield [_many(names, dim, v_dim, *cut, count, sets) for count in stages]
 
 
-def _cuts(names: tuple[str, str, str], v_dim: int, mode: str) -> list[tuple[int, int, int, int]]:
-    """(warps, teams, columns, stack) of the engine: the best, then what needs less shared memory or takes more heads."""
+def _few_queries(names: tuple[str, str, str], v_dim: int, mode: str) -> Iterator[int]:
+    """Blocks of 8 queries that the engine for few queries may have: a warp has all values of them in registers."""
+    k, v, _ = names
+    stored = FORMATS[k if v == PART_OF_K else v]
+    if mode == "decode" and v_dim <= (256 if stored.bits < 8 else 512):
+        yield 1
+    if mode in ("decode", "verify") and v_dim <= (128 if stored.quantised else 256):
+        yield 2
+
+
+def _cuts(names: tuple[str, str, str], v_dim: int, mode: str) -> list[tuple[int, int, int]]:
+    """(warps, columns, stack) of the engine for many queries: the best, then what needs less or takes more heads."""
     k, v, q = names
     columns = 4 if v_dim > 256 else 2 if v_dim > 128 else 1
     while v_dim % (FORMATS[k if v == PART_OF_K else v].unit * columns):
         columns //= 2
-    by_rows = [(warps, 1, columns, 1) for warps in (4, 2, 1) if warps >= columns]
+    by_rows = [(warps, columns, 1) for warps in (4, 2, 1) if warps >= columns]
     # Queries and weights of several parts, or codes on their way, leave no registers for 32 rows of a warp.
     split = q == "f32" or (q, k) in SPLITS or k in QUANTISED or v in QUANTISED
-    stacked = [] if split else [(4, 1, columns, 2)]
+    stacked = [] if split else [(4, columns, 2)]
     # For many heads: a thread block has a multiprocessor to itself.
-    wide = [(8, 1, columns, 1 if split else 2)]
+    wide = [(8, columns, 1 if split else 2)]
     if mode.startswith("prefill"):
         return [*stacked, *by_rows, *wide]
-    if v_dim > 256 or mode == "common":
-        return [*by_rows, *stacked, *wide]
-    # One warp has no registers for 256 columns of E2M1, nor of E4M3 beside weights of two parts.
-    crowded = v_dim > 128 and (v in ("mxfp4", "nvfp4") or (v == "fp8_e4m3" and (q, "bf16") in SPLITS))
-    alone = (columns, 1, columns, 1) if mode.endswith("deterministic") or crowded else (1, 4, 1, 1)
-    return [alone, *by_rows, *stacked, *wide]
+    alone = [(columns, columns, 1)] if mode == "decode-deterministic" and v_dim <= 256 else []
+    return [*alone, *by_rows, *stacked, *wide]
 
 
-def _rows(warps: int, _teams: int, columns: int, stack: int) -> int:
-    """Query rows of a thread block."""
-    return 16 * stack * warps // columns
-
-
-def _tensor(
-    names: tuple[str, str, str],
-    dim: int,
-    v_dim: int,
-    warps: int,
-    teams: int,
-    columns: int,
-    stack: int,
-    stages: int,
-    sets: int,
+def _many(
+    names: tuple[str, str, str], dim: int, v_dim: int, warps: int, columns: int, stack: int, stages: int, sets: int
 ) -> Attention:
+    """`ManyShape` of many_queries.cuh."""
+    rows, stage_rows = 16 * stack * warps // columns, 16 if dim + v_dim > 512 else 32
+    engine = _Engine("Many", f"{warps}, {columns}, {stack}", rows, warps, 1, stage_rows, max(1, WARPS_WANTED // warps))
+    return _tensor(engine, names, dim, v_dim, stages, sets)
+
+
+def _few(names: tuple[str, str, str], dim: int, v_dim: int, queries: int, stages: int, sets: int) -> Attention:
+    """`FewShape` of few_queries.cuh."""
+    k, v, q = names
+    row_bytes = FORMATS[k].row_bytes(dim) + (0 if v == PART_OF_K else FORMATS[v].row_bytes(v_dim))
+    stage_rows = 32 if row_bytes <= 320 and v_dim <= 128 and q != "f32" else 16
+    most = 3 if queries == 1 and v_dim <= 128 and q != "f32" else 2
+    return _tensor(
+        _Engine("Few", f"{queries}", FEW_ROWS * queries, TEAMS, TEAMS, stage_rows, most),
+        names,
+        dim,
+        v_dim,
+        stages,
+        sets,
+    )
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """cut: the parameters that are its own. stage_rows: stored rows of a stage of one team."""
+
+    name: str
+    cut: str
+    rows: int
+    warps: int
+    teams: int
+    stage_rows: int
+    most: int
+
+
+def _tensor(engine: _Engine, names: tuple[str, str, str], dim: int, v_dim: int, stages: int, sets: int) -> Attention:
     """`TensorShape` of tensor_cores.cuh."""
     k, v, q = names
-    rows, slice_rows = _rows(warps, teams, columns, stack), TILE // teams
-    depth = -(-dim // 16) * 16
+    rows, depth = engine.rows, -(-dim // 16) * 16
     keys = CODES if k in QUANTISED else k
     q_bytes = SPLITS.get((q, keys), 1) * rows * (depth // 8 | 1) * 16 + rows * 4
     if k in QUANTISED:
-        q_bytes += rows * 4 + warps * teams * dim * 4
-    stage_rows = min(slice_rows, 16 if dim + v_dim > 512 else 32)
+        q_bytes += rows * 4 + engine.warps * dim * 4
     row_bytes = _stored(k, dim, depth) + (0 if v == PART_OF_K else _stored(v, v_dim, v_dim))
-    ring = teams * stages * (stage_rows * row_bytes + 32) + 16
-    exchange = teams * rows * (v_dim + 4 + 2) * 4
-    shape = f"pagoda::TensorShape<{_formats(names)}, {dim}, {v_dim}, {warps}, {teams}, {columns}, {stack}, {stages}>"
-    kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::TensorCores<{shape}>>")
-    return Attention(kernel, sets, rows, 32 * warps * teams, q_bytes + max(ring, exchange) + KEPT_BYTES, v_dim)
+    ring = engine.teams * stages * (engine.stage_rows * row_bytes + 32) + 16
+    exchange = engine.teams * rows * (v_dim + 4 + 2) * 4
+    shape = f"pagoda::{engine.name}Shape<{_formats(names)}, {dim}, {v_dim}, {engine.cut}, {stages}>"
+    kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::{engine.name}Queries<{shape}>>")
+    shared_bytes = q_bytes + max(ring, exchange) + KEPT_BYTES
+    return Attention(kernel, sets, rows, 32 * engine.warps, shared_bytes, v_dim, engine.most)
 
 
 def _stored(name: str, dim: int, depth: int) -> int:
@@ -205,7 +243,7 @@ def _cores(names: tuple[str, str, str], dim: int, v_dim: int, rows: int, sets: i
     shared = 4 * (rows * dim + rows * keys + 3 * rows + ring) + KEPT_BYTES
     shape = f"pagoda::CoreShape<{_formats(names)}, {dim}, {v_dim}, {rows}>"
     kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::CudaCores<{shape}>>")
-    return Attention(kernel, sets, rows, 128, shared, v_dim)
+    return Attention(kernel, sets, rows, 128, shared, v_dim, 2)
 
 
 def _formats(names: tuple[str, ...]) -> str:

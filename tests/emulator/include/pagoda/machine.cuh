@@ -45,6 +45,18 @@ inline void load_matrix_transposed(uint32 (&r)[4], const void* row) {
     load_matrices(r, emulator::meet("ldmatrix.trans", ~0u, &row, sizeof row), true);
 }
 
+inline uint32 transpose(uint32 pair) {
+    const emulator::Offer* met = emulator::meet("movmatrix", ~0u, &pair, sizeof pair);
+    const int lane = emulator::lane();
+    uint32 turned = 0;
+    for (int i = 0; i < 2; ++i) {
+        uint32 row;
+        std::memcpy(&row, met[(lane % 4 * 2 + i) * 4 + lane / 8].data, sizeof row);
+        turned |= (row >> lane / 4 % 2 * 16 & 0xffff) << 16 * i;
+    }
+    return turned;
+}
+
 inline float number(unsigned short bits, __half) { return __half2float(__ushort_as_half(bits)); }
 inline float number(unsigned short bits, __nv_bfloat16) { return __bfloat162float(__ushort_as_bfloat16(bits)); }
 

@@ -2,7 +2,8 @@
 #pragma once
 
 #include <pagoda/cuda_cores.cuh>
-#include <pagoda/tensor_cores.cuh>
+#include <pagoda/few_queries.cuh>
+#include <pagoda/many_queries.cuh>
 
 namespace pagoda {
 

@@ -64,6 +64,13 @@ __device__ __forceinline__ void load_matrix_transposed(uint32 (&r)[4], const voi
                  : "memory");
 }
 
+/// Transposes an 8 x 8 matrix of 16-bit elements that is held as one of those above.
+__device__ __forceinline__ uint32 transpose(uint32 pair) {
+    uint32 turned;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+    return turned;
+}
+
 /// d += a b for a [16 x 16], b [16 x 8], d [16 x 8], as in the PTX manual, mma.m16n8k16. Lane l holds of
 /// a: rows l / 4 (r0, r2) and l / 4 + 8 (r1, r3), columns 2 (l % 4) and the next, from 8 on in r2 and r3;
 /// b: rows 2 (l % 4) and the next (b0), from 8 on (b1), column l / 4; d: rows l / 4 (d0, d1), l / 4 + 8 (d2, d3), columns 2 (l % 4), the next.

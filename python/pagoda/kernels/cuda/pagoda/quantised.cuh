@@ -24,6 +24,7 @@ __device__ constexpr int column_at(int place) { return place / 16 * 16 + place %
 /// What all quantised formats have. Each also has:
 /// BITS: of a code, 8 or 4. BLOCK: elements that share a scale; 0 where all of a row do.
 /// Decoder<Element>: pair(word, step, odd) is what the word stands for in that step, without the scale; any codes are finite.
+/// SCALE_BYTES: of a scale; scale_of(bits) is what those stand for that end in it.
 /// Keys come in units of unit(), a power of two, which queries make up for.
 struct Quantised {
     using Keys = F16;
@@ -31,9 +32,18 @@ struct Quantised {
     static constexpr bool QUANTISED = true;
 };
 
-/// A number that is loaded where it stands, and not with others ahead: registers are short.
-template <class T>
-__device__ T load_now(const void* source) { return *static_cast<const volatile T*>(source); }
+/// A scale of a row. It is loaded where that stands, and not with others ahead: registers are short.
+template <class Format>
+__device__ float scale_at(const uint8* scales, int block) {
+    const volatile void* const source = scales + block * Format::SCALE_BYTES;
+    if constexpr (Format::SCALE_BYTES == 4) {
+        return Format::scale_of(*static_cast<const volatile uint32*>(source));
+    } else if constexpr (Format::SCALE_BYTES == 2) {
+        return Format::scale_of(*static_cast<const volatile unsigned short*>(source));
+    } else {
+        return Format::scale_of(*static_cast<const volatile uint8*>(source));
+    }
+}
 
 /// What an E4M3 code that has no sign stands for. By way of f16, which has it 2^8 times too small, subnormal ones as well.
 __device__ inline float from_e4m3(uint32 code) { return Pair<__half>::low(code == 0x7f ? 0x7e00 : code << 7) * 256.0f; }
@@ -46,16 +56,16 @@ __device__ constexpr uint32 twice(uint32 element) { return element << 16 | eleme
 
 /// A row has one scale, a binary32.
 struct RowScale : Quantised {
-    static constexpr int BLOCK = 0, UNIT = 16;
-    __device__ static constexpr int scale_bytes(int) { return 4; }
-    __device__ static float scale(const uint8* scales, int) { return load_now<float>(scales); }
+    static constexpr int BLOCK = 0, UNIT = 16, SCALE_BYTES = 4;
+    __device__ static constexpr int scale_bytes(int) { return SCALE_BYTES; }
+    __device__ static float scale_of(uint32 bits) { return __uint_as_float(bits); }
 };
 
 /// Each 32 elements have a scale, a binary16.
 struct BlockScales : Quantised {
-    static constexpr int BLOCK = 32, UNIT = 32;
-    __device__ static constexpr int scale_bytes(int dim) { return dim / BLOCK * 2; }
-    __device__ static float scale(const uint8* scales, int block) { return Pair<__half>::low(load_now<unsigned short>(scales + 2 * block)); }
+    static constexpr int BLOCK = 32, UNIT = 32, SCALE_BYTES = 2;
+    __device__ static constexpr int scale_bytes(int dim) { return dim / BLOCK * SCALE_BYTES; }
+    __device__ static float scale_of(uint32 bits) { return Pair<__half>::low(bits); }
 };
 
 /// Bytes that are integers from -128 to 127.
@@ -182,10 +192,10 @@ struct E2m1 : Quantised {
 
 /// Each 32 elements have a scale, an E8M0: the exponent of a binary32, but for NaN.
 struct Mxfp4 : E2m1 {
-    static constexpr int BLOCK = 32;
+    static constexpr int BLOCK = 32, SCALE_BYTES = 1;
     __device__ static constexpr int scale_bytes(int dim) { return dim / BLOCK; }
-    __device__ static float scale(const uint8* scales, int block) {
-        const uint32 code = load_now<uint8>(scales + block);
+    __device__ static float scale_of(uint32 bits) {
+        const uint32 code = bits & 0xff;
         // 2^-127 becomes 0, as it would in a product.
         return __uint_as_float(code << 23 | (code == 255 ? 0x7fc00000u : 0));
     }
@@ -193,9 +203,9 @@ struct Mxfp4 : E2m1 {
 
 /// Each 16 elements have a scale, an E4M3.
 struct Nvfp4 : E2m1 {
-    static constexpr int BLOCK = 16;
+    static constexpr int BLOCK = 16, SCALE_BYTES = 1;
     __device__ static constexpr int scale_bytes(int dim) { return dim / BLOCK; }
-    __device__ static float scale(const uint8* scales, int block) { return from_e4m3(load_now<uint8>(scales + block)); }
+    __device__ static float scale_of(uint32 bits) { return from_e4m3(bits & 0xff); }
 };
 
 }  // namespace pagoda

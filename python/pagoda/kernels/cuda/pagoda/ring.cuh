@@ -31,6 +31,13 @@ struct PageWindow {
     }
 };
 
+/// Stored rows from `first` on, of which [low, high) are real, counted from there.
+struct Extent {
+    int first, low, high;
+
+    __device__ bool whole(int rows) const { return low <= 0 && high >= rows; }
+};
+
 /// A unit in the hands of a team that has a ring.
 template <class Shape_>
 struct Ring : Unit<Shape_> {
@@ -52,95 +59,93 @@ struct Ring : Unit<Shape_> {
 
     __device__ uint8* stage(int index) const { return ring + (team * Shape::STAGES + index) * Shape::STAGE_BYTES; }
 
-    /// The first stored row of a part of the team's slice of a tile.
-    __device__ int first_of(const Walk& walk, int sub) const {
-        return walk.tile * TILE + team * Shape::SLICE + sub * Shape::SCORES;
-    }
-
-    /// Starts copying the rows of a stage of one plane from `first` on.
-    template <int ROW_BYTES, int STRIDE>
-    __device__ void copy_rows(uint8* target, const Strip& plane, const Walk& walk, int first, const PageWindow& window) const {
-        constexpr int CHUNKS = ROW_BYTES / 16, ALL = Shape::SCORES * CHUNKS;
-        const int shift = args.pages.page_shift, thread = warp * WARP + lane;
-        const int64 in_block = plane.offset + this->kv_head() * plane.head_stride;
-        if (Shape::SCORES <= 1 << shift) {
-            // All in one page: one stretch of bytes.
-            const uint32 entry = __shfl_sync(~0u, window.now, (first >> shift) % WARP);
-            const uint8* source = args.pages.block(entry) + in_block;
-            source += static_cast<int64>(first & ((1 << shift) - 1)) * ROW_BYTES + thread * 16;
-            const int low = walk.piece.low - first, high = walk.piece.high - first;
-#pragma unroll(Shape::STACK == 1 ? 4 : Shape::TEAM % CHUNKS == 0 ? 2 : 1)
-            for (int start = 0; start < ALL; start += Shape::TEAM) {
-                const int row = copied_row<CHUNKS>(start, thread), chunk = copied_chunk<CHUNKS>(start, thread);
-                const bool valid = row >= low && row < high;
-                if (ALL % Shape::TEAM == 0 || start + thread < ALL) {
-                    copy_async(target + (row * STRIDE + chunk) * 16, source + start * 16, valid);
-                }
-            }
-            return;
-        }
-#pragma unroll(Shape::STACK == 1 ? 4 : Shape::TEAM % CHUNKS == 0 ? 2 : 1)
-        for (int start = 0; start < ALL; start += Shape::TEAM) {
-            const int row = copied_row<CHUNKS>(start, thread), chunk = copied_chunk<CHUNKS>(start, thread), stored = first + row;
-            const uint32 entry = __shfl_sync(~0u, window.now, (stored >> shift) % WARP);
-            const bool valid = stored >= walk.piece.low && stored < walk.piece.high;
-            const int64 in_page = stored & ((1 << shift) - 1);
-            const uint8* source = args.pages.block(entry) + in_block + in_page * ROW_BYTES + chunk * 16;
-            if (ALL % Shape::TEAM == 0 || start + thread < ALL) copy_async(target + (row * STRIDE + chunk) * 16, source, valid);
-        }
-    }
-
-    /// The row of a stage, and the 16 bytes of it, that a thread copies in a round which begins at `start`.
-    template <int CHUNKS>
-    __device__ static int copied_row(int start, int thread) {
-        return Shape::TEAM % CHUNKS == 0 ? start / CHUNKS + thread / CHUNKS : (start + thread) / CHUNKS;
-    }
-    template <int CHUNKS>
-    __device__ static int copied_chunk(int start, int thread) {
-        return Shape::TEAM % CHUNKS == 0 ? thread % CHUNKS : (start + thread) % CHUNKS;
-    }
-
-    /// Starts copying their scales, which lie as they do in the page: of 8 stored rows at a time, which are in one page. Where
-    /// none of the 8 is real there are zeros.
-    template <int SCALE_BYTES>
-    __device__ void copy_scales(uint8* target, const Strip& plane, const Walk& walk, int first, const PageWindow& window) const {
-        constexpr int BYTES = SCALE_BYTES % 2 == 0 ? 16 : 8, CHUNKS = 8 * SCALE_BYTES / BYTES, ALL = Shape::SCORES / 8 * CHUNKS;
-        const int shift = args.pages.page_shift;
-        const int64 in_block = plane.offset + this->kv_head() * plane.head_stride;
-        for (int start = 0; start < ALL; start += Shape::TEAM) {
-            const int chunk = start + warp * WARP + lane, stored = first + chunk / CHUNKS * 8;
-            const uint32 entry = __shfl_sync(~0u, window.now, (stored >> shift) % WARP);
-            const bool valid = stored + 8 > walk.piece.low && stored < walk.piece.high;
-            const int64 in_page = stored & ((1 << shift) - 1);
-            const uint8* source = args.pages.block(entry) + in_block + in_page * SCALE_BYTES + chunk % CHUNKS * BYTES;
-            if (chunk < ALL) copy_async<BYTES>(target + chunk * BYTES, source, valid);
-        }
+    /// Tiles that the teams go over at once, from the one that the walk is at: of one span, and of this share.
+    __device__ static int tiles_of(const Walk& walk) {
+        return Shape::TILES == 1 ? 1 : min(Shape::TILES, min(walk.left, walk.piece.last_tile - walk.tile));
     }
 
     __device__ Note& note(int index) const { return *reinterpret_cast<Note*>(stage(index) + Shape::NOTE_START); }
 
-    template <class Format, int DIM, int STRIDE>
-    __device__ void copy_plane(uint8* target, const Plane& plane, const Walk& walk, int first, const PageWindow& window) const {
-        copy_rows<DIM * Format::BITS / 8, STRIDE>(target, plane.rows, walk, first, window);
-        if constexpr (Format::QUANTISED) {
-            uint8* const scales = target + Shape::SCORES * STRIDE * 16;
-            copy_scales<Format::scale_bytes(DIM)>(scales, plane.scales, walk, first, window);
-        }
-    }
-
-    __device__ void copy_stage(int index, const Walk& walk, int first, PageWindow& window) const {
+    /// Starts copying a part of the team's rows of `tiles` tiles; rows of tiles beyond are not real.
+    __device__ void copy_stage(int index, const Walk& walk, int tiles, int sub, PageWindow& window) const {
+        const int first = walk.tile * TILE + team * Shape::SLICE + sub * Shape::SCORES;
+        const int end = Shape::TILES == 1 ? walk.piece.high : min(walk.piece.high, (walk.tile + tiles) * TILE);
+        const Extent wanted{first, walk.piece.low - first, end - first};
         window.seek(first >> args.pages.page_shift, lane);
-        copy_plane<typename Shape::K, Shape::D, Shape::K_STRIDE>(stage(index), args.k_plane, walk, first, window);
-        if constexpr (!Shape::V_IN_K) {
-            uint8* const values = stage(index) + Shape::V_START;
-            copy_plane<typename Shape::V, Shape::DV, Shape::V_STRIDE>(values, args.v_plane, walk, first, window);
+        if (Shape::SCORES <= 1 << args.pages.page_shift) {
+            copy_runs<Shape::SCORES>(stage(index), wanted, window);
+        } else {
+            copy_runs<PAGE_MIN>(stage(index), wanted, window);
         }
         if (threadIdx.x % Shape::TEAM == 0) {
             const QueryBlock& queries = block();
-            const int low = walk.piece.low - first, high = walk.piece.high - first, place = walk.piece.origin + first;
-            const bool whole = low <= 0 && high >= Shape::SCORES && place + Shape::SCORES - 1 <= queries.position &&
+            const int place = walk.piece.origin + first;
+            const bool whole = wanted.whole(Shape::SCORES) && place + Shape::SCORES - 1 <= queries.position &&
                                (walk.piece.always || place > queries.position + queries.queries - 1 - args.window);
-            note(index) = {low, high, place, static_cast<int>(walk.span - args.pages.spans), whole, walk.piece.always};
+            note(index) = {wanted.low, wanted.high, place, static_cast<int>(walk.span - args.pages.spans), whole, walk.piece.always};
+        }
+    }
+
+    /// Starts copying the rows of a stage in runs of ROWS, each of one page.
+    template <int ROWS>
+    __device__ void copy_runs(uint8* target, const Extent& wanted, const PageWindow& window) const {
+        const int shift = args.pages.page_shift;
+#pragma unroll
+        for (int run = 0; run < Shape::SCORES; run += ROWS) {
+            const int first = wanted.first + run;
+            const uint8* const page = args.pages.block(__shfl_sync(~0u, window.now, (first >> shift) % WARP));
+            const Extent here{first & ((1 << shift) - 1), wanted.low - run, wanted.high - run};
+            copy_plane<ROWS, typename Shape::K, Shape::D, Shape::K_STRIDE * 16>(target, run, page, args.k_plane, here);
+            if constexpr (!Shape::V_IN_K) {
+                uint8* const values = target + Shape::V_START;
+                copy_plane<ROWS, typename Shape::V, Shape::DV, Shape::V_STRIDE * 16>(values, run, page, args.v_plane, here);
+            }
+        }
+    }
+
+    /// Rows of a plane, and their scales. `page`: the block that they are in.
+    template <int ROWS, class Format, int DIM, int STRIDE>
+    __device__ void copy_plane(uint8* target, int run, const uint8* page, const Plane& plane, const Extent& here) const {
+        copy_strip<ROWS, DIM * Format::BITS / 8, STRIDE>(target + run * STRIDE, page, plane.rows, here);
+        if constexpr (Format::QUANTISED) {
+            constexpr int BYTES = Format::scale_bytes(DIM);
+            copy_strip<ROWS, BYTES, BYTES>(target + Shape::SCORES * STRIDE + run * BYTES, page, plane.scales, here);
+        }
+    }
+
+    /// ROWS rows of ROW_BYTES, which lie side by side in the page and STRIDE bytes apart in shared memory. What is copied at once is
+    /// zeros where none of its rows is real.
+    template <int ROWS, int ROW_BYTES, int STRIDE>
+    __device__ void copy_strip(uint8* target, const uint8* page, const Strip& strip, const Extent& here) const {
+        constexpr int ALL = ROWS * ROW_BYTES, BYTES = ALL % 16 == 0 ? 16 : 8, ROUND = Shape::TEAM * BYTES;
+        const int mine = (warp * WARP + lane) * BYTES;
+        const uint8* const source = page + strip.offset + this->kv_head() * strip.head_stride + static_cast<int64>(here.first) * ROW_BYTES + mine;
+        if (here.whole(ROWS)) {
+#pragma unroll
+            for (int start = 0; start < ALL; start += ROUND) {
+                if (start + ROUND > ALL && start + mine >= ALL) break;
+                copy_async<BYTES>(target + place_of<ROW_BYTES, STRIDE, ROUND>(start, mine), source + start, true);
+            }
+        } else {
+#pragma unroll 1
+            for (int start = 0; start + mine < ALL; start += ROUND) {
+                const int byte = start + mine;
+                const bool valid = (byte + BYTES - 1) / ROW_BYTES >= here.low && byte / ROW_BYTES < here.high;
+                copy_async<BYTES>(target + place_of<ROW_BYTES, STRIDE, ROUND>(start, mine), source + start, valid);
+            }
+        }
+    }
+
+    /// Where byte `start + mine` of the rows goes, in the round of copies that begins at `start`. What depends on the thread is apart
+    /// from constants where it can be.
+    template <int ROW_BYTES, int STRIDE, int ROUND>
+    __device__ static int place_of(int start, int mine) {
+        if constexpr (ROW_BYTES == STRIDE) {
+            return start + mine;
+        } else if constexpr (ROUND % ROW_BYTES == 0) {
+            return start / ROW_BYTES * STRIDE + (mine / ROW_BYTES * STRIDE + mine % ROW_BYTES);
+        } else {
+            return (start + mine) / ROW_BYTES * STRIDE + (start + mine) % ROW_BYTES;
         }
     }
 

@@ -7,6 +7,8 @@ namespace pagoda {
 
 /// Stored rows that are worked on together, as in crates/pagoda-cpu.
 constexpr int TILE = 64;
+/// Tokens of a page at least.
+constexpr int PAGE_MIN = 8;
 /// Tiles of a fixed run in deterministic mode: 4096 stored rows.
 constexpr int RUN_TILES = 64;
 constexpr int TIERS = 3;
