@@ -140,17 +140,17 @@ def _instances(names: tuple[str, str, str], dim: int, v_dim: int, mode: str, set
         yield from ([_cores(names, dim, v_dim, rows, sets)] for rows in (16, 64))
         return
     stages = range(STAGES_MAX, 1, -1)
-    for queries in _few_queries(names, v_dim, mode):
+    for queries in _few_queries(names, dim, v_dim, mode):
         yield [_few(names, dim, v_dim, queries, count, sets) for count in stages]
     for cut in _cuts(names, v_dim, mode):
         yield [_many(names, dim, v_dim, *cut, count, sets) for count in stages]
 
 
-def _few_queries(names: tuple[str, str, str], v_dim: int, mode: str) -> Iterator[int]:
+def _few_queries(names: tuple[str, str, str], dim: int, v_dim: int, mode: str) -> Iterator[int]:
     """Blocks of 8 queries that the engine for few queries may have: a warp has all values of them in registers."""
     k, v, _ = names
     stored = FORMATS[k if v == PART_OF_K else v]
-    if mode == "decode" and v_dim <= (256 if stored.bits < 8 else 512):
+    if mode == "decode" and max(dim, v_dim) <= (512 if stored.bits == 8 else 256):
         yield 1
     if mode in ("decode", "verify") and v_dim <= (128 if stored.quantised else 256):
         yield 2
@@ -188,7 +188,7 @@ def _few(names: tuple[str, str, str], dim: int, v_dim: int, queries: int, stages
     k, v, q = names
     row_bytes = FORMATS[k].row_bytes(dim) + (0 if v == PART_OF_K else FORMATS[v].row_bytes(v_dim))
     stage_rows = 32 if row_bytes <= 320 and v_dim <= 128 and q != "f32" else 16
-    most = 3 if queries == 1 and v_dim <= 128 and q != "f32" else 2
+    most = 3 if queries == 1 and q != "f32" and 128 % dim == 128 % v_dim == 0 else 2
     return _tensor(
         _Engine("Few", f"{queries}", FEW_ROWS * queries, TEAMS, TEAMS, stage_rows, most),
         names,

@@ -141,6 +141,7 @@ void multiply_add(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, Ele
     for (int i = 0; i < 4; ++i) d[i] = mine.d[i];
 }
 
+inline uint32 held(uint32 constant) { return constant; }
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float add_exact(float x, float y) { return x + y; }
 inline float subtract_exact(float x, float y) { return x - y; }

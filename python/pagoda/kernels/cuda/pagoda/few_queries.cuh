@@ -82,7 +82,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
     /// Weights of 16 stored rows as a right factor.
     using Weights = uint32[Shape::P_SPLITS][2];
     /// As in ManyQueries.
-    static constexpr int BLOCKS = QUERIES == 1 && DV <= 128 && Shape::Q::BYTES == 2 ? 3 : 2;
+    static constexpr int BLOCKS = QUERIES == 1 && Shape::Q::BYTES == 2 && 128 % D == 0 && 128 % DV == 0 ? 3 : 2;
 
     /// Of queries 2 (lane % 4) and the next, block by block: running maximum, this lane's share of the sum, what scores are
     /// multiplied with where queries are scaled.
@@ -210,7 +210,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
     __device__ void score_codes(Scores<COUNT>& scores, const uint8* keys) const {
         // What is loaded at once, two chunks, has one scale or whole blocks.
         constexpr int CHUNKS = D * K::BITS / 128, PARTS = 8 / K::BITS, BLOCK = K::BLOCK == 0 ? D : K::BLOCK;
-        using Decoder = typename K::template Decoder<KElement>;
+        const typename K::template Decoder<KElement> decoder;
         uint32 pairs[COUNT][Shape::Q_SPLITS][4];
 #pragma unroll
         for (int n = 0; n < KEYS; ++n) {
@@ -230,7 +230,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
                     if (step * STEP >= D) break;
                     uint32 a[4];
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) a[j] = Decoder::pair(words[i / PARTS * 2 + j % 2], i % PARTS, j / 2);
+                    for (int j = 0; j < 4; ++j) a[j] = decoder.pair(words[i / PARTS * 2 + j % 2], i % PARTS, j / 2);
 #pragma unroll
                     for (int j = 0; j < COUNT * Shape::Q_SPLITS; ++j) {
                         uint32 b[2];
@@ -378,7 +378,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
     __device__ void accumulate_codes(const Scores<COUNT>& weights, const uint8* rows_of_v) {
         constexpr int CHUNKS = DV / (128 / V::BITS), PARTS = 8 / V::BITS, BLOCK = V::BLOCK == 0 ? DV : V::BLOCK;
         constexpr int SCALED = Shape::V_IN_K ? D : DV, SCALE_BYTES = V::scale_bytes(SCALED);
-        using Decoder = typename V::template Decoder<VElement>;
+        const typename V::template Decoder<VElement> decoder;
 #pragma unroll
         for (int n = 0; n < KEYS; ++n) {
             const int start = Shape::V_IN_K ? Shape::K_SCALES : Shape::V_SCALES;
@@ -410,7 +410,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
                     }
                     uint32 a[4];
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) a[j] = Decoder::pair(words[i / PARTS * 2 + j / 2], i % PARTS, j % 2);
+                    for (int j = 0; j < 4; ++j) a[j] = decoder.pair(words[i / PARTS * 2 + j / 2], i % PARTS, j % 2);
 #pragma unroll
                     for (int j = 0; j < COUNT * Shape::P_SPLITS; ++j) {
                         const uint32(&right)[2] = b[j / Shape::P_SPLITS][j % Shape::P_SPLITS];

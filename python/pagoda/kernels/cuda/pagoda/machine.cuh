@@ -106,6 +106,13 @@ __device__ __forceinline__ uint32 fuse_pair(uint32 a, uint32 b, uint32 c, __nv_b
     return d;
 }
 
+/// A constant that the compiler does not know: it stays in a register, and is not made anew wherever it is used.
+__device__ __forceinline__ uint32 held(uint32 constant) {
+    uint32 x;
+    asm("{ .reg .u32 one; mov.u32 one, %%nctaid.z; add.u32 %0, one, %1; }" : "=r"(x) : "r"(constant - 1));
+    return x;
+}
+
 /// 2^x; 0 for -inf.
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;

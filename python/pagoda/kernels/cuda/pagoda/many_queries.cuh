@@ -181,11 +181,11 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
 
     /// Adds the products of a step of the queries with that of two blocks of stored rows.
     __device__ void multiply_codes(float (&part)[2][STACK][4], uint32 word, uint32 next, int step, int in_chunk) const {
-        using Decoder = typename K::template Decoder<KElement>;
+        const typename K::template Decoder<KElement> decoder;
         const uint32 words[2] = {word, next};
         uint32 b[2][2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) b[i / 2][i % 2] = Decoder::pair(words[i / 2], in_chunk, i % 2);
+        for (int i = 0; i < 4; ++i) b[i / 2][i % 2] = decoder.pair(words[i / 2], in_chunk, i % 2);
 #pragma unroll
         for (int s = 0; s < Shape::Q_SPLITS; ++s) {
             uint32 a[STACK][4];
@@ -352,8 +352,8 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
                     }
 #pragma unroll
                     for (int odd = 0; odd < 2; ++odd) {
-                        using Decoder = typename V::template Decoder<VElement>;
-                        const uint32 b0 = Decoder::pair(b[i / STEPS * 2], i % STEPS, odd), b1 = Decoder::pair(b[i / STEPS * 2 + 1], i % STEPS, odd);
+                        const typename V::template Decoder<VElement> decoder;
+                        const uint32 b0 = decoder.pair(b[i / STEPS * 2], i % STEPS, odd), b1 = decoder.pair(b[i / STEPS * 2 + 1], i % STEPS, odd);
 #pragma unroll
                         for (int j = 0; j < STACK * Shape::P_SPLITS; ++j) {
                             multiply_add(values[j / Shape::P_SPLITS][2 * step + odd], a[j / Shape::P_SPLITS][j % Shape::P_SPLITS], b0, b1, VElement());

@@ -74,19 +74,23 @@ struct IntegerDecoder;
 
 template <>
 struct IntegerDecoder<__half> {
+    const uint32 offset = held(twice(0x8080));
+
     __device__ static float unit() { return F16_LEAST; }
-    __device__ static uint32 pair(uint32 word, int, int odd) {
+    __device__ uint32 pair(uint32 word, int, int odd) const {
         // With its sign turned over a byte is 128 more than its number; by itself it is so many of the smallest f16.
-        return add_pair(__byte_perm(word ^ 0x80808080u, 0, odd ? 0x4341 : 0x4240), twice(0x8080), __half());
+        return add_pair(__byte_perm(word ^ 0x80808080u, 0, odd ? 0x4341 : 0x4240), offset, __half());
     }
 };
 
 template <>
 struct IntegerDecoder<__nv_bfloat16> {
-    __device__ static uint32 pair(uint32 word, int, int odd) {
+    const uint32 bias = held(twice(0x4343)), minus_one = held(twice(0xbf80));
+
+    __device__ uint32 pair(uint32 word, int, int odd) const {
         // 0x4300 is 128, whose last bit is 1: the lower seven bits are above it. With the sign it is 256 that is taken off.
-        const uint32 both = __byte_perm(word, twice(0x4343), odd ? 0x4341 : 0x4240);
-        return fuse_pair(both & twice(0xff80), twice(0xbf80), both & twice(0xff7f), __nv_bfloat16());
+        const uint32 both = __byte_perm(word, bias, odd ? 0x4341 : 0x4240);
+        return fuse_pair(both & twice(0xff80), minus_one, both & twice(0xff7f), __nv_bfloat16());
     }
 };
 
@@ -96,20 +100,24 @@ struct NibbleDecoder;
 
 template <>
 struct NibbleDecoder<__half> {
+    const uint32 offset = held(twice(0x8008)), sixteenth = held(twice(0x2c00));
+
     __device__ static float unit() { return F16_LEAST; }
-    __device__ static uint32 pair(uint32 word, int step, int odd) {
+    __device__ uint32 pair(uint32 word, int step, int odd) const {
         if (odd) word >>= 8;
-        if (step == 0) return add_pair(word & twice(0x000f), twice(0x8008), __half());
+        if (step == 0) return add_pair(word & twice(0x000f), offset, __half());
         // 16 times so many: 0x2c00 is 1/16.
-        return fuse_pair(word & twice(0x00f0), twice(0x2c00), twice(0x8008), __half());
+        return fuse_pair(word & twice(0x00f0), sixteenth, offset, __half());
     }
 };
 
 template <>
 struct NibbleDecoder<__nv_bfloat16> {
-    __device__ static uint32 pair(uint32 word, int step, int odd) {
+    const uint32 mask = held(twice(0x000f)), one = held(twice(0x3f80)), offset = held(twice(0xc308));
+
+    __device__ uint32 pair(uint32 word, int step, int odd) const {
         word >>= 8 * odd + 4 * step;
-        return fuse_pair((word & twice(0x000f)) | twice(0x4300), twice(0x3f80), twice(0xc308), __nv_bfloat16());
+        return fuse_pair((word & mask) | twice(0x4300), one, offset, __nv_bfloat16());
     }
 };
 
@@ -120,19 +128,23 @@ struct E4m3Decoder;
 
 template <>
 struct E4m3Decoder<__half> {
+    const uint32 sign = held(twice(0x8000));
+
     __device__ static float unit() { return 0.00390625f; }
-    __device__ static uint32 pair(uint32 word, int, int odd) {
+    __device__ uint32 pair(uint32 word, int, int odd) const {
         if (!odd) word <<= 8;
-        return (word & twice(0x8000)) | (word >> 1 & twice(0x3f80));
+        return (word & sign) | (word >> 1 & twice(0x3f80));
     }
 };
 
 template <>
 struct E4m3Decoder<__nv_bfloat16> {
-    __device__ static uint32 pair(uint32 word, int, int odd) {
+    const uint32 sign = held(twice(0x8000)), scale = held(twice(0x7b80));
+
+    __device__ uint32 pair(uint32 word, int, int odd) const {
         if (!odd) word <<= 8;
         // 0x7b80 is 2^120.
-        return fuse_pair((word & twice(0x8000)) | (word >> 4 & twice(0x07f0)), twice(0x7b80), 0, __nv_bfloat16());
+        return fuse_pair((word & sign) | (word >> 4 & twice(0x07f0)), scale, 0, __nv_bfloat16());
     }
 };
 
@@ -149,12 +161,12 @@ struct E2m1Decoder;
 template <>
 struct E2m1Decoder<__half> {
     __device__ static float unit() { return 6.103515625e-5f; }
-    __device__ static uint32 pair(uint32 word, int step, int odd) { return spread_e2m1(word, step, odd, 9); }
+    __device__ uint32 pair(uint32 word, int step, int odd) const { return spread_e2m1(word, step, odd, 9); }
 };
 
 template <>
 struct E2m1Decoder<__nv_bfloat16> {
-    __device__ static uint32 pair(uint32 word, int step, int odd) {
+    __device__ uint32 pair(uint32 word, int step, int odd) const {
         // 0x7e80 is 2^126.
         return fuse_pair(spread_e2m1(word, step, odd, 6), twice(0x7e80), 0, __nv_bfloat16());
     }
