@@ -72,11 +72,7 @@ struct Ring : Unit<Shape_> {
         const int end = Shape::TILES == 1 ? walk.piece.high : min(walk.piece.high, (walk.tile + tiles) * TILE);
         const Extent wanted{first, walk.piece.low - first, end - first};
         window.seek(first >> args.pages.page_shift, lane);
-        if (Shape::SCORES <= 1 << args.pages.page_shift) {
-            copy_runs<Shape::SCORES>(stage(index), wanted, window);
-        } else {
-            copy_runs<PAGE_MIN>(stage(index), wanted, window);
-        }
+        copy_rows<Shape::SCORES>(stage(index), wanted, window);
         if (threadIdx.x % Shape::TEAM == 0) {
             const QueryBlock& queries = block();
             const int place = walk.piece.origin + first;
@@ -86,7 +82,15 @@ struct Ring : Unit<Shape_> {
         }
     }
 
-    /// Starts copying the rows of a stage in runs of ROWS, each of one page.
+    /// Starts copying the rows of a stage in runs of ROWS, or as many fewer as are in one page.
+    template <int ROWS>
+    __device__ void copy_rows(uint8* target, const Extent& wanted, const PageWindow& window) const {
+        if constexpr (ROWS > PAGE_MIN) {
+            if (ROWS > 1 << args.pages.page_shift) return copy_rows<ROWS / 2>(target, wanted, window);
+        }
+        copy_runs<ROWS>(target, wanted, window);
+    }
+
     template <int ROWS>
     __device__ void copy_runs(uint8* target, const Extent& wanted, const PageWindow& window) const {
         const int shift = args.pages.page_shift;
@@ -121,7 +125,7 @@ struct Ring : Unit<Shape_> {
         const int mine = (warp * WARP + lane) * BYTES;
         const uint8* const source = page + strip.offset + this->kv_head() * strip.head_stride + static_cast<int64>(here.first) * ROW_BYTES + mine;
         if (here.whole(ROWS)) {
-#pragma unroll(Shape::WARPS == 1 ? ALL / ROUND + 1 : 2)
+#pragma unroll(Shape::WARPS == 1 && ROUND % ROW_BYTES == 0 ? ALL / ROUND + 1 : 2)
             for (int start = 0; start < ALL; start += ROUND) {
                 if (start + ROUND > ALL && start + mine >= ALL) break;
                 copy_async<BYTES>(target + place_of<ROW_BYTES, STRIDE, ROUND>(start, mine), source + start, true);
