@@ -22,7 +22,8 @@ import pytest
 
 HERE = Path(__file__).parent
 DEVICE_CODE = HERE.parent.parent / "cuda"
-FLAGS = ["-O2", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+INCLUDE = HERE / "include"
+FLAGS = ["-O2", "-std=c++17", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
 CANARY = 4096
 POISON = 0xFF
 
@@ -85,25 +86,37 @@ def compile(
         text += f"LAUNCHER({name}, ({kernel}))\n"
     for name, constant in (constants or {}).items():
         text += f'extern "C" long long constant_{name}() {{ return {constant}; }}\n'
-    files = sorted(path for folder in (device_code, HERE) for path in folder.rglob("*") if path.suffix != ".pyc")
-    key = hashlib.sha256("\0".join([text, *FLAGS]).encode())
-    for path in files:
-        if path.is_file():
-            key.update(str(path).encode() + b"\0" + path.read_bytes())
+    machine = _emulator()
+    known = [machine.name, *_contents(device_code)]
+    return Library(_built("so", text, known, [f"-I{device_code}", "-include", "emulator.h", "-shared", str(machine)]))
+
+
+def _emulator() -> Path:
+    """The emulator's own object file: to compile it takes as long as a kernel."""
+    return _built("o", (HERE / "emulator.cpp").read_text(), _contents(INCLUDE), ["-c"])
+
+
+def _contents(folder: Path) -> list[str]:
+    """The name and text of every file, the same wherever the folder lies."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [part for path in files for part in (str(path.relative_to(folder)), path.read_text())]
+
+
+def _built(suffix: str, program: str, known: list[str], arguments: list[str]) -> Path:
+    """What g++ makes of a program, kept on disk by a hash of it, of FLAGS and of what else is known. Raises EmulatorError."""
     folder = Path(tempfile.gettempdir()) / f"pagoda-emulator-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    path = folder / f"{key.hexdigest()[:32]}.so"
+    key = hashlib.sha256("\0".join([program, *known, *FLAGS]).encode())
+    path = folder / f"{key.hexdigest()[:32]}.{suffix}"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            program, result = Path(scratch, "kernels.cpp"), Path(scratch, "kernels.so")
-            program.write_text(text)
-            includes = [f"-I{HERE / 'include'}", f"-I{device_code}", "-include", "emulator.h"]
-            command = ["g++", *FLAGS, *includes, str(program), str(HERE / "emulator.cpp"), "-o", str(result)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            result = Path(scratch, path.name)
+            command = ["g++", *FLAGS, f"-I{INCLUDE}", "-x", "c++", "-", "-x", "none", *arguments, "-o", str(result)]
+            done = subprocess.run(command, input=program, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise EmulatorError(done.stderr[:4000])
             result.replace(path)
-    return Library(path)
+    return path
 
 
 LAUNCHER = r"""
