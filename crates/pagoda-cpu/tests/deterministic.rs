@@ -68,7 +68,7 @@ proptest! {
             world.fill(&one, ELEMENTS[0]);
             let len = world.sequences[0].len();
             let other = world.sequences[1].len();
-            let new = 60 + random.below(30);
+            let new = 20 + random.below(25);
             let width = |world: &World| world.layer.num_q_heads as usize * world.layer.geometry.v_head_dim as usize;
             let whole = world.attend(&one, &[(0, len, new)], ELEMENTS[0]);
             for threads in [1, 2, 5] {
