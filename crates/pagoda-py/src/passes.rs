@@ -1,9 +1,9 @@
 //! What a device has to be told of pages that are streamed to it from other tiers: which come together in a pass, tables that
 //! say where they are then, and the work of each pass.
 
-use crate::device::{Lists, Upload, write_list};
 use crate::layers::PlacedLayer;
 use crate::step::StepState;
+use crate::upload::{Lists, Upload, write_list};
 use numpy::PyArray1;
 use pagoda_core::Cache;
 use pagoda_core::ids::{BlockId, BlockRef, GroupId, SequenceId, Tier};
