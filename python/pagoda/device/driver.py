@@ -24,13 +24,18 @@ class View:
     writeable: bool = True
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element of one of the types that kernels take."""
+        return 4 if self.dtype == "f32" else 2
+
+    @property
     def bytes(self) -> tuple[int, int]:
         """The addresses between which its elements lie."""
         if 0 in self.shape:
             return self.address, self.address
         reach = [(length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True)]
         low, high = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
-        return self.address + low, self.address + high + (4 if self.dtype == "f32" else 2)
+        return self.address + low, self.address + high + self.itemsize
 
 
 class Memory(Protocol):

@@ -93,8 +93,7 @@ class Partials:
         """Sends for the queries of sequences that begin behind what the CPU goes over."""
         bounds = self._core.cu_seqlens().tolist()
         tokens = [token for place in np.flatnonzero(begins) for token in range(bounds[place], bounds[place + 1])]
-        heads, dim = q.shape[1:]
-        size = 4 if q.dtype == "f32" else 2
+        (heads, dim), size = q.shape[1:], q.itemsize
         row = heads * dim * size
         pinned = self._queries.take(len(tokens) * row)
         in_one = q.strides[1] == dim * size and q.strides[0] >= row
