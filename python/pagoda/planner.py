@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from pagoda import _core
 from pagoda.device.passage import passage_bytes, stored_bytes
-from pagoda.device.streaming import RUN_ROWS, SLOTS, ring_slots
+from pagoda.device.ring import SLOTS, ring_slots
 from pagoda.errors import InvalidArgument
 from pagoda.formats import row_format
-from pagoda.geometry import group_layers
+from pagoda.geometry import RUN_ROWS, group_layers
 from pagoda.retention import SinkWindow, keeps_by_layer
 from pagoda.spec import AttentionLayer, ModelSpec
 

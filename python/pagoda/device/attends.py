@@ -16,9 +16,10 @@ import numpy.typing as npt
 from pagoda.device.driver import Driver, Stream, View
 from pagoda.device.layers import LayerKernels
 from pagoda.device.scratch import Scratch
-from pagoda.device.streaming import RUN_ROWS, GroupPasses, Streams
+from pagoda.device.streaming import GroupPasses, Streams
 from pagoda.device.tables import ListTables, StepTables
 from pagoda.errors import InvalidArgument
+from pagoda.geometry import RUN_ROWS
 from pagoda.kernels import arguments, instances
 from pagoda.kernels.arguments import Attend, Division
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.device import movement, streaming
+from pagoda.device import thresholds
 from pagoda.device.driver import Driver, View
 from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.kernels import loader
@@ -340,12 +340,12 @@ class CudaDriver:
     @cached_property
     def copy_engine_bytes(self) -> int:
         """Measured when it is first asked for."""
-        return movement.copy_engine_bytes(self)
+        return thresholds.copy_engine_bytes(self)
 
     @cached_property
     def ring_bytes(self) -> int:
         """Measured when it is first asked for."""
-        return streaming.ring_bytes(self)
+        return thresholds.ring_bytes(self)
 
     def stream(self) -> _Stream:
         """A new stream."""

@@ -31,11 +31,12 @@ from pagoda.device.movement import Mover
 from pagoda.device.moves import Moves
 from pagoda.device.partials import Partials
 from pagoda.device.passage import Passage, passage_bytes
-from pagoda.device.streaming import RUN_ROWS, SLOTS, Streams, Traffic, layer_runs, ring_slots
+from pagoda.device.ring import SLOTS, ring_slots
+from pagoda.device.streaming import Streams, Traffic, layer_runs
 from pagoda.device.tables import Room, StepTables
 from pagoda.disk import DiskArguments
 from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, PagodaError
-from pagoda.geometry import BlockLayout, CoreLayer
+from pagoda.geometry import RUN_ROWS, BlockLayout, CoreLayer
 from pagoda.rates import Routes
 
 T = TypeVar("T")
@@ -371,7 +372,7 @@ class DeviceEngine:
     @property
     def attends_to_disk(self) -> bool:
         """Whether steps may have pages there."""
-        return self._streams.ring
+        return bool(self._streams.ring)
 
     @property
     def _now(self) -> Stream:
