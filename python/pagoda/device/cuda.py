@@ -10,7 +10,7 @@ import os
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -279,11 +279,16 @@ class _Stream:
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
     ) -> None:
-        # CuPy passes an array of one element by value.
-        value = np.frombuffer(bytes(arguments), np.dtype((np.void, ctypes.sizeof(arguments))))
+        value = np.frombuffer(bytes(arguments), _by_value(ctypes.sizeof(arguments)))
         with self._driver.device, self._stream:
             function = self._driver.function(kernel, shared_bytes)
             function((grid,), (threads,), (value,), shared_mem=shared_bytes)
+
+
+@cache
+def _by_value(size: int) -> np.dtype[np.void]:
+    """The type of arguments that are so many bytes: CuPy passes an array of one element by value."""
+    return np.dtype((np.void, size))
 
 
 def _torch() -> Any:
