@@ -31,9 +31,9 @@ pub(crate) struct HostPages {
     pages: u64,
     /// How often kernels read them in place: once for each block of queries.
     reads: u64,
-    /// Of sequences that may be divided between kernels and the CPU: the first pages, as far as these are there,
+    /// Of sequences that may be divided between kernels and the CPU: the first pages, as far as these are on the host tier.
     divisible: u64,
-    /// and the new tokens of one of these, at most.
+    /// The most new tokens that one of these sequences has.
     new_tokens: u32,
 }
 

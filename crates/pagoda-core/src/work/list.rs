@@ -17,15 +17,15 @@ pub struct QueryBlock {
     pub queries: i32,
     /// The axis index of the first query; for common pages of the last token that they hold.
     pub position: i32,
-    /// What of the axis is gone over, from here on of what is seen whatever the window,
+    /// Where on the axis the block begins to go over tokens that every query sees, whatever the window.
     pub from: i32,
-    /// of the rest from here on,
+    /// Where on the axis it begins to go over the others.
     pub low: i32,
-    /// up to here.
+    /// The axis index behind the last token that it goes over.
     pub high: i32,
-    /// Where [`WorkList::part_rows`] names the parts that the first query's results begin with,
+    /// Where in [`WorkList::part_rows`] the parts are named that the first query's results begin with.
     pub first_part: i32,
-    /// and how many there are.
+    /// How many of these parts there are.
     pub parts: i32,
     /// The part that the first query's results are to be; below 0 they are results.
     pub target: i32,

@@ -9,9 +9,9 @@ use std::ops::Range;
 /// A sequence as passes are planned for it.
 #[derive(Clone, Copy, Debug)]
 pub struct Scanned<'a> {
-    /// Its spans,
+    /// Its spans.
     pub spans: &'a [SpanView],
-    /// and where its pages are read from.
+    /// Where its pages are read from.
     pub row: &'a [BlockRef],
     /// What lies before this is seen by no query, unless all see it.
     pub low: u32,
