@@ -157,7 +157,7 @@ def test_what_a_gpu_reads_over_which_link(
     arguments = ["--contexts", str(context), "--tokens", str(tokens), "--format", name, "--device-memory", str(device)]
     ring = 0
     if way != "in place":
-        monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
+        monkeypatch.setattr("pagoda.device.ring.SLOT_BYTES_MIN", 1)
         ring = 2 * (device // 16 // 256 * 256)
         assert layer_page <= ring // 2 < 2 * layer_page, "a page of a layer at a time"
     if way == "disk":
