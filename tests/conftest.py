@@ -12,7 +12,7 @@ import pytest
 from emulator.driver import EmulatedDriver
 from gpu_driver import CopyingDriver
 from pagoda import device, rates
-from pagoda.device import cuda, streaming
+from pagoda.device import cuda, ring
 from pagoda.device.cuda import open_driver as open_gpu
 from pagoda.device.driver import Driver
 from shares import Shares
@@ -67,7 +67,7 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return CopyingDriver(emulated[-1]) if kind == "copied" else emulated[-1]
 
     if kind in ("streamed", "divided"):
-        monkeypatch.setattr(streaming, "SLOT_BYTES_MIN", 1)
+        monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
     if kind == "divided":
         thirds = Shares(ring=1 / 3, mapped=1 / 3, memory=1 / 3)
         monkeypatch.setattr(rates, "routes_of", lambda gpu, threads: thirds)

@@ -15,7 +15,7 @@ from device_arrays import StrictDriver
 from emulator.driver import CallerStream
 from pagoda.cli import longcontext, main
 from pagoda.cli.longcontext import budgets_of
-from pagoda.device import cuda, gauge, streaming
+from pagoda.device import cuda, gauge
 from pagoda.kernels.instances import Kernel
 from pagoda.planner import Planner
 from pagoda.rates import Calibration, keep
@@ -157,7 +157,7 @@ def test_what_a_gpu_reads_over_which_link(
     arguments = ["--contexts", str(context), "--tokens", str(tokens), "--format", name, "--device-memory", str(device)]
     ring = 0
     if way != "in place":
-        monkeypatch.setattr(streaming, "SLOT_BYTES_MIN", 1)
+        monkeypatch.setattr("pagoda.device.ring.SLOT_BYTES_MIN", 1)
         ring = 2 * (device // 16 // 256 * 256)
         assert layer_page <= ring // 2 < 2 * layer_page, "a page of a layer at a time"
     if way == "disk":

@@ -68,7 +68,7 @@ def test_a_cache_lives(device: str, copy_engine_bytes: int, copying: None, monke
 
 
 def test_pages_of_the_host_come_through_a_ring(copying: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda.device.streaming.SLOT_BYTES_MIN", 1)
+    monkeypatch.setattr("pagoda.device.ring.SLOT_BYTES_MIN", 1)
     with open_cache(device_memory="256KiB") as cache:
         mirror = Mirror(cache, np.random.default_rng(0))
         one = mirror.create()

@@ -15,7 +15,7 @@ import pagoda
 import pytest
 from emulator.driver import EmulatedDriver, HostArena, Memory
 from mirror import Mirror, Tokens, layer
-from pagoda.device import cuda, streaming
+from pagoda.device import cuda, ring
 from pagoda.errors import BackendUnavailable
 
 
@@ -159,7 +159,7 @@ SCENES: dict[str, dict[str, Any]] = {
 def test_whichever_allocation_is_refused_nothing_is_lost_or_leaked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     emulator.require()
     if name == "streamed":
-        monkeypatch.setattr(streaming, "SLOT_BYTES_MIN", 1)
+        monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
     for refuses in count(1):
         driver = StingyDriver(refuses)
         monkeypatch.setattr(cuda, "open_driver", lambda index, driver=driver: driver)

@@ -20,10 +20,11 @@ import pagoda
 import pytest
 from emulator.driver import CallerStream, EmulatedDriver, Stream
 from mirror import Mirror, Tokens, layer
-from pagoda.device import cuda, streaming
+from pagoda.device import cuda, ring, thresholds
 from pagoda.device.driver import Event
 from pagoda.device.engine import DeviceEngine
-from pagoda.device.streaming import RingSlots, Run, Slot, Streams, Traffic, layer_runs, ring_slots
+from pagoda.device.ring import Ring, RingSlots, Slot, ring_slots
+from pagoda.device.streaming import Run, Streams, Traffic, layer_runs
 
 Array = npt.NDArray[Any]
 
@@ -59,7 +60,7 @@ def opened(
     """A cache on a device, with a ring however small its memory is."""
     emulator.require()
     monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
-    monkeypatch.setattr(streaming, "SLOT_BYTES_MIN", 1)
+    monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
     defaults: dict[str, Any] = {"page_size": 16, "host_memory": "4MiB"}
     return pagoda.Cache(spec, device="cuda", **(defaults | options))
 
@@ -72,7 +73,7 @@ def poisoned_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     def poisoned(self: Streams, slot: Slot, *given: Any) -> Event:
         if slot.read is not None:
             self._copying.follow(slot.read)
-        address, size = slot.address, self._slot_size
+        address, size = slot.address, self.ring.slot_bytes
         self._copying.work.append(lambda: ctypes.memset(address, 0xFF, size))  # type: ignore[attr-defined]
         return bring(self, slot, *given)
 
@@ -309,7 +310,7 @@ def test_the_ring_is_a_part_of_the_device_memory(monkeypatch: pytest.MonkeyPatch
     budget = 3 << 20
     with opened(monkeypatch, driver, spec, device_memory=budget) as cache:
         streams = engine_of(cache)._streams
-        ring = len(streams._slots) * streams._slot_size
+        ring = len(streams.ring) * streams.ring.slot_bytes
         stats = cache.stats()
         assert ring == 2 * (budget // 16)
         assert stats.block_bytes[0] * stats.device[0].free <= budget - ring
@@ -427,7 +428,7 @@ def test_from_how_many_bytes_on_the_ring_is_faster(
     """Where copies are as much faster as makes up for what they cost besides, or where nobody has measured."""
     driver: Any = Clocked(in_place, copied)
     monkeypatch.setattr(time, "perf_counter", lambda: driver.now)
-    assert streaming.ring_bytes(driver) == expected
+    assert thresholds.ring_bytes(driver) == expected
 
 
 class EagerCopies(EmulatedDriver):
@@ -529,7 +530,7 @@ FENCES: list[tuple[Callable[[pytest.MonkeyPatch], None], tuple[Any, str, Callabl
     (kernels_follow_copies, (Streams, "_side_by_side", a_block_short)),
     (copies_follow_kernels, (Stream, "follow", lambda self, event: None)),
     (blocks_wait_for_copies, (Streams, "behind", lambda self, step: step)),
-    (what_was_brought_ahead_is_of_the_same_pages, (Streams, "_forget", lambda self: None)),
+    (what_was_brought_ahead_is_of_the_same_pages, (Ring, "forget", lambda self: None)),
 ]
 
 

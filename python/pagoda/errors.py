@@ -6,7 +6,11 @@ class PagodaError(Exception):
 
 
 class OutOfBlocks(PagodaError):
-    """A tier has too few free blocks."""
+    """A tier has too few free blocks.
+
+    blocks_short, bytes_short: how many more there would have to be; for a step, of all layer groups together. draining: of
+    the group that the message names, blocks that become free when the steps and copies that may use them have ended.
+    """
 
     def __init__(self, message: str = "", *, blocks_short: int = 0, bytes_short: int = 0, draining: int = 0) -> None:
         super().__init__(message)

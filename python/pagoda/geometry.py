@@ -21,6 +21,12 @@ EXTENT_BYTES = 32 << 20
 TIER_BYTES_MAX = 1 << 48
 """The largest arena: `limits::ARENA_BYTES_MAX` of the core."""
 
+TILE = 64
+"""Stored rows that are worked on together: `TILE` of the core."""
+
+RUN_ROWS = 64 * TILE
+"""Stored rows of a fixed run: `RUN_ROWS` of the core. Entries of pages that have left a window go a run at a time."""
+
 
 class CoreLayer(TypedDict):
     """One layer as `pagoda._core.Cache` takes it."""

@@ -22,7 +22,7 @@ LOW_WATER = 1 / 32
 """The free fraction of a tier below which pages leave it in the background."""
 
 HIGH_WATER = 1 / 8
-"""The free fraction that they make."""
+"""The free fraction that moving them brings it back to."""
 
 REST_STEPS = 256
 """Steps after a failed write to disk until the next one ahead of need: the drive may be full, or broken."""
@@ -81,7 +81,7 @@ class Spill:
             while left := self._promote(batch, tier):
                 pair = (tier, "disk")
                 if pair not in self._pairs or not (
-                    self._settle(pair) or self._demote_now(pair, left, batch, rest=True)
+                    self._settle(pair) or self._demote_now(pair, left, batch, resting_only=True)
                 ):
                     break
             else:
@@ -117,44 +117,45 @@ class Spill:
         rest = (core.plan(handle, tier, (0, core.length(handle)), [group], only_from="disk") for handle, group in pages)
         return sum(len(plan.copies) for plan in rest)
 
-    def _demote_now(self, pair: Pair, blocks: int, batch: Handles, *, rest: bool = False) -> bool:
+    def _demote_now(self, pair: Pair, blocks: int, batch: Handles, *, resting_only: bool = False) -> bool:
         """Moves at least one and about `blocks` pages of each layer group; says whether any has arrived.
 
-        rest: none that a sequence of the batch holds.
+        resting_only: none that a sequence of the batch holds.
         """
         groups = range(len(self._blocks[pair[0]]))
-        spared = [self._demote(pair, group, blocks, batch, rest=rest) for group in groups]
-        return self._settle(pair) or any(spared)
+        freed = [self._demote(pair, group, blocks, batch, resting_only=resting_only) for group in groups]
+        return self._settle(pair) or any(freed)
 
-    def _demote(self, pair: Pair, group: int, blocks: int, batch: Handles, *, rest: bool = False) -> int:
-        """Starts moving at least one and about `blocks` pages of a layer group; returns how many were spared at once, as they
-        are on disk and only keys hold them."""
+    def _demote(self, pair: Pair, group: int, blocks: int, batch: Handles, *, resting_only: bool = False) -> int:
+        """Starts moving at least one and about `blocks` pages of a layer group; returns how many blocks were free at once,
+        because their pages are on disk and held by keys alone."""
         core, wanted, (source, target) = self._core, max(1, blocks), pair
-        to_disk, spared = target == "disk", 0
+        to_disk, freed = target == "disk", 0
         if self._has_disk:
-            spared = core.drop_copies(source, group, wanted)
-            wanted -= spared
+            freed = core.drop_copies(source, group, wanted)
+            wanted -= freed
             if to_disk and (short := wanted - core.free_blocks(target)[group]) > 0:
                 core.drop_copies(target, group, short)
         stepping = set(batch.tolist())
         resting = [handle for handle in core.by_recency() if handle not in stepping]
         # To disk go pages that others hold, and those of the batch, when there is nothing else.
         rounds: list[tuple[list[int], bool]] = [(resting, True)] if to_disk else []
-        rounds += [] if rest else [(resting + batch.tolist(), False)]
+        rounds += [] if resting_only else [(resting + batch.tolist(), False)]
         for handles, unshared in rounds:
             for handle in handles:
                 pages_max, tokens = min(wanted, core.free_blocks(target)[group]), (0, core.length(handle))
                 if pages_max <= 0:
-                    return spared
+                    return freed
                 plan = core.plan(
                     handle, target, tokens, [group], pages_max=pages_max, only_from=source, unshared=unshared
                 )
                 if plan.copies:
                     self._under_way[pair].append(core.execute(plan))
                     wanted -= len(plan.copies)
-        return spared
+        return freed
 
     def _pending(self, pair: Pair) -> bool:
+        """Whether moves are under way."""
         self._under_way[pair] = [ticket for ticket in self._under_way[pair] if self._arrived(ticket) is False]
         return bool(self._under_way[pair])
 
@@ -166,6 +167,7 @@ class Spill:
         return any([self._arrived(ticket) for ticket in under_way])
 
     def _wait(self, ticket: _core.Ticket, pair: Pair) -> None:
+        """Sleeps until a move has ended; if it is of the disk, as long as that does anything, and `disk_timeout` more."""
         if "disk" in pair:
             self._core.wait_patiently(ticket)
         else:

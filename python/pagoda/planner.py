@@ -6,16 +6,19 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from pagoda import _core
+from pagoda.checks import check_integer
 from pagoda.device.passage import passage_bytes, stored_bytes
-from pagoda.device.streaming import RUN_ROWS, SLOTS, ring_slots
-from pagoda.errors import InvalidArgument
+from pagoda.device.ring import SLOTS, ring_slots
 from pagoda.formats import row_format
-from pagoda.geometry import group_layers
+from pagoda.geometry import RUN_ROWS, group_layers
 from pagoda.retention import SinkWindow, keeps_by_layer
 from pagoda.spec import AttentionLayer, ModelSpec
 
 TOKENS_MAX = 1 << 31
 """The longest sequence: `limits::TOKENS_PER_SEQUENCE_MAX` of the core."""
+
+COUNT_MAX = (1 << 40) - 1
+"""Of pages, tokens and sequences that are reckoned with."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Planner:
     def __post_init__(self) -> None:
         row_format(self.k_dtype, "k_dtype")
         row_format(self.v_dtype, "v_dtype")
-        _natural("page_size", self.page_size, 1)
+        check_integer("page_size", self.page_size, 1, COUNT_MAX)
 
     @property
     def bytes_per_token(self) -> int:
@@ -84,8 +87,8 @@ class Planner:
 
     def footprint(self, tokens: int, batch: int = 1) -> Footprint:
         """The memory of a context."""
-        _natural("tokens", tokens, 0)
-        _natural("batch", batch, 1)
+        check_integer("tokens", tokens, 0, COUNT_MAX)
+        check_integer("batch", batch, 1, COUNT_MAX)
         pages = -(-tokens // self.page_size)
         paged = 0
         keeps = keeps_by_layer(self.spec, self.retention, self.page_size if self.headroom is None else self.headroom)
@@ -141,8 +144,3 @@ class Planner:
             pages, budget_bytes, key=lambda count: self.footprint(count * self.page_size, batch).total_bytes
         )
         return fit * self.page_size
-
-
-def _natural(name: str, value: int, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 1 << 40:
-        raise InvalidArgument(f"{name} = {value!r}: an integer from {low} to 2**40 - 1")

@@ -14,10 +14,11 @@ class StepReport:
     waited: float
     """Seconds of these in which attention did nothing but wait for the disk."""
     bytes: dict[str, int]
-    """By link, what attention read: "memory", rows in the RAM that holds both tiers, and those from disk when they have come;
-    "disk", pages that came from there, padding included. On a GPU "pcie", pages of the host tier and of disk that were copied
-    to it, or that kernels have read in place, of these the most that it can have been. "memory" is there what the CPU has
-    read."""
+    """What attention read, by link.
+
+    On the CPU: "memory", rows in RAM, which holds both tiers, and in which those from disk arrive; "disk", pages that were
+    read from there, padding included. On a GPU: "pcie", pages of the host tier and of disk that were copied to it, and those
+    that kernels read in place, of which it is an upper bound; "memory", rows that the CPU has read; "disk" as above."""
 
     def fractions(self, rates: dict[str, float]) -> dict[str, float]:
         """How much of each link's rate, in bytes a second, the step has used; 1 is the roofline.

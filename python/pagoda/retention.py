@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagoda.checks import check_integer
 from pagoda.errors import InvalidArgument
-from pagoda.spec import WINDOW_MAX, ModelSpec, check_integer
+from pagoda.spec import WINDOW_MAX, ModelSpec
 
 Keeps = tuple[int, int, int, bool]
 """Sinks, tokens of the window, headroom, and whether sinks trail: `Window` of the core."""

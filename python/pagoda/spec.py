@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pagoda.checks import check_integer
 from pagoda.errors import InvalidArgument
 from pagoda.formats import row_format
 from pagoda.rope import Rope
@@ -203,9 +204,3 @@ def _check_owner(index: int, layer: AttentionLayer, owner: Layer | None) -> None
         raise InvalidArgument(
             f"layers[{index}].window = {layer.window}: at most {owner.window}, that of its kv_owner {layer.kv_owner}"
         )
-
-
-def check_integer(name: str, value: int, low: int, high: int) -> None:
-    """Raises InvalidArgument."""
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidArgument(f"{name} = {value!r}: an integer from {low} to {high}")

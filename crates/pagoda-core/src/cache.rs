@@ -89,7 +89,7 @@ pub struct Cache {
     /// Bytes copied, by source and target tier.
     pub(crate) moved_bytes: [[u64; Tier::COUNT]; Tier::COUNT],
     #[cfg(feature = "broken-fences")]
-    pub(crate) broken: Option<crate::plan::Fence>,
+    pub(crate) broken: Option<crate::fence::Fence>,
 }
 
 impl Cache {

@@ -1,5 +1,6 @@
 //! What a block waits for before it may be used again: the copies that touch it, and the steps that may read it.
 
+use crate::cache::Cache;
 use crate::ids::{BlockId, Epoch, GroupId, Tier};
 use crate::sync::{Arc, AtomicU64, Ordering};
 use std::collections::VecDeque;
@@ -123,5 +124,40 @@ impl Epochs {
     /// Blocks still waiting.
     pub(crate) fn draining(&self) -> impl Iterator<Item = &Draining> {
         self.draining.iter()
+    }
+}
+
+/// The fences that keep a block from being reused too early.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fence {
+    /// A freed block waits for the steps that may read it.
+    Epochs,
+    /// A released page waits for the copies that touch it.
+    Copies,
+    /// Pages do not move while a step uses its tables.
+    Step,
+    /// A page is not read where a copy is still writing it.
+    Completion,
+    /// A page stays while it is in the window of a query to come.
+    Window,
+    /// A freed block waits until its bytes are gone, where that is asked for.
+    Zeros,
+}
+
+impl Cache {
+    #[cfg(not(feature = "broken-fences"))]
+    pub(crate) fn keeps(&self, _: Fence) -> bool {
+        true
+    }
+
+    #[cfg(feature = "broken-fences")]
+    pub(crate) fn keeps(&self, fence: Fence) -> bool {
+        self.broken != Some(fence)
+    }
+
+    /// Takes a fence away, to show that a test notices.
+    #[cfg(feature = "broken-fences")]
+    pub fn break_fence(&mut self, fence: Fence) {
+        self.broken = Some(fence);
     }
 }

@@ -2,9 +2,10 @@
 
 use crate::cache::{Cache, Group, GroupKind};
 use crate::error::{Error, Result};
+use crate::fence::Fence;
 use crate::ids::{BlockId, BlockRef, Epoch, GroupId, PageId, SequenceId, Tier};
 use crate::limits;
-use crate::plan::{BlockCopy, Fence};
+use crate::plan::BlockCopy;
 use crate::table::SpanView;
 
 /// The open step, and the memory that steps reuse.

@@ -1,8 +1,8 @@
 //! Blocks whose bytes have to go before anybody else gets them, for whoever asks for that.
 
 use crate::cache::Cache;
+use crate::fence::Fence;
 use crate::ids::{BlockId, GroupId, Tier};
-use crate::plan::Fence;
 use crate::step::Phase;
 use std::ops::Range;
 

@@ -8,10 +8,10 @@
 //! `PAGODA_MODEL_OPS` sets the number of operations (default 1 000 000); proptest prints the seed of a failure.
 
 use pagoda_core::cache::{Group, GroupKind, TierMemory};
-use pagoda_core::fence::Completion;
+use pagoda_core::fence::{Completion, Fence};
 use pagoda_core::ids::{BlockId, Epoch, GroupId, KeptId, SequenceId, Tier};
 use pagoda_core::keep::{KeptGroup, KeptPage, KeptSequence};
-use pagoda_core::plan::{BlockCopy, Fence, Plan, Selection};
+use pagoda_core::plan::{BlockCopy, Plan, Selection};
 use pagoda_core::table::Sight;
 use pagoda_core::window::Window;
 use pagoda_core::{Cache, Error};

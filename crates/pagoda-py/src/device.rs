@@ -1,21 +1,20 @@
-//! What a device has to be told of a step: its tables, as runs of words for fixed places in device memory.
-//!
-//! Only what changed is written: rows of block tables keep what they hold. A kernel (cuda/pagoda/unpack.cuh) takes the runs to
-//! their places, so that a step needs one copy to the device, however many tables there are.
+//! A cache whose memory and kernels are on a device: what whoever drives that asks for, step by step. It is told what to copy and
+//! what to zero, and tells when copies and kernels have ended.
 
-use crate::cache::MEMORY_TIERS;
+use crate::cache::{Cache, Engine, Inner, MEMORY_TIERS};
+use crate::errors::unavailable;
+use crate::kernels::{require_rows, require_sinks};
 use crate::layers::PlacedLayer;
-use crate::passes::Streams;
+use crate::lock::Waiting;
+use crate::moves::zero_by;
+use crate::passes::{HostPages, StreamArguments, StreamedGroup};
 use crate::step::StepState;
 use crate::ticket::Ticket;
-use pagoda_core::Cache;
-use pagoda_core::common::{Candidate, Commons, LEVELS_MAX};
-use pagoda_core::ids::{Epoch, GroupId, SequenceId, Tier};
-use pagoda_core::table::{Sight, SpanView};
-use pagoda_core::work::{Cut, Held, QueryBlock, WorkList};
+use crate::upload::{AnglePlaces, GroupPlaces, Room, Upload, WorkPlaces, pages_on_disk, room};
+use numpy::{PyArray1, PyReadwriteArray1};
+use pagoda_core::ids::{Epoch, Tier};
 use pagoda_store::{Filled, Slab};
 use pyo3::prelude::*;
-use std::ops::Range;
 use std::sync::Arc;
 
 /// The memory of a cache on a device, as a dict.
@@ -68,472 +67,192 @@ impl Device {
 /// The slab behind those of the tiers.
 pub(crate) const STAGE: usize = MEMORY_TIERS.len();
 
-/// The addresses of a layer group's tables, as a dict.
-#[derive(FromPyObject)]
-#[pyo3(from_item_all)]
-pub(crate) struct GroupPlaces {
-    /// uint32 `[batch, columns]`.
-    table: u64,
-    columns: usize,
-    /// int32 `[batch + 1]`.
-    span_starts: u64,
-    spans: u64,
-    /// int64 `[tokens]`.
-    slots: u64,
-    /// One int32: the number of new tokens.
-    tokens: u64,
+pub(crate) fn no_device(py: Python<'_>) -> PyErr {
+    unavailable(py, "device: this cache is on the CPU")
 }
 
-/// The addresses of a work list, as a dict.
-#[derive(Clone, Copy, FromPyObject)]
-#[pyo3(from_item_all)]
-pub(crate) struct WorkPlaces {
-    pub(crate) group: u8,
-    /// Sequences with so many new tokens, at least and at most.
-    pub(crate) new_tokens: (u32, u32),
-    /// Queries of a block.
-    queries: u32,
-    pub(crate) window: Option<u32>,
-    pub(crate) by_runs: bool,
-    own: ListAddresses,
-    /// That over pages which several sequences hold; None where every sequence goes over all of its pages alone.
-    common: Option<ListAddresses>,
-    /// Queries of a block of the latter.
-    common_queries: u32,
-    /// int32: the row in the batch of each query that holds common pages.
-    members: u64,
-}
-
-impl WorkPlaces {
-    /// Whether a sequence with so many new tokens is in the list.
-    pub(crate) fn takes(&self, new_tokens: u32) -> bool {
-        (self.new_tokens.0..=self.new_tokens.1).contains(&new_tokens)
+impl Cache {
+    /// Tells a device about the open step.
+    fn with_upload<T>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut Upload, &pagoda_core::Cache, &StepState, &[PlacedLayer]) -> T,
+    ) -> PyResult<T> {
+        let mut inner = self.lock(py)?;
+        inner.require_step(py)?;
+        let Inner { core, step, layers, engine, .. } = &mut *inner;
+        let Engine::Device(Device { upload, .. }) = engine else { return Err(no_device(py)) };
+        Ok(call(upload, core, step, layers))
     }
 }
 
-/// The addresses of one list, as a dict.
-#[derive(Clone, Copy, FromPyObject)]
-#[pyo3(from_item_all)]
-pub(crate) struct ListAddresses {
-    blocks: u64,
-    /// int32 `[blocks + 1]`.
-    prefix: u64,
-    /// One int32.
-    count: u64,
-    /// int32: where the parts that blocks begin with are among the queries that hold common pages.
-    rows: u64,
+impl Inner {
+    /// What is told to a device.
+    fn upload(&mut self, py: Python<'_>) -> PyResult<&mut Upload> {
+        match &mut self.engine {
+            Engine::Device(device) => Ok(&mut device.upload),
+            Engine::Cpu(_) => Err(no_device(py)),
+        }
+    }
 }
 
-/// The address of the angles by which queries of a layer are rotated back, as a dict.
-#[derive(FromPyObject)]
-#[pyo3(from_item_all)]
-pub(crate) struct AnglePlaces {
-    layer: usize,
-    /// float32 `[rows, pairs, 2]`.
-    angles: u64,
-}
-
-/// How much room the open step needs.
-#[derive(Clone, Copy, Debug, Default, IntoPyObject)]
-pub(crate) struct Room {
-    sequences: usize,
-    tokens: usize,
-    /// Pages of the longest sequence, in any group.
-    columns: usize,
-    /// Spans of all sequences, in any group.
-    spans: usize,
-    /// Rows of angles of any layer: one a span, and for one that trails one a query besides.
-    angles: usize,
-}
-
-/// Pages in common, as long as the tables of a batch only grow.
-#[derive(Default)]
-struct Shared {
-    /// For which sequences, with the versions of their tables, this was found; None where one takes no part.
-    found_for: Vec<Option<(SequenceId, u32)>>,
-    commons: Commons,
-    /// The row in the batch of each query that holds common pages.
-    members: Vec<u32>,
-    /// For each time that a sequence holds common pages: its place in the batch, where its queries are among `members`, and
-    /// the token behind the pages.
-    holds: Vec<(u32, i32, u32)>,
-}
-
-/// The row of a block table that is on the device: of which sequence, the version of its table, how many pages of it, and how
-/// many of these are on the host tier.
-#[derive(Clone, Copy)]
-struct Row {
-    sequence: SequenceId,
-    version: u32,
-    pages: usize,
-    on_host: usize,
-}
-
-/// A work list, and that over pages which its sequences have in common.
-#[derive(Clone, Default)]
-pub(crate) struct Lists {
-    pub(crate) own: WorkList,
-    pub(crate) common: WorkList,
-}
-
-/// The places on a device, what they hold, and the words for the open step.
-#[derive(Default)]
-pub(crate) struct Upload {
-    groups: Vec<GroupPlaces>,
-    pub(crate) works: Vec<WorkPlaces>,
-    angles: Vec<AnglePlaces>,
-    /// Per group and place in the batch.
-    held: Vec<Vec<Option<Row>>>,
-    /// Per work list.
-    shared: Vec<Shared>,
-    pub(crate) lists: Vec<Lists>,
-    /// Target (two words), source and length of every run, in words.
-    runs: Vec<u32>,
-    words: Vec<u32>,
-    pub(crate) streams: Streams,
-}
-
-impl Upload {
-    /// New places, which hold nothing.
-    pub(crate) fn place(
-        &mut self,
+#[pymethods]
+impl Cache {
+    /// Where the tables of steps lie on the device from now on; they hold nothing yet.
+    fn place_tables(
+        &self,
+        py: Python<'_>,
         groups: Vec<GroupPlaces>,
         works: Vec<WorkPlaces>,
         angles: Vec<AnglePlaces>,
-    ) {
-        let held = groups.iter().map(|_| Vec::new()).collect();
-        let shared = works.iter().map(|_| Shared::default()).collect();
-        let lists = vec![Lists::default(); works.len()];
-        // What has been brought ahead does not lie in these places.
-        let streams = std::mem::take(&mut self.streams);
-        *self = Self { groups, works, angles, held, shared, lists, streams, ..Self::default() };
+    ) -> PyResult<()> {
+        self.lock(py)?.upload(py)?.place(groups, works, angles);
+        Ok(())
     }
 
-    /// Writes down what the open step changes; returns how many words [`Self::take`] gives, and how many queries hold pages
-    /// in common, in any work list.
-    pub(crate) fn fill(&mut self, core: &Cache, step: &StepState, layers: &[PlacedLayer]) -> (usize, usize) {
-        self.runs.clear();
-        self.words.clear();
-        self.streams.words.clear();
-        for group in 0..self.groups.len() {
-            self.table(core, group);
-            self.spans(core, step, group);
-            self.slots(core, step, layers, group);
+    /// The room that the tables of the open step need.
+    fn table_room(&self, py: Python<'_>) -> PyResult<Room> {
+        let inner = self.lock(py)?;
+        inner.require_step(py)?;
+        Ok(room(&inner.core, &inner.step, inner.block_bytes.len()))
+    }
+
+    /// Writes down what the open step changes on the device; returns how many words that is, and how many queries hold
+    /// pages in common with others.
+    fn stage(&self, py: Python<'_>) -> PyResult<(usize, usize)> {
+        self.with_upload(py, |upload, core, step, layers| upload.fill(core, step, layers))
+    }
+
+    /// What of the host tier attention over a layer of each group goes over, in the step that was staged.
+    fn host_pages(&self, py: Python<'_>) -> PyResult<Vec<HostPages>> {
+        self.with_upload(py, |upload, core, _, _| upload.host_pages(core))
+    }
+
+    /// Pages of each group that attention of the open step may read from disk.
+    fn on_disk(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
+        self.with_upload(py, |_, core, step, layers| {
+            let groups = layers.iter().map(|placed| placed.group.index() + 1).max().unwrap_or(0);
+            let first = |group| layers.iter().find(|placed| placed.group.index() == group);
+            let pages = |group| first(group).map_or(0, |placed| pages_on_disk(core, step, placed));
+            (0..groups).map(pages).collect()
+        })
+    }
+
+    /// Plans how groups are streamed in the step that was staged; returns how many words there are now besides those of `stage`, a
+    /// number that stays the same as long as blocks hold the same, and the groups.
+    fn stream<'py>(
+        &self,
+        py: Python<'py>,
+        groups: Vec<StreamArguments>,
+    ) -> PyResult<(usize, u64, Vec<StreamedGroup<'py>>)> {
+        let mut inner = self.lock(py)?;
+        inner.require_step(py)?;
+        let Inner { core, step, layers, disk, engine, .. } = &mut *inner;
+        let Engine::Device(Device { upload, .. }) = engine else { return Err(no_device(py)) };
+        let streamed = upload.stream(py, core, step, layers, &groups);
+        if let Some(disk) = disk {
+            disk.reads.what = upload.to_read(layers);
         }
-        for work in 0..self.works.len() {
-            self.find_common(core, step, layers, work);
-            self.common_work(core, step, work);
-            self.work(core, step, work);
-        }
-        for at in 0..self.angles.len() {
-            self.angles(core, step, layers, at);
-        }
-        (1 + self.runs.len() + self.words.len(), self.members())
+        Ok(streamed)
     }
 
-    /// Queries that hold pages in common, in any work list.
-    pub(crate) fn members(&self) -> usize {
-        self.shared.iter().map(|shared| shared.members.len()).max().unwrap_or(0)
+    /// Copies what `stage` and `stream` wrote to `words`. streams: where the tables of what is streamed go.
+    fn staged(&self, py: Python<'_>, mut words: PyReadwriteArray1<'_, u32>, streams: u64) -> PyResult<()> {
+        let words = words.as_slice_mut()?;
+        self.with_upload(py, |upload, _, _, _| upload.take(streams, words))
     }
 
-    /// The number of runs, the runs, and the words that they take their sources from. `streams`: where the tables of what is
-    /// streamed go.
-    pub(crate) fn take(&mut self, streams: u64, target: &mut [u32]) {
-        let first = self.words.len();
-        self.words.append(&mut self.streams.words);
-        self.run(streams, first..self.words.len());
-        let (head, words) = target.split_at_mut(1 + self.runs.len());
-        head[0] = (self.runs.len() / 4) as u32;
-        head[1..].copy_from_slice(&self.runs);
-        words[..self.words.len()].copy_from_slice(&self.words);
+    /// `[from, to, bytes]` of the copies that come before the open step's first append, but for those from disk, which are made.
+    fn step_transfers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        let transfers = self.with(py, |inner| {
+            let copies = inner.core.step_copies().iter().copied();
+            Ok(inner.addresses(&copies.filter(|copy| copy.from.0 != Tier::Disk).collect::<Vec<_>>()))
+        })?;
+        Ok(PyArray1::from_vec(py, transfers))
     }
 
-    /// How many groups there are.
-    pub(crate) fn group_count(&self) -> usize {
-        self.groups.len()
+    /// Refuses unless the open step may append to the layer now.
+    fn check_append(&self, py: Python<'_>, layer: usize, has_values: bool) -> PyResult<()> {
+        let inner = self.lock(py)?;
+        inner.require_step(py)?;
+        require_rows(py, &inner.owning_layer(py, layer)?.layer, true, has_values)?;
+        inner.require_unwritten(py, layer)
     }
 
-    /// Pages of the sequence at place `index` of the batch that are on the host tier.
-    pub(crate) fn on_host(&self, group: usize, index: usize) -> u64 {
-        self.held[group][index].map_or(0, |row| row.on_host as u64)
+    /// The layer's new rows are on their way.
+    fn appended(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
+        self.lock(py)?.step.written[layer] = true;
+        Ok(())
     }
 
-    /// Blocks that so many queries of a sequence are in, the most of any work list; None where none has them.
-    pub(crate) fn query_blocks(&self, id: GroupId, new_tokens: u32) -> Option<u64> {
-        let works = self.works.iter().filter(|work| GroupId(work.group) == id && work.takes(new_tokens));
-        works.map(|work| u64::from(new_tokens.div_ceil(work.queries))).max()
+    /// Refuses unless the open step may attend over the layer now.
+    fn check_attend(&self, py: Python<'_>, layer: usize, has_sinks: bool) -> PyResult<()> {
+        let inner = self.lock(py)?;
+        inner.require_step(py)?;
+        require_sinks(py, inner.layer(py, layer)?, has_sinks)?;
+        inner.require_written(py, layer)
     }
 
-    /// Whether a sequence holds pages in common with others, in a work list.
-    pub(crate) fn holds_common(&self, work: usize, index: usize) -> bool {
-        self.shared[work].holds.iter().any(|hold| hold.0 as usize == index)
-    }
-
-    /// Words for a place on the device.
-    fn run(&mut self, target: u64, words: Range<usize>) {
-        if !words.is_empty() {
-            self.runs.extend([target as u32, (target >> 32) as u32, words.start as u32, words.len() as u32]);
-        }
-    }
-
-    fn table(&mut self, core: &Cache, group: usize) {
-        let (table, columns) = (self.groups[group].table, self.groups[group].columns);
-        let batch: Vec<_> = core.step_batch().collect();
-        if self.held[group].len() < batch.len() {
-            self.held[group].resize(batch.len(), None);
-        }
-        for (index, &(sequence, _)) in batch.iter().enumerate() {
-            let (row, version) = core.step_row(index, GroupId(group as u8));
-            let (clean, on_host) = match self.held[group][index] {
-                Some(held)
-                    if (held.sequence, held.version) == (sequence, version) && held.pages <= row.len() =>
-                {
-                    (held.pages, held.on_host)
-                }
-                _ => (0, 0),
-            };
-            let on_host = on_host + row[clean..].iter().filter(|entry| entry.tier() == Tier::Host).count();
-            let start = self.words.len();
-            self.words.extend(row[clean..].iter().map(|entry| entry.bits()));
-            self.run(table + 4 * (index * columns + clean) as u64, start..self.words.len());
-            self.held[group][index] = Some(Row { sequence, version, pages: row.len(), on_host });
-        }
-    }
-
-    fn spans(&mut self, core: &Cache, step: &StepState, group: usize) {
-        let (starts, spans) = (self.groups[group].span_starts, self.groups[group].spans);
-        let first = self.words.len();
-        let mut count = 0;
-        self.words.push(0);
-        for index in 0..core.step_batch().len() {
-            count += step.spans(core, index, GroupId(group as u8)).len() as u32;
-            self.words.push(count);
-        }
-        self.run(starts, first..self.words.len());
-        let first = self.words.len();
-        let mut turned = i64::from(count);
-        for (index, (_, new_tokens)) in core.step_batch().enumerate() {
-            let mut before = 0;
-            for span in step.spans(core, index, GroupId(group as u8)) {
-                let SpanView { first_page, skip, count, mut offset, sight, .. } = *span;
-                if let Sight::Trailing { .. } = sight {
-                    // Where its angles for row 0 of the batch would be.
-                    offset = (turned - i64::from(step.bounds()[index])) as u64;
-                    turned += i64::from(new_tokens);
-                }
-                let sight = match sight {
-                    Sight::Window => 0,
-                    Sight::Always => 1,
-                    Sight::Trailing { .. } => 2,
-                };
-                self.words.extend([first_page, skip, count, before, offset as u32, (offset >> 32) as u32]);
-                self.words.extend([sight, 0]);
-                before += count;
+    /// Takes the layer of pages on disk that comes at place `at` of what is to be read for the step: a slot, the address of the first
+    /// page and the bytes from one to the next. None if its read has not ended yet; with `wait` if all slots are taken.
+    fn take_read(&self, py: Python<'_>, at: usize, wait: bool) -> PyResult<Option<(usize, usize, u64)>> {
+        let mut inner = self.lock(py)?;
+        let _waiting = Waiting::of(self);
+        inner.require_step(py)?;
+        let Inner { mover, disk, engine, closed, .. } = &mut *inner;
+        let (Engine::Device(device), Some(disk)) = (engine, disk) else { return Err(no_device(py)) };
+        let reads = &mut disk.reads;
+        // SAFETY: pages do not move or change while the step is open. Steps retire after the reads that they have begun.
+        let taken = unsafe {
+            if wait {
+                py.detach(|| reads.take(mover, at, *closed)).map_err(|stop| stop.raise(py))?
+            } else {
+                reads.take_if_read(mover, at, *closed)
             }
-        }
-        self.run(spans, first..self.words.len());
-    }
-
-    /// `block * page_size + row` of every new token, int64.
-    fn slots(&mut self, core: &Cache, step: &StepState, layers: &[PlacedLayer], group: usize) {
-        let id = GroupId(group as u8);
-        let Some(placed) = layers.iter().find(|placed| placed.group == id) else { return };
-        let page_size = placed.layer.page_size;
-        let first = self.words.len();
-        for index in 0..core.step_batch().len() {
-            for (block, row) in core.step_slots(index, id) {
-                let slot = u64::from(block.index()) * u64::from(page_size) + u64::from(row);
-                self.words.extend([slot as u32, (slot >> 32) as u32]);
-            }
-        }
-        self.run(self.groups[group].slots, first..self.words.len());
-        let first = self.words.len();
-        self.words.push(step.new_tokens() as u32);
-        self.run(self.groups[group].tokens, first..self.words.len());
-    }
-
-    /// Which sequences of a work list hold pages in common: found anew when a table has changed in another way than by growing.
-    fn find_common(&mut self, core: &Cache, step: &StepState, layers: &[PlacedLayer], at: usize) {
-        let WorkPlaces { group, new_tokens: (least, most), common: Some(_), .. } = self.works[at] else {
-            return;
         };
-        let shared = &mut self.shared[at];
-        let id = GroupId(group);
-        let now = core.step_batch().enumerate().map(|(index, (sequence, new_tokens))| {
-            (least..=most).contains(&new_tokens).then(|| (sequence, core.step_row(index, id).1))
+        Ok(taken.map(|filled| {
+            let found = (filled.slot(), filled.address.addr(), filled.stride);
+            device.lent.push(filled);
+            found
+        }))
+    }
+
+    /// Gives a slot back, or all, whose pages have been copied.
+    fn give_back(&self, py: Python<'_>, slot: Option<usize>) -> PyResult<()> {
+        self.with(py, |inner| {
+            if let (Engine::Device(device), Some(disk)) = (&mut inner.engine, &mut inner.disk) {
+                device
+                    .lent
+                    .extract_if(.., |filled| slot.is_none_or(|slot| filled.slot() == slot))
+                    .for_each(|filled| disk.reads.release(filled));
+            }
+            Ok(())
+        })
+    }
+
+    /// The epoch of the step that ended last: `retire` it when its kernels have ended.
+    fn ended_epoch(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        self.with(py, |inner| {
+            let Engine::Device(device) = &mut inner.engine else { return Ok(None) };
+            Ok(device.epoch.take().map(|epoch| epoch.0))
+        })
+    }
+
+    /// The kernels of a step, and of all before it, have ended.
+    fn retire(&self, py: Python<'_>, epoch: u64) -> PyResult<()> {
+        self.with(py, |inner| inner.retire(Epoch(epoch)))
+    }
+
+    /// `[address, bytes]` of freed blocks that the device has to zero before it does anything else with them. Those on disk are
+    /// zeroed.
+    fn zero<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        let mut inner = self.lock(py)?;
+        inner.upload(py)?;
+        let Inner { core, arenas, block_bytes, disk, .. } = &mut *inner;
+        let mut ranges = Vec::new();
+        zero_by(core, disk, block_bytes, |tier, range| {
+            ranges.extend([arenas.base[tier.index()] as u64 + range.start, range.end - range.start]);
         });
-        // A sequence may have been cut inside a page.
-        let bounds = step.bounds();
-        let whole = |&(place, _, end): &(u32, i32, u32)| {
-            let place = place as usize;
-            let new_tokens = bounds[place + 1] - bounds[place];
-            step.spans(core, place, id).last().is_some_and(|span| end + new_tokens <= span.count)
-        };
-        if now.clone().eq(shared.found_for.iter().copied()) && shared.holds.iter().all(whole) {
-            return;
-        }
-        shared.found_for.clear();
-        shared.found_for.extend(now);
-        let page_size =
-            layers.iter().find(|placed| placed.group == id).map_or(1, |placed| placed.layer.page_size);
-        let mut candidates = Vec::with_capacity(shared.found_for.len());
-        for (index, (_, new_tokens)) in core.step_batch().enumerate() {
-            // Of several spans the first may have moved.
-            if let (Some(_), [span]) = (shared.found_for[index], step.spans(core, index, id))
-                && (span.first_page, span.skip) == (0, 0)
-            {
-                let full = (span.count - new_tokens) / page_size;
-                let pages = &core.step_row(index, id).0[..full as usize];
-                candidates.push(Candidate { place: index as u32, pages });
-            }
-        }
-        shared.commons.find(&mut candidates, page_size as usize);
+        Ok(PyArray1::from_vec(py, ranges))
     }
-
-    /// The work list over common pages, and the queries that it is for.
-    fn common_work(&mut self, core: &Cache, step: &StepState, at: usize) {
-        let WorkPlaces { group, common: Some(places), common_queries: queries, members, .. } = self.works[at]
-        else {
-            return;
-        };
-        let (shared, list) = (&mut self.shared[at], &mut self.lists[at].common);
-        shared.members.clear();
-        shared.holds.clear();
-        list.clear();
-        let (bounds, id) = (step.bounds(), GroupId(group));
-        for node in &shared.commons.nodes {
-            let first = shared.members.len() as u32;
-            for &place in &shared.commons.members[node.members.clone()] {
-                shared.holds.push((place, shared.members.len() as i32, node.tokens.end));
-                shared.members.extend(bounds[place as usize]..bounds[place as usize + 1]);
-            }
-            let place = shared.commons.members[node.members.start];
-            let cut = Cut { queries, window: None, by_runs: false };
-            let spans = step.spans(core, place as usize, id);
-            let queries = first..shared.members.len() as u32;
-            list.push_common(cut, place, spans, node.tokens.clone(), queries);
-        }
-        // A sequence's nodes come in token order, and so do its places among the members.
-        shared.holds.sort_unstable();
-        let first = self.words.len();
-        self.words.extend(&shared.members);
-        self.run(members, first..self.words.len());
-        let words = write_list(&mut self.words, &self.lists[at].common);
-        self.run_list(places, words);
-    }
-
-    fn run_list(&mut self, places: ListAddresses, words: [Range<usize>; 4]) {
-        let targets = [places.blocks, places.prefix, places.count, places.rows];
-        targets.into_iter().zip(words).for_each(|(target, words)| self.run(target, words));
-    }
-
-    fn work(&mut self, core: &Cache, step: &StepState, at: usize) {
-        let work = self.works[at];
-        let WorkPlaces { group, queries, window, by_runs, own, .. } = work;
-        let cut = Cut { queries, window, by_runs };
-        let (shared, list, id) = (&self.shared[at], &mut self.lists[at].own, GroupId(group));
-        list.clear();
-        let mut holds = shared.holds.iter().peekable();
-        let mut rows = Vec::with_capacity(LEVELS_MAX);
-        let bounds = step.bounds();
-        for (index, (_, new_tokens)) in core.step_batch().enumerate() {
-            let mut end = 0;
-            rows.clear();
-            while let Some(&(_, start, behind)) = holds.next_if(|hold| hold.0 == index as u32) {
-                rows.push(start);
-                end = behind;
-            }
-            if work.takes(new_tokens) {
-                let held = Held { end, rows: &rows };
-                list.push(cut, index as u32, bounds[index], step.spans(core, index, id), new_tokens, held);
-            }
-        }
-        let words = write_list(&mut self.words, &self.lists[at].own);
-        self.run_list(own, words);
-    }
-
-    /// Cosines and sines of the offsets of all spans, then of each that trails for each of its sequence's queries; if any has one.
-    fn angles(&mut self, core: &Cache, step: &StepState, layers: &[PlacedLayer], at: usize) {
-        let AnglePlaces { layer, angles } = self.angles[at];
-        let placed = &layers[layer];
-        let Some(rope) = &placed.layer.rope else { return };
-        let batch = core.step_batch().len();
-        let spans = || (0..batch).flat_map(|index| step.spans(core, index, placed.group));
-        if spans().all(|span| span.offset == 0 && !trails(span)) {
-            return;
-        }
-        let first = self.words.len();
-        let words = &mut self.words;
-        let mut add = |offset: u64| {
-            words.extend(rope.inv_freq.iter().flat_map(|&frequency| {
-                let (sin, cos) = (offset as f64 * f64::from(frequency)).sin_cos();
-                [(cos as f32).to_bits(), (sin as f32).to_bits()]
-            }));
-        };
-        spans().for_each(|span| add(span.offset));
-        for (index, (_, new_tokens)) in core.step_batch().enumerate() {
-            let spans = step.spans(core, index, placed.group);
-            let length: u32 = spans.iter().map(|span| span.count).sum();
-            for span in spans.iter().filter(|span| trails(span)) {
-                (length - new_tokens..length).for_each(|query| add(span.offset_for(query as usize)));
-            }
-        }
-        self.run(angles, first..self.words.len());
-    }
-}
-
-/// Whether each query sees a span at a distance of its own.
-fn trails(span: &SpanView) -> bool {
-    matches!(span.sight, Sight::Trailing { .. })
-}
-
-/// Writes blocks, prefix, count and parts of a work list down; returns where.
-pub(crate) fn write_list(words: &mut Vec<u32>, list: &WorkList) -> [Range<usize>; 4] {
-    let first = words.len();
-    for block in &list.blocks {
-        let QueryBlock { sequence, token, queries, position, from, low, high, first_part, parts, target } =
-            *block;
-        let fields = [sequence, token, queries, position, from, low, high, first_part, parts, target];
-        words.extend(fields.map(|field| field as u32));
-    }
-    let second = words.len();
-    words.extend(list.prefix.iter().map(|&work| work as u32));
-    let third = words.len();
-    words.push(list.blocks.len() as u32);
-    let fourth = words.len();
-    words.extend(list.part_rows.iter().map(|&row| row as u32));
-    [first..second, second..third, third..fourth, fourth..words.len()]
-}
-
-/// Pages of a group that the sequences of the open step have on disk.
-pub(crate) fn pages_on_disk(core: &Cache, step: &StepState, placed: &PlacedLayer) -> usize {
-    let page_size = placed.layer.page_size;
-    let batch = (0..core.step_batch().len()).filter(|&index| core.step_reaches_disk(index, placed.group));
-    let of_sequence = |index: usize| {
-        let (row, _) = core.step_row(index, placed.group);
-        let pages = |span: &SpanView| {
-            let (first, rows) = (span.first_page, span.skip..span.skip + span.count);
-            &row[(first + rows.start / page_size) as usize..(first + rows.end.div_ceil(page_size)) as usize]
-        };
-        let held = step.spans(core, index, placed.group).iter().filter(|span| span.count > 0).flat_map(pages);
-        held.filter(|entry| entry.tier() == Tier::Disk).count()
-    };
-    batch.map(of_sequence).sum()
-}
-
-/// The room that the open step needs.
-pub(crate) fn room(core: &Cache, step: &StepState, groups: usize) -> Room {
-    let mut room = Room { sequences: core.step_batch().len(), tokens: step.new_tokens(), ..Room::default() };
-    for group in (0..groups as u8).map(GroupId) {
-        let (mut spans, mut angles) = (0, 0);
-        for (index, (_, new_tokens)) in core.step_batch().enumerate() {
-            room.columns = room.columns.max(core.step_row(index, group).0.len());
-            spans += step.spans(core, index, group).len();
-            let trailing = step.spans(core, index, group).iter().filter(|span| trails(span)).count();
-            angles += trailing * new_tokens as usize;
-        }
-        room.spans = room.spans.max(spans);
-        room.angles = room.angles.max(spans + angles);
-    }
-    room
 }

@@ -1,9 +1,10 @@
 //! The CPU's kernels over the open step, and the checks of what they are given.
 
 use crate::arrays::{floats, rows, rows_mut};
-use crate::cache::{Engine, Inner};
+use crate::cache::{Cache, Engine, Inner};
 use crate::errors::{cpu, invalid, unavailable};
 use crate::layers::PlacedLayer;
+use crate::lock::Waiting;
 use crate::step::StepState;
 use crate::stream::{Call, Stream};
 use numpy::{PyArray2, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
@@ -42,29 +43,32 @@ impl Cpu {
     }
 }
 
-impl Inner {
-    /// Writes K and V of the new tokens of one layer.
-    pub(crate) fn append(
-        &mut self,
+#[pymethods]
+impl Cache {
+    /// Writes K and V of the new tokens of one layer; no V where it is part of K, no K where it is derived from V.
+    #[pyo3(signature = (layer, k=None, v=None, dtype=None))]
+    fn append(
+        &self,
         py: Python<'_>,
         layer: usize,
         k: Option<&Bound<'_, PyUntypedArray>>,
         v: Option<&Bound<'_, PyUntypedArray>>,
         dtype: Option<&str>,
     ) -> PyResult<()> {
-        self.require_step(py)?;
-        let placed = self.owning_layer(py, layer)?;
+        let inner = &mut *self.lock(py)?;
+        inner.require_step(py)?;
+        let placed = inner.owning_layer(py, layer)?;
         let bits = bits(py, dtype)?;
         let geometry = placed.layer.geometry;
-        let shape = |dim: u32| [self.step.new_tokens(), geometry.num_kv_heads as usize, dim as usize];
+        let shape = |dim: u32| [inner.step.new_tokens(), geometry.num_kv_heads as usize, dim as usize];
         require_rows(py, &placed.layer, k.is_some(), v.is_some())?;
         // Of a layer whose keys are derived, values take the place of K.
         let (name, stored) = k.map(|k| ("k", k)).or(v.map(|v| ("v", v))).expect("one of them is given");
         let keys = rows(name, stored, shape(geometry.head_dim), bits)?;
         let values = v.filter(|_| geometry.v_format.is_some());
         let values = values.map(|v| rows("v", v, shape(geometry.v_head_dim), bits)).transpose()?;
-        self.require_unwritten(py, layer)?;
-        let Self { core, layers, arenas, engine, step, .. } = self;
+        inner.require_unwritten(py, layer)?;
+        let Inner { core, layers, arenas, engine, step, .. } = inner;
         let Engine::Cpu(Cpu { backend, checked, .. }) = engine else { return Err(no_kernels(py)) };
         if std::mem::take(&mut layers[layer].center_first) && step.new_tokens() >= CENTER_TOKENS_MIN {
             let (heads, dim) = (geometry.num_kv_heads as usize, geometry.head_dim as usize);
@@ -91,8 +95,9 @@ impl Inner {
     }
 
     /// Attention of the new tokens of one layer, into `out` and `lse`.
-    pub(crate) fn attend(
-        &mut self,
+    #[pyo3(signature = (layer, q, out, lse=None, dtype=None, sink_logits=None))]
+    fn attend(
+        &self,
         py: Python<'_>,
         layer: usize,
         q: &Bound<'_, PyUntypedArray>,
@@ -101,18 +106,20 @@ impl Inner {
         dtype: Option<&str>,
         sink_logits: Option<&Bound<'_, PyUntypedArray>>,
     ) -> PyResult<()> {
-        self.require_step(py)?;
-        let placed = self.layer(py, layer)?;
+        let inner = &mut *self.lock(py)?;
+        let _waiting = Waiting::of(self);
+        inner.require_step(py)?;
+        let placed = inner.layer(py, layer)?;
         let bits = bits(py, dtype)?;
         let heads = placed.layer.num_q_heads as usize;
-        let shape = |dim: u32| [self.step.new_tokens(), heads, dim as usize];
+        let shape = |dim: u32| [inner.step.new_tokens(), heads, dim as usize];
         let queries = rows("q", q, shape(placed.layer.geometry.head_dim), bits)?;
         let outputs = rows_mut("out", out, shape(placed.layer.geometry.v_head_dim), bits, q)?;
         require_sinks(py, placed, sink_logits.is_some())?;
         let sinks = sink_logits.map(|array| floats("sink_logits", array, heads)).transpose()?;
-        self.require_written(py, layer)?;
-        let lse = lse.map(|lse| lse_address(lse, [self.step.new_tokens(), heads])).transpose()?;
-        let Self { core, layers, arenas, mover, disk, engine, step, closed, .. } = self;
+        inner.require_written(py, layer)?;
+        let lse = lse.map(|lse| lse_address(lse, [inner.step.new_tokens(), heads])).transpose()?;
+        let Inner { core, layers, arenas, mover, disk, engine, step, closed, .. } = inner;
         let Engine::Cpu(Cpu { backend, stream, .. }) = engine else { return Err(no_kernels(py)) };
         let memory = std::mem::take(&mut step.sequences);
         let tables = sequence_tables(core, step, layers[layer].group, memory);

@@ -10,6 +10,7 @@ mod fork;
 mod handle;
 mod kernels;
 mod layers;
+mod lock;
 mod moves;
 mod partials;
 mod passes;
@@ -20,6 +21,7 @@ mod step;
 mod stream;
 mod tables;
 mod ticket;
+mod upload;
 
 use pagoda_cpu::Isa;
 use pyo3::prelude::*;

@@ -61,8 +61,7 @@ impl Partials {
         layer: usize,
         center: &Bound<'_, PyUntypedArray>,
     ) -> PyResult<()> {
-        let mut guard = cache.lock(py)?;
-        let inner = guard.as_mut().expect("locked open");
+        let mut inner = cache.lock(py)?;
         let geometry = inner.layer(py, layer)?.layer.geometry;
         let length = geometry.num_kv_heads * geometry.head_dim;
         inner.layers[layer].layer.transform.center = floats("center", center, length as usize)?;
@@ -85,8 +84,7 @@ impl Partials {
         parts: &Bound<'_, PyArray3<f32>>,
         dtype: Option<&str>,
     ) -> PyResult<u64> {
-        let mut guard = cache.lock(py)?;
-        let inner = guard.as_mut().expect("locked open");
+        let inner = cache.lock(py)?;
         inner.require_step(py)?;
         inner.require_written(py, layer)?;
         let placed = inner.layer(py, layer)?;

@@ -1,9 +1,9 @@
 //! What a device has to be told of pages that are streamed to it from other tiers: which come together in a pass, tables that
 //! say where they are then, and the work of each pass.
 
-use crate::device::{Lists, Upload, write_list};
 use crate::layers::PlacedLayer;
 use crate::step::StepState;
+use crate::upload::{Lists, Upload, write_list};
 use numpy::PyArray1;
 use pagoda_core::Cache;
 use pagoda_core::ids::{BlockId, BlockRef, GroupId, SequenceId, Tier};
@@ -31,9 +31,9 @@ pub(crate) struct HostPages {
     pages: u64,
     /// How often kernels read them in place: once for each block of queries.
     reads: u64,
-    /// Of sequences that may be divided between kernels and the CPU: the first pages, as far as these are there,
+    /// Of sequences that may be divided between kernels and the CPU: the first pages, as far as these are on the host tier.
     divisible: u64,
-    /// and the new tokens of one of these, at most.
+    /// The most new tokens that one of these sequences has.
     new_tokens: u32,
 }
 

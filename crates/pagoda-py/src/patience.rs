@@ -1,7 +1,7 @@
 //! How long a call waits for the disk: as long as that does anything, and `disk_timeout` more. Signals are seen.
 
-use crate::reads::Stop;
-use pagoda_core::fence::Completion;
+use crate::errors;
+use pagoda_core::fence::{Completion, Failure};
 use pagoda_store::Waiter;
 use pagoda_store::disk::Store;
 use pyo3::prelude::*;
@@ -13,55 +13,84 @@ use std::time::{Duration, Instant};
 /// How often a wait looks for signals.
 const SLICE: Duration = Duration::from_millis(50);
 
-/// Sleeps until `awake` says so, which sleeps for the time it is given at most, or for `limit`; says which. Python signals are seen.
-pub(crate) fn until(limit: Duration, mut awake: impl FnMut(Duration) -> bool) -> PyResult<bool> {
-    let start = Instant::now();
-    loop {
-        let left = limit.saturating_sub(start.elapsed());
-        if awake(SLICE.min(left)) {
-            return Ok(true);
-        }
-        Python::attach(|py| py.check_signals())?;
-        if left.is_zero() {
-            return Ok(false);
+/// Why a wait for the disk ended early.
+pub(crate) enum Stop {
+    /// A read failed; None if it was cut short.
+    Read(Option<Failure>),
+    /// A read took longer than this.
+    Slow(Duration),
+    /// The drive did nothing for longer than this.
+    Idle(Duration),
+    /// A signal handler raised.
+    Signal(PyErr),
+}
+
+impl Stop {
+    pub(crate) fn raise(self, py: Python<'_>) -> PyErr {
+        let slow = |limit: Duration, what: &str| {
+            let reason = format!("disk_timeout = {}: {what}", limit.as_secs_f64());
+            errors::failure(py, Some(&Failure::Io(reason)))
+        };
+        match self {
+            Self::Read(failure) => errors::failure(py, failure.as_ref()),
+            Self::Slow(limit) => slow(limit, "a read took longer"),
+            Self::Idle(limit) => slow(limit, "the drive did nothing for longer"),
+            Self::Signal(error) => error,
         }
     }
 }
 
-/// Sleeps until copies have ended.
+/// Sleeps until `awake` says so, which sleeps for the time it is given at most, or for `limit`; says which. Python signals are seen.
+pub(crate) fn until(limit: Duration, awake: impl FnMut(Duration) -> bool) -> PyResult<bool> {
+    sleep(limit, || (), signals, awake)
+}
+
+/// Sleeps until copies have ended, as long as the disk does anything, and for `limit` more. Python signals are seen.
 pub(crate) fn wait(
     waiter: &Waiter,
     completion: &Completion,
     store: &Store,
     limit: Duration,
 ) -> Result<(), Stop> {
-    sleep(store, limit, signals, |slice| waiter.wait(completion, slice))
+    while_busy(store, limit, signals, |slice| waiter.wait(completion, slice))
 }
 
 /// Lets Python handle signals, and says if that raises.
-fn signals() -> Result<(), Stop> {
-    Python::attach(|py| py.check_signals()).map_err(Stop::Signal)
+fn signals() -> PyResult<()> {
+    Python::attach(|py| py.check_signals())
 }
 
-/// Sleeps until `awake` says so, which sleeps for the time it is given at most. Now and then `stop` may end that.
-fn sleep(
+/// Sleeps until `awake` says so, as long as the disk does anything, and for `limit` more.
+fn while_busy(
     store: &Store,
     limit: Duration,
-    stop: impl Fn() -> Result<(), Stop>,
-    mut awake: impl FnMut(Duration) -> bool,
+    stop: impl Fn() -> PyResult<()>,
+    awake: impl FnMut(Duration) -> bool,
 ) -> Result<(), Stop> {
-    let (mut traffic, mut since) = (store.traffic(), Instant::now());
+    let ended = sleep(limit, || store.traffic(), stop, awake).map_err(Stop::Signal)?;
+    if ended { Ok(()) } else { Err(Stop::Idle(limit)) }
+}
+
+/// Sleeps until `awake` says so, which sleeps for the time it is given at most, or until `progress` has stayed the same for `limit`;
+/// says which. Now and then `stop` may end that.
+fn sleep<P: PartialEq>(
+    limit: Duration,
+    progress: impl Fn() -> P,
+    stop: impl Fn() -> PyResult<()>,
+    mut awake: impl FnMut(Duration) -> bool,
+) -> PyResult<bool> {
+    let (mut before, mut since) = (progress(), Instant::now());
     loop {
         let left = limit.saturating_sub(since.elapsed());
         if awake(SLICE.min(left)) {
-            return Ok(());
+            return Ok(true);
         }
         stop()?;
-        let now = store.traffic();
-        if now != traffic {
-            (traffic, since) = (now, Instant::now());
+        let now = progress();
+        if now != before {
+            (before, since) = (now, Instant::now());
         } else if left.is_zero() {
-            return Err(Stop::Idle(limit));
+            return Ok(false);
         }
     }
 }
@@ -85,16 +114,15 @@ impl<T: Send + 'static> Apart<T> {
         Ok(Self { thread: Some(thread), ended })
     }
 
-    /// Sleeps until it has ended.
+    /// Sleeps until it has ended, as long as the disk does anything, and for `limit` more.
     pub(crate) fn wait(&mut self, store: &Store, limit: Duration) -> Result<(), Stop> {
-        sleep(store, limit, signals, |slice| self.ended_in(slice))
+        while_busy(store, limit, signals, |slice| self.ended_in(slice))
     }
 
-    /// Sleeps until it has ended, and then drops what it came to; whoever gives up leaves it to itself. Signals are seen only if
-    /// that is asked for.
+    /// As `wait`, and then drops what it came to; whoever gives up leaves it to itself. Signals are seen only if that is asked for.
     pub(crate) fn finish(mut self, store: &Store, limit: Duration, heeds_signals: bool) -> Result<(), Stop> {
         let stop = || if heeds_signals { signals() } else { Ok(()) };
-        let ended = sleep(store, limit, stop, |slice| self.ended_in(slice));
+        let ended = while_busy(store, limit, stop, |slice| self.ended_in(slice));
         if ended.is_err() {
             self.thread = None;
         }

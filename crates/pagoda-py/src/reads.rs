@@ -1,11 +1,9 @@
 //! Layers of pages on disk, read ahead of whoever goes over them.
 
-use crate::errors;
-use crate::patience;
-use pagoda_core::fence::{Completion, Failure};
+use crate::patience::{self, Stop};
+use pagoda_core::fence::Completion;
 use pagoda_core::ids::Epoch;
 use pagoda_store::{Filled, LayerOfPages, Mover, Ring};
-use pyo3::prelude::*;
 use std::time::{Duration, Instant};
 
 /// What an open step has to read from disk, and the memory through which it goes.
@@ -24,32 +22,6 @@ pub(crate) struct Traffic {
     pub(crate) bytes: u64,
     /// Time in which nothing was done but to wait for the disk.
     pub(crate) waited: Duration,
-}
-
-/// Why a wait ended early.
-pub(crate) enum Stop {
-    Read(Option<Failure>),
-    Slow(Duration),
-    Idle(Duration),
-    Signal(PyErr),
-}
-
-impl Stop {
-    pub(crate) fn raise(self, py: Python<'_>) -> PyErr {
-        match self {
-            Self::Read(failure) => errors::failure(py, failure.as_ref()),
-            Self::Slow(limit) => {
-                let reason = format!("disk_timeout = {}: a read took longer", limit.as_secs_f64());
-                errors::failure(py, Some(&Failure::Io(reason)))
-            }
-            Self::Idle(limit) => {
-                let reason =
-                    format!("disk_timeout = {}: the drive did nothing for longer", limit.as_secs_f64());
-                errors::failure(py, Some(&Failure::Io(reason)))
-            }
-            Self::Signal(error) => error,
-        }
-    }
 }
 
 impl Reads {

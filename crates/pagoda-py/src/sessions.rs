@@ -1,7 +1,9 @@
 //! Sequences that are kept on disk under a key.
 
-use crate::cache::{Inner, handle, sequence_id};
+use crate::cache::{Cache, Inner};
 use crate::errors;
+use crate::handle::{Handle, sequence_id};
+use crate::lock::Waiting;
 use crate::moves::{Held, Link};
 use crate::patience::Apart;
 use pagoda_core::fence::Failure;
@@ -74,38 +76,86 @@ impl Sessions {
     }
 }
 
-impl Inner {
+#[pymethods]
+impl Cache {
+    /// Refuses unless sequences can be kept.
+    fn check_key(&self, py: Python<'_>, key: &str) -> PyResult<()> {
+        self.lock(py)?.named_store(py, key).map(drop)
+    }
+
     /// Keeps a sequence whose sealed pages are on disk under `key`, in the place of what was there.
-    pub(crate) fn save(
-        &mut self,
+    #[pyo3(signature = (sequence, key, meta, link=None))]
+    fn save(
+        &self,
         py: Python<'_>,
-        id: u64,
+        sequence: u64,
         key: &str,
         meta: &[u8],
         link: Link<'_, '_>,
     ) -> PyResult<()> {
-        let store = self.answering_store(py, key)?;
-        self.zero();
+        let mut inner = self.lock(py)?;
+        let _waiting = Waiting::of(self);
+        let store = inner.answering_store(py, key)?;
+        inner.zero();
         // A sequence of its own: open pages stay what they are as long as they are copied.
-        let own = self.core.fork(sequence_id(id)).map_err(|error| errors::core(py, &error))?;
+        let own = inner.core.fork(sequence_id(sequence)).map_err(|error| errors::core(py, &error))?;
         let mut held = Held { sequence: Some(own), kept: None };
-        let (kept, copies) = match self.core.keep(own) {
+        let (kept, copies) = match inner.core.keep(own) {
             Ok(keeping) => keeping,
             Err(error) => {
-                self.let_go(held).map_err(|error| errors::core(py, &error))?;
+                inner.let_go(held).map_err(|error| errors::core(py, &error))?;
                 return Err(errors::core(py, &error));
             }
         };
         held.kept = Some(kept);
-        self.copy_now(py, &copies, held, link)?;
-        let described = self.core.describe(kept).expect("kept right now");
-        self.let_go(Held { kept: None, ..held }).map_err(|error| errors::core(py, &error))?;
+        inner.copy_now(py, &copies, held, link)?;
+        let described = inner.core.describe(kept).expect("kept right now");
+        inner.let_go(Held { kept: None, ..held }).map_err(|error| errors::core(py, &error))?;
         let (blocks, entry) = sequence::encode(&described, meta);
-        self.change(py, &store, key, Some((kept, meta.to_vec())), move |store, key, wanted| {
+        inner.change(py, &store, key, Some((kept, meta.to_vec())), move |store, key, wanted| {
             store.put_if(key, &blocks, &entry, wanted).map(drop)
         })
     }
 
+    /// A sequence with what is kept under `key`; none if nothing is.
+    #[pyo3(signature = (key, link=None))]
+    fn load(&self, py: Python<'_>, key: &str, link: Link<'_, '_>) -> PyResult<Option<Handle>> {
+        let mut inner = self.lock(py)?;
+        let _waiting = Waiting::of(self);
+        self.release_abandoned(&mut inner);
+        inner.answering_store(py, key)?;
+        let Some(&(kept, _)) = inner.sessions.kept.get(key) else { return Ok(None) };
+        inner.zero();
+        let (id, copies) = inner.core.revive(kept).map_err(|error| errors::core(py, &error))?;
+        inner.copy_now(py, &copies, Held { sequence: Some(id), kept: None }, link)?;
+        Ok(Some(Handle::new(id, &self.abandoned)))
+    }
+
+    /// Lets go of what is kept under `key`; says whether there was something.
+    fn forget(&self, py: Python<'_>, key: &str) -> PyResult<bool> {
+        let mut inner = self.lock(py)?;
+        let _waiting = Waiting::of(self);
+        let store = inner.answering_store(py, key)?;
+        let is_kept = inner.sessions.kept.contains_key(key);
+        inner.change(py, &store, key, None, |store, key, wanted| store.delete_if(key, wanted).map(drop))?;
+        Ok(is_kept)
+    }
+
+    /// What is kept: keys, and what the caller added.
+    fn saved(&self, py: Python<'_>) -> PyResult<BTreeMap<String, Vec<u8>>> {
+        self.with(py, |inner| {
+            let kept = inner.sessions.kept.iter();
+            Ok(kept.map(|(key, (_, meta))| (key.clone(), meta.clone())).collect())
+        })
+    }
+
+    /// Keys that were lost when the cache was opened, and why.
+    fn lost(&self, py: Python<'_>) -> PyResult<Vec<(String, String)>> {
+        self.with(py, |inner| Ok(inner.sessions.lost.clone()))
+    }
+}
+
+impl Inner {
     /// Has a thread change what a key stands for, and waits for the drive's answer.
     fn change(
         &mut self,
@@ -164,24 +214,6 @@ impl Inner {
         }
     }
 
-    /// A sequence with what is kept under `key`; none if nothing is.
-    pub(crate) fn load(&mut self, py: Python<'_>, key: &str, link: Link<'_, '_>) -> PyResult<Option<u64>> {
-        self.answering_store(py, key)?;
-        let Some(&(kept, _)) = self.sessions.kept.get(key) else { return Ok(None) };
-        self.zero();
-        let (id, copies) = self.core.revive(kept).map_err(|error| errors::core(py, &error))?;
-        self.copy_now(py, &copies, Held { sequence: Some(id), kept: None }, link)?;
-        Ok(Some(handle(id)))
-    }
-
-    /// Lets go of what is kept under `key`; says whether there was something.
-    pub(crate) fn forget(&mut self, py: Python<'_>, key: &str) -> PyResult<bool> {
-        let store = self.answering_store(py, key)?;
-        let is_kept = self.sessions.kept.contains_key(key);
-        self.change(py, &store, key, None, |store, key, wanted| store.delete_if(key, wanted).map(drop))?;
-        Ok(is_kept)
-    }
-
     /// The store; refused while the drive has yet to answer for a key.
     fn answering_store(&self, py: Python<'_>, key: &str) -> PyResult<Arc<Store>> {
         let store = self.named_store(py, key)?;
@@ -192,7 +224,7 @@ impl Inner {
         Ok(store)
     }
 
-    pub(crate) fn named_store(&self, py: Python<'_>, key: &str) -> PyResult<Arc<Store>> {
+    fn named_store(&self, py: Python<'_>, key: &str) -> PyResult<Arc<Store>> {
         let store = self.store().filter(|store| store.is_named());
         let limit = "nothing is kept but in a cache with disk= and resume=True";
         store.cloned().ok_or_else(|| errors::invalid(py, "key", format_args!("{key:?}"), limit))

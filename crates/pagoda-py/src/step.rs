@@ -1,12 +1,20 @@
-//! The open step: what it adds to the core's own, and what its calls have to hold.
+//! The open step: its calls, what these have to hold, and what it adds to the core's own.
 
-use crate::cache::Inner;
-use crate::errors::{invalid, invalid_because};
+use crate::cache::{Cache, Engine, Inner};
+use crate::errors::{core, invalid, invalid_because};
+use crate::handle::sequence_id;
 use crate::layers::PlacedLayer;
+use crate::lock::Waiting;
+use crate::moves::Link;
+use crate::reads::Traffic;
+use crate::tables;
+use numpy::{PyArray1, PyReadonlyArray1};
+use pagoda_core::Error;
 use pagoda_core::ids::GroupId;
 use pagoda_core::table::SpanView;
 use pagoda_cpu::SequenceTable;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use std::ops::Range;
 
 /// What the open step adds to the core's own.
@@ -77,6 +85,141 @@ impl StepState {
         let nothing = self.new_tokens() == 0;
         self.written.clear();
         self.written.extend(layers.iter().map(|placed| nothing || placed.owner.is_some()));
+    }
+}
+
+#[pymethods]
+impl Cache {
+    /// Opens a step; shared open pages are copied before it returns. link: what copies between a device and memory of the host.
+    #[pyo3(signature = (sequences, new_tokens, link=None))]
+    fn reserve(
+        &self,
+        py: Python<'_>,
+        sequences: PyReadonlyArray1<'_, u64>,
+        new_tokens: PyReadonlyArray1<'_, i64>,
+        link: Link<'_, '_>,
+    ) -> PyResult<()> {
+        let (sequences, new_tokens) = (sequences.as_slice()?, new_tokens.as_slice()?);
+        if sequences.len() != new_tokens.len() {
+            let limit = format!("one entry for each of {} sequences", sequences.len());
+            return Err(invalid(py, "new_tokens", format_args!("{} entries", new_tokens.len()), limit));
+        }
+        let counts = new_tokens.iter().map(|&count| u32::try_from(count).map_err(|_| count));
+        let mut inner = self.lock(py)?;
+        let _waiting = Waiting::of(self);
+        self.release_abandoned(&mut inner);
+        if let Some(error) = inner.core.take_failure() {
+            return Err(core(py, &error));
+        }
+        let mut batch = Vec::with_capacity(sequences.len());
+        for (&sequence, count) in sequences.iter().zip(counts) {
+            let count = count.map_err(|count| invalid(py, "new_tokens", count, "from 0 to 4294967295"))?;
+            batch.push((sequence_id(sequence), count));
+        }
+        inner.zero();
+        let mut reserved = inner.core.reserve(&batch);
+        if matches!(reserved, Err(Error::OutOfBlocks { draining: 1.., .. })) && inner.finish_reads(py)? {
+            reserved = inner.core.reserve(&batch);
+        }
+        reserved.map_err(|error| core(py, &error))?;
+        if let Err(error) = inner.copy_shared(py, link) {
+            let epoch = inner.core.rollback().map_err(|error| core(py, &error))?;
+            inner.end_step(epoch).map_err(|error| core(py, &error))?;
+            return Err(error);
+        }
+        let Inner { core, layers, step, block_bytes, engine, disk, .. } = &mut *inner;
+        step.enter(core, block_bytes.len(), layers);
+        if let Some(disk) = disk {
+            disk.reads.traffic = Traffic::default();
+            if let Engine::Cpu(cpu) = engine {
+                cpu.stream.enter(core, step, layers, &mut disk.reads);
+            }
+        }
+        Ok(())
+    }
+
+    /// Pages of the open step's sequences that are on disk.
+    fn pages_on_disk(&self, py: Python<'_>) -> PyResult<u64> {
+        self.with(py, |inner| Ok(inner.core.step_on_disk().0))
+    }
+
+    /// Of the step that was entered last: bytes of the rows that were attended to, bytes read from disk for that, and seconds
+    /// in which attention only waited for these.
+    fn attended(&self, py: Python<'_>) -> PyResult<(u64, u64, f64)> {
+        self.with(py, |inner| {
+            let traffic = inner.disk.as_ref().map(|disk| disk.reads.traffic).unwrap_or_default();
+            Ok((inner.step.attended, traffic.bytes, traffic.waited.as_secs_f64()))
+        })
+    }
+
+    /// Closes the step; of each sequence's new tokens the first `accepted` stay.
+    #[pyo3(signature = (accepted=None))]
+    fn commit(&self, py: Python<'_>, accepted: Option<PyReadonlyArray1<'_, i64>>) -> PyResult<()> {
+        let accepted = match &accepted {
+            None => None,
+            Some(counts) => {
+                let counts = counts.as_slice()?.iter().map(|&count| {
+                    u32::try_from(count).map_err(|_| invalid(py, "accepted", count, "from 0 to 4294967295"))
+                });
+                Some(counts.collect::<PyResult<Vec<u32>>>()?)
+            }
+        };
+        let mut inner = self.lock(py)?;
+        inner.require_step(py)?;
+        if let Some(layer) = inner.step.written.iter().position(|&written| !written) {
+            return Err(invalid(
+                py,
+                "layer",
+                layer,
+                "appended to before commit, or written through step.table(layer)",
+            ));
+        }
+        let epoch = inner.core.commit(accepted.as_deref()).map_err(|error| core(py, &error))?;
+        inner.end_step(epoch).map_err(|error| core(py, &error))
+    }
+
+    /// Closes the step as if it had never been opened.
+    fn rollback(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, |inner| {
+            let epoch = inner.core.rollback()?;
+            inner.end_step(epoch)
+        })
+    }
+
+    /// int64 `[sum(new)]`: the position of every new token.
+    fn positions<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let inner = self.lock(py)?;
+        inner.require_step(py)?;
+        let mut positions = Vec::with_capacity(inner.step.new_tokens());
+        for (sequence, new_tokens) in inner.core.step_batch() {
+            let start = inner.core.next_position(sequence).map_err(|error| core(py, &error))? as i64;
+            positions.extend(start..start + i64::from(new_tokens));
+        }
+        Ok(PyArray1::from_vec(py, positions))
+    }
+
+    /// int32 `[B + 1]`: where each sequence's new tokens begin.
+    fn cu_seqlens<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let inner = self.lock(py)?;
+        inner.require_step(py)?;
+        Ok(PyArray1::from_iter(py, inner.step.bounds().iter().map(|&bound| bound as i32)))
+    }
+
+    /// The tables of one layer as arrays; from then on writing the layer's rows is the caller's.
+    fn table<'py>(&self, py: Python<'py>, layer: usize) -> PyResult<Bound<'py, PyDict>> {
+        let mut inner = self.lock(py)?;
+        inner.require_step(py)?;
+        inner.layer(py, layer)?;
+        inner.step.written[layer] = true;
+        tables::export(py, &mut inner, layer)
+    }
+
+    /// `(kv_indptr, kv_indices, kv_last_page_len)` of one layer, int32, where they can be expressed.
+    fn csr_table<'py>(&self, py: Python<'py>, layer: usize) -> PyResult<tables::Csr<'py>> {
+        let inner = self.lock(py)?;
+        inner.require_step(py)?;
+        inner.layer(py, layer)?;
+        tables::csr(py, &inner, layer)
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::errors::cpu;
 use crate::layers::PlacedLayer;
+use crate::patience;
 use crate::reads::{self, Reads};
 use crate::step::StepState;
 use pagoda_core::ids::{BlockId, BlockRef, Epoch, Tier};
@@ -47,7 +48,7 @@ pub(crate) struct Call<'a> {
 /// Why attention ended early.
 pub(crate) enum Stop {
     Backend(pagoda_cpu::Error),
-    Disk(reads::Stop),
+    Disk(patience::Stop),
 }
 
 impl Stop {

@@ -1,15 +1,18 @@
-//! Plans and tickets, as Python holds them.
+//! Plans and tickets: as Python holds them, how they are made, started and waited for.
 
+use crate::cache::{Cache, Engine, tier_named};
+use crate::errors::{core, invalid, unavailable};
+use crate::handle::sequence_id;
 use crate::patience;
 use numpy::PyArray1;
 use pagoda_core::fence::Completion;
-use pagoda_core::ids::TicketId;
-use pagoda_core::plan::BlockCopy;
+use pagoda_core::ids::{GroupId, TicketId, Tier};
+use pagoda_core::plan::{BlockCopy, Selection};
 use pagoda_store::Waiter;
 use pagoda_store::disk::Store;
 use pyo3::prelude::*;
 use std::collections::HashMap;
-use std::sync::{Mutex, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 /// What to move; see `pagoda.Plan`.
@@ -91,5 +94,162 @@ impl DiskCopies {
     #[getter]
     fn copied(&self) -> Option<u32> {
         self.completion.copied()
+    }
+}
+
+#[pymethods]
+impl Cache {
+    /// What moving pages would copy.
+    #[pyo3(signature = (
+        sequence, to, tokens, groups, *, keep=false, newest_first=false, pages_max=None, only_from=None, unshared=false
+    ))]
+    fn plan(
+        &self,
+        py: Python<'_>,
+        sequence: u64,
+        to: &str,
+        tokens: (u64, u64),
+        groups: Vec<u8>,
+        keep: bool,
+        newest_first: bool,
+        pages_max: Option<usize>,
+        only_from: Option<&str>,
+        unshared: bool,
+    ) -> PyResult<Plan> {
+        let to = tier_named(py, "to", to)?;
+        let from = only_from.map(|name| tier_named(py, "only_from", name)).transpose()?;
+        let selection = Selection {
+            tokens: tokens.0..tokens.1,
+            groups: groups.into_iter().map(GroupId).collect(),
+            keep,
+            newest_first,
+            pages_max: pages_max.unwrap_or(usize::MAX),
+            from,
+            unshared,
+        };
+        self.with(py, |inner| inner.core.plan(sequence_id(sequence), to, &selection)).map(Plan)
+    }
+
+    /// Starts a plan in the background. What a device has to copy is known from then on, whatever becomes of the ticket.
+    fn execute(&self, py: Python<'_>, plan: &Plan) -> PyResult<Py<Ticket>> {
+        let mut inner = self.lock(py)?;
+        inner.zero();
+        let (id, completion, copies) = inner.core.execute(&plan.0).map_err(|error| core(py, &error))?;
+        let is_empty = copies.is_empty();
+        let mut transfers = Vec::new();
+        match &inner.engine {
+            Engine::Cpu(_) if !is_empty => {
+                let transfers = copies.iter().map(|copy| inner.transfer(copy)).collect();
+                // SAFETY: sources are Ready and pinned by the ticket, targets are Filling: nobody else touches either.
+                unsafe { inner.mover.send(transfers, completion.clone()) };
+            }
+            Engine::Cpu(_) => {}
+            Engine::Device(_) => transfers = inner.addresses(&copies),
+        }
+        let ticket = Py::new(py, Ticket { id, completion, copies, transfers, on_disk: Mutex::default() })?;
+        if let Engine::Device(device) = &mut inner.engine
+            && !is_empty
+        {
+            device.moving.push(ticket.clone_ref(py));
+        }
+        inner.trim();
+        Ok(ticket)
+    }
+
+    /// The tickets whose copies a device has to make, oldest first, until `end_copies`.
+    fn moving(&self, py: Python<'_>) -> PyResult<Vec<Py<Ticket>>> {
+        self.with(py, |inner| match &inner.engine {
+            Engine::Device(device) => Ok(device.moving.iter().map(|ticket| ticket.clone_ref(py)).collect()),
+            Engine::Cpu(_) => Ok(Vec::new()),
+        })
+    }
+
+    /// Starts some of a ticket's copies, by number: those between the disk and memory of the host, which is the host tier or, at
+    /// the given offset, the stage where the other side is on a device. Asking again starts nothing more.
+    fn start_on_disk(
+        &self,
+        py: Python<'_>,
+        ticket: &Ticket,
+        numbers: Vec<usize>,
+        offsets: Vec<u64>,
+    ) -> PyResult<DiskCopies> {
+        self.with(py, |inner| {
+            let mut started = ticket.on_disk.lock().unwrap_or_else(PoisonError::into_inner);
+            let first = numbers.first().copied().unwrap_or_default();
+            let completion = started.entry(first).or_insert_with(|| {
+                let copies = numbers.into_iter().zip(offsets);
+                let transfers = copies.map(|(number, at)| inner.staged(&ticket.copies[number], at)).collect();
+                let completion = Completion::new();
+                // SAFETY: sources are Ready and pinned by the ticket, targets are Filling; the caller keeps others out of its
+                // stage.
+                unsafe { inner.mover.send(transfers, completion.clone()) };
+                completion
+            });
+            let (completion, waiter) = (completion.clone(), inner.mover.waiter());
+            let store = Arc::downgrade(inner.store().expect("nothing is on disk without one"));
+            Ok(DiskCopies { completion, waiter, store, limit: inner.disk_timeout() })
+        })
+    }
+
+    /// The first `copied` of a ticket's copies have arrived, and no other will, for the reason that `why` has. Twice is no error.
+    fn end_copies(
+        &self,
+        py: Python<'_>,
+        ticket: &Ticket,
+        copied: u32,
+        why: Option<&DiskCopies>,
+    ) -> PyResult<()> {
+        self.with(py, |inner| {
+            if let Engine::Device(device) = &mut inner.engine {
+                device.moving.retain(|moving| moving.get().id != ticket.id);
+            }
+            if ticket.completion.copied().is_some() {
+                return Ok(());
+            }
+            if let Some(store) = inner.store() {
+                for copy in ticket.copies[copied as usize..].iter().filter(|copy| copy.to.0 == Tier::Disk) {
+                    // What counts as not written takes no space; a refusal leaves it where it is, which is no error.
+                    let _ = store.give_back(copy.group, &[copy.to.1]);
+                }
+            }
+            match why.and_then(|why| why.completion.failure()) {
+                Some(failure) => ticket.completion.fail(copied, failure.clone()),
+                None => ticket.completion.finish(copied),
+            }
+            Ok(())
+        })
+    }
+
+    /// Whether a ticket's copies have arrived; raises if they failed.
+    fn ticket_done(&self, py: Python<'_>, ticket: &Ticket) -> PyResult<bool> {
+        if ticket.completion.copied().is_none() {
+            return Ok(false);
+        }
+        self.with(py, |inner| {
+            let failure = inner.core.ticket_failure(ticket.id);
+            inner.trim();
+            failure.map_or(Ok(true), Err)
+        })
+    }
+
+    /// Sleeps until a ticket's copies have arrived, or `seconds` have passed; says which. Python signals are seen.
+    fn wait(&self, py: Python<'_>, ticket: &Ticket, seconds: f64) -> PyResult<bool> {
+        let waiter = self.with(py, |inner| Ok(inner.mover.waiter()))?;
+        let limit = Duration::try_from_secs_f64(seconds)
+            .map_err(|_| invalid(py, "timeout", seconds, "from 0 to 1.8e19 seconds"))?;
+        py.detach(|| patience::until(limit, |slice| waiter.wait(&ticket.completion, slice)))
+    }
+
+    /// Sleeps until a ticket's copies have arrived, as long as the disk does anything, and `disk_timeout` more. Python signals are
+    /// seen.
+    fn wait_patiently(&self, py: Python<'_>, ticket: &Ticket) -> PyResult<()> {
+        let inner = self.lock(py)?;
+        let Some(store) = inner.store().cloned() else {
+            return Err(unavailable(py, "disk: this cache has none"));
+        };
+        let (waiter, limit) = (inner.mover.waiter(), inner.disk_timeout());
+        drop(inner);
+        py.detach(|| patience::wait(&waiter, &ticket.completion, &store, limit))
+            .map_err(|stop| stop.raise(py))
     }
 }

@@ -21,7 +21,7 @@ mod tally;
 pub use tally::{Fate, Tally};
 
 use machine::Machine;
-use pagoda_core::plan::Fence;
+use pagoda_core::fence::Fence;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// What is taken away, to show that it is noticed.

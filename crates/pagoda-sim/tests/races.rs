@@ -5,9 +5,9 @@
 //! by itself.
 
 use pagoda_core::cache::{Group, GroupKind, TierMemory};
-use pagoda_core::fence::Completion;
+use pagoda_core::fence::{Completion, Fence};
 use pagoda_core::ids::{BlockId, GroupId, SequenceId, Tier};
-use pagoda_core::plan::{BlockCopy, Fence, Plan, Selection};
+use pagoda_core::plan::{BlockCopy, Plan, Selection};
 use pagoda_core::{Cache, Error};
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -3,7 +3,7 @@
 //! `PAGODA_SIM_SEED` simulates one cache again, the one of a failure; `PAGODA_SIM_OPS` sets the number of operations in all
 //! (default 1 000 000). What was counted is shown with `--nocapture`.
 
-use pagoda_core::plan::Fence;
+use pagoda_core::fence::Fence;
 use pagoda_sim::{Missing, Tally, simulate};
 
 /// Operations of one cache.

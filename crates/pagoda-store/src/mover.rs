@@ -3,16 +3,19 @@
 use crate::Slab;
 use crate::disk::io::ALIGN;
 use crate::disk::{Error, Lane, Store};
-use pagoda_core::fence::{Completion, Failure};
+use pagoda_core::fence::Completion;
 use pagoda_core::ids::{BlockId, GroupId};
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
 #[cfg(any(test, feature = "faults"))]
 pub mod by_hand;
+mod job;
+
+pub use job::Waiter;
+use job::{Job, Part, Work};
 
 /// Where a block's bytes are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,41 +77,6 @@ pub struct Mover {
     threads: Vec<JoinHandle<()>>,
     waiter: Waiter,
 }
-
-/// What one thread does of a job.
-struct Part {
-    work: Work,
-    /// Where the first transfer, or page, stands in the job.
-    first: usize,
-    job: Arc<Job>,
-}
-
-enum Work {
-    Copies(Vec<Transfer>),
-    /// Reads into a slab, from a place on.
-    Layer(LayerOfPages, Arc<Slab>, u64),
-}
-
-/// What `send` or `fetch` was given, until its last part is done.
-struct Job {
-    completion: Completion,
-    waiter: Waiter,
-    state: Mutex<JobState>,
-    /// Where the store is, and for each transfer the block on disk that it writes to.
-    store: Option<Arc<Store>>,
-    written: Vec<Option<(GroupId, BlockId)>>,
-}
-
-struct JobState {
-    parts_left: usize,
-    /// Transfers, or pages, before the first that failed.
-    copied: usize,
-    failure: Option<Failure>,
-}
-
-/// Sleeps until copies have arrived, without holding on to the mover. It has the number of jobs that have not finished.
-#[derive(Clone, Debug, Default)]
-pub struct Waiter(Arc<(Mutex<usize>, Condvar)>);
 
 impl Mover {
     /// Starts the threads; those of the disk are as many as keep it busy.
@@ -198,10 +166,7 @@ impl Mover {
         written: Vec<Option<(GroupId, BlockId)>>,
         completion: Completion,
     ) -> Arc<Job> {
-        let state = Mutex::new(JobState { parts_left: 1, copied: transfers, failure: None });
-        let (waiter, store) = (self.waiter.clone(), self.store.clone());
-        *waiter.unfinished() += 1;
-        Arc::new(Job { completion, waiter, state, store, written })
+        Job::new(transfers, written, self.store.clone(), self.waiter.clone(), completion)
     }
 
     /// Copies now, in memory.
@@ -275,54 +240,6 @@ fn cut(transfers: &[Transfer]) -> Vec<Range<usize>> {
     parts
 }
 
-impl Job {
-    /// Gives a part to the threads of a queue.
-    fn begin(self: &Arc<Self>, queue: &Option<Sender<Part>>, work: Work, first: usize) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).parts_left += 1;
-        let part = Part { work, first, job: self.clone() };
-        queue.as_ref().expect("lives until drop").send(part).expect("the threads live until drop");
-    }
-
-    /// Notes how a part ended, of which the first transfer is `first`; the last one finishes the job.
-    fn end(&self, result: Result<(), Error>, first: usize) {
-        let Self { completion, waiter, state, store, written } = self;
-        let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Err(error) = result
-            && first < state.copied
-        {
-            state.copied = first;
-            state.failure = Some(match error {
-                Error::Corrupt { .. } => Failure::Corrupt(error.to_string()),
-                other => Failure::Io(other.to_string()),
-            });
-        }
-        state.parts_left -= 1;
-        if state.parts_left == 0 {
-            if let Some(store) = store {
-                // What counts as not written takes no space: a drive that was full would stay so.
-                for &(group, block) in written.iter().skip(state.copied).flatten() {
-                    // A refusal leaves the space where it is, which is no error.
-                    let _ = store.give_back(group, &[block]);
-                }
-            }
-            // Under the lock, so that a waiter cannot look and fall asleep in between.
-            let mut unfinished = waiter.unfinished();
-            *unfinished -= 1;
-            match state.failure.take() {
-                Some(failure) => completion.fail(state.copied as u32, failure),
-                None => completion.finish(state.copied as u32),
-            }
-            waiter.0.1.notify_all();
-        }
-    }
-}
-
-impl Part {
-    fn end(self, result: Result<(), Error>) {
-        self.job.end(result, self.first);
-    }
-}
-
 /// One thread of the disk: takes parts until there are no more.
 fn serve(mut lane: Lane, slabs: &[Arc<Slab>], inbox: &Mutex<Receiver<Part>>) {
     loop {
@@ -364,31 +281,6 @@ fn transfer(lane: &mut Lane, slabs: &[Arc<Slab>], transfers: &[Transfer]) -> Res
     })
 }
 
-impl Waiter {
-    /// Whether every job has finished.
-    pub fn is_idle(&self) -> bool {
-        *self.unfinished() == 0
-    }
-
-    fn unfinished(&self) -> MutexGuard<'_, usize> {
-        self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Sleeps until `completion` has finished or `limit` has passed; says whether it has finished.
-    pub fn wait(&self, completion: &Completion, limit: Duration) -> bool {
-        let deadline = Instant::now() + limit;
-        let mut guard = self.unfinished();
-        while completion.copied().is_none() {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return false;
-            }
-            guard = self.0.1.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        true
-    }
-}
-
 /// The address `ahead` bytes behind a place in memory.
 fn address(slabs: &[Arc<Slab>], place: Place, ahead: u64) -> *mut u8 {
     let Place::Slab { slab, offset } = place else { unreachable!("a side in memory") };
@@ -417,6 +309,7 @@ impl Drop for Mover {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
 
     fn slabs() -> Vec<Arc<Slab>> {
         (0..2).map(|_| Arc::new(Slab::new(1 << 16).unwrap())).collect()

@@ -10,13 +10,13 @@ import os
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.device import movement, streaming
+from pagoda.device import thresholds
 from pagoda.device.driver import Driver, View
 from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.kernels import loader
@@ -279,11 +279,16 @@ class _Stream:
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
     ) -> None:
-        # CuPy passes an array of one element by value.
-        value = np.frombuffer(bytes(arguments), np.dtype((np.void, ctypes.sizeof(arguments))))
+        value = np.frombuffer(bytes(arguments), _by_value(ctypes.sizeof(arguments)))
         with self._driver.device, self._stream:
             function = self._driver.function(kernel, shared_bytes)
             function((grid,), (threads,), (value,), shared_mem=shared_bytes)
+
+
+@cache
+def _by_value(size: int) -> np.dtype[np.void]:
+    """The type of arguments that are so many bytes: CuPy passes an array of one element by value."""
+    return np.dtype((np.void, size))
 
 
 def _torch() -> Any:
@@ -340,12 +345,12 @@ class CudaDriver:
     @cached_property
     def copy_engine_bytes(self) -> int:
         """Measured when it is first asked for."""
-        return movement.copy_engine_bytes(self)
+        return thresholds.copy_engine_bytes(self)
 
     @cached_property
     def ring_bytes(self) -> int:
         """Measured when it is first asked for."""
-        return streaming.ring_bytes(self)
+        return thresholds.ring_bytes(self)
 
     def stream(self) -> _Stream:
         """A new stream."""

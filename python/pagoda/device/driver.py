@@ -24,13 +24,18 @@ class View:
     writeable: bool = True
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element of one of the types that kernels take."""
+        return 4 if self.dtype == "f32" else 2
+
+    @property
     def bytes(self) -> tuple[int, int]:
         """The addresses between which its elements lie."""
         if 0 in self.shape:
             return self.address, self.address
         reach = [(length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True)]
         low, high = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
-        return self.address + low, self.address + high + (4 if self.dtype == "f32" else 2)
+        return self.address + low, self.address + high + self.itemsize
 
 
 class Memory(Protocol):
@@ -85,7 +90,7 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """Work in order."""
+    """Work that the device does in the order in which it was given."""
 
     def record(self) -> Event:
         """Marks the point behind all work so far."""
@@ -107,7 +112,7 @@ class Stream(Protocol):
 
     @property
     def capturing(self) -> bool:
-        """Whether work is written down for a graph, and not done."""
+        """Whether work is recorded for a graph, and not done."""
 
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
@@ -120,11 +125,11 @@ class Driver(Protocol):
 
     @property
     def name(self) -> str:
-        """That no other device of the machine has."""
+        """A name that no other device of the machine has."""
 
     @property
     def multiprocessors(self) -> int:
-        """How many there are."""
+        """How many multiprocessors it has."""
 
     @property
     def shared_bytes_max(self) -> int:
@@ -132,21 +137,21 @@ class Driver(Protocol):
 
     @property
     def free_bytes(self) -> int:
-        """Memory that nobody has."""
+        """Memory of the device that is free now."""
 
     def memory(self, size: int) -> Memory:
-        """Zeroed bytes. Raises OutOfMemory as BackendUnavailable."""
+        """Zeroed bytes of the device. Raises BackendUnavailable where it has too few."""
 
     @property
     def copy_engine_bytes(self) -> int:
-        """Runs from this size on are copied faster by the copy engine than by a kernel."""
+        """The size from which on runs of bytes are copied faster by the copy engine than by a kernel."""
 
     @property
     def ring_bytes(self) -> int:
-        """From so many bytes of a layer on attention reads pages of the host faster through a ring than in place."""
+        """The bytes of a layer from which on attention reads pages of the host faster through a ring than in place."""
 
     def pinned(self, size: int) -> Pinned:
-        """Bytes of the host. Raises BackendUnavailable."""
+        """Pinned bytes of the host. Raises BackendUnavailable where the system refuses."""
 
     def host_arena(self, size: int, piece: int) -> HostArena:
         """Address space that is pinned in pieces of at least `piece` bytes, and a multiple of it."""

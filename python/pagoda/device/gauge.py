@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from pagoda.device.driver import Driver, Event, Stream
-from pagoda.device.movement import KERNEL_THREADS, WORD, seconds
+from pagoda.device.movement import KERNEL_THREADS, WORD
+from pagoda.device.thresholds import seconds
 from pagoda.kernels import arguments, instances
 from pagoda.rates import Routes
 

@@ -6,9 +6,7 @@ takes one launch for all of them, and multiprocessors from others. The driver kn
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +20,6 @@ WORD = 16
 
 KERNEL_BLOCKS, KERNEL_THREADS = 16, 256
 """Of the kernel. Each block has 16 KiB under way: 256 KiB in all, where 55 GB/s times 1.3 us of latency are 72."""
-
-MEASURED_RUNS = [1 << shift for shift in range(14, 21)]
-"""16 KiB to 1 MiB."""
-
-MEASURED_BYTES = 8 << 20
-REPEATS = 3
 
 
 @dataclass
@@ -108,43 +100,3 @@ class Mover:
                 return self._lists[-1]
         self._lists.append(List(self._driver.pinned(max(1 << 12, 1 << (size - 1).bit_length()))))
         return self._lists[-1]
-
-
-def copy_engine_bytes(driver: Driver) -> int:
-    """From what size on the copy engine beats the kernel at copying scattered runs from pinned memory.
-
-    Copies 4 MiB in runs of each size, both ways; returns the least size at which the copy engine is not slower.
-
-    Seconds are those that the caller waits, because to issue a copy is a part of its cost. Takes about 20 ms.
-    """
-    host, device, listed = driver.pinned(MEASURED_BYTES), driver.memory(MEASURED_BYTES), driver.pinned(1 << 14)
-    stream = driver.stream()
-    for size in MEASURED_RUNS:
-        # Every second run, so that no two are neighbours.
-        runs = [(host.address + at, device.address + at, size) for at in range(0, MEASURED_BYTES, 2 * size)]
-        words = np.array(runs, np.uint64)
-        listed.array[: words.nbytes] = words.view(np.uint8).ravel()
-        call = arguments.Move(listed.address, len(runs))
-
-        def by_engine(runs: list[tuple[int, int, int]] = runs) -> None:
-            for source, target, length in runs:
-                stream.copy(target, source, length)
-
-        def by_kernel(call: arguments.Move = call) -> None:
-            stream.launch(instances.MOVE, KERNEL_BLOCKS, KERNEL_THREADS, call)
-
-        if seconds(stream, by_engine) <= seconds(stream, by_kernel):
-            return size
-    return 2 * MEASURED_RUNS[-1]
-
-
-def seconds(stream: Stream, copy: Callable[[], None]) -> float:
-    """Of the fastest of some runs; the first one may compile and is not counted."""
-    best = float("inf")
-    for repeat in range(REPEATS + 1):
-        start = time.perf_counter()
-        copy()
-        stream.record().wait()
-        if repeat:
-            best = min(best, time.perf_counter() - start)
-    return best

@@ -101,8 +101,8 @@ class Plan:
 
 
 class Moves:
-    """Of one cache. copying: the stream that copies are made on. follow: has that follow whatever may use the pages. through:
-    None without a disk.
+    """Those of one cache. copying: the stream that copies are made on. follow: makes that wait for whatever may use the
+    pages. through: the memory between device and disk; None without a disk.
 
     Ctrl-C may come between any two lines. So the core knows which tickets there are, and what its threads have been given;
     all else is done again where it was not seen to be done. That makes no difference: copies come from pages that stay what
@@ -225,7 +225,7 @@ class Moves:
     def _end(self, part: Part) -> None:
         """Nothing is under way any more that is of a part."""
         if part.at is not None and self._through is not None:
-            self._through.leave(part.at)
+            self._through.clear(part.at)
         part.end()
 
     def _begin(self, ticket: _core.Ticket, plan: Plan, part: Part, way: str) -> Wait:

@@ -30,7 +30,11 @@ ELEMENTS: dict[str, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "
 
 @dataclass(frozen=True)
 class Asked:
-    """Queries on their way to the host, of sequences that begin behind something. tokens: their rows of the batch."""
+    """Queries on their way to the host: those of sequences of which the CPU computes a part.
+
+    begins: for each sequence of the batch, the token before which the CPU goes over all; 0 where it has no part. tokens: the
+    rows of these queries in the batch. come: the event when they are there.
+    """
 
     layer: int
     begins: npt.NDArray[np.uint32]
@@ -90,11 +94,10 @@ class Partials:
         return self._routes.over(self._row_bytes[group]).divide(pages["pages"] * page_bytes, costs, most)
 
     def ask(self, stream: Stream, layer: int, q: View, begins: npt.NDArray[np.uint32]) -> Asked:
-        """Sends for the queries of sequences that begin behind what the CPU goes over."""
+        """Has the queries copied to the host that the CPU computes a part for: of sequences where `begins` is not 0."""
         bounds = self._core.cu_seqlens().tolist()
         tokens = [token for place in np.flatnonzero(begins) for token in range(bounds[place], bounds[place + 1])]
-        heads, dim = q.shape[1:]
-        size = 4 if q.dtype == "f32" else 2
+        (heads, dim), size = q.shape[1:], q.itemsize
         row = heads * dim * size
         pinned = self._queries.take(len(tokens) * row)
         in_one = q.strides[1] == dim * size and q.strides[0] >= row
@@ -114,7 +117,8 @@ class Partials:
         return Asked(layer, begins, tokens, queries, q.dtype, stream.record())
 
     def answer(self, stream: Stream, asked: Asked, target: int) -> int:
-        """Computes, and sends parts, that of the batch's first query to `target`; returns how many bytes were read."""
+        """Computes, and sends the parts to the device: that of the batch's n-th query goes to the n-th row from `target` on.
+        Returns how many bytes of K and V were read."""
         asked.come.wait()
         if self._untold.pop(asked.layer, None) is not None:
             length = self._center_length(asked.layer)

@@ -56,7 +56,7 @@ def passage_bytes(block_bytes: list[int], device_bytes: int, slot: int) -> Passa
 
 
 class Passage:
-    """Of one cache. part: bytes of a part of the stage. zeroes: whether nothing stays where pages have passed through."""
+    """Of one cache. part: bytes of a part of the stage. zeroes: whether parts of the stage are zeroed after use."""
 
     def __init__(self, driver: Driver, size: PassageBytes, *, zeroes: bool) -> None:
         self.part, self._zeroes = size.part, zeroes
@@ -70,8 +70,8 @@ class Passage:
         """Of the stage."""
         return self.memory.address
 
-    def leave(self, part: int) -> None:
-        """Zeroes a part of the stage, where that is asked for. Nothing may be under way in it."""
+    def clear(self, part: int) -> None:
+        """Zeroes a part of the stage in a cache with zero_on_free. Nothing may be under way in it."""
         if self._zeroes:
             ctypes.memset(self.address + part * self.part, 0, self.part)
 

@@ -7,9 +7,18 @@ A slot is given back when what was copied from it has arrived.
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from pagoda import _core
 from pagoda.device.driver import Event, Stream
+
+
+class Found(NamedTuple):
+    """A slot with pages that have been read and verified: the address of the first, and bytes from one to the next."""
+
+    slot: int
+    address: int
+    stride: int
 
 
 class Reads:
@@ -20,8 +29,8 @@ class Reads:
         self._lent: deque[tuple[int, Event]] = deque()
         self._taking = False
 
-    def take(self, place: int, wait: bool) -> tuple[int, int, int] | None:
-        """The slot with what comes at a place of all that the open step reads, the address and the bytes from page to page.
+    def take(self, place: int, wait: bool) -> Found | None:
+        """The slot with what comes at a place of all that the open step reads.
 
         None where it is not there yet. wait: until it is. Raises CorruptPage and TierIOError, with `wait` alone.
         """
@@ -39,7 +48,7 @@ class Reads:
             self.give_back()
             found = self._core.take_read(place, wait)
         self._taking = found is not None
-        return found
+        return None if found is None else Found(*found)
 
     def copied(self, slot: int) -> None:
         """The copies from what was taken are on their way."""

@@ -1,20 +1,14 @@
-"""Pages that are not on the device, and the ways of attention to them. By "ring" they come through device memory.
+"""Pages that are not on the device, and the ways of attention to them.
 
-A layer's pages are copied by the copy engine into the slots of a ring, on a stream of its own and ahead of the kernels: while
-one slot is read the next is filled, with what comes next of the layer, of the next layer, or of the first layer of the next
-step. That is known before it is asked for, for pages on the host never change. Events stand between streams both ways: no
-kernel reads a slot before its copies have arrived, and none are made into it before its last reader has ended. Pages on disk
-come the same way, once they have been read (reads.py); a slot is filled ahead of need as far as that has happened.
-
-By "mapped" kernels read pinned memory of the host tier in place. It costs no launches and no memory, but each block of
-queries brings the pages over the link anew, and only while attention runs. By "memory" its pages stay where they are and the
-CPU computes (partials.py). Where the rates of all were measured and kept the work is divided by them; else the driver knows
-from how many bytes on the ring is faster than to read in place, and the CPU has nothing.
+By "ring" they are copied through device memory, ahead of the kernels (ring.py). By "mapped" kernels read pinned memory of
+the host tier in place. It costs no launches and no memory, but each block of queries brings the pages over the link anew, and
+only while attention runs. By "memory" its pages stay where they are and the CPU computes (partials.py). Where the rates of
+all were measured and kept the work is divided by them; else the driver knows from how many bytes on the ring is faster than
+to read in place (thresholds.py), and the CPU has nothing. Pages on disk come through the ring or not at all.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,36 +19,12 @@ import numpy.typing as npt
 
 from pagoda import _core
 from pagoda.device.driver import Driver, Event, HostArena, Memory, Stream, View
-from pagoda.device.movement import KERNEL_THREADS, WORD, Mover, seconds
+from pagoda.device.movement import Mover
 from pagoda.device.partials import Asked, Partials
-from pagoda.device.passage import stored_bytes
-from pagoda.device.reads import Reads
+from pagoda.device.reads import Found, Reads
+from pagoda.device.ring import Ring, Slot
 from pagoda.device.tables import ListTables, StepTables, Work
 from pagoda.geometry import BlockLayout, CoreLayer
-from pagoda.kernels import arguments, instances
-
-TILE = 64
-"""Stored rows that are worked on together: `TILE` of the core."""
-
-RUN_ROWS = 64 * TILE
-"""Stored rows of a fixed run: `RUN_ROWS` of the core. Entries of pages that have left a window go a run at a time."""
-
-SLOTS = 2
-"""One is read while the other is filled; more would only be filled earlier."""
-
-SLOT_BYTES = 16 << 20
-"""A copy of so much takes some 300 us at the speed of a link, a launch a few."""
-
-SLOT_BYTES_MIN = 1 << 20
-"""Smaller slots would have launches cost more than they hide."""
-
-RING_SHARE = 8
-"""The ring has this part of the device memory at most."""
-
-MEASURED_LAYER_BYTES = [1 << shift for shift in range(16, 23)]
-"""64 KiB to 4 MiB."""
-
-MEASURED_LAYERS = 8
 
 
 @dataclass
@@ -87,52 +57,6 @@ def layer_runs(layers: list[CoreLayer], layouts: list[BlockLayout]) -> list[Run]
         start = layout.planes[index if layer["kv_owner"] is None else layer["kv_owner"]][0].rows.offset
         runs.append(Run(start, [*starts, layout.block_bytes][starts.index(start) + 1] - start))
     return runs
-
-
-@dataclass(frozen=True)
-class RingSlots:
-    """Of the ring, in bytes.
-
-    bytes: of a slot in device memory, 0 where there is no room for one that is of use. read: of a slot of pinned memory that
-    pages on disk are read to, so that it has all that the other can hold of them. enough: the device memory from which on
-    there is a ring.
-    """
-
-    bytes: int
-    read: int
-    enough: int
-
-
-def ring_slots(
-    widths: list[int], page_size: int, device_bytes: int, *, host: bool, disk: bool, deterministic: bool
-) -> RingSlots:
-    """What a cache has. widths: bytes of a layer in a block, by layer group. host, disk: whether there are these tiers."""
-    # A slot has to hold as much of any layer, since passes do not end in between.
-    stretch = max(RUN_ROWS if deterministic else TILE, page_size) // page_size * max(widths)
-    # Pages of the host can be read without a ring as well, so that a small one is of no use; those on disk cannot.
-    least = stretch if disk else max(stretch, SLOT_BYTES_MIN)
-    size = min(max(SLOT_BYTES, stretch), device_bytes // (SLOTS * RING_SHARE)) // 256 * 256
-    if not (host or disk) or size < least:
-        size = 0
-    read = max(size // width * stored_bytes(width) for width in widths)
-    return RingSlots(size, read, SLOTS * RING_SHARE * -(-least // 256) * 256)
-
-
-@dataclass
-class Slot:
-    """A part of the ring, and what its last reader leaves behind."""
-
-    address: int
-    read: Event | None = None
-
-
-@dataclass(frozen=True)
-class Brought:
-    """A pass that is in a slot, or on its way there. item: its place in the order of a step."""
-
-    item: int
-    slot: Slot
-    arrived: Event
 
 
 @dataclass(frozen=True)
@@ -176,16 +100,9 @@ class Streams:
         self._driver, self._core, self._layers, self._layouts = driver, core, layers, layouts
         self._host, self._mover, self._runs, self._partials = host, mover, runs, partials
         self._rooms = [slot_size // self._widest(group) for group in range(len(layouts))]
-        self._slot_size = slot_size
-        self._ring = driver.memory(SLOTS * slot_size) if slot_size else None
-        self._all: list[Slot] = []
-        if self._ring is not None:
-            self._all = [Slot(self._ring.address + number * slot_size) for number in range(SLOTS)]
-        self._slots = deque(self._all)
-        self._ahead: deque[Brought] = deque()
-        self._next = 0
         self._copying = driver.stream()
-        self._reads_ahead = Reads(core, self._copying) if from_disk else None
+        self._reads = Reads(core, self._copying) if from_disk else None
+        self.ring = Ring(driver, slot_size, self._copying, self._reads, self._bring)
         self._tables: Memory | None = None
         self._room = 0
         self._stamp = 0
@@ -193,27 +110,21 @@ class Streams:
         self._placed: list[tuple[int, dict[str, Any]]] = []
         self._copies: dict[int, list[npt.NDArray[np.int64]]] = {}
         self._on_disk: list[int] = []
-        self._read_as: dict[int, int] = {}
         self._groups: dict[int, GroupPasses] = {}
         self._order: list[tuple[int, int]] = []
         self._items: dict[tuple[int, int], int] = {}
         self.traffic = Traffic()
 
     @property
-    def ring(self) -> bool:
-        """Whether there is one."""
-        return self._ring is not None
-
-    @property
     def in_passes(self) -> bool:
         """Whether a step may go over pages in passes."""
-        return self.ring or self._partials is not None
+        return bool(self.ring) or self._partials is not None
 
     def plan(self) -> int:
         """Divides the work of each group of the step that was staged; returns how many words more there are."""
         self.traffic = Traffic()
         self._pages, self._placed = self._core.host_pages(), []
-        self._on_disk = self._core.on_disk() if self._reads_ahead else [0] * len(self._pages)
+        self._on_disk = self._core.on_disk() if self._reads else [0] * len(self._pages)
         ways = [self._way(group, pages) for group, pages in enumerate(self._pages)]
         chosen = [way for way in ways if way is not None]
         if not chosen:
@@ -226,7 +137,7 @@ class Streams:
                 group: [self._side_by_side(group, blocks.astype(np.int64)) for blocks, _ in placed["passes"]]
                 for group, placed in self._placed
             }
-            self._forget()
+            self.ring.forget()
         return words
 
     def fits(self, words: int) -> bool:
@@ -251,11 +162,9 @@ class Streams:
             if len(copies) or on_disk
         ]
         self._items = {one: item for item, one in enumerate(self._order)}
-        self._read_as.clear()
-        for item, (layer, number) in enumerate(self._order):
-            if self._groups[self._layers[layer]["group"]].on_disk[number]:
-                # As crates/pagoda-py/src/passes.rs counts them.
-                self._read_as[item] = len(self._read_as)
+        # As crates/pagoda-py/src/passes.rs counts them.
+        on_disk = [item for item, (layer, number) in enumerate(self._order) if self._pages_on_disk(layer, number)]
+        self.ring.enter(len(self._order), {item: place for place, item in enumerate(on_disk)})
         return base
 
     def group(self, layer: int) -> GroupPasses | None:
@@ -291,30 +200,14 @@ class Streams:
         if item is None:
             yield 0, 0
             return
-        if len(self._slots) + len(self._ahead) < SLOTS:
-            # Ctrl-C has come in between. This stream follows whatever has read the slots.
-            self._ahead.clear()
-            self._slots = deque(self._all)
-            for slot in self._all:
-                slot.read = stream.record()
-        if not self._ahead or self._ahead[0].item != item:
-            self._forget()
-            self._next = item
-        self._fill(wait=not self._ahead)
-        now = self._ahead.popleft()
-        stream.follow(now.arrived)
-        try:
+        with self.ring.brought(item, stream) as address:
             # In the slot a layer's part of a block has nothing before it.
-            yield now.slot.address - run.start, run.bytes
-        finally:
-            now.slot.read = stream.record()
-            self._slots.append(now.slot)
-        self._fill()
+            yield address - run.start, run.bytes
 
     def give_back(self) -> None:
         """Gives back what pages on disk were read to, as far as they have been copied from there."""
-        if self._reads_ahead is not None:
-            self._reads_ahead.give_back()
+        if self._reads is not None:
+            self._reads.give_back()
 
     def behind(self, step: Event) -> Event:
         """What comes by when a step and all copies so far have ended."""
@@ -326,7 +219,8 @@ class Streams:
     def close(self) -> None:
         """Waits for the copies, then gives the memory back."""
         self._copying.record().wait()
-        self._ring = self._tables = self._partials = None
+        self.ring.close()
+        self._tables = self._partials = None
 
     def _way(self, group: int, pages: dict[str, int]) -> dict[str, float] | None:
         """How the group is streamed; None where its pages are read in place, in one pass."""
@@ -335,9 +229,9 @@ class Streams:
             return None
         way = {"group": group, "room": self._rooms[group], "computed": 0.0, "in_place": 0.0}
         if self._partials is None or not pages["reads"]:
-            enough = self.ring and pages["reads"] * size >= self._driver.ring_bytes
+            enough = bool(self.ring) and pages["reads"] * size >= self._driver.ring_bytes
             return way if on_disk or enough else None
-        shares = self._partials.divide(group, pages, size, ring=self.ring)
+        shares = self._partials.divide(group, pages, size, ring=bool(self.ring))
         ring, mapped, memory = (shares.get(route, 0.0) for route in ("ring", "mapped", "memory"))
         if not ring and not memory and not on_disk:
             return None
@@ -374,34 +268,12 @@ class Streams:
         places = np.concatenate([[0], np.flatnonzero(apart) + 1])
         return np.stack([blocks[places], np.diff([*places, len(blocks)]), places], 1)
 
-    def _forget(self) -> None:
-        """What was brought ahead is not what is wanted."""
-        self._slots.extend(brought.slot for brought in self._ahead)
-        self._ahead.clear()
+    def _pages_on_disk(self, layer: int, number: int) -> int:
+        return self._groups[self._layers[layer]["group"]].on_disk[number]
 
-    def _fill(self, wait: bool = False) -> None:
-        """Brings what comes next into the slots that nobody needs, up to what has yet to be read from disk. wait: for what is
-        the first. Raises CorruptPage and TierIOError, with `wait` alone."""
-        while self._slots:
-            found = None
-            if (place := self._read_as.get(self._next)) is not None:
-                assert self._reads_ahead is not None
-                found = self._reads_ahead.take(place, wait)
-                if found is None:
-                    return
-            try:
-                arrived = self._bring(self._slots[0], *self._order[self._next], found)
-            finally:
-                if found is not None and self._reads_ahead is not None:
-                    self._reads_ahead.copied(found[0])
-            self._ahead.append(Brought(self._next, self._slots.popleft(), arrived))
-            self._next = (self._next + 1) % len(self._order)
-            wait = False
-
-    def _bring(self, slot: Slot, layer: int, number: int, found: tuple[int, int, int] | None) -> Event:
+    def _bring(self, slot: Slot, item: int, found: Found | None) -> Event:
         """Starts to copy a pass into a slot. found: where those of its pages are that were read from disk."""
-        if slot.read is not None:
-            self._copying.follow(slot.read)
+        layer, number = self._order[item]
         group, run = self._layers[layer]["group"], self._runs[layer]
         block_bytes, host = self._layouts[group].block_bytes, 0 if self._host is None else self._host.address
         of = self._groups[group]
@@ -410,7 +282,7 @@ class Streams:
         ]
         if found is not None:
             behind = sum(pages for _, _, pages, _ in sources)
-            sources.append((found[1], found[2], of.on_disk[number], behind))
+            sources.append((found.address, found.stride, of.on_disk[number], behind))
         few = []
         for source, pitch, pages, place in sources:
             target = slot.address + place * run.bytes
@@ -422,55 +294,3 @@ class Streams:
         if few:
             self._mover.copy(self._copying, np.array(few, np.uint64))
         return self._copying.record()
-
-
-def ring_bytes(driver: Driver) -> int:
-    """From how many bytes of a layer on the ring beats reading in place, if every byte is read once.
-
-    Goes over a row of layers of each size both ways, with a kernel that only reads and writes; returns the least size at
-    which the ring is not slower, or twice the largest. What a step does besides attention would hide copies and not reads,
-    so the ring is not chosen too early. Takes about 20 ms.
-    """
-    largest = MEASURED_LAYER_BYTES[-1]
-    host, ring, sink = driver.pinned(largest), driver.memory(SLOTS * largest), driver.memory(largest)
-    stream, copying = driver.stream(), driver.stream()
-    for size in MEASURED_LAYER_BYTES:
-        # As many pieces as there are thread blocks.
-        piece = -(-size // driver.multiprocessors // WORD) * WORD
-        starts = range(0, size, piece)
-        words = np.array(
-            [
-                (source + at, sink.address + at, min(piece, size - at))
-                for source in (host.address, *(ring.address + slot * largest for slot in range(SLOTS)))
-                for at in starts
-            ],
-            np.uint64,
-        )
-        listed = driver.pinned(words.nbytes)
-        listed.array[: words.nbytes] = words.view(np.uint8).ravel()
-        calls = [
-            arguments.Move(listed.address + number * len(starts) * words.itemsize * 3, len(starts))
-            for number in range(1 + SLOTS)
-        ]
-
-        def read(number: int, calls: list[arguments.Move] = calls) -> None:
-            stream.launch(instances.MOVE, driver.multiprocessors, KERNEL_THREADS, calls[number])
-
-        def in_place() -> None:
-            for _ in range(MEASURED_LAYERS):
-                read(0)
-
-        def by_ring(size: int = size) -> None:
-            ends: list[Event] = []
-            for layer in range(MEASURED_LAYERS):
-                slot = layer % SLOTS
-                if layer >= SLOTS:
-                    copying.follow(ends[layer - SLOTS])
-                copying.copy(ring.address + slot * largest, host.address, size)
-                stream.follow(copying.record())
-                read(1 + slot)
-                ends.append(stream.record())
-
-        if seconds(stream, by_ring) <= seconds(stream, in_place):
-            return size
-    return 2 * largest

@@ -8,6 +8,7 @@ mod error;
 mod format;
 mod index;
 pub mod io;
+mod lane;
 mod segment;
 pub mod sequence;
 mod store;
@@ -19,8 +20,9 @@ pub use budget::Budget;
 pub use error::Error;
 pub use format::{Fingerprint, Record};
 pub use index::{Entry, Recovered};
+pub use lane::Lane;
 pub use segment::Geometry;
-pub use store::{Lane, Store, Traffic};
+pub use store::{Store, Traffic};
 
 /// Shorthand for results of the disk tier.
 pub type Result<T> = std::result::Result<T, Error>;

@@ -1,0 +1,201 @@
+//! How a batch is gone over where its pages do not lie on the device: what is brought with what, read in place, or computed elsewhere.
+
+use super::pieces;
+use crate::ids::{BlockRef, Tier};
+use crate::table::SpanView;
+use std::collections::HashSet;
+use std::ops::Range;
+
+/// A sequence as passes are planned for it.
+#[derive(Clone, Copy, Debug)]
+pub struct Scanned<'a> {
+    /// Its spans.
+    pub spans: &'a [SpanView],
+    /// Where its pages are read from.
+    pub row: &'a [BlockRef],
+    /// What lies before this is seen by no query, unless all see it.
+    pub low: u32,
+    /// The axis index of its first query.
+    pub queries: u32,
+    /// Whether what its queries see may be computed in two places.
+    pub divisible: bool,
+}
+
+impl Scanned<'_> {
+    /// Stretches of `rows` stored rows of each span that queries see: the places of their pages in the row, and the token behind.
+    fn stretches(&self, page_size: usize, rows: usize) -> impl Iterator<Item = (Range<usize>, u32)> {
+        stretches(self.spans, self.low as usize, page_size, rows)
+    }
+
+    /// How many of some entries of the row are on a tier.
+    fn pages_on(&self, tier: Tier, entries: &Range<usize>) -> usize {
+        self.row[entries.clone()].iter().filter(|at| at.tier() == tier).count()
+    }
+}
+
+/// How the pages of the slower tier are divided between the ways to them. What is left is brought.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Shares {
+    /// Of the first of divisible sequences, as far as all lie there: computed elsewhere, where they are.
+    pub elsewhere: f64,
+    /// Of all others: read in place.
+    pub in_place: f64,
+}
+
+/// How a batch is gone over where pages that are not on the device are brought a few at a time: in passes, each over a stretch of
+/// every sequence, so that those of its pages fit a space. Of one layer group.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Passes {
+    /// The blocks that each pass brings, of the host tier first, in ascending order.
+    pub blocks: Vec<Vec<BlockRef>>,
+    /// For each entry of a sequence's row that is brought: the sequence, the entry, and its block's place in its pass.
+    pub entries: Vec<(u32, u32, u32)>,
+    /// Of each sequence, entries of that tier that are read in place.
+    pub in_place: Vec<u32>,
+    /// `[sequence]`: the token before which all is computed elsewhere.
+    begins: Vec<u32>,
+    /// `[pass][sequence]`: the token that the pass ends before; the last pass has none, it goes to the end.
+    ends: Vec<u32>,
+}
+
+impl Passes {
+    /// Plans passes of at most `capacity` blocks that are brought. Sequences advance by stretches of `stretch` stored rows, which have to
+    /// fit, and by turns: pages that several hold at the same place come together, and of those that hold common pages the
+    /// first in the batch is never behind.
+    ///
+    /// What is computed elsewhere are the first stretches of a sequence that all of its queries come behind. One more
+    /// pass, the last, then goes over the stretches with queries of these sequences. It brings nothing, and no other has to wait for
+    /// what is computed elsewhere.
+    pub fn plan(
+        sequences: &[Scanned<'_>],
+        page_size: usize,
+        stretch: usize,
+        capacity: usize,
+        shares: Shares,
+    ) -> Self {
+        let begins = begins(sequences, page_size, stretch, shares.elsewhere);
+        let rest = sequences.iter().zip(&begins).map(|(scanned, &begin)| {
+            scanned.stretches(page_size, stretch).skip_while(move |(_, end)| *end <= begin).peekable()
+        });
+        let mut rest: Vec<_> = rest.collect();
+        let mut passes = Self { in_place: vec![0; sequences.len()], ..Self::default() };
+        let mut ends = begins.clone();
+        passes.begins = begins;
+        let (mut blocks, mut entries) = (HashSet::new(), Vec::new());
+        let (mut left, mut open, mut due) = (true, false, 0.0);
+        while left {
+            left = false;
+            for (index, (stretches, scanned)) in rest.iter_mut().zip(sequences).enumerate() {
+                let joined = passes.begins[index] > 0;
+                let next = stretches.next_if(|(_, end)| !joined || *end <= scanned.queries);
+                let Some((places, end)) = next else { continue };
+                left = true;
+                let row = scanned.row;
+                let pages = scanned.pages_on(Tier::Host, &places);
+                due += shares.in_place * pages as f64;
+                if pages > 0 && due >= pages as f64 && scanned.pages_on(Tier::Disk, &places) == 0 {
+                    due -= pages as f64;
+                    passes.in_place[index] += pages as u32;
+                } else {
+                    let brought = places.filter(|&entry| row[entry].tier() != Tier::Device);
+                    let new = brought.clone().filter(|&entry| !blocks.contains(&row[entry]));
+                    let more = new.count();
+                    debug_assert!(more <= capacity, "a stretch fits");
+                    if blocks.len() + more > capacity {
+                        passes.close(&mut blocks, &mut entries, sequences, &ends);
+                    }
+                    blocks.extend(brought.clone().map(|entry| row[entry]));
+                    entries.extend(brought.map(|entry| (index as u32, entry as u32)));
+                }
+                (ends[index], open) = (end, true);
+            }
+        }
+        if open && passes.begins.iter().any(|&begin| begin > 0) {
+            passes.close(&mut blocks, &mut entries, sequences, &ends);
+        }
+        for (index, stretches) in rest.into_iter().enumerate() {
+            let pages: usize =
+                stretches.map(|(entries, _)| sequences[index].pages_on(Tier::Host, &entries)).sum();
+            passes.in_place[index] += pages as u32;
+        }
+        ends.fill(u32::MAX);
+        passes.close(&mut blocks, &mut entries, sequences, &ends);
+        passes
+    }
+
+    /// The tokens of a sequence that a pass goes over.
+    pub fn tokens(&self, pass: usize, sequence: usize) -> Range<u32> {
+        let end = |pass: usize| self.ends[pass * self.begins.len() + sequence];
+        (if pass == 0 { self.begin(sequence) } else { end(pass - 1) })..end(pass)
+    }
+
+    /// The token of a sequence before which all is computed elsewhere.
+    pub fn begin(&self, sequence: usize) -> u32 {
+        self.begins[sequence]
+    }
+
+    /// Ends a pass.
+    fn close(
+        &mut self,
+        blocks: &mut HashSet<BlockRef>,
+        entries: &mut Vec<(u32, u32)>,
+        sequences: &[Scanned<'_>],
+        ends: &[u32],
+    ) {
+        let order = |block: &BlockRef| (block.tier(), block.block());
+        let mut blocks: Vec<_> = blocks.drain().collect();
+        blocks.sort_unstable_by_key(order);
+        self.entries.extend(entries.drain(..).map(|(sequence, entry)| {
+            let block = &sequences[sequence as usize].row[entry as usize];
+            let place = blocks.binary_search_by_key(&order(block), order).expect("brought");
+            (sequence, entry, place as u32)
+        }));
+        self.blocks.push(blocks);
+        self.ends.extend_from_slice(ends);
+    }
+}
+
+/// Of each sequence, the token before which all is computed elsewhere: about the part `share` of what could be.
+fn begins(sequences: &[Scanned<'_>], page_size: usize, stretch: usize, share: f64) -> Vec<u32> {
+    let mut begins = vec![0; sequences.len()];
+    let mut due = 0.0;
+    for (scanned, begin) in sequences.iter().zip(&mut begins) {
+        let all = || scanned.stretches(page_size, stretch);
+        // What the last pass goes over has to be there.
+        let there = |(entries, end)| end <= scanned.queries || scanned.pages_on(Tier::Disk, &entries) == 0;
+        if !scanned.divisible || !all().all(there) {
+            continue;
+        }
+        let first = all().take_while(|(entries, end)| {
+            scanned.pages_on(Tier::Host, entries) == entries.len() && *end <= scanned.queries
+        });
+        let first: Vec<_> = first.collect();
+        due += share * first.iter().map(|(entries, _)| entries.len()).sum::<usize>() as f64;
+        for (entries, end) in first {
+            if due < entries.len() as f64 {
+                break;
+            }
+            due -= entries.len() as f64;
+            *begin = end;
+        }
+    }
+    begins
+}
+
+/// Stretches of `rows` stored rows of each span: the places of their pages in the sequence's row, and the token behind. Without
+/// what lies before token `low`, unless every query sees it.
+pub(super) fn stretches(
+    spans: &[SpanView],
+    low: usize,
+    page_size: usize,
+    rows: usize,
+) -> impl Iterator<Item = (Range<usize>, u32)> {
+    let length = spans.iter().map(|span| span.count as usize).sum();
+    pieces(spans, low..length).flat_map(move |piece| {
+        let all = piece.rows.start / rows..piece.rows.end.div_ceil(rows);
+        all.map(move |index| {
+            let (pages, end) = piece.pages(index * rows..(index + 1) * rows, page_size);
+            (pages, (end as isize + piece.origin) as u32)
+        })
+    })
+}

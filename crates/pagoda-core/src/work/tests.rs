@@ -1,0 +1,216 @@
+use super::passes::stretches;
+use super::*;
+use crate::ids::{BlockId, BlockRef, Tier};
+use proptest::prelude::*;
+use std::collections::BTreeSet;
+
+/// Spans one after the other, each from its own page on.
+fn spans() -> impl Strategy<Value = Vec<SpanView>> {
+    let parts = proptest::collection::vec((0u32..200, 1u32..9000), 1..5);
+    (parts, 0usize..3).prop_map(|(parts, sinks)| {
+        let mut first_page = 0;
+        let span = |(index, (skip, count)): (usize, (u32, u32))| {
+            let sight = if index < sinks { Sight::Always } else { Sight::Window };
+            let position = skip.into();
+            let view = SpanView { first_page, skip, count, position, offset: 0, sight };
+            first_page += (skip + count).div_ceil(16);
+            view
+        };
+        parts.into_iter().enumerate().map(span).collect()
+    })
+}
+
+proptest! {
+    /// Token by token: which tiles and runs of which span the queries of a block see.
+    #[test]
+    fn blocks_cover_what_their_queries_see(
+        spans in spans(),
+        new in 1u32..300,
+        queries in 1u32..70,
+        window in proptest::option::of(1u32..10_000),
+        by_runs: bool,
+        held in 0u32..100,
+    ) {
+        let length: u32 = spans.iter().map(|span| span.count).sum();
+        let new = new.min(length);
+        let mut work = WorkList::default();
+        work.clear();
+        let end = length - new;
+        let held = Held { end: end / 100 * held, rows: &[70, 90][..usize::from(held > 0)] };
+        work.push(Cut { queries, window, by_runs }, 3, 1000, &spans, new, held);
+        prop_assert_eq!(work.prefix.len(), work.blocks.len() + 1);
+        let mut next = length - new;
+        for (block, part) in work.blocks.iter().zip(work.prefix.windows(2)) {
+            prop_assert_eq!(block.position as u32, next);
+            prop_assert_eq!(block.token as u32, 1000 + next - (length - new));
+            prop_assert!(block.queries as u32 <= queries && block.sequence == 3);
+            let rows = &work.part_rows[block.first_part as usize..][..block.parts as usize];
+            let expected: Vec<i32> = held.rows.iter().map(|row| row + block.token - 1000).collect();
+            prop_assert_eq!(rows, expected);
+            next += block.queries as u32;
+            let mut seen = BTreeSet::new();
+            let mut start = 0;
+            for (index, span) in spans.iter().enumerate() {
+                for row in 0..span.count {
+                    let token = start + row;
+                    let visible = (block.position as u32..next).any(|query| {
+                        let sink = span.sight == Sight::Always;
+                        token <= query
+                            && (sink || token >= held.end && window.is_none_or(|window| token + window > query))
+                    });
+                    if visible {
+                        let tile = (span.skip + row) as usize / TILE;
+                        seen.insert((index, if by_runs { tile / RUN_TILES } else { tile }));
+                        prop_assert!(token >= block.low as u32 || span.sight == Sight::Always);
+                    }
+                }
+                start += span.count;
+            }
+            prop_assert_eq!((part[1] - part[0]) as usize, seen.len());
+        }
+        prop_assert_eq!(next, length);
+    }
+
+    /// Two sequences that hold the same first pages and go on alone: each pass brings what its part of every block needs, and
+    /// no more than fits; parts cover what the whole block sees, one after the other, each beginning with what the one before
+    /// has made.
+    #[test]
+    fn passes_bring_what_is_gone_over(
+        spans in spans(),
+        shared in 0usize..700,
+        tiers in proptest::collection::vec(0usize..3, 40),
+        windows in [proptest::option::of(1u32..10_000), proptest::option::of(1u32..10_000)],
+        new in [1u32..200, 1u32..200],
+        by_runs: bool,
+        room in 0usize..300,
+        elsewhere in prop_oneof![Just(0.0), 0.0..1.0, Just(1.0)],
+        in_place in prop_oneof![Just(0.0), 0.0..1.0, Just(1.0)],
+        divisible: [bool; 2],
+    ) {
+        const PAGE: usize = 16;
+        let stretch = if by_runs { RUN_ROWS } else { TILE };
+        let capacity = stretch / PAGE + room;
+        let length: u32 = spans.iter().map(|span| span.count).sum();
+        let new = new.map(|new| new.min(length));
+        let pages = spans.iter().map(|span| span.first_page as usize + ((span.skip + span.count) as usize).div_ceil(PAGE));
+        let pages = pages.max().expect("a span");
+        let page = |sequence: usize, entry: usize| {
+            let tier = Tier::ALL[tiers[entry / 11 % 40]];
+            BlockRef::new(tier, BlockId::new((entry + if entry < shared { 0 } else { sequence * 10_000 }) as u32))
+        };
+        let rows = [0, 1].map(|sequence| (0..pages).map(|entry| page(sequence, entry)).collect::<Vec<_>>());
+        let low = |i: usize| windows[i].map_or(0, |window| (length - new[i] + 1).saturating_sub(window));
+        let scanned = [0, 1].map(|i| {
+            let (low, queries, divisible) = (low(i), length - new[i], divisible[i]);
+            Scanned { spans: &spans, row: &rows[i], low, queries, divisible }
+        });
+        let shares = Shares { elsewhere, in_place };
+        let passes = Passes::plan(&scanned, PAGE, stretch, capacity, shares);
+        let begins = [0, 1].map(|i| passes.begin(i));
+        for pass in 0..passes.blocks.len() {
+            let ahead = passes.tokens(pass, 0).end >= passes.tokens(pass, 1).end;
+            prop_assert!(ahead || low(0) != low(1) || begins != [0, 0], "who comes first is never behind");
+        }
+        let pages = |i: usize, low: usize, end: u32| {
+            let seen = pieces(&spans, low..end as usize);
+            let entries: Vec<_> = seen
+                .flat_map(|piece| piece.rows.clone().map(move |row| piece.span.first_page as usize + row / PAGE))
+                .collect();
+            let on_host = entries.iter().filter(|&&entry| rows[i][entry].tier() == Tier::Host).count();
+            (entries.len(), on_host)
+        };
+        for i in [0, 1] {
+            let (all, on_host) = pages(i, low(i) as usize, begins[i]);
+            prop_assert!(begins[i] == 0 || divisible[i] && elsewhere > 0.0);
+            prop_assert!(all == on_host && begins[i] <= length - new[i], "what is computed elsewhere is there");
+        }
+        if elsewhere == 1.0 {
+            for i in (0..2).filter(|&i| divisible[i]) {
+                // Nothing that could be is left.
+                let (_, next) = stretches(&spans, low(i) as usize, PAGE, stretch)
+                    .find(|(_, end)| *end > begins[i])
+                    .expect("what has queries");
+                let (all, on_host) = pages(i, low(i) as usize, next);
+                let mut behind = stretches(&spans, low(i) as usize, PAGE, stretch).filter(|(_, end)| *end > length - new[i]);
+                let late = behind.any(|(mut entries, _)| entries.any(|entry| rows[i][entry].tier() == Tier::Disk));
+                prop_assert!(next > length - new[i] || all > on_host || late);
+            }
+        }
+        for blocks in &passes.blocks {
+            let ascending = blocks.is_sorted_by(|a, b| (a.tier(), a.block()) < (b.tier(), b.block()));
+            prop_assert!(blocks.len() <= capacity && ascending);
+        }
+        let mut whole = WorkList::default();
+        whole.clear();
+        let mut token = 0;
+        for i in [0, 1] {
+            let cut = Cut { queries: 60, window: windows[i], by_runs };
+            let held = Held { end: 0, rows: &[70][..i] };
+            whole.push(cut, i as u32, token, &spans, new[i], held);
+            token += new[i];
+        }
+        let mut lists = vec![WorkList::default(); passes.blocks.len()];
+        lists.iter_mut().for_each(WorkList::clear);
+        whole.split(&passes, by_runs, |_| &spans, 100, token, &mut lists);
+        let mut unbrought = BTreeSet::new();
+        for (number, block) in whole.blocks.iter().enumerate() {
+            let mut carried = whole.part_rows[block.first_part as usize..][..block.parts as usize].to_vec();
+            let (mut seen, mut target) = (Vec::new(), 0);
+            for (pass, list) in lists.iter().enumerate() {
+                prop_assert_eq!(list.prefix.len(), list.blocks.len() + 1);
+                let Some(at) = list.blocks.iter().position(|part| part.token == block.token) else { continue };
+                let part = list.blocks[at];
+                prop_assert_eq!((part.sequence, part.queries, part.position), (block.sequence, block.queries, block.position));
+                let begin = begins[block.sequence as usize];
+                if begin > 0 && part.target < 0 {
+                    prop_assert_eq!(pass + 1, lists.len(), "others do not wait for it");
+                    carried.push((100 + 2 * token) as i32 + block.token);
+                }
+                prop_assert_eq!(&list.part_rows[part.first_part as usize..][..part.parts as usize], &carried);
+                prop_assert!(!carried.contains(&part.target), "a part is not read while it is written");
+                prop_assert!(target >= 0, "nothing comes behind the end");
+                target = part.target;
+                carried = vec![target];
+                let mut work = 0;
+                for piece in pieces_from(&spans, part.from as usize, part.low as usize..part.high as usize) {
+                    let first = piece.span.first_page as usize;
+                    work += if by_runs { piece.runs().len() } else { piece.tiles.len() };
+                    seen.extend(piece.rows.clone().map(|row| (first, row)));
+                    for row in piece.rows.step_by(4) {
+                        let entry = first + row / PAGE;
+                        let at = rows[block.sequence as usize][entry];
+                        if at.tier() != Tier::Device {
+                            let one = (block.sequence as u32, entry as u32);
+                            let mut entries = passes.entries.iter().filter(|entry| (entry.0, entry.1) == one);
+                            let place = passes.blocks[pass].iter().position(|block| *block == at);
+                            let brought = entries.any(|entry| place == Some(entry.2 as usize));
+                            prop_assert!(brought || at.tier() == Tier::Host, "what is on disk cannot be read there");
+                            if !brought {
+                                unbrought.insert(one);
+                            }
+                        }
+                    }
+                }
+                prop_assert_eq!((list.prefix[at + 1] - list.prefix[at]) as usize, work);
+            }
+            prop_assert_eq!(target, -1);
+            let (low, high) = (block.low as usize, block.high as usize);
+            let from = begins[block.sequence as usize] as usize;
+            let all: Vec<_> = pieces_from(&spans, from, low.max(from)..high)
+                .flat_map(|piece| piece.rows.clone().map(move |row| (piece.span.first_page as usize, row)))
+                .collect();
+            prop_assert_eq!(seen, all);
+            // Runs are whole, or bits would depend on where pages lie.
+            let works = lists.iter().flat_map(|list| list.blocks.iter().zip(list.prefix.windows(2)));
+            let parts = works.filter(|(part, _)| part.token == block.token).map(|(_, work)| work[1] - work[0]);
+            if from == 0 {
+                prop_assert_eq!(parts.sum::<i32>(), whole.prefix[number + 1] - whole.prefix[number]);
+            }
+        }
+        let in_place: u32 = passes.in_place.iter().sum();
+        prop_assert!(unbrought.len() <= in_place as usize);
+        let on_disk = passes.blocks.iter().flatten().any(|at| at.tier() == Tier::Disk);
+        prop_assert!(shares.in_place < 1.0 || passes.entries.is_empty() || on_disk);
+        prop_assert!(shares.in_place > 0.0 || begins != [0, 0] || in_place == 0);
+    }
+}

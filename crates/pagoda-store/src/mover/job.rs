@@ -1,0 +1,131 @@
+//! What a mover was given, until all of it is done: jobs, their parts, and who waits for them.
+
+use super::{LayerOfPages, Transfer};
+use crate::Slab;
+use crate::disk::{Error, Store};
+use pagoda_core::fence::{Completion, Failure};
+use pagoda_core::ids::{BlockId, GroupId};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// What one thread does of a job.
+pub(super) struct Part {
+    pub(super) work: Work,
+    /// Where the first transfer, or page, stands in the job.
+    pub(super) first: usize,
+    pub(super) job: Arc<Job>,
+}
+
+pub(super) enum Work {
+    Copies(Vec<Transfer>),
+    /// Reads into a slab, from a place on.
+    Layer(LayerOfPages, Arc<Slab>, u64),
+}
+
+/// What `send` or `fetch` was given, until its last part is done.
+pub(super) struct Job {
+    pub(super) completion: Completion,
+    waiter: Waiter,
+    pub(super) state: Mutex<JobState>,
+    /// Where the store is, and for each transfer the block on disk that it writes to.
+    store: Option<Arc<Store>>,
+    written: Vec<Option<(GroupId, BlockId)>>,
+}
+
+pub(super) struct JobState {
+    parts_left: usize,
+    /// Transfers, or pages, before the first that failed.
+    pub(super) copied: usize,
+    failure: Option<Failure>,
+}
+
+/// Sleeps until copies have arrived, without holding on to the mover. It has the number of jobs that have not finished.
+#[derive(Clone, Debug, Default)]
+pub struct Waiter(Arc<(Mutex<usize>, Condvar)>);
+
+impl Job {
+    /// Without parts, which the caller ends. `written`: of each of the transfers, the block on disk that it writes to.
+    pub(super) fn new(
+        transfers: usize,
+        written: Vec<Option<(GroupId, BlockId)>>,
+        store: Option<Arc<Store>>,
+        waiter: Waiter,
+        completion: Completion,
+    ) -> Arc<Self> {
+        let state = Mutex::new(JobState { parts_left: 1, copied: transfers, failure: None });
+        *waiter.unfinished() += 1;
+        Arc::new(Self { completion, waiter, state, store, written })
+    }
+
+    /// Gives a part to the threads of a queue.
+    pub(super) fn begin(self: &Arc<Self>, queue: &Option<Sender<Part>>, work: Work, first: usize) {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).parts_left += 1;
+        let part = Part { work, first, job: self.clone() };
+        queue.as_ref().expect("lives until drop").send(part).expect("the threads live until drop");
+    }
+
+    /// Notes how a part ended, of which the first transfer is `first`; the last one finishes the job.
+    pub(super) fn end(&self, result: Result<(), Error>, first: usize) {
+        let Self { completion, waiter, state, store, written } = self;
+        let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Err(error) = result
+            && first < state.copied
+        {
+            state.copied = first;
+            state.failure = Some(match error {
+                Error::Corrupt { .. } => Failure::Corrupt(error.to_string()),
+                other => Failure::Io(other.to_string()),
+            });
+        }
+        state.parts_left -= 1;
+        if state.parts_left == 0 {
+            if let Some(store) = store {
+                // What counts as not written takes no space: a drive that was full would stay so.
+                for &(group, block) in written.iter().skip(state.copied).flatten() {
+                    // A refusal leaves the space where it is, which is no error.
+                    let _ = store.give_back(group, &[block]);
+                }
+            }
+            // Under the lock, so that a waiter cannot look and fall asleep in between.
+            let mut unfinished = waiter.unfinished();
+            *unfinished -= 1;
+            match state.failure.take() {
+                Some(failure) => completion.fail(state.copied as u32, failure),
+                None => completion.finish(state.copied as u32),
+            }
+            waiter.0.1.notify_all();
+        }
+    }
+}
+
+impl Part {
+    pub(super) fn end(self, result: Result<(), Error>) {
+        self.job.end(result, self.first);
+    }
+}
+
+impl Waiter {
+    /// Whether every job has finished.
+    pub fn is_idle(&self) -> bool {
+        *self.unfinished() == 0
+    }
+
+    fn unfinished(&self) -> MutexGuard<'_, usize> {
+        self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sleeps until `completion` has finished or `limit` has passed; says whether it has finished.
+    pub fn wait(&self, completion: &Completion, limit: Duration) -> bool {
+        let deadline = Instant::now() + limit;
+        let mut guard = self.unfinished();
+        while completion.copied().is_none() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            guard = self.0.1.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+}

@@ -1,0 +1,130 @@
+"""New rows go into their pages: what K is centred by, the kernels that convert and write, values that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from pagoda.device.driver import Driver, Stream, View
+from pagoda.device.layers import LayerKernels
+from pagoda.device.tables import GroupTables
+from pagoda.errors import InvalidArgument
+from pagoda.geometry import CoreLayer
+from pagoda.kernels import arguments, instances
+
+APPEND_THREADS = 256
+"""Of a thread block of `append` and `append_rows`."""
+
+APPEND_ROWS_BYTES = APPEND_THREADS // 32 * 4 * 1024
+"""Shared memory of `append_rows`: the largest row for each warp."""
+
+CENTER_THREADS = 512
+"""Of the one thread block of `center`."""
+
+
+class Centers:
+    """What the K rows of each layer are centred by, on the device; zeros where the first rows have yet to say.
+
+    of: the address for each layer that has a centre, its own or that of its owner.
+    """
+
+    def __init__(self, driver: Driver, layers: list[CoreLayer]) -> None:
+        own = {
+            index: layer["num_kv_heads"] * layer["head_dim"]
+            for index, layer in enumerate(layers)
+            if layer["kv_owner"] is None and (layer["center_first"] or layer["center"] is not None)
+        }
+        self._first = {index for index in own if layers[index]["center_first"]}
+        starts = dict(zip(own, accumulate([len(layers), *own.values()]), strict=False))
+        words = len(layers) + sum(own.values())
+        # Whether the centre of each layer is settled, and the centres.
+        self._memory = driver.memory(4 * words)
+        self.of = {
+            index: self._memory.address + 4 * starts[owner]
+            for index, layer in enumerate(layers)
+            if (owner := index if layer["kv_owner"] is None else layer["kv_owner"]) in own
+        }
+        given = driver.pinned(4 * words)
+        numbers = given.array.view(np.float32)[:words]
+        numbers[:] = 0
+        for index, start in starts.items():
+            if index not in self._first:
+                numbers[start : start + own[index]] = layers[index]["center"]
+        stream = driver.stream()
+        stream.copy(self._memory.address, given.address, 4 * words)
+        stream.record().wait()
+
+    def settle(self, layer: int) -> bool:
+        """Whether the rows that are appended now are the first of a layer that takes its centre from them."""
+        first = layer in self._first
+        self._first.discard(layer)
+        return first
+
+    def settled(self, layer: int) -> int:
+        """The address of the flag of a layer, which the kernel `center` sets."""
+        return self._memory.address + 4 * layer
+
+
+class Misfits:
+    """Whether values did not fit their row format: a flag on the device, which `append` sets. address: of the flag."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._flag, self._seen = driver.memory(4), driver.pinned(4)
+        self.address = self._flag.address
+
+    def check(self, layer: int, stream: Stream) -> None:
+        """Waits for the stream. Raises InvalidArgument for values of the layer that did not fit."""
+        seen = self._seen.array.view(np.int32)
+        stream.copy(self._seen.address, self.address, 4)
+        stream.record().wait()
+        if seen[0]:
+            seen[0] = 0
+            stream.copy(self.address, self._seen.address, 4)
+            stream.record().wait()
+            raise InvalidArgument(f"k, v = values of layer {layer}: finite ones that fit their row formats")
+
+
+class Appends:
+    """The launches that append. misfits: where values that do not fit are an error; None where they are not."""
+
+    def __init__(
+        self, driver: Driver, layers: Sequence[LayerKernels], centers: Centers, misfits: Misfits | None
+    ) -> None:
+        self._layers, self._centers, self._misfits = layers, centers, misfits
+        self._blocks_max = 4 * driver.multiprocessors
+
+    def append(
+        self, layer: int, keys: View, values: View, tables: GroupTables, tokens_max: int, stream: Stream
+    ) -> None:
+        """Writes K and V of the new tokens of one layer. values: keys once more where V is a part of K. tokens_max: up to how
+        many rows arrays may have, as kernels have to expect."""
+        kernels = self._layers[layer]
+        call = kernels.append()
+        call.k = arguments.Rows(keys.address, keys.strides[0], keys.strides[1])
+        call.v = arguments.Rows(values.address, values.strides[0], values.strides[1])
+        call.slots, call.tokens = tables.slots, tables.tokens
+        first = self._centers.settle(layer)
+        if not tokens_max:
+            return
+        if first:
+            centering = arguments.Center(
+                k=call.k,
+                tokens=tables.tokens,
+                kv_heads=call.kv_heads,
+                head_dim=call.head_dim,
+                center=call.center,
+                settled=self._centers.settled(layer),
+            )
+            stream.launch(instances.center(keys.dtype), 1, CENTER_THREADS, centering)
+        # Warps have rows, or where nothing is quantised threads have 8 elements.
+        rows, shared = tokens_max * call.kv_heads, 0
+        if any(name in instances.QUANTISED for name in kernels.formats):
+            threads, shared = 32 * rows * (2 if call.v_head_dim else 1), APPEND_ROWS_BYTES
+        else:
+            threads = rows * (call.head_dim + call.v_head_dim) // 8
+        blocks = min(-(-threads // APPEND_THREADS), self._blocks_max)
+        stream.launch(instances.append(*kernels.formats, keys.dtype), blocks, APPEND_THREADS, call, shared_bytes=shared)
+        if self._misfits is not None:
+            self._misfits.check(layer, stream)

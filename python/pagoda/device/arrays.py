@@ -1,0 +1,75 @@
+"""Arrays of the caller, as kernels take them: shapes, types and strides are checked here, and nowhere else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from pagoda.device.driver import Driver, View
+from pagoda.errors import InvalidArgument
+
+FLOATS = ("f32", "f16", "bf16")
+"""Types of queries, outputs and new rows."""
+
+
+class Arrays:
+    """Checks arrays for one device.
+
+    A step sets `tokens`, how many new ones it has, and `tokens_max`, up to how many arrays may have room for.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self.tokens = self.tokens_max = 0
+
+    def rows(
+        self, name: str, array: Any, row: tuple[int, ...], dtype: str | None, kinds: Collection[str] = FLOATS
+    ) -> View:
+        """An array [tokens, *row] of one of the types `kinds`, any strides with a contiguous last dimension.
+
+        dtype: "bf16" if 16-bit integers are bits of that. Raises InvalidArgument.
+        """
+        if dtype not in (None, "bf16"):
+            raise InvalidArgument(f'dtype = {dtype!r}: None, or "bf16" for 16-bit integers')
+        view = self._driver.view(name, array)
+        if view.shape[1:] != row or not self.tokens <= view.shape[0] <= self.tokens_max:
+            more = "" if self.tokens == self.tokens_max else f", or up to {self.tokens_max} tokens"
+            raise InvalidArgument(f"{name} = shape {list(view.shape)}: {[self.tokens, *row]}{more}")
+        if view.dtype == "u16" and dtype == "bf16":
+            view = replace(view, dtype="bf16")
+        if view.dtype not in kinds:
+            raise InvalidArgument(f'{name} = dtype {view.dtype}: {", ".join(kinds)} (or u16 with dtype="bf16")')
+        size, strides = view.itemsize, view.strides
+        if math.prod(view.shape) and (strides[-1] != size or any(stride % size for stride in strides)):
+            raise InvalidArgument(f"{name} = strides {strides}: a contiguous last dimension")
+        return view
+
+    def output(self, name: str, array: Any, row: tuple[int, ...], like: View, dtype: str | None) -> View:
+        """An array that results are written to: rows of the type of `like`, which overlap neither each other nor `like`."""
+        view = self.rows(name, array, row, dtype, kinds=(like.dtype,))
+        if not view.writeable:
+            raise InvalidArgument(f"{name} = read-only: a writeable array")
+        reach = view.shape[-1] * view.itemsize
+        axes = sorted(
+            (abs(stride), length)
+            for stride, length in zip(view.strides[:-1], view.shape[:-1], strict=True)
+            if length > 1
+        )
+        for stride, length in axes:
+            if math.prod(view.shape) and stride < reach:
+                raise InvalidArgument(f"{name} = strides {view.strides}: rows that do not overlap")
+            reach = stride * length
+        (low, high), (theirs_low, theirs_high) = view.bytes, like.bytes
+        if low < theirs_high and theirs_low < high:
+            raise InvalidArgument(f"{name} = memory of q: memory of its own")
+        return view
+
+    def floats(self, name: str, array: Any, length: int) -> int:
+        """The address of a contiguous float32 array [length]. Raises InvalidArgument."""
+        view = self._driver.view(name, array)
+        if view.dtype != "f32" or view.shape != (length,) or view.strides != (4,):
+            given = f"dtype {view.dtype}, shape {list(view.shape)}, strides {list(view.strides)}"
+            raise InvalidArgument(f"{name} = {given}: f32 [{length}], contiguous")
+        return view.address

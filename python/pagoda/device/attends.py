@@ -1,0 +1,214 @@
+"""Attention on a device: which sequences are decoded and which prefilled, one pass over pages or several, and the launches.
+
+A launch goes over a work list of `tables.py` (what is on the device, or read in place), or of `streaming.py` (a pass over
+pages that are brought). Queries over pages that they have in common with others come first; what these come to is where the
+launch over each sequence's own pages begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.device.driver import Driver, Stream, View
+from pagoda.device.layers import LayerKernels
+from pagoda.device.scratch import Scratch
+from pagoda.device.streaming import GroupPasses, Streams
+from pagoda.device.tables import ListTables, StepTables
+from pagoda.errors import InvalidArgument
+from pagoda.geometry import RUN_ROWS
+from pagoda.kernels import arguments, instances
+from pagoda.kernels.arguments import Attend, Division
+
+BROUGHT = 2
+"""The tier, to kernels, of what has been brought from the host for a launch."""
+
+
+@dataclass(frozen=True)
+class Maxima:
+    """What the caller has declared of all steps to come."""
+
+    sequences: int
+    new_tokens: int
+    context: int
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of a step."""
+        return self.sequences * self.new_tokens
+
+
+class Attends:
+    """The launches that attend. finish_steps: waits until no step is under way, so that memory can be replaced."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        layers: Sequence[LayerKernels],
+        tables: StepTables,
+        streams: Streams,
+        *,
+        page_size: int,
+        deterministic: bool,
+        finish_steps: Callable[[], object],
+    ) -> None:
+        self._driver, self._layers, self._tables, self._streams = driver, layers, tables, streams
+        self._page_size, self._deterministic = page_size, deterministic
+        self._finish_steps = finish_steps
+        self._scratch = Scratch(driver)
+        self._maxima: Maxima | None = None
+        self._counts: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._tokens_max = 0
+        self._most_of: dict[int, tuple[int, int]] = {}
+        """Of the open step, by `few` of a layer: new tokens of a decoded sequence at most, and of one that is prefilled."""
+
+    def declare(self, maxima: Maxima) -> None:
+        """Makes room for every step to come. Nothing may be under way."""
+        self._maxima, self._tokens_max = maxima, maxima.tokens
+        for kernels in self._layers:
+            for prefill, q in kernels.works:
+                self._scratch.grow(self._scratch_bytes(kernels, q, prefill, streamed=True))
+
+    def enter(self, counts: npt.NDArray[np.int32], tokens_max: int) -> None:
+        """A step begins. counts: new tokens of each sequence. tokens_max: rows that arrays may have."""
+        self._counts, self._tokens_max = counts, tokens_max
+        self._most_of.clear()
+
+    def attend(
+        self, layer: int, queries: View, result: View, lse: int | None, sinks: int | None, stream: Stream
+    ) -> None:
+        """Attention over one layer. lse, sinks: addresses of arrays of the caller."""
+        kernels, streamed = self._layers[layer], self._streams.group(layer)
+        if streamed is not None and stream.capturing:
+            raise InvalidArgument(
+                f"attend: layer {layer} in a graph: not in a step that streams pages of the host tier"
+            )
+        kinds = [prefill for prefill in (False, True) if self._most(kernels, prefill)]
+        for prefill in kinds:
+            self._make_room(kernels, queries.dtype, prefill, stream, streamed=streamed is not None)
+        tables, call = self._tables.groups[kernels.shape["group"]], kernels.attend()
+        call.pages.table, call.pages.columns = tables.table, tables.columns
+        call.pages.span_starts, call.pages.spans = tables.span_starts, tables.spans
+        call.q = arguments.Rows(queries.address, queries.strides[0], queries.strides[1])
+        call.out = arguments.Rows(result.address, result.strides[0], result.strides[1])
+        call.lse, call.sinks, call.angles = lse, sinks, self._tables.angles.get(layer)
+        call.partials, call.pending = self._scratch.partials, self._scratch.counters
+        call.parts = self._scratch.parts or None
+        if streamed is not None:
+            self._in_passes(layer, queries, kinds, call, streamed, stream)
+            return
+        self._streams.read_in_place(layer)
+        for prefill in kinds:
+            work = self._tables.works[kernels.works[prefill, queries.dtype]]
+            common = work.common if self._tables.members or self._maxima is not None else None
+            self._launch(kernels, queries.dtype, prefill, call, work.own, common, stream)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._scratch = Scratch(self._driver)
+
+    def _in_passes(
+        self, layer: int, queries: View, kinds: list[bool], call: Attend, streamed: GroupPasses, stream: Stream
+    ) -> None:
+        """Pass after pass, each where the one before has stopped."""
+        kernels = self._layers[layer]
+        call.pages.table, call.pages.columns = streamed.table, streamed.columns
+        asked = self._streams.ask(layer, queries, stream)
+        for number in range(len(streamed.copies)):
+            if asked is not None and number == len(streamed.copies) - 1:
+                self._streams.answer(asked, stream, self._scratch.parts)
+            with self._streams.brought(layer, number, stream) as place:
+                call.pages.bases[BROUGHT], call.pages.pitches[BROUGHT] = place
+                for prefill in kinds:
+                    own, common = streamed.works[kernels.works[prefill, queries.dtype]][number]
+                    self._launch(kernels, queries.dtype, prefill, call, own, common, stream)
+
+    def _most(self, kernels: LayerKernels, prefill: bool) -> int:
+        """New tokens of a sequence of the kind at most: in the step, or in any once maxima are declared. 0 if it has none."""
+        few = kernels.few
+        if self._maxima is not None:
+            most = self._maxima.new_tokens
+            return (most if most > few else 0) if prefill else min(most, few)
+        if few not in self._most_of:
+            decoded, prefilled = (
+                int(self._counts.max(where=kind, initial=0)) for kind in (self._counts <= few, self._counts > few)
+            )
+            self._most_of[few] = decoded, prefilled
+        return self._most_of[few][prefill]
+
+    def _chosen(self, kernels: LayerKernels, q: str, prefill: bool) -> instances.Attention:
+        """The instance for one kind of queries."""
+        if prefill:
+            return kernels.attention("prefill", q)
+        most = self._most(kernels, prefill)
+        single = most <= 1 or most * kernels.heads <= instances.FEW_ROWS
+        return kernels.attention("decode" if single else "verify", q)
+
+    def _launch(
+        self,
+        kernels: LayerKernels,
+        q: str,
+        prefill: bool,
+        call: Attend,
+        own: ListTables | None,
+        common: ListTables | None,
+        stream: Stream,
+    ) -> None:
+        """One kind of queries: what they have in common with others, then what is their own."""
+        call.members = self._tables.works[kernels.works[prefill, q]].members or None
+        if common is not None:
+            call.division = Division.TILES
+            self._launch_list(kernels, kernels.attention("common", q), call, common, stream)
+        call.members = None
+        if own is not None:
+            runs = Division.UNITS if prefill else Division.RUNS
+            call.division = runs if self._deterministic else Division.TILES
+            self._launch_list(kernels, self._chosen(kernels, q, prefill), call, own, stream)
+
+    def _launch_list(
+        self, kernels: LayerKernels, chosen: instances.Attention, call: Attend, work: ListTables, stream: Stream
+    ) -> None:
+        call.blocks, call.prefix, call.block_count, call.part_rows = work.blocks, work.prefix, work.count, work.rows
+        call.sets = kernels.shape["num_kv_heads"] * chosen.sets
+        call.group = kernels.heads // chosen.sets
+        call.set_shift = chosen.sets.bit_length() - 1
+        stream.launch(chosen.kernel, self._grid(chosen), chosen.threads, call, shared_bytes=chosen.shared_bytes)
+
+    def _grid(self, chosen: instances.Attention) -> int:
+        return self._driver.multiprocessors * chosen.resident(self._driver.shared_bytes_max)
+
+    def _make_room(self, kernels: LayerKernels, q: str, prefill: bool, stream: Stream, *, streamed: bool) -> None:
+        """Scratch memory for attention over a layer."""
+        sizes = self._scratch_bytes(kernels, q, prefill, streamed=streamed)
+        if not self._scratch.covers(sizes):
+            self._finish_steps()
+            stream.record().wait()
+            self._scratch.grow(sizes)
+
+    def _scratch_bytes(self, kernels: LayerKernels, q: str, prefill: bool, *, streamed: bool) -> tuple[int, int, int]:
+        """Partial results, counters and parts of attention over a layer: for the open step, or for any once maxima are
+        declared."""
+        work = self._tables.works[kernels.works[prefill, q]]
+        chosen = self._chosen(kernels, q, prefill)
+        shape = kernels.shape
+        sets, room = shape["num_kv_heads"] * chosen.sets, self._tables.room
+        floats, units, rows = 2 * self._grid(chosen) * chosen.partial, work.blocks_max * sets, 0
+        if self._deterministic and prefill:
+            floats = self._grid(chosen) * 3 * chosen.rows * chosen.v_dim
+        elif self._deterministic:
+            runs = room.columns * self._page_size // RUN_ROWS + room.spans + 1
+            floats = work.blocks_max * runs * sets * chosen.partial
+        any_step = self._maxima is not None
+        if work.common is not None:
+            rows = work.members_max if any_step else self._tables.members
+            common = kernels.attention("common", q)
+            floats = max(floats, 2 * self._grid(common) * common.partial if rows else 0)
+            units = max(units, rows * shape["num_kv_heads"] * common.sets)
+        if self._streams.in_passes and (any_step or streamed):
+            # As crates/pagoda-py/src/passes.rs numbers them.
+            members = self._tables.members_max if any_step else self._tables.members
+            rows = 3 * (members + self._tokens_max)
+        return 4 * floats, 4 * units, 4 * rows * shape["num_q_heads"] * (shape["v_head_dim"] + 2)

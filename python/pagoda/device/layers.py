@@ -1,0 +1,135 @@
+"""A layer as kernels know it: which instances it has, how its queries are cut, and what they are told in every step alike."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+from pagoda.device.arrays import FLOATS
+from pagoda.device.tables import Work
+from pagoda.geometry import BlockLayout, CoreLayer
+from pagoda.geometry import Plane as PlaneLayout
+from pagoda.kernels import arguments, instances
+from pagoda.kernels.arguments import Append, Attend
+
+LOG2_E = math.log2(math.e)
+
+DECODE_ROWS = 16
+"""Query rows of a sequence up to which its stored rows are split between warps, and above which its queries are."""
+
+WINDOW_MAX = 1 << 30
+"""Tokens that a query sees where there is no window."""
+
+
+class LayerKernels:
+    """The kernels of one layer. few: new tokens of a sequence up to which it is decoded; with more it is prefilled.
+
+    works: how its queries are cut, by whether they are prefilled and their type; those that are decoded are cut alike for
+    all types. Raises BackendUnavailable for a layer that no kernel does.
+    """
+
+    def __init__(self, shape: CoreLayer, *, deterministic: bool, shared_bytes_max: int) -> None:
+        self.shape = shape
+        self.formats = shape["k_dtype"], instances.PART_OF_K if shape["v_alias"] else shape["v_dtype"]
+        self.heads = shape["num_q_heads"] // shape["num_kv_heads"]
+        """Query heads of a K/V head."""
+        self.few = max(1, DECODE_ROWS // self.heads)
+        self._shared_bytes_max = shared_bytes_max
+        self._deterministic = deterministic
+        self._instances: dict[tuple[str, str], instances.Attention] = {}
+        common = not deterministic and shape["window"] is None
+        decode = self._work(False, self._queries("verify"), self._queries("common") if common else 0)
+        self.works = {(False, q): decode for q in FLOATS} | {
+            (True, q): self._work(True, self._queries("prefill", q), 0) for q in FLOATS
+        }
+        self._append, self._attend = Append(), Attend()
+
+    def place(
+        self,
+        layout: BlockLayout,
+        planes: tuple[PlaneLayout, PlaneLayout],
+        page_size: int,
+        bases: tuple[int, int],
+        center: int | None,
+        misfit: int | None,
+    ) -> None:
+        """Says where memory is. bases: addresses of the device and the host tier. center: what K is centred by, if it is.
+        misfit: where `append` notes values that do not fit their format, if it is to."""
+        shape, (k_plane, v_plane) = self.shape, map(_plane, planes)
+        page_shift, block_bytes = page_size.bit_length() - 1, layout.block_bytes
+        rotate_k, rotate_v = shape["rotate"]
+        self._append = Append(
+            kv_heads=shape["num_kv_heads"],
+            head_dim=shape["head_dim"],
+            v_head_dim=0 if shape["v_alias"] else shape["v_head_dim"],
+            base=bases[0],
+            block_bytes=block_bytes,
+            page_shift=page_shift,
+            k_plane=k_plane,
+            v_plane=v_plane,
+            center=center,
+            rotate_k=rotate_k,
+            rotate_v=rotate_v,
+            misfit=misfit,
+        )
+        rope, softcap = shape["rope"], shape["softcap"]
+        self._attend = Attend(
+            pages=arguments.Pages(
+                bases=(ctypes.c_void_p * arguments.TIERS)(*bases, None),
+                pitches=(ctypes.c_int64 * arguments.TIERS)(block_bytes, block_bytes, 0),
+                page_shift=page_shift,
+            ),
+            k_plane=k_plane,
+            v_plane=v_plane,
+            window=WINDOW_MAX if shape["window"] is None else shape["window"],
+            # Scores of kernels are base-2 logarithms.
+            scale=shape["scale"] * LOG2_E if softcap is None else shape["scale"] / softcap,
+            softcap=0.0 if softcap is None else softcap * LOG2_E,
+            rotary_pairs=len(rope[0]) if rope else 0,
+            interleaved=bool(rope and rope[1]),
+            center=center,
+            rotate_k=rotate_k,
+            rotate_v=rotate_v,
+        )
+
+    def append(self) -> Append:
+        """The arguments of `append`, but for those that a step has."""
+        return Append.from_buffer_copy(self._append)
+
+    def attend(self) -> Attend:
+        """The arguments of `attend`, but for those that a step has."""
+        return Attend.from_buffer_copy(self._attend)
+
+    def attention(self, mode: str, q: str) -> instances.Attention:
+        """The instance of `attend` for queries of type `q`. mode: one of its modes that are not deterministic."""
+        key = mode, q
+        found = self._instances.get(key)
+        if found is None:
+            sizes = self.shape["head_dim"], self.shape["v_head_dim"]
+            if self._deterministic:
+                mode = "prefill-deterministic" if mode == "prefill" else "decode-deterministic"
+            found = instances.attend(*self.formats, q, *sizes, self.heads, mode, self._shared_bytes_max)
+            self._instances[key] = found
+        return found
+
+    def _work(self, prefill: bool, queries: int, common_queries: int) -> Work:
+        return Work(
+            group=self.shape["group"],
+            window=self.shape["window"],
+            prefill=prefill,
+            few=self.few,
+            queries=queries,
+            common_queries=common_queries,
+            by_runs=self._deterministic,
+        )
+
+    def _queries(self, mode: str, *types: str) -> int:
+        """Of a block: as many as fit a unit, of whichever of the types, by default of all."""
+        chosen = [self.attention(mode, q) for q in types or FLOATS]
+        return min(one.rows // (self.heads // one.sets) for one in chosen)
+
+
+def _plane(layout: PlaneLayout) -> arguments.Plane:
+    return arguments.Plane(
+        *(arguments.Strip(strip.offset, strip.head_stride) for strip in (layout.rows, layout.scales))
+    )

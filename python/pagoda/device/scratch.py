@@ -1,0 +1,31 @@
+"""Device memory that launches of attention use and leave for others."""
+
+from __future__ import annotations
+
+from pagoda.device.driver import Driver, Memory
+
+
+class Scratch:
+    """Three pieces of memory, whose addresses are 0 until there are any: `partials`, results that every launch may overwrite;
+    `counters`, which are 0 between launches; `parts` of results, which launches leave for others."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._held: list[Memory | None] = [None] * 3
+        self._sizes = (0, 0, 0)
+        self.partials = self.counters = self.parts = 0
+
+    def covers(self, sizes: tuple[int, int, int]) -> bool:
+        """Whether there are so many bytes of each."""
+        return all(have >= want for have, want in zip(self._sizes, sizes, strict=True))
+
+    def grow(self, sizes: tuple[int, int, int]) -> None:
+        """Makes room. Nothing may be under way that uses the old memory."""
+        addresses = [self.partials, self.counters, self.parts]
+        for index, (have, want) in enumerate(zip(self._sizes, sizes, strict=True)):
+            if want > have:
+                self._held[index] = memory = self._driver.memory(want)
+                addresses[index] = memory.address
+        self.partials, self.counters, self.parts = addresses
+        partials, counters, parts = map(max, self._sizes, sizes)
+        self._sizes = (partials, counters, parts)

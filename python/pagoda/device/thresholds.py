@@ -1,0 +1,116 @@
+"""From what size on one way to bytes of the host beats another: measured once for each device, when first asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from pagoda.device.driver import Driver, Event, Stream
+from pagoda.device.movement import KERNEL_BLOCKS, KERNEL_THREADS, WORD
+from pagoda.device.ring import SLOTS
+from pagoda.kernels import arguments, instances
+
+MEASURED_RUNS = [1 << shift for shift in range(14, 21)]
+"""16 KiB to 1 MiB."""
+
+MEASURED_BYTES = 8 << 20
+REPEATS = 3
+
+MEASURED_LAYER_BYTES = [1 << shift for shift in range(16, 23)]
+"""64 KiB to 4 MiB."""
+
+MEASURED_LAYERS = 8
+
+
+def copy_engine_bytes(driver: Driver) -> int:
+    """From what size on the copy engine beats the kernel at copying scattered runs from pinned memory.
+
+    Copies 4 MiB in runs of each size, both ways; returns the least size at which the copy engine is not slower.
+
+    Seconds are those that the caller waits, because to issue a copy is a part of its cost. Takes about 20 ms.
+    """
+    host, device, listed = driver.pinned(MEASURED_BYTES), driver.memory(MEASURED_BYTES), driver.pinned(1 << 14)
+    stream = driver.stream()
+    for size in MEASURED_RUNS:
+        # Every second run, so that no two are neighbours.
+        runs = [(host.address + at, device.address + at, size) for at in range(0, MEASURED_BYTES, 2 * size)]
+        words = np.array(runs, np.uint64)
+        listed.array[: words.nbytes] = words.view(np.uint8).ravel()
+        call = arguments.Move(listed.address, len(runs))
+
+        def by_engine(runs: list[tuple[int, int, int]] = runs) -> None:
+            for source, target, length in runs:
+                stream.copy(target, source, length)
+
+        def by_kernel(call: arguments.Move = call) -> None:
+            stream.launch(instances.MOVE, KERNEL_BLOCKS, KERNEL_THREADS, call)
+
+        if seconds(stream, by_engine) <= seconds(stream, by_kernel):
+            return size
+    return 2 * MEASURED_RUNS[-1]
+
+
+def seconds(stream: Stream, copy: Callable[[], None]) -> float:
+    """Of the fastest of some runs; the first one may compile and is not counted."""
+    best = float("inf")
+    for repeat in range(REPEATS + 1):
+        start = time.perf_counter()
+        copy()
+        stream.record().wait()
+        if repeat:
+            best = min(best, time.perf_counter() - start)
+    return best
+
+
+def ring_bytes(driver: Driver) -> int:
+    """From how many bytes of a layer on the ring beats reading in place, if every byte is read once.
+
+    Goes over a row of layers of each size both ways, with a kernel that only reads and writes; returns the least size at
+    which the ring is not slower, or twice the largest. What a step does besides attention would hide copies and not reads,
+    so the ring is not chosen too early. Takes about 20 ms.
+    """
+    largest = MEASURED_LAYER_BYTES[-1]
+    host, ring, sink = driver.pinned(largest), driver.memory(SLOTS * largest), driver.memory(largest)
+    stream, copying = driver.stream(), driver.stream()
+    for size in MEASURED_LAYER_BYTES:
+        # As many pieces as there are thread blocks.
+        piece = -(-size // driver.multiprocessors // WORD) * WORD
+        starts = range(0, size, piece)
+        words = np.array(
+            [
+                (source + at, sink.address + at, min(piece, size - at))
+                for source in (host.address, *(ring.address + slot * largest for slot in range(SLOTS)))
+                for at in starts
+            ],
+            np.uint64,
+        )
+        listed = driver.pinned(words.nbytes)
+        listed.array[: words.nbytes] = words.view(np.uint8).ravel()
+        calls = [
+            arguments.Move(listed.address + number * len(starts) * words.itemsize * 3, len(starts))
+            for number in range(1 + SLOTS)
+        ]
+
+        def read(number: int, calls: list[arguments.Move] = calls) -> None:
+            stream.launch(instances.MOVE, driver.multiprocessors, KERNEL_THREADS, calls[number])
+
+        def in_place() -> None:
+            for _ in range(MEASURED_LAYERS):
+                read(0)
+
+        def by_ring(size: int = size) -> None:
+            ends: list[Event] = []
+            for layer in range(MEASURED_LAYERS):
+                slot = layer % SLOTS
+                if layer >= SLOTS:
+                    copying.follow(ends[layer - SLOTS])
+                copying.copy(ring.address + slot * largest, host.address, size)
+                stream.follow(copying.record())
+                read(1 + slot)
+                ends.append(stream.record())
+
+        if seconds(stream, by_ring) <= seconds(stream, in_place):
+            return size
+    return 2 * largest

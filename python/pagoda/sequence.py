@@ -1,0 +1,96 @@
+"""Sequences of a cache, and fixed lists of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Collection
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pagoda import _core
+from pagoda.checks import natural
+from pagoda.errors import UseAfterRelease
+
+if TYPE_CHECKING:
+    from pagoda.cache import Cache
+
+
+class Sequence:
+    """One request, beam or branch: a list of tokens whose K and V the cache holds. Made by `Cache.create` and `fork`.
+
+    A sequence that is garbage collected releases itself at the cache's next step or `load`.
+    """
+
+    __slots__ = ("__weakref__", "_cache", "_handle")
+
+    def __init__(self, cache: Cache, handle: _core.Handle) -> None:
+        self._cache = cache
+        self._handle: _core.Handle | None = handle
+
+    @property
+    def id(self) -> int:
+        """A number that no other live sequence of the cache has. Raises UseAfterRelease."""
+        if self._handle is None:
+            raise UseAfterRelease("sequence: released")
+        return self._handle.id
+
+    def __len__(self) -> int:
+        return self._cache._core.length(self.id)
+
+    @property
+    def rewind_limit(self) -> int:
+        """The least length, besides 0, that `truncate` takes: 0 until pages have left a window."""
+        return self._cache._core.rewind_limit(self.id)
+
+    def fork(self) -> Sequence:
+        """A second sequence with the same tokens over the same pages. No byte is copied until one of them is appended to."""
+        return Sequence(self._cache, self._cache._core.fork(self.id))
+
+    def truncate(self, length: int) -> None:
+        """Takes the tokens from `length` on back, as if they had never been appended.
+
+        Raises InvalidArgument unless `length` is 0 or from `rewind_limit` to `len(self)`: once a window has moved on, the
+        last `headroom` tokens of the cache can be taken back.
+        """
+        self._cache._core.truncate(self.id, natural("length", length))
+
+    def drop(self, start: int, stop: int) -> None:
+        """Takes the tokens [start, stop) out: a context shift. No byte moves.
+
+        Positions only grow: later tokens keep the positions they were stored with, and tokens before the gap are seen
+        as if they stood right before it (`AttentionLayer.rope` says how to rotate queries for that). Once pages have left a
+        window, raises InvalidArgument for sinks, and for more than `len(self) - rewind_limit` of the tokens that are there:
+        the window would reach back to what has left.
+        """
+        self._cache._core.drop(self.id, natural("start", start), natural("stop", stop))
+
+    def release(self) -> None:
+        """Ends the sequence; pages that no other one holds become free. Releasing twice raises UseAfterRelease."""
+        self._cache._core.release(self.id)
+        assert self._handle is not None
+        self._handle.released()
+        self._handle = None
+
+    def __enter__(self) -> Sequence:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handle is not None:
+            self.release()
+
+    def __repr__(self) -> str:
+        return "<Sequence released>" if self._handle is None else f"<Sequence {self._handle.id}>"
+
+
+class Batch:
+    """A fixed list of sequences, so that a step does not look each of them up again. Made by `Cache.batch`."""
+
+    __slots__ = ("_cache", "ids", "sequences")
+
+    def __init__(self, cache: Cache, sequences: Collection[Sequence]) -> None:
+        self._cache = cache
+        self.sequences = tuple(sequences)
+        self.ids = np.fromiter((sequence.id for sequence in self.sequences), np.uint64, len(self.sequences))
+
+    def __len__(self) -> int:
+        return len(self.sequences)

@@ -1,0 +1,219 @@
+"""One forward pass: reserve on entering, append and attend layer by layer, commit on leaving; and its page tables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Collection
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda import _core
+from pagoda.checks import token_counts
+from pagoda.device.driver import Stream
+from pagoda.device.engine import DeviceEngine
+from pagoda.errors import BackendUnavailable, PagodaError
+from pagoda.report import StepReport
+from pagoda.sequence import Batch
+
+if TYPE_CHECKING:
+    from pagoda.cache import Cache
+
+Array = npt.NDArray[Any]
+
+
+class Table:
+    """The page table of one layer of an open step, as arrays under their usual names. Valid until the step ends.
+
+    Taking a table takes over the writing of the layer's new rows: `append` is not required any more. A layer with kv_owner
+    has the table of its owner, and no rows.
+    """
+
+    __slots__ = ("_core", "_layer", "block_table", "pointers", "slot_mapping")
+
+    def __init__(self, core: _core.Cache | DeviceEngine, layer: int) -> None:
+        self._core, self._layer = core, layer
+        arrays = core.table(layer)
+        self.block_table: npt.NDArray[np.int32] = arrays["block_table"]
+        """int32 [B, pages]: device block of each page; -1 past the end, for pages on another tier and for those that have
+        left a window. Of a layer with a window the columns begin at a multiple of 4096 tokens not far before it."""
+        self.pointers: npt.NDArray[np.uint64] = arrays["pointers"]
+        """uint64 [B, pages]: address of each page's block; 0 past the end."""
+        self.slot_mapping: npt.NDArray[np.int64] = arrays["slot_mapping"]
+        """int64 [sum(new)]: device block * page_size + row of each new token."""
+
+    @property
+    def csr(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """`(kv_indptr, kv_indices, kv_last_page_len)`, int32, as FlashInfer takes them.
+
+        Raises InvalidArgument where that form cannot say what the table says: dropped tokens, pages off the device.
+        """
+        return self._core.csr_table(self._layer)
+
+    @property
+    def kv_indptr(self) -> npt.NDArray[np.int32]:
+        """int32 [B + 1]: where each sequence's pages begin in `kv_indices`."""
+        return self.csr[0]
+
+    @property
+    def kv_indices(self) -> npt.NDArray[np.int32]:
+        """int32: the device blocks of all sequences, one after the other."""
+        return self.csr[1]
+
+    @property
+    def kv_last_page_len(self) -> npt.NDArray[np.int32]:
+        """int32 [B]: tokens in each sequence's last page."""
+        return self.csr[2]
+
+
+class Step:
+    """One forward pass over a ragged batch: a context manager made by `Cache.step`.
+
+    Entering reserves pages for the new tokens, all or nothing. Leaving commits them; an exception rolls back.
+    """
+
+    __slots__ = ("_began", "_cache", "_core", "_counts", "_ended", "_open", "_stream", "batch")
+
+    def __init__(self, cache: Cache, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
+        self._cache, self._core = cache, cache._core
+        self.batch, self._counts, self._stream = batch, counts, stream
+        self._open = False
+        self._began = self._ended = 0.0
+
+    def __enter__(self) -> Step:
+        self._began = time.perf_counter()
+        try:
+            self._cache._reserve(self.batch, self._counts, self._stream)
+        except PagodaError:
+            raise
+        except BaseException:
+            # Ctrl-C may have come after the core had opened the step.
+            self._cache._unfinished = True
+            raise
+        self._open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._open:
+            return
+        if kind is not None:
+            self._end()
+            self._core.rollback()
+        else:
+            self.commit()
+
+    def __del__(self) -> None:
+        if self._open:
+            self._cache._unfinished = True
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """int64 [sum(new)]: the positions to rotate the new queries and keys with."""
+        return self._core.positions()
+
+    @property
+    def cu_seqlens(self) -> npt.NDArray[np.int32]:
+        """int32 [B + 1]: where each sequence's new tokens begin."""
+        return self._core.cu_seqlens()
+
+    def table(self, layer: int) -> Table:
+        """The page table of a layer, for kernels that are not ours; of a layer with kv_owner, that of its owner."""
+        return Table(self._core, layer)
+
+    def append(self, layer: int, k: Array | None = None, v: Array | None = None, *, dtype: str | None = None) -> None:
+        """Writes K and V of the new tokens of one layer into their pages, converted to the row formats of the cache.
+
+        k: [sum(new), num_kv_heads, head_dim] and v: [.., v_head_dim], float32, float16 or bfloat16 (or its bits as
+        uint16 with dtype="bf16"), any strides with a contiguous last dimension; no v for a layer with v_alias, no k for one
+        with k_eq_v. Rounds to nearest even; what f16 cannot hold is stored as +-65504, or raises InvalidArgument in a cache
+        with checked=True.
+        """
+        self._core.append(layer, k, v, dtype)
+
+    def attend(
+        self,
+        layer: int,
+        q: Array,
+        *,
+        out: Array | None = None,
+        return_lse: bool = False,
+        sink_logits: Array | None = None,
+        dtype: str | None = None,
+    ) -> Any:
+        """Attention of the new tokens over everything up to them, causal, within the layer's window.
+
+        q: [sum(new), num_q_heads, head_dim] in the types of `append`. Returns [sum(new), num_q_heads, v_head_dim] in q's
+        type, in `out` if given; with return_lse a pair with the float32 natural log-sum-exp [sum(new), num_q_heads].
+        A query that sees nothing gets 0 and -inf. `append` comes first, of the layer that kv_owner names if there is one.
+
+        Raises CorruptPage for a page on disk that does not verify, and TierIOError for one that cannot be read, or not in
+        time: the step can then only be rolled back.
+
+        sink_logits: float32 [num_q_heads], for a layer with sinks and only there; on a GPU an array of the device, whose
+        address a captured graph keeps. Each is one more score of its head, of a token with V = 0; the log-sum-exp is
+        without it.
+        """
+        if out is None:
+            out = self._cache._empty(q, self._cache._v_head_dim(layer))
+        if not return_lse:
+            self._core.attend(layer, q, out, None, dtype, sink_logits)
+            return out
+        lse = self._cache._empty(q, None)
+        self._core.attend(layer, q, out, lse, dtype, sink_logits)
+        return out, lse
+
+    def forward(
+        self,
+        layer: int,
+        q: Array,
+        k: Array | None = None,
+        v: Array | None = None,
+        *,
+        out: Array | None = None,
+        return_lse: bool = False,
+        sink_logits: Array | None = None,
+        dtype: str | None = None,
+    ) -> Any:
+        """`append`, then `attend`; without k and v, for a layer with kv_owner, `attend` alone."""
+        if k is not None or v is not None:
+            self.append(layer, k, v, dtype=dtype)
+        return self.attend(layer, q, out=out, return_lse=return_lse, sink_logits=sink_logits, dtype=dtype)
+
+    @property
+    def report(self) -> StepReport:
+        """What attention has read in this step, over which link; until the next step of the cache is entered."""
+        seconds = (time.perf_counter() if self._open else self._ended) - self._began
+        attended, from_disk, waited = self._core.attended()
+        if isinstance(self._core, DeviceEngine):
+            traffic = self._core.traffic
+            over = {"pcie": traffic.ring + traffic.mapped, "disk": from_disk, "memory": traffic.memory}
+            return StepReport(seconds, waited, over)
+        return StepReport(seconds, waited, {"memory": attended, "disk": from_disk})
+
+    def replay(self, launch: Callable[[], object]) -> None:
+        """Runs `launch`, which does the appends and attends of all layers by replaying a graph that an earlier step captured.
+
+        `launch` is called with the step's stream as the current one of CuPy and torch: the `launch` of a CuPy graph, the
+        `replay` of a torch graph. See `Cache.declare`. Raises InvalidArgument where no maxima are declared, or a layer of
+        this step was appended to already.
+        """
+        if self._cache._device is None:
+            raise BackendUnavailable("replay: graphs are of GPUs; this cache is on the CPU")
+        self._cache._device.replay(launch)
+
+    def commit(self, accepted: Collection[int] | npt.NDArray[np.int64] | None = None) -> None:
+        """Ends the step. Of each sequence's new tokens the first `accepted` stay, all by default.
+
+        Raises InvalidArgument, and leaves the step open, when a layer was not appended to or a count is too large.
+        """
+        self._core.commit(None if accepted is None else token_counts("accepted", accepted))
+        self._end()
+        self._cache._spill.ahead(self.batch.ids)
+
+    def _end(self) -> None:
+        self._open, self._ended = False, time.perf_counter()
