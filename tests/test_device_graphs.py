@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import emulator
 import numpy as np
 import pagoda
 import pytest
-from emulator.driver import CallerStream, EmulatedDriver
+from emulator.driver import CallerStream, EmulatedDriver, Stream
 from graphs import LAYERS, SEQUENCES, Model
 from pagoda.device import cuda
+from pagoda.kernels.instances import Kernel
 
 
 def emulated(monkeypatch: pytest.MonkeyPatch, new_tokens: int, seed: int) -> Model:
@@ -41,6 +44,40 @@ def test_a_graph_reads_common_pages_once(monkeypatch: pytest.MonkeyPatch) -> Non
         assert model.cache._device is not None
         assert model.cache._device._tables.members == 2 * SEQUENCES
     model.step(alone, [1, 1], lambda step: step.replay(graph))
+
+
+def test_the_engine_fits_the_largest_number_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the step; or of any, once maxima are declared."""
+    seen: list[str] = []
+    launch = Stream.launch
+
+    def noted(self: Stream, kernel: Kernel, *rest: Any, **options: Any) -> None:
+        if "FewShape" in kernel.short:
+            seen.append(kernel.short.rstrip(">").split(", ")[-2])
+        launch(self, kernel, *rest, **options)
+
+    emulator.require()
+    monkeypatch.setattr(cuda, "open_driver", lambda index: EmulatedDriver(0))
+    monkeypatch.setattr(Stream, "launch", noted)
+    spec = pagoda.ModelSpec([pagoda.AttentionLayer(num_q_heads=4, num_kv_heads=1, head_dim=64)])
+
+    def engines(cache: pagoda.Cache, counts: list[int]) -> list[str]:
+        seen.clear()
+        rows = np.ones((sum(counts), 4, 64), np.float16)
+        with cache.step([cache.create() for _ in counts], counts) as step:
+            step.forward(0, rows, rows[:, :1], rows[:, :1])
+        return list(seen)
+
+    for declared, counts, engine in (
+        (None, [1, 2, 1], "1"),
+        (None, [1, 4], "2"),
+        (1, [1, 1], "1"),
+        (4, [1, 1], "2"),
+    ):
+        with pagoda.Cache(spec, device="cuda", device_memory="8MiB", host_memory=0) as cache:
+            if declared:
+                cache.declare(sequences=2, new_tokens=declared, context=64)
+            assert engines(cache, counts) == [engine], (declared, counts)
 
 
 def test_what_is_larger_than_declared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
