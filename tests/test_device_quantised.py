@@ -137,6 +137,17 @@ def test_no_centre_of_few_rows_or_of_what_is_not_finite(kind: str) -> None:
         np.testing.assert_array_equal(held[0], held[2])
 
 
+def test_no_rows_are_not_the_first(kind: str) -> None:
+    """A step without new tokens leaves the centre to the next."""
+    _, k, v = rows(64)
+    for device in ("cpu", "cuda"):
+        held = []
+        for chunks in ([0, 64], [64]):
+            with cache_on(device, [SHAPE], PAIRS[0], center="first", rotate=False) as cache:
+                held.append(pages(cache, k, v, chunks, of_gpu=(device, kind) == ("cuda", "cuda")))
+        np.testing.assert_array_equal(held[0], held[1])
+
+
 ROPE = pagoda.Rope(theta=50.0)
 LAYERS = {
     "plain": [SHAPE],

@@ -92,6 +92,9 @@ def test_the_centre_stays_what_the_first_rows_said() -> None:
     q, k, v = rows(300, "offset")
     with pagoda.Cache(pagoda.ModelSpec([SHAPE]), k_dtype="q8_0", device_memory="8MiB", host_memory=0) as cache:
         first, second = cache.create(), cache.create()
+        # No rows are not the first.
+        with cache.step([first], [0]) as step:
+            step.append(0, k[:0], v[:0])
         with cache.step([first], [300]) as step:
             step.append(0, k, v)
         # Of another mean: the centre is wrong for these, but no less exact than none.

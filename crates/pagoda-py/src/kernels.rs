@@ -70,10 +70,14 @@ impl Cache {
         inner.require_unwritten(py, layer)?;
         let Inner { core, layers, arenas, engine, step, .. } = inner;
         let Engine::Cpu(Cpu { backend, checked, .. }) = engine else { return Err(no_kernels(py)) };
-        if std::mem::take(&mut layers[layer].center_first) && step.new_tokens() >= CENTER_TOKENS_MIN {
+        let new_tokens = step.new_tokens();
+        if new_tokens > 0
+            && std::mem::take(&mut layers[layer].center_first)
+            && new_tokens >= CENTER_TOKENS_MIN
+        {
             let (heads, dim) = (geometry.num_kv_heads as usize, geometry.head_dim as usize);
             // SAFETY: the array was checked.
-            let mean = unsafe { backend.mean(keys, step.new_tokens(), heads, dim) };
+            let mean = unsafe { backend.mean(keys, new_tokens, heads, dim) };
             let center = mean.unwrap_or_default();
             for (at, placed) in layers.iter_mut().enumerate() {
                 if at == layer || placed.owner == Some(layer) {

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from pagoda.device.arrays import Arrays
 from pagoda.device.driver import Driver, Stream, View
 from pagoda.device.layers import LayerKernels
 from pagoda.device.tables import GroupTables
@@ -56,10 +57,11 @@ class Centers:
         stream.copy(self._memory.address, given.address, 4 * words)
         stream.record().wait()
 
-    def settle(self, layer: int) -> bool:
-        """Whether the rows that are appended now are the first of a layer that takes its centre from them."""
+    def settle(self, layer: int, tokens: int) -> bool:
+        """Whether the layer takes its centre from the first rows, and has none before these."""
         first = layer in self._first
-        self._first.discard(layer)
+        if tokens:
+            self._first.discard(layer)
         return first
 
     def settled(self, layer: int) -> int:
@@ -95,18 +97,16 @@ class Appends:
         self._layers, self._centers, self._misfits = layers, centers, misfits
         self._blocks_max = 4 * driver.multiprocessors
 
-    def append(
-        self, layer: int, keys: View, values: View, tables: GroupTables, tokens_max: int, stream: Stream
-    ) -> None:
-        """Writes K and V of the new tokens of one layer. values: keys once more where V is a part of K. tokens_max: up to how
-        many rows arrays may have, as kernels have to expect."""
+    def append(self, layer: int, keys: View, values: View, tables: GroupTables, arrays: Arrays, stream: Stream) -> None:
+        """Writes K and V of the new tokens of one layer. values: keys once more where V is a part of K. arrays: of the step;
+        kernels have to expect as many rows as they may have."""
         kernels = self._layers[layer]
         call = kernels.append()
         call.k = arguments.Rows(keys.address, keys.strides[0], keys.strides[1])
         call.v = arguments.Rows(values.address, values.strides[0], values.strides[1])
         call.slots, call.tokens = tables.slots, tables.tokens
-        first = self._centers.settle(layer)
-        if not tokens_max:
+        first = self._centers.settle(layer, arrays.tokens)
+        if not arrays.tokens_max:
             return
         if first:
             centering = arguments.Center(
@@ -119,7 +119,7 @@ class Appends:
             )
             stream.launch(instances.center(keys.dtype), 1, CENTER_THREADS, centering)
         # Warps have rows, or where nothing is quantised threads have 8 elements.
-        rows, shared = tokens_max * call.kv_heads, 0
+        rows, shared = arrays.tokens_max * call.kv_heads, 0
         if any(name in instances.QUANTISED for name in kernels.formats):
             threads, shared = 32 * rows * (2 if call.v_head_dim else 1), APPEND_ROWS_BYTES
         else:

@@ -222,7 +222,7 @@ class DeviceEngine:
         if keys.dtype != values.dtype:
             raise InvalidArgument(f"v = dtype {values.dtype}: {keys.dtype}, the type of k")
         tables = self._tables.groups[shape["group"]]
-        self._appends.append(layer, keys, values, tables, self._arrays.tokens_max, self._now)
+        self._appends.append(layer, keys, values, tables, self._arrays, self._now)
         self.core.appended(layer)
 
     def attend(

@@ -16,7 +16,7 @@ struct Center {
     int kv_heads, head_dim;
     /// [kv_heads, head_dim], zeros before.
     float* center;
-    /// 0 before the first call, 1 from then on: a graph that has been captured with it does nothing when it is replayed.
+    /// 0 before the first rows, 1 from then on: a graph that has been captured with it does nothing when it is replayed.
     int* settled;
 };
 
@@ -38,7 +38,7 @@ __global__ void center(const Center args) {
     // All have seen what was settled before it changes.
     finite = __syncthreads_and(finite);
     for (int i = threadIdx.x; wanted && !finite && i < all; i += blockDim.x) args.center[i] = 0.0f;
-    if (threadIdx.x == 0) *args.settled = 1;
+    if (threadIdx.x == 0 && tokens > 0) *args.settled = 1;
 }
 
 }  // namespace pagoda
