@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from pagoda import build_info
 from pagoda.cache import Cache
 from pagoda.cli import depth, longcontext, quality
+from pagoda.cli.console import results
 from pagoda.lm import ContiguousCache, LanguageModel, Sampler, generate
 from pagoda.models import SHIPPED_MODEL, SHIPPED_TEXT
 from pagoda.spec import AttentionLayer, ModelSpec
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     table = Table("what", "median", title=f"{build_info()['isa']}, one caller")
     for what, figure in figures.items():
         table.add_row(what, f"{figure:,.2f}")
-    Console().print(table)
+    results().print(table)
     return 0
 
 

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from pagoda import build_info
 from pagoda.cache import Cache, Sequence
+from pagoda.cli.console import results
 from pagoda.cli.plan import load_spec
 from pagoda.cli.quality import pair
 from pagoda.errors import InvalidArgument
@@ -95,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"build": build_info(), "depth": rows}, indent=2))
         return 0
     for model in specs:
-        Console().print(table(model, [row for row in rows if row["model"] == model]))
+        results().print(table(model, [row for row in rows if row["model"] == model]))
     return 0
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from pagoda import _core, build_info, calibration, machine, rates
+from pagoda.cli.console import results
 from pagoda.device import cuda
 from pagoda.device.driver import Driver
 from pagoda.errors import PagodaError
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     for finding in findings:
         state = "[green]ok[/]" if finding.fine else "[yellow]--[/]"
         table.add_row(state, finding.what, escape(finding.found), escape(finding.remedy))
-    Console().print(table)
+    results().print(table)
     return 0
 
 

@@ -19,6 +19,7 @@ from pagoda import build_info, machine
 from pagoda.backends import Backend, CpuBackend, GpuBackend
 from pagoda.cache import Cache
 from pagoda.calibration import ceilings
+from pagoda.cli.console import results
 from pagoda.cli.plan import describe
 from pagoda.cli.quality import pair
 from pagoda.device import cuda, device_index
@@ -152,7 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(document, indent=2))
     else:
-        draw(document, Console())
+        draw(document, results())
     return 0
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from pagoda.cli.console import results
 from pagoda.errors import InvalidArgument
 from pagoda.formats import FORMATS
 from pagoda.planner import Planner
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(document, indent=2))
     else:
-        draw(document, Console())
+        draw(document, results())
     return 0
 
 

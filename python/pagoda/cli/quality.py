@@ -14,6 +14,7 @@ from rich.table import Table
 
 from pagoda import build_info
 from pagoda.cache import Cache
+from pagoda.cli.console import results
 from pagoda.formats import FORMATS, row_format
 from pagoda.quality import plot
 from pagoda.quality.heads import DISTANCES, OUTLIERS, Head, recall_head
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(report, indent=2))
         return 0
-    console = Console()
+    console = results()
     for context in dict.fromkeys(contexts):
         console.print(heads_table([row for row in report["heads"] if row["context"] == context]))
     console.print(streaming_table(report["streaming"]))
