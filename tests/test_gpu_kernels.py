@@ -69,17 +69,17 @@ class Kind:
         self.cache = pagoda.Cache(spec, device="cuda", k_dtype=formats[0], v_dtype=formats[1], **(memory | options))
         self.held: dict[pagoda.Sequence, list[Array]] = {}
 
-    def step(self, batch: list[pagoda.Sequence], counts: list[int]) -> None:
+    def step(self, batch: list[pagoda.Sequence], counts: list[int], junk: int = JUNK) -> None:
         """Appends, attends and compares; the last tokens of each sequence are junk, and rejected."""
-        layer, bounds = self.layer, np.cumsum([0, *(count + JUNK for count in counts)])
+        layer, bounds = self.layer, np.cumsum([0, *(count + junk for count in counts)])
         shapes = ((layer.num_q_heads, layer.head_dim), (layer.num_kv_heads, layer.head_dim))
         q, k, v = (
             self.rng.standard_normal((bounds[-1], *shape), np.float32).astype(TYPES[self.q])
             for shape in (*shapes, (layer.num_kv_heads, layer.v_dim))
         )
         for end in bounds[1:]:
-            k[end - JUNK : end] = v[end - JUNK : end] = np.nan
-        with self.cache.step(batch, [count + JUNK for count in counts]) as step:
+            k[end - junk : end] = v[end - junk : end] = np.nan
+        with self.cache.step(batch, [count + junk for count in counts]) as step:
             out, lse = step.forward(0, q, *((k,) if layer.v_alias else (k, v)), return_lse=True)
             step.commit(counts)
         for sequence, start, count in zip(batch, bounds, counts, strict=False):
@@ -106,6 +106,8 @@ class Kind:
             self.step([*forks, one], [1] * (FORKS + 1))
             assert cache.demote(one).wait()
             self.step([one, *forks], [1] * (FORKS + 1))
+            # One query a sequence: fewer have an engine for fewer.
+            self.step([one, *forks], [1] * (FORKS + 1), junk=0)
 
 
 def heads(dim: int, v_dim: int | None = None, group: int = 4, **more: Any) -> pagoda.AttentionLayer:
