@@ -9,8 +9,9 @@ from typing import Any
 
 from pagoda.device.driver import Driver, View
 from pagoda.errors import InvalidArgument
+from pagoda.kernels.instances import NAMES
 
-FLOATS = ("f32", "f16", "bf16")
+FLOATS = tuple(NAMES)
 """Types of queries, outputs and new rows."""
 
 

@@ -149,12 +149,13 @@ def _instances(names: tuple[str, str, str], dim: int, v_dim: int, mode: str, set
 def _few_queries(names: tuple[str, str, str], dim: int, v_dim: int, mode: str) -> Iterator[int]:
     """Blocks of 8 queries that the engine for few queries may have: a warp has all values of them in registers."""
     k, v, q = names
-    stored = FORMATS[k if v == PART_OF_K else v]
+    name = k if v == PART_OF_K else v
+    stored = FORMATS[name]
     if not stored.quantised:
         one, two = 256, 256
     elif (q, "bf16") in SPLITS:
         # Weights of several parts, of which nvfp4 makes anew for every 16 columns.
-        one, two = (0, 0) if v == "nvfp4" else (128, 128)
+        one, two = (0, 0) if name == "nvfp4" else (128, 128)
     else:
         one, two = 512 if FORMATS[k].bits == stored.bits == 8 else 256, 64 if v == PART_OF_K else 128
     if mode == "decode" and max(dim, v_dim) <= one:

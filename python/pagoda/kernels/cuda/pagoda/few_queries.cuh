@@ -2,8 +2,8 @@
 // in blocks of 8, so that of a group of 4 or 8 query heads little is wasted. Four teams of one warp each have rows of their own,
 // and meet at the end.
 //
-// Scores come as [stored row, query], and weights are wanted as [stored row, query] with the lanes the other way round: the
-// instruction that transposes matrices is in between. Values are [column, query].
+// A lane holds scores of the stored row lane / 4, and as weights wants those of the query lane / 4: the instruction that transposes
+// matrices is in between. Values are [column, query].
 #pragma once
 
 #include <pagoda/tensor_cores.cuh>
@@ -50,7 +50,7 @@ __device__ constexpr int rows_of_stage(int dim, int v_dim) {
 /// QUERIES: blocks of 8 query rows.
 template <class K_, class V_, class Q_, int D_, int DV_, int QUERIES_, int STAGES_>
 struct FewShape : TensorShape<K_, V_, Q_, D_, DV_, 8 * QUERIES_, 1, 4, rows_of_stage<K_, V_, Q_>(D_, DV_), STAGES_> {
-    using Common = TensorShape<K_, V_, Q_, D_, DV_, 8 * QUERIES_, 1, 4, rows_of_stage<K_, V_, Q_>(D_, DV_), STAGES_>;
+    using Common = typename FewShape::TensorShape;
     static constexpr int QUERIES = QUERIES_;
     /// Steps of 16 elements of K, blocks of 16 stored rows of a stage, and blocks of 16 columns of values.
     static constexpr int STEPS = Common::DEPTH / 16, KEYS = Common::SCORES / 16, VALUES = (DV_ + 15) / 16;
@@ -62,7 +62,7 @@ struct FewShape : TensorShape<K_, V_, Q_, D_, DV_, 8 * QUERIES_, 1, 4, rows_of_s
 template <class Shape_>
 struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
     using Shape = Shape_;
-    using Common = TensorCores<Shape_, FewQueries<Shape_>>;
+    using Common = typename FewQueries::TensorCores;
     using K = typename Shape::K;
     using V = typename Shape::V;
     using Unit<Shape>::args;

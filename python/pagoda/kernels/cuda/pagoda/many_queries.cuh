@@ -11,7 +11,7 @@ namespace pagoda {
 /// rows that a warp has, so many times.
 template <class K_, class V_, class Q_, int D_, int DV_, int WARPS_, int COLUMNS_, int STACK_, int STAGES_>
 struct ManyShape : TensorShape<K_, V_, Q_, D_, DV_, 16 * STACK_ * WARPS_ / COLUMNS_, WARPS_, 1, D_ + DV_ <= 512 ? 32 : 16, STAGES_> {
-    using Common = TensorShape<K_, V_, Q_, D_, DV_, 16 * STACK_ * WARPS_ / COLUMNS_, WARPS_, 1, D_ + DV_ <= 512 ? 32 : 16, STAGES_>;
+    using Common = typename ManyShape::TensorShape;
     using V = typename Common::V;
     static constexpr int COLUMNS = COLUMNS_, STACK = STACK_;
     static_assert(DV_ % (V::UNIT * COLUMNS) == 0, "a warp has whole units of columns");
@@ -27,7 +27,7 @@ struct ManyShape : TensorShape<K_, V_, Q_, D_, DV_, 16 * STACK_ * WARPS_ / COLUM
 template <class Shape_>
 struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
     using Shape = Shape_;
-    using Common = TensorCores<Shape_, ManyQueries<Shape_>>;
+    using Common = typename ManyQueries::TensorCores;
     using K = typename Shape::K;
     using V = typename Shape::V;
     using Unit<Shape>::args;
@@ -35,7 +35,6 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
     using Unit<Shape>::rows;
     using Ring<Shape>::lane;
     using Ring<Shape>::warp;
-    using Ring<Shape>::team;
     using Ring<Shape>::stage;
     using Ring<Shape>::note;
     using Common::q_shared;
