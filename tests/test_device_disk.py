@@ -189,9 +189,11 @@ def test_who_waits_too_long_for_a_read_gives_up_and_nothing_is_lost(
     """16 MiB take any drive longer than a microsecond, unless whoever waits is kept from looking: then once more."""
     wide = layer(num_kv_heads=8, num_q_heads=8, head_dim=128)
     options: dict[str, Any] = {"page_size": 64, "device_memory": "24MiB", "host_memory": 0, "spill": False}
-    with with_disk(monkeypatch, tmp_path, EmulatedDriver(), [wide], disk_timeout=1e-6, **options) as cache:
+    tries = 20  # each has its own room on disk: blocks of the one before drain while what was read ahead arrives
+    options |= {"disk_memory": tries * (20 << 20), "disk_timeout": 1e-6}
+    with with_disk(monkeypatch, tmp_path, EmulatedDriver(), [wide], **options) as cache:
         rows, gave_up = np.ones((4096, 8, 128), np.float32), 0
-        for _ in range(20):
+        for _ in range(tries):
             sequence, out = cache.create(), None
             with cache.step([sequence], [4096]) as step:
                 step.append(0, rows, rows)
