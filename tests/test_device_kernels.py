@@ -166,6 +166,8 @@ SHAPES = [
     Shape("Q4_0", "Q4_0", "F32", 96, 32, "deterministic"),
     Shape("Mxfp4", "Nvfp4", "F32", 96, 64),
     Shape("Nvfp4", "Mxfp4", "BF16", 64, 160, "prefill"),
+    Shape("Q8_0", "Q4_0", "BF16", 128, 128, "stacked"),
+    Shape("Fp8E4m3", "Nvfp4", "F16", 64, 256, "stacked columns"),
     Shape("BF16", "BF16", "BF16", 128, 128, "few"),
     Shape("BF16", "F16", "F32", 72, 40, "few"),
     Shape("F16", "PartOfK", "F16", 576, 512, "few"),
@@ -806,8 +808,8 @@ BROKEN = {
     ),
     "queries before they are there": (
         "tensor_cores.cuh",
-        "copy_queries(span, factors);\n        }\n        __syncthreads();",
-        "copy_queries(span, factors);\n        }",
+        "copy_queries(span);\n        }\n        __syncthreads();",
+        "copy_queries(span);\n        }",
     ),
     "counters stay": ("unit.cuh", "if (last) args.pending[unit] = 0;", ""),
     "rows past the fill": ("ring.cuh", "byte / ROW_BYTES < here.high", "true"),
@@ -843,8 +845,8 @@ BROKEN = {
     "the sinks of other heads": ("unit.cuh", "args.sinks[query_head]", "args.sinks[0]"),
     "a cap behind the mask": (
         "many_queries.cuh",
-        "if (!whole) mask(scores, note(index));",
-        "if (!whole) mask(scores, note(index));\n        if (args.softcap > 0.0f) cap(scores);",
+        "if (!whole) mask(scores, note, first);",
+        "if (!whole) mask(scores, note, first);\n        if (args.softcap > 0.0f) cap(scores);",
     ),
     "no cap": ("many_queries.cuh", "if (args.softcap > 0.0f) cap(scores);", ""),
     "no cap for few": ("few_queries.cuh", "if (args.softcap > 0.0f) cap<COUNT>(scores);", ""),
@@ -854,9 +856,9 @@ BROKEN = {
 }
 
 BROKEN_CODES = {
-    "the scales of other rows": ("many_queries.cuh", "scales + row * K", "scales + (row ^ 1) * K"),
-    "the scales of other values": ("many_queries.cuh", "(k * 16 + j / 2 * 8 + j % 2)", "(k * 16 + j / 2 * 8)"),
-    "the scale of another block": ("many_queries.cuh", "K::scale_bytes(D), index)", "K::scale_bytes(D), 0 * index)"),
+    "the scales of other rows": ("quantised.cuh", "scales + i % ROWS * ", "scales + (i % ROWS ^ 1) * "),
+    "the scales of other values": ("many_queries.cuh", "block, row + 8)", "block, row)"),
+    "the scale of another block": ("many_queries.cuh", "scales(keys, block, ", "scales(keys, 0 * block, "),
     "scales of the rows above": (
         "few_queries.cuh",
         "high.next(scales + 8 * SCALE_BYTES, block)",
@@ -877,10 +879,12 @@ BROKEN_CODES = {
         "(byte + BYTES - 1) / ROW_BYTES >= here.low",
         "byte / ROW_BYTES >= here.low",
     ),
+    "no barrier after decoding": ("many_queries.cuh", "team_barrier<Shape::WARPS>();", ""),
+    "pieces of another row": ("quantised.cuh", "i / 8 / PIECES * 8 + i % 8", "i / 8 / PIECES * 8 + i % 7"),
     "scales past the fill": ("many_queries.cuh", "!CAREFUL || x != 0.0f", "true"),
     "scales past the fill for few": ("few_queries.cuh", "!CAREFUL || scaled[j] != 0.0f", "true"),
     "elements in another order": ("tensor_cores.cuh", "real ? x[element_at(place)]", "real ? x[place]"),
-    "columns in another order": ("many_queries.cuh", "column_at(place) : place", "place : place"),
+    "columns in another order": ("many_queries.cuh", "element_at(place) : place", "place : place"),
     "columns in another order for few": ("few_queries.cuh", "column_at(place) : place", "place : place"),
     "halves of bytes": ("quantised.cuh", "8 * odd + 4 * step", "8 * odd + 2 * step"),
     "queries of the row behind": (

@@ -194,6 +194,15 @@ std::string waiting() {
     return text;
 }
 
+/// Which of those that may run is next: any. For some hundred turns one warp is ahead of the others, as far as it gets without them.
+size_t choose(const std::vector<int>& ready, unsigned turn) {
+    static int ahead = 0;
+    if (turn % 512 == 0) ahead = static_cast<int>(draw() % block->warps.size());
+    size_t at = draw() % ready.size();
+    for (int tries = 0; tries < 8 && ready[at] / LANES != ahead; ++tries) at = draw() % ready.size();
+    return at;
+}
+
 void run_block(unsigned threads, size_t shared_bytes) {
     Block now;
     block = &now;
@@ -214,13 +223,14 @@ void run_block(unsigned threads, size_t shared_bytes) {
     }
     now.ready.resize(threads);
     for (unsigned i = 0; i < threads; ++i) now.ready[i] = static_cast<int>(i);
+    unsigned turn = 0;
     while (failure.empty() && now.alive > 0) {
         if (now.ready.empty()) {
             failure = "block " + std::to_string(block_index.x) + ": " + std::to_string(now.alive) +
                       " threads wait at barriers that others do not reach" + waiting();
             break;
         }
-        std::swap(now.ready[draw() % now.ready.size()], now.ready.back());
+        std::swap(now.ready[choose(now.ready, turn++)], now.ready.back());
         current = &now.fibers[now.ready.back()];
         now.ready.pop_back();
         emulator_switch(&scheduler_stack_pointer, current->stack_pointer);

@@ -171,8 +171,8 @@ def _cuts(names: tuple[str, str, str], v_dim: int, mode: str) -> list[tuple[int,
     while v_dim % (FORMATS[k if v == PART_OF_K else v].unit * columns):
         columns //= 2
     by_rows = [(warps, columns, 1) for warps in (4, 2, 1) if warps >= columns]
-    # Queries and weights of several parts, or codes on their way, leave no registers for 32 rows of a warp.
-    split = q == "f32" or (q, k) in SPLITS or k in QUANTISED or v in QUANTISED
+    # Float queries and their weights, of several parts, leave no registers for 32 rows of a warp.
+    split = q == "f32"
     stacked = [] if split else [(4, columns, 2)]
     # For many heads: a thread block has a multiprocessor to itself.
     wide = [(8, columns, 1 if split else 2)]
@@ -186,8 +186,11 @@ def _many(
     names: tuple[str, str, str], dim: int, v_dim: int, warps: int, columns: int, stack: int, stages: int, sets: int
 ) -> Attention:
     """`ManyShape` of many_queries.cuh."""
+    k, v, _ = names
     rows, stage_rows = 16 * stack * warps // columns, 16 if dim + v_dim > 512 else 32
-    engine = _Engine("Many", f"{warps}, {columns}, {stack}", rows, warps, 1, stage_rows, max(1, WARPS_WANTED // warps))
+    decoded = stage_rows * (_decoded(k, dim) + _decoded(k if v == PART_OF_K else v, v_dim))
+    most = max(1, WARPS_WANTED // warps)
+    engine = _Engine("Many", f"{warps}, {columns}, {stack}", rows, warps, 1, stage_rows, most, decoded)
     return _tensor(engine, names, dim, v_dim, stages, sets)
 
 
@@ -209,7 +212,8 @@ def _few(names: tuple[str, str, str], dim: int, v_dim: int, queries: int, stages
 
 @dataclass(frozen=True)
 class _Engine:
-    """cut: the parameters that are its own. stage_rows: stored rows of a stage of one team."""
+    """cut: the parameters that are its own. stage_rows: stored rows of a stage of one team.
+    decoded: bytes for those that it decodes."""
 
     name: str
     cut: str
@@ -218,6 +222,7 @@ class _Engine:
     teams: int
     stage_rows: int
     most: int
+    decoded: int = 0
 
 
 def _tensor(engine: _Engine, names: tuple[str, str, str], dim: int, v_dim: int, stages: int, sets: int) -> Attention:
@@ -233,7 +238,7 @@ def _tensor(engine: _Engine, names: tuple[str, str, str], dim: int, v_dim: int, 
     exchange = engine.teams * rows * (v_dim + 4 + 2) * 4
     shape = f"pagoda::{engine.name}Shape<{_formats(names)}, {dim}, {v_dim}, {engine.cut}, {stages}>"
     kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::{engine.name}Queries<{shape}>>")
-    shared_bytes = q_bytes + max(ring, exchange) + KEPT_BYTES
+    shared_bytes = q_bytes + max(ring + engine.decoded, exchange) + KEPT_BYTES
     return Attention(kernel, sets, rows, 32 * engine.warps, shared_bytes, v_dim, engine.most)
 
 
@@ -241,6 +246,14 @@ def _stored(name: str, dim: int, depth: int) -> int:
     """Bytes of a stored row and its scales in shared memory; `depth`: elements with zeros behind them."""
     row = FORMATS[name]
     return (row.row_bytes(depth) // 16 | 1) * 16 + row.bytes(dim) - row.row_bytes(dim)
+
+
+def _decoded(name: str, dim: int) -> int:
+    """Bytes of a row as `DecodedRows` of quantised.cuh has it."""
+    row = FORMATS[name]
+    if not row.quantised:
+        return 0
+    return (dim // 8 | 1) * 16 + 4 * (row.bytes(dim) - row.row_bytes(dim)) // row.scale_bytes
 
 
 def _cores(names: tuple[str, str, str], dim: int, v_dim: int, rows: int, sets: int) -> Attention:

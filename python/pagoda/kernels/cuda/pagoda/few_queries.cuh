@@ -105,11 +105,11 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
     /// The row of the block that numbers `r` of this thread are of.
     __device__ int row_of(int r) const { return r / 2 * 8 + lane % 4 * 2 + r % 2; }
 
-    __device__ void take_queries(const float* factors) {
+    __device__ void take_queries() {
 #pragma unroll
         for (int r = 0; r < 2 * QUERIES; ++r) {
-            scale[r] = args.scale / factors[row_of(r)];
-            if constexpr (K::QUANTISED) bias[r] = factors[Shape::ROWS + row_of(r)];
+            scale[r] = this->scale_of_row(row_of(r));
+            if constexpr (K::QUANTISED) bias[r] = this->factors()[Shape::ROWS + row_of(r)];
         }
         if constexpr (Shape::Q_IN_REGISTERS) {
 #pragma unroll

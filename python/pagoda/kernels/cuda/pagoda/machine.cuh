@@ -113,6 +113,13 @@ __device__ __forceinline__ uint32 held(uint32 constant) {
     return x;
 }
 
+/// threadIdx.x, read where this stands: what follows from it is not kept in registers all the while.
+__device__ __forceinline__ int thread_here() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+
 /// 2^x; 0 for -inf.
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;

@@ -15,12 +15,19 @@ struct ManyShape : TensorShape<K_, V_, Q_, D_, DV_, 16 * STACK_ * WARPS_ / COLUM
     using V = typename Common::V;
     static constexpr int COLUMNS = COLUMNS_, STACK = STACK_;
     static_assert(DV_ % (V::UNIT * COLUMNS) == 0, "a warp has whole units of columns");
-    /// Columns of V that 16 bytes of its rows hold.
-    static constexpr int V_CHUNK = 128 / V::BITS;
-    /// Elements of V that a warp accumulates.
-    static constexpr int WIDTH = DV_ / COLUMNS;
+    /// Elements of V that a warp accumulates, and stored rows whose scores it holds at once.
+    static constexpr int WIDTH = DV_ / COLUMNS, KEYS = STACK > 1 && (K_::QUANTISED || V::QUANTISED) ? 16 : Common::SCORES;
     /// Query fragments stay in registers where these hold them beside values and scores.
-    static constexpr bool Q_IN_REGISTERS = STACK * (Common::Q_SPLITS * Common::DEPTH / 4 + WIDTH / 2 + Common::SCORES / 2) < 120;
+    static constexpr bool Q_IN_REGISTERS = STACK * (Common::Q_SPLITS * Common::DEPTH / 4 + WIDTH / 2 + KEYS / 2) < 120;
+    /// What is quantised of a stage is decoded for all warps at once, behind the ring. Results may take that place, too.
+    using DecodedK = DecodedRows<K_, typename K_::Keys, D_, Common::SCORES>;
+    using DecodedV = DecodedRows<V, typename V::Values, DV_, Common::SCORES>;
+    /// From row to row, in pieces of 16 bytes, where products take them.
+    static constexpr int KEY_STRIDE = K_::QUANTISED ? Common::Q_STRIDE : Common::K_STRIDE;
+    static constexpr int VALUE_STRIDE = V::QUANTISED ? (DV_ / 8) | 1 : Common::V_STRIDE;
+    static constexpr int KEYS_START = Common::Q_BYTES + Common::RING_BYTES, VALUES_START = KEYS_START + DecodedK::BYTES;
+    static constexpr int DECODED_END = VALUES_START + DecodedV::BYTES + KEPT_BYTES;
+    static constexpr int SHARED_BYTES = DECODED_END > Common::SHARED_BYTES ? DECODED_END : Common::SHARED_BYTES;
 };
 
 /// The engine.
@@ -40,18 +47,15 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
     using Common::q_shared;
     using KElement = typename Common::KElement;
     using VElement = typename Common::VElement;
-    static constexpr int D = Shape::D, DV = Shape::DV, STACK = Shape::STACK;
-    using Scores = float[STACK][Shape::SCORES / 8][4];
+    static constexpr int D = Shape::D, DV = Shape::DV, STACK = Shape::STACK, KEYS = Shape::KEYS;
+    using Scores = float[STACK][KEYS / 8][4];
     /// Thread blocks of a multiprocessor that registers are sparing for: more would spill.
     static constexpr int BLOCKS = Shape::THREADS > 128 ? 1 : 2;
 
     /// Where the warp's query rows begin, and its values.
     const int first_row, first_column;
-    /// Of the warp's rows lane / 4 + 8 r: running maximum, this lane's share of the sum, what scores are multiplied with where
-    /// queries are scaled.
-    float top[2 * STACK], sum[2 * STACK], scale[2 * STACK];
-    /// What centring K adds to each score of them.
-    float bias[K::QUANTISED ? 2 * STACK : 1];
+    /// Of the warp's rows lane / 4 + 8 r: running maximum, this lane's share of the sum.
+    float top[2 * STACK], sum[2 * STACK];
     /// Of rows lane / 4 (0, 1) and lane / 4 + 8 (2, 3) of each 16.
     float values[STACK][Shape::WIDTH / 8][4];
     uint32 query[Shape::Q_IN_REGISTERS ? Shape::Q_SPLITS : 1][Shape::DEPTH / 16][STACK][4];
@@ -66,12 +70,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
         for (int i = 0; i < STACK * Shape::WIDTH / 2; ++i) values[i / (Shape::WIDTH / 2)][i / 4 % (Shape::WIDTH / 8)][i % 4] = 0.0f;
     }
 
-    __device__ void take_queries(const float* factors) {
-#pragma unroll
-        for (int r = 0; r < 2 * STACK; ++r) {
-            scale[r] = args.scale / factors[row_of(r)];
-            if constexpr (K::QUANTISED) bias[r] = factors[Shape::ROWS + row_of(r)];
-        }
+    __device__ void take_queries() {
         if constexpr (Shape::Q_IN_REGISTERS) {
 #pragma unroll
             for (int s = 0; s < Shape::Q_SPLITS; ++s) {
@@ -84,147 +83,130 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
     /// The row of the block that numbers `r` of this thread are of.
     __device__ int row_of(int r) const { return first_row + lane / 4 + 8 * r; }
 
-    __device__ void load_query(uint32 (&fragments)[STACK][4], int split, int k) const {
+    /// Left factors of a step.
+    __device__ void query_of(uint32 (&a)[STACK][4], int split, int step) const {
+        if constexpr (Shape::Q_IN_REGISTERS) {
+#pragma unroll
+            for (int i = 0; i < STACK * 4; ++i) a[i / 4][i % 4] = query[split][step][i / 4][i % 4];
+        } else {
+            load_query(a, split, step);
+        }
+    }
+
+    __device__ void load_query(uint32 (&a)[STACK][4], int split, int step) const {
 #pragma unroll
         for (int t = 0; t < STACK; ++t) {
             const int row = split * Shape::ROWS + first_row + t * 16 + lane % 16;
-            load_matrix(fragments[t], q_shared + (row * Shape::Q_STRIDE + k * 2 + lane / 16) * 16);
+            load_matrix(a[t], q_shared + (row * Shape::Q_STRIDE + step * 2 + lane / 16) * 16);
         }
     }
 
-    /// Scores, softmax and values of the rows of a stage.
+    /// What centring K adds to scores of numbers `r`.
+    __device__ float bias_of(int r) const { return this->factors()[Shape::ROWS + row_of(r)]; }
+
     __device__ void compute_stage(int index) {
-        if (first_row >= rows) return;
-        Scores scores;
-        if constexpr (K::QUANTISED) {
-            score_codes(scores, stage(index));
-        } else {
-            score(scores, stage(index));
+        const uint8 *keys = stage(index), *rows_of_v = keys + Shape::V_START;
+        if constexpr (K::QUANTISED || V::QUANTISED) {
+            decode(keys, rows_of_v);
+            if (K::QUANTISED) keys = shared_memory() + Shape::KEYS_START;
+            if (V::QUANTISED) rows_of_v = shared_memory() + Shape::VALUES_START;
+            team_barrier<Shape::WARPS>();
         }
+        if (first_row >= rows) return;
+#pragma unroll 1
+        for (int first = 0; first < Shape::SCORES; first += KEYS) compute(note(index), first, keys, rows_of_v);
+    }
+
+    /// Scores, softmax and values of KEYS rows of a stage, from `first` on.
+    __device__ void compute(const Note& note, int first, const uint8* keys, const uint8* rows_of_v) {
+        Scores scores;
+        score(scores, keys, first);
         if (args.softcap > 0.0f) cap(scores);
-        const bool whole = note(index).whole;
-        if (!whole) mask(scores, note(index));
+        const bool whole = note.whole;
+        if (!whole) mask(scores, note, first);
         weigh(scores);
-        const uint8* const rows_of_v = stage(index) + Shape::V_START;
-        if constexpr (V::QUANTISED) {
-            // Care costs next to nothing where a row has one scale.
-            if (whole && V::BLOCK != 0) {
-                accumulate_codes<false>(scores, rows_of_v);
-            } else {
-                accumulate_codes<true>(scores, rows_of_v);
-            }
-        } else if (whole || block().queries == 1) {
-            accumulate<false>(scores, rows_of_v + first_column * 2);
+        if (whole || (!V::QUANTISED && block().queries == 1)) {
+            accumulate<false>(scores, rows_of_v, first);
         } else {
-            accumulate<true>(scores, rows_of_v + first_column * 2);
+            accumulate<true>(scores, rows_of_v, first);
         }
     }
 
-    __device__ void score(Scores& scores, const uint8* keys) const {
+    /// Decodes what is quantised of the rows of a stage.
+    __device__ void decode(const uint8* keys, const uint8* rows_of_v) const {
+        if constexpr (K::QUANTISED) {
+            const uint8* const scales = keys + Shape::K_SCALES;
+            Shape::DecodedK::template decode<Shape::TEAM, Shape::K_STRIDE, D>(shared_memory() + Shape::KEYS_START, keys, scales);
+        }
+        if constexpr (V::QUANTISED) {
+            constexpr int DIM = Shape::V_IN_K ? D : DV;
+            const uint8* const scales = rows_of_v + (Shape::V_IN_K ? Shape::K_SCALES : Shape::V_SCALES);
+            Shape::DecodedV::template decode<Shape::TEAM, Shape::V_STRIDE, DIM>(shared_memory() + Shape::VALUES_START, rows_of_v, scales);
+        }
+    }
+
+    /// Products of queries and K rows. Those with codes that share a scale are summed by themselves, and multiplied with it.
+    __device__ void score(Scores& scores, const uint8* keys, int first) const {
+        constexpr int BLOCKS = Shape::DecodedK::BLOCKS, STEPS = Shape::DEPTH / 16 / BLOCKS;
 #pragma unroll
-        for (int i = 0; i < STACK * Shape::SCORES / 2; ++i) scores[i / (Shape::SCORES / 2)][i / 4 % (Shape::SCORES / 8)][i % 4] = 0.0f;
-#pragma unroll(Shape::Q_IN_REGISTERS ? Shape::DEPTH / 16 : 4)
-        for (int k = 0; k < Shape::DEPTH / 16; ++k) {
+        for (int r = 0; r < 2 * STACK; ++r) {
+            const float start = K::QUANTISED ? bias_of(r) : 0.0f;
+#pragma unroll
+            for (int i = 0; i < KEYS / 4; ++i) scores[r / 2][i / 2][r % 2 * 2 + i % 2] = start;
+        }
+        if constexpr (K::QUANTISED) {
+#pragma unroll(Shape::Q_IN_REGISTERS || BLOCKS <= 4 ? BLOCKS : 1)
+            for (int block = 0; block < BLOCKS; ++block) {
+                Scores sums = {};
+                multiply_keys<STEPS>(sums, keys, first, block * STEPS);
+#pragma unroll
+                for (int n = 0; n < KEYS / 8; ++n) {
+                    const float2 scale = Shape::DecodedK::scales(keys, block, first + n * 8 + lane % 4 * 2);
+#pragma unroll
+                    for (int i = 0; i < 4 * STACK; ++i) {
+                        float& score = scores[i / 4][n][i % 4];
+                        score = fmaf(sums[i / 4][n][i % 4], i % 2 == 0 ? scale.x : scale.y, score);
+                    }
+                }
+            }
+        } else {
+            multiply_keys<STEPS>(scores, keys, first, 0);
+        }
+    }
+
+    /// Adds products of STEPS times 16 elements.
+    template <int STEPS>
+    __device__ void multiply_keys(Scores& sums, const uint8* keys, int first, int step) const {
+#pragma unroll(Shape::Q_IN_REGISTERS || STEPS <= 8 ? STEPS : 4)
+        for (int k = step; k < step + STEPS; ++k) {
 #pragma unroll
             for (int s = 0; s < Shape::Q_SPLITS; ++s) {
                 uint32 a[STACK][4];
-                if constexpr (Shape::Q_IN_REGISTERS) {
+                query_of(a, s, k);
 #pragma unroll
-                    for (int i = 0; i < 4 * STACK; ++i) a[i / 4][i % 4] = query[s][k][i / 4][i % 4];
-                } else {
-                    load_query(a, s, k);
-                }
-#pragma unroll
-                for (int n = 0; n < Shape::SCORES / 8; n += 2) {
+                for (int n = 0; n < KEYS / 8; n += 2) {
                     uint32 b[4];
-                    const int row = n * 8 + lane / 16 * 8 + lane % 8;
-                    load_matrix(b, keys + (row * Shape::K_STRIDE + k * 2 + lane / 8 % 2) * 16);
+                    const int row = first + n * 8 + lane / 16 * 8 + lane % 8;
+                    load_matrix(b, keys + (row * Shape::KEY_STRIDE + k * 2 + lane / 8 % 2) * 16);
 #pragma unroll
                     for (int t = 0; t < STACK; ++t) {
-                        multiply_add(scores[t][n], a[t], b[0], b[1], KElement());
-                        multiply_add(scores[t][n + 1], a[t], b[2], b[3], KElement());
+                        multiply_add(sums[t][n], a[t], b[0], b[1], KElement());
+                        multiply_add(sums[t][n + 1], a[t], b[2], b[3], KElement());
                     }
                 }
             }
         }
     }
 
-    /// The same for quantised K: products with codes that share a scale, times that scale.
-    __device__ void score_codes(Scores& scores, const uint8* keys) const {
-        // What is loaded at once, two chunks, has one scale or whole blocks.
-        constexpr int CHUNKS = D * K::BITS / 128, STEPS = 8 / K::BITS, BLOCK = K::BLOCK == 0 ? D : K::BLOCK;
-        const uint8* const scales = keys + Shape::K_SCALES;
-#pragma unroll
-        for (int n = 0; n < Shape::SCORES / 8; n += 2) {
-            // Of two blocks of 8 stored rows.
-            float part[2][STACK][4] = {};
-#pragma unroll
-            for (int i = 0; i < 2 * STACK * 4; ++i) scores[i / 4 % STACK][n + i / 4 / STACK][i % 4] = bias[i / 4 % STACK * 2 + i % 4 / 2];
-#pragma unroll(Shape::Q_IN_REGISTERS ? CHUNKS : 1)
-            for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
-                uint32 b[4];
-                const int row = n * 8 + lane / 16 * 8 + lane % 8;
-                load_matrix(b, keys + (row * Shape::K_STRIDE + chunk + lane / 8 % 2) * 16);
-#pragma unroll
-                for (int i = 0; i < 2 * STEPS; ++i) {
-                    // An odd number of chunks: the last load has brought bytes that are not of the row.
-                    const int step = chunk * STEPS + i;
-                    if (step * STEP >= D) break;
-                    multiply_codes(part, b[i / STEPS], b[2 + i / STEPS], step, i % STEPS);
-                    if (K::BLOCK != 0 && (i + 1) * STEP % BLOCK == 0) move_scaled(scores, part, n, scales, step * STEP / BLOCK);
-                }
-            }
-            if (K::BLOCK == 0) move_scaled(scores, part, n, scales, 0);
-        }
-    }
-
-    /// Adds the products of a step of the queries with that of two blocks of stored rows.
-    __device__ void multiply_codes(float (&part)[2][STACK][4], uint32 word, uint32 next, int step, int in_chunk) const {
-        const typename K::template Decoder<KElement> decoder;
-        const uint32 words[2] = {word, next};
-        uint32 b[2][2];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) b[i / 2][i % 2] = decoder.pair(words[i / 2], in_chunk, i % 2);
-#pragma unroll
-        for (int s = 0; s < Shape::Q_SPLITS; ++s) {
-            uint32 a[STACK][4];
-            if constexpr (Shape::Q_IN_REGISTERS) {
-#pragma unroll
-                for (int i = 0; i < 4 * STACK; ++i) a[i / 4][i % 4] = query[s][step][i / 4][i % 4];
-            } else {
-                load_query(a, s, step);
-            }
-#pragma unroll
-            for (int i = 0; i < 2 * STACK; ++i) {
-                multiply_add(part[i / STACK][i % STACK], a[i % STACK], b[i / STACK][0], b[i / STACK][1], KElement());
-            }
-        }
-    }
-
-    /// Moves products with codes, times their scale, to the scores of the blocks `n` and `n + 1` of stored rows.
-    __device__ void move_scaled(Scores& scores, float (&part)[2][STACK][4], int n, const uint8* scales, int index) const {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = (n + i / 2) * 8 + lane % 4 * 2 + i % 2;
-            const float scale = scale_at<K>(scales + row * K::scale_bytes(D), index);
-#pragma unroll
-            for (int j = 0; j < 2 * STACK; ++j) {
-                float &sum = part[i / 2][j / 2][j % 2 * 2 + i % 2], &score = scores[j / 2][n + i / 2][j % 2 * 2 + i % 2];
-                score = fmaf(sum, scale, score);
-                sum = 0.0f;
-            }
-        }
-    }
-
     /// What numbers `r` of scores are multiplied with.
-    __device__ float scale_of(int r) const { return Shape::Q_SCALED ? scale[r] : args.scale; }
+    __device__ float scale_of(int r) const { return Shape::Q_SCALED ? this->scale_of_row(row_of(r)) : args.scale; }
 
     /// Scores become hyperbolic tangents of what they were, scaled; `weigh` multiplies them with `softcap`.
     __device__ void cap(Scores& scores) const {
 #pragma unroll
         for (int r = 0; r < 2 * STACK; ++r) {
 #pragma unroll
-            for (int i = 0; i < Shape::SCORES / 4; ++i) {
+            for (int i = 0; i < KEYS / 4; ++i) {
                 float& score = scores[r / 2][i / 2][r % 2 * 2 + i % 2];
                 score = tanh_fast(score * scale_of(r));
             }
@@ -232,14 +214,14 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
     }
 
     /// Makes scores of rows that their query does not see -inf.
-    __device__ void mask(Scores& scores, const Note note) const {
+    __device__ void mask(Scores& scores, const Note note, int first) const {
         const int position = block().position;
 #pragma unroll
         for (int r = 0; r < 2 * STACK; ++r) {
             const int last = position + row_of(r) / args.group;
 #pragma unroll
-            for (int i = 0; i < Shape::SCORES / 4; ++i) {
-                const int column = i / 2 * 8 + lane % 4 * 2 + i % 2, place = note.place + column;
+            for (int i = 0; i < KEYS / 4; ++i) {
+                const int column = first + i / 2 * 8 + lane % 4 * 2 + i % 2, place = note.place + column;
                 const bool near = note.always || place > last - args.window;
                 const bool seen = column >= note.low && column < note.high && place <= last && near;
                 if (!seen) scores[r / 2][i / 2][r % 2 * 2 + i % 2] = minus_infinity();
@@ -253,12 +235,12 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
         bool same = true;
 #pragma unroll
         for (int r = 0; r < 2 * STACK; ++r) {
-            float(&mine)[Shape::SCORES / 8][4] = scores[r / 2];
+            float(&mine)[KEYS / 8][4] = scores[r / 2];
             const int i = r % 2 * 2;
             const float factor = args.softcap > 0.0f ? args.softcap : scale_of(r);
             float highest = minus_infinity();
 #pragma unroll
-            for (int n = 0; n < Shape::SCORES / 8; ++n) highest = fmaxf(highest, fmaxf(mine[n][i], mine[n][i + 1]));
+            for (int n = 0; n < KEYS / 8; ++n) highest = fmaxf(highest, fmaxf(mine[n][i], mine[n][i + 1]));
             highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
             highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
             // Factors are above 0: the largest stays the largest.
@@ -270,7 +252,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
             top[r] = highest;
             float total = 0.0f;
 #pragma unroll
-            for (int n = 0; n < Shape::SCORES / 8; ++n) {
+            for (int n = 0; n < KEYS / 8; ++n) {
                 mine[n][i] = exp2_fast(fmaf(mine[n][i], factor, -base));
                 mine[n][i + 1] = exp2_fast(fmaf(mine[n][i + 1], factor, -base));
                 total += mine[n][i];
@@ -291,24 +273,31 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
     }
 
     /// Adds the V rows, times their weights, to the warp's values. CAREFUL: some queries do not see some of the rows, and what
-    /// is infinite or NaN there, and times a weight of 0 is NaN, must not reach them.
+    /// is infinite or NaN there, and times a weight of 0 is NaN, must not reach them. Codes are finite; of those rows the scales are not
+    /// looked at.
     template <bool CAREFUL>
-    __device__ void accumulate(const Scores& weights, const uint8* rows_of_v) {
+    __device__ void accumulate(const Scores& weights, const uint8* rows_of_v, int first) {
+        // Columns for which weights are the same.
+        constexpr int BLOCK = V::QUANTISED ? DV / Shape::DecodedV::BLOCKS : DV;
 #pragma unroll
-        for (int k = 0; k < Shape::SCORES / 16; ++k) {
+        for (int k = 0; k < KEYS / 16; ++k) {
             uint32 a[STACK][Shape::P_SPLITS][4], sees[STACK][4];
 #pragma unroll
-            for (int t = 0; t < STACK; ++t) split_weights(a[t], sees[t], weights[t][2 * k], weights[t][2 * k + 1]);
-#pragma unroll
             for (int n = 0; n < Shape::WIDTH / 8; n += 2) {
+                if (n * 8 % BLOCK == 0) {
+                    const int block = (first_column + n * 8) / BLOCK, row = first + k * 16 + lane % 4 * 2;
+                    const float2 scale[2] = {Shape::DecodedV::scales(rows_of_v, block, row), Shape::DecodedV::scales(rows_of_v, block, row + 8)};
+#pragma unroll
+                    for (int t = 0; t < STACK; ++t) take_weights<CAREFUL>(a[t], sees[t], scale, weights[t][2 * k], weights[t][2 * k + 1]);
+                }
                 uint32 b[4];
-                load_matrix_transposed(b, rows_of_v + ((k * 16 + lane % 16) * Shape::V_STRIDE + n + lane / 16) * 16);
+                load_matrix_transposed(b, rows_of_v + ((first + k * 16 + lane % 16) * Shape::VALUE_STRIDE + first_column / 8 + n + lane / 16) * 16);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     // An odd number of blocks: the last load has brought 8 elements of another row.
                     if (n + half == Shape::WIDTH / 8) break;
                     uint32 &b0 = b[2 * half], &b1 = b[2 * half + 1];
-                    if (CAREFUL) take_out(n + half, sees, b0, b1);
+                    if (CAREFUL && !V::QUANTISED) take_out(n + half, sees, b0, b1);
 #pragma unroll
                     for (int t = 0; t < STACK; ++t) {
 #pragma unroll
@@ -319,72 +308,19 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
         }
     }
 
-    /// The same for quantised V: weights take the scales. Codes are finite; CAREFUL: where a weight is 0 the scale may be anything.
+    /// Weights of 16 rows, times the scales of stored rows 2 (lane % 4), the next, and those 8 further, as left factors which together
+    /// hold them, and ones where they are above 0. What an accumulator holds of two column blocks is what a fragment of the left factor
+    /// holds.
     template <bool CAREFUL>
-    __device__ void accumulate_codes(const Scores& weights, const uint8* rows_of_v) {
-        constexpr int CHUNKS = Shape::WIDTH / Shape::V_CHUNK, STEPS = 8 / V::BITS, BLOCK = V::BLOCK == 0 ? Shape::WIDTH : V::BLOCK;
-        constexpr int SCALE_BYTES = V::scale_bytes(Shape::V_IN_K ? D : DV);
-        const int first_chunk = first_column / Shape::V_CHUNK, first_scale = V::BLOCK == 0 ? 0 : first_column / BLOCK;
-        const uint8* const scales = rows_of_v + (Shape::V_IN_K ? Shape::K_SCALES : Shape::V_SCALES) + lane % 4 * 2 * SCALE_BYTES;
-#pragma unroll
-        for (int k = 0; k < Shape::SCORES / 16; ++k) {
-            uint32 a[STACK][Shape::P_SPLITS][4];
-#pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
-                uint32 b[4];
-                const int row = k * 16 + lane % 16;
-                load_matrix_transposed(b, rows_of_v + (row * Shape::V_STRIDE + first_chunk + chunk + lane / 16) * 16);
-#pragma unroll
-                for (int i = 0; i < 2 * STEPS; ++i) {
-                    // As in score_codes.
-                    const int step = chunk * STEPS + i;
-                    if (step * STEP >= Shape::WIDTH) break;
-                    if (step * STEP % BLOCK == 0) {
-                        float scale[4];
-#pragma unroll
-                        for (int j = 0; j < 4; ++j) {
-                            const uint8* const of_row = scales + (k * 16 + j / 2 * 8 + j % 2) * SCALE_BYTES;
-                            scale[j] = scale_at<V>(of_row, first_scale + step * STEP / BLOCK);
-                        }
-#pragma unroll
-                        for (int t = 0; t < STACK; ++t) scale_weights<CAREFUL>(a[t], scale, weights[t][2 * k], weights[t][2 * k + 1]);
-                    }
-#pragma unroll
-                    for (int odd = 0; odd < 2; ++odd) {
-                        const typename V::template Decoder<VElement> decoder;
-                        const uint32 b0 = decoder.pair(b[i / STEPS * 2], i % STEPS, odd), b1 = decoder.pair(b[i / STEPS * 2 + 1], i % STEPS, odd);
-#pragma unroll
-                        for (int j = 0; j < STACK * Shape::P_SPLITS; ++j) {
-                            multiply_add(values[j / Shape::P_SPLITS][2 * step + odd], a[j / Shape::P_SPLITS][j % Shape::P_SPLITS], b0, b1, VElement());
-                        }
-                    }
-                }
-            }
-        }
-    }
-
-    /// Weights of 16 rows, times the scales of stored rows 2 (lane % 4), the next, and those 8 further, as left factors.
-    template <bool CAREFUL>
-    __device__ static void scale_weights(uint32 (&a)[Shape::P_SPLITS][4], const float (&scale)[4], const float (&left)[4], const float (&right)[4]) {
+    __device__ static void take_weights(uint32 (&a)[Shape::P_SPLITS][4], uint32 (&sees)[4], const float2 (&scale)[2], const float (&left)[4],
+                                        const float (&right)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float(&half)[4] = i < 2 ? left : right;
             float x = half[i % 2 * 2], y = half[i % 2 * 2 + 1];
-            if (!CAREFUL || x != 0.0f) x = __fmul_rn(x, scale[i / 2 * 2]);
-            if (!CAREFUL || y != 0.0f) y = __fmul_rn(y, scale[i / 2 * 2 + 1]);
-            Common::split_pair(a, i, x, y);
-        }
-    }
-
-    /// Weights of 16 rows as left factors, which together hold them, and ones where they are above 0. What an accumulator
-    /// holds of two column blocks is what a fragment of the left factor holds.
-    __device__ static void split_weights(uint32 (&a)[Shape::P_SPLITS][4], uint32 (&sees)[4], const float (&left)[4],
-                                         const float (&right)[4]) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float(&half)[4] = i < 2 ? left : right;
-            const float x = half[i % 2 * 2], y = half[i % 2 * 2 + 1];
             sees[i] = Pair<VElement>::pack(x > 0.0f, y > 0.0f);
+            if (V::QUANTISED && (!CAREFUL || x != 0.0f)) x = __fmul_rn(x, scale[i / 2].x);
+            if (V::QUANTISED && (!CAREFUL || y != 0.0f)) y = __fmul_rn(y, scale[i / 2].y);
             Common::split_pair(a, i, x, y);
         }
     }
@@ -418,7 +354,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
             }
 #pragma unroll
             for (int i = 0; i < Shape::WIDTH / 4; ++i) {
-                const int place = i / 2 * 8 + lane % 4 * 2 + i % 2, column = V::QUANTISED ? column_at(place) : place;
+                const int place = i / 2 * 8 + lane % 4 * 2 + i % 2, column = V::QUANTISED ? element_at(place) : place;
                 out[row * Shape::EXCHANGE + first_column + column] = values[r / 2][i / 2][r % 2 * 2 + i % 2];
             }
         }

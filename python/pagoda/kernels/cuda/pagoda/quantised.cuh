@@ -220,4 +220,52 @@ struct Nvfp4 : E2m1 {
     __device__ static float scale_of(uint32 bits) { return from_e4m3(bits & 0xff); }
 };
 
+/// Rows of a format as products take them: codes as elements of type `As`, in the order above, and behind all rows the scales as floats, of
+/// each block of elements those of all rows. What is not quantised is taken as it is stored.
+template <class Format, class As, int DIM, int ROWS, bool QUANTISED = Format::QUANTISED>
+struct DecodedRows {
+    static constexpr int BLOCKS = 1, BYTES = 0;
+    __device__ static float2 scales(const uint8*, int, int) { return {1.0f, 1.0f}; }
+};
+
+template <class Format, class As, int DIM, int ROWS>
+struct DecodedRows<Format, As, DIM, ROWS, true> {
+    static constexpr int BLOCKS = Format::BLOCK == 0 ? 1 : DIM / Format::BLOCK;
+    /// From row to row, in pieces of 16 bytes. Odd, so that eight rows lie in different banks.
+    static constexpr int STRIDE = (DIM / 8) | 1;
+    static constexpr int SCALES = ROWS * STRIDE * 16, BYTES = SCALES + BLOCKS * ROWS * 4;
+
+    /// By THREADS threads. From row to row there are FROM pieces of 16 bytes, and scales of STORED elements.
+    template <int THREADS, int FROM, int STORED>
+    __device__ static void decode(uint8* target, const uint8* rows, const uint8* scales) {
+        constexpr int PIECES = DIM * Format::BITS / 128, STEPS = 8 / Format::BITS;
+        const typename Format::template Decoder<typename As::Element> decoder;
+#pragma unroll 1
+        for (int i = threadIdx.x % THREADS; i < ROWS * PIECES; i += THREADS) {
+            // Eight threads at a time have eight rows.
+            const int row = i / 8 / PIECES * 8 + i % 8, piece = i / 8 % PIECES;
+            const uint4 codes = *reinterpret_cast<const uint4*>(rows + (row * FROM + piece) * 16);
+            uint4* const elements = reinterpret_cast<uint4*>(target + (row * STRIDE + piece * STEPS * 2) * 16);
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+#pragma unroll
+                for (int odd = 0; odd < 2; ++odd) {
+                    elements[step * 2 + odd] = make_uint4(decoder.pair(codes.x, step, odd), decoder.pair(codes.y, step, odd),
+                                                          decoder.pair(codes.z, step, odd), decoder.pair(codes.w, step, odd));
+                }
+            }
+        }
+        float* const floats = reinterpret_cast<float*>(target + SCALES);
+#pragma unroll 1
+        for (int i = threadIdx.x % THREADS; i < ROWS * BLOCKS; i += THREADS) {
+            floats[i] = scale_at<Format>(scales + i % ROWS * Format::scale_bytes(STORED), i / ROWS);
+        }
+    }
+
+    /// The scales of a block of elements of `row`, which is even, and of the next row.
+    __device__ static float2 scales(const uint8* decoded, int block, int row) {
+        return *reinterpret_cast<const float2*>(decoded + SCALES + (block * ROWS + row) * 4);
+    }
+};
+
 }  // namespace pagoda

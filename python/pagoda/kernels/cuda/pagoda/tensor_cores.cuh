@@ -93,7 +93,7 @@ struct TensorCores : Ring<Shape_> {
     /// Writes the zeros behind K rows, which copies never touch and the exchange may have overwritten.
     __device__ void pad_keys() const {
         if constexpr (D < Shape::DEPTH) {
-            for (int i = threadIdx.x; i < TEAMS * STAGES * Shape::SCORES; i += Shape::THREADS) {
+            for (int i = thread_here(); i < TEAMS * STAGES * Shape::SCORES; i += Shape::THREADS) {
                 uint8* row = ring + i / Shape::SCORES * Shape::STAGE_BYTES + i % Shape::SCORES * Shape::K_STRIDE * 16;
                 *reinterpret_cast<uint4*>(row + D * 2) = make_uint4(0, 0, 0, 0);
             }
@@ -102,32 +102,37 @@ struct TensorCores : Ring<Shape_> {
 
     /// Brings the queries of the unit to shared memory as 16-bit elements, and the rests of what those cannot hold.
     __device__ void load_queries(const Span* span) {
-        float* factors = reinterpret_cast<float*>(q_shared + Shape::Q_SPLIT_BYTES);
         __syncthreads();
         if constexpr (K::QUANTISED) {
-            for (int row = threadIdx.x / WARP; row < Shape::ROWS; row += Shape::THREADS / WARP) prepare_query(row, span, factors);
+            for (int row = thread_here() / WARP; row < Shape::ROWS; row += Shape::THREADS / WARP) prepare_query(row, span);
         } else {
-            copy_queries(span, factors);
+            copy_queries(span);
         }
         __syncthreads();
-        engine().take_queries(factors);
+        engine().take_queries();
     }
 
+    /// By how much each query row has been multiplied, a power of two; behind that what centring K adds to its scores.
+    __device__ float* factors() const { return reinterpret_cast<float*>(q_shared + Shape::Q_SPLIT_BYTES); }
+
+    /// What scores of a row are multiplied with.
+    __device__ float scale_of_row(int row) const { return args.scale * __uint_as_float((254u << 23) - __float_as_uint(factors()[row])); }
+
     /// Query rows for K that is not quantised: by all threads, element by element.
-    __device__ void copy_queries(const Span* span, float* factors) const {
-        for (int row = threadIdx.x / WARP; row < Shape::ROWS; row += Shape::THREADS / WARP) {
+    __device__ void copy_queries(const Span* span) const {
+        for (int row = thread_here() / WARP; row < Shape::ROWS; row += Shape::THREADS / WARP) {
             const float factor = Shape::Q_SCALED && row < rows ? factor_of(row, this->angles_of(span, row)) : 1.0f;
-            if (lane == 0) factors[row] = factor;
+            if (lane == 0) factors()[row] = factor;
         }
         __syncthreads();
-        for (int i = threadIdx.x; i < Shape::ROWS * Shape::DEPTH / 2; i += Shape::THREADS) {
+        for (int i = thread_here(); i < Shape::ROWS * Shape::DEPTH / 2; i += Shape::THREADS) {
             const int row = i / (Shape::DEPTH / 2), e = i % (Shape::DEPTH / 2) * 2;
             float x = 0.0f, y = 0.0f;
             if (row < rows && e < D) {
                 const uint8* source = args.q.row(this->token_of(row), this->head_of(row));
                 const float2* angles = this->angles_of(span, row);
-                x = this->query_element(source, e, angles) * factors[row];
-                y = this->query_element(source, e + 1, angles) * factors[row];
+                x = this->query_element(source, e, angles) * factors()[row];
+                y = this->query_element(source, e + 1, angles) * factors()[row];
             }
             store_query(row, e, x, y);
         }
@@ -150,8 +155,8 @@ struct TensorCores : Ring<Shape_> {
 
     /// A query row for quantised K: rotated as K rows were, in the order of their elements. For a whole warp. With its factor
     /// goes what centring K adds to its scores.
-    __device__ void prepare_query(int row, const Span* span, float* factors) const {
-        float* const x = factors + 2 * Shape::ROWS + threadIdx.x / WARP * D;
+    __device__ void prepare_query(int row, const Span* span) const {
+        float* const x = factors() + 2 * Shape::ROWS + threadIdx.x / WARP * D;
         float factor = 1.0f, bias = 0.0f;
         if (row < rows) {
             const uint8* source = args.q.row(this->token_of(row), this->head_of(row));
@@ -169,8 +174,9 @@ struct TensorCores : Ring<Shape_> {
             factor = factor_for(largest);
         }
         if (lane == 0) {
-            factors[row] = factor * K::template Decoder<KElement>::unit();
-            factors[Shape::ROWS + row] = bias * factors[row];
+            const float in_units = factor * K::template Decoder<KElement>::unit();
+            factors()[row] = in_units;
+            factors()[Shape::ROWS + row] = bias * in_units;
         }
         for (int place = 2 * lane; place < D; place += 2 * WARP) {
             const bool real = row < rows;
@@ -217,13 +223,13 @@ struct TensorCores : Ring<Shape_> {
         this->open_window(window, walk);
         pad_keys();
         int prepared = static_cast<int>(walk.span - args.pages.spans);
-        // Stages whose copies have been started: all teams have as many, of the same spans.
-        int index = 0, sub = 0, started = 0;
-        auto advance = [&] {
+        // Stages whose copies have been started and that are yet to be computed: all teams have as many, of the same spans.
+        int sub = 0, ahead = 0;
+        auto advance = [&](int index) {
             if (walk.left > 0) {
                 const int tiles = this->tiles_of(walk);
                 this->copy_stage(index, walk, tiles, sub, window);
-                ++started;
+                ++ahead;
                 if (++sub == Shape::SUBS) {
                     const Span* span = walk.span;
                     sub = 0;
@@ -232,17 +238,16 @@ struct TensorCores : Ring<Shape_> {
                 }
             }
             copy_commit();
-            index = index + 1 == STAGES ? 0 : index + 1;
         };
 #pragma unroll
-        for (int i = 0; i < STAGES - 1; ++i) advance();
+        for (int i = 0; i < STAGES - 1; ++i) advance(i);
         engine().begin();
         load_queries(args.pages.spans + prepared);
-        for (int done = 0, at = 0; done < started; ++done, at = at + 1 == STAGES ? 0 : at + 1) {
+        for (int at = 0; ahead > 0; --ahead, at = at + 1 == STAGES ? 0 : at + 1) {
             copy_wait<STAGES - 2>();
             // The stage has arrived for all, and all are done with the one before, whose place is filled next.
             team_barrier<Shape::WARPS>();
-            advance();
+            advance(at == 0 ? STAGES - 1 : at - 1);
             const int span = note(at).span;
             if (span != prepared) {
                 if (!args.pages.spans[span].turns_as(args.pages.spans[prepared])) load_queries(args.pages.spans + span);
@@ -261,7 +266,7 @@ struct TensorCores : Ring<Shape_> {
 
     /// Rotates the results of all teams back, one warp a row: what is linear may be done before they are merged.
     __device__ void rotate_results() const {
-        for (int i = threadIdx.x / WARP; i < TEAMS * Shape::ROWS; i += Shape::THREADS / WARP) {
+        for (int i = thread_here() / WARP; i < TEAMS * Shape::ROWS; i += Shape::THREADS / WARP) {
             const int row = i % Shape::ROWS;
             if (row < rows) rotate_back(this->exchange(i / Shape::ROWS) + row * Shape::EXCHANGE, DV);
         }

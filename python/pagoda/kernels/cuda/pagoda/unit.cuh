@@ -267,7 +267,7 @@ struct Unit {
 
     /// Writes the output of a unit that this thread block has done alone.
     __device__ void write_all() const {
-        for (int i = threadIdx.x; i < rows * DV; i += Shape::THREADS) {
+        for (int i = thread_here(); i < rows * DV; i += Shape::THREADS) {
             Sum sum = before(i / DV, i % DV);
             const Sum all = result(i / DV, i % DV);
             sum.add(all.value, all.top, all.total);
@@ -277,7 +277,7 @@ struct Unit {
 
     __device__ void write_partial(int64 slot) const {
         float *partial = args.partials + slot * Shape::PARTIAL, *tops = partial + Shape::ROWS * DV;
-        for (int i = threadIdx.x; i < rows * DV; i += Shape::THREADS) {
+        for (int i = thread_here(); i < rows * DV; i += Shape::THREADS) {
             const Sum sum = result(i / DV, i % DV);
             partial[i] = sum.value;
             if (i % DV == 0) tops[i / DV] = sum.top, tops[Shape::ROWS + i / DV] = sum.total;
@@ -287,7 +287,7 @@ struct Unit {
     /// Merges `count` partial results in order; `slot` names them.
     template <class Slot>
     __device__ void merge(int count, Slot slot) const {
-        for (int i = threadIdx.x; i < rows * DV; i += Shape::THREADS) {
+        for (int i = thread_here(); i < rows * DV; i += Shape::THREADS) {
             Sum sum = before(i / DV, i % DV);
 #pragma unroll 4
             for (int part = 0; part < count; ++part) {
@@ -302,7 +302,7 @@ struct Unit {
     /// meets only values of its own in memory.
     __device__ void add_run(bool first, bool last) const {
         float* partial = args.partials + static_cast<int64>(blockIdx.x) * 3 * Shape::ROWS * DV;
-        for (int i = threadIdx.x; i < rows * DV; i += Shape::THREADS) {
+        for (int i = thread_here(); i < rows * DV; i += Shape::THREADS) {
             Sum sum = first ? before(i / DV, i % DV) : Sum{partial[3 * i], partial[3 * i + 1], partial[3 * i + 2]};
             const Sum run = result(i / DV, i % DV);
             sum.add(run.value, run.top, run.total);
