@@ -106,6 +106,16 @@ def overlapping() -> Any:
     return np.lib.stride_tricks.as_strided(rows(16), (2, 4, 16), (0, 0, 4))
 
 
+def packed() -> Any:
+    """Rows beside a byte: an odd number of bytes from one to the next."""
+    return np.zeros(2, np.dtype([("rows", "f4", (2, 16)), ("byte", "u1")]))["rows"]
+
+
+def odd() -> Any:
+    """Rows at an odd address."""
+    return np.zeros(2 * 2 * 16 * 4 + 1, np.uint8)[1:].view(np.float32).reshape(2, 2, 16)
+
+
 Call = Callable[[pagoda.Cache, pagoda.Sequence, pagoda.Step], object]
 
 CALLS: list[tuple[str, Call]] = [
@@ -118,7 +128,12 @@ CALLS: list[tuple[str, Call]] = [
     ("k = dtype", lambda c, s, step: step.append(0, rows(2, 2, 16, dtype=np.dtype(">f4")), rows(2, 2, 16))),
     ("dtype", lambda c, s, step: step.append(0, rows(2, 2, 16), rows(2, 2, 16), dtype="int4")),
     ("k = strides", lambda c, s, step: step.append(0, rows(2, 2, 32)[:, :, ::2], rows(2, 2, 16))),
+    ("k = strides", lambda c, s, step: step.append(0, packed(), rows(2, 2, 16))),
+    ("k = address", lambda c, s, step: step.append(0, odd(), rows(2, 2, 16))),
     ("layer = 1", lambda c, s, step: step.append(1, rows(2, 2, 16), rows(2, 2, 16))),
+    ("layer = -1", lambda c, s, step: step.append(-1, rows(2, 2, 16), rows(2, 2, 16))),
+    ("layer = -1", lambda c, s, step: step.attend(-1, rows(2, 4, 16), out=rows(2, 4, 16))),
+    ("layer = 18446744073709551616", lambda c, s, step: step.table(1 << 64)),
     ("layer = 0", lambda c, s, step: step.attend(0, rows(2, 4, 16))),
     ("layer = 0", lambda c, s, step: step.commit()),
     ("q = shape", lambda c, s, step: step.forward(0, rows(2, 3, 16), rows(2, 2, 16), rows(2, 2, 16))),
@@ -133,6 +148,7 @@ CALLS: list[tuple[str, Call]] = [
     ("sequence", lambda c, s, step: s.fork()),
     ("sequence", lambda c, s, step: c.execute(c.plan(s, "host"))),
     ("accepted", lambda c, s, step: step.commit(accepted=[1, 1])),
+    ("accepted", lambda c, s, step: step.commit(accepted=[[1], [1, 1]])),  # type: ignore[list-item]
 ]  # fmt: skip
 
 
@@ -248,5 +264,16 @@ def test_out_of_blocks_says_how_many_and_changes_nothing() -> None:
         with pytest.raises(pagoda.OutOfBlocks, match="lacks 4 block") as caught:
             cache.step([a, b], [16 * 8, 16 * 4]).__enter__()
         assert (caught.value.blocks_short, caught.value.bytes_short) == (4, 4 * size)
+        with pytest.raises(pagoda.OutOfBlocks) as caught:
+            cache.step([a, b], [(1 << 31) - 1] * 2).__enter__()
+        assert caught.value.blocks_short == 2 * 2 * (1 << 27) - 20
         assert settled(cache) == before
         cache.audit()
+
+
+@pytest.mark.parametrize("timeout", [-1.0, float("nan")])
+def test_a_wait_of_no_time_that_there_is(timeout: float) -> None:
+    with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=1) as cache:
+        tokens = Mirror(cache, np.random.default_rng(0)).create()
+        with pytest.raises(pagoda.InvalidArgument, match="timeout"):
+            cache.demote(tokens.sequence).wait(timeout)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core
-from pagoda.checks import token_counts
+from pagoda.checks import natural, token_counts
 from pagoda.device.driver import Stream
 from pagoda.device.engine import DeviceEngine
 from pagoda.errors import BackendUnavailable, PagodaError
@@ -123,7 +123,7 @@ class Step:
 
     def table(self, layer: int) -> Table:
         """The page table of a layer, for kernels that are not ours; of a layer with kv_owner, that of its owner."""
-        return Table(self._core, layer)
+        return Table(self._core, natural("layer", layer))
 
     def append(self, layer: int, k: Array | None = None, v: Array | None = None, *, dtype: str | None = None) -> None:
         """Writes K and V of the new tokens of one layer into their pages, converted to the row formats of the cache.
@@ -133,7 +133,7 @@ class Step:
         with k_eq_v. Rounds to nearest even; what f16 cannot hold is stored as +-65504, or raises InvalidArgument in a cache
         with checked=True.
         """
-        self._core.append(layer, k, v, dtype)
+        self._core.append(natural("layer", layer), k, v, dtype)
 
     def attend(
         self,
@@ -158,6 +158,7 @@ class Step:
         address a captured graph keeps. Each is one more score of its head, of a token with V = 0; the log-sum-exp is
         without it.
         """
+        layer = natural("layer", layer)
         if out is None:
             out = self._cache._empty(q, self._cache._v_head_dim(layer))
         if not return_lse:
