@@ -57,10 +57,11 @@ class Centers:
         stream.copy(self._memory.address, given.address, 4 * words)
         stream.record().wait()
 
-    def settle(self, layer: int, tokens: int) -> bool:
-        """Whether the layer takes its centre from the first rows, and has none before these."""
+    def settle(self, layer: int, tokens: int, stream: Stream) -> bool:
+        """Whether the layer takes its centre from the first rows, and may have none before these."""
         first = layer in self._first
-        if tokens:
+        # Nobody knows when a graph will be launched, if at all.
+        if first and tokens and not stream.capturing:
             self._first.discard(layer)
         return first
 
@@ -105,7 +106,7 @@ class Appends:
         call.k = arguments.Rows(keys.address, keys.strides[0], keys.strides[1])
         call.v = arguments.Rows(values.address, values.strides[0], values.strides[1])
         call.slots, call.tokens = tables.slots, tables.tokens
-        first = self._centers.settle(layer, arrays.tokens)
+        first = self._centers.settle(layer, arrays.tokens, stream)
         if not arrays.tokens_max:
             return
         if first:

@@ -216,9 +216,13 @@ class Streams:
         self._copying.follow(step)
         return self._copying.record()
 
+    def finish(self) -> None:
+        """Waits for the copies."""
+        self._copying.record().wait()
+
     def close(self) -> None:
         """Waits for the copies, then gives the memory back."""
-        self._copying.record().wait()
+        self.finish()
         self.ring.close()
         self._tables = self._partials = None
 

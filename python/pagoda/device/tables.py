@@ -200,10 +200,12 @@ class StepTables:
         """Sends what was written down. streams: where the tables of what is streamed go."""
         staging = self._next_staging(words)
         self._core.staged(staging.host.array.view(np.uint32)[:words], streams)
-        stream.copy(staging.device.address, staging.host.address, 4 * words)
-        call = arguments.Unpack(staging.device.address)
-        stream.launch(instances.UNPACK, self._driver.multiprocessors, 256, call)
-        staging.used = stream.record()
+        try:
+            stream.copy(staging.device.address, staging.host.address, 4 * words)
+            call = arguments.Unpack(staging.device.address)
+            stream.launch(instances.UNPACK, self._driver.multiprocessors, 256, call)
+        finally:
+            staging.used = stream.record()
 
     def close(self) -> None:
         """Gives the memory back."""
