@@ -167,6 +167,18 @@ def test_refused_inside_a_step(named: str, call: Call) -> None:
         mirror.look()
 
 
+def test_a_step_that_cannot_be_committed_ends_with_its_block() -> None:
+    with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=1) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [40])
+        with pytest.raises(pagoda.InvalidArgument, match="appended to before commit"):
+            with cache.step([tokens.sequence], [2]) as step:
+                pass
+        mirror.look()
+        assert step.batch.sequences == (tokens.sequence,), "nor does it matter who holds the step"
+
+
 def test_out_must_be_writeable_and_apart_from_q() -> None:
     with pagoda.Cache(SPEC, threads=1) as cache, cache.step([cache.create()], [2]) as step:
         step.append(0, rows(2, 2, 16), rows(2, 2, 16))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Collection
@@ -72,7 +73,8 @@ class Table:
 class Step:
     """One forward pass over a ragged batch: a context manager made by `Cache.step`.
 
-    Entering reserves pages for the new tokens, all or nothing. Leaving commits them; an exception rolls back.
+    Entering reserves pages for the new tokens, all or nothing. Leaving commits them; an exception rolls back, and so does
+    a commit that is refused then.
     """
 
     __slots__ = ("_began", "_cache", "_core", "_counts", "_ended", "_open", "_stream", "batch")
@@ -104,8 +106,15 @@ class Step:
         if kind is not None:
             self._end()
             self._core.rollback()
-        else:
+            return
+        try:
             self.commit()
+        except BaseException:
+            if self._open:
+                self._end()
+                with contextlib.suppress(PagodaError):  # It may have ended after all.
+                    self._core.rollback()
+            raise
 
     def __del__(self) -> None:
         if self._open:
