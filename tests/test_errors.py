@@ -179,6 +179,31 @@ def test_a_step_that_cannot_be_committed_ends_with_its_block() -> None:
         assert step.batch.sequences == (tokens.sequence,), "nor does it matter who holds the step"
 
 
+def test_a_step_that_has_ended_does_nothing_to_the_next() -> None:
+    with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=1) as cache:
+        one, other = cache.create(), cache.create()
+        k = rows(2, 2, 16)
+        with cache.step([one], [2]) as ended:
+            ended.append(0, k, k)
+            table = ended.table(0)
+        with cache.step([other], [2]) as step:
+            calls: list[Callable[[], object]] = [
+                lambda: ended.append(0, k, k),
+                lambda: ended.attend(0, rows(2, 4, 16), out=rows(2, 4, 16)),
+                lambda: ended.forward(0, rows(2, 4, 16), k, k),
+                lambda: ended.table(0),
+                lambda: table.csr,
+                lambda: ended.positions,
+                lambda: ended.cu_seqlens,
+                ended.commit,
+            ]
+            for call in calls:
+                with pytest.raises(pagoda.InvalidArgument, match="step = closed"):
+                    call()
+            step.append(0, k, k)
+        assert (len(one), len(other)) == (2, 2)
+
+
 def test_out_must_be_writeable_and_apart_from_q() -> None:
     with pagoda.Cache(SPEC, threads=1) as cache, cache.step([cache.create()], [2]) as step:
         step.append(0, rows(2, 2, 16), rows(2, 2, 16))
