@@ -7,6 +7,7 @@ import ctypes
 import gc
 import weakref
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import emulator
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import pagoda
 import pytest
 from emulator.driver import CallerStream, EmulatedDriver, Stream
+from interrupts import interrupted
 from pagoda.device import cuda
 from pagoda.device.engine import DeviceEngine
 from pagoda.device.tables import Staging
@@ -306,3 +308,34 @@ def test_a_step_is_committed_whatever_becomes_of_copies(driver: LateDriver, monk
         step.commit()
     world.k, world.v = np.concatenate([world.k, k]), np.concatenate([world.v, v])
     world.look(world.streams[1])
+
+
+def test_ctrl_c_in_a_step_leaves_the_next_one_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every 61st instruction, in tables and memory that grow, too: what is there before a step is there after it."""
+    emulator.require()
+    for after in count(0, 61):
+        driver = LateDriver()
+        monkeypatch.setattr(cuda, "open_driver", lambda index, driver=driver: driver)
+        world = World(driver, device_pages=12, zero_on_free=after % 2 == 0)
+        child = world.sequence.fork()
+        before, rows = len(world.sequence), (world.rows(20), world.rows(20))
+        q = world.rng.standard_normal((20, 2, 64)).astype(np.float32)
+
+        def a_step(world: World = world, q: Array = q, rows: tuple[Array, Array] = rows) -> None:
+            with world.cache.step([world.sequence], [20], stream=world.streams[1]) as step:
+                step.forward(0, q, *rows)
+
+        came = interrupted(a_step, after)
+        if len(world.sequence) != before:
+            world.k, world.v = np.concatenate([world.k, rows[0]]), np.concatenate([world.v, rows[1]])
+        assert len(world.k) == len(world.sequence)
+        world.look(world.streams[0])
+        world.append(child, 5, world.streams[1])
+        world.look(world.streams[0])
+        child.release()
+        world.catch_up()
+        world.cache.audit()
+        blocks = world.cache.stats().device[0]
+        assert (blocks.used, blocks.draining) == (-(-len(world.sequence) // 16), 0)
+        if not came:
+            break

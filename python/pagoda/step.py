@@ -80,9 +80,9 @@ class Step:
     __slots__ = ("_began", "_cache", "_counts", "_ended", "_open", "_stream", "batch")
 
     def __init__(self, cache: Cache, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
+        self._open = False
         self._cache = cache
         self.batch, self._counts, self._stream = batch, counts, stream
-        self._open = False
         self._began = self._ended = 0.0
 
     @property
@@ -110,18 +110,15 @@ class Step:
     ) -> None:
         if not self._open:
             return
-        if kind is not None:
-            self._end()
-            self._cache._core.rollback()
-            return
         try:
-            self.commit()
-        except BaseException:
+            if kind is None:
+                self.commit()
+        finally:
             if self._open:
                 self._end()
-                with contextlib.suppress(PagodaError):  # It may have ended after all.
+                # It may have ended, by Ctrl-C in the middle of a commit. What has gone wrong says more than that.
+                with contextlib.suppress(PagodaError):
                     self._cache._core.rollback()
-            raise
 
     def __del__(self) -> None:
         if self._open:

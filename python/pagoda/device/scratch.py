@@ -22,7 +22,10 @@ class Scratch:
     def grow(self, sizes: tuple[int, int, int]) -> None:
         """Makes room, or changes nothing. Nothing may be under way that uses the old memory."""
         wanted = zip(self._held, self._sizes, sizes, strict=True)
-        self._held = [self._driver.memory(want) if want > have else held for held, have, want in wanted]
-        self.partials, self.counters, self.parts = (held.address if held else 0 for held in self._held)
+        held = [self._driver.memory(want) if want > have else held for held, have, want in wanted]
         partials, counters, parts = map(max, self._sizes, sizes)
+        # Ctrl-C may come in between: nothing is there until all of it is.
+        self._sizes = (0, 0, 0)
+        self._held = held
+        self.partials, self.counters, self.parts = (one.address if one else 0 for one in held)
         self._sizes = (partials, counters, parts)

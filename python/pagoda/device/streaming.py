@@ -132,12 +132,13 @@ class Streams:
         words, stamp, groups = self._core.stream(chosen)
         self._placed = [(int(way["group"]), placed) for way, placed in zip(chosen, groups, strict=True)]
         if stamp != self._stamp:
-            self._stamp = stamp
             self._copies = {
                 group: [self._side_by_side(group, blocks.astype(np.int64)) for blocks, _ in placed["passes"]]
                 for group, placed in self._placed
             }
             self.ring.forget()
+            # Last: Ctrl-C may come before.
+            self._stamp = stamp
         return words
 
     def fits(self, words: int) -> bool:
