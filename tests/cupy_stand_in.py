@@ -1,5 +1,6 @@
 """What Pagoda calls of CuPy, over memory of the host and the emulator. As strict as CuPy is about names and arguments, about
-the device that is current, about memory that is registered twice.
+the device that is current, about memory that is registered twice, and stricter about default streams: each call on one is
+noted with the device that it is of.
 
 Everything is done when it is asked for; tests/emulator/driver.py has streams that are late. tests/test_cuda.py holds names
 and arguments against the real CuPy where that is installed.
@@ -90,13 +91,24 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         assert isinstance(event, Event)
+        note_default(self.ptr)
 
     def is_capturing(self) -> bool:
+        note_default(self.ptr)
         return False
 
     def _require(self, device: int) -> None:
         if self.device_id not in (-1, device):
             raise RuntimeError(f"a stream of device {self.device_id} on device {device}")
+
+
+on_default: set[int] = set()
+"""The devices on whose default streams anything was done: which one address 0 is depends on the device that is current."""
+
+
+def note_default(address: int) -> None:
+    if not address:
+        on_default.add(Device.current)
 
 
 def get_current_stream(device_id: int = -1) -> Stream:
@@ -112,6 +124,7 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         assert stream is not None, "which one is current says nothing of the cache's"
         stream._require(self._device)
+        note_default(stream.ptr)
 
     @property
     def done(self) -> bool:
@@ -122,7 +135,10 @@ class Event:
 
 
 class Memory:
-    """Bytes that nobody has written to, as CuPy's pool hands them out."""
+    """Bytes that nobody has written to, as CuPy's pool hands them out: whoever had them may still be writing."""
+
+    reused: ClassVar[list[Memory]] = []
+    """Those that nobody has waited for."""
 
     def __init__(self, size: int) -> None:
         if type(size) is not int or size <= 0:
@@ -130,6 +146,7 @@ class Memory:
         # Not zero on a device either.
         self.array = np.full(size + 512, 0xFF, np.uint8)
         self.ptr = -(-self.array.ctypes.data // 512) * 512
+        Memory.reused.append(self)
 
 
 def alloc_pinned_memory(size: int) -> Any:
@@ -178,21 +195,28 @@ class Runtime(ModuleType):
 
     @staticmethod
     def streamSynchronize(stream: int) -> None:
-        pass
+        note_default(stream)
+
+    @staticmethod
+    def deviceSynchronize() -> None:
+        Memory.reused.clear()
 
     @staticmethod
     def memset(ptr: int, value: int, size: int) -> None:
+        assert all(memory.ptr != ptr for memory in Memory.reused), "kernels of its last owner may still write there"
         ctypes.memset(ptr, value, size)
 
     @staticmethod
     def memsetAsync(ptr: int, value: int, size: int, stream: int) -> None:
         assert type(stream) is int
+        note_default(stream)
         ctypes.memset(ptr, value, size)
 
     @staticmethod
     def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
         assert kind == Runtime.memcpyDefault
         assert type(stream) is int
+        note_default(stream)
         ctypes.memmove(dst, src, size)
 
     @staticmethod
@@ -247,7 +271,7 @@ class NdArray:
     """An array of the device."""
 
     def __init__(self, hidden: npt.NDArray[Any]) -> None:
-        self.hidden, self.dtype, self.shape = hidden, hidden.dtype, hidden.shape
+        self.hidden, self.dtype, self.shape, self.device = hidden, hidden.dtype, hidden.shape, Device()
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -284,6 +308,8 @@ def install(monkeypatch: Any) -> Any:
     cupy: Any = ModuleType("cupy")
     cupy.cuda, cupy.RawModule, cupy.empty, cupy.float32 = cuda, RawModule, empty, np.float32
     registered.clear()
+    Memory.reused.clear()
+    on_default.clear()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     return cupy
 

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pagoda
 import pytest
-from cupy_stand_in import Device, NdArray, Stream, registered
+from cupy_stand_in import Device, NdArray, Stream, on_default, registered
 from gpu_driver import CopyingDriver
 from mirror import Mirror, layer
 from pagoda.device import cuda
@@ -65,6 +65,9 @@ def test_a_cache_lives(device: str, copy_engine_bytes: int, copying: None, monke
         mirror.look()
     assert Device.current == 0
     assert not registered
+    assert on_default == {int(device.partition(":")[2] or 0)}, (
+        "default streams of other devices have no order with ours"
+    )
 
 
 def test_pages_of_the_host_come_through_a_ring(copying: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +117,14 @@ def test_arrays_of_cupy(array: Any, kind: str, cupy: Any) -> None:
     if array.size:
         assert (view.address, view.strides) == (array.ctypes.data, array.strides)
     with pytest.raises(pagoda.InvalidArgument, match="k = ndarray: an array of CuPy or torch on the device"):
+        cuda.open_driver(0).view("k", array)
+
+
+def test_an_array_of_another_gpu_is_refused(cupy: Any) -> None:
+    with Device(1):
+        array = NdArray(np.zeros((3, 2, 8), np.float16))
+    assert cuda.open_driver(1).view("k", array).shape == (3, 2, 8)
+    with pytest.raises(pagoda.InvalidArgument, match="k = an array on cuda:1: on cuda:0, the device of the cache"):
         cuda.open_driver(0).view("k", array)
 
 

@@ -4,7 +4,10 @@ nobody waits for has not happened."""
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import emulator
@@ -13,6 +16,7 @@ import numpy.typing as npt
 import pagoda
 import pytest
 from emulator.driver import CallerStream, EmulatedDriver, Stream
+from interrupts import interrupted
 from pagoda.device import cuda
 from pagoda.device.engine import DeviceEngine
 from pagoda.device.tables import Staging
@@ -241,3 +245,97 @@ def test_a_missing_fence_is_noticed(
     broken(monkeypatch)
     with pytest.raises(AssertionError):
         scene(driver)
+
+
+def test_a_step_that_is_refused_leaves_the_open_one_on_its_stream(driver: LateDriver) -> None:
+    world = World(driver)
+    one, other = world.streams
+    k, v = world.rows(1), world.rows(1)
+    q = world.rng.standard_normal((1, 2, 64)).astype(np.float32)
+    with world.cache.step([world.sequence], [1], stream=one) as step:
+        step.append(0, k, v)
+        with pytest.raises(pagoda.InvalidArgument, match="step = open"):
+            world.cache.step([world.sequence], [1], stream=other).__enter__()
+        out = step.attend(0, q)
+        step.commit([0])
+    assert not other.work
+    check(out, q, np.concatenate([world.k, k]), np.concatenate([world.v, v]))
+    world.look(other)
+
+
+def test_a_step_that_finds_no_blocks_is_not_open(driver: LateDriver) -> None:
+    world = World(driver)
+    with pytest.raises(pagoda.OutOfBlocks):
+        world.cache.step([world.sequence], [20 * TOKENS]).__enter__()
+    world.cache.declare(sequences=1, new_tokens=1, context=2 * TOKENS)
+    world.look(world.streams[1])
+
+
+@pytest.mark.parametrize("open_step", [False, True])
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_memory_does_not_go_before_its_last_kernel(driver: LateDriver, open_step: bool, forgotten: bool) -> None:
+    """A cache is closed, or nobody holds it any more, while the device is at work in it."""
+    world = World(driver)
+    stream, k, v = world.streams[1], world.rows(1), world.rows(1)
+    step = world.cache.step([world.sequence], [1], stream=stream).__enter__()
+    step.append(0, k, v)
+    if not open_step:
+        step.commit()
+    given = len(stream.work)
+    assert stream.finished < given
+    if forgotten:
+        engine = weakref.ref(world.cache._device)
+        del step, world
+        gc.collect()
+        assert engine() is None
+    else:
+        world.cache.close()
+    assert stream.finished >= given
+
+
+def test_a_step_is_committed_whatever_becomes_of_copies(driver: LateDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a plan under way needs is refused in the middle of a commit: the plan fails, and the step has ended."""
+    world = World(driver)
+    assert world.cache._device is not None
+
+    def refused() -> None:
+        raise pagoda.BackendUnavailable("host_memory: refused")
+
+    k, v = world.rows(1), world.rows(1)
+    with monkeypatch.context() as patched, world.cache.step([world.sequence], [1]) as step:
+        step.append(0, k, v)
+        patched.setattr(world.cache._device._moves, "advance", refused)
+        step.commit()
+    world.k, world.v = np.concatenate([world.k, k]), np.concatenate([world.v, v])
+    world.look(world.streams[1])
+
+
+def test_ctrl_c_in_a_step_leaves_the_next_one_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every 61st instruction, in tables and memory that grow, too: what is there before a step is there after it."""
+    emulator.require()
+    for after in count(0, 61):
+        driver = LateDriver()
+        monkeypatch.setattr(cuda, "open_driver", lambda index, driver=driver: driver)
+        world = World(driver, device_pages=12, zero_on_free=after % 2 == 0)
+        child = world.sequence.fork()
+        before, rows = len(world.sequence), (world.rows(20), world.rows(20))
+        q = world.rng.standard_normal((20, 2, 64)).astype(np.float32)
+
+        def a_step(world: World = world, q: Array = q, rows: tuple[Array, Array] = rows) -> None:
+            with world.cache.step([world.sequence], [20], stream=world.streams[1]) as step:
+                step.forward(0, q, *rows)
+
+        came = interrupted(a_step, after)
+        if len(world.sequence) != before:
+            world.k, world.v = np.concatenate([world.k, rows[0]]), np.concatenate([world.v, rows[1]])
+        assert len(world.k) == len(world.sequence)
+        world.look(world.streams[0])
+        world.append(child, 5, world.streams[1])
+        world.look(world.streams[0])
+        child.release()
+        world.catch_up()
+        world.cache.audit()
+        blocks = world.cache.stats().device[0]
+        assert (blocks.used, blocks.draining) == (-(-len(world.sequence) // 16), 0)
+        if not came:
+            break

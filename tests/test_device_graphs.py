@@ -106,3 +106,51 @@ def test_replay_needs_maxima_and_a_layer_that_is_not_appended_to(monkeypatch: py
     on_cpu = pagoda.Cache(spec, device="cpu", device_memory="8MiB", host_memory=0)
     with pytest.raises(pagoda.BackendUnavailable, match="CPU"):
         on_cpu.declare(sequences=1, new_tokens=1, context=1)
+
+
+def test_maxima_are_declared_once_and_in_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = emulated(monkeypatch, 1, 0)
+    with pytest.raises(pagoda.InvalidArgument, match="a second time"):
+        model.cache.declare(sequences=1, new_tokens=1, context=1)
+    with pagoda.Cache(pagoda.ModelSpec(layers=LAYERS), device="cuda", device_memory="8MiB", host_memory=0) as cache:
+        for name in ("sequences", "new_tokens", "context"):
+            for wrong in (0, 1 << 40, 1 << 62):
+                with pytest.raises(pagoda.InvalidArgument, match=f"{name} = {wrong}"):
+                    cache.declare(**{"sequences": 1, "new_tokens": 1, "context": 1, name: wrong})
+        with pytest.raises(pagoda.InvalidArgument, match="new_tokens = 32768: an integer from 1 to 32767"):
+            cache.declare(sequences=1 << 16, new_tokens=1 << 15, context=1)
+
+
+def test_what_there_is_no_memory_for_is_not_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever piece of it is refused: steps go on as before, and smaller maxima can be declared."""
+    emulator.require()
+    driver = EmulatedDriver()
+    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
+    spec = pagoda.ModelSpec([pagoda.AttentionLayer(2, 1, 64)])
+    memory, left = driver.memory, 0
+
+    def short(size: int) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise pagoda.BackendUnavailable("device_memory")
+        return memory(size)
+
+    rows = np.ones((60, 2, 64), np.float16)
+    for pieces in range(3):
+        with pagoda.Cache(spec, device="cuda", device_memory="1MiB", host_memory=0) as cache:
+            sequence = cache.create()
+            with cache.step([sequence], [40]) as step:
+                step.forward(0, rows[:40], rows[:40, :1], rows[:40, :1])
+            left = pieces
+            with monkeypatch.context() as patched, pytest.raises(pagoda.BackendUnavailable):
+                patched.setattr(driver, "memory", short)
+                cache.declare(sequences=64, new_tokens=60, context=400)
+            assert cache._device is not None
+            scratch = cache._device._attends._scratch
+            held = [0 if one is None else one.address for one in scratch._held]
+            assert held == [scratch.partials, scratch.counters, scratch.parts]
+            with cache.step([sequence], [60]) as step:
+                out = step.forward(0, rows, rows[:, :1], rows[:, :1])
+            assert (out == 1).all()
+            cache.declare(sequences=2, new_tokens=1, context=200)

@@ -5,6 +5,7 @@ The device is emulated unless `--device` names another.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable
 from typing import Any
@@ -298,5 +299,38 @@ def test_a_graph_takes_the_centre_once(kind: str) -> None:
                         graph = stream.end_capture()
                         launch = graph.launch
                         graph.launch()
+            outs.append(out.copy())
+    np.testing.assert_array_equal(outs[0], outs[1])
+
+
+def test_a_graph_that_was_never_launched_takes_no_centre(kind: str) -> None:
+    """What is captured has not happened: rows that come before it is launched have a centre, and keep it."""
+    if kind != "emulated":
+        pytest.skip("graphs of NumPy arrays are emulated ones")
+    q, k, v = (np.ascontiguousarray(x[..., 32:64]) for x in rows(48, layer(num_q_heads=2, num_kv_heads=1, head_dim=64)))
+    k[24:] += 30
+    outs = []
+    for captured in (False, True):
+        with cache_on("cuda", [layer(num_q_heads=2, num_kv_heads=1, head_dim=32)], ("q8_0", "q8_0")) as cache:
+            stream: Any = cache._core.caller_stream(None)  # type: ignore[union-attr]
+            cache.declare(sequences=1, new_tokens=24, context=64)
+            sequence = cache.create()
+            given = [x[:24].copy() for x in (q, k, v)]
+            out = np.zeros_like(given[0])
+            if captured:
+                with contextlib.suppress(KeyError), cache.step([sequence], [24]) as step:
+                    stream.begin_capture()
+                    step.forward(0, *given, out=out)
+                    launch: Callable[[], object] = stream.end_capture().launch
+                    raise KeyError
+            with cache.step([sequence], [24]) as step:
+                step.forward(0, *given, out=out)
+            for array, rest in zip(given, (q, k, v), strict=True):
+                array[:] = rest[24:]
+            with cache.step([sequence], [24]) as step:
+                if captured:
+                    step.replay(launch)
+                else:
+                    step.forward(0, *given, out=out)
             outs.append(out.copy())
     np.testing.assert_array_equal(outs[0], outs[1])

@@ -272,7 +272,7 @@ def test_interrupts_while_pages_are_read_lose_nothing(tmp_path: Path) -> None:
                 try:
                     look(cache, sequence)
                 except pagoda.InvalidArgument as error:
-                    assert "this signal has interrupted" in str(error)
+                    assert "this signal or finaliser has interrupted" in str(error)
         assert interrupted == 30
         look(cache, sequence)
 

@@ -106,6 +106,16 @@ def overlapping() -> Any:
     return np.lib.stride_tricks.as_strided(rows(16), (2, 4, 16), (0, 0, 4))
 
 
+def packed() -> Any:
+    """Rows beside a byte: an odd number of bytes from one to the next."""
+    return np.zeros(2, np.dtype([("rows", "f4", (2, 16)), ("byte", "u1")]))["rows"]
+
+
+def odd() -> Any:
+    """Rows at an odd address."""
+    return np.zeros(2 * 2 * 16 * 4 + 1, np.uint8)[1:].view(np.float32).reshape(2, 2, 16)
+
+
 Call = Callable[[pagoda.Cache, pagoda.Sequence, pagoda.Step], object]
 
 CALLS: list[tuple[str, Call]] = [
@@ -118,7 +128,12 @@ CALLS: list[tuple[str, Call]] = [
     ("k = dtype", lambda c, s, step: step.append(0, rows(2, 2, 16, dtype=np.dtype(">f4")), rows(2, 2, 16))),
     ("dtype", lambda c, s, step: step.append(0, rows(2, 2, 16), rows(2, 2, 16), dtype="int4")),
     ("k = strides", lambda c, s, step: step.append(0, rows(2, 2, 32)[:, :, ::2], rows(2, 2, 16))),
+    ("k = strides", lambda c, s, step: step.append(0, packed(), rows(2, 2, 16))),
+    ("k = address", lambda c, s, step: step.append(0, odd(), rows(2, 2, 16))),
     ("layer = 1", lambda c, s, step: step.append(1, rows(2, 2, 16), rows(2, 2, 16))),
+    ("layer = -1", lambda c, s, step: step.append(-1, rows(2, 2, 16), rows(2, 2, 16))),
+    ("layer = -1", lambda c, s, step: step.attend(-1, rows(2, 4, 16), out=rows(2, 4, 16))),
+    ("layer = 18446744073709551616", lambda c, s, step: step.table(1 << 64)),
     ("layer = 0", lambda c, s, step: step.attend(0, rows(2, 4, 16))),
     ("layer = 0", lambda c, s, step: step.commit()),
     ("q = shape", lambda c, s, step: step.forward(0, rows(2, 3, 16), rows(2, 2, 16), rows(2, 2, 16))),
@@ -133,6 +148,7 @@ CALLS: list[tuple[str, Call]] = [
     ("sequence", lambda c, s, step: s.fork()),
     ("sequence", lambda c, s, step: c.execute(c.plan(s, "host"))),
     ("accepted", lambda c, s, step: step.commit(accepted=[1, 1])),
+    ("accepted", lambda c, s, step: step.commit(accepted=[[1], [1, 1]])),  # type: ignore[list-item]
 ]  # fmt: skip
 
 
@@ -149,6 +165,43 @@ def test_refused_inside_a_step(named: str, call: Call) -> None:
             call(cache, tokens.sequence, step)
         assert settled(cache) == before
         mirror.look()
+
+
+def test_a_step_that_cannot_be_committed_ends_with_its_block() -> None:
+    with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=1) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [40])
+        with pytest.raises(pagoda.InvalidArgument, match="appended to before commit"):
+            with cache.step([tokens.sequence], [2]) as step:
+                pass
+        mirror.look()
+        assert step.batch.sequences == (tokens.sequence,), "nor does it matter who holds the step"
+
+
+def test_a_step_that_has_ended_does_nothing_to_the_next() -> None:
+    with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=1) as cache:
+        one, other = cache.create(), cache.create()
+        k = rows(2, 2, 16)
+        with cache.step([one], [2]) as ended:
+            ended.append(0, k, k)
+            table = ended.table(0)
+        with cache.step([other], [2]) as step:
+            calls: list[Callable[[], object]] = [
+                lambda: ended.append(0, k, k),
+                lambda: ended.attend(0, rows(2, 4, 16), out=rows(2, 4, 16)),
+                lambda: ended.forward(0, rows(2, 4, 16), k, k),
+                lambda: ended.table(0),
+                lambda: table.csr,
+                lambda: ended.positions,
+                lambda: ended.cu_seqlens,
+                ended.commit,
+            ]
+            for call in calls:
+                with pytest.raises(pagoda.InvalidArgument, match="step = closed"):
+                    call()
+            step.append(0, k, k)
+        assert (len(one), len(other)) == (2, 2)
 
 
 def test_out_must_be_writeable_and_apart_from_q() -> None:
@@ -248,5 +301,16 @@ def test_out_of_blocks_says_how_many_and_changes_nothing() -> None:
         with pytest.raises(pagoda.OutOfBlocks, match="lacks 4 block") as caught:
             cache.step([a, b], [16 * 8, 16 * 4]).__enter__()
         assert (caught.value.blocks_short, caught.value.bytes_short) == (4, 4 * size)
+        with pytest.raises(pagoda.OutOfBlocks) as caught:
+            cache.step([a, b], [(1 << 31) - 1] * 2).__enter__()
+        assert caught.value.blocks_short == 2 * 2 * (1 << 27) - 20
         assert settled(cache) == before
         cache.audit()
+
+
+@pytest.mark.parametrize("timeout", [-1.0, float("nan")])
+def test_a_wait_of_no_time_that_there_is(timeout: float) -> None:
+    with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=1) as cache:
+        tokens = Mirror(cache, np.random.default_rng(0)).create()
+        with pytest.raises(pagoda.InvalidArgument, match="timeout"):
+            cache.demote(tokens.sequence).wait(timeout)

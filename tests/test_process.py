@@ -110,6 +110,32 @@ def test_ctrl_c_in_the_middle_of_a_release() -> None:
         cache.audit()
 
 
+def test_a_finaliser_that_runs_in_the_middle_of_a_call_does_not_wait_for_it() -> None:
+    """The garbage collector may run a finaliser of anybody's while a call makes its result."""
+    script = """
+import gc
+class Request:
+    def __init__(self):
+        self.sequence, self.me = cache.create(), self
+    def __del__(self):
+        self.sequence.release()
+gc.disable()
+for threshold in range(2, 60):
+    gc.collect()
+    Request()
+    gc.set_threshold(threshold)
+    gc.enable()
+    cache._core.stats()
+    gc.disable()
+gc.collect()
+run(1)
+cache.audit()
+print(len(cache._core.by_recency()))
+"""
+    done = run(script)
+    assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr
+
+
 def test_the_interpreter_ends_with_copies_under_way() -> None:
     done = run("ticket = cache.demote(sequence)\nsequence.release()\n")
     assert done.returncode == 0, done.stderr

@@ -256,8 +256,9 @@ class Cache:
 
         sequences: in a step. new_tokens: of each of them. context: tokens that a sequence keeps. From then on steps allocate
         no device memory, and launch the same kernels with the same arguments whatever sequences grow, join or leave; larger
-        ones raise InvalidArgument, and so do sequences that have been dropped from more than seven times. K, V, queries and
-        outputs may have up to `sequences * new_tokens` rows, of which kernels use the first sum(new).
+        ones raise InvalidArgument, and so do sequences that have been dropped from more than seven times. Maxima are declared
+        once, for graphs keep the addresses of what was made for them. K, V, queries and outputs may have up to
+        `sequences * new_tokens` rows, of which kernels use the first sum(new).
 
             cache.declare(sequences=64, new_tokens=1, context=131072)
             with cache.step(batch, ones, stream=stream) as step:     # once as it is: kernels are compiled
@@ -472,6 +473,10 @@ class Cache:
 
 
 def _key(key: str) -> str:
-    if not isinstance(key, str) or not 0 < len(key.encode()) <= 1024:
+    try:
+        size = len(key.encode())
+    except (AttributeError, UnicodeEncodeError):
+        size = 0
+    if not 0 < size <= 1024:
         raise InvalidArgument(f"key = {key!r}: a text of 1 to 1024 bytes")
     return key

@@ -25,7 +25,10 @@ def natural(name: str, value: int) -> int:
 
 def token_counts(name: str, values: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Integers, one for each sequence, as int64. Raises InvalidArgument for what is no list of integers."""
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise InvalidArgument(f"{name} = {values!r}: a list of integers, one a sequence") from error
     if array.size == 0:
         return np.zeros(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":

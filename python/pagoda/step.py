@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Collection
@@ -12,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core
-from pagoda.checks import token_counts
+from pagoda.checks import natural, token_counts
 from pagoda.device.driver import Stream
 from pagoda.device.engine import DeviceEngine
-from pagoda.errors import BackendUnavailable, PagodaError
+from pagoda.errors import BackendUnavailable, InvalidArgument, PagodaError
 from pagoda.report import StepReport
 from pagoda.sequence import Batch
 
@@ -32,11 +33,11 @@ class Table:
     has the table of its owner, and no rows.
     """
 
-    __slots__ = ("_core", "_layer", "block_table", "pointers", "slot_mapping")
+    __slots__ = ("_layer", "_step", "block_table", "pointers", "slot_mapping")
 
-    def __init__(self, core: _core.Cache | DeviceEngine, layer: int) -> None:
-        self._core, self._layer = core, layer
-        arrays = core.table(layer)
+    def __init__(self, step: Step, layer: int) -> None:
+        self._step, self._layer = step, layer
+        arrays = step._core.table(layer)
         self.block_table: npt.NDArray[np.int32] = arrays["block_table"]
         """int32 [B, pages]: device block of each page; -1 past the end, for pages on another tier and for those that have
         left a window. Of a layer with a window the columns begin at a multiple of 4096 tokens not far before it."""
@@ -51,7 +52,7 @@ class Table:
 
         Raises InvalidArgument where that form cannot say what the table says: dropped tokens, pages off the device.
         """
-        return self._core.csr_table(self._layer)
+        return self._step._core.csr_table(self._layer)
 
     @property
     def kv_indptr(self) -> npt.NDArray[np.int32]:
@@ -72,28 +73,36 @@ class Table:
 class Step:
     """One forward pass over a ragged batch: a context manager made by `Cache.step`.
 
-    Entering reserves pages for the new tokens, all or nothing. Leaving commits them; an exception rolls back.
+    Entering reserves pages for the new tokens, all or nothing. Leaving commits them; an exception rolls back, and so does
+    a commit that is refused then.
     """
 
-    __slots__ = ("_began", "_cache", "_core", "_counts", "_ended", "_open", "_stream", "batch")
+    __slots__ = ("_began", "_cache", "_counts", "_ended", "_open", "_stream", "batch")
 
     def __init__(self, cache: Cache, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
-        self._cache, self._core = cache, cache._core
-        self.batch, self._counts, self._stream = batch, counts, stream
         self._open = False
+        self._cache = cache
+        self.batch, self._counts, self._stream = batch, counts, stream
         self._began = self._ended = 0.0
+
+    @property
+    def _core(self) -> _core.Cache | DeviceEngine:
+        """What calls go to while this is the open step. Raises InvalidArgument: afterwards another one may be."""
+        if not self._open:
+            raise InvalidArgument("step = closed: an open step; enter it with `with`")
+        return self._cache._core
 
     def __enter__(self) -> Step:
         self._began = time.perf_counter()
         try:
             self._cache._reserve(self.batch, self._counts, self._stream)
+            self._open = True
         except PagodaError:
             raise
         except BaseException:
             # Ctrl-C may have come after the core had opened the step.
             self._cache._unfinished = True
             raise
-        self._open = True
         return self
 
     def __exit__(
@@ -101,11 +110,15 @@ class Step:
     ) -> None:
         if not self._open:
             return
-        if kind is not None:
-            self._end()
-            self._core.rollback()
-        else:
-            self.commit()
+        try:
+            if kind is None:
+                self.commit()
+        finally:
+            if self._open:
+                self._end()
+                # It may have ended, by Ctrl-C in the middle of a commit. What has gone wrong says more than that.
+                with contextlib.suppress(PagodaError):
+                    self._cache._core.rollback()
 
     def __del__(self) -> None:
         if self._open:
@@ -123,7 +136,7 @@ class Step:
 
     def table(self, layer: int) -> Table:
         """The page table of a layer, for kernels that are not ours; of a layer with kv_owner, that of its owner."""
-        return Table(self._core, layer)
+        return Table(self, natural("layer", layer))
 
     def append(self, layer: int, k: Array | None = None, v: Array | None = None, *, dtype: str | None = None) -> None:
         """Writes K and V of the new tokens of one layer into their pages, converted to the row formats of the cache.
@@ -133,7 +146,7 @@ class Step:
         with k_eq_v. Rounds to nearest even; what f16 cannot hold is stored as +-65504, or raises InvalidArgument in a cache
         with checked=True.
         """
-        self._core.append(layer, k, v, dtype)
+        self._core.append(natural("layer", layer), k, v, dtype)
 
     def attend(
         self,
@@ -158,6 +171,7 @@ class Step:
         address a captured graph keeps. Each is one more score of its head, of a token with V = 0; the log-sum-exp is
         without it.
         """
+        layer = natural("layer", layer)
         if out is None:
             out = self._cache._empty(q, self._cache._v_head_dim(layer))
         if not return_lse:
@@ -188,9 +202,10 @@ class Step:
     def report(self) -> StepReport:
         """What attention has read in this step, over which link; until the next step of the cache is entered."""
         seconds = (time.perf_counter() if self._open else self._ended) - self._began
-        attended, from_disk, waited = self._core.attended()
-        if isinstance(self._core, DeviceEngine):
-            traffic = self._core.traffic
+        core = self._cache._core
+        attended, from_disk, waited = core.attended()
+        if isinstance(core, DeviceEngine):
+            traffic = core.traffic
             over = {"pcie": traffic.ring + traffic.mapped, "disk": from_disk, "memory": traffic.memory}
             return StepReport(seconds, waited, over)
         return StepReport(seconds, waited, {"memory": attended, "disk": from_disk})
@@ -204,7 +219,8 @@ class Step:
         """
         if self._cache._device is None:
             raise BackendUnavailable("replay: graphs are of GPUs; this cache is on the CPU")
-        self._cache._device.replay(launch)
+        assert isinstance(self._core, DeviceEngine)
+        self._core.replay(launch)
 
     def commit(self, accepted: Collection[int] | npt.NDArray[np.int64] | None = None) -> None:
         """Ends the step. Of each sequence's new tokens the first `accepted` stay, all by default.

@@ -146,8 +146,10 @@ impl Cache {
     }
 
     fn push_pages(&mut self, sequence: SequenceId, group: GroupId, count: u32) {
-        for _ in 0..count {
-            let Some(block) = self.take_device_block(group) else { continue };
+        for pushed in 0..count {
+            let Some(block) = self.arenas[Tier::Device.index()].take(group) else {
+                return self.lack(group, count - pushed);
+            };
             let page = self.pages.open(group, block);
             let table = &mut self.sequences[sequence].tables[group.index()];
             table.pages.push(Some(page));
@@ -159,11 +161,17 @@ impl Cache {
     fn take_device_block(&mut self, group: GroupId) -> Option<BlockId> {
         let block = self.arenas[Tier::Device.index()].take(group);
         if block.is_none() {
-            let (_, blocks, bytes) = self.step.short.get_or_insert((group, 0, 0));
-            *blocks += 1;
-            *bytes += self.groups[group.index()].block_bytes;
+            self.lack(group, 1);
         }
         block
+    }
+
+    /// Notes that blocks are missing. Once one is, no other is free: nothing of a group is freed while it is reserved for.
+    fn lack(&mut self, group: GroupId, count: u32) {
+        let (_, blocks, bytes) = self.step.short.get_or_insert((group, 0, 0));
+        *blocks += u64::from(count);
+        *bytes =
+            bytes.saturating_add(u64::from(count).saturating_mul(self.groups[group.index()].block_bytes));
     }
 
     /// Brings a row up to date after pages of its group have moved.

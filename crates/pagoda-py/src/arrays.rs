@@ -56,9 +56,11 @@ fn check(
     }
     let strides = [array.strides()[0], array.strides()[1], array.strides()[2]];
     let item = descr.itemsize() as isize;
-    if array.len() > 0 && strides[2] != item {
-        let limit = format_args!("a contiguous last dimension: {item} bytes from one element to the next")
-            .to_string();
+    if array.len() > 0 && (strides[2] != item || strides.iter().any(|stride| stride % item != 0)) {
+        let limit = format_args!(
+            "a contiguous last dimension, {item} bytes from one element to the next, and multiples of that"
+        )
+        .to_string();
         return Err(invalid(py, name, format_args!("strides {strides:?}"), limit));
     }
     // SAFETY: `array` is a live ndarray, so its header may be read.

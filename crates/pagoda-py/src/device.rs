@@ -5,7 +5,6 @@ use crate::cache::{Cache, Engine, Inner, MEMORY_TIERS};
 use crate::errors::unavailable;
 use crate::kernels::{require_rows, require_sinks};
 use crate::layers::PlacedLayer;
-use crate::lock::Waiting;
 use crate::moves::zero_by;
 use crate::passes::{HostPages, StreamArguments, StreamedGroup};
 use crate::step::StepState;
@@ -197,7 +196,6 @@ impl Cache {
     /// page and the bytes from one to the next. None if its read has not ended yet; with `wait` if all slots are taken.
     fn take_read(&self, py: Python<'_>, at: usize, wait: bool) -> PyResult<Option<(usize, usize, u64)>> {
         let mut inner = self.lock(py)?;
-        let _waiting = Waiting::of(self);
         inner.require_step(py)?;
         let Inner { mover, disk, engine, closed, .. } = &mut *inner;
         let (Engine::Device(device), Some(disk)) = (engine, disk) else { return Err(no_device(py)) };

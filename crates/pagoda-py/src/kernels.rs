@@ -4,7 +4,6 @@ use crate::arrays::{floats, rows, rows_mut};
 use crate::cache::{Cache, Engine, Inner};
 use crate::errors::{cpu, invalid, unavailable};
 use crate::layers::PlacedLayer;
-use crate::lock::Waiting;
 use crate::step::StepState;
 use crate::stream::{Call, Stream};
 use numpy::{PyArray2, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
@@ -111,7 +110,6 @@ impl Cache {
         sink_logits: Option<&Bound<'_, PyUntypedArray>>,
     ) -> PyResult<()> {
         let inner = &mut *self.lock(py)?;
-        let _waiting = Waiting::of(self);
         inner.require_step(py)?;
         let placed = inner.layer(py, layer)?;
         let bits = bits(py, dtype)?;

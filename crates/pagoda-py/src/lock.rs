@@ -5,53 +5,72 @@ use crate::errors::{core, invalid_because, released};
 use crate::fork;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::sync::{MutexGuard, PoisonError};
 
 /// An open cache, in the turn of one call.
-pub(crate) struct Locked<'a>(MutexGuard<'a, Option<ManuallyDrop<Inner>>>);
+pub(crate) struct Locked<'a>(Turn<'a>);
+
+/// The turn of a call, whether the cache is open or not.
+struct Turn<'a>(MutexGuard<'a, Option<ManuallyDrop<Inner>>>);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        TURNS.with_borrow_mut(Vec::pop);
+    }
+}
 
 impl Deref for Locked<'_> {
     type Target = Inner;
 
     fn deref(&self) -> &Inner {
-        self.0.as_ref().expect("locked open")
+        self.0.0.as_ref().expect("locked open")
     }
 }
 
 impl DerefMut for Locked<'_> {
     fn deref_mut(&mut self) -> &mut Inner {
-        self.0.as_mut().expect("locked open")
+        self.0.0.as_mut().expect("locked open")
     }
 }
 
 impl Cache {
-    /// Waits for its turn. Refused in a forked child, in a signal handler that has interrupted such a turn, and once the cache is
-    /// closed. What has ended since the last turn is taken note of.
+    /// Waits for its turn. Refused in a forked child, in a signal handler or a finaliser that has interrupted such a turn, and once the
+    /// cache is closed. What has ended since the last turn is taken note of.
     pub(crate) fn lock(&self, py: Python<'_>) -> PyResult<Locked<'_>> {
         if self.process != fork::process() {
             return Err(released(py, "cache: made by another process; open one after the fork"));
         }
         self.require_elsewhere(py)?;
-        let mut guard = match self.inner.try_lock() {
+        let guard = match self.inner.try_lock() {
             Ok(guard) => guard,
             Err(_) => self.inner.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner),
         };
-        match guard.as_mut() {
+        TURNS.with_borrow_mut(|turns| turns.push(self.address()));
+        let mut turn = Turn(guard);
+        match turn.0.as_mut() {
             None => return Err(released(py, "cache: closed")),
             Some(inner) => inner.settle().map_err(|error| core(py, &error))?,
         }
-        Ok(Locked(guard))
+        Ok(Locked(turn))
     }
 
-    /// Refuses calls of signal handlers that run while this thread waits for the disk: they would wait for themselves.
+    /// Refuses calls of what Python runs in the middle of this thread's turn, signal handlers while it waits for the disk and
+    /// finalisers while it makes objects: they would wait for themselves.
     pub(crate) fn require_elsewhere(&self, py: Python<'_>) -> PyResult<()> {
-        if WAITING.get() == std::ptr::from_ref(self).addr() {
-            return Err(invalid_because(py, "cache: in use by the call that this signal has interrupted"));
+        if TURNS.with_borrow(|turns| turns.contains(&self.address())) {
+            return Err(invalid_because(
+                py,
+                "cache: in use by the call that this signal or finaliser has interrupted",
+            ));
         }
         Ok(())
+    }
+
+    fn address(&self) -> usize {
+        std::ptr::from_ref(self).addr()
     }
 
     /// Runs a call of the core.
@@ -65,22 +84,6 @@ impl Cache {
 }
 
 thread_local! {
-    /// The address of the cache in a call of which this thread is that may wait for the disk.
-    static WAITING: Cell<usize> = const { Cell::new(0) };
-}
-
-/// While it lives, the thread is in a call that may wait for the disk.
-pub(crate) struct Waiting;
-
-impl Waiting {
-    pub(crate) fn of(cache: &Cache) -> Self {
-        WAITING.set(std::ptr::from_ref(cache).addr());
-        Self
-    }
-}
-
-impl Drop for Waiting {
-    fn drop(&mut self) {
-        WAITING.set(0);
-    }
+    /// The addresses of the caches whose turns this thread has: one, and others that have interrupted it.
+    static TURNS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }

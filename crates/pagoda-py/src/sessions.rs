@@ -3,7 +3,6 @@
 use crate::cache::{Cache, Inner};
 use crate::errors;
 use crate::handle::{Handle, sequence_id};
-use crate::lock::Waiting;
 use crate::moves::{Held, Link};
 use crate::patience::Apart;
 use pagoda_core::fence::Failure;
@@ -94,7 +93,6 @@ impl Cache {
         link: Link<'_, '_>,
     ) -> PyResult<()> {
         let mut inner = self.lock(py)?;
-        let _waiting = Waiting::of(self);
         let store = inner.answering_store(py, key)?;
         inner.zero();
         // A sequence of its own: open pages stay what they are as long as they are copied.
@@ -121,7 +119,6 @@ impl Cache {
     #[pyo3(signature = (key, link=None))]
     fn load(&self, py: Python<'_>, key: &str, link: Link<'_, '_>) -> PyResult<Option<Handle>> {
         let mut inner = self.lock(py)?;
-        let _waiting = Waiting::of(self);
         self.release_abandoned(&mut inner);
         inner.answering_store(py, key)?;
         let Some(&(kept, _)) = inner.sessions.kept.get(key) else { return Ok(None) };
@@ -134,7 +131,6 @@ impl Cache {
     /// Lets go of what is kept under `key`; says whether there was something.
     fn forget(&self, py: Python<'_>, key: &str) -> PyResult<bool> {
         let mut inner = self.lock(py)?;
-        let _waiting = Waiting::of(self);
         let store = inner.answering_store(py, key)?;
         let is_kept = inner.sessions.kept.contains_key(key);
         inner.change(py, &store, key, None, |store, key, wanted| store.delete_if(key, wanted).map(drop))?;

@@ -4,7 +4,6 @@ use crate::cache::{Cache, Engine, Inner};
 use crate::errors::{core, invalid, invalid_because};
 use crate::handle::sequence_id;
 use crate::layers::PlacedLayer;
-use crate::lock::Waiting;
 use crate::moves::Link;
 use crate::reads::Traffic;
 use crate::tables;
@@ -106,7 +105,6 @@ impl Cache {
         }
         let counts = new_tokens.iter().map(|&count| u32::try_from(count).map_err(|_| count));
         let mut inner = self.lock(py)?;
-        let _waiting = Waiting::of(self);
         self.release_abandoned(&mut inner);
         if let Some(error) = inner.core.take_failure() {
             return Err(core(py, &error));

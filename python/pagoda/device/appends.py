@@ -57,12 +57,14 @@ class Centers:
         stream.copy(self._memory.address, given.address, 4 * words)
         stream.record().wait()
 
-    def settle(self, layer: int, tokens: int) -> bool:
-        """Whether the layer takes its centre from the first rows, and has none before these."""
-        first = layer in self._first
-        if tokens:
+    def wants(self, layer: int) -> bool:
+        """Whether the layer takes its centre from the first rows, and may have none yet."""
+        return layer in self._first
+
+    def given(self, layer: int, tokens: int, stream: Stream) -> None:
+        """So many rows are on their way to `center`. When those of a graph will be, if at all, nobody knows."""
+        if tokens and not stream.capturing:
             self._first.discard(layer)
-        return first
 
     def settled(self, layer: int) -> int:
         """The address of the flag of a layer, which the kernel `center` sets."""
@@ -105,10 +107,9 @@ class Appends:
         call.k = arguments.Rows(keys.address, keys.strides[0], keys.strides[1])
         call.v = arguments.Rows(values.address, values.strides[0], values.strides[1])
         call.slots, call.tokens = tables.slots, tables.tokens
-        first = self._centers.settle(layer, arrays.tokens)
         if not arrays.tokens_max:
             return
-        if first:
+        if self._centers.wants(layer):
             centering = arguments.Center(
                 k=call.k,
                 tokens=tables.tokens,
@@ -118,6 +119,7 @@ class Appends:
                 settled=self._centers.settled(layer),
             )
             stream.launch(instances.center(keys.dtype), 1, CENTER_THREADS, centering)
+            self._centers.given(layer, arrays.tokens, stream)
         # Warps have rows, or where nothing is quantised threads have 8 elements.
         rows, shared = arrays.tokens_max * call.kv_heads, 0
         if any(name in instances.QUANTISED for name in kernels.formats):

@@ -45,6 +45,8 @@ class Arrays:
         size, strides = view.itemsize, view.strides
         if math.prod(view.shape) and (strides[-1] != size or any(stride % size for stride in strides)):
             raise InvalidArgument(f"{name} = strides {strides}: a contiguous last dimension")
+        if view.address % size:
+            raise InvalidArgument(f"{name} = address {view.address:#x}: a multiple of {size}")
         return view
 
     def output(self, name: str, array: Any, row: tuple[int, ...], like: View, dtype: str | None) -> View:
@@ -73,4 +75,6 @@ class Arrays:
         if view.dtype != "f32" or view.shape != (length,) or view.strides != (4,):
             given = f"dtype {view.dtype}, shape {list(view.shape)}, strides {list(view.strides)}"
             raise InvalidArgument(f"{name} = {given}: f32 [{length}], contiguous")
+        if view.address % view.itemsize:
+            raise InvalidArgument(f"{name} = address {view.address:#x}: a multiple of {view.itemsize}")
         return view.address

@@ -68,9 +68,13 @@ class Attends:
     def declare(self, maxima: Maxima) -> None:
         """Makes room for every step to come. Nothing may be under way."""
         self._maxima, self._tokens_max = maxima, maxima.tokens
-        for kernels in self._layers:
-            for prefill, q in kernels.works:
-                self._scratch.grow(self._scratch_bytes(kernels, q, prefill, streamed=True))
+        try:
+            for kernels in self._layers:
+                for prefill, q in kernels.works:
+                    self._scratch.grow(self._scratch_bytes(kernels, q, prefill, streamed=True))
+        except BaseException:
+            self._maxima = None
+            raise
 
     def enter(self, counts: npt.NDArray[np.int32], tokens_max: int) -> None:
         """A step begins. counts: new tokens of each sequence. tokens_max: rows that arrays may have."""

@@ -117,6 +117,8 @@ class _Memory:
             self._memory = cupy.cuda.alloc(max(1, size))
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise BackendUnavailable(f"device_memory: {size} bytes ({error})") from error
+        # A pool hands memory out again that kernels of the stream it was freed on have yet to be done with.
+        cupy.cuda.runtime.deviceSynchronize()
         cupy.cuda.runtime.memset(self._memory.ptr, 0, size)
         # Streams of callers do not wait for the one that this was done on.
         cupy.cuda.runtime.streamSynchronize(0)
@@ -214,7 +216,7 @@ class _Event:
         # An event is of the device that is current, and only streams of that record it.
         with device:
             self.event = cupy.cuda.Event(block=True, disable_timing=True)
-        self.event.record(stream)
+            self.event.record(stream)
 
     def done(self) -> bool:
         return bool(self.event.done)
@@ -234,6 +236,8 @@ class _Foreign(NamedTuple):
 
 
 class _Stream:
+    """Every device has a default stream, and all are at address 0: that of the current one is meant."""
+
     def __init__(self, stream: Any, driver: CudaDriver) -> None:
         self._stream, self._driver = stream, driver
 
@@ -241,7 +245,8 @@ class _Stream:
         return _Event(self._stream, self._driver.device)
 
     def follow(self, event: Any) -> None:
-        self._stream.wait_event(event.event)
+        with self._driver.device:
+            self._stream.wait_event(event.event)
 
     def current(self) -> Any:
         with contextlib.ExitStack() as every:
@@ -258,23 +263,27 @@ class _Stream:
         import cupy
 
         kind = cupy.cuda.runtime.memcpyDefault
-        cupy.cuda.runtime.memcpyAsync(target, source, size, kind, self._stream.ptr)
+        with self._driver.device:
+            cupy.cuda.runtime.memcpyAsync(target, source, size, kind, self._stream.ptr)
 
     def zero(self, target: int, size: int) -> None:
         import cupy
 
-        cupy.cuda.runtime.memsetAsync(target, 0, size, self._stream.ptr)
+        with self._driver.device:
+            cupy.cuda.runtime.memsetAsync(target, 0, size, self._stream.ptr)
 
     def copy_rows(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
         import cupy
 
         runtime = cupy.cuda.runtime
         pitches = target, target_pitch, source, source_pitch
-        runtime.memcpy2DAsync(*pitches, width, rows, runtime.memcpyDefault, self._stream.ptr)
+        with self._driver.device:
+            runtime.memcpy2DAsync(*pitches, width, rows, runtime.memcpyDefault, self._stream.ptr)
 
     @property
     def capturing(self) -> bool:
-        return bool(self._stream.is_capturing())
+        with self._driver.device:
+            return bool(self._stream.is_capturing())
 
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
@@ -295,6 +304,11 @@ def _torch() -> Any:
     """torch, if anybody uses it on a GPU."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None
+
+
+def _of_torch(array: Any) -> bool:
+    """Whether an array is a tensor of torch, or of a class that somebody has derived."""
+    return any(base.__module__.partition(".")[0] == "torch" for base in type(array).__mro__)
 
 
 class CudaDriver:
@@ -380,7 +394,7 @@ class CudaDriver:
     def view(self, name: str, array: Any) -> View:
         """An array on the device."""
         kind = None
-        if type(array).__module__.split(".")[0] == "torch":
+        if _of_torch(array):
             array = array.detach()
             # Not every torch says how its bf16 is called.
             if str(array.dtype) == "torch.bfloat16":
@@ -388,6 +402,12 @@ class CudaDriver:
         interface = getattr(array, "__cuda_array_interface__", None)
         if interface is None:
             raise InvalidArgument(f"{name} = {type(array).__name__}: an array of CuPy or torch on the device")
+        place = getattr(array, "device", None)
+        index = getattr(place, "id", getattr(place, "index", None))
+        if index not in (None, self.device.id):
+            raise InvalidArgument(
+                f"{name} = an array on cuda:{index}: on cuda:{self.device.id}, the device of the cache"
+            )
         shape = tuple(interface["shape"])
         kind = kind or TYPES.get(interface["typestr"], str(interface["typestr"]))
         size = np.dtype(interface["typestr"]).itemsize
@@ -399,7 +419,7 @@ class CudaDriver:
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
         """A new array of the same library."""
-        if type(like).__module__.split(".")[0] == "torch":
+        if _of_torch(like):
             import torch
 
             return torch.empty(shape, dtype=torch.float32 if dtype else like.dtype, device=like.device)

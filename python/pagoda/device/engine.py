@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core
+from pagoda.checks import check_integer
 from pagoda.device.appends import Appends, Centers, Misfits
 from pagoda.device.arrays import Arrays
 from pagoda.device.attends import Attends, Maxima
@@ -46,6 +47,9 @@ FOREVER = 1e6
 
 POLL_SECONDS = 2e-4
 """Sleep between two looks at an event, where a wait has an end."""
+
+SEQUENCES_MAX, TOKENS_MAX = 1 << 24, (1 << 31) - 1
+"""Of a step that is declared, as pagoda-core and integers of kernels have them."""
 
 SPANS_DECLARED = 8
 """Spans of a sequence that there is room for once maxima are declared: `drop` leaves one more each time, sinks are one."""
@@ -157,7 +161,9 @@ class DeviceEngine:
         self._epochs: deque[tuple[int, Event]] = deque()
         """Steps that the device has not been seen to end, oldest first."""
         self._last_step: Event | None = None
+        self._chosen: Stream | None = None
         self._stream: Stream | None = None
+        """Of the open step."""
         # Forwarded as they are: bookkeeping that touches no memory.
         core = self.core
         self.create, self.fork, self.length, self.rewind_limit = core.create, core.fork, core.length, core.rewind_limit
@@ -178,17 +184,19 @@ class DeviceEngine:
             raise BackendUnavailable("declare: not in a cache with checked=True, whose steps wait for the device")
         if self._stream is not None:
             raise InvalidArgument("declare: inside a step; before or after one")
-        for name, value in (("sequences", sequences), ("new_tokens", new_tokens), ("context", context)):
-            if value < 1:
-                raise InvalidArgument(f"{name} = {value}: at least 1")
+        if self._maxima is not None:
+            raise InvalidArgument("declare: a second time; graphs that were captured since the first use its tables")
+        check_integer("sequences", sequences, 1, SEQUENCES_MAX)
+        check_integer("new_tokens", new_tokens, 1, TOKENS_MAX // sequences)
+        check_integer("context", context, 1, TOKENS_MAX)
         self._wait_for_steps()
         passed = RUN_ROWS if any(layer["keeps"] for layer in self._layers) else 0
         columns = -(-(context + passed) // self._page_size) + SPANS_DECLARED
         maxima, spans = Maxima(sequences, new_tokens, context), sequences * SPANS_DECLARED
         self._tables.place(Room(sequences, maxima.tokens, columns, spans, angles=spans + maxima.tokens))
+        self._attends.declare(maxima)
         self._tables.fixed = True
         self._maxima = maxima
-        self._attends.declare(maxima)
 
     def reserve(self, sequences: npt.NDArray[np.uint64], new_tokens: npt.NDArray[np.int64]) -> None:
         """Opens a step on the stream chosen by `use_stream`; its tables are on their way when this returns."""
@@ -208,8 +216,8 @@ class DeviceEngine:
         return self._driver.caller_stream(given)
 
     def use_stream(self, stream: Stream) -> None:
-        """The stream of the next step."""
-        self._stream = stream
+        """The stream of the next step that is opened."""
+        self._chosen = stream
 
     def append(self, layer: int, k: Any, v: Any = None, dtype: str | None = None) -> None:
         """See `Step.append`."""
@@ -293,6 +301,8 @@ class DeviceEngine:
     def wait(self, ticket: _core.Ticket, seconds: float) -> bool:
         """Sleeps until a ticket's copies have arrived, or no more will, or `seconds` have passed; says which."""
         deadline = time.monotonic() + seconds
+        if not seconds >= 0:
+            raise InvalidArgument(f"timeout = {seconds}: from 0 seconds on")
         while (rest := self._moves.waits_for(ticket)) is not None:
             if seconds >= FOREVER:
                 rest.wait()
@@ -335,6 +345,8 @@ class DeviceEngine:
         if self._arena is None:
             return
         with contextlib.suppress(Exception):
+            # The kernels of a step that is open go over memory, too.
+            self._mark_end()
             self._wait_for_steps()
         with contextlib.suppress(Exception):
             self._moves.close()
@@ -354,6 +366,17 @@ class DeviceEngine:
                 self._passage.close()
             self._arena = self._host = self._passage = None
             self._attends.close()
+
+    def __del__(self) -> None:
+        # Kernels and copies may be under way in the memory that goes with this. A device that fails has nothing under way.
+        with contextlib.suppress(Exception):
+            if self._arena is not None:
+                self._mark_end()
+                if self._last_step is not None:
+                    self._last_step.wait()
+                self._streams.finish()
+                for stream in filter(None, (self._copying, self._zeroing)):
+                    stream.record().wait()
 
     def empty(self, q: Any, dim: int | None) -> Any:
         """An output for queries `q` [tokens, heads, head_dim], or with dim=None a log-sum-exp."""
@@ -381,6 +404,8 @@ class DeviceEngine:
 
     def _enter(self) -> None:
         """Sends the tables of the open step. Raises InvalidArgument for pages on disk that have nothing to come through."""
+        self._mark_end()
+        self._stream = self._chosen
         if self._last_step is not None:
             self._now.follow(self._last_step)
         if self._zeroed is not None:
@@ -396,8 +421,8 @@ class DeviceEngine:
         copies = self.core.step_transfers()
         if len(copies):
             self._mover.copy(self._now, copies)
-        words = self._tables.stage()
         try:
+            words = self._tables.stage()
             if not self._streams.ring and (on_disk := self._on_disk()):
                 raise InvalidArgument(
                     f"device_memory = {self._device_memory}: at least {self._enough_for_disk} bytes for steps over pages on "
@@ -418,12 +443,22 @@ class DeviceEngine:
 
     def _leave(self) -> None:
         """Marks the end of the step in its stream."""
-        self._last_step = self._now.record()
-        self._stream = None
+        self._mark_end()
         epoch = self.core.ended_epoch()
         if epoch is not None:
-            self._epochs.append((epoch, self._streams.behind(self._last_step)))
-        self._poll()
+            if self._last_step is None:
+                # Ctrl-C has come before anything was launched.
+                self.core.retire(epoch)
+            else:
+                self._epochs.append((epoch, self._streams.behind(self._last_step)))
+        with contextlib.suppress(BackendUnavailable):  # Of copies, whose tickets tell: the step has ended.
+            self._poll()
+
+    def _mark_end(self) -> None:
+        """Marks the end of what was launched in a step, unless that is done."""
+        if self._stream is not None:
+            self._last_step = self._stream.record()
+            self._stream = None
 
     def _poll(self) -> None:
         """Tells the core what has ended."""
@@ -470,7 +505,9 @@ class DeviceEngine:
             return call()
 
     def _wait_for_steps(self) -> bool:
-        """Sleeps until every step has ended; says whether there was one."""
+        """Sleeps until every step has ended; says whether there was one that blocks may drain for."""
+        if self._last_step is not None:
+            self._last_step.wait()
         waited = bool(self._epochs)
         if waited:
             self._epochs[-1][1].wait()

@@ -17,8 +17,8 @@ LOG2_E = math.log2(math.e)
 DECODE_ROWS = 16
 """Query rows of a sequence up to which its stored rows are split between warps, and above which its queries are."""
 
-WINDOW_MAX = 1 << 30
-"""Tokens that a query sees where there is no window."""
+WINDOW_MAX = (1 << 31) - 1
+"""Tokens that a query sees where there is no window, or a larger one: the largest integer of kernels."""
 
 
 class LayerKernels:
@@ -81,7 +81,7 @@ class LayerKernels:
             ),
             k_plane=k_plane,
             v_plane=v_plane,
-            window=WINDOW_MAX if shape["window"] is None else shape["window"],
+            window=WINDOW_MAX if shape["window"] is None else min(shape["window"], WINDOW_MAX),
             # Scores of kernels are base-2 logarithms.
             scale=shape["scale"] * LOG2_E if softcap is None else shape["scale"] / softcap,
             softcap=0.0 if softcap is None else softcap * LOG2_E,

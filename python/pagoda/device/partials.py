@@ -120,10 +120,11 @@ class Partials:
         """Computes, and sends the parts to the device: that of the batch's n-th query goes to the n-th row from `target` on.
         Returns how many bytes of K and V were read."""
         asked.come.wait()
-        if self._untold.pop(asked.layer, None) is not None:
+        if asked.layer in self._untold:
             length = self._center_length(asked.layer)
             center = self._center.take(4 * length).array[: 4 * length].view(np.float32)
             self._cpu.center(self._core, asked.layer, center)
+            del self._untold[asked.layer]
         layer = self._layers[asked.layer]
         heads, dim, tokens = layer["num_q_heads"], layer["v_head_dim"] + 2, asked.tokens
         row = 4 * heads * dim

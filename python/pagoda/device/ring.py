@@ -111,7 +111,7 @@ class Ring:
     @contextmanager
     def brought(self, item: int, stream: Stream) -> Iterator[int]:
         """The address of the slot with what comes at a place, for kernels that are launched on the stream inside."""
-        if len(self._free) + len(self._ahead) < len(self._all):
+        if len(self._free) + len(self._ahead) != len(self._all):
             # Ctrl-C has come in between. This stream follows whatever has read the slots.
             self._ahead.clear()
             self._free = deque(self._all)

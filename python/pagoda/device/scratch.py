@@ -20,12 +20,12 @@ class Scratch:
         return all(have >= want for have, want in zip(self._sizes, sizes, strict=True))
 
     def grow(self, sizes: tuple[int, int, int]) -> None:
-        """Makes room. Nothing may be under way that uses the old memory."""
-        addresses = [self.partials, self.counters, self.parts]
-        for index, (have, want) in enumerate(zip(self._sizes, sizes, strict=True)):
-            if want > have:
-                self._held[index] = memory = self._driver.memory(want)
-                addresses[index] = memory.address
-        self.partials, self.counters, self.parts = addresses
+        """Makes room, or changes nothing. Nothing may be under way that uses the old memory."""
+        wanted = zip(self._held, self._sizes, sizes, strict=True)
+        held = [self._driver.memory(want) if want > have else held for held, have, want in wanted]
         partials, counters, parts = map(max, self._sizes, sizes)
+        # Ctrl-C may come in between: nothing is there until all of it is.
+        self._sizes = (0, 0, 0)
+        self._held = held
+        self.partials, self.counters, self.parts = (one.address if one else 0 for one in held)
         self._sizes = (partials, counters, parts)

@@ -132,12 +132,13 @@ class Streams:
         words, stamp, groups = self._core.stream(chosen)
         self._placed = [(int(way["group"]), placed) for way, placed in zip(chosen, groups, strict=True)]
         if stamp != self._stamp:
-            self._stamp = stamp
             self._copies = {
                 group: [self._side_by_side(group, blocks.astype(np.int64)) for blocks, _ in placed["passes"]]
                 for group, placed in self._placed
             }
             self.ring.forget()
+            # Last: Ctrl-C may come before.
+            self._stamp = stamp
         return words
 
     def fits(self, words: int) -> bool:
@@ -216,9 +217,13 @@ class Streams:
         self._copying.follow(step)
         return self._copying.record()
 
+    def finish(self) -> None:
+        """Waits for the copies."""
+        self._copying.record().wait()
+
     def close(self) -> None:
         """Waits for the copies, then gives the memory back."""
-        self._copying.record().wait()
+        self.finish()
         self.ring.close()
         self._tables = self._partials = None
 

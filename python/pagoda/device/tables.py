@@ -166,9 +166,11 @@ class StepTables:
         """New tables, which hold nothing yet. Nothing may be under way that uses the old ones."""
         self._lay_out(room, counted := Carve())
         memory = self._driver.memory(counted.size)
-        self.room, self._memory = room, memory
+        # Ctrl-C may come in between: there is room for no step until the core knows the new tables, too.
+        self.room, self._memory = Room(), memory
         self.groups, self.works, self.angles = self._lay_out(room, Carve(memory.address))
         self.forget()
+        self.room = room
 
     def forget(self) -> None:
         """Tables hold nothing: what was written down for them has not come there."""
@@ -200,10 +202,12 @@ class StepTables:
         """Sends what was written down. streams: where the tables of what is streamed go."""
         staging = self._next_staging(words)
         self._core.staged(staging.host.array.view(np.uint32)[:words], streams)
-        stream.copy(staging.device.address, staging.host.address, 4 * words)
-        call = arguments.Unpack(staging.device.address)
-        stream.launch(instances.UNPACK, self._driver.multiprocessors, 256, call)
-        staging.used = stream.record()
+        try:
+            stream.copy(staging.device.address, staging.host.address, 4 * words)
+            call = arguments.Unpack(staging.device.address)
+            stream.launch(instances.UNPACK, self._driver.multiprocessors, 256, call)
+        finally:
+            staging.used = stream.record()
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -251,9 +255,10 @@ class StepTables:
     def _next_staging(self, words: int) -> Staging:
         """A pair of buffers that no upload reads any more."""
         if len(self._staging) == 2:
-            staging = self._staging.popleft()
+            staging = self._staging[0]
             if staging.used is not None:
                 staging.used.wait()
+            self._staging.popleft()
             if staging.words >= words:
                 self._staging.append(staging)
                 return staging
