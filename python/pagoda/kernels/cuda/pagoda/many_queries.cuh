@@ -17,8 +17,9 @@ struct ManyShape : TensorShape<K_, V_, Q_, D_, DV_, 16 * STACK_ * WARPS_ / COLUM
     static_assert(DV_ % (V::UNIT * COLUMNS) == 0, "a warp has whole units of columns");
     /// Elements of V that a warp accumulates, and stored rows whose scores it holds at once.
     static constexpr int WIDTH = DV_ / COLUMNS, KEYS = STACK > 1 && (K_::QUANTISED || V::QUANTISED) ? 16 : Common::SCORES;
-    /// Query fragments stay in registers where these hold them beside values and scores.
-    static constexpr bool Q_IN_REGISTERS = STACK * (Common::Q_SPLITS * Common::DEPTH / 4 + WIDTH / 2 + KEYS / 2) < 120;
+    /// Query fragments stay in registers where these hold them beside values and scores, of quantised rows also a part of their sums.
+    static constexpr bool Q_IN_REGISTERS =
+        STACK * (Common::Q_SPLITS * Common::DEPTH / 4 + WIDTH / 2 + KEYS / 2 * (1 + K_::QUANTISED)) < 120;
     /// What is quantised of a stage is decoded for all warps at once, behind the ring. Results may take that place, too.
     using DecodedK = DecodedRows<K_, typename K_::Keys, D_, Common::SCORES>;
     using DecodedV = DecodedRows<V, typename V::Values, DV_, Common::SCORES>;

@@ -125,7 +125,7 @@ struct Ring : Unit<Shape_> {
         const int mine = (warp * WARP + lane) * BYTES;
         const uint8* const source = page + strip.offset + this->kv_head() * strip.head_stride + static_cast<int64>(here.first) * ROW_BYTES + mine;
         if (here.whole(ROWS)) {
-#pragma unroll(ROUND % ROW_BYTES == 0 ? ALL / ROUND + 1 : 2)
+#pragma unroll(ROUND % ROW_BYTES == 0 ? ALL / ROUND + 1 : Shape::WARPS > 1 ? 1 : 2)
             for (int start = 0; start < ALL; start += ROUND) {
                 if (start + ROUND > ALL && start + mine >= ALL) break;
                 copy_async<BYTES>(target + place_of<ROW_BYTES, STRIDE, ROUND>(start, mine), source + start, true);
