@@ -121,7 +121,8 @@ class Cache:
     a GPU they need the ring: where device_memory is too small for one, nothing goes to disk by itself, and a step with pages
     there raises InvalidArgument with the memory that would do.
     disk_timeout: seconds that `attend` waits for such a read, and other calls for a disk that does nothing, before they raise
-    TierIOError. What is under way then goes on; its memory is not used again before it has ended.
+    TierIOError; opening the directory is one of them. What is under way then goes on; its memory is not used again, and no
+    other cache has the directory, before it has ended.
 
     A layer with a window holds the pages of its last `window + headroom` tokens; others leave when a step is committed, so
     memory is constant however long a sequence grows. A step's own tokens are held until then.
