@@ -419,9 +419,9 @@ class Cache:
     def _reserve(self, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
         if self._unfinished:
             # A step was forgotten. Its finaliser must not end it: that may run in the middle of any call.
-            self._unfinished = False
             with contextlib.suppress(InvalidArgument):  # It may have ended after all.
                 self._core.rollback()
+            self._unfinished = False
         while True:
             if self._device is not None and stream is not None:
                 self._device.use_stream(stream)

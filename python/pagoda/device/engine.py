@@ -272,8 +272,14 @@ class DeviceEngine:
 
     def rollback(self) -> None:
         """Closes the step as if it had never been opened."""
-        self.core.rollback()
-        self._leave()
+        if self._stream is not None and self._last_step is not None:
+            # Ctrl-C may have come before it was to.
+            self._stream.follow(self._last_step)
+        try:
+            self.core.rollback()
+        finally:
+            # Or after the core had closed it.
+            self._leave()
 
     def plan(self, *given: Any, **options: Any) -> _core.Plan:
         """See `Cache.plan`."""
