@@ -1,6 +1,6 @@
 """Ctrl-C between any two instructions of Pagoda's Python, without a clock, and signals by one.
 
-The garbage collector rests meanwhile: Python throws away what comes while it calls back.
+Nothing comes in finalisers, and the garbage collector rests meanwhile: Python throws away what comes while it calls back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def interrupted(call: Callable[[], Any], after: int) -> bool:
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left
-        if not frame.f_globals.get("__name__", "").startswith("pagoda."):
+        if not frame.f_globals.get("__name__", "").startswith("pagoda.") or frame.f_code.co_name == "__del__":
             return None
         frame.f_trace_opcodes = True
         left -= event == "opcode"

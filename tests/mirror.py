@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -236,6 +237,13 @@ def settled(cache: pagoda.Cache) -> Stats:
         stats = cache.stats()
         if not any(counts.draining for counts in (*stats.device, *stats.host, *stats.disk)):
             return stats
+
+
+def nameless(place: Path) -> Path:
+    """The file without a name that this process has open in a directory."""
+    there = [fd for fd in Path("/proc/self/fd").iterdir() if str(fd.resolve()).startswith(f"{place}/.pagoda-")]
+    (only,) = there
+    return only
 
 
 def tolerance_of(cache: pagoda.Cache, of_floats: float = TOLERANCE) -> float:

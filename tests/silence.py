@@ -12,12 +12,14 @@ import errno
 import fcntl
 import os
 import platform
+import select
 import struct
 import threading
+import time
 
 NUMBERS = {
-    "x86_64": {"seccomp": 317, "pread64": 17, "pwrite64": 18, "fdatasync": 75, "io_uring_enter": 426},
-    "aarch64": {"seccomp": 277, "pread64": 67, "pwrite64": 68, "fdatasync": 83, "io_uring_enter": 426},
+    "x86_64": {"seccomp": 317, "pread64": 17, "pwrite64": 18, "fdatasync": 75, "fallocate": 285, "io_uring_enter": 426},
+    "aarch64": {"seccomp": 277, "pread64": 67, "pwrite64": 68, "fdatasync": 83, "fallocate": 47, "io_uring_enter": 426},
 }
 """By machine."""
 
@@ -53,8 +55,13 @@ def silence(*names: str) -> int:
     return listener
 
 
-def answer(listener: int) -> None:
-    """From now on all calls are made, those that wait first."""
+def asked(listener: int) -> bool:
+    """Whether a call waits."""
+    return bool(select.select([listener], [], [], 0)[0])
+
+
+def answer(listener: int, pause: float = 0.0) -> None:
+    """From now on all calls are made, those that wait first, each after so many seconds."""
     form, go_on = LET_IT
 
     def supervise() -> None:
@@ -62,6 +69,7 @@ def answer(listener: int) -> None:
             # A thread that something has woken asks again.
             with contextlib.suppress(FileNotFoundError):
                 asked = fcntl.ioctl(listener, RECEIVE, bytes(80))
+                time.sleep(pause)
                 number = struct.unpack_from("Q", asked)[0]
                 fcntl.ioctl(listener, SEND, form.pack(number, *go_on))
 

@@ -17,18 +17,16 @@ from typing import Any
 import pytest
 from pagoda.kernels import instances, loader
 
-SLOW_S = 0.2
-
 
 class CompileException(Exception):
     """CuPy's."""
 
 
 @pytest.fixture
-def cupy(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], list[dict[str, Any]]]:
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
     """Puts a CuPy in place that does something in place of compiling; gives what it is asked for."""
 
-    def install(compiling: Callable[[], None]) -> list[dict[str, Any]]:
+    def install(compiling: Callable[[], None], patience: float = 60.0) -> list[dict[str, Any]]:
         asked = []
 
         class RawModule:
@@ -45,15 +43,23 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], list
             Device=lambda: SimpleNamespace(compute_capability="90"),
         )
         monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(RawModule=RawModule, cuda=cuda))
-        monkeypatch.setattr(loader, "PATIENCE_S", SLOW_S / 4)
+        monkeypatch.setattr(loader, "PATIENCE_S", patience)
         monkeypatch.setenv("CUPY_CACHE_DIR", "/kept/here")
         return asked
 
     return install
 
 
-def slow() -> None:
-    time.sleep(SLOW_S)
+def until(said: Callable[[], object]) -> Callable[[], None]:
+    """Compiles until something has been said of it."""
+
+    def compiling() -> None:
+        deadline = time.monotonic() + 60
+        while not said():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    return compiling
 
 
 def test_cupy_is_asked_for_what_the_fingerprint_covers(cupy: Any) -> None:
@@ -66,7 +72,7 @@ def test_cupy_is_asked_for_what_the_fingerprint_covers(cupy: Any) -> None:
 
 
 def test_compiling_is_logged(cupy: Any, caplog: pytest.LogCaptureFixture) -> None:
-    cupy(slow)
+    cupy(until(lambda: caplog.records), patience=0.0)
     with caplog.at_level(logging.INFO, "pagoda.kernels"):
         loader.load(instances.append("f16", "bf16", "f32"))
     before, after = [record.getMessage() for record in caplog.records]
@@ -82,8 +88,8 @@ class Terminal(io.StringIO):
 def test_compiling_shows_on_a_terminal_and_vanishes(
     cupy: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cupy(slow)
     terminal = Terminal()
+    cupy(until(lambda: "compiling" in terminal.getvalue()), patience=0.0)
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
@@ -98,7 +104,6 @@ def test_nothing_is_said_of_kernels_from_the_disk(cupy: Any, caplog: pytest.LogC
     cupy(lambda: None)
     with caplog.at_level(logging.INFO, "pagoda.kernels"):
         loader.load(instances.UNPACK)
-    time.sleep(SLOW_S)
     assert not caplog.records
 
 

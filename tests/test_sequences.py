@@ -136,6 +136,31 @@ def test_ctrl_c_at_any_instruction_leaves_no_sequence_without_a_handle(mirror: M
     assert strays > 1, "it came between the making of a sequence and its handle"
 
 
+def test_ctrl_c_anywhere_in_a_step(mirror: Mirror, emulated: bool) -> None:
+    """It is Ctrl-C that is raised, the step has been or has not, and the next one goes well."""
+    tokens, cache, after, came = mirror.create(), mirror.cache, 0, True
+    mirror.step([tokens], [20])
+    kept, rows, q = len(tokens), np.ones((2, 2, 16), np.float16), np.ones((2, 4, 16), np.float32)
+
+    def step() -> None:
+        with cache.step([tokens.sequence], [2]) as step:
+            for index in range(2):
+                step.forward(index, q, rows, rows)
+            step.commit(accepted=[1])
+
+    while came:
+        came = interrupted(step, after)
+        # What Ctrl-C has left open is rolled back.
+        with cache.step([tokens.sequence], [0]):
+            pass
+        assert len(tokens.sequence) in (kept, kept + 1)
+        tokens.sequence.truncate(kept)
+        cache.audit()
+        mirror.look()
+        after += 1 + (after // 30 if emulated else 0)
+    assert after > 200
+
+
 def test_tables_name_the_blocks_that_attention_reads(mirror: Mirror) -> None:
     a, b = mirror.create(), mirror.create()
     mirror.step([a, b], [33, 16])

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pagoda
 import pytest
 from emulator.driver import EmulatedDriver
-from mirror import layer, settled
-from pagoda.device import cuda
+from mirror import layer, nameless, settled
+from pagoda.device import cuda, ring
 
 PAGE, MEMORY = 16, 1 << 20
 SPEC = pagoda.ModelSpec(layers=[layer(), layer()])
@@ -82,8 +82,7 @@ class World:
         named = self.disk / "pages"
         if named.exists():
             return named.read_bytes()
-        nameless = [fd for fd in Path("/proc/self/fd").iterdir() if "/.pagoda-" in str(fd.resolve())]
-        return nameless[0].read_bytes()
+        return nameless(self.disk).read_bytes()
 
     def found(self, bits: int) -> dict[str, int]:
         """How often the numbers of a sequence are there, by tier."""
@@ -284,6 +283,43 @@ def test_nothing_is_left_where_pages_pass_between_disk_and_device(
         cache.stats()
         assert (found(driver.arenas[-1].array.tobytes(), SECRET) == 0) == zero_on_free
         cache.audit()
+
+
+def closed(world: World) -> None:
+    attended(world)
+    world.cache.close()
+
+
+@pytest.mark.parametrize("zero_on_free", [True, False])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("scene", [attended_and_released, attended_and_moved, closed])
+def test_nothing_is_left_where_pages_pass_on_a_device(
+    scene: Callable[[World], None], tier: str, zero_on_free: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ring in its memory, as small as one layer of a few pages: both slots have the secret in turn, and what is ahead."""
+    emulator.require()
+    driver = EmulatedDriver()
+    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
+    monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
+    world = World(zero_on_free, tmp_path / "pages", spill=False, device="cuda")
+    assert world.cache._device is not None
+    slots = world.cache._device._streams.ring
+    assert slots._memory is not None
+    address, size = slots._memory.address, len(slots) * slots.slot_bytes
+    with world.cache as cache:
+        world.move(world.other, tier)
+        world.move(world.secret, tier)
+        attended(world)
+        for stream in driver.streams:
+            stream.reach(len(stream.work))
+        assert found(ctypes.string_at(address, size), SECRET) > 0, "it is needed for the next step"
+        scene(world)
+        if scene is not closed:
+            settled(cache)
+            cache.audit()
+        for stream in driver.streams:
+            stream.reach(len(stream.work))
+        assert (found(ctypes.string_at(address, size), SECRET) == 0) == zero_on_free
 
 
 @pytest.mark.parametrize("zero_on_free", [True, False])

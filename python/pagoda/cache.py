@@ -121,7 +121,8 @@ class Cache:
     a GPU they need the ring: where device_memory is too small for one, nothing goes to disk by itself, and a step with pages
     there raises InvalidArgument with the memory that would do.
     disk_timeout: seconds that `attend` waits for such a read, and other calls for a disk that does nothing, before they raise
-    TierIOError. What is under way then goes on; its memory is not used again before it has ended.
+    TierIOError; opening the directory is one of them. What is under way then goes on; its memory is not used again, and no
+    other cache has the directory, before it has ended.
 
     A layer with a window holds the pages of its last `window + headroom` tokens; others leave when a step is committed, so
     memory is constant however long a sequence grows. A step's own tokens are held until then.
@@ -418,9 +419,9 @@ class Cache:
     def _reserve(self, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
         if self._unfinished:
             # A step was forgotten. Its finaliser must not end it: that may run in the middle of any call.
-            self._unfinished = False
             with contextlib.suppress(InvalidArgument):  # It may have ended after all.
                 self._core.rollback()
+            self._unfinished = False
         while True:
             if self._device is not None and stream is not None:
                 self._device.use_stream(stream)

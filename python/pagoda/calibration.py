@@ -49,18 +49,17 @@ def measure(threads: int, directory: Path, gpus: Iterable[Driver] = ()) -> Calib
     Raises TierIOError.
     """
     alone = {"disk": _read_disk(directory).rate}
-    with _memory_reader(threads) as reader, ThreadPoolExecutor(1) as pool:
+    with _memory_reader(threads) as reader:
         spans = reader.read_for(SECONDS)
         alone["memory"] = _rate(spans)
-        under_way, passes = pool.submit(_read_disk, directory), []
-        while not under_way.done():
-            passes.append(reader.read())
-        disk = under_way.result()
+        met: list[_Span] = []
+        while not met:  # A busy machine may have kept this thread from memory for as long as the disk was read.
+            disk, met = _both(reader, directory)
         routes = {gpu.name: gauge.measure(gpu, threads, reader.read, spans[-1].bytes) for gpu in gpus}
     if routes:
         formats = {name: alone["memory"] if name == READER_DTYPE else _rate_of(name, threads) for name in STORED}
         routes = {name: replace(one, formats=formats) for name, one in routes.items()}
-    together = {"disk": disk.rate, "memory": _rate(_beside(passes, disk))}
+    together = {"disk": disk.rate, "memory": _rate(met)}
     return Calibration(threads, str(directory.absolute()), alone, together, routes)
 
 
@@ -96,6 +95,16 @@ class _Span(NamedTuple):
 def _rate(spans: list[_Span]) -> float:
     """Bytes a second, what was between the spans not counted."""
     return sum(span.bytes for span in spans) / sum(span.stop - span.start for span in spans)
+
+
+def _both(reader: _MemoryReader, directory: Path) -> tuple[_Span, list[_Span]]:
+    """Reads the disk, and memory meanwhile; the passes over memory that met the disk."""
+    with ThreadPoolExecutor(1) as pool:
+        under_way, passes = pool.submit(_read_disk, directory), []
+        while not under_way.done():
+            passes.append(reader.read())
+    disk = under_way.result()
+    return disk, _beside(passes, disk)
 
 
 def _beside(passes: list[_Span], disk: _Span) -> list[_Span]:

@@ -94,14 +94,13 @@ class Step:
 
     def __enter__(self) -> Step:
         self._began = time.perf_counter()
+        # Before it is: Ctrl-C may come as soon as the core has opened the step.
+        self._open = True
         try:
             self._cache._reserve(self.batch, self._counts, self._stream)
-            self._open = True
-        except PagodaError:
-            raise
-        except BaseException:
-            # Ctrl-C may have come after the core had opened the step.
-            self._cache._unfinished = True
+        except BaseException as error:
+            self._cache._unfinished |= not isinstance(error, PagodaError)
+            self._open = False
             raise
         return self
 
@@ -115,13 +114,14 @@ class Step:
                 self.commit()
         finally:
             if self._open:
-                self._end()
                 # It may have ended, by Ctrl-C in the middle of a commit. What has gone wrong says more than that.
                 with contextlib.suppress(PagodaError):
                     self._cache._core.rollback()
+                self._end()
 
     def __del__(self) -> None:
-        if self._open:
+        # Ctrl-C may have come before there was anything.
+        if getattr(self, "_open", False):
             self._cache._unfinished = True
 
     @property

@@ -17,7 +17,7 @@ use pagoda_core::cache::TierMemory;
 use pagoda_core::fence::Failure;
 use pagoda_core::ids::{Epoch, GroupId, Tier};
 use pagoda_cpu::Arenas;
-use pagoda_store::disk::Store;
+use pagoda_store::disk::{Geometry, Store};
 use pagoda_store::{Mover, Slab};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
@@ -125,25 +125,20 @@ impl Cache {
     ) -> PyResult<Self> {
         let Placed { groups, runs, layers } = place(py, &layers, page_size)?;
         let timeout = disk.as_ref().map_or(Duration::ZERO, |disk| disk.timeout);
-        let opened = disk.map(|disk| disk::open(py, &disk, &runs)).transpose()?;
-        let (store, recovered) = opened.map(|(store, recovered)| (Arc::new(store), recovered)).unzip();
-        store.iter().for_each(fork::opened);
+        let geometry = disk.as_ref().map(|disk| Geometry::new(&runs, disk.memory)).transpose();
+        let geometry = geometry.map_err(|error| errors::disk(py, &error))?;
         let absent = TierMemory { bytes: 0, extent_bytes: u64::MAX };
-        let on_disk = store.as_ref().map_or(absent, |store| store.geometry().arena());
+        let on_disk = geometry.as_ref().map_or(absent, Geometry::arena);
         let [fast, host] = memory.map(|(bytes, extent_bytes)| TierMemory { bytes, extent_bytes });
         let mut core =
             pagoda_core::Cache::new(&groups, [fast, host, on_disk]).map_err(|error| core(py, &error))?;
         if zero_on_free {
             core.zero_on_free();
         }
-        let sessions = match (&store, recovered) {
-            (Some(store), Some(recovered)) => {
-                Sessions::open(&mut core, store, recovered).map_err(|error| errors::disk(py, &error))?
-            }
-            _ => Sessions::default(),
-        };
-        if let (Some(store), true) = (&store, zero_on_free) {
-            store.zero_on_free().map_err(|error| errors::disk(py, &error))?;
+        let (mut store, mut sessions) = (None, Sessions::default());
+        if let (Some(disk), Some(geometry)) = (disk, geometry) {
+            let opened = disk::open(py, disk, geometry, core, zero_on_free)?;
+            (core, store, sessions) = (opened.core, Some(opened.store), opened.sessions);
         }
         let mut base = [std::ptr::null_mut(); Tier::COUNT];
         let mut ring = None;

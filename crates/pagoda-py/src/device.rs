@@ -241,16 +241,16 @@ impl Cache {
         self.with(py, |inner| inner.retire(Epoch(epoch)))
     }
 
-    /// `[address, bytes]` of freed blocks that the device has to zero before it does anything else with them. Those on disk are
-    /// zeroed.
-    fn zero<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u64>>> {
+    /// `[address, bytes]` of freed blocks that the device has to zero before it does anything else with them, and whether there were
+    /// some on disk, which are zeroed.
+    fn zero<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyArray1<u64>>, bool)> {
         let mut inner = self.lock(py)?;
         inner.upload(py)?;
         let Inner { core, arenas, block_bytes, disk, .. } = &mut *inner;
         let mut ranges = Vec::new();
-        zero_by(core, disk, block_bytes, |tier, range| {
+        let on_disk = zero_by(core, disk, block_bytes, |tier, range| {
             ranges.extend([arenas.base[tier.index()] as u64 + range.start, range.end - range.start]);
         });
-        Ok(PyArray1::from_vec(py, ranges))
+        Ok((PyArray1::from_vec(py, ranges), on_disk))
     }
 }

@@ -1,9 +1,13 @@
 //! The disk tier, as the facade asks for it.
 
 use crate::errors;
+use crate::fork;
+use crate::patience::{Apart, Stop};
 use crate::reads::Reads;
+use crate::sessions::Sessions;
+use pagoda_core::fence::Failure;
 use pagoda_core::work::RUN_ROWS;
-use pagoda_store::disk::io::{Access, Directory, Folder};
+use pagoda_store::disk::io::{Access, Directory, Folder, Pulse};
 use pagoda_store::disk::{Budget, Error, Geometry, Recovered, Store, ceiling};
 use pagoda_store::{Ring, Slab};
 use pyo3::prelude::*;
@@ -17,12 +21,12 @@ use std::time::{Duration, Instant};
 #[pyo3(from_item_all)]
 pub(crate) struct DiskArguments {
     path: PathBuf,
-    memory: u64,
+    pub(crate) memory: u64,
     fingerprint: [u8; 16],
     /// Whether files have names, and are opened again.
     resume: bool,
     writes_per_day: Option<u64>,
-    /// How long attention waits for one read.
+    /// How long attention waits for one read, and others for a disk that does nothing.
     pub(crate) timeout: Duration,
 }
 
@@ -60,20 +64,53 @@ impl Disk {
     }
 }
 
-/// Opens the files.
-pub(crate) fn open(py: Python<'_>, disk: &DiskArguments, runs: &[Vec<u64>]) -> PyResult<(Store, Recovered)> {
-    let open = || -> Result<_, Error> {
-        let geometry = Geometry::new(runs, disk.memory)?;
-        let folder = Folder::open(&disk.path)?;
+/// What is there once the files are open.
+pub(crate) struct Opened {
+    pub(crate) core: pagoda_core::Cache,
+    pub(crate) store: Arc<Store>,
+    pub(crate) sessions: Sessions,
+}
+
+/// Opens the files, and tells `core` what they keep. A thread does, and goes on alone when the drive does not answer for too long:
+/// until it has, others must not open the directory.
+pub(crate) fn open(
+    py: Python<'_>,
+    disk: DiskArguments,
+    geometry: Geometry,
+    mut core: pagoda_core::Cache,
+    zero_on_free: bool,
+) -> PyResult<Opened> {
+    let (limit, pulse) = (disk.timeout, Arc::new(Pulse::default()));
+    let watched = pulse.clone();
+    let opening = Apart::begin(move || -> Result<_, Error> {
+        let folder = Folder::open_watched(&disk.path, watched)?;
         let budget = disk.writes_per_day.map(|bytes| Budget::new(bytes, Instant::now()));
-        if disk.resume {
-            Store::open(&folder, geometry, disk.fingerprint, budget)
+        let (store, recovered) = if disk.resume {
+            Store::open(&folder, geometry, disk.fingerprint, budget)?
         } else {
-            let store = Store::scratch(&folder, geometry, disk.fingerprint, budget)?;
-            Ok((store, Recovered::default()))
+            (Store::scratch(&folder, geometry, disk.fingerprint, budget)?, Recovered::default())
+        };
+        let sessions = Sessions::open(&mut core, &store, recovered)?;
+        if zero_on_free {
+            store.zero_on_free()?;
         }
-    };
-    py.detach(open).map_err(|error| errors::disk(py, &error))
+        Ok(Opened { core, store: Arc::new(store), sessions })
+    });
+    let opening = opening.map_err(|source| Error::Io { operation: "starting a thread", source });
+    let opening = opening.map_err(|error| errors::disk(py, &error))?;
+    let opened = py.detach(|| opening.outcome(&pulse, limit)).map_err(|stop| match stop {
+        Stop::Idle(limit) => {
+            let seconds = limit.as_secs_f64();
+            let reason = format!(
+                "disk_timeout = {seconds}: the drive did nothing for longer; the directory is let go of when it has answered"
+            );
+            errors::failure(py, Some(&Failure::Io(reason)))
+        }
+        other => other.raise(py),
+    })?;
+    let opened = opened.map_err(|error| errors::disk(py, &error))?;
+    fork::opened(&opened.store);
+    Ok(opened)
 }
 
 /// Bytes of a ring for reads ahead of need with slots of so many.

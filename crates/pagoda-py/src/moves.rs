@@ -278,16 +278,20 @@ impl Inner {
     }
 }
 
-/// Zeroes freed blocks on disk, and what was read of them ahead of need; those in memory by `clear`: ranges of the bytes of a tier.
+/// Zeroes freed blocks on disk, and what was read of them ahead of need, and says if there were any; those in memory by `clear`:
+/// ranges of the bytes of a tier.
 pub(crate) fn zero_by(
     core: &mut pagoda_core::Cache,
     disk: &mut Option<Box<Disk>>,
     block_bytes: &[u64],
     mut clear: impl FnMut(Tier, Range<u64>),
-) {
+) -> bool {
+    let mut on_disk = false;
     core.zero(|tier, group, blocks| {
         if tier == Tier::Disk {
-            return disk.as_ref().is_some_and(|disk| disk.store.zero(group, blocks).is_ok());
+            let zeroed = disk.as_ref().is_some_and(|disk| disk.store.zero(group, blocks).is_ok());
+            on_disk |= zeroed;
+            return zeroed;
         }
         let at = |block| u64::from(block) * block_bytes[group.index()];
         clear(tier, at(blocks.start)..at(blocks.end));
@@ -296,4 +300,5 @@ pub(crate) fn zero_by(
     if let Some(disk) = disk {
         disk.reads.forget_gone();
     }
+    on_disk
 }

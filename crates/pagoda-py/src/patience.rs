@@ -4,6 +4,7 @@ use crate::errors;
 use pagoda_core::fence::{Completion, Failure};
 use pagoda_store::Waiter;
 use pagoda_store::disk::Store;
+use pagoda_store::disk::io::Pulse;
 use pyo3::prelude::*;
 use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -42,7 +43,7 @@ impl Stop {
 
 /// Sleeps until `awake` says so, which sleeps for the time it is given at most, or for `limit`; says which. Python signals are seen.
 pub(crate) fn until(limit: Duration, awake: impl FnMut(Duration) -> bool) -> PyResult<bool> {
-    sleep(limit, || (), signals, awake)
+    sleep(limit, || false, signals, awake)
 }
 
 /// Sleeps until copies have ended, as long as the disk does anything, and for `limit` more. Python signals are seen.
@@ -67,28 +68,35 @@ fn while_busy(
     stop: impl Fn() -> PyResult<()>,
     awake: impl FnMut(Duration) -> bool,
 ) -> Result<(), Stop> {
-    let ended = sleep(limit, || store.traffic(), stop, awake).map_err(Stop::Signal)?;
-    if ended { Ok(()) } else { Err(Stop::Idle(limit)) }
+    let mut before = store.traffic();
+    let moves = || {
+        let now = store.traffic();
+        std::mem::replace(&mut before, now) != now
+    };
+    or_idle(limit, sleep(limit, moves, stop, awake))
 }
 
-/// Sleeps until `awake` says so, which sleeps for the time it is given at most, or until `progress` has stayed the same for `limit`;
-/// says which. Now and then `stop` may end that.
-fn sleep<P: PartialEq>(
+fn or_idle(limit: Duration, ended: PyResult<bool>) -> Result<(), Stop> {
+    if ended.map_err(Stop::Signal)? { Ok(()) } else { Err(Stop::Idle(limit)) }
+}
+
+/// Sleeps until `awake` says so, which sleeps for the time it is given at most, or until nothing `moves` for `limit`; says which.
+/// Now and then `stop` may end that.
+fn sleep(
     limit: Duration,
-    progress: impl Fn() -> P,
+    mut moves: impl FnMut() -> bool,
     stop: impl Fn() -> PyResult<()>,
     mut awake: impl FnMut(Duration) -> bool,
 ) -> PyResult<bool> {
-    let (mut before, mut since) = (progress(), Instant::now());
+    let mut since = Instant::now();
     loop {
         let left = limit.saturating_sub(since.elapsed());
         if awake(SLICE.min(left)) {
             return Ok(true);
         }
         stop()?;
-        let now = progress();
-        if now != before {
-            (before, since) = (now, Instant::now());
+        if moves() {
+            since = Instant::now();
         } else if left.is_zero() {
             return Ok(false);
         }
@@ -117,6 +125,21 @@ impl<T: Send + 'static> Apart<T> {
     /// Sleeps until it has ended, as long as the disk does anything, and for `limit` more.
     pub(crate) fn wait(&mut self, store: &Store, limit: Duration) -> Result<(), Stop> {
         while_busy(store, limit, signals, |slice| self.ended_in(slice))
+    }
+
+    /// What it comes to, as long as the drive answers whatever it is asked within `limit`; whoever gives up leaves it to itself.
+    pub(crate) fn outcome(mut self, pulse: &Pulse, limit: Duration) -> Result<T, Stop> {
+        let mut before = None;
+        let moves = || {
+            let now = pulse.awaited();
+            now.is_none() || std::mem::replace(&mut before, now) != now
+        };
+        let ended = or_idle(limit, sleep(limit, moves, signals, |slice| self.ended_in(slice)));
+        if let Err(stop) = ended {
+            self.thread = None;
+            return Err(stop);
+        }
+        Ok(self.join())
     }
 
     /// As `wait`, and then drops what it came to; whoever gives up leaves it to itself. Signals are seen only if that is asked for.

@@ -272,8 +272,14 @@ class DeviceEngine:
 
     def rollback(self) -> None:
         """Closes the step as if it had never been opened."""
-        self.core.rollback()
-        self._leave()
+        if self._stream is not None and self._last_step is not None:
+            # Ctrl-C may have come before it was to.
+            self._stream.follow(self._last_step)
+        try:
+            self.core.rollback()
+        finally:
+            # Or after the core had closed it.
+            self._leave()
 
     def plan(self, *given: Any, **options: Any) -> _core.Plan:
         """See `Cache.plan`."""
@@ -350,6 +356,8 @@ class DeviceEngine:
             self._wait_for_steps()
         with contextlib.suppress(Exception):
             self._moves.close()
+        if self._zeroing is not None:
+            self._streams.ring.clear()
         self._streams.close()
         if self._zeroing is not None:
             self._zeroing.zero(self._bases[0], self._arena_bytes)
@@ -469,16 +477,19 @@ class DeviceEngine:
             self._zero(self._zeroing)
 
     def _zero(self, stream: Stream) -> None:
-        """Zeroes freed blocks, and what pages on disk were read to; steps and copies to come follow."""
+        """Zeroes freed blocks, and what pages off the device were brought to; steps and copies to come follow."""
         self._streams.give_back()
-        ranges = self.core.zero().reshape(-1, 2).tolist()
-        for address, size in ranges:
+        ranges, off_device = self.core.zero()
+        for address, size in ranges.reshape(-1, 2).tolist():
             if address in self._on_host:
                 ctypes.memset(address, 0, size)
+                off_device = True
             else:
                 stream.zero(address, size)
-        if ranges:
+        if len(ranges):
             self._zeroed = stream.record()
+        if off_device:
+            self._streams.ring.clear()
 
     def _follow_steps(self) -> None:
         """Copies to come follow the steps and the zeroing so far."""

@@ -135,6 +135,16 @@ class Ring:
         self._free.extend(brought.slot for brought in self._ahead)
         self._ahead.clear()
 
+    def clear(self) -> None:
+        """Zeroes all slots: pages are gone that may be in them. Not inside of `brought`."""
+        self.forget()
+        if self._memory is None:
+            return
+        for slot in self._all:
+            if slot.read is not None:
+                self._copying.follow(slot.read)
+        self._copying.zero(self._memory.address, len(self._all) * self.slot_bytes)
+
     def close(self) -> None:
         """Gives the memory back. No copy may be under way."""
         self._memory = None

@@ -1,7 +1,7 @@
 //! A directory of the file system, and what it turned out to do when it was tried.
 
 use super::psync::Psync;
-use super::{ALIGN, Access, Directory, File, IO_BYTES_MAX, Kind, Lane, Op};
+use super::{ALIGN, Access, Directory, File, IO_BYTES_MAX, Kind, Lane, Op, Pulse};
 use crate::Slab;
 use crate::disk::Error;
 use rustix::fs::{self, AtFlags, FlockOperation, Mode, OFlags};
@@ -24,6 +24,7 @@ const LOCK_PAUSE: Duration = Duration::from_millis(20);
 pub struct Folder {
     fd: OwnedFd,
     access: Access,
+    pulse: Arc<Pulse>,
 }
 
 /// An open file of a folder.
@@ -31,6 +32,7 @@ struct OnDisk {
     fd: Arc<OwnedFd>,
     uring: bool,
     locked: bool,
+    pulse: Arc<Pulse>,
 }
 
 impl Folder {
@@ -38,18 +40,23 @@ impl Folder {
     ///
     /// Fails where the path ends in a symbolic link, or in something that others own or may write to.
     pub fn open(path: &Path) -> Result<Self, Error> {
-        Self::try_open(path).map_err(|source| Error::Place { path: path.to_owned(), source })
+        Self::open_watched(path, Arc::default())
     }
 
-    fn try_open(path: &Path) -> io::Result<Self> {
-        match fs::mkdir(path, Mode::RWXU) {
+    /// As `open`, and lets others see whether the drive answers, now and when a store is opened there.
+    pub fn open_watched(path: &Path, pulse: Arc<Pulse>) -> Result<Self, Error> {
+        Self::try_open(path, pulse).map_err(|source| Error::Place { path: path.to_owned(), source })
+    }
+
+    fn try_open(path: &Path, pulse: Arc<Pulse>) -> io::Result<Self> {
+        match pulse.ask(|| fs::mkdir(path, Mode::RWXU)) {
             Ok(()) | Err(rustix::io::Errno::EXIST) => {}
             Err(errno) => return Err(errno.into()),
         }
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let fd = fs::open(path, flags, Mode::empty())?;
+        let fd = pulse.ask(|| fs::open(path, flags, Mode::empty()))?;
         require_ours(&fd, Mode::WGRP | Mode::WOTH, "directory")?;
-        let mut folder = Self { fd, access: Access::default() };
+        let mut folder = Self { fd, access: Access::default(), pulse };
         folder.probe()?;
         Ok(folder)
     }
@@ -57,13 +64,13 @@ impl Folder {
     /// The same directory with less than it can do.
     #[cfg(test)]
     pub(crate) fn with(&self, access: Access) -> Self {
-        Self { fd: self.fd.try_clone().expect("a descriptor is left"), access }
+        Self { fd: self.fd.try_clone().expect("a descriptor is left"), access, pulse: Arc::default() }
     }
 
     /// Tries what is fastest with a real, aligned write and read, and remembers what does not work.
     fn probe(&mut self) -> io::Result<()> {
         let fd = Arc::new(self.nameless()?);
-        match set_direct(&fd).and_then(|()| round_trip(&mut Psync(fd.clone()))) {
+        match set_direct(&fd).and_then(|()| self.round_trip(&mut Psync(fd.clone()))) {
             Ok(()) => self.access.direct = true,
             Err(error) => self.access.refused.push(format!("O_DIRECT: {error}")),
         }
@@ -71,7 +78,7 @@ impl Folder {
         if self.access.direct {
             set_direct(&fd)?;
         }
-        match ring(fd).and_then(|mut lane| round_trip(&mut *lane)) {
+        match ring(fd).and_then(|mut lane| self.round_trip(&mut *lane)) {
             Ok(()) => self.access.uring = true,
             Err(error) => self.access.refused.push(format!("io_uring: {error}")),
         }
@@ -80,16 +87,35 @@ impl Folder {
 
     fn create(&self, name: &str, extra: OFlags) -> io::Result<OwnedFd> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | extra;
-        let fd = fs::openat(&self.fd, name, flags, Mode::RUSR | Mode::WUSR)?;
+        let fd = self.pulse.ask(|| fs::openat(&self.fd, name, flags, Mode::RUSR | Mode::WUSR))?;
         require_file(&fd)?;
         Ok(fd)
+    }
+
+    /// Writes two aligned pieces and reads them back.
+    fn round_trip(&self, lane: &mut dyn Lane) -> io::Result<()> {
+        let piece = ALIGN as usize;
+        let memory = Slab::new(4 * piece)?;
+        // SAFETY: the slab is this function's alone and lives to its end.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(memory.base(), 4 * piece) };
+        for (index, byte) in bytes[..2 * piece].iter_mut().enumerate() {
+            *byte = (index % 251) as u8;
+        }
+        let (written, read) = bytes.split_at_mut(2 * piece);
+        for (kind, side) in [(Kind::Write, &mut *written), (Kind::Read, &mut *read)] {
+            let ops = side.chunks_mut(piece).enumerate();
+            let mut ops: Vec<_> = ops.map(|(at, side)| Op::new(kind, (at * piece) as u64, side)).collect();
+            self.pulse.ask(|| lane.run(&mut ops));
+            ops.into_iter().try_for_each(Op::outcome)?;
+        }
+        if written == read { Ok(()) } else { Err(io::Error::other("what was written is not what was read")) }
     }
 
     /// A new file that has lost its name already.
     fn nameless(&self) -> io::Result<OwnedFd> {
         let name = temporary();
         let fd = self.create(&name, OFlags::EXCL)?;
-        fs::unlinkat(&self.fd, &name, AtFlags::empty())?;
+        self.pulse.ask(|| fs::unlinkat(&self.fd, &name, AtFlags::empty()))?;
         Ok(fd)
     }
 
@@ -97,7 +123,8 @@ impl Folder {
         if self.access.direct {
             set_direct(&fd)?;
         }
-        Ok(Arc::new(OnDisk { fd: Arc::new(fd), uring: self.access.uring, locked }))
+        let (uring, pulse) = (self.access.uring, self.pulse.clone());
+        Ok(Arc::new(OnDisk { fd: Arc::new(fd), uring, locked, pulse }))
     }
 }
 
@@ -126,7 +153,7 @@ impl Directory for Folder {
 
     fn read(&self, name: &str, limit: u64) -> io::Result<Option<Vec<u8>>> {
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        let fd = match fs::openat(&self.fd, name, flags, Mode::empty()) {
+        let fd = match self.pulse.ask(|| fs::openat(&self.fd, name, flags, Mode::empty())) {
             Err(rustix::io::Errno::NOENT) => return Ok(None),
             other => other?,
         };
@@ -135,22 +162,28 @@ impl Directory for Folder {
         if len > limit {
             return Err(io::Error::other(format!("{name} has {len} bytes: at most {limit}")));
         }
-        let mut bytes = Vec::with_capacity(len as usize);
-        io::Read::read_to_end(&mut io::Read::take(std::fs::File::from(fd), limit), &mut bytes)?;
-        Ok(Some(bytes))
+        let (mut file, mut bytes) = (std::fs::File::from(fd), Vec::with_capacity(len as usize));
+        loop {
+            let piece = (limit - bytes.len() as u64).min(IO_BYTES_MAX as u64);
+            let mut piece = io::Read::take(&mut file, piece);
+            if self.pulse.ask(|| io::Read::read_to_end(&mut piece, &mut bytes))? == 0 {
+                return Ok(Some(bytes));
+            }
+        }
     }
 
     fn share(&self) -> io::Result<Box<dyn Directory>> {
-        Ok(Box::new(Self { fd: self.fd.try_clone()?, access: self.access.clone() }))
+        let (access, pulse) = (self.access.clone(), self.pulse.clone());
+        Ok(Box::new(Self { fd: self.fd.try_clone()?, access, pulse }))
     }
 
     fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<Arc<dyn File>> {
         let fresh = temporary();
         let fd = self.create(&fresh, OFlags::EXCL)?;
-        let file = OnDisk { fd: Arc::new(fd), uring: false, locked: false };
+        let file = OnDisk { fd: Arc::new(fd), uring: false, locked: false, pulse: self.pulse.clone() };
         let replaced = file.write(0, bytes).and_then(|()| file.sync()).and_then(|()| {
-            fs::renameat(&self.fd, &fresh, &self.fd, name)?;
-            Ok(fs::fsync(&self.fd)?)
+            self.pulse.ask(|| fs::renameat(&self.fd, &fresh, &self.fd, name))?;
+            Ok(self.pulse.ask(|| fs::fsync(&self.fd))?)
         });
         if let Err(error) = replaced {
             // What is left of it is nobody's; that it cannot be removed is no second error.
@@ -164,7 +197,8 @@ impl Directory for Folder {
 impl File for OnDisk {
     fn write(&self, mut offset: u64, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
-            match rustix::io::pwrite(&*self.fd, bytes, offset) {
+            let piece = &bytes[..bytes.len().min(IO_BYTES_MAX)];
+            match self.pulse.ask(|| rustix::io::pwrite(&*self.fd, piece, offset)) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(count) => (offset, bytes) = (offset + count as u64, &bytes[count..]),
                 Err(rustix::io::Errno::INTR) => {}
@@ -175,15 +209,15 @@ impl File for OnDisk {
     }
 
     fn sync(&self) -> io::Result<()> {
-        Ok(fs::fdatasync(&*self.fd)?)
+        Ok(self.pulse.ask(|| fs::fdatasync(&*self.fd))?)
     }
 
     fn discard(&self, range: Range<u64>) -> io::Result<()> {
-        punch(&self.fd, &range).map(drop)
+        self.punch(&range).map(drop)
     }
 
     fn zero(&self, range: Range<u64>) -> io::Result<()> {
-        if punch(&self.fd, &range)? { Ok(()) } else { self.write_zeros(range) }
+        if self.punch(&range)? { Ok(()) } else { self.write_zeros(range) }
     }
 
     fn lanes(&self) -> usize {
@@ -204,6 +238,11 @@ impl File for OnDisk {
 }
 
 impl OnDisk {
+    /// Makes a hole; says whether the file system has such.
+    fn punch(&self, range: &Range<u64>) -> io::Result<bool> {
+        self.pulse.ask(|| punch(&self.fd, range))
+    }
+
     /// Writes zeros over what is there of an aligned range.
     fn write_zeros(&self, range: Range<u64>) -> io::Result<()> {
         let end = range.end.min((fs::fstat(&*self.fd)?.st_size as u64).next_multiple_of(ALIGN));
@@ -267,25 +306,6 @@ fn punch(_: &OwnedFd, _: &Range<u64>) -> io::Result<bool> {
     Ok(false)
 }
 
-/// Writes two aligned pieces and reads them back.
-fn round_trip(lane: &mut dyn Lane) -> io::Result<()> {
-    let piece = ALIGN as usize;
-    let memory = Slab::new(4 * piece)?;
-    // SAFETY: the slab is this function's alone and lives to its end.
-    let bytes = unsafe { std::slice::from_raw_parts_mut(memory.base(), 4 * piece) };
-    for (index, byte) in bytes[..2 * piece].iter_mut().enumerate() {
-        *byte = (index % 251) as u8;
-    }
-    let (written, read) = bytes.split_at_mut(2 * piece);
-    for (kind, side) in [(Kind::Write, &mut *written), (Kind::Read, &mut *read)] {
-        let ops = side.chunks_mut(piece).enumerate();
-        let mut ops: Vec<_> = ops.map(|(at, side)| Op::new(kind, (at * piece) as u64, side)).collect();
-        lane.run(&mut ops);
-        ops.into_iter().try_for_each(Op::outcome)?;
-    }
-    if written == read { Ok(()) } else { Err(io::Error::other("what was written is not what was read")) }
-}
-
 /// A name that no other file has: the process makes each once, and `EXCL` refuses what another process left.
 fn temporary() -> String {
     static MADE: AtomicU32 = AtomicU32::new(0);
@@ -328,13 +348,27 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_file_of_several_pieces_is_what_was_written() {
+        let place = std::env::temp_dir().join(format!("pagoda-pieces-{}", std::process::id()));
+        let folder = Folder::open(&place).unwrap();
+        for len in [2 * IO_BYTES_MAX, 2 * IO_BYTES_MAX + 5] {
+            let bytes: Vec<u8> = (0..len).map(|at| (at % 251) as u8).collect();
+            folder.replace("index", &bytes).unwrap();
+            assert!(folder.read("index", len as u64).unwrap().unwrap() == bytes);
+            folder.read("index", len as u64 - 1).unwrap_err();
+        }
+        assert_eq!(folder.pulse.awaited(), None);
+        std::fs::remove_dir_all(&place).unwrap();
+    }
+
+    #[test]
     fn a_range_is_zeroed_with_holes_and_without() {
         let place = std::env::temp_dir().join(format!("pagoda-zeros-{}", std::process::id()));
         let folder = Folder::open(&place).unwrap();
         type Zero = fn(&OnDisk, Range<u64>) -> io::Result<()>;
         for zero in [<OnDisk as File>::zero as Zero, OnDisk::write_zeros] {
             let fd = Arc::new(folder.nameless().unwrap());
-            let file = OnDisk { fd: fd.clone(), uring: false, locked: false };
+            let file = OnDisk { fd: fd.clone(), uring: false, locked: false, pulse: Arc::default() };
             let len = 3 * IO_BYTES_MAX;
             file.write(0, &vec![7; len]).unwrap();
             let range = ALIGN..len as u64 - 2 * ALIGN;

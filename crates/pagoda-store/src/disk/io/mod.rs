@@ -2,6 +2,7 @@
 
 mod folder;
 mod psync;
+mod pulse;
 #[cfg(target_os = "linux")]
 mod uring;
 
@@ -9,6 +10,7 @@ mod uring;
 pub mod fault;
 
 pub use folder::Folder;
+pub use pulse::Pulse;
 
 use std::fmt::Debug;
 use std::io;
