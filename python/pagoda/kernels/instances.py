@@ -171,8 +171,9 @@ def _cuts(names: tuple[str, str, str], v_dim: int, mode: str) -> list[tuple[int,
     while v_dim % (FORMATS[k if v == PART_OF_K else v].unit * columns):
         columns //= 2
     by_rows = [(warps, columns, 1) for warps in (4, 2, 1) if warps >= columns]
-    # Float queries and their weights, of several parts, leave no registers for 32 rows of a warp.
-    split = q == "f32"
+    # Float queries and their weights, of several parts, leave no registers for 32 rows of a warp, nor do weights of two parts
+    # that nvfp4 makes anew for every 16 columns.
+    split = q == "f32" or (q == "f16" and (k if v == PART_OF_K else v) == "nvfp4")
     stacked = [] if split else [(4, columns, 2)]
     # For many heads: a thread block has a multiprocessor to itself.
     wide = [(8, columns, 1 if split else 2)]

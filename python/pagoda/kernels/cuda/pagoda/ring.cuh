@@ -122,7 +122,8 @@ struct Ring : Unit<Shape_> {
     template <int ROWS, int ROW_BYTES, int STRIDE>
     __device__ void copy_strip(uint8* target, const uint8* page, const Strip& strip, const Extent& here) const {
         constexpr int ALL = ROWS * ROW_BYTES, BYTES = ALL % 16 == 0 ? 16 : 8, ROUND = Shape::TEAM * BYTES;
-        const int mine = (warp * WARP + lane) * BYTES;
+        // Where rounds are not whole rows, what follows from this is much, and is not kept.
+        const int mine = (ROUND % ROW_BYTES == 0 ? warp * WARP + lane : thread_here() % Shape::TEAM) * BYTES;
         const uint8* const source = page + strip.offset + this->kv_head() * strip.head_stride + static_cast<int64>(here.first) * ROW_BYTES + mine;
         if (here.whole(ROWS)) {
 #pragma unroll(ROUND % ROW_BYTES == 0 ? ALL / ROUND + 1 : Shape::WARPS > 1 ? 1 : 2)
