@@ -167,13 +167,15 @@ def _few_queries(names: tuple[str, str, str], dim: int, v_dim: int, mode: str) -
 def _cuts(names: tuple[str, str, str], v_dim: int, mode: str) -> list[tuple[int, int, int]]:
     """(warps, columns, stack) of the engine for many queries: the best, then what needs less or takes more heads."""
     k, v, q = names
+    name = k if v == PART_OF_K else v
     columns = 4 if v_dim > 256 else 2 if v_dim > 128 else 1
-    while v_dim % (FORMATS[k if v == PART_OF_K else v].unit * columns):
+    while v_dim % (FORMATS[name].unit * columns):
         columns //= 2
     by_rows = [(warps, columns, 1) for warps in (4, 2, 1) if warps >= columns]
     # Float queries and their weights, of several parts, leave no registers for 32 rows of a warp, nor do weights of two parts
-    # that nvfp4 makes anew for every 16 columns.
-    split = q == "f32" or (q == "f16" and (k if v == PART_OF_K else v) == "nvfp4")
+    # where values are many or scales change often.
+    parts = q == "f16" and name in QUANTISED and (v_dim > 128 or name == "nvfp4")
+    split = q == "f32" or parts
     stacked = [] if split else [(4, columns, 2)]
     # For many heads: a thread block has a multiprocessor to itself.
     wide = [(8, columns, 1 if split else 2)]
