@@ -146,6 +146,15 @@ impl Geometry {
         Slot { segment, slot: index - (segment * self.extent_bytes).div_ceil(size) }
     }
 
+    /// The blocks that a segment may hold, of each group.
+    pub(super) fn blocks_in(&self, segment: u64) -> impl Iterator<Item = (GroupId, BlockId)> {
+        let (start, end) = (segment * self.extent_bytes, (segment + 1) * self.extent_bytes);
+        self.groups.iter().zip((0..).map(GroupId)).flat_map(move |(shape, group)| {
+            let blocks = start.div_ceil(shape.block_bytes)..end / shape.block_bytes;
+            blocks.map(move |block| (group, BlockId::new(block as u32)))
+        })
+    }
+
     /// Where in the file the header of a block lies.
     pub(super) fn header_at(&self, group: GroupId, slot: Slot) -> u64 {
         slot.segment * self.segment_bytes + slot.slot * self.groups[group.index()].header_bytes()
@@ -240,12 +249,17 @@ mod tests {
                 prop_assert!(geometry.has(group.0, block.index()));
                 let slot = geometry.slot(group, block);
                 prop_assert!(slot.segment < geometry.segments().1);
+                prop_assert!(geometry.blocks_in(slot.segment).any(|at| at == (group, block)));
                 let header = geometry.header_at(group, slot);
                 taken.push(header..header + geometry.header_bytes(group));
                 for layer in 0..geometry.layers(group) {
                     let at = geometry.run_at(group, slot, layer);
                     taken.push(at..at + geometry.stored_run(group, layer));
                 }
+            }
+            for segment in 0..geometry.segments().1 {
+                let mut there = geometry.blocks_in(segment);
+                prop_assert!(there.all(|(group, block)| geometry.slot(group, block).segment == segment));
             }
             taken.sort_by_key(|range| range.start);
             prop_assert!(taken.windows(2).all(|pair| pair[0].end <= pair[1].start));
