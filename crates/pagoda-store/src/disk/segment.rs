@@ -59,14 +59,16 @@ impl Geometry {
             (groups, blocks * largest, segment_bytes)
         };
         let count = runs.len() as u64;
-        let least = with(1).2 * count;
+        // Where blocks do not fill one of the largest they may lie across the border of two segments: each holds one all the same.
+        let fewest = if runs.iter().all(|runs| largest.is_multiple_of(block(runs))) { 1 } else { 2 };
+        let least = with(fewest).2 * count;
         if budget < least {
             let limit = format!("at least {least} bytes, one page of each of {count} layer group(s)");
             return Err(Error::invalid("disk_memory", budget, limit));
         }
         let aim = SEGMENT_BLOCKS.max(SEGMENT_BYTES / with(1).2);
-        let blocks = (1..=aim).rev().find(|&n| with(n).2 * count * SEGMENTS_MIN <= budget);
-        let (groups, extent_bytes, segment_bytes) = with(blocks.unwrap_or(1));
+        let blocks = (fewest..=aim).rev().find(|&n| with(n).2 * count * SEGMENTS_MIN <= budget);
+        let (groups, extent_bytes, segment_bytes) = with(blocks.unwrap_or(fewest));
         let most = segment_bytes.saturating_mul(EXTENTS_MAX).min(ARENA_BYTES_MAX);
         if budget > most {
             return Err(Error::invalid("disk_memory", budget, format!("at most {most} bytes")));
@@ -237,9 +239,14 @@ mod tests {
                 other => panic!("{other:?}"),
             };
             prop_assert!(Geometry::new(&runs, least - 1).is_err());
+            let of_least = Geometry::new(&runs, least).unwrap().arena();
+            let sizes: Vec<u64> = runs.iter().map(|runs| runs.iter().sum()).collect();
+            let mut arena = Arena::new(of_least.bytes, of_least.extent_bytes, &sizes).unwrap();
+            for group in 0..runs.len() as u8 {
+                prop_assert!(arena.take(GroupId(group)).is_some(), "one page of each");
+            }
             let budget = least + spare;
             let geometry = Geometry::new(&runs, budget).unwrap();
-            let sizes: Vec<u64> = runs.iter().map(|runs| runs.iter().sum()).collect();
             let memory = geometry.arena();
             let mut arena = Arena::new(memory.bytes, memory.extent_bytes, &sizes).unwrap();
             let mut taken: Vec<Range<u64>> = Vec::new();

@@ -464,9 +464,9 @@ fn stores_of_other_models_are_refused() {
     let (disk, _) = kept();
     let other = Store::open(&disk.killed(), geometry(), *b"another model...", None).unwrap_err();
     assert!(matches!(other, Error::Mismatch { .. }) && other.to_string().contains("fingerprint"), "{other}");
-    let smaller = Geometry::new(&RUNS.map(<[u64]>::to_vec), 1 << 20).unwrap();
-    assert_ne!(smaller.describe(), geometry().describe());
-    let other = Store::open(&disk.killed(), smaller, FINGERPRINT, None).unwrap_err();
+    let larger = Geometry::new(&RUNS.map(<[u64]>::to_vec), 16 << 20).unwrap();
+    assert_ne!(larger.describe(), geometry().describe());
+    let other = Store::open(&disk.killed(), larger, FINGERPRINT, None).unwrap_err();
     assert!(other.to_string().contains("layout"), "{other}");
 }
 
