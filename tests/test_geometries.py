@@ -155,3 +155,22 @@ def test_the_geometries_are_those_of_the_models() -> None:
     assert shapes("gemma-4-12b") == {(16, 8, 256, 256, 1024, False, False), (16, 1, 512, 512, None, False, True)}
     assert shapes("gpt-oss-20b") == {(64, 8, 64, 64, 128, True, False), (64, 8, 64, 64, None, True, False)}
     assert shapes("deepseek-v3") == {(128, 1, 576, 512, None, False, True)}
+
+
+@pytest.mark.parametrize("counts", [(11, 10), (10, 11), (3, 2), (2, 1), (1, 1)])
+def test_the_least_memory_holds_a_page_of_each_group(counts: tuple[int, int]) -> None:
+    """Blocks of a group may lie across the borders of extents, whose size is that of the largest."""
+    kinds = [AttentionLayer(2, 2, 8), AttentionLayer(2, 2, 8, window=40)]
+    spec = pagoda.ModelSpec(layers=[kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)])
+
+    def opened(memory: int) -> pagoda.Cache:
+        return pagoda.Cache(spec, page_size=8, device_memory=memory, host_memory=0, threads=1)
+
+    with pytest.raises(pagoda.InvalidArgument, match="one page of each") as refused:
+        opened(1)
+    least = int(str(refused.value).split("from ")[1].split(" ")[0])
+    with pytest.raises(pagoda.InvalidArgument, match="one page of each"):
+        opened(least - 1)
+    with opened(least) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror.step([mirror.create()], [8])

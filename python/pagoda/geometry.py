@@ -208,16 +208,18 @@ def tier_memory(layouts: list[BlockLayout], device_bytes: int, host_bytes: int) 
     """(bytes, extent bytes) of the device and the host tier.
 
     An extent holds whole blocks of the largest group, about `EXTENT_BYTES` of them, but few enough that every group can
-    have some. Raises InvalidArgument when a budget cannot hold one block of each group.
+    have some; two at least where blocks of others do not fill one of them, since they may lie across the borders of extents:
+    so each extent holds a block of any group. Raises InvalidArgument when a budget cannot hold one block of each group.
     """
     sizes = [layout.block_bytes for layout in layouts]
     largest, groups = max(sizes), len(sizes)
+    fewest = 1 if all(largest % size == 0 for size in sizes) else 2
     memory = []
     for name, budget in (("device_memory", device_bytes), ("host_memory", host_bytes)):
-        least = largest * groups
+        least = largest * fewest * groups
         if budget > TIER_BYTES_MAX or (budget < least and (budget > 0 or name == "device_memory")):
             limit = f"from {least} bytes, one page of each of {groups} layer group(s), to {TIER_BYTES_MAX}"
             raise InvalidArgument(f"{name} = {budget}: {limit}")
-        per_extent = max(1, min(EXTENT_BYTES // largest, budget // (largest * groups * 8)))
+        per_extent = max(fewest, min(EXTENT_BYTES // largest, budget // (largest * groups * 8)))
         memory.append((budget, largest * per_extent))
     return memory

@@ -14,7 +14,7 @@ from pagoda.geometry import RUN_ROWS, group_layers
 from pagoda.retention import SinkWindow, keeps_by_layer
 from pagoda.spec import AttentionLayer, ModelSpec
 
-TOKENS_MAX = 1 << 31
+TOKENS_MAX = (1 << 31) - 1
 """The longest sequence: `limits::TOKENS_PER_SEQUENCE_MAX` of the core."""
 
 COUNT_MAX = (1 << 40) - 1

@@ -18,7 +18,7 @@ __all__ = ["AttentionLayer", "Layer", "LayerGroup", "ModelSpec", "Rope", "StateL
 HEADS_MAX = 4096
 HEAD_DIM_MAX = 1024
 LAYERS_MAX = 4096
-WINDOW_MAX = 1 << 31
+WINDOW_MAX = (1 << 31) - 1
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,17 @@ impl Cache {
             "{name} of {len} tokens: {left:?} have left, queries to come see the last {}",
             window.tokens
         );
+        // Where the sinks end there is a gap in positions for what has left.
+        let mut token = 0;
+        let gap = table.spans.windows(2).find_map(|pair| {
+            token += u64::from(pair[0].count);
+            (token == sinks).then(|| pair[1].position.saturating_sub(pair[0].end_position()))
+        });
+        require!(
+            sinks == 0 || gap.unwrap_or(0) >= left.count,
+            "{name}: behind its {sinks} sinks positions go on by {gap:?}, and {} have left",
+            left.count
+        );
         let first = sinks + left.count;
         require!(
             window.keeps_from(len) < first + page_size,
@@ -192,7 +203,7 @@ impl Cache {
             table.left,
             table.spans.len()
         );
-        let fits = |span: &Span| u64::from(span.skip.max(span.count)) < most && span.position <= most;
+        let fits = |span: &Span| u64::from(span.skip.max(span.count)) <= most && span.position <= most;
         require!(table.spans.iter().all(fits), "{name}: a span is beyond limits");
         let tokens: u64 = table.spans.iter().map(|span| u64::from(span.count)).sum();
         require!(

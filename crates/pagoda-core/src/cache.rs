@@ -383,6 +383,8 @@ impl Cache {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ids::BlockId;
+    use crate::keep::{KeptGroup, KeptPage, KeptSequence};
     use crate::plan::Selection;
 
     fn cache() -> Cache {
@@ -408,6 +410,75 @@ mod tests {
             assert_eq!(cache.release(gone), Err(Error::UseAfterRelease { id: gone }));
         }
         cache.audit().unwrap();
+    }
+
+    #[test]
+    fn a_sequence_is_as_long_as_integers_of_kernels_count() {
+        let mut cache = cache();
+        let sequence = cache.create().unwrap();
+        assert!(matches!(cache.reserve(&[(sequence, 1 << 31)]), Err(Error::InvalidArgument { .. })));
+        assert!(matches!(cache.reserve(&[(sequence, (1 << 31) - 1)]), Err(Error::OutOfBlocks { .. })));
+    }
+
+    /// A page is moved once, however often the selection, or the table, has it.
+    #[test]
+    fn a_plan_has_each_page_once() {
+        let mut cache = cache();
+        let sequence = cache.create().unwrap();
+        cache.reserve(&[(sequence, 12)]).unwrap();
+        cache.commit(None).unwrap();
+        // The second page is in two spans.
+        cache.drop_tokens(sequence, 5..7).unwrap();
+        let selection = Selection {
+            tokens: 0..10,
+            groups: vec![GroupId(0); 2],
+            keep: false,
+            newest_first: false,
+            pages_max: usize::MAX,
+            from: None,
+            unshared: false,
+        };
+        let plan = cache.plan(sequence, Tier::Host, &selection).unwrap();
+        assert_eq!(plan.moves().len(), 3);
+        let (_, completion, copies) = cache.execute(&plan).unwrap();
+        completion.finish(copies.len() as u32);
+        cache.audit().unwrap();
+        assert_eq!(cache.block_counts(Tier::Host, GroupId(0)).used, 3);
+    }
+
+    /// A state has no place in what is kept, whatever is written down.
+    #[test]
+    fn a_state_is_not_adopted() {
+        let group = Group { block_bytes: 64, kind: GroupKind::State, window: None };
+        let memory = TierMemory { bytes: 1 << 12, extent_bytes: 1 << 8 };
+        let mut cache = Cache::new(&[group], [memory; 3]).unwrap();
+        let span = |count| (0, (1 << 31) - 1, count, 0);
+        let written = KeptGroup { left: (0, 0), spans: vec![span(1), span(1)], pages: Vec::new() };
+        let kept = KeptSequence { len: 2, groups: vec![written] };
+        assert!(cache.adopt(&[kept]).remove(0).is_err());
+        cache.audit().unwrap();
+    }
+
+    /// Tokens that have left took their positions with them: without that gap distances would be below 0.
+    #[test]
+    fn what_has_left_without_a_gap_is_not_adopted() {
+        let window = Window { sinks: 4, tokens: 4, headroom: 0, trailing: false };
+        let kind = GroupKind::Paged { page_size: 4 };
+        let group = Group { block_bytes: 64, kind, window: Some(window) };
+        let memory = TierMemory { bytes: 1 << 12, extent_bytes: 1 << 8 };
+        for (position, is_right) in [(104, true), (103, false), (4, false)] {
+            let mut cache = Cache::new(&[group], [memory; 3]).unwrap();
+            let pages = (0..2).map(|block| KeptPage::Sealed(BlockId::new(block))).collect();
+            let spans = vec![(0, 0, 4, 0), (1, 0, 4, position)];
+            let kept = KeptSequence { len: 108, groups: vec![KeptGroup { left: (4, 100), spans, pages }] };
+            let adopted = cache.adopt(&[kept]).remove(0);
+            assert_eq!(adopted.is_ok(), is_right, "{adopted:?}");
+            let Ok(adopted) = adopted else { continue };
+            let (sequence, _) = cache.revive(adopted).unwrap();
+            cache.reserve(&[(sequence, 1)]).unwrap();
+            let offsets: Vec<_> = cache.step_spans(0, GroupId(0)).map(|span| span.offset).collect();
+            assert_eq!(offsets, [0, 0]);
+        }
     }
 
     #[test]

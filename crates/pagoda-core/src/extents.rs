@@ -195,12 +195,9 @@ impl Arena {
 
     /// Hands the lowest unowned extent that can hold a block to `group`.
     fn claim(&mut self, group: GroupId) -> Option<u32> {
-        let extent = self.unowned.take_lowest()?;
-        if self.span_of(group, extent).1 == 0 {
-            let next = self.claim(group);
-            self.unowned.give(extent);
-            return next;
-        }
+        let fits = |extent: &u32| self.unowned.contains(*extent) && self.span_of(group, *extent).1 > 0;
+        let extent = (0..self.extents.len() as u32).find(fits)?;
+        self.unowned.take(extent);
         self.own(group, extent);
         Some(extent)
     }
@@ -258,6 +255,19 @@ mod tests {
         let refilled: Vec<_> = (0..7).map(|_| arena.take(group).unwrap().index()).collect();
         assert_eq!(refilled[0], 21, "the extent that was being filled goes on");
         assert_eq!(refilled[3..], [3, 11, 12, 30], "then the fullest, then a fresh one");
+    }
+
+    /// Where two blocks are a little larger than an extent, most extents lie between two borders of blocks.
+    #[test]
+    fn any_number_of_extents_may_hold_no_block() {
+        let (group, extent_bytes) = (GroupId(0), 1 << 20);
+        let mut arena =
+            Arena::new(limits::EXTENTS_MAX * extent_bytes, extent_bytes, &[extent_bytes - 1]).unwrap();
+        assert_eq!(arena.take(group).map(|b| b.index()), Some(0));
+        let next = arena.take(group).unwrap();
+        assert_eq!(next.index(), (1 << 20) - 1, "behind the extents that blocks cross the borders of");
+        arena.give(group, next);
+        arena.audit().unwrap();
     }
 
     #[test]

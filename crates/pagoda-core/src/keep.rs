@@ -194,6 +194,9 @@ impl Cache {
         if kept.groups.len() != self.groups.len() || kept.len > limits::TOKENS_PER_SEQUENCE_MAX {
             return refuse(format!("{} tokens in {} groups", kept.len, kept.groups.len()));
         }
+        if let Some(group) = self.groups.iter().position(|group| group.kind == GroupKind::State) {
+            return refuse(format!("a state in group {group}"));
+        }
         let (mut tables, mut tails) = (Vec::new(), Vec::new());
         for (group, written) in self.group_ids().zip(&kept.groups) {
             let mut table = Table::new(0);

@@ -6,8 +6,8 @@ use crate::ids::BlockRef;
 pub const GROUPS_MAX: usize = 64;
 /// Tokens in a page.
 pub const PAGE_SIZE_MAX: u32 = 1 << 15;
-/// Tokens in a sequence, dropped ones included.
-pub const TOKENS_PER_SEQUENCE_MAX: u64 = 1 << 31;
+/// Tokens in a sequence, dropped ones included: kernels count to the end in signed integers of 32 bits.
+pub const TOKENS_PER_SEQUENCE_MAX: u64 = (1 << 31) - 1;
 /// Live sequences.
 pub const SEQUENCES_MAX: usize = 1 << 24;
 /// Bytes in the arena of one tier.

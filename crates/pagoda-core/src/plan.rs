@@ -6,6 +6,7 @@ use crate::fence::{Completion, Failure, Fence};
 use crate::ids::{BlockId, GroupId, PageId, SequenceId, TicketId, Tier};
 use crate::pages::Slot;
 use crate::step::Phase;
+use std::collections::HashSet;
 use std::ops::Range;
 
 /// What to move. It stays valid as long as its pages do not change or move; executing a stale one is refused.
@@ -118,18 +119,16 @@ impl Cache {
         if let Some(group) = groups.iter().find(|group| group.index() >= self.groups.len()) {
             return Err(Error::invalid("groups", group.0, format!("below {}", self.groups.len())));
         }
-        let mut moves = Vec::new();
+        let (mut moves, mut known) = (Vec::new(), HashSet::new());
         for &group in groups {
             let table = &sequence.tables[group.index()];
             let mut indices = self.table_pages(table, group, tokens.clone());
             if *newest_first {
                 indices.reverse();
             }
-            let mut candidates =
-                indices.into_iter().filter_map(|index| table.pages[index]).collect::<Vec<_>>();
-            // A page that a drop has split stands in the table twice, side by side.
-            candidates.dedup();
-            let movable = candidates.into_iter().filter_map(|id| {
+            // A page that a drop has split stands in the table twice.
+            let candidates = indices.into_iter().filter_map(|index| table.pages[index]);
+            let movable = candidates.filter(|&id| known.insert(id)).filter_map(|id| {
                 let page = &self.pages[id];
                 let from = page.fastest().map(|at| at.tier()).filter(|&from| from != to)?;
                 if only.is_some_and(|only| only != from)

@@ -2,7 +2,7 @@
 //! what to zero, and tells when copies and kernels have ended.
 
 use crate::cache::{Cache, Engine, Inner, MEMORY_TIERS};
-use crate::errors::unavailable;
+use crate::errors::{invalid, unavailable};
 use crate::kernels::{require_rows, require_sinks};
 use crate::layers::PlacedLayer;
 use crate::moves::zero_by;
@@ -119,7 +119,15 @@ impl Cache {
     /// Writes down what the open step changes on the device; returns how many words that is, and how many queries hold
     /// pages in common with others.
     fn stage(&self, py: Python<'_>) -> PyResult<(usize, usize)> {
-        self.with_upload(py, |upload, core, step, layers| upload.fill(core, step, layers))
+        let (staged, countable, new_tokens) = self.with_upload(py, |upload, core, step, layers| {
+            let staged = upload.fill(core, step, layers);
+            (staged, upload.is_countable(), step.new_tokens())
+        })?;
+        if countable {
+            return Ok(staged);
+        }
+        let limit = "fewer over contexts as long as these: kernels count tiles of all queries in 31 bits";
+        Err(invalid(py, "new_tokens", new_tokens, limit))
     }
 
     /// What of the host tier attention over a layer of each group goes over, in the step that was staged.

@@ -30,6 +30,8 @@ struct Change {
     key: String,
     /// What the key stands for then; nothing once it is forgotten.
     to: Option<(KeptId, Vec<u8>)>,
+    /// What was doubtful when it began.
+    doubtful: Vec<KeptId>,
     /// And whether the index is known to be what it should be.
     answer: Apart<(Result<(), Error>, bool)>,
 }
@@ -172,7 +174,8 @@ impl Inner {
             to.iter().for_each(|&(kept, _)| self.core.forget(kept));
             errors::disk(py, &Error::Io { operation: "starting a thread", source })
         })?;
-        let (mut change, limit) = (Change { key: key.into(), to, answer }, self.disk_timeout());
+        let (doubtful, limit) = (self.sessions.doubtful.clone(), self.disk_timeout());
+        let mut change = Change { key: key.into(), to, doubtful, answer };
         if let Err(stop) = py.detach(|| change.answer.wait(store, limit)) {
             decided.store(true, Ordering::Relaxed);
             self.sessions.unanswered.push(change);
@@ -182,20 +185,24 @@ impl Inner {
     }
 
     /// A change that the drive has answered.
-    fn end_change(&mut self, Change { key, to, answer }: Change) -> Result<(), Error> {
+    fn end_change(&mut self, Change { key, to, mut doubtful, answer }: Change) -> Result<(), Error> {
         let (result, is_sure) = answer.join();
         let gone = match (&result, to) {
             (Ok(()), Some(now)) => self.sessions.kept.insert(key, now),
             (Ok(()), None) => self.sessions.kept.remove(&key),
             (Err(_), to) => {
+                doubtful.extend(to.iter().map(|(kept, _)| *kept));
                 self.sessions.doubtful.extend(to.map(|(kept, _)| kept));
                 None
             }
         };
         gone.into_iter().for_each(|(kept, _)| self.core.forget(kept));
         if is_sure {
-            // Nobody can find these any more: the index has been written since.
-            std::mem::take(&mut self.sessions.doubtful).into_iter().for_each(|kept| self.core.forget(kept));
+            // Nobody can find these any more: the index has been written since. Others may have failed after it was sure, and
+            // been waited for before this one was.
+            let known =
+                self.sessions.doubtful.extract_if(.., |kept| doubtful.contains(kept)).collect::<Vec<_>>();
+            known.into_iter().for_each(|kept| self.core.forget(kept));
         }
         self.trim();
         result

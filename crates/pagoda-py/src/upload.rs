@@ -177,6 +177,11 @@ impl Upload {
         (1 + self.runs.len() + self.words.len(), self.members())
     }
 
+    /// Whether the work of every list is as little as kernels can count.
+    pub(crate) fn is_countable(&self) -> bool {
+        self.lists.iter().all(|Lists { own, common }| own.is_countable() && common.is_countable())
+    }
+
     /// Queries that hold pages in common, in any work list.
     pub(crate) fn members(&self) -> usize {
         self.shared.iter().map(|shared| shared.members.len()).max().unwrap_or(0)

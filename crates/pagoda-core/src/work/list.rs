@@ -193,6 +193,11 @@ impl WorkList {
     fn add(&mut self, block: QueryBlock, work: usize) {
         self.blocks.push(block);
         let before = self.prefix.last().copied().unwrap_or(0);
-        self.prefix.push(before + work as i32);
+        self.prefix.push(before.saturating_add(i32::try_from(work).unwrap_or(i32::MAX)));
+    }
+
+    /// Whether the work is as little as kernels can count.
+    pub fn is_countable(&self) -> bool {
+        self.prefix.last() != Some(&i32::MAX)
     }
 }

@@ -214,3 +214,19 @@ proptest! {
         prop_assert!(shares.in_place > 0.0 || begins != [0, 0] || in_place == 0);
     }
 }
+
+/// Contexts that are as long as may be, and work beyond what 32 bits count.
+#[test]
+fn work_beyond_the_integers_of_kernels_is_noticed() {
+    let count = crate::limits::TOKENS_PER_SEQUENCE_MAX as u32;
+    let span = SpanView { first_page: 0, skip: 0, count, position: 0, offset: 0, sight: Sight::Window };
+    let cut = Cut { queries: 1 << 14, window: None, by_runs: false };
+    let mut list = WorkList::default();
+    list.clear();
+    list.push(cut, 0, 0, &[span], 63 << 14, Held::default());
+    assert_eq!(list.blocks.last().map(|block| block.high), Some(i32::MAX));
+    let tiles = list.blocks.iter().map(|block| (block.high as u64).div_ceil(64)).sum::<u64>();
+    assert_eq!((list.is_countable(), list.prefix.last().map(|&all| all as u64)), (true, Some(tiles)));
+    list.push(cut, 1, 63 << 14, &[span], 2 << 14, Held::default());
+    assert!(!list.is_countable() && list.prefix.is_sorted());
+}

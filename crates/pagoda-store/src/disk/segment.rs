@@ -59,14 +59,16 @@ impl Geometry {
             (groups, blocks * largest, segment_bytes)
         };
         let count = runs.len() as u64;
-        let least = with(1).2 * count;
+        // Where blocks do not fill one of the largest they may lie across the border of two segments: each holds one all the same.
+        let fewest = if runs.iter().all(|runs| largest.is_multiple_of(block(runs))) { 1 } else { 2 };
+        let least = with(fewest).2 * count;
         if budget < least {
             let limit = format!("at least {least} bytes, one page of each of {count} layer group(s)");
             return Err(Error::invalid("disk_memory", budget, limit));
         }
         let aim = SEGMENT_BLOCKS.max(SEGMENT_BYTES / with(1).2);
-        let blocks = (1..=aim).rev().find(|&n| with(n).2 * count * SEGMENTS_MIN <= budget);
-        let (groups, extent_bytes, segment_bytes) = with(blocks.unwrap_or(1));
+        let blocks = (fewest..=aim).rev().find(|&n| with(n).2 * count * SEGMENTS_MIN <= budget);
+        let (groups, extent_bytes, segment_bytes) = with(blocks.unwrap_or(fewest));
         let most = segment_bytes.saturating_mul(EXTENTS_MAX).min(ARENA_BYTES_MAX);
         if budget > most {
             return Err(Error::invalid("disk_memory", budget, format!("at most {most} bytes")));
@@ -144,6 +146,15 @@ impl Geometry {
         let (size, index) = (self.groups[group.index()].block_bytes, u64::from(block.index()));
         let segment = index * size / self.extent_bytes;
         Slot { segment, slot: index - (segment * self.extent_bytes).div_ceil(size) }
+    }
+
+    /// The blocks that a segment may hold, of each group.
+    pub(super) fn blocks_in(&self, segment: u64) -> impl Iterator<Item = (GroupId, BlockId)> {
+        let (start, end) = (segment * self.extent_bytes, (segment + 1) * self.extent_bytes);
+        self.groups.iter().zip((0..).map(GroupId)).flat_map(move |(shape, group)| {
+            let blocks = start.div_ceil(shape.block_bytes)..end / shape.block_bytes;
+            blocks.map(move |block| (group, BlockId::new(block as u32)))
+        })
     }
 
     /// Where in the file the header of a block lies.
@@ -228,9 +239,14 @@ mod tests {
                 other => panic!("{other:?}"),
             };
             prop_assert!(Geometry::new(&runs, least - 1).is_err());
+            let of_least = Geometry::new(&runs, least).unwrap().arena();
+            let sizes: Vec<u64> = runs.iter().map(|runs| runs.iter().sum()).collect();
+            let mut arena = Arena::new(of_least.bytes, of_least.extent_bytes, &sizes).unwrap();
+            for group in 0..runs.len() as u8 {
+                prop_assert!(arena.take(GroupId(group)).is_some(), "one page of each");
+            }
             let budget = least + spare;
             let geometry = Geometry::new(&runs, budget).unwrap();
-            let sizes: Vec<u64> = runs.iter().map(|runs| runs.iter().sum()).collect();
             let memory = geometry.arena();
             let mut arena = Arena::new(memory.bytes, memory.extent_bytes, &sizes).unwrap();
             let mut taken: Vec<Range<u64>> = Vec::new();
@@ -240,12 +256,17 @@ mod tests {
                 prop_assert!(geometry.has(group.0, block.index()));
                 let slot = geometry.slot(group, block);
                 prop_assert!(slot.segment < geometry.segments().1);
+                prop_assert!(geometry.blocks_in(slot.segment).any(|at| at == (group, block)));
                 let header = geometry.header_at(group, slot);
                 taken.push(header..header + geometry.header_bytes(group));
                 for layer in 0..geometry.layers(group) {
                     let at = geometry.run_at(group, slot, layer);
                     taken.push(at..at + geometry.stored_run(group, layer));
                 }
+            }
+            for segment in 0..geometry.segments().1 {
+                let mut there = geometry.blocks_in(segment);
+                prop_assert!(there.all(|(group, block)| geometry.slot(group, block).segment == segment));
             }
             taken.sort_by_key(|range| range.start);
             prop_assert!(taken.windows(2).all(|pair| pair[0].end <= pair[1].start));

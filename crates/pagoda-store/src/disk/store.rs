@@ -216,8 +216,12 @@ impl Store {
     /// Gives back the space of a range of the arena that has no block any more.
     pub fn discard(&self, arena: Range<u64>) -> Result<()> {
         let segments = self.geometry.segments_of(arena);
-        lock(&self.pages)
-            .retain(|&(group, block), _| !segments.contains(&self.geometry.slot(group, block).segment));
+        let mut pages = lock(&self.pages);
+        // Block by block: there may be many times as many pages elsewhere.
+        for block in segments.clone().flat_map(|segment| self.geometry.blocks_in(segment)) {
+            pages.remove(&block);
+        }
+        drop(pages);
         let bytes = self.geometry.segments().0;
         let range = segments.start * bytes..segments.end * bytes;
         self.file.discard(range).map_err(Error::io("giving space back"))

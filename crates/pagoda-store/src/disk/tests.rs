@@ -464,19 +464,29 @@ fn stores_of_other_models_are_refused() {
     let (disk, _) = kept();
     let other = Store::open(&disk.killed(), geometry(), *b"another model...", None).unwrap_err();
     assert!(matches!(other, Error::Mismatch { .. }) && other.to_string().contains("fingerprint"), "{other}");
-    let smaller = Geometry::new(&RUNS.map(<[u64]>::to_vec), 1 << 20).unwrap();
-    assert_ne!(smaller.describe(), geometry().describe());
-    let other = Store::open(&disk.killed(), smaller, FINGERPRINT, None).unwrap_err();
+    let larger = Geometry::new(&RUNS.map(<[u64]>::to_vec), 16 << 20).unwrap();
+    assert_ne!(larger.describe(), geometry().describe());
+    let other = Store::open(&disk.killed(), larger, FINGERPRINT, None).unwrap_err();
     assert!(other.to_string().contains("layout"), "{other}");
 }
 
+/// Page generations have 24 bits for how often an index was opened: with more they would begin anew.
 #[test]
 fn an_index_of_an_impossible_age_is_refused() {
-    let disk = FaultyDisk::default();
-    let header =
-        format::IndexHeader { fingerprint: FINGERPRINT, epoch: u64::MAX, geometry: geometry().describe() };
-    disk.replace("index", &header.to_bytes()).unwrap();
-    assert!(open(&disk).unwrap_err().to_string().contains("opened 18446744073709551615 times"));
+    let aged = |epoch| {
+        let disk = FaultyDisk::default();
+        let header = format::IndexHeader { fingerprint: FINGERPRINT, epoch, geometry: geometry().describe() };
+        disk.replace("index", &header.to_bytes()).unwrap();
+        disk
+    };
+    let last = aged((1 << 24) - 2);
+    let (store, _) = open(&last).unwrap();
+    let ((group, block), mut lane) = ((GroupId(1), blocks(GroupId(1))[0]), store.lane().unwrap());
+    write(&mut lane, group, &[(block, 1)]).unwrap();
+    assert_eq!(store.generations(group, &[BlockId::new(block)]), [Some(0xff_ffff << 40)]);
+    for epoch in [(1 << 24) - 1, u64::MAX] {
+        assert!(open(&aged(epoch)).unwrap_err().to_string().contains(&format!("opened {epoch} times")));
+    }
 }
 
 /// A drive that is full when a store is opened: what is there can be read, and what is kept from then on is there as well once
