@@ -195,11 +195,16 @@ impl Arena {
 
     /// Hands the lowest unowned extent that can hold a block to `group`.
     fn claim(&mut self, group: GroupId) -> Option<u32> {
-        let fits = |extent: &u32| self.unowned.contains(*extent) && self.span_of(group, *extent).1 > 0;
-        let extent = (0..self.extents.len() as u32).find(fits)?;
-        self.unowned.take(extent);
-        self.own(group, extent);
-        Some(extent)
+        let (mut too_small, mut found) = (Vec::new(), None);
+        while let Some(extent) = self.unowned.take_lowest() {
+            if self.span_of(group, extent).1 > 0 {
+                found = Some(extent);
+                break;
+            }
+            too_small.push(extent);
+        }
+        too_small.into_iter().for_each(|extent| self.unowned.give(extent));
+        found.inspect(|&extent| self.own(group, extent))
     }
 
     /// Cuts an extent that nobody owned into blocks of `group`.
