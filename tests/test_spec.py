@@ -123,6 +123,7 @@ def test_hostile_configs_are_refused_by_name(name: str, data: st.DataObject) -> 
         ({"window": 0}, "window"),
         ({"scale": float("nan")}, "scale"),
         ({"softcap": -1.0}, "softcap"),
+        ({"rope": 10000.0}, "rope"),
         ({"head_dim": 64, "v_head_dim": 128, "v_alias": True}, "v_head_dim"),
     ],
 )

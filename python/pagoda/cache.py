@@ -144,7 +144,7 @@ class Cache:
         page_size: int = 64,
         k_dtype: str | Collection[str] = "f16",
         v_dtype: str | Collection[str] = "f16",
-        center: Collection[Array | None] | str | None = "auto",
+        center: Collection[Array | None] | Array | str | None = "auto",
         rotate: bool | str = "auto",
         k_norms: Collection[Array | None] | None = None,
         device: str = "auto",
