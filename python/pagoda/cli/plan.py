@@ -15,6 +15,7 @@ from pagoda.checks import check_page_size
 from pagoda.cli.console import results
 from pagoda.errors import InvalidArgument
 from pagoda.formats import FORMATS
+from pagoda.kernels.instances import check_formats
 from pagoda.planner import TOKENS_MAX, Planner
 from pagoda.sizes import format_size, format_tokens, parse_size, parse_tokens
 from pagoda.spec import ModelSpec
@@ -36,7 +37,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("--cache-type-k", default="f16", choices=FORMATS, help="row format of K")
     parser.add_argument("--cache-type-v", default="f16", choices=FORMATS, help="row format of V")
     parser.add_argument(
-        "--store-k", action="store_true", help="store K also where it can be derived from V, as on a GPU"
+        "--store-k", action="store_true", help="store K also where it can be derived from V; on a GPU it is"
     )
     parser.add_argument("--page-size", type=int, default=64, help="tokens in a page")
     parser.add_argument("--batch", type=int, default=1, help="sequences of that length")
@@ -58,7 +59,10 @@ def load_spec(model: str) -> ModelSpec:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan."""
     spec = load_spec(arguments.model)
-    if arguments.store_k:
+    on_gpu = arguments.device == "cuda"
+    if on_gpu:
+        check_formats(arguments.cache_type_k, arguments.cache_type_v)
+    if arguments.store_k or on_gpu:
         spec = spec.storing_k()
     check_page_size("--page-size", arguments.page_size)
     planner = Planner(spec, arguments.cache_type_k, arguments.cache_type_v, arguments.page_size)
@@ -72,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if budgets.get("device") == 0:
         raise InvalidArgument(f"--device-memory = {arguments.device_memory!r}: bytes above 0; every page begins there")
-    document = describe(planner, contexts, arguments.batch, budgets, on_gpu=arguments.device == "cuda")
+    document = describe(planner, contexts, arguments.batch, budgets, on_gpu=on_gpu)
     if arguments.json:
         print(json.dumps(document, indent=2))
     else:
