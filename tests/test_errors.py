@@ -37,11 +37,23 @@ def rows(*shape: int, dtype: Any = np.float32) -> Any:
         ({"host_memory": 1 << 63}, "host_memory"),
         ({"threads": 0}, "threads"),
         ({"threads": 1 << 20}, "threads"),
+        ({"threads": True}, "threads"),
+        ({"k_dtype": None}, "k_dtype"),
+        ({"v_dtype": np.float16}, "v_dtype"),
+        ({"center": 5}, "center"),
+        ({"disk": "", "disk_memory": "1MiB"}, "disk = ''"),
+        ({"disk": 5, "disk_memory": "1MiB"}, "disk = 5"),
     ],
 )
 def test_a_cache_that_cannot_be(options: dict[str, Any], named: str) -> None:
     with pytest.raises(pagoda.InvalidArgument, match=named):
         pagoda.Cache(SPEC, **options)
+
+
+@pytest.mark.parametrize("spec", ["qwen3-8b", None, list(SPEC.layers)])
+def test_what_no_spec_is(spec: Any) -> None:
+    with pytest.raises(pagoda.InvalidArgument, match=r"spec = .*ModelSpec\.preset"):
+        pagoda.Cache(spec)
 
 
 def test_what_no_device_is() -> None:

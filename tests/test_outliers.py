@@ -163,3 +163,13 @@ def test_spans_that_have_moved(options: dict[str, Any]) -> None:
 def test_choices_that_cannot_be(options: dict[str, Any], named: str) -> None:
     with pytest.raises(pagoda.InvalidArgument, match=named):
         pagoda.Cache(pagoda.ModelSpec([SHAPE]), k_dtype="q8_0", **options)
+
+
+def test_centres_may_be_one_array_of_all_layers() -> None:
+    pagoda.Cache(
+        pagoda.ModelSpec([pagoda.AttentionLayer(8, 2, 64)]), k_dtype="q8_0", center=np.zeros((1, 2, 64), np.float32)
+    ).close()
+    with pytest.raises(pagoda.InvalidArgument, match="center = 2 arrays: 1"):
+        pagoda.Cache(
+            pagoda.ModelSpec([pagoda.AttentionLayer(8, 2, 64)]), k_dtype="q8_0", center=np.zeros((2, 2, 64), np.float32)
+        )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -283,6 +286,10 @@ def test_command_says_whether_k_is_stored(capsys: pytest.CaptureFixture[str]) ->
     assert main(["plan", "gemma-4-12b", "--store-k"]) == 0
     stored = capsys.readouterr().out.replace("\n", " ")
     assert "V alone" not in stored
+    assert main(["plan", "gemma-4-12b", "--store-k", "--device", "cuda"]) == 0
+    with_option = capsys.readouterr().out
+    assert main(["plan", "gemma-4-12b", "--device", "cuda"]) == 0
+    assert capsys.readouterr().out == with_option, "a GPU stores it in any case"
     assert "16,384 of them in layers without a window" in stored
 
 
@@ -292,6 +299,12 @@ def test_command_says_whether_k_is_stored(capsys: pytest.CaptureFixture[str]) ->
         ["plan", "no-such-model"],
         ["plan", "qwen3-8b", "--context", "0"],
         ["plan", "qwen3-8b", "--context", "x"],
+        ["plan", "qwen3-8b", "--context", "4000m"],
+        ["plan", "qwen3-8b", "--page-size", "100"],
+        ["plan", "qwen3-8b", "--device-memory", "0"],
+        ["plan", "qwen3-8b", "--device-memory", ""],
+        ["plan", "qwen3-8b", "--cache-type-v", "q5_0", "--device", "cuda"],
+        ["plan", ""],
     ],
 )
 def test_command_refuses_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,3 +320,31 @@ def test_doctor_sees_the_module(capsys: pytest.CaptureFixture[str]) -> None:
     findings = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert pagoda.__version__ in findings["module"]["found"]
     assert findings["CPU kernels"]["found"].startswith(pagoda.build_info()["isa"])
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./folder", "missing.json"])
+def test_a_path_that_is_not_there_is_no_preset(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", path]) == 2
+    assert capsys.readouterr().err.startswith("pagoda: config = ")
+
+
+def test_who_reads_may_go_away_and_devices_may_be_full() -> None:
+    """In processes of their own: what is left in a buffer is written as Python ends."""
+    command = [sys.executable, "-m", "pagoda", "plan", "qwen3-8b", "--json"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    gone = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (gone.returncode, gone.stderr) == (1, "")
+    with Path("/dev/full").open("w") as full:
+        failed = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("pagoda: [Errno 28]")
+    assert "Traceback" not in failed.stderr
+
+
+def test_terminals_without_blocks_get_a_plan() -> None:
+    command = [sys.executable, "-m", "pagoda", "plan", "qwen3-8b"]
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    plan = subprocess.run(command, env=ascii_only, capture_output=True, check=True).stdout
+    assert b"144.0 GiB" in plan.splitlines()[-1]

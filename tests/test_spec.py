@@ -123,6 +123,7 @@ def test_hostile_configs_are_refused_by_name(name: str, data: st.DataObject) -> 
         ({"window": 0}, "window"),
         ({"scale": float("nan")}, "scale"),
         ({"softcap": -1.0}, "softcap"),
+        ({"rope": 10000.0}, "rope"),
         ({"head_dim": 64, "v_head_dim": 128, "v_alias": True}, "v_head_dim"),
     ],
 )
@@ -192,3 +193,58 @@ def test_frequencies_of_scaled_rotations() -> None:
     assert len(Rope(1e4, rotary_dim=64).inv_freq(256)) == 32
     proportional = Rope(1e6, scaling=ProportionalScaling(0.25, 8.0)).inv_freq(512)
     np.testing.assert_allclose(proportional, [1e6 ** (-2 * i / 512) / 8 for i in range(64)] + [0.0] * 192, rtol=1e-6)
+
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 8.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0, "beta_slow": 1.0},
+    "proportional": {"factor": 8.0, "partial_rotary_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_scalings_turn_or_are_refused(kind: str) -> None:
+    """JSON as Python reads it has NaN and Infinity, too."""
+    for key in SCALINGS[kind]:
+        values: list[Any] = [None, 0, -1.5, float("nan"), float("inf"), "x", [], {}]
+        for value in values:
+            scaling = SCALINGS[kind] | {"rope_type": kind, key: value}
+            try:
+                (layer, *_) = layers_of({**PRESETS["llama-2-7b"], "rope_scaling": scaling})
+            except InvalidArgument as error:
+                assert "rope_scaling" in str(error) or "config." in str(error)
+            else:
+                turns = layer.rope.inv_freq(128)  # type: ignore[union-attr]
+                assert np.all((turns >= 0) & (turns <= 1)), (key, value)
+                assert turns[0] > 0, (key, value)
+
+
+def test_yarn_says_what_it_was_trained_for_and_how_far_rows_grow() -> None:
+    """As transformers has it: a context of the config if the scaling names none, never one of our own."""
+
+    def scaling(content: dict[str, Any], **more: Any) -> Any:
+        parts = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, **more}}
+        (layer, *_) = layers_of({**PRESETS["qwen3-8b"], **content, **parts})
+        return layer.rope.scaling  # type: ignore[union-attr]
+
+    trained = {"max_position_embeddings": 32768}
+    assert scaling(trained).original_context == 32768
+    assert scaling(trained, original_max_position_embeddings=4096).original_context == 4096
+    with pytest.raises(InvalidArgument, match="original_max_position_embeddings"):
+        scaling({})
+    assert scaling(trained).attention_factor == pytest.approx(1.138629436)
+    assert scaling(trained, attention_factor=1.25).attention_factor == 1.25
+    assert scaling(trained, mscale=0.5, mscale_all_dim=1.0).attention_factor == pytest.approx(1.069314718 / 1.138629436)
+
+
+@pytest.mark.parametrize(("kind", "other"), [("mistral", "linear_attention"), ("qwen3_5_text", "sliding_attention")])
+def test_layers_that_a_family_does_not_have_are_not_taken_for_others(kind: str, other: str) -> None:
+    config = PRESETS["qwen3.5-0.8b"] | {"model_type": kind, "sliding_window": 128, "layer_types": [other] * 24}
+    with pytest.raises(InvalidArgument, match=f"layer_types.*{other}"):
+        layers_of(config)

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core, placement
-from pagoda.checks import natural, token_counts
+from pagoda.checks import check_integer, check_page_size, natural, token_counts
 from pagoda.device import device_index, engine_for
 from pagoda.device.driver import Stream
 from pagoda.disk import disk_arguments
@@ -144,7 +144,7 @@ class Cache:
         page_size: int = 64,
         k_dtype: str | Collection[str] = "f16",
         v_dtype: str | Collection[str] = "f16",
-        center: Collection[Array | None] | str | None = "auto",
+        center: Collection[Array | None] | Array | str | None = "auto",
         rotate: bool | str = "auto",
         k_norms: Collection[Array | None] | None = None,
         device: str = "auto",
@@ -165,10 +165,10 @@ class Cache:
         headroom: int | None = None,
     ) -> None:
         threads = os.cpu_count() or 1 if threads is None else threads
-        if not isinstance(threads, int) or not 1 <= threads <= 1024:
-            raise InvalidArgument(f"threads = {threads!r}: from 1 to 1024")
-        if not isinstance(page_size, int) or page_size not in {1 << n for n in range(3, 13)}:
-            raise InvalidArgument(f"page_size = {page_size!r}: a power of two from 8 to 4096")
+        if not isinstance(spec, ModelSpec):
+            raise InvalidArgument(f"spec = {spec!r}: a ModelSpec; ModelSpec.preset(name) has those of known models")
+        check_integer("threads", threads, 1, 1024)
+        check_page_size("page_size", page_size)
         self.spec, self.page_size, self.deterministic = spec, page_size, deterministic
         if retention is not None and not isinstance(retention, SinkWindow):
             raise InvalidArgument(f"retention = {retention!r}: None or a SinkWindow")

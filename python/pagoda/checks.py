@@ -16,6 +16,12 @@ def check_integer(name: str, value: int, low: int, high: int) -> None:
         raise InvalidArgument(f"{name} = {value!r}: an integer from {low} to {high}")
 
 
+def check_page_size(name: str, value: int) -> None:
+    """Raises InvalidArgument unless pages of a cache may have so many tokens."""
+    if not isinstance(value, int) or value not in {1 << n for n in range(3, 13)}:
+        raise InvalidArgument(f"{name} = {value!r}: a power of two from 8 to 4096")
+
+
 def natural(name: str, value: int) -> int:
     """An int, or an integer of NumPy, as an int. Raises InvalidArgument unless it is from 0 to 2**63 - 1."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 0 <= value < 1 << 63:

@@ -47,6 +47,8 @@ def disk_arguments(
             if value not in (None, 0, "0"):
                 raise InvalidArgument(f"{name} = {value!r}: nothing without disk=, a directory")
         return None
+    if not isinstance(disk, str | Path) or not str(disk):
+        raise InvalidArgument(f"disk = {disk!r}: None, or a directory")
     if not memory:
         raise InvalidArgument(f"disk_memory = {disk_memory!r}: bytes that pages may take in disk = {str(disk)!r}")
     if model is not None and (not isinstance(model, str) or not model):

@@ -82,6 +82,8 @@ def chosen(k_dtype: str | Sequence[str], v_dtype: str | Sequence[str], layers: i
         k_dtype, v_dtype = names[0], names[-1]
     pair = []
     for argument, given in (("k_dtype", k_dtype), ("v_dtype", v_dtype)):
+        if not isinstance(given, Sequence):
+            raise InvalidArgument(f"{argument} = {given!r}: a format, or {layers}, one for each layer")
         names = [given] * layers if isinstance(given, str) else list(given)
         if len(names) != layers:
             raise InvalidArgument(f"{argument} = {len(names)} formats: one, or {layers}, one for each layer")

@@ -84,10 +84,10 @@ class Config:
         head_dim = self.integer("head_dim", high=4096) if own else self.integer("hidden_size") // queries
         return queries, self.integer("num_key_value_heads", queries, high=4096), head_dim
 
-    def layer_types(self) -> list[str] | None:
-        """The entry of each layer in `layer_types`."""
+    def layer_types(self, other: str = "sliding_attention") -> list[str] | None:
+        """The entry of each layer in `layer_types`: full attention, or the other kind that the family has."""
         types = self.sequence("layer_types", self.layer_count)
-        known = ("full_attention", "sliding_attention", "linear_attention")
+        known = ("full_attention", other)
         if any(kind not in known for kind in types or ()):
             raise InvalidArgument(f"config.layer_types = {types!r}: of {', '.join(known)}")
         return types
@@ -112,6 +112,10 @@ class Config:
         if not isinstance(partial, int | float) or not 0 < partial <= 1:
             raise InvalidArgument(f"config.partial_rotary_factor = {partial!r}: above 0, at most 1")
         key = theta_key if "rope_theta" not in parameters else "rope_theta"
+        # As transformers has it, where the scaling does not say what it was trained for.
+        trained = self.content.get("original_max_position_embeddings", self.content.get("max_position_embeddings"))
+        if parameters.get("original_max_position_embeddings") is None and trained is not None:
+            parameters = {**parameters, "original_max_position_embeddings": trained}
         scaling = scaling_from_config(parameters)
         rotary = None if partial == 1 or isinstance(scaling, ProportionalScaling) else int(head_dim * partial)
         return Rope(source.number(key, theta), rotary, scaling=scaling)
@@ -245,7 +249,7 @@ def _gpt_oss(config: Config) -> list[Layer]:
 def _gated_delta_net(config: Config) -> list[Layer]:
     """Qwen3-Next and Qwen3.5: full attention every few layers, gated delta networks between."""
     count = config.layer_count
-    types = config.layer_types()
+    types = config.layer_types("linear_attention")
     if types is None:
         interval = config.integer("full_attention_interval", 4)
         types = ["full_attention" if (index + 1) % interval == 0 else "linear_attention" for index in range(count)]

@@ -39,19 +39,21 @@ class Outliers:
 
     def __init__(
         self,
-        center: Sequence[npt.NDArray[Any] | None] | str | None,
+        center: Sequence[npt.NDArray[Any] | None] | npt.NDArray[Any] | str | None,
         rotate: bool | str,
         layers: int,
         *,
         deterministic: bool,
     ) -> None:
-        if isinstance(center, str) and center not in ("auto", "first"):
+        if not isinstance(center, Sequence | np.ndarray | None) or (
+            isinstance(center, str) and center not in ("auto", "first")
+        ):
             raise InvalidArgument(f'center = {center!r}: "auto", "first", None, or an array or None for each layer')
         if not isinstance(center, str) and center is not None and len(center) != layers:
             raise InvalidArgument(f"center = {len(center)} arrays: {layers}, one for each layer")
         if not isinstance(rotate, bool) and rotate != "auto":
             raise InvalidArgument(f'rotate = {rotate!r}: "auto", True or False')
-        if center == "first" and deterministic:
+        if isinstance(center, str) and center == "first" and deterministic:
             raise InvalidArgument(
                 'center = "first": not with deterministic=True, as bits would depend on what came first'
             )

@@ -12,6 +12,13 @@ import numpy.typing as npt
 from pagoda.errors import InvalidArgument
 
 
+def check_positive(**numbers: float) -> None:
+    """Raises InvalidArgument unless all are finite and above 0."""
+    for name, value in numbers.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise InvalidArgument(f"rope_scaling.{name} = {value!r}: a finite number above 0")
+
+
 @dataclass(frozen=True)
 class Llama3Scaling:
     """Stretches low frequencies by `factor` and blends the ones between (Llama 3.1; transformers `rope_type: llama3`)."""
@@ -20,6 +27,14 @@ class Llama3Scaling:
     low_freq_factor: float
     high_freq_factor: float
     original_context: int
+
+    def __post_init__(self) -> None:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        check_positive(
+            factor=self.factor, low_freq_factor=low, high_freq_factor=high, original_context=self.original_context
+        )
+        if low >= high:
+            raise InvalidArgument(f"rope_scaling.low_freq_factor = {low}: below high_freq_factor = {high}")
 
     def apply(self, inv_freq: npt.NDArray[np.float64], theta: float, dim: int) -> npt.NDArray[np.float64]:
         """The scaled frequencies."""
@@ -34,6 +49,9 @@ class LinearScaling:
     """Divides every frequency by `factor` (position interpolation, https://arxiv.org/abs/2306.15595)."""
 
     factor: float
+
+    def __post_init__(self) -> None:
+        check_positive(factor=self.factor)
 
     def apply(self, inv_freq: npt.NDArray[np.float64], theta: float, dim: int) -> npt.NDArray[np.float64]:
         """The scaled frequencies."""
@@ -50,6 +68,11 @@ class ProportionalScaling:
     partial: float
     factor: float = 1.0
 
+    def __post_init__(self) -> None:
+        check_positive(partial=self.partial, factor=self.factor)
+        if self.partial > 1:
+            raise InvalidArgument(f"rope_scaling.partial = {self.partial}: at most 1")
+
     def apply(self, inv_freq: npt.NDArray[np.float64], theta: float, dim: int) -> npt.NDArray[np.float64]:
         """The scaled frequencies, 0 for pairs that do not turn."""
         return np.where(np.arange(dim // 2) < int(self.partial * dim // 2), inv_freq / self.factor, 0.0)
@@ -57,18 +80,31 @@ class ProportionalScaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """Interpolates low frequencies and keeps high ones (YaRN, https://arxiv.org/abs/2309.00071, section 3.2)."""
+    """Interpolates low frequencies and keeps high ones (YaRN, https://arxiv.org/abs/2309.00071, section 3.2).
+
+    magnitude: what cosines and sines are multiplied with, `attention_factor` by default.
+    """
 
     factor: float
     original_context: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    magnitude: float | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(
+            factor=self.factor,
+            original_context=self.original_context,
+            beta_fast=self.beta_fast,
+            beta_slow=self.beta_slow,
+            attention_factor=self.attention_factor if self.factor > 0 else 1.0,
+        )
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied with: 0.1 ln(factor) + 1 (section 3.4)."""
-        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+        """What cosines and sines are multiplied with: 0.1 ln(factor) + 1 (section 3.4) if nothing else is given."""
+        return _yarn_magnitude(self.factor) if self.magnitude is None else self.magnitude
 
     def apply(self, inv_freq: npt.NDArray[np.float64], theta: float, dim: int) -> npt.NDArray[np.float64]:
         """The scaled frequencies."""
@@ -83,6 +119,10 @@ class YarnScaling:
         ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
         scaled: npt.NDArray[np.float64] = inv_freq / self.factor * ramp + inv_freq * (1 - ramp)
         return scaled
+
+
+def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 Scaling = Llama3Scaling | LinearScaling | ProportionalScaling | YarnScaling
@@ -104,7 +144,9 @@ class Rope:
     def __post_init__(self) -> None:
         if not (isinstance(self.theta, int | float) and math.isfinite(self.theta) and self.theta > 1):
             raise InvalidArgument(f"rope.theta = {self.theta!r}: a finite number above 1")
-        if self.rotary_dim is not None and (self.rotary_dim < 2 or self.rotary_dim % 2):
+        if self.rotary_dim is not None and (
+            not isinstance(self.rotary_dim, int) or self.rotary_dim < 2 or self.rotary_dim % 2
+        ):
             raise InvalidArgument(f"rope.rotary_dim = {self.rotary_dim!r}: even, at least 2")
 
     def inv_freq(self, head_dim: int) -> npt.NDArray[np.float32]:
@@ -122,7 +164,6 @@ def scaling_from_config(config: dict[str, Any]) -> Scaling | None:
     """The scaling in a Hugging Face `rope_scaling` or `rope_parameters`. Raises InvalidArgument for other types."""
     kind = config.get("rope_type", config.get("type", "default"))
     try:
-        original = int(config.get("original_max_position_embeddings") or 8192)
         if kind == "linear":
             return LinearScaling(float(config["factor"]))
         if kind == "proportional":
@@ -134,18 +175,32 @@ def scaling_from_config(config: dict[str, Any]) -> Scaling | None:
                 float(config["factor"]),
                 float(config["low_freq_factor"]),
                 float(config["high_freq_factor"]),
-                original,
+                int(config["original_max_position_embeddings"]),
             )
         if kind == "yarn":
             return YarnScaling(
                 float(config["factor"]),
-                original,
+                int(config["original_max_position_embeddings"]),
                 float(config.get("beta_fast") or 32.0),
                 float(config.get("beta_slow") or 1.0),
                 bool(config.get("truncate", True)),
+                _magnitude_from_config(config),
             )
-    except (KeyError, TypeError, ValueError) as error:
+    except InvalidArgument:
+        raise
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise InvalidArgument(f"rope_scaling = {config!r}: {kind} scaling with its numbers ({error!r})") from error
     if kind == "default":
         return None
     raise InvalidArgument(f"rope_scaling.rope_type = {kind!r}: default, linear, llama3, proportional or yarn")
+
+
+def _magnitude_from_config(config: dict[str, Any]) -> float | None:
+    """What a YaRN config says of cosines and sines, if it does: outright, or by DeepSeek's pair of scales."""
+    given, scale, over = (config.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is not None:
+        return float(given)
+    if not scale or not over:
+        return None
+    factor = float(config["factor"])
+    return _yarn_magnitude(factor, float(scale)) / _yarn_magnitude(factor, float(over))

@@ -63,6 +63,8 @@ class AttentionLayer:
         for name, value in (("scale", self.scale), ("softcap", self.softcap)):
             if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise InvalidArgument(f"{name} = {value!r}: a finite number above 0")
+        if self.rope is not None and not isinstance(self.rope, Rope):
+            raise InvalidArgument(f"rope = {self.rope!r}: None or a Rope")
         if self.kv_owner is not None:
             check_integer("kv_owner", self.kv_owner, 0, LAYERS_MAX)
         if self.v_alias and self.v_dim > self.head_dim:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 
+from pagoda import __version__
 from pagoda.cli import bench, doctor, generate, plan
 from pagoda.errors import PagodaError
 
@@ -13,17 +16,29 @@ COMMANDS = (generate, plan, doctor, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit status: 2 for bad input, 130 for Ctrl-C."""
+    """Runs one command. Returns the exit status: 2 for bad input, 130 for Ctrl-C, 1 for what cannot be written."""
     parser = argparse.ArgumentParser(prog="pagoda", description="A tiered, paged KV cache for LLM inference.")
+    parser.add_argument("--version", action="version", version=f"pagoda {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in COMMANDS:
         module.register(commands)
     arguments = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A model may write any character; not every terminal has all of them.
+        sys.stdout.reconfigure(errors="replace")
     try:
         status: int = arguments.run(arguments)
+        sys.stdout.flush()
     except PagodaError as error:
         print(f"pagoda: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Who reads has seen enough: `pagoda plan ... | head`. Python would flush once more, and fail, as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"pagoda: {error}", file=sys.stderr)
+        return 1
     return status

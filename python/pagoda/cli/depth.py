@@ -16,7 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from pagoda import build_info
+from pagoda import build_info, machine
 from pagoda.cache import Cache, Sequence
 from pagoda.cli.console import results
 from pagoda.cli.plan import load_spec
@@ -27,7 +27,7 @@ from pagoda.formats import FORMATS
 from pagoda.lm import LanguageModel
 from pagoda.models import SHIPPED_MODEL
 from pagoda.planner import Planner
-from pagoda.sizes import parse_size, parse_tokens
+from pagoda.sizes import format_size, parse_size, parse_tokens
 from pagoda.spec import AttentionLayer, ModelSpec
 
 if TYPE_CHECKING:
@@ -64,12 +64,24 @@ def register(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measures and prints."""
     formats = {name: pair(name) for name in arguments.formats.split(",")}
-    depths = [parse_tokens(part, "--depths") for part in arguments.depths.split(",")]
+    depths = list(dict.fromkeys(parse_tokens(part, "--depths") for part in arguments.depths.split(",")))
     memory, tokens = parse_size(arguments.memory, "--memory"), arguments.tokens
     if tokens < 1 or not all(depths):
         raise InvalidArgument(f"--tokens = {tokens}, --depths = {arguments.depths!r}: numbers of tokens above 0")
     # All are looked up before anything is measured.
     specs = {name: None if name == SHIPPED else load_spec(name) for name in arguments.models.split(",")}
+    ram, _ = machine.ram()
+    for (model, spec), (k_dtype, v_dtype), depth in itertools.product(specs.items(), formats.values(), depths):
+        layers = (
+            load_spec(str(SHIPPED_MODEL))
+            if spec is None
+            else ModelSpec(run_layers(spec, depth, memory, k_dtype, v_dtype))
+        )
+        size = Planner(layers, k_dtype, v_dtype).footprint(depth + tokens).paged_bytes
+        if size > ram:
+            raise InvalidArgument(
+                f"--depths: {depth:,} tokens of {model} have {format_size(size)}; {format_size(ram)} of RAM are free"
+            )
     rows: list[Row] = []
     with Console(stderr=True).status("") as status:
         for (model, spec), (name, (k_dtype, v_dtype)), depth in itertools.product(
@@ -126,20 +138,25 @@ def language_model(depth: int, tokens: int, options: dict[str, Any]) -> list[flo
     return timed(model.spec, depth, tokens, options, write)
 
 
-def attention(spec: ModelSpec, depth: int, tokens: int, memory: int, options: dict[str, Any]) -> list[float]:
-    """Seconds in which all attention layers of a model append and attend for so many tokens, run by run.
-
-    Of each kind of layer as many are run, one after the other as in a model, as fit a share of `memory`, at least one; the
-    others are taken to be as fast as these.
-    """
+def run_layers(spec: ModelSpec, depth: int, memory: int, k_dtype: str, v_dtype: str) -> list[AttentionLayer]:
+    """Of each kind of layer as many, one after the other as in a model, as fit a share of `memory`, at least one."""
     kinds = Counter(replace(layer, kv_owner=None) for layer in spec.attention_layers)
 
     def room(kind: AttentionLayer) -> int:
-        planner = Planner(ModelSpec([kind]), options["k_dtype"], options["v_dtype"])
+        planner = Planner(ModelSpec([kind]), k_dtype, v_dtype)
         return max(1, memory // len(kinds) // planner.footprint(depth).paged_bytes)
 
-    counts = {kind: min(count, room(kind)) for kind, count in kinds.items()}
-    run_layers = [kind for kind, count in counts.items() for _ in range(count)]
+    return [kind for kind, count in kinds.items() for _ in range(min(count, room(kind)))]
+
+
+def attention(spec: ModelSpec, depth: int, tokens: int, memory: int, options: dict[str, Any]) -> list[float]:
+    """Seconds in which all attention layers of a model append and attend for so many tokens, run by run.
+
+    Those that are not among `run_layers` are taken to be as fast as these.
+    """
+    kinds = Counter(replace(layer, kv_owner=None) for layer in spec.attention_layers)
+    layers = run_layers(spec, depth, memory, options["k_dtype"], options["v_dtype"])
+    counts = Counter(layers)
     rng = np.random.default_rng(0)
     queries = {kind: rng.standard_normal((1, kind.num_q_heads, kind.head_dim), np.float32) for kind in kinds}
     given = {kind: rows_of(kind, 1, rng) for kind in kinds}
@@ -149,7 +166,7 @@ def attention(spec: ModelSpec, depth: int, tokens: int, memory: int, options: di
         start, of_layers, of_all = time.perf_counter(), 0.0, 0.0
         for _ in range(tokens):
             with cache.step([sequence], [1]) as step:
-                for index, kind in enumerate(run_layers):
+                for index, kind in enumerate(layers):
                     before = time.perf_counter()
                     step.forward(index, queries[kind], *given[kind], sink_logits=sinks[kind])
                     took = time.perf_counter() - before
@@ -157,7 +174,7 @@ def attention(spec: ModelSpec, depth: int, tokens: int, memory: int, options: di
                     of_all += took * kinds[kind] / counts[kind]
         return time.perf_counter() - start - of_layers + of_all
 
-    return timed(ModelSpec(run_layers), depth, tokens, options, write)
+    return timed(ModelSpec(layers), depth, tokens, options, write)
 
 
 def timed(

@@ -69,7 +69,11 @@ def register(commands: Commands) -> None:
     parser.add_argument("--page-size", type=int, default=64, help="tokens in a page")
     parser.add_argument("--cache-type-k", default="f16", help="row format of K")
     parser.add_argument("--cache-type-v", default="f16", help="row format of V")
-    parser.add_argument("--no-kv-cache-paged", action="store_true", help="keep K and V in plain arrays, for comparison")
+    parser.add_argument(
+        "--no-kv-cache-paged",
+        action="store_true",
+        help="keep K and V in plain arrays, for comparison: what is said of pages, tiers and threads has no effect",
+    )
     parser.add_argument("--window-size", help="keep so many tokens and the first ones: memory stops growing; k is 1024")
     parser.add_argument("--sink-tokens", help="how many of the first tokens are kept with --window-size; 64 by default")
     parser.add_argument(
@@ -172,6 +176,8 @@ def _cache(arguments: argparse.Namespace, model: LanguageModel, device: str) -> 
     retention = _retention(arguments)
     if arguments.session is not None and arguments.disk is None:
         raise InvalidArgument(f"--session = {arguments.session!r}: only with --disk")
+    if arguments.session == "":
+        raise InvalidArgument("--session = '': a name")
     if arguments.no_kv_cache_paged:
         if arguments.disk is not None:
             raise InvalidArgument(

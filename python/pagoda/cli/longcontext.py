@@ -88,7 +88,7 @@ def register(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measures and prints."""
     spec, weight_bytes = MODELS[arguments.model]
-    k_dtype, v_dtype = pair(arguments.format)
+    k_dtype, v_dtype = pair(arguments.format, "--format")
     contexts = [parse_tokens(part, "--contexts") for part in arguments.contexts.split(",")]
     seconds, most = arguments.seconds, arguments.tokens
     if seconds is not None and not 0 < seconds <= 3600:
@@ -170,13 +170,14 @@ def budgets_of(
 ) -> dict[str, int]:
     """Budgets of the tiers, as `Cache` takes them, for so many tokens.
 
-    As given; else a tenth of the pages on the device, and the others on the host and then on disk as there is room. Of the
-    memory of a GPU a ring is a part if there are others. free_disk: None without a disk tier. Raises InvalidArgument where
-    there is no room.
+    As given; else a tenth of the pages on the device, on the CPU in half of the free RAM at most, and the others on the
+    host and then on disk as there is room. Of the memory of a GPU a ring is a part if there are others. free_disk: None
+    without a disk tier. Raises InvalidArgument where there is no room.
     """
     page = planner.bytes_per_token * planner.page_size
     pages = planner.footprint(tokens).paged_bytes
-    device = given.get("device_memory", max(pages // 10, PAGES_MIN * page))
+    device = max(pages // 10 if on_gpu else min(pages // 10, free_ram // 2), PAGES_MIN * page)
+    device = given.get("device_memory", device)
     left = max(0, pages - device)
     if on_gpu and left:
         tiers = {"host": given.get("host_memory") != 0, "disk": free_disk is not None}

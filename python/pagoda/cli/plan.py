@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from pagoda.checks import check_page_size
 from pagoda.cli.console import results
 from pagoda.errors import InvalidArgument
 from pagoda.formats import FORMATS
-from pagoda.planner import Planner
+from pagoda.kernels.instances import check_formats
+from pagoda.planner import TOKENS_MAX, Planner
 from pagoda.sizes import format_size, format_tokens, parse_size, parse_tokens
 from pagoda.spec import ModelSpec
 
@@ -35,7 +37,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("--cache-type-k", default="f16", choices=FORMATS, help="row format of K")
     parser.add_argument("--cache-type-v", default="f16", choices=FORMATS, help="row format of V")
     parser.add_argument(
-        "--store-k", action="store_true", help="store K also where it can be derived from V, as on a GPU"
+        "--store-k", action="store_true", help="store K also where it can be derived from V; on a GPU it is"
     )
     parser.add_argument("--page-size", type=int, default=64, help="tokens in a page")
     parser.add_argument("--batch", type=int, default=1, help="sequences of that length")
@@ -48,24 +50,33 @@ def register(commands: Commands) -> None:
 
 
 def load_spec(model: str) -> ModelSpec:
-    """A preset, or a config.json."""
-    return ModelSpec.from_config(model) if Path(model).exists() else ModelSpec.preset(model)
+    """A preset, or a config.json. Raises InvalidArgument, for what looks like a path as one."""
+    path = Path(model)
+    is_path = bool(model) and (path.exists() or path.is_absolute() or model[0] == "." or path.suffix == ".json")
+    return ModelSpec.from_config(model) if is_path else ModelSpec.preset(model)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan."""
     spec = load_spec(arguments.model)
-    if arguments.store_k:
+    on_gpu = arguments.device == "cuda"
+    if on_gpu:
+        check_formats(arguments.cache_type_k, arguments.cache_type_v)
+    if arguments.store_k or on_gpu:
         spec = spec.storing_k()
+    check_page_size("--page-size", arguments.page_size)
     planner = Planner(spec, arguments.cache_type_k, arguments.cache_type_v, arguments.page_size)
     contexts = [parse_tokens(part, "--context") for part in arguments.context.split(",")]
-    if not all(contexts):
-        raise InvalidArgument(f"--context = {arguments.context!r}: numbers of tokens above 0")
+    if not all(0 < context <= TOKENS_MAX for context in contexts):
+        raise InvalidArgument(f"--context = {arguments.context!r}: numbers of tokens from 1 to {TOKENS_MAX}")
     budgets = {
-        name: parse_size(getattr(arguments, f"{name}_memory") or "0", f"--{name}-memory")
+        name: parse_size(size, f"--{name}-memory")
         for name in ("device", "host", "disk")
+        if (size := getattr(arguments, f"{name}_memory")) is not None
     }
-    document = describe(planner, contexts, arguments.batch, budgets, on_gpu=arguments.device == "cuda")
+    if budgets.get("device") == 0:
+        raise InvalidArgument(f"--device-memory = {arguments.device_memory!r}: bytes above 0; every page begins there")
+    document = describe(planner, contexts, arguments.batch, budgets, on_gpu=on_gpu)
     if arguments.json:
         print(json.dumps(document, indent=2))
     else:
@@ -76,14 +87,14 @@ def run(arguments: argparse.Namespace) -> int:
 def describe(
     planner: Planner, contexts: list[int], batch: int, budgets: dict[str, int], *, on_gpu: bool = False
 ) -> dict[str, Any]:
-    """Everything that is printed, as JSON would have it. All sizes in bytes.
+    """Everything that is printed, as JSON would have it. All sizes in bytes; without a budget for it, of common devices.
 
     On a GPU the ring is a part of the device's memory where no page lies; without one there are none on disk.
     """
     spec, formats = planner.spec, (planner.k_dtype, planner.v_dtype)
     devices = (
         {format_size(budgets["device"]): budgets["device"]}
-        if budgets["device"]
+        if "device" in budgets
         else {card: parse_size(card, "card") for card in CARDS}
     )
     tiers = {"host": budgets["host"] > 0, "disk": budgets["disk"] > 0}

@@ -57,7 +57,7 @@ def register(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measures and prints."""
     caches = {name: cache_of(name, plain=arguments.plain) for name in arguments.formats.split(",")}
-    contexts = [parse_tokens(part, "--contexts") for part in arguments.contexts.split(",")]
+    contexts = list(dict.fromkeys(parse_tokens(part, "--contexts") for part in arguments.contexts.split(",")))
     heads = [recall_head(context, outliers) for context in contexts for outliers in OUTLIERS]
     if arguments.plot is not None:
         plot.figure_class()
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2))
         return 0
     console = results()
-    for context in dict.fromkeys(contexts):
+    for context in contexts:
         console.print(heads_table([row for row in report["heads"] if row["context"] == context]))
     console.print(streaming_table(report["streaming"]))
     console.print(text_table(report["language"]))
@@ -83,12 +83,12 @@ def cache_of(name: str, *, plain: bool = False) -> CacheOf:
     return lambda spec, keep: Cache(spec, k_dtype=k_dtype, v_dtype=v_dtype, retention=keep, **options)
 
 
-def pair(name: str) -> tuple[str, str]:
-    """The formats of K and V. Raises InvalidArgument."""
-    k_dtype, _, v_dtype = name.partition("/")
-    v_dtype = v_dtype or k_dtype
+def pair(name: str, option: str = "--formats") -> tuple[str, str]:
+    """The formats of K and V. Raises InvalidArgument, naming the option that they were given by."""
+    k_dtype, slash, v_dtype = name.partition("/")
+    v_dtype = v_dtype if slash else k_dtype
     for part in (k_dtype, v_dtype):
-        row_format(part, "--formats")
+        row_format(part, option)
     return k_dtype, v_dtype
 
 

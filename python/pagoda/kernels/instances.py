@@ -270,11 +270,18 @@ def _cores(names: tuple[str, str, str], dim: int, v_dim: int, rows: int, sets: i
     return Attention(kernel, sets, rows, 128, shared, v_dim, 2)
 
 
+STORED = NAMES | QUANTISED | {PART_OF_K: "PartOfK"}
+
+
 def _formats(names: tuple[str, ...]) -> str:
     k, v = names[:2]
-    known = NAMES | QUANTISED | {PART_OF_K: "PartOfK"}
-    if k not in known or v not in known:
+    check_formats(k, v)
+    return ", ".join(f"pagoda::{STORED[name]}" for name in names)
+
+
+def check_formats(k: str, v: str) -> None:
+    """Raises BackendUnavailable for row formats that no kernel reads."""
+    if k not in STORED or v not in STORED:
         raise BackendUnavailable(f"k_dtype, v_dtype = {k}, {v}: a device stores {', '.join(NAMES | QUANTISED)} so far")
     if "f32" in (k, v) and (k in QUANTISED or v in QUANTISED):
         raise BackendUnavailable(f"k_dtype, v_dtype = {k}, {v}: on a device f32 goes with {', '.join(NAMES)} only")
-    return ", ".join(f"pagoda::{known[name]}" for name in names)
