@@ -57,7 +57,8 @@ def test_what_no_spec_is(spec: Any) -> None:
 
 
 def test_what_no_device_is() -> None:
-    for name in ("tpu", "cuda:", "cuda:-1", "cuda:x", "cpu:0", "auto:1", ""):
+    names: list[Any] = ["tpu", "cuda:", "cuda:-1", "cuda:x", "cpu:0", "auto:1", "", None, 0]
+    for name in names:
         with pytest.raises(pagoda.InvalidArgument, match="device = "):
             pagoda.Cache(SPEC, device=name)
 

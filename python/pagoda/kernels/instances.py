@@ -18,6 +18,9 @@ QUANTISED = {"fp8_e4m3": "Fp8E4m3", "int8": "Int8", "q8_0": "Q8_0", "q4_0": "Q4_
 PART_OF_K = "part of k"
 """In place of the format of V: V is the first elements of the stored K row."""
 
+STORED = NAMES | QUANTISED | {PART_OF_K: "PartOfK"}
+"""All that kernels know of."""
+
 SPLITS = {
     ("f32", "f16"): 2,
     ("f32", "bf16"): 3,
@@ -268,9 +271,6 @@ def _cores(names: tuple[str, str, str], dim: int, v_dim: int, rows: int, sets: i
     shape = f"pagoda::CoreShape<{_formats(names)}, {dim}, {v_dim}, {rows}>"
     kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::CudaCores<{shape}>>")
     return Attention(kernel, sets, rows, 128, shared, v_dim, 2)
-
-
-STORED = NAMES | QUANTISED | {PART_OF_K: "PartOfK"}
 
 
 def _formats(names: tuple[str, ...]) -> str:
