@@ -96,6 +96,19 @@ def test_layers_that_read_the_pages_of_others(named: str, call: Callable[[pagoda
         cache.audit()
 
 
+def test_a_sequence_is_in_a_step_once() -> None:
+    with pagoda.Cache(SHARED, threads=1) as cache:
+        a, b = cache.create(), cache.create()
+        with (
+            pytest.raises(pagoda.InvalidArgument, match=r"sequences = .*: each of them once"),
+            cache.step([a, b, a], [1, 1, 1]),
+        ):
+            pass
+        with cache.step([a, b], [0, 0]):
+            pass
+        cache.audit()
+
+
 def test_sink_logits_are_for_layers_with_sinks() -> None:
     with pagoda.Cache(SHARED, threads=1) as cache, cache.step([cache.create()], [2]) as step:
         step.append(0, rows(2, 2, 16), rows(2, 2, 16))

@@ -74,7 +74,11 @@ impl Cache {
 
     fn enter(&mut self, batch: &[(SequenceId, u32)]) -> Result<()> {
         for &(sequence, new_tokens) in batch {
-            let slot = self.sequences.get_idle(sequence)?;
+            if self.sequences.get(sequence)?.stepping {
+                // In this one: no other is open.
+                return Err(Error::invalid("sequences", sequence.index, "each of them once"));
+            }
+            let slot = &mut self.sequences[sequence];
             let end = slot.tables[0].last().end_position() + u64::from(new_tokens);
             if end > limits::TOKENS_PER_SEQUENCE_MAX {
                 let limit = format!("at most {} positions in a sequence", limits::TOKENS_PER_SEQUENCE_MAX);
