@@ -24,8 +24,8 @@ struct ManyShape : TensorShape<K_, V_, Q_, D_, DV_, 16 * STACK_ * WARPS_ / COLUM
     using DecodedK = DecodedRows<K_, typename K_::Keys, D_, Common::SCORES>;
     using DecodedV = DecodedRows<V, typename V::Values, DV_, Common::SCORES>;
     /// From row to row, in pieces of 16 bytes, where products take them.
-    static constexpr int KEY_STRIDE = K_::QUANTISED ? Common::Q_STRIDE : Common::K_STRIDE;
-    static constexpr int VALUE_STRIDE = V::QUANTISED ? (DV_ / 8) | 1 : Common::V_STRIDE;
+    static constexpr int KEY_STRIDE = K_::QUANTISED ? DecodedK::STRIDE : Common::K_STRIDE;
+    static constexpr int VALUE_STRIDE = V::QUANTISED ? DecodedV::STRIDE : Common::V_STRIDE;
     static constexpr int KEYS_START = Common::Q_BYTES + Common::RING_BYTES, VALUES_START = KEYS_START + DecodedK::BYTES;
     static constexpr int DECODED_END = VALUES_START + DecodedV::BYTES + KEPT_BYTES;
     static constexpr int SHARED_BYTES = DECODED_END > Common::SHARED_BYTES ? DECODED_END : Common::SHARED_BYTES;

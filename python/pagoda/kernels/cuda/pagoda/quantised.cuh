@@ -17,7 +17,8 @@ namespace pagoda {
 /// Elements of a step.
 constexpr int STEP = 16;
 
-/// The element of a row that is in place `place` of the order above, and the column of V that place `place` of a result has.
+/// The element of a row that is in place `place` of the order above, and the column of V that place `place` of a result has where codes
+/// are transposed as they are stored.
 __device__ constexpr int element_at(int place) { return place / 16 * 16 + place % 8 / 2 * 4 + place % 2 * 2 + place % 16 / 8; }
 __device__ constexpr int column_at(int place) { return place / 16 * 16 + place % 8 * 2 + place % 16 / 8; }
 
@@ -32,16 +33,16 @@ struct Quantised {
     static constexpr bool QUANTISED = true;
 };
 
-/// A scale of a row. It is loaded where that stands, and not with others ahead: registers are short.
+/// A scale of a row.
 template <class Format>
 __device__ float scale_at(const uint8* scales, int block) {
-    const volatile void* const source = scales + block * Format::SCALE_BYTES;
+    const uint8* const source = scales + block * Format::SCALE_BYTES;
     if constexpr (Format::SCALE_BYTES == 4) {
-        return Format::scale_of(*static_cast<const volatile uint32*>(source));
+        return Format::scale_of(*reinterpret_cast<const uint32*>(source));
     } else if constexpr (Format::SCALE_BYTES == 2) {
-        return Format::scale_of(*static_cast<const volatile unsigned short*>(source));
+        return Format::scale_of(*reinterpret_cast<const unsigned short*>(source));
     } else {
-        return Format::scale_of(*static_cast<const volatile uint8*>(source));
+        return Format::scale_of(*source);
     }
 }
 
@@ -224,7 +225,7 @@ struct Nvfp4 : E2m1 {
 /// each block of elements those of all rows. What is not quantised is taken as it is stored.
 template <class Format, class As, int DIM, int ROWS, bool QUANTISED = Format::QUANTISED>
 struct DecodedRows {
-    static constexpr int BLOCKS = 1, BYTES = 0;
+    static constexpr int BLOCKS = 1, STRIDE = 0, BYTES = 0;
     __device__ static float2 scales(const uint8*, int, int) { return {1.0f, 1.0f}; }
 };
 
