@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pagoda
-from mirror import expected
+from mirror import derived, expected
 
 Array = npt.NDArray[Any]
 
@@ -16,7 +16,10 @@ LAYERS = [
     pagoda.AttentionLayer(4, 2, 64, sinks=True),
     pagoda.AttentionLayer(4, 2, 64, window=40, softcap=5.0),
     pagoda.AttentionLayer(4, 2, 64, window=30, kv_owner=0),
+    pagoda.AttentionLayer(4, 2, 64, rope=pagoda.Rope(theta=100.0), k_eq_v=True),
 ]
+NORMS = [None, None, None, np.linspace(0.2, 2, 64, dtype=np.float32)]
+"""Of K, where it is derived."""
 SEQUENCES, CONTEXT = 6, 400
 
 
@@ -36,7 +39,8 @@ class Model:
         self.xp, self.stream, self.new_tokens = xp, stream, new_tokens
         self.rng = np.random.default_rng(seed)
         spec = pagoda.ModelSpec(layers=LAYERS)
-        self.cache = pagoda.Cache(spec, page_size=16, device="cuda", device_memory="8MiB", host_memory="8MiB")
+        memory: dict[str, Any] = {"page_size": 16, "device_memory": "8MiB", "host_memory": "8MiB"}
+        self.cache = pagoda.Cache(spec, device="cuda", k_norms=NORMS, **memory)
         self.cache.declare(sequences=SEQUENCES, new_tokens=new_tokens, context=CONTEXT)
         rows = SEQUENCES * new_tokens
         self.q = [xp.empty((rows, 4, 64), np.float32) for _ in LAYERS]
@@ -57,7 +61,7 @@ class Model:
 
     def forward(self, step: pagoda.Step) -> None:
         for layer, shape in enumerate(LAYERS):
-            rows = (self.k[layer], self.v[layer]) if shape.kv_owner is None else ()
+            rows = (None if shape.k_eq_v else self.k[layer], self.v[layer]) if shape.kv_owner is None else ()
             sinks = self.sinks if shape.sinks else None
             step.forward(layer, self.q[layer], *rows, out=self.out[layer], sink_logits=sinks)
 
@@ -74,12 +78,16 @@ class Model:
             for out in self.out:
                 out.fill(12345)
         with self.cache.step(batch, counts, stream=self.stream) as step:
+            positions = np.zeros(len(given[0][0]), np.int64)
+            positions[:total] = step.positions
             (launch or self.forward)(step)
         with self.stream:
             results = [to_numpy(out) for out in self.out]
         self.cache.audit()
         for layer, shape in enumerate(LAYERS):
             q, k, v = given[layer]
+            if shape.k_eq_v:
+                k = derived(v.astype(np.float64), NORMS[layer], shape.rope, positions)
             start = 0
             for sequence, count in zip(batch, counts, strict=True):
                 rows = slice(start, start + count)

@@ -9,7 +9,7 @@ import numpy as np
 import pagoda
 import pytest
 from emulator.driver import CallerStream, EmulatedDriver, Stream
-from graphs import LAYERS, SEQUENCES, Model
+from graphs import LAYERS, NORMS, SEQUENCES, Model
 from pagoda.device import cuda
 from pagoda.kernels.instances import Kernel
 
@@ -100,10 +100,10 @@ def test_replay_needs_maxima_and_a_layer_that_is_not_appended_to(monkeypatch: py
         step.append(0, model.k[0], model.v[0])
         step.replay(lambda: None)
     spec = pagoda.ModelSpec(layers=LAYERS)
-    plain = pagoda.Cache(spec, device="cuda", device_memory="8MiB", host_memory=0)
+    plain = pagoda.Cache(spec, device="cuda", device_memory="8MiB", host_memory=0, k_norms=NORMS)
     with pytest.raises(pagoda.InvalidArgument, match="maxima"), plain.step([plain.create()], [1]) as step:
         step.replay(lambda: None)
-    on_cpu = pagoda.Cache(spec, device="cpu", device_memory="8MiB", host_memory=0)
+    on_cpu = pagoda.Cache(spec, device="cpu", device_memory="8MiB", host_memory=0, k_norms=NORMS)
     with pytest.raises(pagoda.BackendUnavailable, match="CPU"):
         on_cpu.declare(sequences=1, new_tokens=1, context=1)
 
@@ -112,7 +112,8 @@ def test_maxima_are_declared_once_and_in_range(monkeypatch: pytest.MonkeyPatch) 
     model = emulated(monkeypatch, 1, 0)
     with pytest.raises(pagoda.InvalidArgument, match="a second time"):
         model.cache.declare(sequences=1, new_tokens=1, context=1)
-    with pagoda.Cache(pagoda.ModelSpec(layers=LAYERS), device="cuda", device_memory="8MiB", host_memory=0) as cache:
+    options: dict[str, Any] = {"device": "cuda", "device_memory": "8MiB", "host_memory": 0, "k_norms": NORMS}
+    with pagoda.Cache(pagoda.ModelSpec(layers=LAYERS), **options) as cache:
         for name in ("sequences", "new_tokens", "context"):
             for wrong in (0, 1 << 40, 1 << 62):
                 with pytest.raises(pagoda.InvalidArgument, match=f"{name} = {wrong}"):

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import pytest
 from emulator import Guarded
 from pagoda import _core
+from pagoda.device.derived import turns_of
 from pagoda.kernels import arguments, instances
 from pagoda.kernels.arguments import Division, Sight
 
@@ -118,6 +119,10 @@ class Shape:
     def v_in_k(self) -> bool:
         return self.v == "PartOfK"
 
+    @property
+    def k_from_v(self) -> bool:
+        return self.k == "FromV"
+
 
 FEW = {"few": "1, 3", "decode": "2, 3"}
 """Blocks of queries, and stages."""
@@ -174,7 +179,15 @@ SHAPES = [
     Shape("Q8_0", "Q8_0", "BF16", 128, 128, "few"),
     Shape("Q4_0", "Q4_0", "F32", 96, 96, "few"),
     Shape("Nvfp4", "Int8", "F16", 64, 256, "few"),
+    Shape("FromV", "F16", "F32", 72, 72, "prefill"),
+    Shape("FromV", "BF16", "BF16", 64, 64, "stacked"),
+    Shape("FromV", "Q4_0", "F32", 64, 64, "deterministic"),
+    Shape("FromV", "F32", "F32", 40, 40, "cores"),
+    Shape("FromV", "Q8_0", "F32", 512, 512, "columns"),
+    Shape("FromV", "Nvfp4", "F16", 64, 64, "wide"),
+    Shape("FromV", "Q4_0", "F32", 64, 64, "prefill"),
 ]
+FROM_V = [shape for shape in SHAPES if shape.k_from_v]
 BY_SHARE = [SHAPES[1], SHAPES[9], SHAPES[23], SHAPES[24]]
 """Decoding and prefill, of 16-bit rows and of quantised ones."""
 APPENDS = [("F16", "F16", "F32"), ("BF16", "F32", "F16"), ("F32", "F16", "BF16"), ("BF16", "F16", "F32")]
@@ -220,6 +233,8 @@ class Span:
     sight: Sight = Sight.IN_WINDOW
     start: int = 0
     """Of a span that trails: queries behind this place see it nearer."""
+    position: int = 0
+    """That its first token was stored with, where keys are made from values."""
 
     def offset_for(self, position: int) -> int:
         return self.offset + (max(0, position - self.start) if self.sight == Sight.TRAILING else 0)
@@ -273,12 +288,18 @@ class World:
         page, heads = self.page_size, self.kv_heads
         # Of the second layer, behind as many bytes of the first.
         k, v = self.shape.k, self.shape.k if self.shape.v_in_k else self.shape.v
-        layer_bytes = Plane.of(k, self.shape.dim, 0, page, heads).end
-        if not self.shape.v_in_k:
-            layer_bytes = Plane.of(v, self.shape.v_dim, layer_bytes, page, heads).end
+        # The rows that are stored: of K and V, of K alone, or of V alone.
+        kinds = [] if self.shape.k_from_v else [(k, self.shape.dim)]
+        kinds += [] if self.shape.v_in_k else [(v, self.shape.v_dim)]
+        layer_bytes = 0
+        for kind, dim in kinds:
+            layer_bytes = Plane.of(kind, dim, layer_bytes, page, heads).end
         self.block_bytes = 2 * layer_bytes
-        self.k_plane = Plane.of(k, self.shape.dim, layer_bytes, page, heads)
-        self.v_plane = Plane.of(v, self.shape.v_dim, self.k_plane.end, page, heads)
+        self.k_plane = self.v_plane = Plane.of(*kinds[0], layer_bytes, page, heads)
+        if len(kinds) > 1:
+            self.v_plane = Plane.of(*kinds[1], self.k_plane.end, page, heads)
+        self.inv_freq = 10000.0 ** -(np.arange(self.rope[0]) / self.rope[0]) if self.rope else np.zeros(0)
+        self.key_weight = np.random.default_rng(self.seed).uniform(-2, 2, self.shape.dim).astype(np.float32)
         pages = [[-(-(span.skip + span.count) // page) for span in sequence.spans] for sequence in self.sequences]
         total = sum(map(sum, pages))
         blocks = total + 3
@@ -308,15 +329,18 @@ class World:
                     row = span.skip + t
                     tier, block = divmod(int(self.table.array[index, page_index + row // page]), 1 << 30)
                     place = self.arenas[tier].array[block * self.block_bytes :]
-                    key_rows = stored(content.standard_normal((heads, self.shape.dim)), k)
-                    value_rows = stored(content.standard_normal((heads, self.shape.v_dim)), v)
-                    keys[before + t] = key_rows[2]
-                    values[before + t] = key_rows[2][:, : self.shape.v_dim] if self.shape.v_in_k else value_rows[2]
-                    for head in range(heads):
-                        self.k_plane.write(place, head, row % page, key_rows[0][head], key_rows[1][head])
-                        if not self.shape.v_in_k:
-                            self.v_plane.write(place, head, row % page, value_rows[0][head], value_rows[1][head])
-                spans.append([page_index, span.skip, span.count, before, span.offset, span.sight])
+                    planes = [self.k_plane, self.v_plane][-len(kinds) :]
+                    rows = [stored(content.standard_normal((heads, dim)), kind) for kind, dim in kinds]
+                    values[before + t] = rows[-1][2][:, : self.shape.v_dim]
+                    if self.shape.k_from_v:
+                        made = values[before + t] * self.key_weight
+                        keys[before + t] = [self.turned(key, -(span.position + t)) for key in made]
+                    else:
+                        keys[before + t] = rows[0][2]
+                    for plane, (data, scales, _) in zip(planes, rows, strict=True):
+                        for head in range(heads):
+                            plane.write(place, head, row % page, data[head], scales[head])
+                spans.append([page_index, span.skip, span.count, before, span.offset, span.position, span.sight])
                 page_index += count
                 before += span.count
             starts.append(len(spans))
@@ -331,7 +355,6 @@ class World:
                     self.keys[first][tokens_of],
                     self.values[first][tokens_of],
                 )
-        self.inv_freq = 10000.0 ** -(np.arange(self.rope[0]) / self.rope[0]) if self.rope else np.zeros(0)
         offsets, token = [span[4] for span in spans], 0
         for index, sequence in enumerate(self.sequences):
             for number, span in enumerate(sequence.spans):
@@ -475,6 +498,9 @@ class World:
             rotary_pairs=self.rope[0] if self.rope else 0,
             interleaved=self.rope[1] if self.rope else 0,
         )
+        if self.shape.k_from_v:
+            call.key_weight = self.filled(self.key_weight).address
+            call.turns = self.filled(turns_of(self.inv_freq.tolist())).address if self.rope else None
         blocks, prefix, members = self.common_work(self.shape.rows)
         rows_of_parts = len(members) + 2 * self.tokens
         call.parts = self.guarded((rows_of_parts, heads, self.shape.v_dim + 2), np.float32).address
@@ -552,8 +578,10 @@ class World:
         right, right_lse = self.expected()
         # Float queries get float accuracy; 16-bit ones that of their own type.
         tolerance = {"F32": 3e-5, "F16": 2e-3, "BF16": 2e-2}[self.shape.q]
+        # To 16-bit queries keys that are made from values are f16.
+        of_scores = 4 if self.shape.k_from_v else 10
         np.testing.assert_allclose(out.astype(np.float64), right, rtol=0, atol=tolerance)
-        np.testing.assert_allclose(lse, right_lse, rtol=0, atol=max(1e-4, tolerance / 10))
+        np.testing.assert_allclose(lse, right_lse, rtol=0, atol=max(1e-4, tolerance / of_scores))
 
 
 LENGTHS = [one(1), one(15), one(16), one(17), one(63), one(64), one(130, 2), one(200)]
@@ -631,6 +659,22 @@ def test_sinks(rope: tuple[int, bool] | None, sight: Sight, library: emulator.Li
             World(shape, batch, rope=rope, window=window).compare(library, 6)
 
 
+@pytest.mark.parametrize("rope", [None, (24, False), (16, True), (32, True)])
+@pytest.mark.parametrize("shape", FROM_V, ids=lambda shape: shape.name)
+def test_keys_that_are_made_from_values(shape: Shape, rope: tuple[int, bool] | None, library: emulator.Library) -> None:
+    """Rotated by the positions that their tokens came with, wherever these have gone: behind what was dropped, beyond 2^32,
+    in spans that every query sees; and whoever shares their pages."""
+    if rope and 2 * rope[0] > shape.dim:
+        rope = (shape.dim // 2, rope[1])
+    pieces = [Span(0, 21, 500, position=7), Span(5, 70, 40, position=5 << 30), Span(9, 30, position=(5 << 30) + 150)]
+    sinks = [Span(0, 21, 30, Sight.TRAILING, 60, 4), Span(40, 70, position=25)]
+    options: dict[str, Any] = {"rope": rope, "group": 2, "kv_heads": 1 if shape.dim > 256 else 2, "page_size": 8}
+    batch = [Sequence(pieces, 20 if shape.rows > 16 else 3), one(40), Sequence(sinks, 2)]
+    World(shape, batch, window=60, **options).compare(library, 5)
+    commons = [Common([0, 1], 0, 64)]
+    World(shape, [one(70), one(66, 2)], commons=commons, softcap=2.0, **options).compare(library, 3, stops=[48])
+
+
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 8, 16])
 def test_any_group(group: int, library: emulator.Library) -> None:
     for shape in (SHAPES[1], SHAPES[9]):
@@ -658,6 +702,7 @@ def test_no_query_at_all(library: emulator.Library) -> None:
         (SHAPES[10], Shape("F16", "F16", "F32", 128, 128, "prefill")),
         (Shape("F16", "F16", "F16", 128, 128, "deterministic"), Shape("F16", "F16", "F16", 128, 128, "stacked")),
         (Shape("Q4_0", "Q4_0", "F32", 96, 32, "deterministic"), SHAPES[23]),
+        (FROM_V[2], FROM_V[6]),
     ],
 )
 def test_bits_depend_on_the_sequence_alone(shape: Shape, prefill: Shape, library: emulator.Library) -> None:
@@ -895,25 +940,53 @@ BROKEN_CODES = {
 }
 """The same of quantised rows."""
 
+BROKEN_KEYS = {
+    "one position": ("derived.cuh", "position + row", "position"),
+    "places of the axis": ("derived.cuh", "args.pages.spans[span].position +", "args.pages.spans[span].before +"),
+    "turned back": ("derived.cuh", "x = from * angle.x - y", "x = from * angle.x + y"),
+    "half a turn": ("derived.cuh", "parts >> 32", "parts >> 33"),
+    "the weight of another": ("derived.cuh", "args.key_weight[second]", "args.key_weight[first]"),
+    "elements in order": ("many_queries.cuh", "place_of(e)", "e"),
+    "the first scale": ("many_queries.cuh", "e / BLOCK, row", "e / BLOCK / 2, row"),
+    "no rests of keys": ("many_queries.cuh", "(s == 0 ? Shape::KEY_PARTS : 1)", "1"),
+    "no barrier before keys are made": (
+        "many_queries.cuh",
+        "VALUES_START;\n            team_barrier<Shape::WARPS>();",
+        "VALUES_START;",
+    ),
+    "no barrier behind that": (
+        "many_queries.cuh",
+        "KEYS_START;\n            team_barrier<Shape::WARPS>();",
+        "KEYS_START;",
+    ),
+    "no zeros behind keys": ("derived.cuh", "i < DEPTH / 2", "i < DIM / 2"),
+}
+"""The same of keys that are made from values."""
 
-@pytest.mark.parametrize("broken", [*BROKEN, *BROKEN_CODES])
+
+@pytest.mark.parametrize("broken", [*BROKEN, *BROKEN_CODES, *BROKEN_KEYS])
 def test_what_is_broken_is_noticed(broken: str, tmp_path: Path) -> None:
     """Negative controls: each barrier, wait and bound that the kernels have is needed, and the tests see it."""
-    name, old, new = (BROKEN | BROKEN_CODES)[broken]
+    name, old, new = (BROKEN | BROKEN_CODES | BROKEN_KEYS)[broken]
     folder = tmp_path / "cuda"
     shutil.copytree(emulator.DEVICE_CODE, folder)
     text = (folder / "pagoda" / name).read_text()
     assert old in text
     (folder / "pagoda" / name).write_text(text.replace(old, new))
-    shapes = [Shape("Q8_0", "Q4_0", "F32", 64, 96), SHAPES[23]] if broken in BROKEN_CODES else [SHAPES[1], SHAPES[9]]
+    shapes = [SHAPES[1], SHAPES[9]]
+    if broken in BROKEN_CODES:
+        shapes = [Shape("Q8_0", "Q4_0", "F32", 64, 96), SHAPES[23]]
+    elif broken in BROKEN_KEYS:
+        shapes = [FROM_V[0], FROM_V[6]]
     library = compiled(shapes, device_code=folder)
     with pytest.raises((AssertionError, emulator.EmulatorError)):
         for seed in range(8):
             for shape in shapes:
                 for page_size in (8, 32):
                     commons = [Common([1, 2], 0, 32)]
-                    sinks = Sequence([Span(0, 21, 0, Sight.ALWAYS), Span(5, 70)], 2)
-                    batch = [one(300, 5), one(90), one(70, 2), sinks]
+                    sinks = Sequence([Span(0, 21, 0, Sight.ALWAYS), Span(5, 70, position=400)], 2)
+                    batch = [one(300, 40 if broken in BROKEN_KEYS else 5), one(90), one(70, 2), sinks]
                     options: dict[str, Any] = {"softcap": 3.0, "sinks": True, "commons": commons, "group": 4, "sets": 2}
+                    options["rope"] = (32, False) if broken in BROKEN_KEYS else None
                     world = World(shape, batch, page_size=page_size, seed=seed, **options)
                     world.compare(library, 3, seed=seed, stops=[64, 130])

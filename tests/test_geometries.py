@@ -112,12 +112,9 @@ def test_a_prompt_beyond_the_window_and_some_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_short_context(name: str, deterministic: bool, request: pytest.FixtureRequest) -> None:
+def test_a_short_context(name: str, deterministic: bool) -> None:
     """On every device, with windows that are left all the same."""
-    spec = chosen(name, 24)
-    if request.config.getoption("--device") != "cpu":
-        spec = spec.storing_k()
-    run(spec, [17, 21], 2, page_size=16, device_memory="32MiB", deterministic=deterministic)
+    run(chosen(name, 24), [17, 21], 2, page_size=16, device_memory="32MiB", deterministic=deterministic)
 
 
 def test_soft_caps_of_gemma_2() -> None:

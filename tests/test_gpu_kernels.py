@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pagoda
 import pytest
 from gpu_driver import CopyingDriver
+from mirror import derived
 from pagoda import _core
 from pagoda.attention.reference import attention
 from pagoda.device import cuda
@@ -65,8 +66,10 @@ class Kind:
             "center": None,
             "rotate": False,
         }
-        spec = pagoda.ModelSpec([layer])
-        self.cache = pagoda.Cache(spec, device="cuda", k_dtype=formats[0], v_dtype=formats[1], **(memory | options))
+        spec, self.norm = pagoda.ModelSpec([layer]), self.rng.uniform(0.2, 2, layer.head_dim).astype(np.float32)
+        norms = [self.norm if layer.k_eq_v else None]
+        options = memory | options | {"k_dtype": formats[0], "v_dtype": formats[1], "k_norms": norms}
+        self.cache = pagoda.Cache(spec, device="cuda", **options)
         self.held: dict[pagoda.Sequence, list[Array]] = {}
 
     def step(self, batch: list[pagoda.Sequence], counts: list[int], junk: int = JUNK) -> None:
@@ -80,11 +83,15 @@ class Kind:
         for end in bounds[1:]:
             k[end - junk : end] = v[end - junk : end] = np.nan
         with self.cache.step(batch, [count + junk for count in counts]) as step:
-            out, lse = step.forward(0, q, *((k,) if layer.v_alias else (k, v)), return_lse=True)
+            given = (None if layer.k_eq_v else k, None if layer.v_alias else v)
+            out, lse = step.forward(0, q, *given, return_lse=True)
+            positions = step.positions
             step.commit(counts)
         for sequence, start, count in zip(batch, bounds, counts, strict=False):
             new = slice(start, start + count)
             rows = [stored(k[new], self.formats[0]), stored(v[new], self.formats[1])]
+            if layer.k_eq_v:
+                rows[0] = derived(rows[1], self.norm, layer.rope, positions[new])
             if layer.v_alias:
                 rows[1] = rows[0][..., : layer.v_dim]
             if sequence in self.held:
@@ -127,6 +134,8 @@ KINDS: dict[str, tuple[pagoda.AttentionLayer, tuple[str, str], str, dict[str, An
     "bf16 groups of 16": (heads(128, group=16), ("bf16", "bf16"), "bf16", {}),
     "latent": (heads(576, 512, group=128, v_alias=True), ("bf16", "bf16"), "bf16", {}),
     "latent q8_0": (heads(576, 512, group=16, v_alias=True), ("q8_0", "q8_0"), "bf16", {}),
+    "derived": (heads(512, group=16, rope=pagoda.Rope(), k_eq_v=True), ("bf16", "bf16"), "bf16", {}),
+    "derived q8_0": (heads(512, group=16, rope=pagoda.Rope(), k_eq_v=True), ("q8_0", "q8_0"), "f32", {}),
     "f32": (heads(128), ("f32", "f32"), "f32", {}),
     "window and cap": (heads(128, window=100, softcap=5.0), ("f16", "f16"), "f16", {}),
     "deterministic": (heads(128), ("f16", "f16"), "f16", {"deterministic": True}),

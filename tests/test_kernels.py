@@ -185,6 +185,10 @@ def test_python_knows_the_shapes_of_kernels() -> None:
     chosen += [instances.attend("f16", "bf16", "f16", 576, 512, 4, mode, 227 << 10) for mode in modes]
     chosen += [instances.attend("bf16", instances.PART_OF_K, "f16", 576, 512, 4, mode, 99 << 10) for mode in modes]
     chosen += [instances.attend("f32", instances.PART_OF_K, "f16", 72, 40, 4, "decode", 99 << 10)]
+    chosen += [
+        instances.attend(instances.FROM_V, v, q, dim, dim, 4, mode, 227 << 10)
+        for v, q, dim, mode in product(("f32", "bf16", "q4_0"), ("f32", "bf16"), (64, 512), modes)
+    ]
     chosen += [instances.attend("f16", "f16", q, 256, 256, 128, "decode", 227 << 10) for q in ("f16", "f32")]
     chosen += [
         instances.attend("bf16", instances.PART_OF_K, q, 576, 512, 128, "decode", 227 << 10) for q in ("bf16", "f32")
@@ -223,3 +227,5 @@ def test_what_no_kernel_does() -> None:
         instances.attend("f16", "f16", "f32", 256, 256, 71, "decode", 227 << 10)
     with pytest.raises(BackendUnavailable, match="shared memory"):
         instances.attend("f32", "f32", "f32", 2048, 2048, 1, "decode", 99 << 10)
+    with pytest.raises(BackendUnavailable, match=r"attention of f32 over .* needs 102352 bytes .* has 101376"):
+        instances.attend(instances.FROM_V, "q8_0", "f32", 512, 512, 16, "decode", 99 << 10)

@@ -55,6 +55,9 @@ QUANTISED = (
 
 QUANTISED_SIZES = ((64, 64), (128, 128), (256, 256), (512, 512))
 
+DERIVED_SIZES = ((256, 256), (512, 512))
+"""Those where K may be made from V."""
+
 LATENT_GROUPS = (16, 128)
 """Those where V is a part of K."""
 
@@ -80,6 +83,7 @@ def every(arch: str) -> list[Kernel]:
     quantised = [(k, v, q) for (k, v), q in product(QUANTISED, ("bf16", "f32"))]
     parts = [(k, instances.PART_OF_K, q) for k in halves for q in (k, "f32")]
     parts += [(k, instances.PART_OF_K, "bf16") for k in instances.QUANTISED]
+    derived = [(instances.FROM_V, v, q) for v, q in product((*halves, *instances.QUANTISED), ("bf16", "f32"))]
     appends = [instances.append(*names) for names in product(instances.NAMES, repeat=3)]
     appends += [instances.append(*pair, "bf16") for pair in QUANTISED]
     centers = [instances.center(given) for given in instances.NAMES]
@@ -87,6 +91,7 @@ def every(arch: str) -> list[Kernel]:
         *_fitting(arch, [*product(types, SIZES)], GROUPS),
         *_fitting(arch, [*product(quantised, QUANTISED_SIZES)], GROUPS),
         *_fitting(arch, [*product(parts, PART_SIZES)], LATENT_GROUPS),
+        *_fitting(arch, [*product(derived, DERIVED_SIZES)], GROUPS),
     ]
     return _distinct(appends + centers, attends)
 
@@ -107,6 +112,7 @@ def covering(arch: str) -> list[Kernel]:
         (("f16", "int8", "f32"), (256, 256)),
         (("q8_0", "q4_0", "f32"), (512, 512)),
     ]
+    derived = [((instances.FROM_V, v, q), (512, 512)) for v, q in (("bf16", "bf16"), ("f16", "f32"), ("q8_0", "bf16"))]
     many = [(("f16", "f16", "f32"), (256, 256)), (("bf16", instances.PART_OF_K, "bf16"), (576, 512))]
     attends = [
         *_fitting(arch, layers, [4], [mode for mode in MODES if mode != "verify"]),
@@ -114,6 +120,7 @@ def covering(arch: str) -> list[Kernel]:
         *_fitting(
             arch, [(("bf16", "bf16", "bf16"), (256, 256)), (("q4_0", "q4_0", "bf16"), (128, 128))], [4], ["verify"]
         ),
+        *_fitting(arch, derived, [16], ("decode", "prefill")),
         *_fitting(arch, many, [128]),
     ]
     return _distinct(appends, attends)

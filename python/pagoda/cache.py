@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from pagoda import _core, placement
 from pagoda.checks import check_integer, check_page_size, natural, token_counts
-from pagoda.device import device_index, engine_for
+from pagoda.device import engine_for
 from pagoda.device.driver import Stream
 from pagoda.disk import disk_arguments
 from pagoda.errors import BackendUnavailable, CorruptPage, InvalidArgument, OutOfBlocks, TierIOError
@@ -131,7 +131,7 @@ class Cache:
     deterministic cache takes no centre off that is not given: one from the first rows depends on which sequence came first.
 
     k_norms: for each layer with `k_eq_v` the weight of K's norm [head_dim], and None for each other; K is then derived from
-    V, which alone is stored. On a GPU it has to be stored: `ModelSpec.storing_k`.
+    V, which alone is stored. `ModelSpec.storing_k` stores both.
 
     Raises InvalidArgument (also a ValueError) for what does not fit together, BackendUnavailable for what is not there,
     GeometryMismatch for a directory of another model, TierIOError for one that cannot be used or that another cache has open.
@@ -179,8 +179,6 @@ class Cache:
         keeps = keeps_by_layer(spec, retention, self.headroom)
         outliers = Outliers(center, rotate, len(spec.layers), deterministic=deterministic)
         layers = core_layers(spec, self.dtypes, outliers, keeps, k_norms)
-        if device_index(device) is not None and any(layer["k_norm"] for layer in layers):
-            raise BackendUnavailable(f"device = {device!r}: K is derived on the CPU only; store it: spec.storing_k()")
         layouts = block_layouts(layers, page_size)
         self._v_head_dims = [layer["v_head_dim"] for layer in layers]
         memory = tier_memory(

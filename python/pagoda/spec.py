@@ -152,8 +152,7 @@ class ModelSpec:
         return cls(layers_of(content), name or str(content.get("model_type", "")))
 
     def storing_k(self) -> ModelSpec:
-        """The same model with K stored beside V in layers with `k_eq_v`: where the weights of K's norms are not at hand, and
-        for a GPU."""
+        """The same model with K stored beside V in layers with `k_eq_v`: where the weights of K's norms are not at hand."""
         layers = [replace(layer, k_eq_v=False) if isinstance(layer, AttentionLayer) else layer for layer in self.layers]
         return ModelSpec(layers, self.name)
 

@@ -179,10 +179,10 @@ impl Cache {
     }
 
     /// Refuses unless the open step may append to the layer now.
-    fn check_append(&self, py: Python<'_>, layer: usize, has_values: bool) -> PyResult<()> {
+    fn check_append(&self, py: Python<'_>, layer: usize, has_keys: bool, has_values: bool) -> PyResult<()> {
         let inner = self.lock(py)?;
         inner.require_step(py)?;
-        require_rows(py, &inner.owning_layer(py, layer)?.layer, true, has_values)?;
+        require_rows(py, &inner.owning_layer(py, layer)?.layer, has_keys, has_values)?;
         inner.require_unwritten(py, layer)
     }
 

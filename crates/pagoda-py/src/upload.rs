@@ -266,7 +266,7 @@ impl Upload {
         for (index, (_, new_tokens)) in core.step_batch().enumerate() {
             let mut before = 0;
             for span in step.spans(core, index, GroupId(group as u8)) {
-                let SpanView { first_page, skip, count, mut offset, sight, .. } = *span;
+                let SpanView { first_page, skip, count, position, mut offset, sight } = *span;
                 if let Sight::Trailing { .. } = sight {
                     // Where its angles for row 0 of the batch would be.
                     offset = (turned - i64::from(step.bounds()[index])) as u64;
@@ -277,7 +277,10 @@ impl Upload {
                     Sight::Always => 1,
                     Sight::Trailing { .. } => 2,
                 };
-                self.words.extend([first_page, skip, count, before, offset as u32, (offset >> 32) as u32]);
+                self.words.extend([first_page, skip, count, before]);
+                for wide in [offset, position] {
+                    self.words.extend([wide as u32, (wide >> 32) as u32]);
+                }
                 self.words.extend([sight, 0]);
                 before += count;
             }

@@ -36,9 +36,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("--context", default="32k,200k,1m", help="tokens, comma-separated; k is 1024, m 1024 * 1024")
     parser.add_argument("--cache-type-k", default="f16", choices=FORMATS, help="row format of K")
     parser.add_argument("--cache-type-v", default="f16", choices=FORMATS, help="row format of V")
-    parser.add_argument(
-        "--store-k", action="store_true", help="store K also where it can be derived from V; on a GPU it is"
-    )
+    parser.add_argument("--store-k", action="store_true", help="store K also where it can be derived from V")
     parser.add_argument("--page-size", type=int, default=64, help="tokens in a page")
     parser.add_argument("--batch", type=int, default=1, help="sequences of that length")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where the cache is")
@@ -62,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     on_gpu = arguments.device == "cuda"
     if on_gpu:
         check_formats(arguments.cache_type_k, arguments.cache_type_v)
-    if arguments.store_k or on_gpu:
+    if arguments.store_k:
         spec = spec.storing_k()
     check_page_size("--page-size", arguments.page_size)
     planner = Planner(spec, arguments.cache_type_k, arguments.cache_type_v, arguments.page_size)
@@ -160,7 +158,7 @@ def draw(document: dict[str, Any], console: Console) -> None:
     console.print(f"{document['bytes_per_token']:,} bytes a token, {full:,} of them in layers without a window")
     if document["k_derived"]:
         derived = f"{document['k_derived']} layers store V alone and derive K from it"
-        console.print(f"{derived}; with --store-k, as a GPU needs it, they store both.")
+        console.print(f"{derived}; with --store-k they store both.")
     if document["state_bytes"]:
         console.print(f"{format_size(document['state_bytes'])} of recurrent state a sequence")
     if document["layers"]["windowed"]:

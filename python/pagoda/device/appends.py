@@ -8,7 +8,7 @@ from itertools import accumulate
 import numpy as np
 
 from pagoda.device.arrays import Arrays
-from pagoda.device.driver import Driver, Stream, View
+from pagoda.device.driver import Driver, Stream, View, send
 from pagoda.device.layers import LayerKernels
 from pagoda.device.tables import GroupTables
 from pagoda.errors import InvalidArgument
@@ -40,22 +40,17 @@ class Centers:
         self._first = {index for index in own if layers[index]["center_first"]}
         starts = dict(zip(own, accumulate([len(layers), *own.values()]), strict=False))
         words = len(layers) + sum(own.values())
+        numbers = np.zeros(words, np.float32)
+        for index, start in starts.items():
+            if index not in self._first:
+                numbers[start : start + own[index]] = layers[index]["center"]
         # Whether the centre of each layer is settled, and the centres.
-        self._memory = driver.memory(4 * words)
+        self._memory = send(driver, numbers)
         self.of = {
             index: self._memory.address + 4 * starts[owner]
             for index, layer in enumerate(layers)
             if (owner := index if layer["kv_owner"] is None else layer["kv_owner"]) in own
         }
-        given = driver.pinned(4 * words)
-        numbers = given.array.view(np.float32)[:words]
-        numbers[:] = 0
-        for index, start in starts.items():
-            if index not in self._first:
-                numbers[start : start + own[index]] = layers[index]["center"]
-        stream = driver.stream()
-        stream.copy(self._memory.address, given.address, 4 * words)
-        stream.record().wait()
 
     def wants(self, layer: int) -> bool:
         """Whether the layer takes its centre from the first rows, and may have none yet."""
@@ -122,11 +117,11 @@ class Appends:
             self._centers.given(layer, arrays.tokens, stream)
         # Warps have rows, or where nothing is quantised threads have 8 elements.
         rows, shared = arrays.tokens_max * call.kv_heads, 0
-        if any(name in instances.QUANTISED for name in kernels.formats):
+        if any(name in instances.QUANTISED for name in kernels.stored):
             threads, shared = 32 * rows * (2 if call.v_head_dim else 1), APPEND_ROWS_BYTES
         else:
             threads = rows * (call.head_dim + call.v_head_dim) // 8
         blocks = min(-(-threads // APPEND_THREADS), self._blocks_max)
-        stream.launch(instances.append(*kernels.formats, keys.dtype), blocks, APPEND_THREADS, call, shared_bytes=shared)
+        stream.launch(instances.append(*kernels.stored, keys.dtype), blocks, APPEND_THREADS, call, shared_bytes=shared)
         if self._misfits is not None:
             self._misfits.check(layer, stream)

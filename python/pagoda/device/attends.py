@@ -18,7 +18,7 @@ from pagoda.device.layers import LayerKernels
 from pagoda.device.scratch import Scratch
 from pagoda.device.streaming import GroupPasses, Streams
 from pagoda.device.tables import ListTables, StepTables
-from pagoda.errors import InvalidArgument
+from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.geometry import RUN_ROWS
 from pagoda.kernels import arguments, instances
 from pagoda.kernels.arguments import Attend, Division
@@ -86,6 +86,8 @@ class Attends:
     ) -> None:
         """Attention over one layer. lse, sinks: addresses of arrays of the caller."""
         kernels, streamed = self._layers[layer], self._streams.group(layer)
+        if lack := kernels.lacks.get(queries.dtype):
+            raise BackendUnavailable(f"q = dtype {queries.dtype}: {lack}")
         if streamed is not None and stream.capturing:
             raise InvalidArgument(
                 f"attend: layer {layer} in a graph: not in a step that streams pages of the host tier"

@@ -167,3 +167,12 @@ class Driver(Protocol):
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
         """A new array of the library and (if `dtype` is None) the type of another; dtype: "f32"."""
+
+
+def send(driver: Driver, data: npt.NDArray[np.generic]) -> Memory:
+    """Device memory with the bytes of a contiguous array."""
+    memory, pinned, stream = driver.memory(data.nbytes), driver.pinned(data.nbytes), driver.stream()
+    pinned.array[: data.nbytes] = data.reshape(-1).view(np.uint8)
+    stream.copy(memory.address, pinned.address, data.nbytes)
+    stream.record().wait()
+    return memory

@@ -26,6 +26,7 @@ from pagoda.checks import check_integer
 from pagoda.device.appends import Appends, Centers, Misfits
 from pagoda.device.arrays import Arrays
 from pagoda.device.attends import Attends, Maxima
+from pagoda.device.derived import derived_keys
 from pagoda.device.driver import Driver, Event, Memory, Stream
 from pagoda.device.layers import LayerKernels
 from pagoda.device.movement import Mover
@@ -128,12 +129,13 @@ class DeviceEngine:
                 passage.close()
             raise
         centers, misfits = Centers(driver, layers), Misfits(driver) if checked else None
+        derived = derived_keys(driver, layers)
         self._checked = checked
         for index, (layer, one) in enumerate(zip(layers, kernels, strict=True)):
             layout, owner = layouts[layer["group"]], layer["kv_owner"]
             planes = layout.planes[index if owner is None else owner]
             misfit = None if misfits is None else misfits.address
-            one.place(layout, planes, page_size, self._bases, centers.of.get(index), misfit)
+            one.place(layout, planes, page_size, self._bases, centers.of.get(index), misfit, derived.get(index))
         self._copying = driver.stream()
         self._mover = Mover(driver, host)
         self._zeroing = driver.stream() if zero_on_free else None
@@ -219,13 +221,15 @@ class DeviceEngine:
         """The stream of the next step that is opened."""
         self._chosen = stream
 
-    def append(self, layer: int, k: Any, v: Any = None, dtype: str | None = None) -> None:
+    def append(self, layer: int, k: Any = None, v: Any = None, dtype: str | None = None) -> None:
         """See `Step.append`."""
-        self.core.check_append(layer, v is not None)
+        self.core.check_append(layer, k is not None, v is not None)
         shape = self._layers[layer]
         heads = shape["num_kv_heads"]
-        keys = values = self._arrays.rows("k", k, (heads, shape["head_dim"]), dtype)
-        if v is not None:
+        # Of a layer whose keys are derived, values take the place of K.
+        name, stored = ("v", v) if k is None else ("k", k)
+        keys = values = self._arrays.rows(name, stored, (heads, shape["head_dim"]), dtype)
+        if k is not None and v is not None:
             values = self._arrays.rows("v", v, (heads, shape["v_head_dim"]), dtype)
         if keys.dtype != values.dtype:
             raise InvalidArgument(f"v = dtype {values.dtype}: {keys.dtype}, the type of k")
@@ -257,7 +261,9 @@ class DeviceEngine:
             )
         storing = [layer for layer, shape in enumerate(self._layers) if shape["kv_owner"] is None]
         for layer in storing:
-            self.core.check_append(layer, not self._layers[layer]["v_alias"])
+            shape = self._layers[layer]
+            derives = shape["k_norm"] is not None
+            self.core.check_append(layer, not derives, derives or not shape["v_alias"])
         with contextlib.nullcontext() if self._stream is None else self._stream.current():
             launch()
         for layer in storing:

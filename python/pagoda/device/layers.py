@@ -6,7 +6,9 @@ import ctypes
 import math
 
 from pagoda.device.arrays import FLOATS
+from pagoda.device.derived import DerivedKeys
 from pagoda.device.tables import Work
+from pagoda.errors import BackendUnavailable
 from pagoda.geometry import BlockLayout, CoreLayer
 from pagoda.geometry import Plane as PlaneLayout
 from pagoda.kernels import arguments, instances
@@ -25,12 +27,14 @@ class LayerKernels:
     """The kernels of one layer. few: new tokens of a sequence up to which it is decoded; with more it is prefilled.
 
     works: how its queries are cut, by whether they are prefilled and their type; those that are decoded are cut alike for
-    all types. Raises BackendUnavailable for a layer that no kernel does.
+    all types. lacks: types of queries that no kernel of this device takes, and why. Raises BackendUnavailable if all are.
     """
 
     def __init__(self, shape: CoreLayer, *, deterministic: bool, shared_bytes_max: int) -> None:
         self.shape = shape
-        self.formats = shape["k_dtype"], instances.PART_OF_K if shape["v_alias"] else shape["v_dtype"]
+        self.stored = shape["k_dtype"], instances.PART_OF_K if shape["v_alias"] else shape["v_dtype"]
+        """Formats of rows as `append` writes them: where K is made from V, of V in the place of K."""
+        self._read = self.stored if shape["k_norm"] is None else (instances.FROM_V, shape["v_dtype"])
         self.heads = shape["num_q_heads"] // shape["num_kv_heads"]
         """Query heads of a K/V head."""
         self.few = max(1, DECODE_ROWS // self.heads)
@@ -38,9 +42,14 @@ class LayerKernels:
         self._deterministic = deterministic
         self._instances: dict[tuple[str, str], instances.Attention] = {}
         common = not deterministic and shape["window"] is None
-        decode = self._work(False, self._queries("verify"), self._queries("common") if common else 0)
-        self.works = {(False, q): decode for q in FLOATS} | {
-            (True, q): self._work(True, self._queries("prefill", q), 0) for q in FLOATS
+        modes = ["verify", "prefill", *(["common"] if common else [])]
+        self.lacks = {q: why for q in FLOATS if (why := self._lack(q, modes))}
+        types = [q for q in FLOATS if q not in self.lacks]
+        if not types:
+            raise BackendUnavailable(next(iter(self.lacks.values())))
+        decode = self._work(False, self._queries("verify", types), self._queries("common", types) if common else 0)
+        self.works = {(False, q): decode for q in types} | {
+            (True, q): self._work(True, self._queries("prefill", [q]), 0) for q in types
         }
         self._append, self._attend = Append(), Attend()
 
@@ -52,9 +61,10 @@ class LayerKernels:
         bases: tuple[int, int],
         center: int | None,
         misfit: int | None,
+        derived: DerivedKeys | None,
     ) -> None:
         """Says where memory is. bases: addresses of the device and the host tier. center: what K is centred by, if it is.
-        misfit: where `append` notes values that do not fit their format, if it is to."""
+        misfit: where `append` notes values that do not fit their format, if it is to. derived: where a layer stores no K."""
         shape, (k_plane, v_plane) = self.shape, map(_plane, planes)
         page_shift, block_bytes = page_size.bit_length() - 1, layout.block_bytes
         rotate_k, rotate_v = shape["rotate"]
@@ -73,6 +83,7 @@ class LayerKernels:
             misfit=misfit,
         )
         rope, softcap = shape["rope"], shape["softcap"]
+        scale = shape["scale"] * (1.0 if derived is None else derived.unit)
         self._attend = Attend(
             pages=arguments.Pages(
                 bases=(ctypes.c_void_p * arguments.TIERS)(*bases, None),
@@ -83,13 +94,15 @@ class LayerKernels:
             v_plane=v_plane,
             window=WINDOW_MAX if shape["window"] is None else min(shape["window"], WINDOW_MAX),
             # Scores of kernels are base-2 logarithms.
-            scale=shape["scale"] * LOG2_E if softcap is None else shape["scale"] / softcap,
+            scale=scale * LOG2_E if softcap is None else scale / softcap,
             softcap=0.0 if softcap is None else softcap * LOG2_E,
             rotary_pairs=len(rope[0]) if rope else 0,
             interleaved=bool(rope and rope[1]),
             center=center,
             rotate_k=rotate_k,
             rotate_v=rotate_v,
+            key_weight=None if derived is None else derived.weight,
+            turns=None if derived is None else derived.turns,
         )
 
     def append(self) -> Append:
@@ -108,7 +121,7 @@ class LayerKernels:
             sizes = self.shape["head_dim"], self.shape["v_head_dim"]
             if self._deterministic:
                 mode = "prefill-deterministic" if mode == "prefill" else "decode-deterministic"
-            found = instances.attend(*self.formats, q, *sizes, self.heads, mode, self._shared_bytes_max)
+            found = instances.attend(*self._read, q, *sizes, self.heads, mode, self._shared_bytes_max)
             self._instances[key] = found
         return found
 
@@ -123,9 +136,18 @@ class LayerKernels:
             by_runs=self._deterministic,
         )
 
-    def _queries(self, mode: str, *types: str) -> int:
-        """Of a block: as many as fit a unit, of whichever of the types, by default of all."""
-        chosen = [self.attention(mode, q) for q in types or FLOATS]
+    def _lack(self, q: str, modes: list[str]) -> str:
+        """Why no kernel takes queries of a type, if none does."""
+        try:
+            for mode in modes:
+                self.attention(mode, q)
+        except BackendUnavailable as error:
+            return str(error)
+        return ""
+
+    def _queries(self, mode: str, types: list[str]) -> int:
+        """Of a block: as many as fit a unit, of whichever of the types."""
+        chosen = [self.attention(mode, q) for q in types]
         return min(one.rows // (self.heads // one.sets) for one in chosen)
 
 

@@ -10,7 +10,8 @@ import numpy as np
 TIERS = 3
 
 SPAN = np.dtype(
-    [(name, "<i4") for name in ("first_page", "skip", "count", "before")] + [("offset", "<i8"), ("sight", "<i4")],
+    [(name, "<i4") for name in ("first_page", "skip", "count", "before")]
+    + [("offset", "<i8"), ("position", "<i8"), ("sight", "<i4")],
     align=True,
 )
 """`Span` of tables.cuh."""
@@ -136,6 +137,8 @@ class Attend(ctypes.Structure):
         ("center", ctypes.c_void_p),
         ("rotate_k", ctypes.c_int),
         ("rotate_v", ctypes.c_int),
+        ("key_weight", ctypes.c_void_p),
+        ("turns", ctypes.c_void_p),
         ("partials", ctypes.c_void_p),
         ("pending", ctypes.c_void_p),
     ]

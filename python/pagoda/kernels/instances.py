@@ -18,7 +18,10 @@ QUANTISED = {"fp8_e4m3": "Fp8E4m3", "int8": "Int8", "q8_0": "Q8_0", "q4_0": "Q4_
 PART_OF_K = "part of k"
 """In place of the format of V: V is the first elements of the stored K row."""
 
-STORED = NAMES | QUANTISED | {PART_OF_K: "PartOfK"}
+FROM_V = "from v"
+"""In place of the format of K: K is not stored but made from V."""
+
+STORED = NAMES | QUANTISED | {PART_OF_K: "PartOfK", FROM_V: "FromV"}
 """All that kernels know of."""
 
 SPLITS = {
@@ -29,7 +32,7 @@ SPLITS = {
 """`Splits` of formats.cuh: elements of the second type that hold one of the first; 1 for other pairs."""
 
 CODES = "f16"
-"""What tensor cores take of quantised K rows: `Keys` of quantised.cuh."""
+"""What tensor cores take of K rows that are quantised or made from V: `Keys` of quantised.cuh and formats.cuh."""
 
 STAGES_MAX = 4
 
@@ -111,7 +114,7 @@ def center(given: str) -> Kernel:
 
 @cache
 def attend(k: str, v: str, q: str, dim: int, v_dim: int, group: int, mode: str, shared_max: int) -> Attention:
-    """Attention over formats `k` and `v` (or PART_OF_K) for queries of type `q`; `group` query heads share a K/V head.
+    """Attention over formats `k` (or FROM_V) and `v` (or PART_OF_K), of queries of type `q`; `group` query heads a K/V head.
 
     mode: "decode" for sequences with one new token, or up to FEW_ROWS query rows; "verify" for those with up to 16; "prefill"
     for others; "decode-deterministic" and "prefill-deterministic"; or "common" for queries of several sequences over pages
@@ -128,11 +131,11 @@ def attend(k: str, v: str, q: str, dim: int, v_dim: int, group: int, mode: str, 
                 fitting = [one for one in stages if one.shared_bytes <= shared_max]
                 if fitting:
                     return max(fitting, key=lambda one: one.resident(shared_max))
-                least = stages[-1]
+                least = min(stages[-1], least or stages[-1], key=lambda one: one.shared_bytes)
     if least is None:
         raise BackendUnavailable(f"num_q_heads = {group} a K/V head: fewer, for {k}/{v} rows of {dim} and {v_dim}")
     raise BackendUnavailable(
-        f"head_dim = {dim}, {v_dim}: attention over {k}/{v} rows needs {least.shared_bytes} bytes of shared memory, "
+        f"head_dim = {dim}, {v_dim}: attention of {q} over {k}/{v} rows needs {least.shared_bytes} bytes of shared memory, "
         f"and a thread block of this device has {shared_max}"
     )
 
@@ -143,7 +146,8 @@ def _instances(names: tuple[str, str, str], dim: int, v_dim: int, mode: str, set
         yield from ([_cores(names, dim, v_dim, rows, sets)] for rows in (16, 64))
         return
     stages = range(STAGES_MAX, 1, -1)
-    for queries in _few_queries(names, dim, v_dim, mode):
+    # What is made of a stage is made for all query rows at once.
+    for queries in () if names[0] == FROM_V else _few_queries(names, dim, v_dim, mode):
         yield [_few(names, dim, v_dim, queries, count, sets) for count in stages]
     for cut in _cuts(names, v_dim, mode):
         yield [_many(names, dim, v_dim, *cut, count, sets) for count in stages]
@@ -192,9 +196,10 @@ def _many(
     names: tuple[str, str, str], dim: int, v_dim: int, warps: int, columns: int, stack: int, stages: int, sets: int
 ) -> Attention:
     """`ManyShape` of many_queries.cuh."""
-    k, v, _ = names
+    k, v, q = names
     rows, stage_rows = 16 * stack * warps // columns, 16 if dim + v_dim > 512 else 32
-    decoded = stage_rows * (_decoded(k, dim) + _decoded(k if v == PART_OF_K else v, v_dim))
+    keys = _stride(dim) * (2 if q == "f32" else 1) if k == FROM_V else _decoded(k, dim)
+    decoded = stage_rows * (keys + _decoded(k if v == PART_OF_K else v, v_dim))
     most = max(1, WARPS_WANTED // warps)
     engine = _Engine("Many", f"{warps}, {columns}, {stack}", rows, warps, 1, stage_rows, most, decoded)
     return _tensor(engine, names, dim, v_dim, stages, sets)
@@ -234,18 +239,29 @@ class _Engine:
 def _tensor(engine: _Engine, names: tuple[str, str, str], dim: int, v_dim: int, stages: int, sets: int) -> Attention:
     """`TensorShape` of tensor_cores.cuh."""
     k, v, q = names
-    rows, depth = engine.rows, -(-dim // 16) * 16
-    keys = CODES if k in QUANTISED else k
-    q_bytes = SPLITS.get((q, keys), 1) * rows * (depth // 8 | 1) * 16 + rows * 4
+    rows = engine.rows
+    keys = CODES if k in QUANTISED or k == FROM_V else k
+    q_bytes = SPLITS.get((q, keys), 1) * rows * _stride(dim) + rows * 4
     if k in QUANTISED:
         q_bytes += rows * 4 + engine.warps * dim * 4
-    row_bytes = _stored(k, dim, depth) + (0 if v == PART_OF_K else _stored(v, v_dim, v_dim))
+    row_bytes = 0 if k == FROM_V else _stored(k, dim, _depth(dim))
+    row_bytes += 0 if v == PART_OF_K else _stored(v, v_dim, v_dim)
     ring = engine.teams * stages * (engine.stage_rows * row_bytes + 32) + 16
     exchange = engine.teams * rows * (v_dim + 4 + 2) * 4
     shape = f"pagoda::{engine.name}Shape<{_formats(names)}, {dim}, {v_dim}, {engine.cut}, {stages}>"
     kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::{engine.name}Queries<{shape}>>")
     shared_bytes = q_bytes + max(ring + engine.decoded, exchange) + KEPT_BYTES
     return Attention(kernel, sets, rows, 32 * engine.warps, shared_bytes, v_dim, engine.most)
+
+
+def _depth(dim: int) -> int:
+    """`DEPTH`: elements of a K row, and zeros for whole steps."""
+    return -(-dim // 16) * 16
+
+
+def _stride(dim: int) -> int:
+    """`Q_STRIDE`: bytes from one row of 16-bit elements to the next."""
+    return (_depth(dim) // 8 | 1) * 16
 
 
 def _stored(name: str, dim: int, depth: int) -> int:

@@ -1,7 +1,7 @@
 // The engine of attention over rows of any format: float arithmetic on CUDA cores. Rows of 32 bits have no other.
 #pragma once
 
-#include <pagoda/unit.cuh>
+#include <pagoda/derived.cuh>
 
 namespace pagoda {
 
@@ -18,7 +18,7 @@ struct CoreShape {
     static constexpr int COLUMNS = (DV + THREADS - 1) / THREADS;
     /// Floats of a row: lanes that read one row each meet in few banks.
     static constexpr int DEPTH = D + 4, EXCHANGE = DV + 4;
-    static constexpr bool V_IN_K = StoredV<K_, V_>::IN_K;
+    static constexpr bool V_IN_K = StoredV<K_, V_>::IN_K, FROM_V = K::BITS == 0;
     static constexpr int V_DEPTH = V_IN_K ? DEPTH : DV;
     static constexpr int Q_FLOATS = ROWS * D, K_FLOATS = KEYS * DEPTH, V_FLOATS = V_IN_K ? 0 : KEYS * DV;
     static constexpr int SCORE_FLOATS = ROWS * KEYS + 3 * ROWS;
@@ -83,6 +83,14 @@ struct CudaCores : Unit<Shape_> {
             }
             for (int e = 0; e < 8; ++e) target[row * STRIDE + chunk * 8 + e] = x[e];
         }
+    }
+
+    /// Makes keys from the loaded values.
+    __device__ void derive(const Walk& walk, int first) const {
+        const auto value = [=](int row, int e) { return values_of_keys[row * Shape::V_DEPTH + e]; };
+        const auto keep = [=](int row, int e, float x) { keys[row * Shape::DEPTH + e] = x; };
+        const int span = static_cast<int>(walk.span - args.pages.spans);
+        derive_keys<D, D, KEYS, Shape::THREADS>(args, span, walk.piece.origin + first, value, keep);
     }
 
     /// Scores of all query rows with the loaded keys: base-2 logarithms, -inf where the query does not see the key.
@@ -164,9 +172,13 @@ struct CudaCores : Unit<Shape_> {
                 load_queries(prepared);
             }
             for (int first = walk.tile * TILE; first < (walk.tile + 1) * TILE; first += KEYS) {
-                load_rows<typename Shape::K, D, Shape::DEPTH>(keys, args.k_plane.rows, walk, first);
+                if constexpr (!Shape::FROM_V) load_rows<typename Shape::K, D, Shape::DEPTH>(keys, args.k_plane.rows, walk, first);
                 if constexpr (!Shape::V_IN_K) load_rows<typename Shape::V, DV, DV>(values_of_keys, args.v_plane.rows, walk, first);
                 __syncthreads();
+                if constexpr (Shape::FROM_V) {
+                    derive(walk, first);
+                    __syncthreads();
+                }
                 score(walk, first);
                 __syncthreads();
                 weigh();

@@ -9,7 +9,7 @@ namespace pagoda {
 /// IEEE binary32.
 struct F32 {
     static constexpr bool QUANTISED = false;
-    static constexpr int BYTES = 4;
+    static constexpr int BYTES = 4, BITS = 32;
     /// Of the smallest normal number.
     static constexpr int MIN_EXPONENT = -126;
 
@@ -107,6 +107,14 @@ struct BF16 : Half<__nv_bfloat16> {
 
 /// In place of the format of V: V is the first elements of the stored K row.
 struct PartOfK {};
+
+/// In place of the format of K: keys are not stored, but made from values (derived.cuh).
+struct FromV {
+    using Keys = F16;
+    static constexpr bool QUANTISED = false;
+    static constexpr int BITS = 0, UNIT = 8;
+    __device__ static constexpr int scale_bytes(int) { return 0; }
+};
 
 /// The format that V has.
 template <class K, class V>

@@ -120,6 +120,18 @@ __device__ __forceinline__ int thread_here() {
     return x;
 }
 
+/// Sine and cosine, right to 2^-20.9 from -pi to pi.
+__device__ __forceinline__ float sine_fast(float x) {
+    float y;
+    asm("sin.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float cosine_fast(float x) {
+    float y;
+    asm("cos.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 /// 2^x; 0 for -inf.
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;

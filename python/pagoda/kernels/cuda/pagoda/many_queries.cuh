@@ -3,6 +3,7 @@
 // shared memory serves two products.
 #pragma once
 
+#include <pagoda/derived.cuh>
 #include <pagoda/tensor_cores.cuh>
 
 namespace pagoda {
@@ -23,10 +24,15 @@ struct ManyShape : TensorShape<K_, V_, Q_, D_, DV_, 16 * STACK_ * WARPS_ / COLUM
     /// What is quantised of a stage is decoded for all warps at once, behind the ring. Results may take that place, too.
     using DecodedK = DecodedRows<K_, typename K_::Keys, D_, Common::SCORES>;
     using DecodedV = DecodedRows<V, typename V::Values, DV_, Common::SCORES>;
+    /// Keys that are made from values lie there, too: for float queries as two elements that together hold them.
+    static constexpr bool FROM_V = K_::BITS == 0;
+    static constexpr int KEY_PARTS = FROM_V && Common::Q::BYTES == 4 ? 2 : 1;
     /// From row to row, in pieces of 16 bytes, where products take them.
-    static constexpr int KEY_STRIDE = K_::QUANTISED ? DecodedK::STRIDE : Common::K_STRIDE;
+    static constexpr int KEY_STRIDE = FROM_V ? Common::Q_STRIDE : K_::QUANTISED ? DecodedK::STRIDE : Common::K_STRIDE;
+    static constexpr int KEY_PART_BYTES = Common::SCORES * KEY_STRIDE * 16;
     static constexpr int VALUE_STRIDE = V::QUANTISED ? DecodedV::STRIDE : Common::V_STRIDE;
-    static constexpr int KEYS_START = Common::Q_BYTES + Common::RING_BYTES, VALUES_START = KEYS_START + DecodedK::BYTES;
+    static constexpr int KEYS_START = Common::Q_BYTES + Common::RING_BYTES;
+    static constexpr int VALUES_START = KEYS_START + (FROM_V ? KEY_PARTS * KEY_PART_BYTES : DecodedK::BYTES);
     static constexpr int DECODED_END = VALUES_START + DecodedV::BYTES + KEPT_BYTES;
     static constexpr int SHARED_BYTES = DECODED_END > Common::SHARED_BYTES ? DECODED_END : Common::SHARED_BYTES;
 };
@@ -113,6 +119,11 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
             if (V::QUANTISED) rows_of_v = shared_memory() + Shape::VALUES_START;
             team_barrier<Shape::WARPS>();
         }
+        if constexpr (Shape::FROM_V) {
+            derive(note(index), rows_of_v);
+            keys = shared_memory() + Shape::KEYS_START;
+            team_barrier<Shape::WARPS>();
+        }
         if (first_row >= rows) return;
 #pragma unroll 1
         for (int first = 0; first < Shape::SCORES; first += KEYS) compute(note(index), first, keys, rows_of_v);
@@ -144,6 +155,29 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
             const uint8* const scales = rows_of_v + (Shape::V_IN_K ? Shape::K_SCALES : Shape::V_SCALES);
             Shape::DecodedV::template decode<Shape::TEAM, Shape::V_STRIDE, DIM>(shared_memory() + Shape::VALUES_START, rows_of_v, scales);
         }
+    }
+
+    /// Makes the keys of a stage from its values, as products take these.
+    __device__ void derive(const Note& note, const uint8* rows_of_v) const {
+        const auto value = [=](int row, int e) {
+            if constexpr (V::QUANTISED) {
+                constexpr int BLOCK = DV / Shape::DecodedV::BLOCKS;
+                const float code = V::Values::load_one(rows_of_v + row * Shape::VALUE_STRIDE * 16 + place_of(e) * 2);
+                return code * Shape::DecodedV::scale(rows_of_v, e / BLOCK, row);
+            } else {
+                return V::load_one(rows_of_v + row * Shape::VALUE_STRIDE * 16 + e * 2);
+            }
+        };
+        const auto keep = [=](int row, int e, float x) {
+            uint8* target = shared_memory() + Shape::KEYS_START + row * Shape::KEY_STRIDE * 16 + e * 2;
+#pragma unroll
+            for (int part = 0; part < Shape::KEY_PARTS; ++part, target += Shape::KEY_PART_BYTES) {
+                const uint32 element = Pair<KElement>::pack(x, 0.0f);
+                *reinterpret_cast<unsigned short*>(target) = static_cast<unsigned short>(element);
+                x -= Pair<KElement>::low(element);
+            }
+        };
+        derive_keys<D, Shape::DEPTH, Shape::SCORES, Shape::TEAM>(args, note.span, note.place, value, keep);
     }
 
     /// Products of queries and K rows. Those with codes that share a scale are summed by themselves, and multiplied with it.
@@ -184,15 +218,19 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
             for (int s = 0; s < Shape::Q_SPLITS; ++s) {
                 uint32 a[STACK][4];
                 query_of(a, s, k);
+                // Rests of queries times rests of keys are beyond what floats hold.
 #pragma unroll
-                for (int n = 0; n < KEYS / 8; n += 2) {
-                    uint32 b[4];
-                    const int row = first + n * 8 + lane / 16 * 8 + lane % 8;
-                    load_matrix(b, keys + (row * Shape::KEY_STRIDE + k * 2 + lane / 8 % 2) * 16);
+                for (int part = 0; part < (s == 0 ? Shape::KEY_PARTS : 1); ++part) {
 #pragma unroll
-                    for (int t = 0; t < STACK; ++t) {
-                        multiply_add(sums[t][n], a[t], b[0], b[1], KElement());
-                        multiply_add(sums[t][n + 1], a[t], b[2], b[3], KElement());
+                    for (int n = 0; n < KEYS / 8; n += 2) {
+                        uint32 b[4];
+                        const int row = first + n * 8 + lane / 16 * 8 + lane % 8;
+                        load_matrix(b, keys + part * Shape::KEY_PART_BYTES + (row * Shape::KEY_STRIDE + k * 2 + lane / 8 % 2) * 16);
+#pragma unroll
+                        for (int t = 0; t < STACK; ++t) {
+                            multiply_add(sums[t][n], a[t], b[0], b[1], KElement());
+                            multiply_add(sums[t][n + 1], a[t], b[2], b[3], KElement());
+                        }
                     }
                 }
             }

@@ -17,9 +17,10 @@ namespace pagoda {
 /// Elements of a step.
 constexpr int STEP = 16;
 
-/// The element of a row that is in place `place` of the order above, and the column of V that place `place` of a result has where codes
+/// The element of a row that is in place `place` of the order above, the place of an element, and the column of V that place `place` of a result has where codes
 /// are transposed as they are stored.
 __device__ constexpr int element_at(int place) { return place / 16 * 16 + place % 8 / 2 * 4 + place % 2 * 2 + place % 16 / 8; }
+__device__ constexpr int place_of(int element) { return element / 16 * 16 + element % 2 * 8 + element % 16 / 4 * 2 + element % 4 / 2; }
 __device__ constexpr int column_at(int place) { return place / 16 * 16 + place % 8 * 2 + place % 16 / 8; }
 
 /// What all quantised formats have. Each also has:
@@ -261,6 +262,10 @@ struct DecodedRows<Format, As, DIM, ROWS, true> {
         for (int i = threadIdx.x % THREADS; i < ROWS * BLOCKS; i += THREADS) {
             floats[i] = scale_at<Format>(scales + i % ROWS * Format::scale_bytes(STORED), i / ROWS);
         }
+    }
+
+    __device__ static float scale(const uint8* decoded, int block, int row) {
+        return *reinterpret_cast<const float*>(decoded + SCALES + (block * ROWS + row) * 4);
     }
 
     /// The scales of a block of elements of `row`, which is even, and of the next row.

@@ -99,7 +99,9 @@ struct Ring : Unit<Shape_> {
             const int first = wanted.first + run;
             const uint8* const page = args.pages.block(__shfl_sync(~0u, window.now, (first >> shift) % WARP));
             const Extent here{first & ((1 << shift) - 1), wanted.low - run, wanted.high - run};
-            copy_plane<ROWS, typename Shape::K, Shape::D, Shape::K_STRIDE * 16>(target, run, page, args.k_plane, here);
+            if constexpr (Shape::K::BITS > 0) {
+                copy_plane<ROWS, typename Shape::K, Shape::D, Shape::K_STRIDE * 16>(target, run, page, args.k_plane, here);
+            }
             if constexpr (!Shape::V_IN_K) {
                 uint8* const values = target + Shape::V_START;
                 copy_plane<ROWS, typename Shape::V, Shape::DV, Shape::V_STRIDE * 16>(values, run, page, args.v_plane, here);

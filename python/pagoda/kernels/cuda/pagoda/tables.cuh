@@ -49,6 +49,8 @@ struct Span {
     /// Positions by which queries are rotated back for this span. Of one that trails: the row of the angles that belongs to row
     /// 0 of the batch.
     int64 offset;
+    /// That its first token was stored with.
+    int64 position;
     int sight;
 
     /// Whether queries are rotated for both alike.

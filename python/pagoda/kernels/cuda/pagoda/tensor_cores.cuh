@@ -9,7 +9,7 @@
 
 namespace pagoda {
 
-/// The parameters of a kernel and what they imply. K, V: row formats of 16 bits or less, or PartOfK for V. Q: the format of queries and
+/// The parameters of a kernel and what they imply. K, V: row formats of 16 bits or less, or PartOfK for V, or FromV for K. Q: the format of queries and
 /// outputs. D, DV: head_dim and v_head_dim, multiples of 8, or of what formats ask for. ROWS: query rows of a unit at most.
 /// WARPS: of a team. TEAMS: that have a ring of STAGES each. LONG: stored rows of a stage at most.
 template <class K_, class V_, class Q_, int D_, int DV_, int ROWS_, int WARPS_, int TEAMS_, int LONG, int STAGES_>
@@ -30,7 +30,7 @@ struct TensorShape {
     /// Elements of a K row with zeros behind it, for whole steps of 16.
     static constexpr int DEPTH = (D + 15) / 16 * 16;
     /// From row to row, in pieces of 16 bytes. Odd, so that eight rows lie in different banks.
-    static constexpr int Q_STRIDE = (DEPTH / 8) | 1, K_STRIDE = (DEPTH * K::BITS / 128) | 1;
+    static constexpr int Q_STRIDE = (DEPTH / 8) | 1, K_STRIDE = K::BITS == 0 ? 0 : (DEPTH * K::BITS / 128) | 1;
     static constexpr int V_STRIDE = V_IN_K ? K_STRIDE : (DV * V::BITS / 128) | 1;
     static constexpr int Q_SPLITS = Splits<Q, typename K::Keys>::COUNT;
     /// Weights are as exact as queries are: 16-bit queries are content with 16-bit weights.
@@ -92,7 +92,7 @@ struct TensorCores : Ring<Shape_> {
 
     /// Writes the zeros behind K rows, which copies never touch and the exchange may have overwritten.
     __device__ void pad_keys() const {
-        if constexpr (D < Shape::DEPTH) {
+        if constexpr (D < Shape::DEPTH && K::BITS > 0) {
             for (int i = thread_here(); i < TEAMS * STAGES * Shape::SCORES; i += Shape::THREADS) {
                 uint8* row = ring + i / Shape::SCORES * Shape::STAGE_BYTES + i % Shape::SCORES * Shape::K_STRIDE * 16;
                 *reinterpret_cast<uint4*>(row + D * 2) = make_uint4(0, 0, 0, 0);

@@ -94,6 +94,10 @@ struct Attend {
     /// What was done to quantised rows before: [K/V heads, head_dim] taken off K, or null; and whether rows were rotated.
     const float* center;
     int rotate_k, rotate_v;
+    /// Where keys are made from values: [head_dim], what these are multiplied with, and [rotary_pairs], by how much of a turn a pair turns
+    /// with each position, in units of 2^-64.
+    const float* key_weight;
+    const uint64* turns;
     /// By division [2 * grid][PARTIAL], [runs][PARTIAL], or [grid][3 * ROWS * V_DIM]; and [blocks * sets], 0 before and after.
     float* partials;
     int* pending;

@@ -1,0 +1,52 @@
+"""What keys that are not stored are made with, on the device: the weight of K's norm, and the rotation, of each layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.device.driver import Driver, Memory, send
+from pagoda.geometry import CoreLayer
+
+WEIGHT_MAX = 4
+"""Exponent of the largest weight: kernels hold keys as f16, where a value of more than 2800 makes an infinite one. Those of a
+norm are at most the root of `head_dim`."""
+
+
+@dataclass(frozen=True)
+class DerivedKeys:
+    """Of one layer. weight, turns: addresses of `key_weight` and `turns` of unit.cuh. unit: what scores are multiplied with,
+    as weights have been divided by it: a power of two."""
+
+    memory: Memory
+    weight: int
+    turns: int
+    unit: float
+
+
+def derived_keys(driver: Driver, layers: Sequence[CoreLayer]) -> dict[int, DerivedKeys]:
+    """Those of the layers that have them; a layer that reads the pages of another has that one's."""
+    own: dict[int, DerivedKeys] = {}
+    for index, layer in enumerate(layers):
+        owner = index if layer["kv_owner"] is None else layer["kv_owner"]
+        if layer["k_norm"] is not None:
+            own[index] = own[owner] if owner in own else _derived(driver, layer["k_norm"], layer["rope"])
+    return own
+
+
+def _derived(driver: Driver, norm: list[float], rope: tuple[list[float], bool] | None) -> DerivedKeys:
+    turns = turns_of(rope[0] if rope else [])
+    unit = 2.0 ** (math.frexp(max(map(abs, norm)))[1] - WEIGHT_MAX)
+    weight = (np.array(norm) / unit).astype(np.float32)
+    memory = send(driver, np.concatenate([turns.view(np.uint8), weight.view(np.uint8)]))
+    return DerivedKeys(memory, memory.address + turns.nbytes, memory.address, unit)
+
+
+def turns_of(inv_freq: list[float]) -> npt.NDArray[np.uint64]:
+    """By how much of a turn each pair turns with a position, in units of 2^-64: positions times that wrap as angles do."""
+    parts = (round(frequency / (2 * math.pi) * 2.0**64) % (1 << 64) for frequency in inv_freq)
+    return np.fromiter(parts, np.uint64, len(inv_freq))
