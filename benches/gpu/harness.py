@@ -23,7 +23,7 @@ import pagoda
 import torch
 from pagoda.device.cuda import open_driver
 from pagoda.device.driver import Stream
-from pagoda.device.gauge import Reader
+from pagoda.measuring.gpu import Reader
 
 STREAM = torch.cuda.Stream()
 """Of everything that is timed."""

@@ -16,15 +16,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from pagoda import build_info, machine
+from pagoda import build_info
 from pagoda.cache import Cache, Sequence
 from pagoda.cli.console import results
 from pagoda.cli.plan import load_spec
 from pagoda.cli.quality import pair
 from pagoda.errors import InvalidArgument
-from pagoda.filling import CHUNK, fill, rows_of
 from pagoda.formats import FORMATS
 from pagoda.lm import LanguageModel
+from pagoda.measuring import machine
+from pagoda.measuring.filling import CHUNK, fill, rows_of
 from pagoda.models import SHIPPED_MODEL
 from pagoda.planner import Planner
 from pagoda.sizes import format_size, parse_size, parse_tokens

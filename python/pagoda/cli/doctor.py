@@ -19,13 +19,14 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from pagoda import _core, build_info, calibration, machine, rates
+from pagoda import _core, build_info, rates
 from pagoda.cli.console import results
 from pagoda.device import cuda
 from pagoda.device.driver import Driver
 from pagoda.errors import PagodaError
 from pagoda.kernels import instances, loader
 from pagoda.kernels.arguments import Unpack
+from pagoda.measuring import calibration, machine
 from pagoda.sizes import format_size
 
 if TYPE_CHECKING:

@@ -15,17 +15,18 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from pagoda import build_info, machine
-from pagoda.backends import Backend, CpuBackend, GpuBackend
+from pagoda import build_info
 from pagoda.cache import Cache
-from pagoda.calibration import ceilings
 from pagoda.cli.console import results
 from pagoda.cli.plan import describe
 from pagoda.cli.quality import pair
 from pagoda.device import cuda, device_index
 from pagoda.errors import InvalidArgument
-from pagoda.filling import CHUNK, fill, rows_of
 from pagoda.lm.arrays import library
+from pagoda.measuring import machine
+from pagoda.measuring.backends import Backend, CpuBackend, GpuBackend
+from pagoda.measuring.calibration import ceilings
+from pagoda.measuring.filling import CHUNK, fill, rows_of
 from pagoda.planner import Planner
 from pagoda.sizes import format_size, format_tokens, parse_size, parse_tokens
 from pagoda.spec import AttentionLayer, ModelSpec

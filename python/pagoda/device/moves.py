@@ -10,28 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core
 from pagoda.device import passage
-from pagoda.device.driver import HostArena, Stream
+from pagoda.device.driver import HostArena, Pending, Stream
 from pagoda.device.movement import Mover
 from pagoda.device.passage import Passage
 
 Rows = npt.NDArray[np.uint64]
-
-
-class Wait(Protocol):
-    """What has to end before something goes on."""
-
-    def done(self) -> bool:
-        """Whether it has."""
-
-    def wait(self) -> None:
-        """Sleeps until it has."""
 
 
 class Nothing:
@@ -58,7 +47,7 @@ class Part:
     ways: tuple[str, ...]
     staged: bool = False
     at: int | None = None
-    now: tuple[int, Wait | None] = (0, None)
+    now: tuple[int, Pending | None] = (0, None)
 
     @property
     def begun(self) -> bool:
@@ -123,7 +112,7 @@ class Moves:
         self._host, self._on_host, self._through = host, on_host, through
         self._plans: dict[_core.Ticket, Plan] = {}
 
-    def waits_for(self, ticket: _core.Ticket) -> Wait | None:
+    def waits_for(self, ticket: _core.Ticket) -> Pending | None:
         """What has to end next for the sake of a plan; None when it has ended."""
         self._take_in()
         if ticket not in self._plans:
@@ -228,7 +217,7 @@ class Moves:
             self._through.clear(part.at)
         part.end()
 
-    def _begin(self, ticket: _core.Ticket, plan: Plan, part: Part, way: str) -> Wait:
+    def _begin(self, ticket: _core.Ticket, plan: Plan, part: Part, way: str) -> Pending:
         """Starts copies; doing it again makes no difference."""
         rows, offsets = plan.rows[part.numbers], [0] * len(part.numbers)
         if part.at is not None:
@@ -251,7 +240,7 @@ class Moves:
             if self._host is not None:
                 self._host.pin(address, size)
 
-    def _by_link(self, rows: Rows) -> Wait:
+    def _by_link(self, rows: Rows) -> Pending:
         self._mover.copy(self._copying, rows)
         return self._copying.record()
 

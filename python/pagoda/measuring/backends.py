@@ -1,5 +1,5 @@
-"""What the decode loop of a measurement needs of where the cache is: weights to read, arrays, the end of a step, and which
-links carry what."""
+"""What `pagoda bench longcontext` needs of where the cache is: weights to read, arrays, the end of a step, and how many
+bytes went over which link."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from pagoda.device.driver import Driver
-from pagoda.device.gauge import Reader, ceilings
 from pagoda.device.movement import WORD
-from pagoda.filling import Rows
 from pagoda.lm.arrays import Library
+from pagoda.measuring.filling import Rows
+from pagoda.measuring.gpu import Reader, ceilings
 from pagoda.report import StepReport
 
 
