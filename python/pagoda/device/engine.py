@@ -29,10 +29,10 @@ from pagoda.device.attends import Attends, Maxima
 from pagoda.device.derived import derived_keys
 from pagoda.device.driver import Driver, Event, Memory, Stream
 from pagoda.device.layers import LayerKernels
-from pagoda.device.movement import Mover
-from pagoda.device.moves import Moves
+from pagoda.device.mover import Mover
 from pagoda.device.partials import Partials
 from pagoda.device.passage import Passage, passage_bytes
+from pagoda.device.plans import Plans
 from pagoda.device.ring import SLOTS, ring_slots
 from pagoda.device.streaming import Streams, Traffic, layer_runs
 from pagoda.device.tables import Room, StepTables
@@ -141,7 +141,7 @@ class DeviceEngine:
         self._zeroing = driver.stream() if zero_on_free else None
         self._zeroed: Event | None = None
         self._tables = StepTables(driver, self.core, layers, {work for one in kernels for work in one.works.values()})
-        self._moves = Moves(self.core, self._mover, self._copying, self._follow_steps, host, self._on_host, passage)
+        self._plans = Plans(self.core, self._mover, self._copying, self._follow_steps, host, self._on_host, passage)
         partials = None
         if routes is not None and not deterministic:
             partials = Partials(driver, self.core, layers, centers.of, routes, isa)
@@ -297,7 +297,7 @@ class DeviceEngine:
         self._poll()
         ticket = self.core.execute(plan)
         try:
-            self._moves.advance()
+            self._plans.advance()
         except BackendUnavailable:
             self.wait(ticket, FOREVER)
             with contextlib.suppress(PagodaError):  # Told by the exception that goes on.
@@ -315,24 +315,24 @@ class DeviceEngine:
         deadline = time.monotonic() + seconds
         if not seconds >= 0:
             raise InvalidArgument(f"timeout = {seconds}: from 0 seconds on")
-        while (rest := self._moves.waits_for(ticket)) is not None:
+        while (rest := self._plans.waits_for(ticket)) is not None:
             if seconds >= FOREVER:
                 rest.wait()
             elif not rest.done():
                 if time.monotonic() >= deadline:
                     return False
                 time.sleep(POLL_SECONDS)
-            self._moves.advance()
+            self._plans.advance()
         return True
 
     def wait_patiently(self, ticket: _core.Ticket) -> None:
         """Sleeps until a ticket's copies have ended, as long as the disk does anything, and `disk_timeout` more."""
-        while (rest := self._moves.waits_for(ticket)) is not None:
+        while (rest := self._plans.waits_for(ticket)) is not None:
             if isinstance(rest, _core.DiskCopies):
                 rest.wait_patiently()
             else:
                 rest.wait()
-            self._moves.advance()
+            self._plans.advance()
 
     def save(self, sequence: int, key: str, meta: bytes) -> None:
         """See `Cache.save`."""
@@ -361,7 +361,7 @@ class DeviceEngine:
             self._mark_end()
             self._wait_for_steps()
         with contextlib.suppress(Exception):
-            self._moves.close()
+            self._plans.close()
         if self._zeroing is not None:
             self._streams.ring.clear()
         self._streams.close()
@@ -478,7 +478,7 @@ class DeviceEngine:
         """Tells the core what has ended."""
         while self._epochs and self._epochs[0][1].done():
             self.core.retire(self._epochs.popleft()[0])
-        self._moves.advance()
+        self._plans.advance()
         if self._zeroing is not None:
             self._zero(self._zeroing)
 

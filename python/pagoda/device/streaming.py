@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from pagoda import _core
 from pagoda.device.driver import Driver, Event, HostArena, Memory, Stream, View
-from pagoda.device.movement import Mover
+from pagoda.device.mover import Mover
 from pagoda.device.partials import Asked, Partials
 from pagoda.device.reads import Found, Reads
 from pagoda.device.ring import Ring, Slot

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pagoda.device.driver import Driver
-from pagoda.device.movement import WORD
+from pagoda.device.mover import WORD
 from pagoda.lm.arrays import Library
 from pagoda.measuring.filling import Rows
 from pagoda.measuring.gpu import Reader, ceilings

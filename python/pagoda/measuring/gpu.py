@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pagoda.device.driver import Driver, Event, Pending, Stream
-from pagoda.device.movement import KERNEL_THREADS, WORD
+from pagoda.device.mover import KERNEL_THREADS, WORD
 from pagoda.device.thresholds import seconds
 from pagoda.kernels import arguments, instances
 from pagoda.rates import Routes

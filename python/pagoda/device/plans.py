@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pagoda import _core
 from pagoda.device import passage
 from pagoda.device.driver import HostArena, Pending, Stream
-from pagoda.device.movement import Mover
+from pagoda.device.mover import Mover
 from pagoda.device.passage import Passage
 
 Rows = npt.NDArray[np.uint64]
@@ -60,7 +60,7 @@ class Part:
         return self.now[0] == len(self.ways)
 
     def end(self) -> None:
-        """Nothing is."""
+        """Leaves nothing to do."""
         self.now = len(self.ways), None
 
 
@@ -89,7 +89,7 @@ class Plan:
                 yield self.parts[number]
 
 
-class Moves:
+class Plans:
     """Those of one cache. copying: the stream that copies are made on. follow: makes that wait for whatever may use the
     pages. through: the memory between device and disk; None without a disk.
 
@@ -110,14 +110,14 @@ class Moves:
     ) -> None:
         self._core, self._mover, self._copying, self._follow = core, mover, copying, follow
         self._host, self._on_host, self._through = host, on_host, through
-        self._plans: dict[_core.Ticket, Plan] = {}
+        self._under_way: dict[_core.Ticket, Plan] = {}
 
     def waits_for(self, ticket: _core.Ticket) -> Pending | None:
         """What has to end next for the sake of a plan; None when it has ended."""
         self._take_in()
-        if ticket not in self._plans:
+        if ticket not in self._under_way:
             return None
-        for plan in (self._plans[ticket], *self._plans.values()):
+        for plan in (self._under_way[ticket], *self._under_way.values()):
             for part in plan.left():
                 if part.now[1] is not None:
                     return part.now[1]
@@ -131,12 +131,12 @@ class Moves:
         Raises BackendUnavailable when memory of the host tier cannot be pinned.
         """
         self._take_in()
-        if not self._plans:
+        if not self._under_way:
             return
         free = set(range(1, 1 + passage.PARTS)) - {
-            part.at for plan in self._plans.values() for part in _under_way(plan)
+            part.at for plan in self._under_way.values() for part in _begun(plan)
         }
-        for ticket, plan in list(self._plans.items()):
+        for ticket, plan in list(self._under_way.items()):
             for part in plan.left():
                 if part.staged and not part.begun and part.numbers[0] > plan.copied:
                     # After a failure copies that come later are not made.
@@ -149,21 +149,21 @@ class Moves:
                     free.add(part.at)
             if next(plan.left(), None) is None:
                 self._core.end_copies(ticket, plan.copied, plan.why)
-                del self._plans[ticket]
+                del self._under_way[ticket]
 
     def close(self) -> None:
         """Waits for the device's copies and starts nothing more. What threads of the disk do is for the core to wait for."""
         self._copying.record().wait()
-        self._plans.clear()
+        self._under_way.clear()
 
     def _take_in(self) -> None:
         """Takes in plans that are new."""
-        fresh = [ticket for ticket in self._core.moving() if ticket not in self._plans]
+        fresh = [ticket for ticket in self._core.moving() if ticket not in self._under_way]
         if fresh:
             self._follow()
         for ticket in fresh:
             rows = ticket.transfers.reshape(-1, 3)
-            self._plans[ticket] = Plan(rows, list(self._cut(rows)), len(rows))
+            self._under_way[ticket] = Plan(rows, list(self._cut(rows)), len(rows))
 
     def _cut(self, rows: Rows) -> Iterator[Part]:
         """The parts of a plan; of copies between device and disk as many at a time as fit a part of the stage."""
@@ -245,7 +245,7 @@ class Moves:
         return self._copying.record()
 
 
-def _under_way(plan: Plan) -> Iterator[Part]:
+def _begun(plan: Plan) -> Iterator[Part]:
     """The parts that have been begun and have not ended."""
     for part in plan.left():
         if part.staged and part.at is None:
