@@ -31,6 +31,7 @@ from pagoda.checks import check_integer, check_page_size, natural, token_counts
 from pagoda.device import engine_for
 from pagoda.device.driver import Stream
 from pagoda.disk import disk_arguments
+from pagoda.engine import Engine
 from pagoda.errors import BackendUnavailable, CorruptPage, InvalidArgument, OutOfBlocks, TierIOError
 from pagoda.formats import chosen
 from pagoda.geometry import block_layouts, core_layers, group_layers, tier_memory
@@ -199,7 +200,7 @@ class Cache:
             zero_on_free=zero_on_free,
             disk=on_disk,
         )
-        self._core = self._device or _core.Cache(
+        self._core: Engine = self._device or _core.Cache(
             layers,
             page_size=page_size,
             memory=memory,

@@ -1,4 +1,4 @@
-"""A cache on a device: the calls that `pagoda._core.Cache` answers on the CPU, with the same arguments and errors.
+"""A cache on a device: `pagoda.engine`, with the arguments and errors that `pagoda._core.Cache` has on the CPU.
 
 The core decides, this does: it sends what a step changes of the tables, launches kernels on the caller's stream, copies
 pages on a stream of its own, and tells the core when copies and steps have ended. Between streams stand events:
@@ -57,7 +57,7 @@ SPANS_DECLARED = 8
 
 
 class DeviceEngine:
-    """Answers the calls of `pagoda._core.Cache` for a cache whose memory and kernels are on a device.
+    """The `Engine` of a cache whose memory and kernels are on a device.
 
     routes: what the ways to pages of the host tier carry, by which work on them is divided; without that, and in a
     deterministic cache, the CPU has no part in it. isa: the instruction set of that part, the best by default.
@@ -176,7 +176,7 @@ class DeviceEngine:
             core.table,
             core.csr_table,
         )
-        self.by_recency, self.audit, self.threads, self.isa = core.by_recency, core.audit, 0, None
+        self.by_recency, self.audit, self.isa = core.by_recency, core.audit, core.isa
         self.drop_copies, self.pages_on_disk, self.attended = core.drop_copies, core.pages_on_disk, core.attended
         self.forget, self.saved, self.lost, self.check_key = core.forget, core.saved, core.lost, core.check_key
 
