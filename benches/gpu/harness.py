@@ -137,7 +137,7 @@ class Filled:
             self.step.append(layer, k, v)
         torch.cuda.synchronize()
         assert self.cache._device is not None
-        self.arena = self.cache._device._bases[0]
+        self.arena = self.cache._device._memory.bases[0]
 
     def close(self) -> None:
         self.step.__exit__(None, None, None)

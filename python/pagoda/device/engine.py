@@ -12,7 +12,6 @@ kernels of one step, captured by the caller, does every later one.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,11 +26,12 @@ from pagoda.device.appends import Appends, Centers, Misfits
 from pagoda.device.arrays import Arrays
 from pagoda.device.attends import Attends, Maxima
 from pagoda.device.derived import derived_keys
-from pagoda.device.driver import Driver, Event, Memory, Stream
+from pagoda.device.driver import Driver, Event, Stream
 from pagoda.device.layers import LayerKernels
+from pagoda.device.memory import CacheMemory
 from pagoda.device.mover import Mover
 from pagoda.device.partials import Partials
-from pagoda.device.passage import Passage, passage_bytes
+from pagoda.device.passage import passage_bytes
 from pagoda.device.plans import Plans
 from pagoda.device.ring import SLOTS, ring_slots
 from pagoda.device.streaming import Streams, Traffic, layer_runs
@@ -86,25 +86,16 @@ class DeviceEngine:
             LayerKernels(layer, deterministic=deterministic, shared_bytes_max=driver.shared_bytes_max)
             for layer in layers
         ]
-        # No block lies across a border between extents, so none lies across one between pieces of pinned memory.
-        host = driver.host_arena(*memory[1]) if memory[1][0] else None
         runs = layer_runs(layers, layouts)
         # Layers of a group are of one shape.
         widths = {layer["group"]: run.bytes for layer, run in zip(layers, runs, strict=True)}
-        tiers = {"host": host is not None, "disk": disk is not None}
-        slots = ring_slots([*widths.values()], page_size, memory[0][0], **tiers, deterministic=deterministic)
-        self._device_memory, self._enough_for_disk = memory[0][0], slots.enough
-        memory = [(memory[0][0] - SLOTS * slots.bytes, memory[0][1]), memory[1]]
-        arena = driver.memory(memory[0][0])
-        self._bases = (arena.address, host.address if host else 0)
-        self._arena: Memory | None = arena
-        self._host = host
-        self._arena_bytes = memory[0][0]
-        self._on_host = range(host.address, host.address + memory[1][0]) if host else range(0)
-        blocks = [layout.block_bytes for layout in layouts]
-        beside = passage_bytes(blocks, self._arena_bytes, slots.read)
-        self._passage = Passage(driver, beside, zeroes=zero_on_free) if disk else None
-        passage, nothing = self._passage, (0, 0, 1)
+        (device_bytes, extent_bytes), host_tier = memory
+        tiers = {"host": host_tier[0] > 0, "disk": disk is not None}
+        slots = ring_slots([*widths.values()], page_size, device_bytes, **tiers, deterministic=deterministic)
+        self._device_memory, self._enough_for_disk = device_bytes, slots.enough
+        memory = [(device_bytes - SLOTS * slots.bytes, extent_bytes), host_tier]
+        beside = passage_bytes([layout.block_bytes for layout in layouts], memory[0][0], slots.read)
+        self._memory = CacheMemory(driver, memory, beside if disk else None, zeroes=zero_on_free)
         try:
             self.core = _core.Cache(
                 layers,
@@ -115,18 +106,12 @@ class DeviceEngine:
                 checked=checked,
                 isa=None,
                 zero_on_free=zero_on_free,
-                device={
-                    "bases": self._bases,
-                    "stage": passage.stage if passage else nothing,
-                    "ring": passage.ring if passage else nothing,
-                    "owners": [host, passage.memory if passage else None],
-                },
+                device=self._memory.for_core,
                 disk=disk,
             )
         except BaseException:
             # Memory that is gone must not be pinned.
-            if passage is not None:
-                passage.close()
+            self._memory.close()
             raise
         centers, misfits = Centers(driver, layers), Misfits(driver) if checked else None
         derived = derived_keys(driver, layers)
@@ -135,18 +120,29 @@ class DeviceEngine:
             layout, owner = layouts[layer["group"]], layer["kv_owner"]
             planes = layout.planes[index if owner is None else owner]
             misfit = None if misfits is None else misfits.address
-            one.place(layout, planes, page_size, self._bases, centers.of.get(index), misfit, derived.get(index))
+            one.place(
+                layout, planes, page_size, self._memory.bases, centers.of.get(index), misfit, derived.get(index)
+            )
         self._copying = driver.stream()
-        self._mover = Mover(driver, host)
+        self._mover = Mover(driver, self._memory.host)
         self._zeroing = driver.stream() if zero_on_free else None
         self._zeroed: Event | None = None
         self._tables = StepTables(driver, self.core, layers, {work for one in kernels for work in one.works.values()})
-        self._plans = Plans(self.core, self._mover, self._copying, self._follow_steps, host, self._on_host, passage)
+        self._plans = Plans(self.core, self._mover, self._copying, self._follow_steps, self._memory)
         partials = None
         if routes is not None and not deterministic:
             partials = Partials(driver, self.core, layers, centers.of, routes, isa)
         self._streams = Streams(
-            driver, self.core, layers, layouts, host, self._mover, runs, slots.bytes, partials, from_disk=tiers["disk"]
+            driver,
+            self.core,
+            layers,
+            layouts,
+            self._memory.host,
+            self._mover,
+            runs,
+            slots.bytes,
+            partials,
+            from_disk=tiers["disk"],
         )
         self._arrays = Arrays(driver)
         self._appends = Appends(driver, kernels, centers, misfits)
@@ -354,7 +350,7 @@ class DeviceEngine:
 
     def close(self) -> None:
         """Waits for the device, then gives everything back. Raises TierIOError as `Cache.close` does. Twice is no error."""
-        if self._arena is None:
+        if self._memory.closed:
             return
         with contextlib.suppress(Exception):
             # The kernels of a step that is open go over memory, too.
@@ -366,25 +362,20 @@ class DeviceEngine:
             self._streams.ring.clear()
         self._streams.close()
         if self._zeroing is not None:
-            self._zeroing.zero(self._bases[0], self._arena_bytes)
+            self._zeroing.zero(self._memory.bases[0], self._memory.device_bytes)
             self._zeroing.record().wait()
         try:
             self.core.close()
         finally:
-            # Memory that a drive has yet to answer for is held by the core; it is pinned no more.
-            if self._host is not None:
-                self._host.close()
+            self._memory.close()
             self._tables.close()
             self._mover.close()
-            if self._passage is not None:
-                self._passage.close()
-            self._arena = self._host = self._passage = None
             self._attends.close()
 
     def __del__(self) -> None:
         # Kernels and copies may be under way in the memory that goes with this. A device that fails has nothing under way.
         with contextlib.suppress(Exception):
-            if self._arena is not None:
+            if not self._memory.closed:
                 self._mark_end()
                 if self._last_step is not None:
                     self._last_step.wait()
@@ -453,7 +444,7 @@ class DeviceEngine:
 
     def _on_disk(self) -> int:
         """Pages on disk that attention of the open step may read."""
-        return sum(self.core.on_disk()) if self._passage else 0
+        return sum(self.core.on_disk()) if self._memory.passage else 0
 
     def _leave(self) -> None:
         """Marks the end of the step in its stream."""
@@ -486,15 +477,10 @@ class DeviceEngine:
         """Zeroes freed blocks, and what pages off the device were brought to; steps and copies to come follow."""
         self._streams.give_back()
         ranges, off_device = self.core.zero()
-        for address, size in ranges.reshape(-1, 2).tolist():
-            if address in self._on_host:
-                ctypes.memset(address, 0, size)
-                off_device = True
-            else:
-                stream.zero(address, size)
+        on_host = self._memory.zero(ranges, stream)
         if len(ranges):
             self._zeroed = stream.record()
-        if off_device:
+        if off_device or on_host:
             self._streams.ring.clear()
 
     def _follow_steps(self) -> None:

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from pagoda import _core
 from pagoda.device import passage
-from pagoda.device.driver import HostArena, Pending, Stream
+from pagoda.device.driver import Pending, Stream
+from pagoda.device.memory import CacheMemory
 from pagoda.device.mover import Mover
-from pagoda.device.passage import Passage
 
 Rows = npt.NDArray[np.uint64]
 
@@ -91,7 +91,7 @@ class Plan:
 
 class Plans:
     """Those of one cache. copying: the stream that copies are made on. follow: makes that wait for whatever may use the
-    pages. through: the memory between device and disk; None without a disk.
+    pages.
 
     Ctrl-C may come between any two lines. So the core knows which tickets there are, and what its threads have been given;
     all else is done again where it was not seen to be done. That makes no difference: copies come from pages that stay what
@@ -104,12 +104,10 @@ class Plans:
         mover: Mover,
         copying: Stream,
         follow: Callable[[], None],
-        host: HostArena | None,
-        on_host: range,
-        through: Passage | None,
+        memory: CacheMemory,
     ) -> None:
         self._core, self._mover, self._copying, self._follow = core, mover, copying, follow
-        self._host, self._on_host, self._through = host, on_host, through
+        self._memory = memory
         self._under_way: dict[_core.Ticket, Plan] = {}
 
     def waits_for(self, ticket: _core.Ticket) -> Pending | None:
@@ -169,19 +167,20 @@ class Plans:
         """The parts of a plan; of copies between device and disk as many at a time as fit a part of the stage."""
         on_disk = (rows[:, :2] == 0).any(1)
         ends = rows[:, :2].max(1)
-        staged = on_disk & ((ends < self._on_host.start) | (ends >= self._on_host.stop))
+        on_host = self._memory.on_host
+        staged = on_disk & ((ends < on_host.start) | (ends >= on_host.stop))
         if len(by_link := np.flatnonzero(~on_disk)):
             yield Part(by_link.tolist(), ("link",))
         if len(by_threads := np.flatnonzero(on_disk & ~staged)):
             yield Part(by_threads.tolist(), ("threads",))
-        through = np.flatnonzero(staged)
-        if not len(through):
+        by_stage, through = np.flatnonzero(staged), self._memory.passage
+        if not len(by_stage):
             return
-        assert self._through is not None
-        ways = ("threads", "link") if rows[through[0], 1] else ("link", "threads")
+        assert through is not None
+        ways = ("threads", "link") if rows[by_stage[0], 1] else ("link", "threads")
         chosen: list[int] = []
-        for number in through.tolist():
-            if chosen and int(rows[[*chosen, number], 2].sum()) > self._through.part:
+        for number in by_stage.tolist():
+            if chosen and int(rows[[*chosen, number], 2].sum()) > through.part:
                 yield Part(chosen, ways, staged=True)
                 chosen = []
             chosen.append(number)
@@ -213,18 +212,19 @@ class Plans:
 
     def _end(self, part: Part) -> None:
         """Nothing is under way any more that is of a part."""
-        if part.at is not None and self._through is not None:
-            self._through.clear(part.at)
+        if part.at is not None and self._memory.passage is not None:
+            self._memory.passage.clear(part.at)
         part.end()
 
     def _begin(self, ticket: _core.Ticket, plan: Plan, part: Part, way: str) -> Pending:
         """Starts copies; doing it again makes no difference."""
         rows, offsets = plan.rows[part.numbers], [0] * len(part.numbers)
         if part.at is not None:
-            assert self._through is not None
-            begins = part.at * self._through.part + np.concatenate([[0], np.cumsum(rows[:-1, 2], dtype=np.int64)])
+            through = self._memory.passage
+            assert through is not None
+            begins = part.at * through.part + np.concatenate([[0], np.cumsum(rows[:-1, 2], dtype=np.int64)])
             offsets = begins.tolist()
-            rows[:, int(rows[0, 1] == 0)] = self._through.address + begins
+            rows[:, int(rows[0, 1] == 0)] = through.address + begins
         if way == "link":
             if part.ways == ("threads", "link"):
                 # What has arrived.
@@ -237,8 +237,8 @@ class Plans:
     def _pin(self, rows: Rows) -> None:
         """Pins memory of the host tier that threads of the disk are to use: to pin is to write, so it comes before."""
         for address, size in zip(rows[:, :2].max(1).tolist(), rows[:, 2].tolist(), strict=True):
-            if self._host is not None:
-                self._host.pin(address, size)
+            if self._memory.host is not None:
+                self._memory.host.pin(address, size)
 
     def _by_link(self, rows: Rows) -> Pending:
         self._mover.copy(self._copying, rows)
