@@ -7,7 +7,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -16,12 +16,10 @@ from pagoda import build_info
 from pagoda.cache import Cache
 from pagoda.cli import depth, longcontext, quality
 from pagoda.cli.console import results
+from pagoda.cli.options import Commands
 from pagoda.lm import ContiguousCache, LanguageModel, Sampler, generate
 from pagoda.models import SHIPPED_MODEL, SHIPPED_TEXT
 from pagoda.spec import AttentionLayer, ModelSpec
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 ROUNDS = 301
 SMALL = AttentionLayer(num_q_heads=8, num_kv_heads=2, head_dim=64)
