@@ -33,7 +33,7 @@ from pagoda.device.driver import Stream
 from pagoda.disk import disk_arguments
 from pagoda.engine import Engine
 from pagoda.errors import BackendUnavailable, CorruptPage, InvalidArgument, OutOfBlocks, TierIOError
-from pagoda.formats import chosen
+from pagoda.formats import formats_by_layer
 from pagoda.geometry import block_layouts, core_layers, group_layers, tier_memory
 from pagoda.outliers import Outliers
 from pagoda.retention import SinkWindow, keeps_by_layer
@@ -174,7 +174,7 @@ class Cache:
         if retention is not None and not isinstance(retention, SinkWindow):
             raise InvalidArgument(f"retention = {retention!r}: None or a SinkWindow")
         self.retention, self.headroom = retention, page_size if headroom is None else natural("headroom", headroom)
-        self.dtypes = chosen(k_dtype, v_dtype, len(spec.layers))
+        self.dtypes = formats_by_layer(k_dtype, v_dtype, len(spec.layers))
         """Row formats of K and V of each layer."""
         self._groups = group_layers(spec, self.dtypes)
         keeps = keeps_by_layer(spec, retention, self.headroom)

@@ -72,7 +72,7 @@ def row_format(name: str, argument: str) -> RowFormat:
     return FORMATS[name]
 
 
-def chosen(k_dtype: str | Sequence[str], v_dtype: str | Sequence[str], layers: int) -> list[tuple[str, str]]:
+def formats_by_layer(k_dtype: str | Sequence[str], v_dtype: str | Sequence[str], layers: int) -> list[tuple[str, str]]:
     """The formats of K and V of each layer, from one for all or one for each. Raises InvalidArgument."""
     forced = os.environ.get(VARIABLE)
     if forced:
