@@ -132,7 +132,7 @@ def describe(
         "full_bytes_per_token": spec.full_bytes_per_token(*formats),
         "window_bytes": spec.window_bytes(*formats),
         "state_bytes": spec.state_bytes(),
-        "rings": {name: asdict(of) for name, of in rings.items()},
+        "rings": {name: asdict(ring) for name, ring in rings.items()},
         "longest_context": {name: planner.longest_context(sum(sizes), batch) for name, sizes in budgets_of.items()},
         "contexts": rows,
     }

@@ -121,7 +121,7 @@ class DeviceEngine:
             planes = layout.planes[index if owner is None else owner]
             misfit = None if misfits is None else misfits.address
             one.place(
-                layout, planes, page_size, self._memory.bases, centers.of.get(index), misfit, derived.get(index)
+                layout, planes, page_size, self._memory.bases, centers.addresses.get(index), misfit, derived.get(index)
             )
         self._copying = driver.stream()
         self._mover = Mover(driver, self._memory.host)
@@ -131,7 +131,7 @@ class DeviceEngine:
         self._plans = Plans(self.core, self._mover, self._copying, self._follow_steps, self._memory)
         partials = None
         if routes is not None and not deterministic:
-            partials = Partials(driver, self.core, layers, centers.of, routes, isa)
+            partials = Partials(driver, self.core, layers, centers.addresses, routes, isa)
         self._streams = Streams(
             driver,
             self.core,
