@@ -13,8 +13,9 @@ import pagoda
 import pytest
 from device_arrays import StrictDriver
 from emulator.driver import CallerStream
-from pagoda.cli import longcontext, main
-from pagoda.cli.longcontext import budgets_of
+from pagoda.cli import main
+from pagoda.cli.bench import longcontext
+from pagoda.cli.bench.longcontext import budgets_of
 from pagoda.device import cuda
 from pagoda.kernels.instances import Kernel
 from pagoda.planner import Planner

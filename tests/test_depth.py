@@ -9,7 +9,8 @@ from typing import Any
 
 import pagoda
 import pytest
-from pagoda.cli import depth, main
+from pagoda.cli import main
+from pagoda.cli.bench import depth
 
 
 def test_every_model_format_and_depth_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
