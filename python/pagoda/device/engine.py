@@ -367,10 +367,11 @@ class DeviceEngine:
         try:
             self.core.close()
         finally:
-            self._memory.close()
             self._tables.close()
             self._mover.close()
             self._attends.close()
+            # Last: Ctrl-C may come before.
+            self._memory.close()
 
     def __del__(self) -> None:
         # Kernels and copies may be under way in the memory that goes with this. A device that fails has nothing under way.

@@ -18,7 +18,7 @@ from pagoda.report import StepReport
 
 
 class Backend(Protocol):
-    """Is in use as a context manager."""
+    """Where a decode loop that is measured runs; a context manager, to be entered before the loop."""
 
     def __enter__(self) -> Backend: ...
 
@@ -58,11 +58,11 @@ class CpuBackend:
         self._pool.shutdown()
 
     def ceilings(self) -> dict[str, float]:
-        """None."""
+        """There are none."""
         return {}
 
     def array(self, rows: Rows) -> Any:
-        """The same."""
+        """The array itself."""
         return rows
 
     def read_weights(self, layer: int) -> None:
@@ -71,7 +71,7 @@ class CpuBackend:
             list(self._pool.map(np.add.reduce, self._shares[layer]))
 
     def finish(self) -> None:
-        """It has."""
+        """There is nothing to wait for: kernels of the CPU have ended when a step is left."""
 
     def moved(self, report: StepReport, rows: int) -> dict[str, int]:
         """By "memory", which both tiers are in, and "disk"."""
