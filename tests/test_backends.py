@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from emulator.driver import CallerStream, EmulatedDriver
-from pagoda.backends import CpuBackend, GpuBackend
-from pagoda.device import gauge
 from pagoda.kernels import arguments, instances
 from pagoda.kernels.instances import Kernel
 from pagoda.lm.arrays import Library
+from pagoda.measuring import gpu
+from pagoda.measuring.backends import CpuBackend, GpuBackend
 from pagoda.report import StepReport
 from test_device_streaming import Clocked, ClockedStream
 
@@ -136,4 +136,4 @@ def test_ceilings_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a driver that knows how fast it is: 50 GB/s by copies; what launches and waits cost hardly shows."""
     driver: Any = Timed(45e9, 50e9)
     monkeypatch.setattr(time, "perf_counter", lambda: driver.now)
-    assert gauge.ceilings(driver) == pytest.approx({"device": 4e12, "pcie": 50e9}, rel=0.02)
+    assert gpu.ceilings(driver) == pytest.approx({"device": 4e12, "pcie": 50e9}, rel=0.02)

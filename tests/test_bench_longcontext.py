@@ -13,9 +13,10 @@ import pagoda
 import pytest
 from device_arrays import StrictDriver
 from emulator.driver import CallerStream
-from pagoda.cli import longcontext, main
-from pagoda.cli.longcontext import budgets_of
-from pagoda.device import cuda, gauge
+from pagoda.cli import main
+from pagoda.cli.bench import longcontext
+from pagoda.cli.bench.longcontext import budgets_of
+from pagoda.device import cuda
 from pagoda.kernels.instances import Kernel
 from pagoda.planner import Planner
 from pagoda.rates import Calibration, keep
@@ -121,10 +122,10 @@ LAYER_ELEMENTS = 2 * 2 * 64
 def gpu(rates: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Iterator[StrictDriver]:
     """An emulated one, and a model that it is not too slow for."""
     driver = device_arrays.install(monkeypatch, longcontext)
-    monkeypatch.setattr(gauge, "PIECE_BYTES", 1 << 12)
-    monkeypatch.setattr(gauge, "READ_BYTES", 1 << 12)
-    monkeypatch.setattr(gauge, "READ_REPEATS", 1)
-    monkeypatch.setattr(gauge, "READ_THREADS", 32)
+    monkeypatch.setattr("pagoda.measuring.gpu.PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr("pagoda.measuring.gpu.READ_BYTES", 1 << 12)
+    monkeypatch.setattr("pagoda.measuring.gpu.READ_REPEATS", 1)
+    monkeypatch.setattr("pagoda.measuring.gpu.READ_THREADS", 32)
     monkeypatch.setitem(longcontext.MODELS, "small", (SMALL, 10_000))
     yield driver
     driver.check()

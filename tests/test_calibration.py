@@ -15,11 +15,12 @@ import emulator
 import pagoda
 import pytest
 from emulator.driver import EmulatedDriver
-from pagoda import _core, calibration, rates
+from pagoda import _core, rates
 from pagoda.cli import doctor, main
 from pagoda.cli.doctor import Finding
-from pagoda.device import cuda, gauge
+from pagoda.device import cuda
 from pagoda.kernels import instances
+from pagoda.measuring import calibration, gpu
 from pagoda.rates import Calibration, Routes
 from test_device_streaming import Clocked, ClockedStream
 
@@ -233,7 +234,7 @@ def test_each_way_is_timed_alone_and_beside_the_others(clock: Callable[[Clocked]
     """By a driver that knows how fast it is: 50 GB/s by copies, 45 in place, 8 us for a copy of nothing."""
     driver: Any = Watched(45e9, 50e9)
     clock(driver)
-    routes = gauge.measure(driver, 3, lambda: None, 1 << 20)
+    routes = gpu.measure(driver, 3, lambda: None, 1 << 20)
     assert routes.threads == 3
     assert [set(measured) for measured in routes.rates] == [
         {"ring"},
@@ -261,8 +262,8 @@ def test_rates_of_ways_that_share_a_link(clock: Callable[[Clocked], None]) -> No
         stream.copy(1 << 60, host.address, size)
         return stream.record()
 
-    alone = gauge.at_once({"one": gauge.Way(begin, size)})
-    both = gauge.at_once({name: gauge.Way(begin, size) for name in ("one", "other")})
+    alone = gpu.at_once({"one": gpu.Way(begin, size)})
+    both = gpu.at_once({name: gpu.Way(begin, size) for name in ("one", "other")})
     assert alone["one"] == pytest.approx(size / (8e-6 + size / 50e9), rel=0.1)
     assert sum(both.values()) == pytest.approx(alone["one"], rel=0.1)
 
@@ -271,9 +272,9 @@ def test_what_a_reader_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None
     def broken() -> None:
         raise pagoda.TierIOError("gone")
 
-    monkeypatch.setattr(gauge, "SECONDS", 0.01)
+    monkeypatch.setattr(gpu, "SECONDS", 0.01)
     with ThreadPoolExecutor(1) as pool, pytest.raises(pagoda.TierIOError, match="gone"):
-        gauge.at_once({"memory": gauge.Way(lambda: gauge.Read(pool.submit(broken)), 1)})
+        gpu.at_once({"memory": gpu.Way(lambda: gpu.Read(pool.submit(broken)), 1)})
 
 
 def test_doctor_measures_a_gpu(
@@ -281,8 +282,8 @@ def test_doctor_measures_a_gpu(
 ) -> None:
     """One that is emulated, and that has run a kernel."""
     emulator.require()
-    monkeypatch.setattr(gauge, "PIECE_BYTES", 1 << 12)
-    monkeypatch.setattr(gauge, "SECONDS", 0.01)
+    monkeypatch.setattr(gpu, "PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(gpu, "SECONDS", 0.01)
     monkeypatch.setattr(doctor, "_gpu", lambda: [Finding("GPU kernels", True, "one ran")])
     monkeypatch.setattr(cuda, "open_driver", lambda index: EmulatedDriver(index))
     rates.keep(replace(kept(directory), gpus={"another": ROUTES}))

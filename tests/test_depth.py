@@ -9,7 +9,8 @@ from typing import Any
 
 import pagoda
 import pytest
-from pagoda.cli import depth, main
+from pagoda.cli import main
+from pagoda.cli.bench import depth
 
 
 def test_every_model_format_and_depth_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,7 +43,8 @@ def test_layers_that_are_not_run_count_like_those_that_are(monkeypatch: pytest.M
     clock = itertools.count()
     monkeypatch.setattr(depth, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     for memory, run in ((1, 2), (1 << 30, 48)):
-        assert depth.attention(spec, 10, 3, memory, options) == [3 * (48 + run) + 1] * depth.RUNS
+        part = depth.run_layers(spec, 10, memory, "f16", "f16")
+        assert depth.attention(spec, part, 10, 3, options) == [3 * (48 + run) + 1] * depth.RUNS
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from interrupts import alarms, interrupted
 from mirror import Mirror, Tokens, layer, nameless
 from pagoda import _core
 from pagoda.device import passage
-from pagoda.device.moves import Moves, Nothing
+from pagoda.device.plans import Nothing, Plans
 from pagoda.device.reads import Reads
 from test_device_streaming import (
     ROPE,
@@ -388,7 +388,7 @@ def memory_is_pinned_before_it_is_written(monkeypatch: pytest.MonkeyPatch, path:
         mirror.look()
 
 
-def hasty_copies(self: Moves, rows: Any) -> Nothing:
+def hasty_copies(self: Plans, rows: Any) -> Nothing:
     self._mover.copy(self._copying, rows)
     return Nothing()
 
@@ -413,13 +413,13 @@ _take = Reads.take
 Patch = tuple[Any, str, Any]
 FENCES: list[tuple[Callable[[pytest.MonkeyPatch, Path], None], list[Patch]]] = [
     (a_write_follows_the_kernel, [(Stream, "follow", lambda self, event: None)]),
-    (a_write_follows_the_kernel, [(Moves, "_by_link", hasty_copies)]),
-    (a_page_is_read_when_it_has_arrived, [(Moves, "_by_link", hasty_copies)]),
-    (a_part_of_the_stage_waits_for_its_copy, [(Moves, "_by_link", hasty_copies)]),
+    (a_write_follows_the_kernel, [(Plans, "_by_link", hasty_copies)]),
+    (a_page_is_read_when_it_has_arrived, [(Plans, "_by_link", hasty_copies)]),
+    (a_part_of_the_stage_waits_for_its_copy, [(Plans, "_by_link", hasty_copies)]),
     (a_slot_waits_for_its_copy, [(Reads, "give_back", hasty_slots), (Reads, "take", waited(_take))]),
     (
         memory_is_pinned_before_it_is_written,
-        [(Moves, "_pin", lambda self, rows: None)],
+        [(Plans, "_pin", lambda self, rows: None)],
     ),
 ]
 

@@ -304,7 +304,7 @@ def test_a_step_is_committed_whatever_becomes_of_copies(driver: LateDriver, monk
     k, v = world.rows(1), world.rows(1)
     with monkeypatch.context() as patched, world.cache.step([world.sequence], [1]) as step:
         step.append(0, k, v)
-        patched.setattr(world.cache._device._moves, "advance", refused)
+        patched.setattr(world.cache._device._plans, "advance", refused)
         step.commit()
     world.k, world.v = np.concatenate([world.k, k]), np.concatenate([world.v, v])
     world.look(world.streams[1])

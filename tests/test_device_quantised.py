@@ -278,7 +278,7 @@ def test_a_graph_takes_the_centre_once(kind: str) -> None:
     outs = []
     for replayed in (False, True):
         with cache_on("cuda", [shape], ("q8_0", "q8_0")) as cache:
-            stream: Any = cache._core.caller_stream(None)  # type: ignore[union-attr]
+            stream: Any = cache._device.caller_stream(None)  # type: ignore[union-attr]
             cache.declare(sequences=1, new_tokens=24, context=64)
             sequence = cache.create()
             given = [np.zeros((24, *x.shape[1:]), np.float32) for x in (q, k, v)]
@@ -312,7 +312,7 @@ def test_a_graph_that_was_never_launched_takes_no_centre(kind: str) -> None:
     outs = []
     for captured in (False, True):
         with cache_on("cuda", [layer(num_q_heads=2, num_kv_heads=1, head_dim=32)], ("q8_0", "q8_0")) as cache:
-            stream: Any = cache._core.caller_stream(None)  # type: ignore[union-attr]
+            stream: Any = cache._device.caller_stream(None)  # type: ignore[union-attr]
             cache.declare(sequences=1, new_tokens=24, context=64)
             sequence = cache.create()
             given = [x[:24].copy() for x in (q, k, v)]

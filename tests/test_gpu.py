@@ -309,7 +309,7 @@ def test_tables_drive_flashinfer(cp: Any, torch: Any) -> None:
                 out = step.forward(0, q, k, v)
                 table = step.table(0)
                 csr = [torch.from_numpy(part.copy()) for part in table.csr]
-                arena = engine(cache)._bases[0]
+                arena = engine(cache)._memory.bases[0]
         plane = KV_HEADS * page * DIM
         blocks = int(csr[1].max()) + 1
         pool = torch.as_tensor(memory(arena, blocks * 2 * plane * 2, cache).view(np.float16), device="cuda")
@@ -538,7 +538,7 @@ def test_random_calls_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_host_memory_is_pinned_as_it_is_used(cp: Any) -> None:
     rng = np.random.default_rng(8)
     with open_cache(device_memory="512MiB", host_memory="4GiB") as cache:
-        host: Any = engine(cache)._host
+        host: Any = engine(cache)._memory.host
         assert not host._pinned
         sequence = cache.create()
         _, k, v = draw(rng, 90_000)

@@ -18,7 +18,7 @@ import pagoda
 import pytest
 from gguf.quants import dequantize, quantize
 from pagoda.cli import main
-from pagoda.cli import quality as command
+from pagoda.cli.bench import quality as command
 from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.formats import FORMATS
 from pagoda.quality import plot

@@ -202,6 +202,8 @@ class CacheMachine(RuleBasedStateMachine):
             self.mirror.release(tokens)
         for ticket in self.tickets:
             ticket.wait(60)
+        # Moves that the cache has started by itself hold blocks until they have ended.
+        cache._spill.settle()
         stats: Any = cache.stats()
         assert stats.used_bytes("device") == stats.used_bytes("host") == stats.used_bytes("disk") == 0
         assert stats.disk_io is None or stats.disk_io.corrupt == 0

@@ -68,7 +68,7 @@ class World:
         if engine is None or tier == "host":
             return ctypes.string_at(self.bases[tier], MEMORY)
         # Without the ring, which comes off the budget.
-        size = engine._arena_bytes
+        size = engine._memory.device_bytes
         pinned, stream = engine._driver.pinned(size), engine._driver.stream()
         if engine._zeroed is not None:
             stream.follow(engine._zeroed)

@@ -14,7 +14,7 @@ def tickets_finish_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def hasty(self: DeviceEngine, plan: Any) -> Any:
         ticket = execute(self, plan)
         self.core.end_copies(ticket, len(ticket.transfers) // 3, None)
-        self._moves._plans.clear()
+        self._plans._under_way.clear()
         return ticket
 
     monkeypatch.setattr(DeviceEngine, "execute", hasty)

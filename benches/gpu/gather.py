@@ -10,7 +10,7 @@ import time
 import numpy as np
 from harness import Report
 from pagoda.device.cuda import open_driver
-from pagoda.device.movement import Mover
+from pagoda.device.mover import Mover
 
 TOTAL = 256 << 20
 

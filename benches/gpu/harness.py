@@ -23,7 +23,7 @@ import pagoda
 import torch
 from pagoda.device.cuda import open_driver
 from pagoda.device.driver import Stream
-from pagoda.device.gauge import Reader
+from pagoda.measuring.gpu import Reader
 
 STREAM = torch.cuda.Stream()
 """Of everything that is timed."""
@@ -137,7 +137,7 @@ class Filled:
             self.step.append(layer, k, v)
         torch.cuda.synchronize()
         assert self.cache._device is not None
-        self.arena = self.cache._device._bases[0]
+        self.arena = self.cache._device._memory.bases[0]
 
     def close(self) -> None:
         self.step.__exit__(None, None, None)

@@ -14,8 +14,8 @@ import time
 import pagoda
 import torch
 from harness import DIM, KV_HEADS, STREAM, Report
-from pagoda.device import gauge
 from pagoda.device.cuda import open_driver
+from pagoda.measuring.gpu import ceilings
 from pagoda.rates import Routes, routes_of
 
 LAYERS, Q_HEADS, CHUNK, PAGE = 16, 32, 8192, 64
@@ -75,7 +75,7 @@ class Model:
 def main() -> None:
     report = Report("streaming")
     driver = open_driver(0)
-    link, chosen = gauge.ceilings(driver)["pcie"], driver.ring_bytes
+    link, chosen = ceilings(driver)["pcie"], driver.ring_bytes
     report.line("one large copy", "copy engine", GBs=link / 1e9)
     report.line("the ring is faster", "chosen", from_bytes=float(chosen))
     measured = routes_of(driver.name, os.cpu_count() or 1)

@@ -31,8 +31,9 @@ from pagoda.checks import check_integer, check_page_size, natural, token_counts
 from pagoda.device import engine_for
 from pagoda.device.driver import Stream
 from pagoda.disk import disk_arguments
+from pagoda.engine import Engine
 from pagoda.errors import BackendUnavailable, CorruptPage, InvalidArgument, OutOfBlocks, TierIOError
-from pagoda.formats import chosen
+from pagoda.formats import formats_by_layer
 from pagoda.geometry import block_layouts, core_layers, group_layers, tier_memory
 from pagoda.outliers import Outliers
 from pagoda.retention import SinkWindow, keeps_by_layer
@@ -173,7 +174,7 @@ class Cache:
         if retention is not None and not isinstance(retention, SinkWindow):
             raise InvalidArgument(f"retention = {retention!r}: None or a SinkWindow")
         self.retention, self.headroom = retention, page_size if headroom is None else natural("headroom", headroom)
-        self.dtypes = chosen(k_dtype, v_dtype, len(spec.layers))
+        self.dtypes = formats_by_layer(k_dtype, v_dtype, len(spec.layers))
         """Row formats of K and V of each layer."""
         self._groups = group_layers(spec, self.dtypes)
         keeps = keeps_by_layer(spec, retention, self.headroom)
@@ -199,7 +200,7 @@ class Cache:
             zero_on_free=zero_on_free,
             disk=on_disk,
         )
-        self._core = self._device or _core.Cache(
+        self._core: Engine = self._device or _core.Cache(
             layers,
             page_size=page_size,
             memory=memory,

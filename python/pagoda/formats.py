@@ -72,7 +72,7 @@ def row_format(name: str, argument: str) -> RowFormat:
     return FORMATS[name]
 
 
-def chosen(k_dtype: str | Sequence[str], v_dtype: str | Sequence[str], layers: int) -> list[tuple[str, str]]:
+def formats_by_layer(k_dtype: str | Sequence[str], v_dtype: str | Sequence[str], layers: int) -> list[tuple[str, str]]:
     """The formats of K and V of each layer, from one for all or one for each. Raises InvalidArgument."""
     forced = os.environ.get(VARIABLE)
     if forced:
@@ -110,7 +110,7 @@ def encode(x: npt.ArrayLike, name: str) -> npt.NDArray[np.uint8]:
 
 
 def decode(rows: npt.NDArray[np.uint8], name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """What `encode` has made of numbers [*shape]: float32. Raises InvalidArgument."""
+    """float32 [*shape]: the numbers that `encode` has stored as rows, uint8 [*shape[:-1], bytes]. Raises InvalidArgument."""
     dim = _checked(name, shape)
     size = FORMATS[name].bytes(dim)
     if rows.dtype != np.uint8 or rows.shape != (*shape[:-1], size):

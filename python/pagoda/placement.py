@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core
-from pagoda.device.engine import DeviceEngine
+from pagoda.engine import Engine
 from pagoda.errors import OutOfBlocks, PagodaError, TierIOError
 
 LOW_WATER = 1 / 32
@@ -39,7 +39,7 @@ class Spill:
     below: the tiers under the device that pages may go to by themselves, the fastest first.
     """
 
-    def __init__(self, core: _core.Cache | DeviceEngine, below: list[str]) -> None:
+    def __init__(self, core: Engine, below: list[str]) -> None:
         self._core = core
         self._pairs: list[Pair] = list(zip(["device", *below], below, strict=False))
         self._blocks = {source: core.free_blocks(source) for source, _ in self._pairs}

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pagoda import _core
 from pagoda.checks import natural, token_counts
 from pagoda.device.driver import Stream
-from pagoda.device.engine import DeviceEngine
+from pagoda.engine import Engine
 from pagoda.errors import BackendUnavailable, InvalidArgument, PagodaError
 from pagoda.report import StepReport
 from pagoda.sequence import Batch
@@ -86,11 +85,14 @@ class Step:
         self._began = self._ended = 0.0
 
     @property
-    def _core(self) -> _core.Cache | DeviceEngine:
+    def _core(self) -> Engine:
         """What calls go to while this is the open step. Raises InvalidArgument: afterwards another one may be."""
+        self._check_open()
+        return self._cache._core
+
+    def _check_open(self) -> None:
         if not self._open:
             raise InvalidArgument("step = closed: an open step; enter it with `with`")
-        return self._cache._core
 
     def __enter__(self) -> Step:
         self._began = time.perf_counter()
@@ -202,13 +204,12 @@ class Step:
     def report(self) -> StepReport:
         """What attention has read in this step, over which link; until the next step of the cache is entered."""
         seconds = (time.perf_counter() if self._open else self._ended) - self._began
-        core = self._cache._core
-        attended, from_disk, waited = core.attended()
-        if isinstance(core, DeviceEngine):
-            traffic = core.traffic
-            over = {"pcie": traffic.ring + traffic.mapped, "disk": from_disk, "memory": traffic.memory}
-            return StepReport(seconds, waited, over)
-        return StepReport(seconds, waited, {"memory": attended, "disk": from_disk})
+        attended, from_disk, waited = self._cache._core.attended()
+        if self._cache._device is None:
+            return StepReport(seconds, waited, {"memory": attended, "disk": from_disk})
+        traffic = self._cache._device.traffic
+        moved = {"pcie": traffic.ring + traffic.mapped, "disk": from_disk, "memory": traffic.memory}
+        return StepReport(seconds, waited, moved)
 
     def replay(self, launch: Callable[[], object]) -> None:
         """Runs `launch`, which does the appends and attends of all layers by replaying a graph that an earlier step captured.
@@ -219,8 +220,8 @@ class Step:
         """
         if self._cache._device is None:
             raise BackendUnavailable("replay: graphs are of GPUs; this cache is on the CPU")
-        assert isinstance(self._core, DeviceEngine)
-        self._core.replay(launch)
+        self._check_open()
+        self._cache._device.replay(launch)
 
     def commit(self, accepted: Collection[int] | npt.NDArray[np.int64] | None = None) -> None:
         """Ends the step. Of each sequence's new tokens the first `accepted` stay, all by default.

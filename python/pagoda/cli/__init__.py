@@ -1,4 +1,4 @@
-"""The command line: one module a command, each with `register` and `run`."""
+"""The command line: one module or folder a command, which adds itself by `register`."""
 
 from __future__ import annotations
 

@@ -13,24 +13,22 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from pagoda import _core, build_info, calibration, machine, rates
+from pagoda import _core, build_info, rates
 from pagoda.cli.console import results
+from pagoda.cli.options import Commands
 from pagoda.device import cuda
 from pagoda.device.driver import Driver
 from pagoda.errors import PagodaError
 from pagoda.kernels import instances, loader
 from pagoda.kernels.arguments import Unpack
+from pagoda.measuring import calibration, machine
 from pagoda.sizes import format_size
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
 
 CUPY_MIN = (14, 2)
 """The first CuPy that keeps compiled templates on disk with every driver."""

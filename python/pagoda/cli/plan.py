@@ -5,23 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from pagoda.checks import check_page_size
 from pagoda.cli.console import results
+from pagoda.cli.options import Commands, load_spec
 from pagoda.errors import InvalidArgument
 from pagoda.formats import FORMATS
 from pagoda.kernels.instances import check_formats
 from pagoda.planner import TOKENS_MAX, Planner
 from pagoda.sizes import format_size, format_tokens, parse_size, parse_tokens
-from pagoda.spec import ModelSpec
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 CARDS = ("8GiB", "12GiB", "16GiB", "24GiB")
 """Budgets shown when none is given: the memory of common cards."""
@@ -45,13 +41,6 @@ def register(commands: Commands) -> None:
     parser.add_argument("--disk-memory", default="0", help="budget of the disk tier")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
-
-
-def load_spec(model: str) -> ModelSpec:
-    """A preset, or a config.json. Raises InvalidArgument, for what looks like a path as one."""
-    path = Path(model)
-    is_path = bool(model) and (path.exists() or path.is_absolute() or model[0] == "." or path.suffix == ".json")
-    return ModelSpec.from_config(model) if is_path else ModelSpec.preset(model)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -143,7 +132,7 @@ def describe(
         "full_bytes_per_token": spec.full_bytes_per_token(*formats),
         "window_bytes": spec.window_bytes(*formats),
         "state_bytes": spec.state_bytes(),
-        "rings": {name: asdict(of) for name, of in rings.items()},
+        "rings": {name: asdict(ring) for name, ring in rings.items()},
         "longest_context": {name: planner.longest_context(sum(sizes), batch) for name, sizes in budgets_of.items()},
         "contexts": rows,
     }

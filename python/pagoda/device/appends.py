@@ -28,7 +28,7 @@ CENTER_THREADS = 512
 class Centers:
     """What the K rows of each layer are centred by, on the device; zeros where the first rows have yet to say.
 
-    of: the address for each layer that has a centre, its own or that of its owner.
+    addresses: of each layer that has a centre, its own or that of its owner.
     """
 
     def __init__(self, driver: Driver, layers: list[CoreLayer]) -> None:
@@ -46,7 +46,7 @@ class Centers:
                 numbers[start : start + own[index]] = layers[index]["center"]
         # Whether the centre of each layer is settled, and the centres.
         self._memory = send(driver, numbers)
-        self.of = {
+        self.addresses = {
             index: self._memory.address + 4 * starts[owner]
             for index, layer in enumerate(layers)
             if (owner := index if layer["kv_owner"] is None else layer["kv_owner"]) in own

@@ -79,14 +79,18 @@ class HostArena(Protocol):
         """Gives everything back. Nothing may be under way that uses it."""
 
 
-class Event(Protocol):
-    """A point in a stream."""
+class Pending(Protocol):
+    """Something under way."""
 
     def done(self) -> bool:
-        """Whether the stream has come by."""
+        """Whether it has ended."""
 
     def wait(self) -> None:
         """Sleeps until it has."""
+
+
+class Event(Pending, Protocol):
+    """A point in a stream: under way until the stream has come by."""
 
 
 class Stream(Protocol):

@@ -1,4 +1,4 @@
-"""A cache on a device: the calls that `pagoda._core.Cache` answers on the CPU, with the same arguments and errors.
+"""A cache on a device: `pagoda.engine`, with the arguments and errors that `pagoda._core.Cache` has on the CPU.
 
 The core decides, this does: it sends what a step changes of the tables, launches kernels on the caller's stream, copies
 pages on a stream of its own, and tells the core when copies and steps have ended. Between streams stand events:
@@ -12,7 +12,6 @@ kernels of one step, captured by the caller, does every later one.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,12 +26,13 @@ from pagoda.device.appends import Appends, Centers, Misfits
 from pagoda.device.arrays import Arrays
 from pagoda.device.attends import Attends, Maxima
 from pagoda.device.derived import derived_keys
-from pagoda.device.driver import Driver, Event, Memory, Stream
+from pagoda.device.driver import Driver, Event, Stream
 from pagoda.device.layers import LayerKernels
-from pagoda.device.movement import Mover
-from pagoda.device.moves import Moves
+from pagoda.device.memory import CacheMemory
+from pagoda.device.mover import Mover
 from pagoda.device.partials import Partials
-from pagoda.device.passage import Passage, passage_bytes
+from pagoda.device.passage import passage_bytes
+from pagoda.device.plans import Plans
 from pagoda.device.ring import SLOTS, ring_slots
 from pagoda.device.streaming import Streams, Traffic, layer_runs
 from pagoda.device.tables import Room, StepTables
@@ -57,7 +57,7 @@ SPANS_DECLARED = 8
 
 
 class DeviceEngine:
-    """Answers the calls of `pagoda._core.Cache` for a cache whose memory and kernels are on a device.
+    """The `Engine` of a cache whose memory and kernels are on a device.
 
     routes: what the ways to pages of the host tier carry, by which work on them is divided; without that, and in a
     deterministic cache, the CPU has no part in it. isa: the instruction set of that part, the best by default.
@@ -86,25 +86,16 @@ class DeviceEngine:
             LayerKernels(layer, deterministic=deterministic, shared_bytes_max=driver.shared_bytes_max)
             for layer in layers
         ]
-        # No block lies across a border between extents, so none lies across one between pieces of pinned memory.
-        host = driver.host_arena(*memory[1]) if memory[1][0] else None
         runs = layer_runs(layers, layouts)
         # Layers of a group are of one shape.
         widths = {layer["group"]: run.bytes for layer, run in zip(layers, runs, strict=True)}
-        tiers = {"host": host is not None, "disk": disk is not None}
-        slots = ring_slots([*widths.values()], page_size, memory[0][0], **tiers, deterministic=deterministic)
-        self._device_memory, self._enough_for_disk = memory[0][0], slots.enough
-        memory = [(memory[0][0] - SLOTS * slots.bytes, memory[0][1]), memory[1]]
-        arena = driver.memory(memory[0][0])
-        self._bases = (arena.address, host.address if host else 0)
-        self._arena: Memory | None = arena
-        self._host = host
-        self._arena_bytes = memory[0][0]
-        self._on_host = range(host.address, host.address + memory[1][0]) if host else range(0)
-        blocks = [layout.block_bytes for layout in layouts]
-        beside = passage_bytes(blocks, self._arena_bytes, slots.read)
-        self._passage = Passage(driver, beside, zeroes=zero_on_free) if disk else None
-        passage, nothing = self._passage, (0, 0, 1)
+        (device_bytes, extent_bytes), host_tier = memory
+        tiers = {"host": host_tier[0] > 0, "disk": disk is not None}
+        slots = ring_slots([*widths.values()], page_size, device_bytes, **tiers, deterministic=deterministic)
+        self._device_memory, self._enough_for_disk = device_bytes, slots.enough
+        memory = [(device_bytes - SLOTS * slots.bytes, extent_bytes), host_tier]
+        beside = passage_bytes([layout.block_bytes for layout in layouts], memory[0][0], slots.read)
+        self._memory = CacheMemory(driver, memory, beside if disk else None, zeroes=zero_on_free)
         try:
             self.core = _core.Cache(
                 layers,
@@ -115,18 +106,12 @@ class DeviceEngine:
                 checked=checked,
                 isa=None,
                 zero_on_free=zero_on_free,
-                device={
-                    "bases": self._bases,
-                    "stage": passage.stage if passage else nothing,
-                    "ring": passage.ring if passage else nothing,
-                    "owners": [host, passage.memory if passage else None],
-                },
+                device=self._memory.for_core,
                 disk=disk,
             )
         except BaseException:
             # Memory that is gone must not be pinned.
-            if passage is not None:
-                passage.close()
+            self._memory.close()
             raise
         centers, misfits = Centers(driver, layers), Misfits(driver) if checked else None
         derived = derived_keys(driver, layers)
@@ -135,18 +120,29 @@ class DeviceEngine:
             layout, owner = layouts[layer["group"]], layer["kv_owner"]
             planes = layout.planes[index if owner is None else owner]
             misfit = None if misfits is None else misfits.address
-            one.place(layout, planes, page_size, self._bases, centers.of.get(index), misfit, derived.get(index))
+            one.place(
+                layout, planes, page_size, self._memory.bases, centers.addresses.get(index), misfit, derived.get(index)
+            )
         self._copying = driver.stream()
-        self._mover = Mover(driver, host)
+        self._mover = Mover(driver, self._memory.host)
         self._zeroing = driver.stream() if zero_on_free else None
         self._zeroed: Event | None = None
         self._tables = StepTables(driver, self.core, layers, {work for one in kernels for work in one.works.values()})
-        self._moves = Moves(self.core, self._mover, self._copying, self._follow_steps, host, self._on_host, passage)
+        self._plans = Plans(self.core, self._mover, self._copying, self._follow_steps, self._memory)
         partials = None
         if routes is not None and not deterministic:
-            partials = Partials(driver, self.core, layers, centers.of, routes, isa)
+            partials = Partials(driver, self.core, layers, centers.addresses, routes, isa)
         self._streams = Streams(
-            driver, self.core, layers, layouts, host, self._mover, runs, slots.bytes, partials, from_disk=tiers["disk"]
+            driver,
+            self.core,
+            layers,
+            layouts,
+            self._memory.host,
+            self._mover,
+            runs,
+            slots.bytes,
+            partials,
+            from_disk=tiers["disk"],
         )
         self._arrays = Arrays(driver)
         self._appends = Appends(driver, kernels, centers, misfits)
@@ -176,7 +172,7 @@ class DeviceEngine:
             core.table,
             core.csr_table,
         )
-        self.by_recency, self.audit, self.threads, self.isa = core.by_recency, core.audit, 0, None
+        self.by_recency, self.audit, self.isa = core.by_recency, core.audit, core.isa
         self.drop_copies, self.pages_on_disk, self.attended = core.drop_copies, core.pages_on_disk, core.attended
         self.forget, self.saved, self.lost, self.check_key = core.forget, core.saved, core.lost, core.check_key
 
@@ -297,7 +293,7 @@ class DeviceEngine:
         self._poll()
         ticket = self.core.execute(plan)
         try:
-            self._moves.advance()
+            self._plans.advance()
         except BackendUnavailable:
             self.wait(ticket, FOREVER)
             with contextlib.suppress(PagodaError):  # Told by the exception that goes on.
@@ -315,24 +311,24 @@ class DeviceEngine:
         deadline = time.monotonic() + seconds
         if not seconds >= 0:
             raise InvalidArgument(f"timeout = {seconds}: from 0 seconds on")
-        while (rest := self._moves.waits_for(ticket)) is not None:
+        while (rest := self._plans.waits_for(ticket)) is not None:
             if seconds >= FOREVER:
                 rest.wait()
             elif not rest.done():
                 if time.monotonic() >= deadline:
                     return False
                 time.sleep(POLL_SECONDS)
-            self._moves.advance()
+            self._plans.advance()
         return True
 
     def wait_patiently(self, ticket: _core.Ticket) -> None:
         """Sleeps until a ticket's copies have ended, as long as the disk does anything, and `disk_timeout` more."""
-        while (rest := self._moves.waits_for(ticket)) is not None:
+        while (rest := self._plans.waits_for(ticket)) is not None:
             if isinstance(rest, _core.DiskCopies):
                 rest.wait_patiently()
             else:
                 rest.wait()
-            self._moves.advance()
+            self._plans.advance()
 
     def save(self, sequence: int, key: str, meta: bytes) -> None:
         """See `Cache.save`."""
@@ -354,37 +350,33 @@ class DeviceEngine:
 
     def close(self) -> None:
         """Waits for the device, then gives everything back. Raises TierIOError as `Cache.close` does. Twice is no error."""
-        if self._arena is None:
+        if self._memory.closed:
             return
         with contextlib.suppress(Exception):
             # The kernels of a step that is open go over memory, too.
             self._mark_end()
             self._wait_for_steps()
         with contextlib.suppress(Exception):
-            self._moves.close()
+            self._plans.close()
         if self._zeroing is not None:
             self._streams.ring.clear()
         self._streams.close()
         if self._zeroing is not None:
-            self._zeroing.zero(self._bases[0], self._arena_bytes)
+            self._zeroing.zero(self._memory.bases[0], self._memory.device_bytes)
             self._zeroing.record().wait()
         try:
             self.core.close()
         finally:
-            # Memory that a drive has yet to answer for is held by the core; it is pinned no more.
-            if self._host is not None:
-                self._host.close()
             self._tables.close()
             self._mover.close()
-            if self._passage is not None:
-                self._passage.close()
-            self._arena = self._host = self._passage = None
             self._attends.close()
+            # Last: Ctrl-C may come before.
+            self._memory.close()
 
     def __del__(self) -> None:
         # Kernels and copies may be under way in the memory that goes with this. A device that fails has nothing under way.
         with contextlib.suppress(Exception):
-            if self._arena is not None:
+            if not self._memory.closed:
                 self._mark_end()
                 if self._last_step is not None:
                     self._last_step.wait()
@@ -453,7 +445,7 @@ class DeviceEngine:
 
     def _on_disk(self) -> int:
         """Pages on disk that attention of the open step may read."""
-        return sum(self.core.on_disk()) if self._passage else 0
+        return sum(self.core.on_disk()) if self._memory.passage else 0
 
     def _leave(self) -> None:
         """Marks the end of the step in its stream."""
@@ -478,7 +470,7 @@ class DeviceEngine:
         """Tells the core what has ended."""
         while self._epochs and self._epochs[0][1].done():
             self.core.retire(self._epochs.popleft()[0])
-        self._moves.advance()
+        self._plans.advance()
         if self._zeroing is not None:
             self._zero(self._zeroing)
 
@@ -486,15 +478,10 @@ class DeviceEngine:
         """Zeroes freed blocks, and what pages off the device were brought to; steps and copies to come follow."""
         self._streams.give_back()
         ranges, off_device = self.core.zero()
-        for address, size in ranges.reshape(-1, 2).tolist():
-            if address in self._on_host:
-                ctypes.memset(address, 0, size)
-                off_device = True
-            else:
-                stream.zero(address, size)
+        on_host = self._memory.zero(ranges, stream)
         if len(ranges):
             self._zeroed = stream.record()
-        if off_device:
+        if off_device or on_host:
             self._streams.ring.clear()
 
     def _follow_steps(self) -> None:

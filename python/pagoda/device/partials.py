@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from pagoda import _core
 from pagoda.device.driver import Driver, Event, Pinned, Stream, View
-from pagoda.device.movement import KERNEL_BLOCKS, KERNEL_THREADS, WORD
+from pagoda.device.mover import KERNEL_BLOCKS, KERNEL_THREADS, WORD
 from pagoda.formats import FORMATS
 from pagoda.geometry import CoreLayer
 from pagoda.kernels import arguments, instances

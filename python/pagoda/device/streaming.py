@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from pagoda import _core
 from pagoda.device.driver import Driver, Event, HostArena, Memory, Stream, View
-from pagoda.device.movement import Mover
+from pagoda.device.mover import Mover
 from pagoda.device.partials import Asked, Partials
 from pagoda.device.reads import Found, Reads
 from pagoda.device.ring import Ring, Slot
@@ -158,8 +158,8 @@ class Streams:
         self._order = [
             (layer, number)
             for layer in range(len(self._layers))
-            if (of := self.group(layer)) is not None
-            for number, (copies, on_disk) in enumerate(zip(of.copies, of.on_disk, strict=True))
+            if (passes := self.group(layer)) is not None
+            for number, (copies, on_disk) in enumerate(zip(passes.copies, passes.on_disk, strict=True))
             if len(copies) or on_disk
         ]
         self._items = {one: item for item, one in enumerate(self._order)}
@@ -179,11 +179,11 @@ class Streams:
 
     def ask(self, layer: int, q: View, stream: Stream) -> Asked | None:
         """Begins attention over a layer that is streamed; what the CPU is asked for is due before the last pass."""
-        of = self._groups[self._layers[layer]["group"]]
-        self.traffic.mapped += of.in_place * self._runs[layer].bytes
-        if self._partials is None or not of.begins.any():
+        passes = self._groups[self._layers[layer]["group"]]
+        self.traffic.mapped += passes.in_place * self._runs[layer].bytes
+        if self._partials is None or not passes.begins.any():
             return None
-        return self._partials.ask(stream, layer, q, of.begins)
+        return self._partials.ask(stream, layer, q, passes.begins)
 
     def answer(self, asked: Asked, stream: Stream, parts: int) -> None:
         """Has the CPU do its part, and sends what it comes to. parts: where parts of results are on the device."""
@@ -257,7 +257,8 @@ class Streams:
 
         keys = list(tables.works)
         works = {
-            keys[of["work"]]: list(zip(lists(of["own"]), lists(of["common"]), strict=True)) for of in placed["works"]
+            keys[work["work"]]: list(zip(lists(work["own"]), lists(work["common"]), strict=True))
+            for work in placed["works"]
         }
         table, columns, copies = base + placed["table"], placed["columns"], self._copies[group]
         on_disk = [on_disk for _, on_disk in placed["passes"]]
@@ -281,13 +282,14 @@ class Streams:
         layer, number = self._order[item]
         group, run = self._layers[layer]["group"], self._runs[layer]
         block_bytes, host = self._layouts[group].block_bytes, 0 if self._host is None else self._host.address
-        of = self._groups[group]
+        passes = self._groups[group]
         sources = [
-            (host + block * block_bytes + run.start, block_bytes, n, at) for block, n, at in of.copies[number].tolist()
+            (host + block * block_bytes + run.start, block_bytes, n, at)
+            for block, n, at in passes.copies[number].tolist()
         ]
         if found is not None:
             behind = sum(pages for _, _, pages, _ in sources)
-            sources.append((found.address, found.stride, of.on_disk[number], behind))
+            sources.append((found.address, found.stride, passes.on_disk[number], behind))
         few = []
         for source, pitch, pages, place in sources:
             target = slot.address + place * run.bytes

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from pagoda.device.driver import Driver, Event, Stream
-from pagoda.device.movement import KERNEL_BLOCKS, KERNEL_THREADS, WORD
+from pagoda.device.mover import KERNEL_BLOCKS, KERNEL_THREADS, WORD
 from pagoda.device.ring import SLOTS
 from pagoda.kernels import arguments, instances
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.errors import InvalidArgument
-from pagoda.formats import chosen, decode, encode
+from pagoda.formats import decode, encode, formats_by_layer
 from pagoda.spec import ModelSpec
 
 Float32 = npt.NDArray[np.float32]
@@ -39,7 +39,7 @@ class ContiguousCache:
 
     def __init__(self, spec: ModelSpec, *, k_dtype: str = "f16", v_dtype: str = "f16") -> None:
         self.spec = spec
-        (self.k_dtype, self.v_dtype), *_ = chosen(k_dtype, v_dtype, len(spec.layers))
+        (self.k_dtype, self.v_dtype), *_ = formats_by_layer(k_dtype, v_dtype, len(spec.layers))
 
     def create(self) -> ContiguousSequence:
         """A new, empty sequence."""

@@ -21,7 +21,7 @@ def figure_class() -> Any:
 def draw(report: dict[str, Any], path: Path) -> None:
     """Three panels: recall against its law, noise by format and outliers, divergence of the language model by size.
 
-    report: as `pagoda.cli.quality` makes it. The suffix of the path is the format. Raises BackendUnavailable, and
+    report: as `pagoda.cli.bench.quality` makes it. The suffix of the path is the format. Raises BackendUnavailable, and
     InvalidArgument for a path that cannot be written.
     """
     figure = figure_class()(figsize=(15, 5), layout="constrained")

@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import combinations
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from pagoda.device.driver import Driver, Event, Stream
-from pagoda.device.movement import KERNEL_THREADS, WORD
+from pagoda.device.driver import Driver, Event, Pending, Stream
+from pagoda.device.mover import KERNEL_THREADS, WORD
 from pagoda.device.thresholds import seconds
 from pagoda.kernels import arguments, instances
 from pagoda.rates import Routes
@@ -27,7 +27,6 @@ SECONDS = 0.3
 POLL_SECONDS = 2e-4
 """Sleep between two looks at what is under way: the CPU has attention to compute."""
 
-
 READ_BYTES = 1 << 30
 """Device memory that is read, many times what its caches hold."""
 
@@ -36,16 +35,6 @@ READ_REPEATS = 32
 
 READ_THREADS, READ_BLOCKS = 512, 2
 """Of the kernel `read`, and thread blocks of it on a multiprocessor, which have 128 KiB under way together."""
-
-
-class Pending(Protocol):
-    """Something under way, as `Event`."""
-
-    def done(self) -> bool:
-        """Whether it has ended."""
-
-    def wait(self) -> None:
-        """Sleeps until it has."""
 
 
 class Way(NamedTuple):

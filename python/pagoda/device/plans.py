@@ -10,28 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core
 from pagoda.device import passage
-from pagoda.device.driver import HostArena, Stream
-from pagoda.device.movement import Mover
-from pagoda.device.passage import Passage
+from pagoda.device.driver import Pending, Stream
+from pagoda.device.memory import CacheMemory
+from pagoda.device.mover import Mover
 
 Rows = npt.NDArray[np.uint64]
-
-
-class Wait(Protocol):
-    """What has to end before something goes on."""
-
-    def done(self) -> bool:
-        """Whether it has."""
-
-    def wait(self) -> None:
-        """Sleeps until it has."""
 
 
 class Nothing:
@@ -58,7 +47,7 @@ class Part:
     ways: tuple[str, ...]
     staged: bool = False
     at: int | None = None
-    now: tuple[int, Wait | None] = (0, None)
+    now: tuple[int, Pending | None] = (0, None)
 
     @property
     def begun(self) -> bool:
@@ -71,7 +60,7 @@ class Part:
         return self.now[0] == len(self.ways)
 
     def end(self) -> None:
-        """Nothing is."""
+        """Leaves nothing to do."""
         self.now = len(self.ways), None
 
 
@@ -100,9 +89,9 @@ class Plan:
                 yield self.parts[number]
 
 
-class Moves:
+class Plans:
     """Those of one cache. copying: the stream that copies are made on. follow: makes that wait for whatever may use the
-    pages. through: the memory between device and disk; None without a disk.
+    pages.
 
     Ctrl-C may come between any two lines. So the core knows which tickets there are, and what its threads have been given;
     all else is done again where it was not seen to be done. That makes no difference: copies come from pages that stay what
@@ -115,20 +104,18 @@ class Moves:
         mover: Mover,
         copying: Stream,
         follow: Callable[[], None],
-        host: HostArena | None,
-        on_host: range,
-        through: Passage | None,
+        memory: CacheMemory,
     ) -> None:
         self._core, self._mover, self._copying, self._follow = core, mover, copying, follow
-        self._host, self._on_host, self._through = host, on_host, through
-        self._plans: dict[_core.Ticket, Plan] = {}
+        self._memory = memory
+        self._under_way: dict[_core.Ticket, Plan] = {}
 
-    def waits_for(self, ticket: _core.Ticket) -> Wait | None:
+    def waits_for(self, ticket: _core.Ticket) -> Pending | None:
         """What has to end next for the sake of a plan; None when it has ended."""
         self._take_in()
-        if ticket not in self._plans:
+        if ticket not in self._under_way:
             return None
-        for plan in (self._plans[ticket], *self._plans.values()):
+        for plan in (self._under_way[ticket], *self._under_way.values()):
             for part in plan.left():
                 if part.now[1] is not None:
                     return part.now[1]
@@ -142,12 +129,12 @@ class Moves:
         Raises BackendUnavailable when memory of the host tier cannot be pinned.
         """
         self._take_in()
-        if not self._plans:
+        if not self._under_way:
             return
         free = set(range(1, 1 + passage.PARTS)) - {
-            part.at for plan in self._plans.values() for part in _under_way(plan)
+            part.at for plan in self._under_way.values() for part in _begun(plan)
         }
-        for ticket, plan in list(self._plans.items()):
+        for ticket, plan in list(self._under_way.items()):
             for part in plan.left():
                 if part.staged and not part.begun and part.numbers[0] > plan.copied:
                     # After a failure copies that come later are not made.
@@ -160,39 +147,40 @@ class Moves:
                     free.add(part.at)
             if next(plan.left(), None) is None:
                 self._core.end_copies(ticket, plan.copied, plan.why)
-                del self._plans[ticket]
+                del self._under_way[ticket]
 
     def close(self) -> None:
         """Waits for the device's copies and starts nothing more. What threads of the disk do is for the core to wait for."""
         self._copying.record().wait()
-        self._plans.clear()
+        self._under_way.clear()
 
     def _take_in(self) -> None:
         """Takes in plans that are new."""
-        fresh = [ticket for ticket in self._core.moving() if ticket not in self._plans]
+        fresh = [ticket for ticket in self._core.moving() if ticket not in self._under_way]
         if fresh:
             self._follow()
         for ticket in fresh:
             rows = ticket.transfers.reshape(-1, 3)
-            self._plans[ticket] = Plan(rows, list(self._cut(rows)), len(rows))
+            self._under_way[ticket] = Plan(rows, list(self._cut(rows)), len(rows))
 
     def _cut(self, rows: Rows) -> Iterator[Part]:
         """The parts of a plan; of copies between device and disk as many at a time as fit a part of the stage."""
         on_disk = (rows[:, :2] == 0).any(1)
         ends = rows[:, :2].max(1)
-        staged = on_disk & ((ends < self._on_host.start) | (ends >= self._on_host.stop))
+        on_host = self._memory.on_host
+        staged = on_disk & ((ends < on_host.start) | (ends >= on_host.stop))
         if len(by_link := np.flatnonzero(~on_disk)):
             yield Part(by_link.tolist(), ("link",))
         if len(by_threads := np.flatnonzero(on_disk & ~staged)):
             yield Part(by_threads.tolist(), ("threads",))
-        through = np.flatnonzero(staged)
-        if not len(through):
+        by_stage, through = np.flatnonzero(staged), self._memory.passage
+        if not len(by_stage):
             return
-        assert self._through is not None
-        ways = ("threads", "link") if rows[through[0], 1] else ("link", "threads")
+        assert through is not None
+        ways = ("threads", "link") if rows[by_stage[0], 1] else ("link", "threads")
         chosen: list[int] = []
-        for number in through.tolist():
-            if chosen and int(rows[[*chosen, number], 2].sum()) > self._through.part:
+        for number in by_stage.tolist():
+            if chosen and int(rows[[*chosen, number], 2].sum()) > through.part:
                 yield Part(chosen, ways, staged=True)
                 chosen = []
             chosen.append(number)
@@ -224,18 +212,19 @@ class Moves:
 
     def _end(self, part: Part) -> None:
         """Nothing is under way any more that is of a part."""
-        if part.at is not None and self._through is not None:
-            self._through.clear(part.at)
+        if part.at is not None and self._memory.passage is not None:
+            self._memory.passage.clear(part.at)
         part.end()
 
-    def _begin(self, ticket: _core.Ticket, plan: Plan, part: Part, way: str) -> Wait:
+    def _begin(self, ticket: _core.Ticket, plan: Plan, part: Part, way: str) -> Pending:
         """Starts copies; doing it again makes no difference."""
         rows, offsets = plan.rows[part.numbers], [0] * len(part.numbers)
         if part.at is not None:
-            assert self._through is not None
-            begins = part.at * self._through.part + np.concatenate([[0], np.cumsum(rows[:-1, 2], dtype=np.int64)])
+            through = self._memory.passage
+            assert through is not None
+            begins = part.at * through.part + np.concatenate([[0], np.cumsum(rows[:-1, 2], dtype=np.int64)])
             offsets = begins.tolist()
-            rows[:, int(rows[0, 1] == 0)] = self._through.address + begins
+            rows[:, int(rows[0, 1] == 0)] = through.address + begins
         if way == "link":
             if part.ways == ("threads", "link"):
                 # What has arrived.
@@ -248,15 +237,15 @@ class Moves:
     def _pin(self, rows: Rows) -> None:
         """Pins memory of the host tier that threads of the disk are to use: to pin is to write, so it comes before."""
         for address, size in zip(rows[:, :2].max(1).tolist(), rows[:, 2].tolist(), strict=True):
-            if self._host is not None:
-                self._host.pin(address, size)
+            if self._memory.host is not None:
+                self._memory.host.pin(address, size)
 
-    def _by_link(self, rows: Rows) -> Wait:
+    def _by_link(self, rows: Rows) -> Pending:
         self._mover.copy(self._copying, rows)
         return self._copying.record()
 
 
-def _under_way(plan: Plan) -> Iterator[Part]:
+def _begun(plan: Plan) -> Iterator[Part]:
     """The parts that have been begun and have not ended."""
     for part in plan.left():
         if part.staged and part.at is None:

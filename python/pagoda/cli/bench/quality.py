@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +15,8 @@ from rich.table import Table
 from pagoda import build_info
 from pagoda.cache import Cache
 from pagoda.cli.console import results
-from pagoda.formats import FORMATS, row_format
+from pagoda.cli.options import Commands, format_pair
+from pagoda.formats import FORMATS
 from pagoda.quality import plot
 from pagoda.quality.heads import DISTANCES, OUTLIERS, Head, recall_head
 from pagoda.quality.language import TOKENS, ShippedText
@@ -23,9 +24,6 @@ from pagoda.quality.measure import CacheOf, Recall, streaming
 from pagoda.retention import SinkWindow
 from pagoda.sizes import format_tokens, parse_tokens
 from pagoda.spec import ModelSpec
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 Row = dict[str, Any]
 
@@ -78,23 +76,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def cache_of(name: str, *, plain: bool = False) -> CacheOf:
     """What makes caches of a format, or of a pair K/V; plain: with rows stored as they come. Raises InvalidArgument."""
-    k_dtype, v_dtype = pair(name)
+    k_dtype, v_dtype = format_pair(name)
     options: dict[str, Any] = {"center": None, "rotate": False} if plain else {}
     return lambda spec, keep: Cache(spec, k_dtype=k_dtype, v_dtype=v_dtype, retention=keep, **options)
 
 
-def pair(name: str, option: str = "--formats") -> tuple[str, str]:
-    """The formats of K and V. Raises InvalidArgument, naming the option that they were given by."""
-    k_dtype, slash, v_dtype = name.partition("/")
-    v_dtype = v_dtype if slash else k_dtype
-    for part in (k_dtype, v_dtype):
-        row_format(part, option)
-    return k_dtype, v_dtype
-
-
 def bits(name: str, spec: ModelSpec) -> float:
     """Bits that a model stores for an element of K or V, scales included."""
-    return 32 * spec.bytes_per_token(*pair(name)) / spec.bytes_per_token("f32", "f32")
+    return 32 * spec.bytes_per_token(*format_pair(name)) / spec.bytes_per_token("f32", "f32")
 
 
 def measure(caches: dict[str, CacheOf], heads: list[Head], show: Callable[[str], object]) -> dict[str, list[Row]]:

@@ -1,4 +1,4 @@
-"""`pagoda bench`: what calls cost through Python, on this machine."""
+"""`pagoda bench` itself: what calls cost through Python, on this machine."""
 
 from __future__ import annotations
 
@@ -7,35 +7,20 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 from pagoda import build_info
 from pagoda.cache import Cache
-from pagoda.cli import depth, longcontext, quality
 from pagoda.cli.console import results
 from pagoda.lm import ContiguousCache, LanguageModel, Sampler, generate
 from pagoda.models import SHIPPED_MODEL, SHIPPED_TEXT
 from pagoda.spec import AttentionLayer, ModelSpec
 
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
 ROUNDS = 301
 SMALL = AttentionLayer(num_q_heads=8, num_kv_heads=2, head_dim=64)
-
-
-def register(commands: Commands) -> None:
-    """Adds the command."""
-    parser = commands.add_parser("bench", help="what calls cost through Python, and what formats cost in quality")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
-    parts = parser.add_subparsers(metavar="PART")
-    depth.register(parts)
-    longcontext.register(parts)
-    quality.register(parts)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,5 +1,5 @@
-"""What the decode loop of a measurement needs of where the cache is: weights to read, arrays, the end of a step, and which
-links carry what."""
+"""What `pagoda bench longcontext` needs of where the cache is: weights to read, arrays, the end of a step, and how many
+bytes went over which link."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from pagoda.device.driver import Driver
-from pagoda.device.gauge import Reader, ceilings
-from pagoda.device.movement import WORD
-from pagoda.filling import Rows
+from pagoda.device.mover import WORD
 from pagoda.lm.arrays import Library
+from pagoda.measuring.filling import Rows
+from pagoda.measuring.gpu import Reader, ceilings
 from pagoda.report import StepReport
 
 
 class Backend(Protocol):
-    """Is in use as a context manager."""
+    """Where a decode loop that is measured runs; a context manager, to be entered before the loop."""
 
     def __enter__(self) -> Backend: ...
 
@@ -58,11 +58,11 @@ class CpuBackend:
         self._pool.shutdown()
 
     def ceilings(self) -> dict[str, float]:
-        """None."""
+        """There are none."""
         return {}
 
     def array(self, rows: Rows) -> Any:
-        """The same."""
+        """The array itself."""
         return rows
 
     def read_weights(self, layer: int) -> None:
@@ -71,7 +71,7 @@ class CpuBackend:
             list(self._pool.map(np.add.reduce, self._shares[layer]))
 
     def finish(self) -> None:
-        """It has."""
+        """There is nothing to wait for: kernels of the CPU have ended when a step is left."""
 
     def moved(self, report: StepReport, rows: int) -> dict[str, int]:
         """By "memory", which both tiers are in, and "disk"."""

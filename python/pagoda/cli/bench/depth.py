@@ -10,28 +10,25 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from pagoda import build_info, machine
+from pagoda import build_info
 from pagoda.cache import Cache, Sequence
 from pagoda.cli.console import results
-from pagoda.cli.plan import load_spec
-from pagoda.cli.quality import pair
+from pagoda.cli.options import Commands, format_pair, load_spec
 from pagoda.errors import InvalidArgument
-from pagoda.filling import CHUNK, fill, rows_of
 from pagoda.formats import FORMATS
 from pagoda.lm import LanguageModel
+from pagoda.measuring import machine
+from pagoda.measuring.filling import CHUNK, fill, rows_of
 from pagoda.models import SHIPPED_MODEL
 from pagoda.planner import Planner
 from pagoda.sizes import format_size, parse_size, parse_tokens
 from pagoda.spec import AttentionLayer, ModelSpec
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 Row = dict[str, Any]
 
@@ -63,36 +60,33 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures and prints."""
-    formats = {name: pair(name) for name in arguments.formats.split(",")}
+    formats = {name: format_pair(name) for name in arguments.formats.split(",")}
     depths = list(dict.fromkeys(parse_tokens(part, "--depths") for part in arguments.depths.split(",")))
     memory, tokens = parse_size(arguments.memory, "--memory"), arguments.tokens
     if tokens < 1 or not all(depths):
         raise InvalidArgument(f"--tokens = {tokens}, --depths = {arguments.depths!r}: numbers of tokens above 0")
-    # All are looked up before anything is measured.
-    specs = {name: None if name == SHIPPED else load_spec(name) for name in arguments.models.split(",")}
+    # Everything is looked up, and has room, before anything is measured.
+    specs = {name: load_spec(str(SHIPPED_MODEL) if name == SHIPPED else name) for name in arguments.models.split(",")}
     ram, _ = machine.ram()
-    for (model, spec), (k_dtype, v_dtype), depth in itertools.product(specs.items(), formats.values(), depths):
-        layers = (
-            load_spec(str(SHIPPED_MODEL))
-            if spec is None
-            else ModelSpec(run_layers(spec, depth, memory, k_dtype, v_dtype))
-        )
-        size = Planner(layers, k_dtype, v_dtype).footprint(depth + tokens).paged_bytes
+    cases: list[tuple[str, str, int, ModelSpec]] = []
+    for (model, spec), (name, dtypes), depth in itertools.product(specs.items(), formats.items(), depths):
+        part = spec if model == SHIPPED else run_layers(spec, depth, memory, *dtypes)
+        size = Planner(part, *dtypes).footprint(depth + tokens).paged_bytes
         if size > ram:
             raise InvalidArgument(
                 f"--depths: {depth:,} tokens of {model} have {format_size(size)}; {format_size(ram)} of RAM are free"
             )
+        cases.append((model, name, depth, part))
     rows: list[Row] = []
     with Console(stderr=True).status("") as status:
-        for (model, spec), (name, (k_dtype, v_dtype)), depth in itertools.product(
-            specs.items(), formats.items(), depths
-        ):
+        for model, name, depth, part in cases:
             status.update(f"{model}, {name}, {depth:,} tokens")
+            k_dtype, v_dtype = formats[name]
             options = {"k_dtype": k_dtype, "v_dtype": v_dtype, "threads": arguments.threads}
-            if spec is None:
+            if model == SHIPPED:
                 seconds = language_model(depth, tokens, options)
             else:
-                seconds = attention(spec, depth, tokens, memory, options)
+                seconds = attention(specs[model], part, depth, tokens, options)
             speeds = [tokens / taken for taken in seconds]
             rows.append(
                 {
@@ -138,24 +132,28 @@ def language_model(depth: int, tokens: int, options: dict[str, Any]) -> list[flo
     return timed(model.spec, depth, tokens, options, write)
 
 
-def run_layers(spec: ModelSpec, depth: int, memory: int, k_dtype: str, v_dtype: str) -> list[AttentionLayer]:
+def kinds_of(spec: ModelSpec) -> Counter[AttentionLayer]:
+    """The attention layers of a model by what they compute, each as if it stored its own K and V, and how many there are."""
+    return Counter(replace(layer, kv_owner=None) for layer in spec.attention_layers)
+
+
+def run_layers(spec: ModelSpec, depth: int, memory: int, k_dtype: str, v_dtype: str) -> ModelSpec:
     """Of each kind of layer as many, one after the other as in a model, as fit a share of `memory`, at least one."""
-    kinds = Counter(replace(layer, kv_owner=None) for layer in spec.attention_layers)
+    kinds = kinds_of(spec)
 
     def room(kind: AttentionLayer) -> int:
         planner = Planner(ModelSpec([kind]), k_dtype, v_dtype)
         return max(1, memory // len(kinds) // planner.footprint(depth).paged_bytes)
 
-    return [kind for kind, count in kinds.items() for _ in range(min(count, room(kind)))]
+    return ModelSpec([kind for kind, count in kinds.items() for _ in range(min(count, room(kind)))])
 
 
-def attention(spec: ModelSpec, depth: int, tokens: int, memory: int, options: dict[str, Any]) -> list[float]:
+def attention(spec: ModelSpec, part: ModelSpec, depth: int, tokens: int, options: dict[str, Any]) -> list[float]:
     """Seconds in which all attention layers of a model append and attend for so many tokens, run by run.
 
-    Those that are not among `run_layers` are taken to be as fast as these.
+    part: the layers that are run (`run_layers`); others are taken to be as fast as these.
     """
-    kinds = Counter(replace(layer, kv_owner=None) for layer in spec.attention_layers)
-    layers = run_layers(spec, depth, memory, options["k_dtype"], options["v_dtype"])
+    kinds, layers = kinds_of(spec), part.attention_layers
     counts = Counter(layers)
     rng = np.random.default_rng(0)
     queries = {kind: rng.standard_normal((1, kind.num_q_heads, kind.head_dim), np.float32) for kind in kinds}
@@ -174,7 +172,7 @@ def attention(spec: ModelSpec, depth: int, tokens: int, memory: int, options: di
                     of_all += took * kinds[kind] / counts[kind]
         return time.perf_counter() - start - of_layers + of_all
 
-    return timed(ModelSpec(layers), depth, tokens, options, write)
+    return timed(part, depth, tokens, options, write)
 
 
 def timed(
@@ -184,8 +182,7 @@ def timed(
     planner = Planner(spec, options["k_dtype"], options["v_dtype"])
     # CPU memory is taken as it is used: what a step holds beside windows, and open pages of branches, have room.
     budget = 2 * planner.footprint(depth + CHUNK + tokens).paged_bytes + (256 << 20)
-    attends = [layer for layer in spec.layers if isinstance(layer, AttentionLayer)]
-    norms = [np.ones(layer.head_dim, np.float32) if layer.k_eq_v else None for layer in attends]
+    norms = [np.ones(layer.head_dim, np.float32) if layer.k_eq_v else None for layer in spec.attention_layers]
     with Cache(spec, device="cpu", device_memory=budget, host_memory=0, k_norms=norms, **options) as cache:
         sequence = cache.create()
         fill(cache, sequence, depth)

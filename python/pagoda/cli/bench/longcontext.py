@@ -9,29 +9,27 @@ import shutil
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from pagoda import build_info, machine
-from pagoda.backends import Backend, CpuBackend, GpuBackend
+from pagoda import build_info
 from pagoda.cache import Cache
-from pagoda.calibration import ceilings
 from pagoda.cli.console import results
+from pagoda.cli.options import Commands, format_pair
 from pagoda.cli.plan import describe
-from pagoda.cli.quality import pair
 from pagoda.device import cuda, device_index
 from pagoda.errors import InvalidArgument
-from pagoda.filling import CHUNK, fill, rows_of
 from pagoda.lm.arrays import library
+from pagoda.measuring import machine
+from pagoda.measuring.backends import Backend, CpuBackend, GpuBackend
+from pagoda.measuring.calibration import ceilings
+from pagoda.measuring.filling import CHUNK, fill, rows_of
 from pagoda.planner import Planner
 from pagoda.sizes import format_size, format_tokens, parse_size, parse_tokens
 from pagoda.spec import AttentionLayer, ModelSpec
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 Row = dict[str, Any]
 
@@ -88,7 +86,7 @@ def register(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measures and prints."""
     spec, weight_bytes = MODELS[arguments.model]
-    k_dtype, v_dtype = pair(arguments.format, "--format")
+    k_dtype, v_dtype = format_pair(arguments.format, "--format")
     contexts = [parse_tokens(part, "--contexts") for part in arguments.contexts.split(",")]
     seconds, most = arguments.seconds, arguments.tokens
     if seconds is not None and not 0 < seconds <= 3600:

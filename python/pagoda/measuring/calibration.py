@@ -16,11 +16,11 @@ import numpy as np
 
 from pagoda import _core
 from pagoda.cache import Cache, Sequence
-from pagoda.device import gauge
 from pagoda.device.driver import Driver
 from pagoda.errors import TierIOError
-from pagoda.filling import fill
 from pagoda.kernels import instances
+from pagoda.measuring import gpu
+from pagoda.measuring.filling import fill
 from pagoda.rates import READER_ROWS, Calibration, kept
 from pagoda.spec import AttentionLayer, ModelSpec
 
@@ -55,7 +55,7 @@ def measure(threads: int, directory: Path, gpus: Iterable[Driver] = ()) -> Calib
         met: list[_Span] = []
         while not met:  # A busy machine may have kept this thread from memory for as long as the disk was read.
             disk, met = _both(reader, directory)
-        routes = {gpu.name: gauge.measure(gpu, threads, reader.read, spans[-1].bytes) for gpu in gpus}
+        routes = {driver.name: gpu.measure(driver, threads, reader.read, spans[-1].bytes) for driver in gpus}
     if routes:
         formats = {name: alone["memory"] if name == READER_DTYPE else _rate_of(name, threads) for name in STORED}
         routes = {name: replace(one, formats=formats) for name, one in routes.items()}

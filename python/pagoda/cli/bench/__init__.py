@@ -1,0 +1,17 @@
+"""`pagoda bench`: what it does by itself is in calls.py, its parts have modules of their names."""
+
+from __future__ import annotations
+
+from pagoda.cli.bench import calls, depth, longcontext, quality
+from pagoda.cli.options import Commands
+
+
+def register(commands: Commands) -> None:
+    """Adds the command."""
+    parser = commands.add_parser("bench", help="what calls cost through Python, and what formats cost in quality")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=calls.run)
+    parts = parser.add_subparsers(metavar="PART")
+    depth.register(parts)
+    longcontext.register(parts)
+    quality.register(parts)

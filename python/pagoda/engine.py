@@ -1,0 +1,157 @@
+"""What a cache asks of what holds its pages: on the CPU that is `pagoda._core.Cache`, on a GPU `pagoda.device.engine`.
+
+A sequence is the `id` of its handle, layers and layer groups are numbers from 0 on, tiers are "device", "host" and "disk".
+Errors are those of `pagoda.errors`, raised as `Cache` and `Step` say of their calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda._core import Handle, Plan, Ticket
+
+
+class Engine(Protocol):
+    """Bookkeeping, memory and kernels of one cache."""
+
+    @property
+    def isa(self) -> str | None:
+        """The instruction set of the CPU's kernels; None where a device has the kernels."""
+
+    # Sequences.
+
+    def create(self) -> Handle:
+        """A new, empty sequence, which is released when the handle is gone."""
+
+    def fork(self, sequence: int) -> Handle:
+        """A sequence over the same pages."""
+
+    def release(self, sequence: int) -> None:
+        """Ends a sequence."""
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Takes tokens back from the end."""
+
+    def drop(self, sequence: int, start: int, stop: int) -> None:
+        """Takes tokens out of the middle."""
+
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence."""
+
+    def rewind_limit(self, sequence: int) -> int:
+        """The least length to truncate to, besides 0."""
+
+    def by_recency(self) -> list[int]:
+        """Sequences that are not in a step, the one that rested longest first."""
+
+    # The open step, of which there is one at most.
+
+    def reserve(self, sequences: npt.NDArray[np.uint64], new_tokens: npt.NDArray[np.int64]) -> None:
+        """Opens a step of B sequences, or raises OutOfBlocks and changes nothing."""
+
+    def append(self, layer: int, k: Any, v: Any = None, dtype: str | None = None) -> None:
+        """See `Step.append`."""
+
+    def attend(
+        self, layer: int, q: Any, out: Any, lse: Any = None, dtype: str | None = None, sink_logits: Any = None
+    ) -> None:
+        """See `Step.attend`; results go into `out`, and into `lse` if it is given."""
+
+    def commit(self, accepted: npt.NDArray[np.int64] | None = None) -> None:
+        """Closes the step; of each sequence's new tokens the first `accepted` stay, all by default."""
+
+    def rollback(self) -> None:
+        """Closes the step as if it had never been opened."""
+
+    def positions(self) -> npt.NDArray[np.int64]:
+        """int64 [sum(new)]: the position of every new token."""
+
+    def cu_seqlens(self) -> npt.NDArray[np.int32]:
+        """int32 [B + 1]: where each sequence's new tokens begin."""
+
+    def table(self, layer: int) -> dict[str, npt.NDArray[Any]]:
+        """The arrays of `Table`, by name; from then on writing the layer's rows is the caller's."""
+
+    def csr_table(self, layer: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """See `Table.csr`."""
+
+    def pages_on_disk(self) -> int:
+        """Pages of its sequences that are on disk."""
+
+    def attended(self) -> tuple[int, int, float]:
+        """Of the step that was opened last: bytes of the rows that the CPU has attended to, bytes read from disk for
+        attention, and seconds in which it did nothing but wait for these."""
+
+    # Pages and tiers.
+
+    def plan(
+        self,
+        sequence: int,
+        to: str,
+        tokens: tuple[int, int],
+        groups: Sequence[int],
+        *,
+        keep: bool = False,
+        newest_first: bool = False,
+        pages_max: int | None = None,
+        only_from: str | None = None,
+        unshared: bool = False,
+    ) -> Plan:
+        """What moving the sealed pages that hold tokens [start, stop) to a tier would copy; changes nothing.
+
+        keep: leave the copy that is read today. newest_first, pages_max: which pages, and how many at most. only_from: pages
+        that are read from this tier. unshared: pages that no other sequence holds.
+        """
+
+    def execute(self, plan: Plan) -> Ticket:
+        """Starts a plan in the background, or raises OutOfBlocks and changes nothing."""
+
+    def ticket_done(self, ticket: Ticket) -> bool:
+        """Whether a plan's copies have arrived; raises if they failed."""
+
+    def wait(self, ticket: Ticket, seconds: float) -> bool:
+        """Sleeps until a plan's copies have arrived, or no more will, or `seconds` have passed; says which."""
+
+    def wait_patiently(self, ticket: Ticket) -> None:
+        """Sleeps until a plan's copies have ended, as long as the disk does anything, and `disk_timeout` more."""
+
+    def free_blocks(self, tier: str) -> list[int]:
+        """Blocks of each layer group that a tier could hand out now."""
+
+    def drop_copies(self, tier: str, group: int, pages_max: int) -> int:
+        """Frees blocks of pages that are read from a faster tier, or that keys on disk alone hold; returns how many."""
+
+    # Sequences that are kept on disk.
+
+    def check_key(self, key: str) -> None:
+        """Raises InvalidArgument unless sequences can be kept under a key."""
+
+    def save(self, sequence: int, key: str, meta: bytes) -> None:
+        """Keeps a sequence whose sealed pages are on disk."""
+
+    def load(self, key: str) -> Handle | None:
+        """A sequence with what is kept under a key; None if nothing is."""
+
+    def forget(self, key: str) -> bool:
+        """Lets go of what is kept under a key; says whether there was something."""
+
+    def saved(self) -> dict[str, bytes]:
+        """The keys, and the `meta` of each."""
+
+    def lost(self) -> list[tuple[str, str]]:
+        """Keys that were lost when the directory was opened, and why."""
+
+    # All of it.
+
+    def stats(self) -> dict[str, Any]:
+        """What `Stats.from_core` takes."""
+
+    def audit(self) -> None:
+        """Checks the whole bookkeeping. Raises InvariantError."""
+
+    def close(self) -> None:
+        """Waits for what is under way and gives everything back. Twice is no error."""
