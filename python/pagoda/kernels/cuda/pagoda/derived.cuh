@@ -13,8 +13,8 @@ __device__ inline float2 turned(uint64 parts) {
     return {cosine_fast(angle), sine_fast(angle)};
 }
 
-/// Makes the keys of ROWS stored rows of span `span`, of which the first is at `place` of the token axis. value(row, e) is an element of V,
-/// and keep(row, e, x) takes one of K: DIM of a row, and zeros up to DEPTH. By THREADS threads.
+/// Makes the keys of ROWS stored rows of span `span`, of which the first is at `place` of the token axis. value(row, e) is an element
+/// of V, and keep(row, e, x) takes one of K: DIM of a row, and zeros up to DEPTH. By THREADS threads.
 ///
 /// A thread has pairs of elements that turn together, the same of all rows. Positions times turns wrap around as angles do.
 template <int DIM, int DEPTH, int ROWS, int THREADS, class Value, class Keep>

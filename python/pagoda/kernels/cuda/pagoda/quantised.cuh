@@ -17,11 +17,13 @@ namespace pagoda {
 /// Elements of a step.
 constexpr int STEP = 16;
 
-/// The element of a row that is in place `place` of the order above, the place of an element, and the column of V that place `place` of a result has where codes
+/// The element of a row that is in place `place` of the order above, and the column of V that place `place` of a result has where codes
 /// are transposed as they are stored.
 __device__ constexpr int element_at(int place) { return place / 16 * 16 + place % 8 / 2 * 4 + place % 2 * 2 + place % 16 / 8; }
-__device__ constexpr int place_of(int element) { return element / 16 * 16 + element % 2 * 8 + element % 16 / 4 * 2 + element % 4 / 2; }
 __device__ constexpr int column_at(int place) { return place / 16 * 16 + place % 8 * 2 + place % 16 / 8; }
+
+/// The place of an element in that order.
+__device__ constexpr int place_of(int element) { return element / 16 * 16 + element % 2 * 8 + element % 16 / 4 * 2 + element % 4 / 2; }
 
 /// What all quantised formats have. Each also has:
 /// BITS: of a code, 8 or 4. BLOCK: elements that share a scale; 0 where all of a row do.
@@ -264,6 +266,7 @@ struct DecodedRows<Format, As, DIM, ROWS, true> {
         }
     }
 
+    /// The scale of a block of elements of a row.
     __device__ static float scale(const uint8* decoded, int block, int row) {
         return *reinterpret_cast<const float*>(decoded + SCALES + (block * ROWS + row) * 4);
     }

@@ -9,8 +9,8 @@
 
 namespace pagoda {
 
-/// The parameters of a kernel and what they imply. K, V: row formats of 16 bits or less, or PartOfK for V, or FromV for K. Q: the format of queries and
-/// outputs. D, DV: head_dim and v_head_dim, multiples of 8, or of what formats ask for. ROWS: query rows of a unit at most.
+/// The parameters of a kernel and what they imply. K, V: row formats of 16 bits or less, or FromV for K, or PartOfK for V. Q: the format
+/// of queries and outputs. D, DV: head_dim and v_head_dim, multiples of 8, or of what formats ask for. ROWS: query rows of a unit at most.
 /// WARPS: of a team. TEAMS: that have a ring of STAGES each. LONG: stored rows of a stage at most.
 template <class K_, class V_, class Q_, int D_, int DV_, int ROWS_, int WARPS_, int TEAMS_, int LONG, int STAGES_>
 struct TensorShape {
