@@ -459,6 +459,29 @@ mod tests {
         cache.audit().unwrap();
     }
 
+    /// Whatever is refused, sequences or blocks, nothing is taken.
+    #[test]
+    fn what_is_kept_is_not_revived_by_halves() {
+        let group = Group { block_bytes: 64, kind: GroupKind::Paged { page_size: 4 }, window: None };
+        let memory = TierMemory { bytes: 1 << 8, extent_bytes: 1 << 8 };
+        let mut cache = Cache::new(&[group], [memory; 3]).unwrap();
+        let sequence = cache.create().unwrap();
+        cache.reserve(&[(sequence, 3)]).unwrap();
+        let epoch = cache.commit(None).unwrap();
+        cache.retire(epoch).unwrap();
+        let (kept, _) = cache.keep(sequence).unwrap();
+        let used = |cache: &mut Cache| cache.block_counts(Tier::Device, GroupId(0)).used;
+        let others: Vec<_> = (1..limits::SEQUENCES_MAX).map(|_| cache.create().unwrap()).collect();
+        assert!(matches!(cache.revive(kept), Err(Error::InvalidArgument { argument: "sequences", .. })));
+        assert_eq!(used(&mut cache), 1);
+        cache.release(others[0]).unwrap();
+        cache.reserve(&[(others[1], 12)]).unwrap();
+        cache.commit(None).unwrap();
+        assert!(matches!(cache.revive(kept), Err(Error::OutOfBlocks { .. })));
+        cache.create().unwrap();
+        cache.audit().unwrap();
+    }
+
     /// Tokens that have left took their positions with them: without that gap distances would be below 0.
     #[test]
     fn what_has_left_without_a_gap_is_not_adopted() {
