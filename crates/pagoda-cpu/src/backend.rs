@@ -23,7 +23,7 @@ pub struct Backend {
 }
 
 /// Why the backend refused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Error {
     /// This CPU does not have the instruction set.
     Unsupported(Isa),
@@ -33,6 +33,15 @@ pub enum Error {
     Table(TableError),
     /// A number does not fit its row format.
     Overflow(Overflow),
+    /// The system does not start as many threads.
+    Threads {
+        /// How many were asked for, the caller's included.
+        wanted: usize,
+        /// How many it would have had.
+        most: usize,
+        /// Why no more.
+        why: String,
+    },
 }
 
 impl fmt::Display for Error {
@@ -44,6 +53,9 @@ impl fmt::Display for Error {
             Self::Layer(error) => error.fmt(f),
             Self::Table(error) => error.fmt(f),
             Self::Overflow(error) => error.fmt(f),
+            Self::Threads { wanted, most, why } => {
+                write!(f, "threads = {wanted}: the system starts at most {most} ({why})")
+            }
         }
     }
 }
@@ -76,7 +88,10 @@ impl Backend {
     pub fn new(threads: usize, deterministic: bool, isa: Option<Isa>) -> Result<Self, Error> {
         let isa = isa.unwrap_or_else(Isa::detect);
         let kernels = isa.kernels().ok_or(Error::Unsupported(isa))?;
-        Ok(Self { isa, kernels, pool: Pool::new(threads), deterministic, scratch: Mutex::default() })
+        let pool = Pool::new(threads);
+        let pool =
+            pool.map_err(|(most, why)| Error::Threads { wanted: threads, most, why: why.to_string() })?;
+        Ok(Self { isa, kernels, pool, deterministic, scratch: Mutex::default() })
     }
 
     /// The instruction set in use.

@@ -85,7 +85,7 @@ pub(crate) fn disk(py: Python<'_>, error: &pagoda_store::disk::Error) -> PyErr {
 /// An error of the CPU backend.
 pub(crate) fn cpu(py: Python<'_>, error: &pagoda_cpu::Error) -> PyErr {
     match error {
-        pagoda_cpu::Error::Unsupported(_) => unavailable(py, error),
+        pagoda_cpu::Error::Unsupported(_) | pagoda_cpu::Error::Threads { .. } => unavailable(py, error),
         _ => invalid_because(py, error),
     }
 }
