@@ -125,8 +125,10 @@ impl Cache {
     ) -> PyResult<Self> {
         let Placed { groups, runs, layers } = place(py, &layers, page_size)?;
         let timeout = disk.as_ref().map_or(Duration::ZERO, |disk| disk.timeout);
-        let geometry = disk.as_ref().map(|disk| Geometry::new(&runs, disk.memory)).transpose();
-        let geometry = geometry.map_err(|error| errors::disk(py, &error))?;
+        let geometry = disk.as_ref().map(|disk| {
+            Geometry::new(&runs, disk.memory).map_err(|error| errors::disk(py, &disk.path, &error))
+        });
+        let geometry = geometry.transpose()?;
         let absent = TierMemory { bytes: 0, extent_bytes: u64::MAX };
         let on_disk = geometry.as_ref().map_or(absent, Geometry::arena);
         let [fast, host] = memory.map(|(bytes, extent_bytes)| TierMemory { bytes, extent_bytes });
@@ -155,7 +157,10 @@ impl Cache {
             let slabs = cpu.slabs.clone();
             (Engine::Cpu(cpu), slabs)
         };
-        let mover = Mover::new(slabs, store.as_ref()).map_err(|error| errors::disk(py, &error))?;
+        let mover = Mover::new(slabs, store.as_ref()).map_err(|error| match &store {
+            Some(store) => errors::disk(py, store.directory(), &error),
+            None => errors::unavailable(py, error),
+        })?;
         let disk =
             store.map(|store| Disk::new(py, store, ring, page_size, timeout).map(Box::new)).transpose()?;
         let inner = Inner {

@@ -7,9 +7,11 @@ use super::io::{Access, Directory, File};
 use super::lane::{Lane, stretches};
 use super::segment::Geometry;
 use super::{Error, Result};
+use pagoda_core::fence::Failure;
 use pagoda_core::ids::{BlockId, GroupId};
 use std::collections::HashMap;
 use std::ops::Range;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -22,6 +24,7 @@ const EPOCH_SHIFT: u32 = 40;
 /// A store of pages in one directory. Any number of lanes write and read at once, each block one of them at a time.
 #[derive(Debug)]
 pub struct Store {
+    directory: PathBuf,
     pub(super) geometry: Geometry,
     pub(super) fingerprint: Fingerprint,
     file: Arc<dyn File>,
@@ -106,6 +109,7 @@ impl Store {
             keep(&mut pages, entry);
         }
         Self {
+            directory: directory.path().to_owned(),
             geometry,
             fingerprint,
             file,
@@ -119,6 +123,17 @@ impl Store {
             bytes_read: AtomicU64::new(0),
             corrupt: AtomicU64::new(0),
         }
+    }
+
+    /// Where it is, for messages.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// What copies to or from here that failed say to the core.
+    pub fn failure(&self, error: &Error) -> Failure {
+        let reason = error.told_of(&self.directory);
+        if let Error::Corrupt { .. } = error { Failure::Corrupt(reason) } else { Failure::Io(reason) }
     }
 
     /// Where everything lies.

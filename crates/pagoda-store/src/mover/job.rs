@@ -73,10 +73,8 @@ impl Job {
             && first < state.copied
         {
             state.copied = first;
-            state.failure = Some(match error {
-                Error::Corrupt { .. } => Failure::Corrupt(error.to_string()),
-                other => Failure::Io(other.to_string()),
-            });
+            // Copies in memory do not fail.
+            state.failure = store.as_ref().map(|store| store.failure(&error));
         }
         state.parts_left -= 1;
         if state.parts_left == 0 {
