@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::extents::Arena;
 use crate::fence::Epochs;
-use crate::ids::{GroupId, KeptId, PageId, SequenceId, Tier};
+use crate::ids::{BlockId, GroupId, KeptId, PageId, SequenceId, Tier};
 use crate::keep::Kept;
 use crate::limits;
 use crate::pages::Pages;
@@ -372,6 +372,27 @@ impl Cache {
         }
     }
 
+    /// A block of each of these groups, in their order, or none at all.
+    pub(crate) fn take_blocks(
+        &mut self,
+        tier: Tier,
+        groups: impl Iterator<Item = GroupId> + Clone,
+    ) -> Result<Vec<BlockId>> {
+        let mut taken = Vec::new();
+        for group in groups.clone() {
+            let Some(block) = self.arenas[tier.index()].take(group) else {
+                let wanted = groups.filter(|other| *other == group).count() as u64;
+                let got = taken.iter().filter(|(other, _)| *other == group).count() as u64;
+                taken.into_iter().for_each(|(group, block)| self.arenas[tier.index()].give(group, block));
+                let (blocks_short, draining) = (wanted - got, self.draining(tier, group));
+                let bytes_short = blocks_short * self.groups[group.index()].block_bytes;
+                return Err(Error::OutOfBlocks { tier, group, blocks_short, bytes_short, draining });
+            };
+            taken.push((group, block));
+        }
+        Ok(taken.into_iter().map(|(_, block)| block).collect())
+    }
+
     /// Blocks of a group that wait for an epoch, or to be zeroed.
     pub(crate) fn draining(&self, tier: Tier, group: GroupId) -> u64 {
         let waiting = self.epochs.draining().map(|d| (d.tier, d.group));
@@ -383,7 +404,6 @@ impl Cache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ids::BlockId;
     use crate::keep::{KeptGroup, KeptPage, KeptSequence};
     use crate::plan::Selection;
 

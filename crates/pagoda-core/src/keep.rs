@@ -259,21 +259,6 @@ impl Cache {
         Ok(self.insert_kept(Kept { len: kept.len, tables, tails }))
     }
 
-    /// A block of each of these groups, or of none.
-    fn take_blocks(&mut self, tier: Tier, groups: impl Iterator<Item = GroupId>) -> Result<Vec<BlockId>> {
-        let mut taken = Vec::new();
-        for group in groups {
-            let Some(block) = self.arenas[tier.index()].take(group) else {
-                taken.into_iter().for_each(|(group, block)| self.arenas[tier.index()].give(group, block));
-                let bytes_short = self.groups[group.index()].block_bytes;
-                let draining = self.draining(tier, group);
-                return Err(Error::OutOfBlocks { tier, group, blocks_short: 1, bytes_short, draining });
-            };
-            taken.push((group, block));
-        }
-        Ok(taken.into_iter().map(|(_, block)| block).collect())
-    }
-
     fn insert_kept(&mut self, kept: Kept) -> KeptId {
         let id = KeptId(self.kept_minted);
         self.kept_minted += 1;
