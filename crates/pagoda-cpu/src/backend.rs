@@ -1,6 +1,5 @@
 //! The backend: threads, kernels and scratch memory behind two calls.
 
-use std::fmt;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
@@ -23,17 +22,22 @@ pub struct Backend {
 }
 
 /// Why the backend refused.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// This CPU does not have the instruction set.
+    #[error("this CPU does not have {0}; the best it has is {best}", best = Isa::detect())]
     Unsupported(Isa),
     /// The layer is beyond the limits of the kernels.
-    Layer(LayerError),
+    #[error(transparent)]
+    Layer(#[from] LayerError),
     /// A sequence table contradicts itself.
-    Table(TableError),
+    #[error(transparent)]
+    Table(#[from] TableError),
     /// A number does not fit its row format.
-    Overflow(Overflow),
+    #[error(transparent)]
+    Overflow(#[from] Overflow),
     /// The system does not start as many threads.
+    #[error("threads = {wanted}: the system starts at most {most} ({why})")]
     Threads {
         /// How many were asked for, the caller's included.
         wanted: usize,
@@ -42,42 +46,6 @@ pub enum Error {
         /// Why no more.
         why: String,
     },
-}
-
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Unsupported(isa) => {
-                write!(f, "this CPU does not have {isa}; the best it has is {}", Isa::detect())
-            }
-            Self::Layer(error) => error.fmt(f),
-            Self::Table(error) => error.fmt(f),
-            Self::Overflow(error) => error.fmt(f),
-            Self::Threads { wanted, most, why } => {
-                write!(f, "threads = {wanted}: the system starts at most {most} ({why})")
-            }
-        }
-    }
-}
-
-impl std::error::Error for Error {}
-
-impl From<LayerError> for Error {
-    fn from(error: LayerError) -> Self {
-        Self::Layer(error)
-    }
-}
-
-impl From<TableError> for Error {
-    fn from(error: TableError) -> Self {
-        Self::Table(error)
-    }
-}
-
-impl From<Overflow> for Error {
-    fn from(error: Overflow) -> Self {
-        Self::Overflow(error)
-    }
 }
 
 impl Backend {
