@@ -14,7 +14,6 @@ use crate::sessions::Sessions;
 use crate::step::StepState;
 use crate::tables::Tables;
 use pagoda_core::cache::TierMemory;
-use pagoda_core::fence::Failure;
 use pagoda_core::ids::{Epoch, GroupId, Tier};
 use pagoda_cpu::Arenas;
 use pagoda_store::disk::{Geometry, Store};
@@ -304,17 +303,9 @@ impl Cache {
         self.require_elsewhere(py)?;
         let inner = self.inner.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner).take();
         let Some(inner) = inner else { return Ok(()) };
-        py.detach(|| ManuallyDrop::into_inner(inner).end(true)).map_err(|stop| match stop {
-            Stop::Idle(limit) => {
-                let seconds = limit.as_secs_f64();
-                let reason = format!(
-                    "disk_timeout = {seconds}: the drive did nothing for longer; the cache is closed, and its memory and \
-                     files are given back when the drive has answered"
-                );
-                errors::failure(py, Some(&Failure::Io(reason)))
-            }
-            other => other.raise(py),
-        })
+        let then = "the cache is closed, and its memory and files are given back when the drive has answered";
+        let ended = py.detach(|| ManuallyDrop::into_inner(inner).end(true));
+        ended.map_err(|stop| stop.and(then).raise(py))
     }
 
     /// The instruction set of the CPU kernels; None where a device has the kernels.

@@ -2,10 +2,9 @@
 
 use crate::errors;
 use crate::fork;
-use crate::patience::{Apart, Stop};
+use crate::patience::Apart;
 use crate::reads::Reads;
 use crate::sessions::Sessions;
-use pagoda_core::fence::Failure;
 use pagoda_core::work::RUN_ROWS;
 use pagoda_store::disk::io::{Access, Directory, Folder, Pulse};
 use pagoda_store::disk::{Budget, Error, Geometry, Recovered, Store, ceiling};
@@ -50,7 +49,8 @@ impl Disk {
             None => Ring::new(&store, RUN_ROWS / page_size as usize)
                 .map_err(|error| errors::unavailable(py, format_args!("memory to read into: {error}")))?,
         };
-        Ok(Self { store, reads: Reads::new(ring, timeout) })
+        let reads = Reads::new(ring, store.directory(), timeout);
+        Ok(Self { store, reads })
     }
 
     /// How I/O is done and what it came to.
@@ -110,18 +110,9 @@ fn ask<T: Send + 'static>(
     let asking = Apart::begin(|| work(watched));
     let asking = asking.map_err(|source| Error::Io { operation: "starting a thread", source });
     let asking = asking.map_err(|error| errors::disk(py, directory, &error))?;
-    let outcome = py.detach(|| asking.outcome(&pulse, limit)).map_err(|stop| match stop {
-        Stop::Idle(limit) => {
-            let (directory, seconds) = (directory.display(), limit.as_secs_f64());
-            let reason = format!(
-                "disk = {directory}: disk_timeout = {seconds}: the drive did nothing for longer; the directory is let go of \
-                 when it has answered"
-            );
-            errors::failure(py, Some(&Failure::Io(reason)))
-        }
-        other => other.raise(py),
-    })?;
-    outcome.map_err(|error| errors::disk(py, directory, &error))
+    let then = "the directory is let go of when it has answered";
+    let outcome = py.detach(|| asking.outcome(directory, &pulse, limit));
+    outcome.map_err(|stop| stop.and(then).raise(py))?.map_err(|error| errors::disk(py, directory, &error))
 }
 
 /// Bytes of a ring for reads ahead of need with slots of so many.

@@ -2,7 +2,7 @@
 
 use super::{LayerOfPages, Transfer};
 use crate::Slab;
-use crate::disk::{Error, Store};
+use crate::disk::{Error, Hole, Store};
 use pagoda_core::fence::{Completion, Failure};
 use pagoda_core::ids::{BlockId, GroupId};
 use std::sync::mpsc::Sender;
@@ -21,6 +21,8 @@ pub(super) enum Work {
     Copies(Vec<Transfer>),
     /// Reads into a slab, from a place on.
     Layer(LayerOfPages, Arc<Slab>, u64),
+    /// Gives space on disk back.
+    Discard(Hole),
 }
 
 /// What `send` or `fetch` was given, until its last part is done.
