@@ -449,15 +449,7 @@ mod tests {
         cache.commit(None).unwrap();
         // The second page is in two spans.
         cache.drop_tokens(sequence, 5..7).unwrap();
-        let selection = Selection {
-            tokens: 0..10,
-            groups: vec![GroupId(0); 2],
-            keep: false,
-            newest_first: false,
-            pages_max: usize::MAX,
-            from: None,
-            unshared: false,
-        };
+        let selection = Selection::of(0..10, vec![GroupId(0); 2]);
         let plan = cache.plan(sequence, Tier::Host, &selection).unwrap();
         assert_eq!(plan.moves().len(), 3);
         let (_, completion, copies) = cache.execute(&plan).unwrap();
@@ -533,15 +525,7 @@ mod tests {
         let epoch = cache.commit(None).unwrap();
         cache.retire(epoch).unwrap();
         for to in [Tier::Host, Tier::Device].into_iter().cycle().take(6) {
-            let selection = Selection {
-                tokens: 0..4,
-                groups: vec![GroupId(0)],
-                keep: false,
-                newest_first: false,
-                pages_max: 1,
-                from: None,
-                unshared: false,
-            };
+            let selection = Selection::of(0..4, vec![GroupId(0)]);
             let plan = cache.plan(sequence, to, &selection).unwrap();
             let (_, completion, copies) = cache.execute(&plan).unwrap();
             assert_eq!(copies.len(), 1);

@@ -41,6 +41,14 @@ pub struct Selection {
     pub unshared: bool,
 }
 
+impl Selection {
+    /// All pages with one of these tokens, which are moved, the oldest first.
+    pub fn of(tokens: Range<u64>, groups: Vec<GroupId>) -> Self {
+        let (keep, newest_first, pages_max, from, unshared) = (false, false, usize::MAX, None, false);
+        Self { tokens, groups, keep, newest_first, pages_max, from, unshared }
+    }
+}
+
 /// One page of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Move {
