@@ -16,6 +16,8 @@ import select
 import struct
 import threading
 import time
+from pathlib import Path
+from typing import NamedTuple
 
 NUMBERS = {
     "x86_64": {"seccomp": 317, "pread64": 17, "pwrite64": 18, "fdatasync": 75, "fallocate": 285, "io_uring_enter": 426},
@@ -30,7 +32,16 @@ SET_FILTER, ALL_THREADS, LISTENER, PREFER_ESRCH = 1, 1, 8, 16
 NO_NEW_PRIVILEGES = 38
 RECEIVE, SEND = 0xC0502100, 0xC0182101
 """What the supervisor is asked, 80 bytes that begin with a number, and the answer."""
-LET_IT = struct.Struct("QqiI"), (0, 0, 1)
+ANSWER, GO_ON = struct.Struct("QqiI"), 1
+
+
+class Call(NamedTuple):
+    """One that waits."""
+
+    number: int
+    thread: int
+    file: str
+    """Its name."""
 
 
 def silence(*names: str) -> int:
@@ -62,15 +73,26 @@ def asked(listener: int) -> bool:
 
 def answer(listener: int, pause: float = 0.0) -> None:
     """From now on all calls are made, those that wait first, each after so many seconds."""
-    form, go_on = LET_IT
 
     def supervise() -> None:
         while True:
             # A thread that something has woken asks again.
             with contextlib.suppress(FileNotFoundError):
-                asked = fcntl.ioctl(listener, RECEIVE, bytes(80))
+                call = next_call(listener)
                 time.sleep(pause)
-                number = struct.unpack_from("Q", asked)[0]
-                fcntl.ioctl(listener, SEND, form.pack(number, *go_on))
+                let(listener, call)
 
     threading.Thread(target=supervise, daemon=True).start()
+
+
+def next_call(listener: int) -> Call:
+    """The next call of a file, once there is one, which goes on to wait."""
+    asked = fcntl.ioctl(listener, RECEIVE, bytes(80))
+    number, thread = struct.unpack_from("QI", asked)
+    descriptor = struct.unpack_from("Q", asked, 32)[0]
+    return Call(number, thread, Path(f"/proc/self/fd/{descriptor}").readlink().name)
+
+
+def let(listener: int, call: Call, error: int = 0) -> None:
+    """The call is made, or fails with an errno."""
+    fcntl.ioctl(listener, SEND, ANSWER.pack(call.number, 0, -error, 0 if error else GO_ON))

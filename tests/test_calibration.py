@@ -25,6 +25,7 @@ from pagoda.rates import Calibration, Routes
 from test_device_streaming import Clocked, ClockedStream
 
 PART = 16 << 20
+LONG = timedelta(seconds=60)
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +87,7 @@ def test_a_calibration_that_cannot_be_kept_is_shown(
 
 def test_a_directory_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(pagoda.TierIOError, match="nowhere"):
-        _core.time_disk_reads(str(tmp_path / "nowhere" / "at all"), 1, timedelta(seconds=0.01))
+        _core.time_disk_reads(str(tmp_path / "nowhere" / "at all"), 1, timedelta(seconds=0.01), LONG)
     assert main(["doctor", "--calibrate", "--disk", str(tmp_path / "nowhere")]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("pagoda: disk = ")
@@ -96,7 +97,7 @@ def test_a_directory_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("size", [1, PART, PART + 1])
 def test_whole_parts_are_read_for_as_long_as_asked(size: int, directory: Path) -> None:
-    read, seconds = _core.time_disk_reads(str(directory), size, timedelta(seconds=0.05))
+    read, seconds = _core.time_disk_reads(str(directory), size, timedelta(seconds=0.05), LONG)
     assert read > 0
     assert read % PART == 0
     assert seconds >= 0.05

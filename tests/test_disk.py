@@ -303,7 +303,7 @@ def test_no_more_is_written_a_day_than_allowed(tmp_path: Path, caplog: pytest.Lo
         tokens = mirror.create()
         mirror.step([tokens], [320])
         ticket = cache.demote(tokens.sequence, to="disk")
-        with pytest.raises(pagoda.TierIOError, match="102400 a day"):
+        with pytest.raises(pagoda.TierIOError, match=r"disk = .*pages: .* disk_writes_per_day = 102400 a day"):
             ticket.wait(60)
         mirror.look()
         others = [mirror.create() for _ in range(3)]
@@ -333,7 +333,7 @@ with pagoda.Cache(spec, page_size=16, disk={str(tmp_path / "pages")!r}, disk_mem
     tokens = mirror.create()
     mirror.step([tokens], [1600])
     resource.setrlimit(resource.RLIMIT_FSIZE, (49 * 4096, resource.RLIM_INFINITY))
-    with pytest.raises(pagoda.TierIOError, match="File too large .os error 27."):
+    with pytest.raises(pagoda.TierIOError, match=r"disk = .*: writing pages: File too large .os error 27."):
         cache.demote(tokens.sequence, to="disk").wait(60)
     mirror.look()
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -353,12 +353,12 @@ with pagoda.Cache(spec, page_size=16, disk={str(tmp_path / "pages")!r}, disk_mem
         ({"disk": "x", "disk_memory": -1}, pagoda.InvalidArgument, "disk_memory"),
         ({"disk": "x", "disk_memory": "1GiB", "disk_timeout": 0}, pagoda.InvalidArgument, "disk_timeout = 0: seconds"),
         ({"disk": "no/such/place", "disk_memory": "1GiB"}, pagoda.TierIOError, "No such file"),
-        ({"disk": "file", "disk_memory": "1GiB"}, pagoda.TierIOError, "disk = .*file: Not a directory"),
+        ({"disk": "file", "disk_memory": "1GiB"}, pagoda.TierIOError, "disk = .*file: opening the directory: Not a"),
         ({"disk": "link", "disk_memory": "1GiB"}, pagoda.TierIOError, "disk = .*link"),
         ({"disk": "shared", "disk_memory": "1GiB"}, pagoda.TierIOError, "mode 777"),
         ({"disk": "a\0b", "disk_memory": "1GiB"}, pagoda.TierIOError, "disk = "),
         ({"disk": "x" * 5000, "disk_memory": "1GiB"}, pagoda.TierIOError, "File name too long"),
-        ({"disk": "pipe", "disk_memory": "1GiB"}, pagoda.TierIOError, "disk = .*pipe: Not a directory"),
+        ({"disk": "pipe", "disk_memory": "1GiB"}, pagoda.TierIOError, "disk = .*pipe: opening the directory: Not a"),
     ],
 )
 def test_a_disk_that_cannot_be(
@@ -386,7 +386,7 @@ if os.geteuid() == 0:
     os.chown(place, 65534, 65534)
     os.setuid(65534)
 try:
-    with pytest.raises(pagoda.TierIOError, match="disk = .*: Permission denied"):
+    with pytest.raises(pagoda.TierIOError, match="disk = .*: opening the directory: Permission denied"):
         pagoda.Cache(pagoda.ModelSpec(layers=[pagoda.AttentionLayer(2, 2, 16)]), disk=place, disk_memory="1GiB")
     assert os.listdir(place) == []
 finally:

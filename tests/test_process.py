@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pagoda
 from mirror import Mirror, layer
 
 PRELUDE = """
-import os, signal, sys, time
+import os, re, signal, sys, time
 import numpy as np
 import pagoda
 spec = pagoda.ModelSpec(layers=[pagoda.AttentionLayer(num_q_heads=4, num_kv_heads=2, head_dim=16)])
@@ -27,8 +28,9 @@ run(500)
 """
 
 
-def run(script: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", PRELUDE + script], capture_output=True, text=True, timeout=timeout)
+def run(script: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+    command, environ = [sys.executable, "-c", PRELUDE + script], os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environ)
 
 
 def test_a_forked_child_raises_and_the_parent_goes_on() -> None:
@@ -192,4 +194,33 @@ run(1)
 print(len(sequence))
 """
     done = run(script)
+    assert (done.returncode, done.stdout.strip()) == (0, "501"), done.stderr
+
+
+def test_threads_that_the_system_refuses_are_an_error_and_none_stays() -> None:
+    """Threads with stacks of 1 GiB, and room for a few of them."""
+    script = """
+import resource
+def threads():
+    return len(os.listdir("/proc/self/task"))
+before = threads()
+with open("/proc/self/statm") as statm:
+    now = int(statm.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + (7 << 29), resource.RLIM_INFINITY))
+for _ in range(5):
+    try:
+        pagoda.Cache(spec, threads=64, device_memory="1MiB", host_memory=0)
+    except pagoda.BackendUnavailable as error:
+        assert re.match(r"threads = 64: the system starts at most [234] \\(", str(error)), error
+    else:
+        raise AssertionError("more than the limit")
+    assert threads() == before
+with pagoda.Cache(spec, threads=2, device_memory="1MiB", host_memory=0):
+    assert threads() > before
+assert threads() == before
+run(1)
+print(len(sequence))
+"""
+    # In place of 2 MiB, so that what is left when a stack is refused is enough for all else.
+    done = run(script, RUST_MIN_STACK=str(1 << 30))
     assert (done.returncode, done.stdout.strip()) == (0, "501"), done.stderr

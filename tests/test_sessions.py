@@ -187,7 +187,11 @@ def test_a_file_that_was_cut_short_has_what_is_left(tmp_path: Path, caplog: pyte
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"page_size": 32}, pagoda.GeometryMismatch, "fingerprint"),
+        (
+            {"page_size": 32},
+            pagoda.GeometryMismatch,
+            "disk = .*kept: the fingerprint .*: give the .*page_size.* or another",
+        ),
         ({"k_dtype": "bf16"}, pagoda.GeometryMismatch, "fingerprint"),
         (
             {"spec": pagoda.ModelSpec(layers=[layer(), layer(), layer(window=48)])},
@@ -197,7 +201,7 @@ def test_a_file_that_was_cut_short_has_what_is_left(tmp_path: Path, caplog: pyte
         ({"model": "tiny@1"}, pagoda.GeometryMismatch, "fingerprint"),
         ({"model": ""}, pagoda.InvalidArgument, "model = ''"),
         ({"model": 3}, pagoda.InvalidArgument, "model = 3"),
-        ({"disk_memory": "256KiB"}, pagoda.GeometryMismatch, "layout of pages"),
+        ({"disk_memory": "256KiB"}, pagoda.GeometryMismatch, "kept: the layout of pages .*: give the disk_memory"),
         ({"k_dtype": "q8_0", "spec": pagoda.ModelSpec(layers=[layer(head_dim=32)])}, pagoda.InvalidArgument, "center"),
         ({"resume": 3}, pagoda.InvalidArgument, "resume = 3"),
         ({"disk": None, "disk_memory": 0}, pagoda.InvalidArgument, "resume = True"),
@@ -276,7 +280,7 @@ def test_one_field_that_differs_is_refused_with_a_reason(tmp_path: Path) -> None
 
 def test_one_cache_at_a_time(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
-        with pytest.raises(pagoda.TierIOError, match="has it open"):
+        with pytest.raises(pagoda.TierIOError, match=r"disk = .*kept: another process or cache has it open"):
             opened(tmp_path)
         cache.audit()
     opened(tmp_path).close()

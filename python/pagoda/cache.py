@@ -30,7 +30,7 @@ from pagoda import _core, placement
 from pagoda.checks import check_integer, check_page_size, natural, token_counts
 from pagoda.device import engine_for
 from pagoda.device.driver import Stream
-from pagoda.disk import disk_arguments
+from pagoda.disk import DISK_TIMEOUT, disk_arguments
 from pagoda.engine import Engine
 from pagoda.errors import BackendUnavailable, CorruptPage, InvalidArgument, OutOfBlocks, TierIOError
 from pagoda.formats import formats_by_layer
@@ -155,7 +155,7 @@ class Cache:
         disk_memory: int | str = 0,
         resume: bool = False,
         disk_writes_per_day: int | str | None = None,
-        disk_timeout: float = 60.0,
+        disk_timeout: float = DISK_TIMEOUT,
         model: str | None = None,
         zero_on_free: bool = False,
         threads: int | None = None,

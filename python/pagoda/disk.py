@@ -12,6 +12,9 @@ from pagoda.errors import InvalidArgument
 from pagoda.geometry import CoreLayer
 from pagoda.sizes import parse_size
 
+DISK_TIMEOUT = 60.0
+"""Seconds that a drive may do nothing where nobody says otherwise."""
+
 
 class DiskArguments(TypedDict):
     """The disk tier as `pagoda._core.Cache` takes it."""

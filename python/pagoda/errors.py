@@ -30,7 +30,7 @@ class CorruptPage(PagodaError):
 
 
 class TierIOError(PagodaError):
-    """A copy between tiers failed."""
+    """A directory, its drive or a copy between tiers failed, or did not answer in time."""
 
 
 class GeometryMismatch(PagodaError):

@@ -18,7 +18,7 @@ macro_rules! require {
 }
 
 impl Cache {
-    /// Checks every invariant of DESIGN section 4 that bookkeeping can see; the first broken one is the error.
+    /// Checks every invariant that bookkeeping can see; the first broken one is the error.
     pub fn audit(&mut self) -> Result<()> {
         self.settle();
         self.arenas.iter().try_for_each(|arena| arena.audit())?;

@@ -4,7 +4,7 @@ const WORD_BITS: u32 = u64::BITS;
 
 /// Which of `0..len` are free.
 #[derive(Debug, Default)]
-pub struct Bitmap {
+pub(crate) struct Bitmap {
     words: Vec<u64>,
     /// Bit `w` is set when `words[w]` is not zero.
     summary: Vec<u64>,
@@ -14,7 +14,7 @@ pub struct Bitmap {
 
 impl Bitmap {
     /// Makes all of `0..len` free, whatever was there before; keeps its memory.
-    pub fn reset(&mut self, len: u32) {
+    pub(crate) fn reset(&mut self, len: u32) {
         fill_ones(&mut self.words, len);
         fill_ones(&mut self.summary, self.words.len() as u32);
         self.len = len;
@@ -22,27 +22,27 @@ impl Bitmap {
     }
 
     /// How many integers the set ranges over.
-    pub fn size(&self) -> u32 {
+    pub(crate) fn size(&self) -> u32 {
         self.len
     }
 
     /// How many are free.
-    pub fn free(&self) -> u32 {
+    pub(crate) fn free(&self) -> u32 {
         self.free
     }
 
     /// Whether all are free.
-    pub fn is_all_free(&self) -> bool {
+    pub(crate) fn is_all_free(&self) -> bool {
         self.free == self.len
     }
 
     /// Whether `index` is free.
-    pub fn contains(&self, index: u32) -> bool {
+    pub(crate) fn contains(&self, index: u32) -> bool {
         self.words[(index / WORD_BITS) as usize] >> (index % WORD_BITS) & 1 == 1
     }
 
     /// Takes the lowest free integer.
-    pub fn take_lowest(&mut self) -> Option<u32> {
+    pub(crate) fn take_lowest(&mut self) -> Option<u32> {
         let s = self.summary.iter().position(|&word| word != 0)?;
         let w = s * WORD_BITS as usize + self.summary[s].trailing_zeros() as usize;
         let word = &mut self.words[w];
@@ -56,7 +56,7 @@ impl Bitmap {
     }
 
     /// Takes `index`; says whether it was free.
-    pub fn take(&mut self, index: u32) -> bool {
+    pub(crate) fn take(&mut self, index: u32) -> bool {
         if index >= self.len || !self.contains(index) {
             return false;
         }
@@ -70,7 +70,7 @@ impl Bitmap {
     }
 
     /// Gives `index` back. Panics when it is free already or out of range: a double free is a bug here, never data.
-    pub fn give(&mut self, index: u32) {
+    pub(crate) fn give(&mut self, index: u32) {
         assert!(index < self.len, "block {index} of {} given back", self.len);
         assert!(!self.contains(index), "block {index} given back twice");
         let w = index / WORD_BITS;

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::extents::Arena;
 use crate::fence::Epochs;
-use crate::ids::{GroupId, KeptId, PageId, SequenceId, Tier};
+use crate::ids::{BlockId, GroupId, KeptId, PageId, SequenceId, Tier};
 use crate::keep::Kept;
 use crate::limits;
 use crate::pages::Pages;
@@ -372,6 +372,27 @@ impl Cache {
         }
     }
 
+    /// A block of each of these groups, in their order, or none at all.
+    pub(crate) fn take_blocks(
+        &mut self,
+        tier: Tier,
+        groups: impl Iterator<Item = GroupId> + Clone,
+    ) -> Result<Vec<BlockId>> {
+        let mut taken = Vec::new();
+        for group in groups.clone() {
+            let Some(block) = self.arenas[tier.index()].take(group) else {
+                let wanted = groups.filter(|other| *other == group).count() as u64;
+                let got = taken.iter().filter(|(other, _)| *other == group).count() as u64;
+                taken.into_iter().for_each(|(group, block)| self.arenas[tier.index()].give(group, block));
+                let (blocks_short, draining) = (wanted - got, self.draining(tier, group));
+                let bytes_short = blocks_short * self.groups[group.index()].block_bytes;
+                return Err(Error::OutOfBlocks { tier, group, blocks_short, bytes_short, draining });
+            };
+            taken.push((group, block));
+        }
+        Ok(taken.into_iter().map(|(_, block)| block).collect())
+    }
+
     /// Blocks of a group that wait for an epoch, or to be zeroed.
     pub(crate) fn draining(&self, tier: Tier, group: GroupId) -> u64 {
         let waiting = self.epochs.draining().map(|d| (d.tier, d.group));
@@ -383,7 +404,6 @@ impl Cache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ids::BlockId;
     use crate::keep::{KeptGroup, KeptPage, KeptSequence};
     use crate::plan::Selection;
 
@@ -429,15 +449,7 @@ mod tests {
         cache.commit(None).unwrap();
         // The second page is in two spans.
         cache.drop_tokens(sequence, 5..7).unwrap();
-        let selection = Selection {
-            tokens: 0..10,
-            groups: vec![GroupId(0); 2],
-            keep: false,
-            newest_first: false,
-            pages_max: usize::MAX,
-            from: None,
-            unshared: false,
-        };
+        let selection = Selection::of(0..10, vec![GroupId(0); 2]);
         let plan = cache.plan(sequence, Tier::Host, &selection).unwrap();
         assert_eq!(plan.moves().len(), 3);
         let (_, completion, copies) = cache.execute(&plan).unwrap();
@@ -456,6 +468,29 @@ mod tests {
         let written = KeptGroup { left: (0, 0), spans: vec![span(1), span(1)], pages: Vec::new() };
         let kept = KeptSequence { len: 2, groups: vec![written] };
         assert!(cache.adopt(&[kept]).remove(0).is_err());
+        cache.audit().unwrap();
+    }
+
+    /// Whatever is refused, sequences or blocks, nothing is taken.
+    #[test]
+    fn what_is_kept_is_not_revived_by_halves() {
+        let group = Group { block_bytes: 64, kind: GroupKind::Paged { page_size: 4 }, window: None };
+        let memory = TierMemory { bytes: 1 << 8, extent_bytes: 1 << 8 };
+        let mut cache = Cache::new(&[group], [memory; 3]).unwrap();
+        let sequence = cache.create().unwrap();
+        cache.reserve(&[(sequence, 3)]).unwrap();
+        let epoch = cache.commit(None).unwrap();
+        cache.retire(epoch).unwrap();
+        let (kept, _) = cache.keep(sequence).unwrap();
+        let used = |cache: &mut Cache| cache.block_counts(Tier::Device, GroupId(0)).used;
+        let others: Vec<_> = (1..limits::SEQUENCES_MAX).map(|_| cache.create().unwrap()).collect();
+        assert!(matches!(cache.revive(kept), Err(Error::InvalidArgument { argument: "sequences", .. })));
+        assert_eq!(used(&mut cache), 1);
+        cache.release(others[0]).unwrap();
+        cache.reserve(&[(others[1], 12)]).unwrap();
+        cache.commit(None).unwrap();
+        assert!(matches!(cache.revive(kept), Err(Error::OutOfBlocks { .. })));
+        cache.create().unwrap();
         cache.audit().unwrap();
     }
 
@@ -490,15 +525,7 @@ mod tests {
         let epoch = cache.commit(None).unwrap();
         cache.retire(epoch).unwrap();
         for to in [Tier::Host, Tier::Device].into_iter().cycle().take(6) {
-            let selection = Selection {
-                tokens: 0..4,
-                groups: vec![GroupId(0)],
-                keep: false,
-                newest_first: false,
-                pages_max: 1,
-                from: None,
-                unshared: false,
-            };
+            let selection = Selection::of(0..4, vec![GroupId(0)]);
             let plan = cache.plan(sequence, to, &selection).unwrap();
             let (_, completion, copies) = cache.execute(&plan).unwrap();
             assert_eq!(copies.len(), 1);

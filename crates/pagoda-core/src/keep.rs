@@ -78,24 +78,20 @@ impl Cache {
             let limit = "all sealed pages on disk: copy them there first";
             return Err(Error::invalid("sequence", format!("{away} page(s) elsewhere"), limit));
         }
+        let mut open = Vec::new();
+        for (group, table) in self.group_ids().zip(&tables) {
+            let pages = table.pages.iter().enumerate().filter_map(|(index, entry)| Some((index, (*entry)?)));
+            let pages = pages.filter(|(_, page)| !self.pages[*page].sealed);
+            open.extend(pages.map(|(index, page)| (group, index, page)));
+        }
+        let blocks = self.take_blocks(Tier::Disk, open.iter().map(|(group, ..)| *group))?;
         let (mut tails, mut copies) = (Vec::new(), Vec::new());
-        for (group, table) in self.group_ids().zip(&mut tables) {
-            for (index, entry) in table.pages.iter_mut().enumerate() {
-                let Some(page) = entry.filter(|page| !self.pages[*page].sealed) else { continue };
-                let Some(block) = self.arenas[Tier::Disk.index()].take(group) else {
-                    tails
-                        .iter()
-                        .for_each(|tail: &Tail| self.arenas[Tier::Disk.index()].give(tail.group, tail.block));
-                    let (tier, bytes_short) = (Tier::Disk, self.groups[group.index()].block_bytes);
-                    let draining = self.draining(tier, group);
-                    return Err(Error::OutOfBlocks { tier, group, blocks_short: 1, bytes_short, draining });
-                };
-                let from = self.pages[page].fastest().expect("a referenced page can be read");
-                let (from, to) = ((from.tier(), from.block()), (Tier::Disk, block));
-                copies.push(BlockCopy { group, from, to, bytes: self.groups[group.index()].block_bytes });
-                tails.push(Tail { group, index, block, fill: self.pages[page].fill });
-                *entry = None;
-            }
+        for ((group, index, page), block) in open.into_iter().zip(blocks) {
+            let from = self.pages[page].fastest().expect("a referenced page can be read");
+            let (from, to) = ((from.tier(), from.block()), (Tier::Disk, block));
+            copies.push(BlockCopy { group, from, to, bytes: self.groups[group.index()].block_bytes });
+            tails.push(Tail { group, index, block, fill: self.pages[page].fill });
+            tables[group.index()].pages[index] = None;
         }
         tables.iter().flat_map(Table::held).for_each(|page| {
             self.pages.add_reference(page);
@@ -123,20 +119,9 @@ impl Cache {
             return Err(Error::invalid("kept", format!("{id:?}"), "what is kept"));
         };
         let (len, mut tables, tails) = (kept.len, kept.tables.clone(), kept.tails.clone());
-        let mut blocks = Vec::with_capacity(tails.len());
-        for tail in &tails {
-            let Some(block) = self.arenas[Tier::Device.index()].take(tail.group) else {
-                tails.iter().zip(blocks).for_each(|(tail, block)| {
-                    self.arenas[Tier::Device.index()].give(tail.group, block);
-                });
-                let (tier, group) = (Tier::Device, tail.group);
-                let bytes_short = self.groups[group.index()].block_bytes;
-                let draining = self.draining(tier, group);
-                return Err(Error::OutOfBlocks { tier, group, blocks_short: 1, bytes_short, draining });
-            };
-            blocks.push(block);
-        }
         let sequence = self.sequences.insert(len, self.epochs.minted(), Vec::new())?;
+        let blocks = self.take_blocks(Tier::Device, tails.iter().map(|tail| tail.group));
+        let blocks = blocks.inspect_err(|_| drop(self.sequences.remove(sequence)))?;
         tables.iter().flat_map(Table::held).for_each(|page| self.pages.add_reference(page));
         let mut copies = Vec::with_capacity(tails.len());
         for (tail, block) in tails.iter().zip(blocks) {

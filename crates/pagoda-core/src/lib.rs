@@ -6,7 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod audit;
-pub mod bitmap;
+mod bitmap;
 pub mod cache;
 pub mod common;
 pub mod error;

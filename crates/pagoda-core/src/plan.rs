@@ -41,6 +41,14 @@ pub struct Selection {
     pub unshared: bool,
 }
 
+impl Selection {
+    /// All pages with one of these tokens, which are moved, the oldest first.
+    pub fn of(tokens: Range<u64>, groups: Vec<GroupId>) -> Self {
+        let (keep, newest_first, pages_max, from, unshared) = (false, false, usize::MAX, None, false);
+        Self { tokens, groups, keep, newest_first, pages_max, from, unshared }
+    }
+}
+
 /// One page of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Move {
@@ -170,32 +178,15 @@ impl Cache {
                 ));
             }
         }
+        let copied = plan.moves.iter().filter(|m| m.bytes > 0);
+        let blocks = self.take_blocks(plan.to, copied.clone().map(|m| m.group))?;
         let id = TicketId::new(self.tickets_minted);
-        let mut copies = Vec::with_capacity(plan.moves.len());
-        for m in plan.moves.iter().filter(|m| m.bytes > 0) {
-            let Some(block) = self.arenas[plan.to.index()].take(m.group) else {
-                let wanted = plan.moves.iter().filter(|o| o.bytes > 0 && o.group == m.group).count() as u64;
-                let got = copies.iter().filter(|c: &&BlockCopy| c.group == m.group).count() as u64;
-                copies.iter().for_each(|c| self.arenas[plan.to.index()].give(c.group, c.to.1));
-                let blocks_short = wanted - got;
-                return Err(Error::OutOfBlocks {
-                    tier: plan.to,
-                    group: m.group,
-                    blocks_short,
-                    bytes_short: blocks_short * m.bytes,
-                    draining: self.draining(plan.to, m.group),
-                });
-            };
-            let from = self.pages[m.page].ready(m.from).expect("checked above");
-            copies.push(BlockCopy {
-                group: m.group,
-                from: (m.from, from),
-                to: (plan.to, block),
-                bytes: m.bytes,
-            });
-        }
-        for (m, copy) in plan.moves.iter().zip(&copies) {
-            self.pages[m.page].slots[plan.to.index()] = Slot::Filling { block: copy.to.1, ticket: id };
+        let mut copies = Vec::with_capacity(blocks.len());
+        for (&Move { page, group, from, bytes, .. }, block) in copied.zip(blocks) {
+            let page = &mut self.pages[page];
+            let source = page.ready(from).expect("checked above");
+            page.slots[plan.to.index()] = Slot::Filling { block, ticket: id };
+            copies.push(BlockCopy { group, from: (from, source), to: (plan.to, block), bytes });
         }
         for m in &plan.moves {
             self.pages[m.page].copies += 1;

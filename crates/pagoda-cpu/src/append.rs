@@ -1,6 +1,5 @@
 //! Writing the K and V rows of new tokens into their slots.
 
-use std::fmt;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use crate::codec::encode_row;
@@ -18,7 +17,8 @@ const TOKENS: usize = 16;
 const WAKE_BYTES: usize = 128 << 10;
 
 /// A number that does not fit the row format: too large, infinite or not a number. Only in checked mode.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{}[{token}, {head}] has a number that its row format cannot hold", if *value { "v" } else { "k" })]
 pub struct Overflow {
     /// The token, counted over the new tokens of the batch.
     pub token: usize,
@@ -27,15 +27,6 @@ pub struct Overflow {
     /// Whether it is V and not K.
     pub value: bool,
 }
-
-impl fmt::Display for Overflow {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = if self.value { "v" } else { "k" };
-        write!(f, "{name}[{}, {}] has a number that its row format cannot hold", self.token, self.head)
-    }
-}
-
-impl std::error::Error for Overflow {}
 
 /// See [`Backend::append`](crate::Backend::append).
 ///

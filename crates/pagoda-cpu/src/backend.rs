@@ -1,6 +1,5 @@
 //! The backend: threads, kernels and scratch memory behind two calls.
 
-use std::fmt;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
@@ -23,49 +22,30 @@ pub struct Backend {
 }
 
 /// Why the backend refused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// This CPU does not have the instruction set.
+    #[error("this CPU does not have {0}; the best it has is {best}", best = Isa::detect())]
     Unsupported(Isa),
     /// The layer is beyond the limits of the kernels.
-    Layer(LayerError),
+    #[error(transparent)]
+    Layer(#[from] LayerError),
     /// A sequence table contradicts itself.
-    Table(TableError),
+    #[error(transparent)]
+    Table(#[from] TableError),
     /// A number does not fit its row format.
-    Overflow(Overflow),
-}
-
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Unsupported(isa) => {
-                write!(f, "this CPU does not have {isa}; the best it has is {}", Isa::detect())
-            }
-            Self::Layer(error) => error.fmt(f),
-            Self::Table(error) => error.fmt(f),
-            Self::Overflow(error) => error.fmt(f),
-        }
-    }
-}
-
-impl std::error::Error for Error {}
-
-impl From<LayerError> for Error {
-    fn from(error: LayerError) -> Self {
-        Self::Layer(error)
-    }
-}
-
-impl From<TableError> for Error {
-    fn from(error: TableError) -> Self {
-        Self::Table(error)
-    }
-}
-
-impl From<Overflow> for Error {
-    fn from(error: Overflow) -> Self {
-        Self::Overflow(error)
-    }
+    #[error(transparent)]
+    Overflow(#[from] Overflow),
+    /// The system does not start as many threads.
+    #[error("threads = {wanted}: the system starts at most {most} ({why})")]
+    Threads {
+        /// How many were asked for, the caller's included.
+        wanted: usize,
+        /// How many it would have had.
+        most: usize,
+        /// Why no more.
+        why: String,
+    },
 }
 
 impl Backend {
@@ -76,7 +56,10 @@ impl Backend {
     pub fn new(threads: usize, deterministic: bool, isa: Option<Isa>) -> Result<Self, Error> {
         let isa = isa.unwrap_or_else(Isa::detect);
         let kernels = isa.kernels().ok_or(Error::Unsupported(isa))?;
-        Ok(Self { isa, kernels, pool: Pool::new(threads), deterministic, scratch: Mutex::default() })
+        let pool = Pool::new(threads);
+        let pool =
+            pool.map_err(|(most, why)| Error::Threads { wanted: threads, most, why: why.to_string() })?;
+        Ok(Self { isa, kernels, pool, deterministic, scratch: Mutex::default() })
     }
 
     /// The instruction set in use.

@@ -1,6 +1,5 @@
 //! What attention needs to know about a layer, its sequences and where blocks lie.
 
-use std::fmt;
 use std::ops::Range;
 
 use pagoda_core::ids::{BlockRef, Tier};
@@ -156,9 +155,12 @@ impl Layer {
 }
 
 /// A layer that the kernels do not do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LayerError {
     /// A head dimension.
+    #[error(
+        "{what} is {dim}; {format:?} rows have a multiple of {unit} from {unit} to {HEAD_DIM_MAX}", unit = format.unit()
+    )]
     Dim {
         /// Which one.
         what: &'static str,
@@ -168,6 +170,7 @@ pub enum LayerError {
         format: RowFormat,
     },
     /// More elements of V than the K row has that they are part of.
+    #[error("v_head_dim is {v_head_dim}; V is part of a K row of {head_dim}")]
     PartOfK {
         /// Elements of V.
         v_head_dim: u32,
@@ -175,6 +178,9 @@ pub enum LayerError {
         head_dim: u32,
     },
     /// The number of heads.
+    #[error(
+        "num_q_heads is {num_q_heads} with num_kv_heads {num_kv_heads}; it has to be a multiple, 1 to {GROUP_MAX} times"
+    )]
     Heads {
         /// Query heads.
         num_q_heads: u32,
@@ -182,8 +188,10 @@ pub enum LayerError {
         num_kv_heads: u32,
     },
     /// The page size.
+    #[error("page_size is {0}; it has to be a power of two from {PAGE_SIZE_MIN} to {PAGE_SIZE_MAX}")]
     PageSize(u32),
     /// More rotated elements than the row has.
+    #[error("rope rotates {pairs} pairs; head_dim {head_dim} has {}", head_dim / 2)]
     Rope {
         /// Rotated pairs.
         pairs: usize,
@@ -191,6 +199,10 @@ pub enum LayerError {
         head_dim: u32,
     },
     /// Keys that do not come from the values that are stored.
+    #[error(
+        "keys come from values of {weights} elements; head_dim {head_dim} and v_head_dim {v_head_dim} have to be as many, \
+         stored once"
+    )]
     Derived {
         /// Weights that values are multiplied with.
         weights: usize,
@@ -200,42 +212,6 @@ pub enum LayerError {
         v_head_dim: u32,
     },
 }
-
-impl fmt::Display for LayerError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            Self::Dim { what, dim, format } => {
-                let unit = format.unit();
-                write!(
-                    f,
-                    "{what} is {dim}; {format:?} rows have a multiple of {unit} from {unit} to {HEAD_DIM_MAX}"
-                )
-            }
-            Self::PartOfK { v_head_dim, head_dim } => {
-                write!(f, "v_head_dim is {v_head_dim}; V is part of a K row of {head_dim}")
-            }
-            Self::Heads { num_q_heads, num_kv_heads } => write!(
-                f,
-                "num_q_heads is {num_q_heads} with num_kv_heads {num_kv_heads}; it has to be a multiple, 1 to {GROUP_MAX} times"
-            ),
-            Self::PageSize(size) => {
-                write!(
-                    f,
-                    "page_size is {size}; it has to be a power of two from {PAGE_SIZE_MIN} to {PAGE_SIZE_MAX}"
-                )
-            }
-            Self::Rope { pairs, head_dim } => {
-                write!(f, "rope rotates {pairs} pairs; head_dim {head_dim} has {}", head_dim / 2)
-            }
-            Self::Derived { weights, head_dim, v_head_dim } => write!(
-                f,
-                "keys come from values of {weights} elements; head_dim {head_dim} and v_head_dim {v_head_dim} have to be as many, stored once"
-            ),
-        }
-    }
-}
-
-impl std::error::Error for LayerError {}
 
 /// One sequence of a step: its page-table row, its spans, and how many of its last tokens are new.
 #[derive(Clone, Copy, Debug)]
@@ -269,7 +245,8 @@ impl SequenceTable<'_> {
 }
 
 /// A sequence table that contradicts itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("sequence {sequence} of the batch needs {needs} {what} and has {has}")]
 pub struct TableError {
     /// Which sequence of the batch.
     pub sequence: usize,
@@ -280,12 +257,3 @@ pub struct TableError {
     /// Pages or tokens.
     pub what: &'static str,
 }
-
-impl fmt::Display for TableError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { sequence, needs, has, what } = self;
-        write!(f, "sequence {sequence} of the batch needs {needs} {what} and has {has}")
-    }
-}
-
-impl std::error::Error for TableError {}

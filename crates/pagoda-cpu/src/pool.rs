@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::cell::UnsafeCell;
+use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -53,20 +54,26 @@ pub(crate) struct Pool {
 }
 
 impl Pool {
-    /// Starts `threads - 1` threads.
-    pub(crate) fn new(threads: usize) -> Self {
-        let workers = (1..threads.max(1))
-            .map(|index| {
-                let mailbox = Arc::new(Mailbox { state: AtomicU32::new(IDLE), call: UnsafeCell::new(None) });
-                let theirs = Arc::clone(&mailbox);
-                let handle = thread::Builder::new()
-                    .name(format!("pagoda-cpu-{index}"))
-                    .spawn(move || work(&theirs, index))
-                    .expect("the system can start a thread");
-                (mailbox, handle)
-            })
-            .collect();
-        Self { workers, turn: Mutex::new(()) }
+    /// Starts `threads - 1` threads. Where the system refuses one, says how many it would have had, the caller included, and why.
+    pub(crate) fn new(threads: usize) -> Result<Self, (usize, io::Error)> {
+        Self::start(threads, |index, mailbox| {
+            let name = format!("pagoda-cpu-{index}");
+            thread::Builder::new().name(name).spawn(move || work(&mailbox, index))
+        })
+    }
+
+    fn start(
+        threads: usize,
+        mut spawn: impl FnMut(usize, Arc<Mailbox>) -> io::Result<JoinHandle<()>>,
+    ) -> Result<Self, (usize, io::Error)> {
+        let mut pool = Self { workers: Vec::new(), turn: Mutex::new(()) };
+        for index in 1..threads {
+            let mailbox = Arc::new(Mailbox { state: AtomicU32::new(IDLE), call: UnsafeCell::new(None) });
+            // Dropping the pool ends the threads that it has.
+            let handle = spawn(index, mailbox.clone()).map_err(|error| (index, error))?;
+            pool.workers.push((mailbox, handle));
+        }
+        Ok(pool)
     }
 
     /// The most workers that a call may have, the caller included.
@@ -162,7 +169,7 @@ mod tests {
 
     #[test]
     fn every_worker_runs_once_a_call() {
-        let pool = Pool::new(3);
+        let pool = Pool::new(3).unwrap();
         let counts = [const { AtomicUsize::new(0) }; 3];
         for call in 0..3000 {
             pool.run(1 + call % 3, &|worker| {
@@ -174,7 +181,7 @@ mod tests {
 
     #[test]
     fn parked_workers_wake() {
-        let pool = Pool::new(2);
+        let pool = Pool::new(2).unwrap();
         for _ in 0..5 {
             thread::sleep(std::time::Duration::from_millis(5));
             let count = AtomicUsize::new(0);
@@ -188,7 +195,7 @@ mod tests {
 
     #[test]
     fn panics_propagate_and_the_pool_survives() {
-        let pool = Pool::new(3);
+        let pool = Pool::new(3).unwrap();
         for culprit in 0..3 {
             let panic = catch_unwind(AssertUnwindSafe(|| {
                 pool.run(3, &|worker| assert_ne!(worker, culprit, "on purpose"));
@@ -203,8 +210,23 @@ mod tests {
     }
 
     #[test]
+    fn a_thread_that_is_refused_leaves_none_behind() {
+        let mut mailboxes = Vec::new();
+        let refused = Pool::start(8, |index, mailbox| {
+            if index == 4 {
+                return Err(io::ErrorKind::WouldBlock.into());
+            }
+            mailboxes.push(mailbox.clone());
+            thread::Builder::new().spawn(move || work(&mailbox, index))
+        });
+        let (threads, why) = refused.err().expect("the fourth is refused");
+        assert_eq!((threads, why.kind()), (4, io::ErrorKind::WouldBlock));
+        assert_eq!(mailboxes.iter().map(Arc::strong_count).collect::<Vec<_>>(), [1; 3], "they have ended");
+    }
+
+    #[test]
     fn callers_take_turns() {
-        let pool = Pool::new(2);
+        let pool = Pool::new(2).unwrap();
         let count = AtomicUsize::new(0);
         thread::scope(|scope| {
             for _ in 0..3 {

@@ -1,7 +1,10 @@
 //! NumPy arrays as the rows that the CPU backend reads and writes: shapes, types and strides are checked here.
 
 use crate::errors::invalid;
-use numpy::{PyArray1, PyArrayDescrMethods, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::ndarray::Dimension;
+use numpy::{
+    PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadwriteArray, PyUntypedArray, PyUntypedArrayMethods,
+};
 use pagoda_core::layout::RowFormat;
 use pagoda_cpu::{Element, Rows, RowsMut};
 use pyo3::prelude::*;
@@ -136,6 +139,34 @@ pub(crate) fn floats(name: &str, array: &Bound<'_, PyUntypedArray>, length: usiz
         return Err(invalid(py, name, format_args!("shape {:?}", array.shape()), format_args!("[{length}]")));
     }
     Ok(floats.try_readonly()?.as_array().to_vec())
+}
+
+/// An address that other threads may write to.
+#[derive(Clone, Copy)]
+pub(crate) struct Address(*mut f32);
+
+// SAFETY: only the backend's workers use it, for disjoint elements, while the array is borrowed (see `address_of`).
+unsafe impl Send for Address {}
+// SAFETY: as above.
+unsafe impl Sync for Address {}
+
+impl Address {
+    pub(crate) fn get(self) -> *mut f32 {
+        self.0
+    }
+}
+
+/// The memory of a contiguous float32 array of this shape, which the caller keeps borrowed as long as anybody writes there.
+pub(crate) fn address_of<D: Dimension, const N: usize>(
+    name: &str,
+    array: &mut PyReadwriteArray<'_, f32, D>,
+    shape: [usize; N],
+) -> PyResult<Address> {
+    if array.shape() != shape {
+        let given = format_args!("shape {:?}", array.shape()).to_string();
+        return Err(invalid(array.py(), name, given, format_args!("{shape:?}")));
+    }
+    Ok(Address(array.as_slice_mut()?.as_mut_ptr()))
 }
 
 /// The addresses between the lowest and the highest byte of an array.

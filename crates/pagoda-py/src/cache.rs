@@ -14,7 +14,6 @@ use crate::sessions::Sessions;
 use crate::step::StepState;
 use crate::tables::Tables;
 use pagoda_core::cache::TierMemory;
-use pagoda_core::fence::Failure;
 use pagoda_core::ids::{Epoch, GroupId, Tier};
 use pagoda_cpu::Arenas;
 use pagoda_store::disk::{Geometry, Store};
@@ -125,8 +124,10 @@ impl Cache {
     ) -> PyResult<Self> {
         let Placed { groups, runs, layers } = place(py, &layers, page_size)?;
         let timeout = disk.as_ref().map_or(Duration::ZERO, |disk| disk.timeout);
-        let geometry = disk.as_ref().map(|disk| Geometry::new(&runs, disk.memory)).transpose();
-        let geometry = geometry.map_err(|error| errors::disk(py, &error))?;
+        let geometry = disk.as_ref().map(|disk| {
+            Geometry::new(&runs, disk.memory).map_err(|error| errors::disk(py, &disk.path, &error))
+        });
+        let geometry = geometry.transpose()?;
         let absent = TierMemory { bytes: 0, extent_bytes: u64::MAX };
         let on_disk = geometry.as_ref().map_or(absent, Geometry::arena);
         let [fast, host] = memory.map(|(bytes, extent_bytes)| TierMemory { bytes, extent_bytes });
@@ -155,7 +156,10 @@ impl Cache {
             let slabs = cpu.slabs.clone();
             (Engine::Cpu(cpu), slabs)
         };
-        let mover = Mover::new(slabs, store.as_ref()).map_err(|error| errors::disk(py, &error))?;
+        let mover = Mover::new(slabs, store.as_ref()).map_err(|error| match &store {
+            Some(store) => errors::disk(py, store.directory(), &error),
+            None => errors::unavailable(py, error),
+        })?;
         let disk =
             store.map(|store| Disk::new(py, store, ring, page_size, timeout).map(Box::new)).transpose()?;
         let inner = Inner {
@@ -299,17 +303,9 @@ impl Cache {
         self.require_elsewhere(py)?;
         let inner = self.inner.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner).take();
         let Some(inner) = inner else { return Ok(()) };
-        py.detach(|| ManuallyDrop::into_inner(inner).end(true)).map_err(|stop| match stop {
-            Stop::Idle(limit) => {
-                let seconds = limit.as_secs_f64();
-                let reason = format!(
-                    "disk_timeout = {seconds}: the drive did nothing for longer; the cache is closed, and its memory and \
-                     files are given back when the drive has answered"
-                );
-                errors::failure(py, Some(&Failure::Io(reason)))
-            }
-            other => other.raise(py),
-        })
+        let then = "the cache is closed, and its memory and files are given back when the drive has answered";
+        let ended = py.detach(|| ManuallyDrop::into_inner(inner).end(true));
+        ended.map_err(|stop| stop.and(then).raise(py))
     }
 
     /// The instruction set of the CPU kernels; None where a device has the kernels.

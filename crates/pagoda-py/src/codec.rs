@@ -4,7 +4,7 @@ use crate::arrays::format_named;
 use crate::errors::invalid;
 use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray2};
 use pagoda_core::layout::RowFormat;
-use pagoda_cpu::{decode_row, encode_row};
+use pagoda_cpu::{HEAD_DIM_MAX, decode_row, encode_row};
 use pyo3::prelude::*;
 
 type Bytes<'py> = Bound<'py, PyArray2<u8>>;
@@ -13,8 +13,9 @@ type Bytes<'py> = Bound<'py, PyArray2<u8>>;
 fn format(py: Python<'_>, name: &str, dim: usize) -> PyResult<RowFormat> {
     let format = format_named(py, "name", name)?;
     let unit = format.unit();
-    if dim == 0 || dim > 1024 || !dim.is_multiple_of(unit as usize) {
-        return Err(invalid(py, "dim", dim, format_args!("a multiple of {unit} up to 1024, for {name}")));
+    if dim == 0 || dim > HEAD_DIM_MAX as usize || !dim.is_multiple_of(unit as usize) {
+        let limit = format!("a multiple of {unit} up to {HEAD_DIM_MAX}, for {name}");
+        return Err(invalid(py, "dim", dim, limit));
     }
     Ok(format)
 }

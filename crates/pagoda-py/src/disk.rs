@@ -2,17 +2,16 @@
 
 use crate::errors;
 use crate::fork;
-use crate::patience::{Apart, Stop};
+use crate::patience::Apart;
 use crate::reads::Reads;
 use crate::sessions::Sessions;
-use pagoda_core::fence::Failure;
 use pagoda_core::work::RUN_ROWS;
 use pagoda_store::disk::io::{Access, Directory, Folder, Pulse};
 use pagoda_store::disk::{Budget, Error, Geometry, Recovered, Store, ceiling};
 use pagoda_store::{Ring, Slab};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -20,7 +19,7 @@ use std::time::{Duration, Instant};
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 pub(crate) struct DiskArguments {
-    path: PathBuf,
+    pub(crate) path: PathBuf,
     pub(crate) memory: u64,
     fingerprint: [u8; 16],
     /// Whether files have names, and are opened again.
@@ -50,7 +49,8 @@ impl Disk {
             None => Ring::new(&store, RUN_ROWS / page_size as usize)
                 .map_err(|error| errors::unavailable(py, format_args!("memory to read into: {error}")))?,
         };
-        Ok(Self { store, reads: Reads::new(ring, timeout) })
+        let reads = Reads::new(ring, store.directory(), timeout);
+        Ok(Self { store, reads })
     }
 
     /// How I/O is done and what it came to.
@@ -71,8 +71,8 @@ pub(crate) struct Opened {
     pub(crate) sessions: Sessions,
 }
 
-/// Opens the files, and tells `core` what they keep. A thread does, and goes on alone when the drive does not answer for too long:
-/// until it has, others must not open the directory.
+/// Opens the files, and tells `core` what they keep. When the drive does not answer for too long, others must not open the
+/// directory until it has.
 pub(crate) fn open(
     py: Python<'_>,
     disk: DiskArguments,
@@ -80,10 +80,8 @@ pub(crate) fn open(
     mut core: pagoda_core::Cache,
     zero_on_free: bool,
 ) -> PyResult<Opened> {
-    let (limit, pulse) = (disk.timeout, Arc::new(Pulse::default()));
-    let watched = pulse.clone();
-    let opening = Apart::begin(move || -> Result<_, Error> {
-        let folder = Folder::open_watched(&disk.path, watched)?;
+    let opened = ask(py, &disk.path.clone(), disk.timeout, move |pulse| {
+        let folder = Folder::open_watched(&disk.path, pulse)?;
         let budget = disk.writes_per_day.map(|bytes| Budget::new(bytes, Instant::now()));
         let (store, recovered) = if disk.resume {
             Store::open(&folder, geometry, disk.fingerprint, budget)?
@@ -95,22 +93,26 @@ pub(crate) fn open(
             store.zero_on_free()?;
         }
         Ok(Opened { core, store: Arc::new(store), sessions })
-    });
-    let opening = opening.map_err(|source| Error::Io { operation: "starting a thread", source });
-    let opening = opening.map_err(|error| errors::disk(py, &error))?;
-    let opened = py.detach(|| opening.outcome(&pulse, limit)).map_err(|stop| match stop {
-        Stop::Idle(limit) => {
-            let seconds = limit.as_secs_f64();
-            let reason = format!(
-                "disk_timeout = {seconds}: the drive did nothing for longer; the directory is let go of when it has answered"
-            );
-            errors::failure(py, Some(&Failure::Io(reason)))
-        }
-        other => other.raise(py),
     })?;
-    let opened = opened.map_err(|error| errors::disk(py, &error))?;
     fork::opened(&opened.store);
     Ok(opened)
+}
+
+/// Has a thread ask the drive of a directory, which goes on alone when one of the answers takes longer than `limit`.
+fn ask<T: Send + 'static>(
+    py: Python<'_>,
+    directory: &Path,
+    limit: Duration,
+    work: impl FnOnce(Arc<Pulse>) -> Result<T, Error> + Send + 'static,
+) -> PyResult<T> {
+    let pulse = Arc::new(Pulse::default());
+    let watched = pulse.clone();
+    let asking = Apart::begin(|| work(watched));
+    let asking = asking.map_err(|source| Error::Io { operation: "starting a thread", source });
+    let asking = asking.map_err(|error| errors::disk(py, directory, &error))?;
+    let then = "the directory is let go of when it has answered";
+    let outcome = py.detach(|| asking.outcome(directory, &pulse, limit));
+    outcome.map_err(|stop| stop.and(then).raise(py))?.map_err(|error| errors::disk(py, directory, &error))
 }
 
 /// Bytes of a ring for reads ahead of need with slots of so many.
@@ -121,9 +123,15 @@ pub(crate) fn ring_bytes(slot_bytes: u64) -> u64 {
 
 /// How page I/O can be done in a directory, as a write and a read there show.
 #[pyfunction]
-pub(crate) fn disk_access(py: Python<'_>, path: PathBuf) -> PyResult<Bound<'_, PyDict>> {
-    let folder = py.detach(|| Folder::open(&path)).map_err(|error| errors::disk(py, &error))?;
-    access_report(py, &folder.access())
+pub(crate) fn disk_access(
+    py: Python<'_>,
+    path: PathBuf,
+    disk_timeout: Duration,
+) -> PyResult<Bound<'_, PyDict>> {
+    let access = ask(py, &path.clone(), disk_timeout, move |pulse| {
+        Folder::open_watched(&path, pulse).map(|folder| folder.access())
+    })?;
+    access_report(py, &access)
 }
 
 fn access_report<'py>(py: Python<'py>, access: &Access) -> PyResult<Bound<'py, PyDict>> {
@@ -141,8 +149,10 @@ pub(crate) fn time_disk_reads(
     path: PathBuf,
     size: u64,
     limit: Duration,
+    disk_timeout: Duration,
 ) -> PyResult<(u64, f64)> {
-    let time = || ceiling::time_reads(&Folder::open(&path)?, size, limit);
-    let (bytes, time) = py.detach(time).map_err(|error| errors::disk(py, &error))?;
+    let (bytes, time) = ask(py, &path.clone(), disk_timeout, move |pulse| {
+        ceiling::time_reads(&Folder::open_watched(&path, pulse.clone())?, size, limit, &pulse)
+    })?;
     Ok((bytes, time.as_secs_f64()))
 }

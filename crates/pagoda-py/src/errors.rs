@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{IntoPyDict, PyType};
 use std::fmt::Display;
+use std::path::Path;
 
 /// An exception of `pagoda.errors`, by its name there.
 fn exception(py: Python<'_>, name: &str, message: impl Display, fields: &[(&str, u64)]) -> PyErr {
@@ -70,8 +71,8 @@ pub(crate) fn failure(py: Python<'_>, failure: Option<&Failure>) -> PyErr {
     }
 }
 
-/// An error of the disk tier.
-pub(crate) fn disk(py: Python<'_>, error: &pagoda_store::disk::Error) -> PyErr {
+/// An error of the disk tier in a directory.
+pub(crate) fn disk(py: Python<'_>, directory: &Path, error: &pagoda_store::disk::Error) -> PyErr {
     use pagoda_store::disk::Error;
     let class = match error {
         Error::Corrupt { .. } | Error::Index(_) => "CorruptPage",
@@ -79,13 +80,13 @@ pub(crate) fn disk(py: Python<'_>, error: &pagoda_store::disk::Error) -> PyErr {
         Error::Invalid { .. } => "InvalidArgument",
         _ => "TierIOError",
     };
-    exception(py, class, error, &[])
+    exception(py, class, error.told_of(directory), &[])
 }
 
 /// An error of the CPU backend.
 pub(crate) fn cpu(py: Python<'_>, error: &pagoda_cpu::Error) -> PyErr {
     match error {
-        pagoda_cpu::Error::Unsupported(_) => unavailable(py, error),
+        pagoda_cpu::Error::Unsupported(_) | pagoda_cpu::Error::Threads { .. } => unavailable(py, error),
         _ => invalid_because(py, error),
     }
 }

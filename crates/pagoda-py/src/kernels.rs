@@ -1,12 +1,12 @@
 //! The CPU's kernels over the open step, and the checks of what they are given.
 
-use crate::arrays::{floats, rows, rows_mut};
+use crate::arrays::{address_of, floats, rows, rows_mut};
 use crate::cache::{Cache, Engine, Inner};
 use crate::errors::{cpu, invalid, unavailable};
 use crate::layers::PlacedLayer;
 use crate::step::StepState;
 use crate::stream::{Call, Stream};
-use numpy::{PyArray2, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{PyArray2, PyArrayMethods, PyUntypedArray};
 use pagoda_core::ids::GroupId;
 use pagoda_cpu::{Backend, Element, Isa, Layer, SequenceTable};
 use pagoda_store::Slab;
@@ -120,7 +120,9 @@ impl Cache {
         require_sinks(py, placed, sink_logits.is_some())?;
         let sinks = sink_logits.map(|array| floats("sink_logits", array, heads)).transpose()?;
         inner.require_written(py, layer)?;
-        let lse = lse.map(|lse| lse_address(lse, [inner.step.new_tokens(), heads])).transpose()?;
+        let mut lse = lse.map(Bound::try_readwrite).transpose()?;
+        let lse = lse.as_mut().map(|lse| address_of("lse", lse, [inner.step.new_tokens(), heads]));
+        let lse = lse.transpose()?;
         let Inner { core, layers, arenas, mover, disk, engine, step, closed, .. } = inner;
         let Engine::Cpu(Cpu { backend, stream, .. }) = engine else { return Err(no_kernels(py)) };
         let memory = std::mem::take(&mut step.sequences);
@@ -221,34 +223,5 @@ pub(crate) fn require_sinks(py: Python<'_>, placed: &PlacedLayer, given: bool) -
         }
         (true, false) => Err(invalid(py, "sink_logits", "an array", "None, for a layer without sinks")),
         _ => Ok(()),
-    }
-}
-
-/// The memory of a contiguous float32 array of the given shape.
-fn lse_address(lse: &Bound<'_, PyArray2<f32>>, shape: [usize; 2]) -> PyResult<Address> {
-    let mut array = lse.try_readwrite()?;
-    if lse.shape() != shape {
-        return Err(invalid(
-            lse.py(),
-            "lse",
-            format_args!("shape {:?}", lse.shape()),
-            format_args!("{shape:?}"),
-        ));
-    }
-    Ok(Address(array.as_slice_mut()?.as_mut_ptr()))
-}
-
-/// An address that another thread may write to.
-#[derive(Clone, Copy)]
-struct Address(*mut f32);
-
-// SAFETY: only the backend's workers use it, for disjoint elements, while the array is borrowed.
-unsafe impl Send for Address {}
-// SAFETY: as above.
-unsafe impl Sync for Address {}
-
-impl Address {
-    fn get(self) -> *mut f32 {
-        self.0
     }
 }

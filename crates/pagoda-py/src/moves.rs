@@ -219,8 +219,8 @@ impl Inner {
                 }
             }
         }
-        if let Some(disk) = &self.disk {
-            self.core.reclaim(Tier::Disk).for_each(|range| drop(disk.store.discard(range)));
+        if self.disk.is_some() {
+            self.core.reclaim(Tier::Disk).for_each(|range| self.mover.discard(range));
         }
     }
 

@@ -1,12 +1,12 @@
 //! What the CPU computes of a step whose kernels are on a device: attention over pages of the host tier, left as parts that the
 //! device begins with.
 
-use crate::arrays::{floats, rows};
+use crate::arrays::{address_of, floats, rows};
 use crate::cache::Cache;
 use crate::errors::{cpu, invalid};
 use crate::fork;
 use crate::kernels::{bits, isa_named};
-use numpy::{PyArray3, PyArrayMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{PyArray3, PyArrayMethods, PyReadonlyArray1, PyUntypedArray};
 use pagoda_core::ids::Tier;
 use pagoda_core::work;
 use pagoda_cpu::{Backend, Layer, SequenceTable};
@@ -28,18 +28,6 @@ impl Drop for Partials {
             // SAFETY: it is not used any more.
             unsafe { ManuallyDrop::drop(&mut self.backend) };
         }
-    }
-}
-
-/// Where parts go.
-struct Floats(*mut f32);
-
-// SAFETY: only the backend's workers write there, while the array is borrowed.
-unsafe impl Sync for Floats {}
-
-impl Floats {
-    fn get(&self) -> *mut f32 {
-        self.0
     }
 }
 
@@ -86,8 +74,8 @@ impl Partials {
     ) -> PyResult<u64> {
         let inner = cache.lock(py)?;
         inner.require_step(py)?;
-        inner.require_written(py, layer)?;
         let placed = inner.layer(py, layer)?;
+        inner.require_written(py, layer)?;
         let begins = begins.as_slice()?;
         if begins.len() != inner.core.step_batch().len() {
             let limit =
@@ -106,13 +94,8 @@ impl Partials {
         let tokens = tables.iter().map(|table| table.new_tokens as usize).sum();
         let (heads, geometry) = (layer.num_q_heads as usize, layer.geometry);
         let queries = rows("q", q, [tokens, heads, geometry.head_dim as usize], bits(py, dtype)?)?;
-        let shape = [tokens, heads, geometry.v_head_dim as usize + 2];
-        if parts.shape() != shape {
-            let given = format!("shape {:?}", parts.shape());
-            return Err(invalid(py, "parts", given, format_args!("{shape:?}")));
-        }
-        let mut borrowed = parts.try_readwrite()?;
-        let target = Floats(borrowed.as_slice_mut()?.as_mut_ptr());
+        let mut parts = parts.try_readwrite()?;
+        let target = address_of("parts", &mut parts, [tokens, heads, geometry.v_head_dim as usize + 2])?;
         let (arenas, backend) = (&inner.arenas, &self.backend);
         // SAFETY: pages do not move or change while the step is open, those before the ends are in memory of the host, and the
         // arrays were checked; Python keeps them alive for the call.

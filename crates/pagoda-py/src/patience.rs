@@ -7,6 +7,7 @@ use pagoda_store::disk::Store;
 use pagoda_store::disk::io::Pulse;
 use pyo3::prelude::*;
 use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -18,24 +19,33 @@ const SLICE: Duration = Duration::from_millis(50);
 pub(crate) enum Stop {
     /// A read failed; None if it was cut short.
     Read(Option<Failure>),
-    /// A read took longer than this.
-    Slow(Duration),
-    /// The drive did nothing for longer than this.
-    Idle(Duration),
+    /// The drive of a directory took longer than `limit` for something.
+    Late { directory: PathBuf, limit: Duration, what: String },
     /// A signal handler raised.
     Signal(PyErr),
 }
 
 impl Stop {
+    pub(crate) fn late(directory: &Path, limit: Duration, what: &str) -> Self {
+        Self::Late { directory: directory.to_owned(), limit, what: what.into() }
+    }
+
+    /// Says what happens then, if the drive took too long.
+    pub(crate) fn and(mut self, then: &str) -> Self {
+        if let Self::Late { what, .. } = &mut self {
+            *what = format!("{what}; {then}");
+        }
+        self
+    }
+
     pub(crate) fn raise(self, py: Python<'_>) -> PyErr {
-        let slow = |limit: Duration, what: &str| {
-            let reason = format!("disk_timeout = {}: {what}", limit.as_secs_f64());
-            errors::failure(py, Some(&Failure::Io(reason)))
-        };
         match self {
             Self::Read(failure) => errors::failure(py, failure.as_ref()),
-            Self::Slow(limit) => slow(limit, "a read took longer"),
-            Self::Idle(limit) => slow(limit, "the drive did nothing for longer"),
+            Self::Late { directory, limit, what } => {
+                let (directory, seconds) = (directory.display(), limit.as_secs_f64());
+                let reason = format!("disk = {directory}: disk_timeout = {seconds}: {what}");
+                errors::failure(py, Some(&Failure::Io(reason)))
+            }
             Self::Signal(error) => error,
         }
     }
@@ -73,11 +83,12 @@ fn while_busy(
         let now = store.traffic();
         std::mem::replace(&mut before, now) != now
     };
-    or_idle(limit, sleep(limit, moves, stop, awake))
+    or_idle(store.directory(), limit, sleep(limit, moves, stop, awake))
 }
 
-fn or_idle(limit: Duration, ended: PyResult<bool>) -> Result<(), Stop> {
-    if ended.map_err(Stop::Signal)? { Ok(()) } else { Err(Stop::Idle(limit)) }
+fn or_idle(directory: &Path, limit: Duration, ended: PyResult<bool>) -> Result<(), Stop> {
+    let idle = || Stop::late(directory, limit, "the drive did nothing for longer");
+    if ended.map_err(Stop::Signal)? { Ok(()) } else { Err(idle()) }
 }
 
 /// Sleeps until `awake` says so, which sleeps for the time it is given at most, or until nothing `moves` for `limit`; says which.
@@ -127,14 +138,16 @@ impl<T: Send + 'static> Apart<T> {
         while_busy(store, limit, signals, |slice| self.ended_in(slice))
     }
 
-    /// What it comes to, as long as the drive answers whatever it is asked within `limit`; whoever gives up leaves it to itself.
-    pub(crate) fn outcome(mut self, pulse: &Pulse, limit: Duration) -> Result<T, Stop> {
+    /// What it comes to, as long as the drive of a directory answers whatever it is asked within `limit`; whoever gives up leaves it
+    /// to itself.
+    pub(crate) fn outcome(mut self, directory: &Path, pulse: &Pulse, limit: Duration) -> Result<T, Stop> {
         let mut before = None;
         let moves = || {
             let now = pulse.awaited();
             now.is_none() || std::mem::replace(&mut before, now) != now
         };
-        let ended = or_idle(limit, sleep(limit, moves, signals, |slice| self.ended_in(slice)));
+        let ended = sleep(limit, moves, signals, |slice| self.ended_in(slice));
+        let ended = or_idle(directory, limit, ended);
         if let Err(stop) = ended {
             self.thread = None;
             return Err(stop);

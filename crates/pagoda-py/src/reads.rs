@@ -4,11 +4,14 @@ use crate::patience::{self, Stop};
 use pagoda_core::fence::Completion;
 use pagoda_core::ids::Epoch;
 use pagoda_store::{Filled, LayerOfPages, Mover, Ring};
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// What an open step has to read from disk, and the memory through which it goes.
 pub(crate) struct Reads {
     ring: Ring,
+    /// Where it reads from, for messages.
+    directory: PathBuf,
     timeout: Duration,
     /// In the order of need.
     pub(crate) what: Vec<LayerOfPages>,
@@ -25,8 +28,9 @@ pub(crate) struct Traffic {
 }
 
 impl Reads {
-    pub(crate) fn new(ring: Ring, timeout: Duration) -> Self {
-        Self { ring, timeout, what: Vec::new(), traffic: Traffic::default() }
+    pub(crate) fn new(ring: Ring, directory: &Path, timeout: Duration) -> Self {
+        let directory = directory.to_owned();
+        Self { ring, directory, timeout, what: Vec::new(), traffic: Traffic::default() }
     }
 
     /// Bytes of the ring.
@@ -124,6 +128,7 @@ impl Reads {
         let left = self.timeout.saturating_sub(start.elapsed());
         let waited = patience::until(left, |slice| waiter.wait(completion, slice));
         self.traffic.waited += began.elapsed();
-        if waited.map_err(Stop::Signal)? { Ok(()) } else { Err(Stop::Slow(self.timeout)) }
+        let late = || Stop::late(&self.directory, self.timeout, "a read took longer");
+        if waited.map_err(Stop::Signal)? { Ok(()) } else { Err(late()) }
     }
 }

@@ -172,7 +172,7 @@ impl Inner {
         });
         let answer = answer.map_err(|source| {
             to.iter().for_each(|&(kept, _)| self.core.forget(kept));
-            errors::disk(py, &Error::Io { operation: "starting a thread", source })
+            errors::disk(py, store.directory(), &Error::Io { operation: "starting a thread", source })
         })?;
         let (doubtful, limit) = (self.sessions.doubtful.clone(), self.disk_timeout());
         let mut change = Change { key: key.into(), to, doubtful, answer };
@@ -181,7 +181,7 @@ impl Inner {
             self.sessions.unanswered.push(change);
             return Err(stop.raise(py));
         }
-        self.end_change(change).map_err(|error| errors::disk(py, &error))
+        self.end_change(change).map_err(|error| errors::disk(py, store.directory(), &error))
     }
 
     /// A change that the drive has answered.
@@ -221,7 +221,9 @@ impl Inner {
     fn answering_store(&self, py: Python<'_>, key: &str) -> PyResult<Arc<Store>> {
         let store = self.named_store(py, key)?;
         if self.sessions.unanswered.iter().any(|change| change.key == key) {
-            let reason = format!("{key:?}: the drive has yet to answer an earlier save or forget");
+            let directory = store.directory().display();
+            let reason =
+                format!("disk = {directory}: {key:?}: the drive has yet to answer an earlier save or forget");
             return Err(errors::failure(py, Some(&Failure::Io(reason))));
         }
         Ok(store)

@@ -3,7 +3,7 @@
 use crate::errors::cpu;
 use crate::layers::PlacedLayer;
 use crate::patience;
-use crate::reads::{self, Reads};
+use crate::reads::Reads;
 use crate::step::StepState;
 use pagoda_core::ids::{BlockId, BlockRef, Epoch, Tier};
 use pagoda_core::work;
@@ -110,7 +110,6 @@ impl Stream {
         layers: &[PlacedLayer],
         reads: &mut Reads,
     ) {
-        reads.traffic = reads::Traffic::default();
         reads.what.clear();
         self.passes.clear();
         self.ranges.clear();

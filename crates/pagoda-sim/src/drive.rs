@@ -126,7 +126,7 @@ impl Machine {
             target.copy_from_slice(&memory.block(pages[page].1)[range.start as usize..range.end as usize]);
         });
         self.tally.see("pages written", pages.len() as u64);
-        Ok(self.judge(result)?.map_err(failure))
+        Ok(self.judge(result)?.map_err(|error| self.drive.store.failure(&error)))
     }
 
     /// Reads pages into blocks of memory.
@@ -144,7 +144,7 @@ impl Machine {
             target[0] ^= flip;
         });
         self.tally.see("pages read", pages.len() as u64);
-        Ok(self.judge(result)?.map_err(failure))
+        Ok(self.judge(result)?.map_err(|error| self.drive.store.failure(&error)))
     }
 
     /// Reads some layers of a page and compares the rows that hold these tokens.
@@ -287,13 +287,5 @@ fn flip(bytes: &mut [u8], headers: bool, random: &mut Random) {
     if let Some(at) = random.pick(&units(bytes, headers)) {
         let at = at + random.below(UNIT);
         bytes[at] ^= 1 << random.below(8);
-    }
-}
-
-/// What a copy of the disk says to the core.
-fn failure(error: Error) -> Failure {
-    match error {
-        Error::Corrupt { .. } => Failure::Corrupt(error.to_string()),
-        other => Failure::Io(other.to_string()),
     }
 }

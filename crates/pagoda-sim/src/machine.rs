@@ -259,7 +259,7 @@ impl Machine {
     fn use_after_release(&mut self) -> Outcome {
         let Some(id) = self.random.pick(&self.released) else { return Ok(()) };
         let gone = Error::UseAfterRelease { id };
-        let plan = |cache: &Cache| cache.plan(id, Tier::Device, &selection(0..0, Vec::new()));
+        let plan = |cache: &Cache| cache.plan(id, Tier::Device, &Selection::of(0..0, Vec::new()));
         let said = [
             self.cache.release(id).err(),
             self.cache.fork(id).err(),
@@ -531,7 +531,7 @@ impl Machine {
         let (id, count) = (*id, tokens.all.len() + 1);
         let tiers: Vec<_> = self.shape.tiers().collect();
         let (a, b) = (self.random.below(count), self.random.below(count));
-        let mut selection = selection(a.min(b) as u64..a.max(b) as u64, self.shape.group_ids().collect());
+        let mut selection = Selection::of(a.min(b) as u64..a.max(b) as u64, self.shape.group_ids().collect());
         selection.keep = self.random.once_in(2);
         selection.newest_first = self.random.once_in(4);
         selection.unshared = self.random.once_in(4);
@@ -566,7 +566,7 @@ impl Machine {
         for &(id, _) in batch {
             let memory: Vec<_> = self.shape.tiers().filter(|tier| *tier != Tier::Disk).collect();
             let len = self.tokens(id)?.all.len() as u64;
-            let mut selection = selection(0..len, self.shape.group_ids().collect());
+            let mut selection = Selection::of(0..len, self.shape.group_ids().collect());
             (selection.from, selection.keep) = (Some(Tier::Disk), self.random.once_in(2));
             selection.pages_max = self.random.within(1..16);
             let to = memory[self.random.below(memory.len())];
@@ -581,7 +581,7 @@ impl Machine {
         let below: Vec<_> = self.shape.tiers().filter(|tier| *tier != Tier::Device).collect();
         for id in self.cache.by_recency().into_iter().take(2) {
             let len = self.tokens(id)?.all.len() as u64;
-            let mut selection = selection(0..len, self.shape.group_ids().collect());
+            let mut selection = Selection::of(0..len, self.shape.group_ids().collect());
             selection.from = Some(Tier::Device);
             let to = below[self.random.below(below.len())];
             let plan = self.cache.plan(id, to, &selection).map_err(|error| error.to_string())?;
@@ -723,19 +723,6 @@ impl Tokens {
         self.all.extend(new);
         self.next_position += new.len() as u64;
         self.longest = self.longest.max(self.all.len() as u64);
-    }
-}
-
-/// All pages of some tokens.
-pub(crate) fn selection(tokens: std::ops::Range<u64>, groups: Vec<GroupId>) -> Selection {
-    Selection {
-        tokens,
-        groups,
-        keep: false,
-        newest_first: false,
-        pages_max: usize::MAX,
-        from: None,
-        unshared: false,
     }
 }
 

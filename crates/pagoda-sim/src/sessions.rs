@@ -1,10 +1,11 @@
 //! Sequences that are kept under keys, and what is left of them when a process ends.
 
 use crate::drive::Conduct;
-use crate::machine::{Machine, Outcome, Tokens, ensure, placed, selection};
+use crate::machine::{Machine, Outcome, Tokens, ensure, placed};
 use pagoda_core::Error;
 use pagoda_core::ids::{GroupId, KeptId, Tier};
 use pagoda_core::keep::{KeptGroup, KeptPage};
+use pagoda_core::plan::Selection;
 use pagoda_store::disk::{Recovered, sequence};
 use std::collections::BTreeMap;
 
@@ -45,7 +46,7 @@ impl Machine {
 
     pub(crate) fn save(&mut self) -> Outcome {
         let (Some(live), key) = (self.pick_live(), self.any_key()) else { return Ok(()) };
-        let mut all = selection(0..live.tokens.all.len() as u64, self.shape.group_ids().collect());
+        let mut all = Selection::of(0..live.tokens.all.len() as u64, self.shape.group_ids().collect());
         all.keep = true;
         let plan = self.cache.plan(live.id, Tier::Disk, &all).map_err(|error| error.to_string())?;
         let jobs = self.jobs.len();

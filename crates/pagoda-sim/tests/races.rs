@@ -83,15 +83,7 @@ impl World {
     }
 
     fn plan(&self, id: SequenceId, to: Tier) -> Plan {
-        let all = Selection {
-            tokens: 0..self.cache.token_count(id).unwrap(),
-            groups: vec![GROUP],
-            keep: false,
-            newest_first: false,
-            pages_max: usize::MAX,
-            from: None,
-            unshared: false,
-        };
+        let all = Selection::of(0..self.cache.token_count(id).unwrap(), vec![GROUP]);
         self.cache.plan(id, to, &all).unwrap()
     }
 

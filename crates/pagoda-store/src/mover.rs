@@ -159,6 +159,19 @@ impl Mover {
         job.end(Ok(()), 0);
     }
 
+    /// Gives back the space of a range of the disk's arena that has no block any more, in the background: what is written there later
+    /// waits for it.
+    ///
+    /// # Panics
+    /// When there is no disk.
+    pub fn discard(&self, arena: Range<u64>) {
+        let hole = self.store.as_ref().expect("a disk").hole(arena);
+        let job = self.job(0, Vec::new(), Completion::new());
+        // A refusal leaves the space where it is, which is no error.
+        job.begin(&self.disk, Work::Discard(hole), 0);
+        job.end(Ok(()), 0);
+    }
+
     /// A job without parts, which the caller ends.
     fn job(
         &self,
@@ -248,6 +261,7 @@ fn serve(mut lane: Lane, slabs: &[Arc<Slab>], inbox: &Mutex<Receiver<Part>>) {
         let result = match &part.work {
             Work::Copies(transfers) => transfer(&mut lane, slabs, transfers),
             Work::Layer(what, slab, offset) => read_layer(&mut lane, what, slab, *offset),
+            Work::Discard(hole) => hole.punch(),
         };
         part.end(result);
     }

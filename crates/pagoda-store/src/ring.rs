@@ -159,6 +159,7 @@ impl Ring {
     pub fn page(&self, filled: &Filled, page: usize) -> &[u8] {
         assert!(page < filled.what.blocks.len(), "page {page} of {:?}", filled.what);
         let start = self.range(filled.slot).start + page as u64 * filled.stride;
+        assert!(start + filled.stride <= self.bytes(), "{filled:?} is of another ring");
         // SAFETY: the slot is in the slab and holds so many pages, and nobody writes to it until it is given back, which takes it.
         unsafe { std::slice::from_raw_parts(self.slab.base().add(start as usize), filled.stride as usize) }
     }

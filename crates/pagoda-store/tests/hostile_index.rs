@@ -10,6 +10,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::io;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
@@ -44,6 +45,10 @@ struct Given(Vec<u8>);
 struct Nothing;
 
 impl Directory for Given {
+    fn path(&self) -> &Path {
+        Path::new("given")
+    }
+
     fn access(&self) -> Access {
         Access::default()
     }

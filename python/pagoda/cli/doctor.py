@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from pagoda.cli.console import results
 from pagoda.cli.options import Commands
 from pagoda.device import cuda
 from pagoda.device.driver import Driver
+from pagoda.disk import DISK_TIMEOUT
 from pagoda.errors import PagodaError
 from pagoda.kernels import instances, loader
 from pagoda.kernels.arguments import Unpack
@@ -235,7 +237,7 @@ def _disk(directory: Path) -> Finding:
     try:
         usage = shutil.disk_usage(directory)
         with tempfile.TemporaryDirectory(prefix="pagoda-", dir=directory) as scratch:
-            access = _core.disk_access(scratch)
+            access = _core.disk_access(scratch, timedelta(seconds=DISK_TIMEOUT))
     except (OSError, PagodaError) as error:
         return Finding("disk", False, str(error), "a directory that can be written to, for a disk tier")
     works = [name for name, there in (("O_DIRECT", access["direct"]), ("io_uring", access["io_uring"])) if there]

@@ -17,6 +17,7 @@ import numpy as np
 from pagoda import _core
 from pagoda.cache import Cache, Sequence
 from pagoda.device.driver import Driver
+from pagoda.disk import DISK_TIMEOUT
 from pagoda.errors import TierIOError
 from pagoda.kernels import instances
 from pagoda.measuring import gpu
@@ -163,7 +164,8 @@ def _memory_reader(threads: int, dtype: str = READER_DTYPE) -> Iterator[_MemoryR
 def _read_disk(directory: Path) -> _Span:
     try:
         with tempfile.TemporaryDirectory(prefix="pagoda-", dir=directory) as scratch:
-            size, seconds = _core.time_disk_reads(scratch, DISK_BYTES, timedelta(seconds=SECONDS))
+            limits = timedelta(seconds=SECONDS), timedelta(seconds=DISK_TIMEOUT)
+            size, seconds = _core.time_disk_reads(scratch, DISK_BYTES, *limits)
             stop = time.perf_counter()
     except OSError as error:
         raise TierIOError(f"disk = {str(directory)!r}: {error}") from error

@@ -20,7 +20,7 @@ impl Budget {
     }
 
     /// Takes `bytes` from what may be written at `now`.
-    pub fn spend(&mut self, bytes: u64, now: Instant) -> Result<()> {
+    pub(super) fn spend(&mut self, bytes: u64, now: Instant) -> Result<()> {
         let passed = now.saturating_duration_since(self.at).as_secs_f64();
         let spent = (self.spent - self.per_day as f64 * passed / DAY_SECONDS).max(0.0);
         let left = (self.per_day as f64 - spent) as u64;

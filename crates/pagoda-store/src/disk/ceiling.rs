@@ -1,6 +1,6 @@
 //! How fast a drive gives back what is read as pages are, when nothing is done with it: what everything else is set against.
 
-use super::io::{Directory, File, IO_BYTES_MAX, Kind, Op};
+use super::io::{Directory, File, IO_BYTES_MAX, Kind, Op, Pulse};
 use super::{Error, Result};
 use crate::Slab;
 use std::io;
@@ -12,8 +12,13 @@ use std::time::{Duration, Instant};
 const PART_BYTES: u64 = 16 << 20;
 
 /// Writes a file of `size` bytes, rounded up to parts of 16 MiB, and reads it in order, over and over, for `limit`, at least
-/// one part. Returns the bytes that were read and the time that it took.
-pub fn time_reads(directory: &dyn Directory, size: u64, limit: Duration) -> Result<(u64, Duration)> {
+/// one part. Returns the bytes that were read and the time that it took. Others see by `pulse` whether the drive answers.
+pub fn time_reads(
+    directory: &dyn Directory,
+    size: u64,
+    limit: Duration,
+    pulse: &Pulse,
+) -> Result<(u64, Duration)> {
     let parts = size.div_ceil(PART_BYTES).max(1);
     let timed = directory.scratch().and_then(|file| {
         // In huge pages, like the memory that a store reads into: with small ones some drives are several times slower.
@@ -26,14 +31,14 @@ pub fn time_reads(directory: &dyn Directory, size: u64, limit: Duration) -> Resu
         }
         let (written, asked) = (AtomicU64::new(0), AtomicU64::new(0));
         let next = || Some(written.fetch_add(1, Ordering::Relaxed)).filter(|&part| part < parts);
-        in_parts(&*file, Kind::Write, memory, next)?;
+        in_parts(&*file, Kind::Write, memory, pulse, next)?;
         file.sync()?;
         let start = Instant::now();
         let next = || {
             let part = asked.fetch_add(1, Ordering::Relaxed);
             (part == 0 || start.elapsed() < limit).then_some(part % parts)
         };
-        let read = in_parts(&*file, Kind::Read, memory, next)?;
+        let read = in_parts(&*file, Kind::Read, memory, pulse, next)?;
         Ok((read * PART_BYTES, start.elapsed()))
     });
     timed.map_err(Error::io("timing the disk"))
@@ -44,6 +49,7 @@ fn in_parts(
     file: &dyn File,
     kind: Kind,
     memory: &mut [u8],
+    pulse: &Pulse,
     next: impl Fn() -> Option<u64> + Sync,
 ) -> io::Result<u64> {
     let lane = |bytes: &mut [u8]| -> io::Result<u64> {
@@ -52,7 +58,7 @@ fn in_parts(
             let pieces = bytes.chunks_mut(IO_BYTES_MAX).enumerate();
             let at = |piece: usize| part * PART_BYTES + (piece * IO_BYTES_MAX) as u64;
             let mut ops: Vec<_> = pieces.map(|(n, piece)| Op::new(kind, at(n), piece)).collect();
-            lane.run(&mut ops);
+            pulse.ask(|| lane.run(&mut ops));
             ops.into_iter().try_for_each(Op::outcome)?;
             done += 1;
         }
@@ -74,7 +80,7 @@ mod tests {
     #[test]
     fn what_was_written_is_read_once_at_least() {
         let disk = FaultyDisk::default();
-        let (bytes, time) = time_reads(&disk, PART_BYTES + 1, Duration::ZERO).unwrap();
+        let (bytes, time) = time_reads(&disk, PART_BYTES + 1, Duration::ZERO, &Pulse::default()).unwrap();
         assert!(bytes >= PART_BYTES && bytes.is_multiple_of(PART_BYTES) && time > Duration::ZERO);
         disk.with("scratch 1", |file| assert_eq!(file.len() as u64, 2 * PART_BYTES));
     }
@@ -85,7 +91,7 @@ mod tests {
         for after in [0, 1, 2, 10, 18, 19, 20, 21, 30, 37] {
             let disk = FaultyDisk::default();
             disk.fail(after, Fault::Errno(5));
-            let timed = time_reads(&disk, 1, Duration::ZERO);
+            let timed = time_reads(&disk, 1, Duration::ZERO, &Pulse::default());
             assert!(
                 matches!(timed, Err(Error::Io { operation: "timing the disk", .. })),
                 "after {after}: {timed:?}"

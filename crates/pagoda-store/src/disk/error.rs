@@ -1,7 +1,7 @@
 //! What can go wrong on disk, as data.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::Path;
 
 /// Why the disk tier did not do what it was asked. Nothing that was readable before has changed.
 #[derive(Debug, thiserror::Error)]
@@ -13,14 +13,6 @@ pub enum Error {
         /// What was tried.
         operation: &'static str,
         /// With the errno, if the system gave one.
-        source: io::Error,
-    },
-    /// A directory that cannot be used.
-    #[error("disk = {}: {source}", path.display())]
-    Place {
-        /// Where it is.
-        path: PathBuf,
-        /// Why not.
         source: io::Error,
     },
     /// Stored bytes are not what was stored.
@@ -40,17 +32,21 @@ pub enum Error {
     #[error("another process or cache has it open")]
     Locked,
     /// The files are of another model, format or size.
-    #[error("{what} is {stored} on disk, and {wanted} here")]
+    #[error(
+        "{what} is {stored} on disk, and {wanted} here: give the {arguments} that it was made with, or another directory"
+    )]
     Mismatch {
         /// What differs.
         what: &'static str,
+        /// What the caller says that with.
+        arguments: &'static str,
         /// As the files say.
         stored: String,
         /// As the caller says.
         wanted: String,
     },
     /// Writing would exceed what the drive may be given a day.
-    #[error("{wanted} bytes to write: {left} are left of {per_day} a day")]
+    #[error("{wanted} bytes to write: {left} are left of disk_writes_per_day = {per_day} a day")]
     OverBudget {
         /// Bytes to write.
         wanted: u64,
@@ -72,6 +68,14 @@ pub enum Error {
 }
 
 impl Error {
+    /// With the directory that it is about, for who has to change something.
+    pub fn told_of(&self, directory: &Path) -> String {
+        match self {
+            Self::Invalid { .. } => self.to_string(),
+            _ => format!("disk = {}: {self}", directory.display()),
+        }
+    }
+
     /// Names the operation that failed.
     pub(crate) fn io(operation: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Io { operation, source }

@@ -68,12 +68,15 @@ impl Index {
             let hex =
                 |bytes: &Fingerprint| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
             if stored.fingerprint != *fingerprint {
-                let (what, wanted) = ("the fingerprint of model and formats", hex(fingerprint));
-                return Err(Error::Mismatch { what, stored: hex(&stored.fingerprint), wanted });
+                let what = "the fingerprint of model and formats";
+                let arguments = "spec, formats, page_size and model";
+                let (stored, wanted) = (hex(&stored.fingerprint), hex(fingerprint));
+                return Err(Error::Mismatch { what, arguments, stored, wanted });
             }
             if stored.geometry != header.geometry {
-                let (what, wanted) = ("the layout of pages", format!("{:?}", header.geometry));
-                return Err(Error::Mismatch { what, stored: format!("{:?}", stored.geometry), wanted });
+                let (what, arguments) = ("the layout of pages", "disk_memory");
+                let (stored, wanted) = (format!("{:?}", stored.geometry), format!("{:?}", header.geometry));
+                return Err(Error::Mismatch { what, arguments, stored, wanted });
             }
             let mut offset = start;
             while let Some((line, end)) = Line::parse(&bytes, stored.epoch, offset) {

@@ -2,14 +2,17 @@
 
 use super::budget::Budget;
 use super::format::{Fingerprint, Record};
+use super::hole::{Hole, Holes};
 use super::index::{Entry, Index, Recovered};
 use super::io::{Access, Directory, File};
 use super::lane::{Lane, stretches};
 use super::segment::Geometry;
 use super::{Error, Result};
+use pagoda_core::fence::Failure;
 use pagoda_core::ids::{BlockId, GroupId};
 use std::collections::HashMap;
 use std::ops::Range;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -22,12 +25,14 @@ const EPOCH_SHIFT: u32 = 40;
 /// A store of pages in one directory. Any number of lanes write and read at once, each block one of them at a time.
 #[derive(Debug)]
 pub struct Store {
+    directory: PathBuf,
     pub(super) geometry: Geometry,
     pub(super) fingerprint: Fingerprint,
-    file: Arc<dyn File>,
+    pub(super) file: Arc<dyn File>,
     access: Access,
     index: Option<Mutex<Index>>,
     pub(super) pages: Mutex<Pages>,
+    pub(super) holes: Holes,
     budget: Option<Mutex<Budget>>,
     /// What the next page that is written gets.
     pub(super) generation: AtomicU64,
@@ -106,12 +111,14 @@ impl Store {
             keep(&mut pages, entry);
         }
         Self {
+            directory: directory.path().to_owned(),
             geometry,
             fingerprint,
             file,
             access: directory.access(),
             index: index.map(Mutex::new),
             pages: Mutex::new(pages),
+            holes: Holes::default(),
             budget: budget.map(Mutex::new),
             generation: AtomicU64::new(epoch << EPOCH_SHIFT),
             zeroes: AtomicBool::new(false),
@@ -119,6 +126,17 @@ impl Store {
             bytes_read: AtomicU64::new(0),
             corrupt: AtomicU64::new(0),
         }
+    }
+
+    /// Where it is, for messages.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// What copies to or from here that failed say to the core.
+    pub fn failure(&self, error: &Error) -> Failure {
+        let reason = error.told_of(&self.directory);
+        if let Error::Corrupt { .. } = error { Failure::Corrupt(reason) } else { Failure::Io(reason) }
     }
 
     /// Where everything lies.
@@ -214,7 +232,12 @@ impl Store {
     }
 
     /// Gives back the space of a range of the arena that has no block any more.
-    pub fn discard(&self, arena: Range<u64>) -> Result<()> {
+    pub fn discard(self: &Arc<Self>, arena: Range<u64>) -> Result<()> {
+        self.hole(arena).punch()
+    }
+
+    /// A range of the arena that has no block any more, whose space is given back later. It may have blocks again before that.
+    pub(crate) fn hole(self: &Arc<Self>, arena: Range<u64>) -> Hole {
         let segments = self.geometry.segments_of(arena);
         let mut pages = lock(&self.pages);
         // Block by block: there may be many times as many pages elsewhere.
@@ -222,9 +245,7 @@ impl Store {
             pages.remove(&block);
         }
         drop(pages);
-        let bytes = self.geometry.segments().0;
-        let range = segments.start * bytes..segments.end * bytes;
-        self.file.discard(range).map_err(Error::io("giving space back"))
+        Hole::new(self, segments)
     }
 
     /// What tells the pages that lie in some blocks now from all that ever did or will; none where nothing can be read.
@@ -315,6 +336,7 @@ impl Store {
 
     /// Lets blocks be written to: until that is done nothing can be read from them.
     pub(super) fn begin(&self, group: GroupId, blocks: &[BlockId]) -> Result<()> {
+        self.wait_for_holes(group, blocks);
         let mut pages = lock(&self.pages);
         self.require_spare(&pages, group, blocks)?;
         if let Some(budget) = &self.budget {

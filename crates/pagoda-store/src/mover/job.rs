@@ -2,7 +2,7 @@
 
 use super::{LayerOfPages, Transfer};
 use crate::Slab;
-use crate::disk::{Error, Store};
+use crate::disk::{Error, Hole, Store};
 use pagoda_core::fence::{Completion, Failure};
 use pagoda_core::ids::{BlockId, GroupId};
 use std::sync::mpsc::Sender;
@@ -21,6 +21,8 @@ pub(super) enum Work {
     Copies(Vec<Transfer>),
     /// Reads into a slab, from a place on.
     Layer(LayerOfPages, Arc<Slab>, u64),
+    /// Gives space on disk back.
+    Discard(Hole),
 }
 
 /// What `send` or `fetch` was given, until its last part is done.
@@ -73,10 +75,8 @@ impl Job {
             && first < state.copied
         {
             state.copied = first;
-            state.failure = Some(match error {
-                Error::Corrupt { .. } => Failure::Corrupt(error.to_string()),
-                other => Failure::Io(other.to_string()),
-            });
+            // Copies in memory do not fail.
+            state.failure = store.as_ref().map(|store| store.failure(&error));
         }
         state.parts_left -= 1;
         if state.parts_left == 0 {

@@ -6,6 +6,7 @@ use rustix::io::Errno;
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 /// What goes wrong with one operation.
@@ -360,6 +361,10 @@ impl Image {
 }
 
 impl Directory for FaultyDisk {
+    fn path(&self) -> &Path {
+        Path::new("a disk with faults")
+    }
+
     fn access(&self) -> Access {
         Access::default()
     }

@@ -9,7 +9,7 @@ use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -22,6 +22,7 @@ const LOCK_PAUSE: Duration = Duration::from_millis(20);
 /// A directory that only its owner can write to.
 #[derive(Debug)]
 pub struct Folder {
+    path: PathBuf,
     fd: OwnedFd,
     access: Access,
     pulse: Arc<Pulse>,
@@ -45,7 +46,7 @@ impl Folder {
 
     /// As `open`, and lets others see whether the drive answers, now and when a store is opened there.
     pub fn open_watched(path: &Path, pulse: Arc<Pulse>) -> Result<Self, Error> {
-        Self::try_open(path, pulse).map_err(|source| Error::Place { path: path.to_owned(), source })
+        Self::try_open(path, pulse).map_err(Error::io("opening the directory"))
     }
 
     fn try_open(path: &Path, pulse: Arc<Pulse>) -> io::Result<Self> {
@@ -56,7 +57,7 @@ impl Folder {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let fd = pulse.ask(|| fs::open(path, flags, Mode::empty()))?;
         require_ours(&fd, Mode::WGRP | Mode::WOTH, "directory")?;
-        let mut folder = Self { fd, access: Access::default(), pulse };
+        let mut folder = Self { path: path.to_owned(), fd, access: Access::default(), pulse };
         folder.probe()?;
         Ok(folder)
     }
@@ -64,7 +65,8 @@ impl Folder {
     /// The same directory with less than it can do.
     #[cfg(test)]
     pub(crate) fn with(&self, access: Access) -> Self {
-        Self { fd: self.fd.try_clone().expect("a descriptor is left"), access, pulse: Arc::default() }
+        let fd = self.fd.try_clone().expect("a descriptor is left");
+        Self { path: self.path.clone(), fd, access, pulse: Arc::default() }
     }
 
     /// Tries what is fastest with a real, aligned write and read, and remembers what does not work.
@@ -129,6 +131,10 @@ impl Folder {
 }
 
 impl Directory for Folder {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
     fn access(&self) -> Access {
         self.access.clone()
     }
@@ -173,8 +179,8 @@ impl Directory for Folder {
     }
 
     fn share(&self) -> io::Result<Box<dyn Directory>> {
-        let (access, pulse) = (self.access.clone(), self.pulse.clone());
-        Ok(Box::new(Self { fd: self.fd.try_clone()?, access, pulse }))
+        let (path, access, pulse) = (self.path.clone(), self.access.clone(), self.pulse.clone());
+        Ok(Box::new(Self { path, fd: self.fd.try_clone()?, access, pulse }))
     }
 
     fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<Arc<dyn File>> {

@@ -15,6 +15,7 @@ pub use pulse::Pulse;
 use std::fmt::Debug;
 use std::io;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 
 /// Offsets, lengths and addresses of page I/O are multiples of this.
@@ -25,6 +26,9 @@ pub const IO_BYTES_MAX: usize = 1 << 20;
 
 /// A directory with the files of one store.
 pub trait Directory: Debug + Send + Sync {
+    /// Where it is, for messages.
+    fn path(&self) -> &Path;
+
     /// How page I/O in its files is done.
     fn access(&self) -> Access;
 

@@ -2,24 +2,25 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Counts what is asked of a file system, and the answers. To look at while one thread asks.
+/// Counts what is asked of a file system, and the answers.
 #[derive(Debug, Default)]
 pub struct Pulse {
-    /// Odd while an answer is awaited.
-    turns: AtomicU64,
+    asked: AtomicU64,
+    answered: AtomicU64,
 }
 
 impl Pulse {
     /// Makes a call that takes as long as the drive likes.
-    pub(super) fn ask<T>(&self, call: impl FnOnce() -> T) -> T {
-        self.turns.fetch_add(1, Ordering::Relaxed);
+    pub(in crate::disk) fn ask<T>(&self, call: impl FnOnce() -> T) -> T {
+        self.asked.fetch_add(1, Ordering::Relaxed);
         let answer = call();
-        self.turns.fetch_add(1, Ordering::Relaxed);
+        self.answered.fetch_add(1, Ordering::Relaxed);
         answer
     }
 
-    /// What is awaited, if anything is: a number that no other call has.
+    /// If an answer is awaited, a number that changes with every call and every answer.
     pub fn awaited(&self) -> Option<u64> {
-        Some(self.turns.load(Ordering::Relaxed)).filter(|turns| turns % 2 == 1)
+        let (answered, asked) = (self.answered.load(Ordering::Relaxed), self.asked.load(Ordering::Relaxed));
+        (asked != answered).then(|| asked.wrapping_add(answered))
     }
 }
