@@ -17,6 +17,7 @@ from pagoda.errors import (
     TierIOError,
     UseAfterRelease,
 )
+from pagoda.report import StepReport
 from pagoda.retention import SinkWindow
 from pagoda.spec import AttentionLayer, ModelSpec, Rope
 from pagoda.stats import Stats
@@ -39,6 +40,7 @@ __all__ = [
     "SinkWindow",
     "Stats",
     "Step",
+    "StepReport",
     "Table",
     "Ticket",
     "TierIOError",

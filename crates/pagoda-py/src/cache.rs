@@ -318,17 +318,6 @@ impl Cache {
             })
         })
     }
-
-    /// CPU workers, the caller's thread included; 0 where a device has the kernels.
-    #[getter]
-    fn threads(&self, py: Python<'_>) -> PyResult<usize> {
-        self.with(py, |inner| {
-            Ok(match &inner.engine {
-                Engine::Cpu(cpu) => cpu.backend.threads(),
-                Engine::Device(_) => 0,
-            })
-        })
-    }
 }
 
 impl Drop for Cache {
