@@ -303,7 +303,7 @@ def test_no_more_is_written_a_day_than_allowed(tmp_path: Path, caplog: pytest.Lo
         tokens = mirror.create()
         mirror.step([tokens], [320])
         ticket = cache.demote(tokens.sequence, to="disk")
-        with pytest.raises(pagoda.TierIOError, match="102400 a day"):
+        with pytest.raises(pagoda.TierIOError, match=r"disk_writes_per_day = 102400: .* 196608 are to be written"):
             ticket.wait(60)
         mirror.look()
         others = [mirror.create() for _ in range(3)]
@@ -333,7 +333,7 @@ with pagoda.Cache(spec, page_size=16, disk={str(tmp_path / "pages")!r}, disk_mem
     tokens = mirror.create()
     mirror.step([tokens], [1600])
     resource.setrlimit(resource.RLIMIT_FSIZE, (49 * 4096, resource.RLIM_INFINITY))
-    with pytest.raises(pagoda.TierIOError, match="File too large .os error 27."):
+    with pytest.raises(pagoda.TierIOError, match="disk: .*File too large .os error 27."):
         cache.demote(tokens.sequence, to="disk").wait(60)
     mirror.look()
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -266,7 +266,8 @@ def test_one_field_that_differs_is_refused_with_a_reason(tmp_path: Path) -> None
     kept = {name: (tmp_path / "kept" / name).read_bytes() for name in ("pages", "index")}
     for name, changes in OTHERS.items():
         with pytest.raises(
-            pagoda.GeometryMismatch, match=r"(fingerprint of model and formats|layout of pages) is .* here"
+            pagoda.GeometryMismatch,
+            match=rf"disk = {tmp_path}/kept: the (fingerprint of model and formats|layout of pages) is .* here",
         ):
             pytest.fail(f"{name}: {opened(tmp_path, **(BASE | changes))}")
     assert kept == {name: (tmp_path / "kept" / name).read_bytes() for name in kept}, "and nothing was changed"
@@ -276,7 +277,7 @@ def test_one_field_that_differs_is_refused_with_a_reason(tmp_path: Path) -> None
 
 def test_one_cache_at_a_time(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
-        with pytest.raises(pagoda.TierIOError, match="has it open"):
+        with pytest.raises(pagoda.TierIOError, match=f"disk = {tmp_path}/kept: .* has it open"):
             opened(tmp_path)
         cache.audit()
     opened(tmp_path).close()

@@ -24,7 +24,6 @@ use pyo3::sync::MutexExt;
 use pyo3::types::PyDict;
 use std::mem::ManuallyDrop;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 /// The tiers that are memory, in the order of their slabs.
 pub(crate) const MEMORY_TIERS: [Tier; 2] = [Tier::Device, Tier::Host];
@@ -124,7 +123,7 @@ impl Cache {
         disk: Option<DiskArguments>,
     ) -> PyResult<Self> {
         let Placed { groups, runs, layers } = place(py, &layers, page_size)?;
-        let timeout = disk.as_ref().map_or(Duration::ZERO, |disk| disk.timeout);
+        let (timeout, path) = disk.as_ref().map(|disk| (disk.timeout, disk.path.clone())).unwrap_or_default();
         let geometry = disk.as_ref().map(|disk| Geometry::new(&runs, disk.memory)).transpose();
         let geometry = geometry.map_err(|error| errors::disk(py, &error))?;
         let absent = TierMemory { bytes: 0, extent_bytes: u64::MAX };
@@ -156,8 +155,9 @@ impl Cache {
             (Engine::Cpu(cpu), slabs)
         };
         let mover = Mover::new(slabs, store.as_ref()).map_err(|error| errors::disk(py, &error))?;
-        let disk =
-            store.map(|store| Disk::new(py, store, ring, page_size, timeout).map(Box::new)).transpose()?;
+        let disk = store
+            .map(|store| Disk::new(py, store, ring, page_size, timeout, path).map(Box::new))
+            .transpose()?;
         let inner = Inner {
             core,
             block_bytes: groups.iter().map(|group| group.block_bytes).collect(),

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 pub(crate) struct DiskArguments {
-    path: PathBuf,
+    pub(crate) path: PathBuf,
     pub(crate) memory: u64,
     fingerprint: [u8; 16],
     /// Whether files have names, and are opened again.
@@ -34,6 +34,8 @@ pub(crate) struct DiskArguments {
 pub(crate) struct Disk {
     pub(crate) store: Arc<Store>,
     pub(crate) reads: Reads,
+    /// The directory.
+    pub(crate) path: PathBuf,
 }
 
 impl Disk {
@@ -44,13 +46,14 @@ impl Disk {
         lent: Option<(Slab, u64)>,
         page_size: u32,
         timeout: Duration,
+        path: PathBuf,
     ) -> PyResult<Self> {
         let ring = match lent {
             Some((slab, slot_bytes)) => Ring::over(&store, slab, slot_bytes),
             None => Ring::new(&store, RUN_ROWS / page_size as usize)
                 .map_err(|error| errors::unavailable(py, format_args!("memory to read into: {error}")))?,
         };
-        Ok(Self { store, reads: Reads::new(ring, timeout) })
+        Ok(Self { store, reads: Reads::new(ring, timeout), path })
     }
 
     /// How I/O is done and what it came to.
@@ -80,7 +83,7 @@ pub(crate) fn open(
     mut core: pagoda_core::Cache,
     zero_on_free: bool,
 ) -> PyResult<Opened> {
-    let (limit, pulse) = (disk.timeout, Arc::new(Pulse::default()));
+    let (limit, path, pulse) = (disk.timeout, disk.path.clone(), Arc::new(Pulse::default()));
     let watched = pulse.clone();
     let opening = Apart::begin(move || -> Result<_, Error> {
         let folder = Folder::open_watched(&disk.path, watched)?;
@@ -97,7 +100,7 @@ pub(crate) fn open(
         Ok(Opened { core, store: Arc::new(store), sessions })
     });
     let opening = opening.map_err(|source| Error::Io { operation: "starting a thread", source });
-    let opening = opening.map_err(|error| errors::disk(py, &error))?;
+    let opening = opening.map_err(|error| errors::disk_in(py, &path, &error))?;
     let opened = py.detach(|| opening.outcome(&pulse, limit)).map_err(|stop| match stop {
         Stop::Idle(limit) => {
             let seconds = limit.as_secs_f64();
@@ -108,7 +111,7 @@ pub(crate) fn open(
         }
         other => other.raise(py),
     })?;
-    let opened = opened.map_err(|error| errors::disk(py, &error))?;
+    let opened = opened.map_err(|error| errors::disk_in(py, &path, &error))?;
     fork::opened(&opened.store);
     Ok(opened)
 }

@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{IntoPyDict, PyType};
 use std::fmt::Display;
+use std::path::Path;
 
 /// An exception of `pagoda.errors`, by its name there.
 fn exception(py: Python<'_>, name: &str, message: impl Display, fields: &[(&str, u64)]) -> PyErr {
@@ -70,16 +71,28 @@ pub(crate) fn failure(py: Python<'_>, failure: Option<&Failure>) -> PyErr {
     }
 }
 
+/// An error of the disk tier in a directory, which the message names.
+pub(crate) fn disk_in(py: Python<'_>, path: &Path, error: &pagoda_store::disk::Error) -> PyErr {
+    use pagoda_store::disk::Error;
+    if matches!(error, Error::Place { .. } | Error::Invalid { .. } | Error::OverBudget { .. }) {
+        return disk(py, error);
+    }
+    exception(py, class_of(error), format_args!("disk = {}: {error}", path.display()), &[])
+}
+
 /// An error of the disk tier.
 pub(crate) fn disk(py: Python<'_>, error: &pagoda_store::disk::Error) -> PyErr {
+    exception(py, class_of(error), error, &[])
+}
+
+fn class_of(error: &pagoda_store::disk::Error) -> &'static str {
     use pagoda_store::disk::Error;
-    let class = match error {
+    match error {
         Error::Corrupt { .. } | Error::Index(_) => "CorruptPage",
         Error::Mismatch { .. } => "GeometryMismatch",
         Error::Invalid { .. } => "InvalidArgument",
         _ => "TierIOError",
-    };
-    exception(py, class, error, &[])
+    }
 }
 
 /// An error of the CPU backend.

@@ -172,7 +172,7 @@ impl Inner {
         });
         let answer = answer.map_err(|source| {
             to.iter().for_each(|&(kept, _)| self.core.forget(kept));
-            errors::disk(py, &Error::Io { operation: "starting a thread", source })
+            self.disk_error(py, &Error::Io { operation: "starting a thread", source })
         })?;
         let (doubtful, limit) = (self.sessions.doubtful.clone(), self.disk_timeout());
         let mut change = Change { key: key.into(), to, doubtful, answer };
@@ -181,7 +181,12 @@ impl Inner {
             self.sessions.unanswered.push(change);
             return Err(stop.raise(py));
         }
-        self.end_change(change).map_err(|error| errors::disk(py, &error))
+        self.end_change(change).map_err(|error| self.disk_error(py, &error))
+    }
+
+    /// An error of the directory.
+    fn disk_error(&self, py: Python<'_>, error: &Error) -> PyErr {
+        errors::disk_in(py, &self.disk.as_ref().expect("keys are of a disk tier").path, error)
     }
 
     /// A change that the drive has answered.

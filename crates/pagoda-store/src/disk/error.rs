@@ -50,7 +50,7 @@ pub enum Error {
         wanted: String,
     },
     /// Writing would exceed what the drive may be given a day.
-    #[error("{wanted} bytes to write: {left} are left of {per_day} a day")]
+    #[error("disk_writes_per_day = {per_day}: {left} bytes are left of it, and {wanted} are to be written")]
     OverBudget {
         /// Bytes to write.
         wanted: u64,

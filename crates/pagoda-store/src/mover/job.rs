@@ -75,6 +75,7 @@ impl Job {
             state.copied = first;
             state.failure = Some(match error {
                 Error::Corrupt { .. } => Failure::Corrupt(error.to_string()),
+                Error::Io { .. } => Failure::Io(format!("disk: {error}")),
                 other => Failure::Io(other.to_string()),
             });
         }
