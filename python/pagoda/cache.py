@@ -265,7 +265,7 @@ class Cache:
             batch = self._batch("batch", batch)
         if batch._cache is not self:
             raise InvalidArgument(f"batch = {batch!r}: a batch of this cache")
-        return Step(self, batch, integers("new_tokens", new_tokens, "one a sequence"), on)
+        return Step(self, batch, integers("new_tokens", new_tokens, "a list of integers, one a sequence"), on)
 
     def declare(self, *, sequences: int, new_tokens: int, context: int) -> None:
         """Declares maxima of all steps to come, so that a graph can be captured in one step and replayed in later ones.
@@ -479,7 +479,7 @@ class Cache:
     def _groups_of(self, layers: Collection[int] | None) -> list[int]:
         if layers is None:
             return list(range(len(self._groups)))
-        wanted = set(integers("layers", layers, "of whole layer groups").tolist())
+        wanted = set(integers("layers", layers, "a list of integers, those of whole layer groups").tolist())
         chosen = [group for group, members in enumerate(self._groups) if wanted & set(members)]
         whole = {layer for group in chosen for layer in self._groups[group]}
         if whole != wanted:

@@ -76,16 +76,16 @@ def token_range(name: str, value: tuple[int, int]) -> tuple[int, int]:
     return natural(f"{name}[0]", start), natural(f"{name}[1]", stop)
 
 
-def integers(name: str, values: Collection[int] | npt.ArrayLike, of: str) -> npt.NDArray[np.int64]:
-    """Integers as int64. Raises InvalidArgument for what is no list of them."""
-    limit = f"a list of integers, {of}"
+def integers(name: str, values: Collection[int] | npt.ArrayLike, limit: str) -> npt.NDArray[np.int64]:
+    """A list of integers as int64. Raises InvalidArgument, with `limit`, for what is none."""
     try:
         array = np.asarray(values)
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"{name} = {values!r}: {limit}") from error
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+    kind = array.dtype.kind
+    if array.ndim != 1 or (kind not in "iu" and array.size):
         raise InvalidArgument(f"{name} = {array.dtype} {list(array.shape)}: {limit}")
-    if array.dtype == np.uint64 and array.size and array.max() >= 1 << 63:
+    if kind == "u" and array.max(initial=0) >= 1 << 63:
         raise InvalidArgument(f"{name} = {values!r}: {limit}, below 2**63")
     return np.ascontiguousarray(array, np.int64)
 

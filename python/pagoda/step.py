@@ -231,7 +231,9 @@ class Step:
 
         Raises InvalidArgument, and leaves the step open, when a layer was not appended to or a count is too large.
         """
-        self._core.commit(None if accepted is None else integers("accepted", accepted, "one a sequence"))
+        self._core.commit(
+            None if accepted is None else integers("accepted", accepted, "a list of integers, one a sequence")
+        )
         self._end()
         self._cache._spill.ahead(self.batch.ids)
 

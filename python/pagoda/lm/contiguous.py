@@ -59,7 +59,7 @@ class ContiguousCache:
         for index, sequence in enumerate(batch):
             if not isinstance(sequence, ContiguousSequence):
                 raise InvalidArgument(f"batch[{index}] = {sequence!r}: a sequence of a ContiguousCache")
-        counts = integers("new_tokens", new_tokens, "one a sequence").tolist()
+        counts = integers("new_tokens", new_tokens, "a list of integers, one a sequence").tolist()
         if len(counts) != len(batch) or not all(0 <= count <= TOKENS_MAX for count in counts):
             limit = f"{len(batch)} counts, one a sequence in batch, each from 0 to {TOKENS_MAX}"
             raise InvalidArgument(f"new_tokens = {counts}: {limit}")

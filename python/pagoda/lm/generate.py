@@ -60,7 +60,7 @@ def generate(
     of `stop` is the last one written; by default the model's `end_tokens`, and `stop=()` goes on regardless. Yields what
     happens as it happens; stopping early is fine. Raises InvalidArgument for an empty prompt and for absurd counts.
     """
-    prompt = integers("prompt", prompt, "tokens")
+    prompt = integers("prompt", prompt, "a list of tokens")
     if not len(prompt) or not 0 <= prompt.min() <= prompt.max() < model.vocab_size:
         shown = f"{prompt.min()} to {prompt.max()}" if len(prompt) else "0 tokens"
         raise InvalidArgument(f"prompt = {shown}: at least one token, all from 0 to {model.vocab_size - 1}")
@@ -70,7 +70,7 @@ def generate(
         raise InvalidArgument(f"sampler = {sampler!r}: a Sampler")
     ends = model.end_tokens
     if stop is not None:
-        ends = frozenset(integers("stop", list(stop) if isinstance(stop, Set) else stop, "tokens").tolist())
+        ends = frozenset(integers("stop", list(stop) if isinstance(stop, Set) else stop, "a list of tokens").tolist())
     decoder = model.tokenizer.decoder()
 
     def read(tokens: npt.NDArray[np.int64]) -> tuple[Any, npt.NDArray[np.float32]]:

@@ -141,7 +141,7 @@ class LanguageModel:
         have no row in "last".
         """
         positions = step.positions
-        xp, ids = self._xp, integers("tokens", tokens, "one a new token")
+        xp, ids = self._xp, integers("tokens", tokens, "a list of integers, one a new token")
         if len(ids) != len(positions):
             raise InvalidArgument(f"tokens = {len(ids)} integers: {len(positions)}, one a new token")
         check_choice("logits", logits, ("last", "all"))
