@@ -30,9 +30,9 @@ from pagoda import _core, placement
 from pagoda.checks import (
     check_choice,
     check_flag,
-    check_integer,
     check_list,
     check_page_size,
+    check_threads,
     integers,
     is_number,
     natural,
@@ -183,7 +183,7 @@ class Cache:
     ) -> None:
         threads = os.cpu_count() or 1 if threads is None else threads
         check_spec("spec", spec)
-        check_integer("threads", threads, 1, 1024)
+        check_threads("threads", threads)
         check_page_size("page_size", page_size)
         flags = {"zero_on_free": zero_on_free, "deterministic": deterministic, "checked": checked, "spill": spill}
         for name, flag in flags.items():

@@ -61,6 +61,11 @@ def check_page_size(name: str, value: int) -> None:
         raise InvalidArgument(f"{name} = {value!r}: a power of two from 8 to 4096")
 
 
+def check_threads(name: str, value: int) -> None:
+    """Raises InvalidArgument unless a cache may have so many."""
+    check_integer(name, value, 1, 1024)
+
+
 def natural(name: str, value: int, low: int = 0, high: int = (1 << 63) - 1) -> int:
     """An int, or an integer of NumPy, as an int. Raises InvalidArgument unless it is from `low` to `high`."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or not low <= value <= high:
