@@ -441,7 +441,7 @@ CALLS: Calls = {
             "spec": P(SPEC),
             "k_dtype": P("f16"),
             "v_dtype": P("f16"),
-            "page_size": P(64, "1 2**31"),
+            "page_size": P(64, "1"),
             "retention": P(None, "None"),
             "headroom": P(0, "None 0 1"),
         },
@@ -588,3 +588,36 @@ def test_factors_of_kernels_are_normal_numbers_of_float32() -> None:
             pagoda.AttentionLayer(4, 2, 16, scale=scale, softcap=softcap)
             for factor in (scale, softcap, scale * np.log2(np.e), softcap * np.log2(np.e), scale / softcap):
                 assert normal.smallest_normal <= factor <= normal.max
+
+
+@pytest.mark.usefixtures("names_the_cpu")
+def test_the_environment_is_an_argument_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("PAGODA_CPU_ISA", "sse9"), ("PAGODA_KV_DTYPE", "f15")):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(pagoda.InvalidArgument, match=name):
+            pagoda.Cache(ONE)
+        monkeypatch.delenv(name)
+
+
+def test_a_list_may_be_an_array() -> None:
+    """Of sequences, of layers or of numbers."""
+    layers: Any = np.array([layer(k_eq_v=True)] * 2)
+    norms = np.ones((2, 16))
+    counts: Any = np.array([1, 2], np.uint64)
+    large: Any = np.array([1, 1 << 63], np.uint64)
+    options: dict[str, Any] = {"device": "cpu", "device_memory": "1MiB", "host_memory": 0, "k_norms": norms}
+    with pagoda.Cache(pagoda.ModelSpec(layers), **options) as cache:
+        sequences: Any = np.array([cache.create(), cache.create()])
+        with cache.step(sequences, counts) as step:
+            assert step.cu_seqlens.tolist() == [0, 1, 3]
+            for index in range(2):
+                step.table(index)
+        with pytest.raises(pagoda.InvalidArgument, match=r"new_tokens = .*9223372036854775808"):
+            cache.step(sequences, large)
+
+
+def test_more_groups_of_layers_than_a_cache_has() -> None:
+    for groups, error in ((64, None), (65, "spec = layers of 65 shapes"), (300, "spec = layers of 300 shapes")):
+        many = pagoda.ModelSpec([layer(window=8 * (group + 1)) for group in range(groups)])
+        with contextlib.nullcontext() if error is None else pytest.raises(pagoda.InvalidArgument, match=error):
+            pagoda.Cache(many, page_size=8, device_memory="8MiB", host_memory=0).close()

@@ -189,7 +189,7 @@ class Cache:
         for name, flag in flags.items():
             check_flag(name, flag)
         self.spec, self.page_size, self.deterministic = spec, page_size, deterministic
-        self.retention, self.headroom = retention, page_size if headroom is None else headroom
+        self.retention, self.headroom = retention, page_size if headroom is None else natural("headroom", headroom)
         self.dtypes = formats_by_layer(k_dtype, v_dtype, len(spec.layers))
         """Row formats of K and V of each layer."""
         self._groups = group_layers(spec, self.dtypes)
@@ -365,8 +365,10 @@ class Cache:
         self._core.check_key(_key(key))
         if tokens is not None:
             start, stop = token_range("tokens", tokens)
-            if not start <= stop <= len(sequence):
-                raise InvalidArgument(f"tokens = {tokens}: a start and a stop after it, up to {len(sequence)}")
+            least = sequence.rewind_limit
+            if not start <= stop <= len(sequence) or 0 < stop < least:
+                limit = f"a start and a stop, 0 or from {least} to {len(sequence)}"
+                raise InvalidArgument(f"tokens = {tokens}: {limit}")
             with sequence.fork() as part:
                 part.truncate(stop)
                 part.drop(0, start)
@@ -491,8 +493,8 @@ class Cache:
         if self._device is not None:
             return self._device.empty(q, dim)
         if not isinstance(q, np.ndarray) or q.ndim != 3:
-            shape = list(q.shape) if isinstance(q, np.ndarray) else ""
-            raise InvalidArgument(f"q = {type(q).__name__} {shape}: an array [tokens, heads, dim]")
+            shown = f"shape {list(q.shape)}" if isinstance(q, np.ndarray) else type(q).__name__
+            raise InvalidArgument(f"q = {shown}: an array [tokens, heads, dim]")
         return np.empty(q.shape[:2], np.float32) if dim is None else np.empty((*q.shape[:2], dim), q.dtype)
 
     def _v_head_dim(self, layer: int) -> int:

@@ -50,8 +50,9 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def check_list(name: str, value: Sequence[Any], of: str) -> None:
-    """Raises InvalidArgument unless the value is a list, or a sequence of another type but text."""
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+    """Raises InvalidArgument unless the value is a list, an array or another sequence, but text."""
+    is_array = isinstance(value, np.ndarray) and value.ndim > 0
+    if not is_array and (not isinstance(value, Sequence) or isinstance(value, str | bytes)):
         raise InvalidArgument(f"{name} = {value!r}: a list of {of}")
 
 

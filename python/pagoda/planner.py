@@ -82,7 +82,7 @@ class Planner:
         check_spec("spec", self.spec)
         row_format(self.k_dtype, "k_dtype")
         row_format(self.v_dtype, "v_dtype")
-        check_integer("page_size", self.page_size, 1, COUNT_MAX)
+        check_integer("page_size", self.page_size, 1, TOKENS_MAX)
         self._keeps()
 
     def _keeps(self) -> list[Keeps | None]:

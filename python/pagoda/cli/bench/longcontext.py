@@ -31,6 +31,7 @@ from pagoda.measuring.filling import CHUNK, fill, rows_of
 from pagoda.planner import TOKENS_MAX, Planner
 from pagoda.sizes import format_size, format_tokens, parse_size, parse_tokens
 from pagoda.spec import AttentionLayer, ModelSpec
+from pagoda.stats import TIERS
 
 Row = dict[str, Any]
 
@@ -45,8 +46,6 @@ MODELS: dict[str, tuple[ModelSpec, int]] = {
 
 ABOUT = f"""{HYBRID} stands for a small hybrid model like Qwen3.5-0.8B: its six full-attention layers, of 2 K/V heads of 256,
 but with 16 query heads. Its other layers keep a state of fixed size, and are here as weights alone."""
-
-TIERS = ("device", "host", "disk")
 
 PAGES_MIN = 16
 """Pages that a tier has room for at least, if its budget is not given."""
