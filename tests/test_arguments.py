@@ -322,7 +322,7 @@ CALLS: Calls = {
         },
     ),
     "Cache of derived keys": (
-        lambda world, **given: new_cache(world, spec=DERIVED, device="cpu", **given),
+        lambda world, **given: new_cache(world, spec=DERIVED, **given),
         {"k_norms": P([np.ones(16)])},
     ),
     "Cache.batch": (lambda world, **given: world.cache.batch(**given), {"sequences": P([], "[]")}),
@@ -605,7 +605,7 @@ def test_a_list_may_be_an_array() -> None:
     norms = np.ones((2, 16))
     counts: Any = np.array([1, 2], np.uint64)
     large: Any = np.array([1, 1 << 63], np.uint64)
-    options: dict[str, Any] = {"device": "cpu", "device_memory": "1MiB", "host_memory": 0, "k_norms": norms}
+    options: dict[str, Any] = {"device_memory": "1MiB", "host_memory": 0, "k_norms": norms}
     with pagoda.Cache(pagoda.ModelSpec(layers), **options) as cache:
         sequences: Any = np.array([cache.create(), cache.create()])
         with cache.step(sequences, counts) as step:
