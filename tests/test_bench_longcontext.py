@@ -305,6 +305,30 @@ def test_tiers_without_room(given: dict[str, int], ram: int, disk: int | None, h
 
 
 @pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--device-memory", "1B"], "device_memory = 1: from "),
+        (["--host-memory", "1B", "--device-memory", "1GiB"], "host_memory = 1: from "),
+        (["--disk-memory", "1GiB"], "disk_memory = 1073741824: nothing without disk="),
+        (["--disk", "pages", "--disk-memory", "1B", "--device-memory", "1GiB"], "disk_memory = 1: at least "),
+    ],
+)
+def test_what_a_cache_refuses_is_refused_before_anything_is_measured(
+    arguments: list[str],
+    named: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    measured: list[object] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(longcontext, "ceilings", lambda *given: measured.append(given))
+    assert main(bench("--contexts", "2k", "--weights", "0", *arguments)) == 2
+    assert capsys.readouterr().err.startswith(f"pagoda: {named}")
+    assert measured == []
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ["--format", "q9"],
@@ -315,6 +339,8 @@ def test_tiers_without_room(given: dict[str, int], ram: int, disk: int | None, h
         ["--seconds", "0"],
         ["--seconds", "nan"],
         ["--threads", "0"],
+        ["--threads", "1025"],
+        ["--contexts", "2047m", "--tokens", "2000000"],
         ["--weights", "much"],
         ["--weights", "1000TiB"],
         ["--host-memory", "much"],

@@ -324,9 +324,14 @@ def test_out_of_blocks_says_how_many_and_changes_nothing() -> None:
     with pagoda.Cache(spec, page_size=16, device_memory=20 * size, host_memory=0, threads=1) as cache:
         a, b = cache.create(), cache.create()
         before = settled(cache)
-        with pytest.raises(pagoda.OutOfBlocks, match="lacks 4 block") as caught:
+        said = rf"tier device lacks 4 block\(s\), {4 * size} bytes; layer group 1 is the first that is short"
+        with pytest.raises(pagoda.OutOfBlocks, match=said) as caught:
             cache.step([a, b], [16 * 8, 16 * 4]).__enter__()
         assert (caught.value.blocks_short, caught.value.bytes_short) == (4, 4 * size)
+        # Both groups are short, the first one of 1 page and the other of 5.
+        with pytest.raises(pagoda.OutOfBlocks, match=r"lacks 6 block.*; layer group 0 is the first") as caught:
+            cache.step([a, b], [16 * 8, 16 * 5]).__enter__()
+        assert caught.value.blocks_short == 6
         with pytest.raises(pagoda.OutOfBlocks) as caught:
             cache.step([a, b], [(1 << 31) - 1] * 2).__enter__()
         assert caught.value.blocks_short == 2 * 2 * (1 << 27) - 20

@@ -89,7 +89,7 @@ def test_checkpoints_in_parts(tmp_path: Path) -> None:
 
 
 def test_checkpoints_that_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(pagoda.InvalidArgument, match="model = "):
+    with pytest.raises(pagoda.InvalidArgument, match="folder = "):
         LanguageModel.load(tmp_path / "nowhere")
     checkpoints.make(tmp_path, "llama")
     good = load_file(tmp_path / "model.safetensors")

@@ -270,7 +270,8 @@ def test_one_field_that_differs_is_refused_with_a_reason(tmp_path: Path) -> None
     kept = {name: (tmp_path / "kept" / name).read_bytes() for name in ("pages", "index")}
     for name, changes in OTHERS.items():
         with pytest.raises(
-            pagoda.GeometryMismatch, match=r"(fingerprint of model and formats|layout of pages) is .* here"
+            pagoda.GeometryMismatch,
+            match=rf"disk = {tmp_path}/kept: the (fingerprint of model and formats|layout of pages) is .* here",
         ):
             pytest.fail(f"{name}: {opened(tmp_path, **(BASE | changes))}")
     assert kept == {name: (tmp_path / "kept" / name).read_bytes() for name in kept}, "and nothing was changed"

@@ -308,6 +308,36 @@ def test_a_text_that_does_not_begin_with_what_is_kept(capsys: pytest.CaptureFixt
     assert kept("a", psalm + other) == len(psalm)
 
 
+@pytest.mark.usefixtures("names_the_cpu")
+def test_a_text_that_cannot_be_kept_is_not_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each size of disk tier it is kept, or refused before the first step."""
+    steps: list[pagoda.Step] = []
+    enter = pagoda.Step.__enter__
+
+    def entered(step: pagoda.Step) -> pagoda.Step:
+        steps.append(step)
+        return enter(step)
+
+    monkeypatch.setattr(pagoda.Step, "__enter__", entered)
+    kept = []
+    for size in range(800, 1600, 100):
+        disk = ["--disk", str(tmp_path / str(size)), "--disk-memory", f"{size}KiB", "--session", "book"]
+        status = main(["generate", *SMALL, *disk, "--read", "1024", "--json"])
+        captured = capsys.readouterr()
+        assert bool(steps) == (status == 0), size
+        if status:
+            assert re.fullmatch(rf"pagoda: --disk-memory = '{size}KiB': more than .* for --session .*\n", captured.err)
+        kept.append(status == 0)
+        steps.clear()
+    assert kept == sorted(kept)
+    assert set(kept) == {True, False}
+    disk = ["--disk", str(tmp_path / "large"), "--disk-memory", "3MiB", "--session", "book"]
+    assert [main(["generate", *SMALL, *disk, "--read", read]) for read in ("3k", "3k", "9k")] == [0, 0, 2]
+    assert len(steps) == 3072 // 256 + 19 + 1 + 19, "what is there takes no room once more"
+
+
 def test_a_session_with_a_window_and_quantised_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     base = ["--tokens", "10", "--device", "cpu", "--cache-type-k", "q8_0", "--window-size", "256"]
     base += ["--disk", str(tmp_path / "pages"), "--disk-memory", "64MiB", "--session", "book"]

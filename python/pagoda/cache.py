@@ -27,9 +27,20 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core, placement
-from pagoda.checks import check_integer, check_page_size, natural, token_counts
+from pagoda.checks import (
+    check_choice,
+    check_flag,
+    check_list,
+    check_page_size,
+    check_threads,
+    integers,
+    is_number,
+    natural,
+    token_range,
+)
 from pagoda.device import engine_for
 from pagoda.device.driver import Stream
+from pagoda.device.engine import SEQUENCES_MAX, TOKENS_MAX
 from pagoda.disk import DISK_TIMEOUT, disk_arguments
 from pagoda.engine import Engine
 from pagoda.errors import BackendUnavailable, CorruptPage, InvalidArgument, OutOfBlocks, TierIOError
@@ -39,8 +50,8 @@ from pagoda.outliers import Outliers
 from pagoda.retention import SinkWindow, keeps_by_layer
 from pagoda.sequence import Batch, Sequence
 from pagoda.sizes import parse_size
-from pagoda.spec import ModelSpec
-from pagoda.stats import Stats
+from pagoda.spec import ModelSpec, check_spec
+from pagoda.stats import TIERS, Stats
 from pagoda.step import Array, Step, Table
 
 log = logging.getLogger("pagoda")
@@ -48,6 +59,9 @@ log = logging.getLogger("pagoda")
 __all__ = ["Array", "Batch", "Cache", "Plan", "Sequence", "Step", "Table", "Ticket"]
 
 os.register_at_fork(after_in_child=_core.after_fork_in_child)
+
+SECONDS_MAX = 1e9
+"""That anybody waits."""
 
 
 class Plan:
@@ -87,7 +101,9 @@ class Ticket:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Sleeps until `done`, or for `timeout` seconds; says which."""
-        arrived = self._cache._core.wait(self._core, 1e9 if timeout is None else timeout)
+        if timeout is not None and (not is_number(timeout) or not 0 <= timeout <= SECONDS_MAX):
+            raise InvalidArgument(f"timeout = {timeout!r}: None, or seconds from 0 to {SECONDS_MAX}")
+        arrived = self._cache._core.wait(self._core, SECONDS_MAX if timeout is None else timeout)
         return arrived and self.done()
 
 
@@ -166,13 +182,13 @@ class Cache:
         headroom: int | None = None,
     ) -> None:
         threads = os.cpu_count() or 1 if threads is None else threads
-        if not isinstance(spec, ModelSpec):
-            raise InvalidArgument(f"spec = {spec!r}: a ModelSpec; ModelSpec.preset(name) has those of known models")
-        check_integer("threads", threads, 1, 1024)
+        check_spec("spec", spec)
+        check_threads("threads", threads)
         check_page_size("page_size", page_size)
+        flags = {"zero_on_free": zero_on_free, "deterministic": deterministic, "checked": checked, "spill": spill}
+        for name, flag in flags.items():
+            check_flag(name, flag)
         self.spec, self.page_size, self.deterministic = spec, page_size, deterministic
-        if retention is not None and not isinstance(retention, SinkWindow):
-            raise InvalidArgument(f"retention = {retention!r}: None or a SinkWindow")
         self.retention, self.headroom = retention, page_size if headroom is None else natural("headroom", headroom)
         self.dtypes = formats_by_layer(k_dtype, v_dtype, len(spec.layers))
         """Row formats of K and V of each layer."""
@@ -228,7 +244,7 @@ class Cache:
 
     def batch(self, sequences: Collection[Sequence]) -> Batch:
         """A fixed batch for `step`."""
-        return Batch(self, self._check_ours(sequences))
+        return self._batch("sequences", sequences)
 
     def step(
         self,
@@ -246,10 +262,10 @@ class Cache:
             raise InvalidArgument(f"stream = {stream!r}: None on the CPU backend")
         on = None if self._device is None else self._device.caller_stream(stream)
         if not isinstance(batch, Batch):
-            batch = self.batch(batch)
+            batch = self._batch("batch", batch)
         if batch._cache is not self:
             raise InvalidArgument(f"batch = {batch!r}: a batch of this cache")
-        return Step(self, batch, token_counts("new_tokens", new_tokens), on)
+        return Step(self, batch, integers("new_tokens", new_tokens, "a list of integers, one a sequence"), on)
 
     def declare(self, *, sequences: int, new_tokens: int, context: int) -> None:
         """Declares maxima of all steps to come, so that a graph can be captured in one step and replayed in later ones.
@@ -276,11 +292,12 @@ class Cache:
         BackendUnavailable on the CPU, where nothing is gained by it, and in a cache with checked=True, whose steps wait for
         the device.
         """
+        sequences = natural("sequences", sequences, 1, SEQUENCES_MAX)
+        new_tokens = natural("new_tokens", new_tokens, 1, TOKENS_MAX // sequences)
+        context = natural("context", context, 1, TOKENS_MAX)
         if self._device is None:
             raise BackendUnavailable("declare: graphs are of GPUs; this cache is on the CPU")
-        self._device.declare(
-            natural("sequences", sequences), natural("new_tokens", new_tokens), natural("context", context)
-        )
+        self._device.declare(sequences, new_tokens, context)
 
     def plan(
         self,
@@ -295,14 +312,15 @@ class Cache:
 
         layers: whole layer groups; all by default. keep: leave the copy that is read today where it is.
         """
-        self._check_ours([sequence])
-        start, stop = (0, len(sequence)) if tokens is None else tokens
-        span = (natural("tokens", start), natural("tokens", stop))
+        self._check_ours(sequence)
+        check_choice("to", to, TIERS)
+        check_flag("keep", keep)
+        span = (0, len(sequence)) if tokens is None else token_range("tokens", tokens)
         return Plan(self, self._core.plan(sequence.id, to, span, self._groups_of(layers), keep=keep))
 
     def execute(self, plan: Plan) -> Ticket:
         """Starts a plan in the background. All or nothing: OutOfBlocks when the target tier is full."""
-        if plan._cache is not self:
+        if not isinstance(plan, Plan) or plan._cache is not self:
             raise InvalidArgument(f"plan = {plan!r}: a plan of this cache")
         return Ticket(self, plan, self._core.execute(plan._core))
 
@@ -319,7 +337,7 @@ class Cache:
 
         The slower copies stay, so that demoting these pages again moves no bytes.
         """
-        self._check_ours([sequence])
+        self._check_ours(sequence)
         room = min(self._core.free_blocks("device")) // len(self._groups)
         core = self._core.plan(
             sequence.id,
@@ -341,14 +359,20 @@ class Cache:
         what was kept before stays. Only where the line that names the pages is on its way to the drive by then, the key
         changes when the drive has answered; until it has, calls with this key raise TierIOError.
         """
-        self._check_ours([sequence])
+        self._check_ours(sequence)
+        if not isinstance(meta, bytes):
+            raise InvalidArgument(f"meta = {meta!r}: bytes")
+        self._core.check_key(_key(key))
         if tokens is not None:
-            start, stop = tokens
+            start, stop = token_range("tokens", tokens)
+            least = sequence.rewind_limit
+            if not start <= stop <= len(sequence) or 0 < stop < least:
+                limit = f"a start and a stop, 0 or from {least} to {len(sequence)}"
+                raise InvalidArgument(f"tokens = {tokens}: {limit}")
             with sequence.fork() as part:
                 part.truncate(stop)
                 part.drop(0, start)
                 return self.save(part, key, meta=meta)
-        self._core.check_key(_key(key))
         self._spill.settle()
         self._make_room_on_disk(self.plan(sequence, "disk", keep=True))
         ticket = self.execute(self.plan(sequence, "disk", keep=True))
@@ -442,16 +466,22 @@ class Cache:
             if short > 0:
                 self._core.drop_copies("disk", group, short)
 
-    def _check_ours(self, sequences: Collection[Sequence]) -> Collection[Sequence]:
+    def _batch(self, name: str, sequences: Collection[Sequence]) -> Batch:
+        check_list(name, sequences, "sequences")
         for index, sequence in enumerate(sequences):
+            # Names are made up for those alone that are no good: a batch is checked in every step.
             if not isinstance(sequence, Sequence) or sequence._cache is not self:
-                raise InvalidArgument(f"sequences[{index}] = {sequence!r}: a sequence of this cache")
-        return sequences
+                self._check_ours(sequence, f"{name}[{index}]")
+        return Batch(self, sequences)
+
+    def _check_ours(self, sequence: Sequence, name: str = "sequence") -> None:
+        if not isinstance(sequence, Sequence) or sequence._cache is not self:
+            raise InvalidArgument(f"{name} = {sequence!r}: a sequence of this cache")
 
     def _groups_of(self, layers: Collection[int] | None) -> list[int]:
         if layers is None:
             return list(range(len(self._groups)))
-        wanted = set(layers)
+        wanted = set(integers("layers", layers, "a list of integers, those of whole layer groups").tolist())
         chosen = [group for group, members in enumerate(self._groups) if wanted & set(members)]
         whole = {layer for group in chosen for layer in self._groups[group]}
         if whole != wanted:
@@ -463,7 +493,8 @@ class Cache:
         if self._device is not None:
             return self._device.empty(q, dim)
         if not isinstance(q, np.ndarray) or q.ndim != 3:
-            raise InvalidArgument(f"q = {type(q).__name__} {np.shape(q)}: an array [tokens, heads, dim]")
+            shown = f"shape {list(q.shape)}" if isinstance(q, np.ndarray) else type(q).__name__
+            raise InvalidArgument(f"q = {shown}: an array [tokens, heads, dim]")
         return np.empty(q.shape[:2], np.float32) if dim is None else np.empty((*q.shape[:2], dim), q.dtype)
 
     def _v_head_dim(self, layer: int) -> int:
@@ -474,8 +505,8 @@ class Cache:
 
 def _key(key: str) -> str:
     try:
-        size = len(key.encode())
-    except (AttributeError, UnicodeEncodeError):
+        size = len(key.encode()) if isinstance(key, str) else 0
+    except UnicodeEncodeError:
         size = 0
     if not 0 < size <= 1024:
         raise InvalidArgument(f"key = {key!r}: a text of 1 to 1024 bytes")

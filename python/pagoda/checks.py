@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.errors import InvalidArgument
+
+FACTOR_MIN, FACTOR_MAX = 1e-18, 1e18
+"""Numbers that kernels multiply with: products and quotients of two of them are normal numbers of float32."""
+
+
+def is_number(value: object) -> bool:
+    """Whether the value is an int or a float; a bool is neither."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_flag(name: str, value: bool) -> None:
+    """Raises InvalidArgument unless the value is a bool."""
+    if not isinstance(value, bool):
+        raise InvalidArgument(f"{name} = {value!r}: True or False")
 
 
 def check_integer(name: str, value: int, low: int, high: int) -> None:
@@ -16,27 +31,81 @@ def check_integer(name: str, value: int, low: int, high: int) -> None:
         raise InvalidArgument(f"{name} = {value!r}: an integer from {low} to {high}")
 
 
+def check_factor(name: str, value: float) -> None:
+    """Raises InvalidArgument unless kernels can multiply with the value."""
+    if not is_number(value) or not FACTOR_MIN <= value <= FACTOR_MAX:
+        raise InvalidArgument(f"{name} = {value!r}: a number from {FACTOR_MIN} to {FACTOR_MAX}")
+
+
+def check_text(name: str, value: str) -> None:
+    """Raises InvalidArgument unless the value is a str."""
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{name} = {value!r}: a text")
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raises InvalidArgument unless the value is one of some texts."""
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidArgument(f"{name} = {value!r}: one of {', '.join(map(repr, choices))}")
+
+
+def check_list(name: str, value: Sequence[Any], of: str) -> None:
+    """Raises InvalidArgument unless the value is a list, an array or another sequence, but text."""
+    is_array = isinstance(value, np.ndarray) and value.ndim > 0
+    if not is_array and (not isinstance(value, Sequence) or isinstance(value, str | bytes)):
+        raise InvalidArgument(f"{name} = {value!r}: a list of {of}")
+
+
 def check_page_size(name: str, value: int) -> None:
     """Raises InvalidArgument unless pages of a cache may have so many tokens."""
     if not isinstance(value, int) or value not in {1 << n for n in range(3, 13)}:
         raise InvalidArgument(f"{name} = {value!r}: a power of two from 8 to 4096")
 
 
-def natural(name: str, value: int) -> int:
-    """An int, or an integer of NumPy, as an int. Raises InvalidArgument unless it is from 0 to 2**63 - 1."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 0 <= value < 1 << 63:
-        raise InvalidArgument(f"{name} = {value!r}: an integer from 0 to 2**63 - 1")
+def check_threads(name: str, value: int) -> None:
+    """Raises InvalidArgument unless a cache may have so many."""
+    check_integer(name, value, 1, 1024)
+
+
+def natural(name: str, value: int, low: int = 0, high: int = (1 << 63) - 1) -> int:
+    """An int, or an integer of NumPy, as an int. Raises InvalidArgument unless it is from `low` to `high`."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidArgument(f"{name} = {value!r}: an integer from {low} to {high}")
     return int(value)
 
 
-def token_counts(name: str, values: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Integers, one for each sequence, as int64. Raises InvalidArgument for what is no list of integers."""
+def token_range(name: str, value: tuple[int, int]) -> tuple[int, int]:
+    """Where tokens start and stop. Raises InvalidArgument for what is no pair of integers."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise InvalidArgument(f"{name} = {value!r}: a pair (start, stop)")
+    start, stop = value
+    return natural(f"{name}[0]", start), natural(f"{name}[1]", stop)
+
+
+def integers(name: str, values: Collection[int] | npt.ArrayLike, limit: str) -> npt.NDArray[np.int64]:
+    """A list of integers as int64. Raises InvalidArgument, with `limit`, for what is none."""
     try:
         array = np.asarray(values)
-    except ValueError as error:
-        raise InvalidArgument(f"{name} = {values!r}: a list of integers, one a sequence") from error
-    if array.size == 0:
-        return np.zeros(0, np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InvalidArgument(f"{name} = {array.dtype} {array.shape}: a list of integers, one a sequence")
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{name} = {values!r}: {limit}") from error
+    kind = array.dtype.kind
+    if array.ndim != 1 or (kind not in "iu" and array.size):
+        raise InvalidArgument(f"{name} = {array.dtype} {list(array.shape)}: {limit}")
+    if kind == "u" and array.max(initial=0) >= 1 << 63:
+        raise InvalidArgument(f"{name} = {values!r}: {limit}, below 2**63")
     return np.ascontiguousarray(array, np.int64)
+
+
+def floats(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    """Numbers as float32. Raises InvalidArgument for what is no array of numbers, or too large for that."""
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{name} = {values!r}: an array of numbers") from error
+    if array.dtype.kind not in "iuf" and array.dtype.name != "bfloat16":
+        raise InvalidArgument(f"{name} = {array.dtype} {list(array.shape)}: an array of numbers")
+    with np.errstate(over="ignore"):
+        result = np.asarray(array, np.float32, order="C")
+    if array.dtype == np.float64 and not np.array_equal(np.isinf(result), np.isinf(array)):
+        raise InvalidArgument(f"{name} = numbers up to {np.abs(array[np.isfinite(array)]).max()}: those of float32")
+    return result

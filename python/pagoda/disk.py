@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import TypedDict
 
+from pagoda.checks import check_flag, is_number
 from pagoda.errors import InvalidArgument
 from pagoda.geometry import CoreLayer
 from pagoda.sizes import parse_size
 
 DISK_TIMEOUT = 60.0
 """Seconds that a drive may do nothing where nobody says otherwise."""
+TIMEOUT_MIN, TIMEOUT_MAX = 1e-6, 1e9
+"""Seconds; the least is one that `timedelta` has."""
 
 
 class DiskArguments(TypedDict):
@@ -39,27 +43,27 @@ def disk_arguments(
 ) -> DiskArguments | None:
     """The disk tier of a cache; None for none. Raises InvalidArgument for what does not fit together."""
     memory = parse_size(disk_memory, "disk_memory")
+    per_day = None if writes_per_day is None else parse_size(writes_per_day, "disk_writes_per_day")
+    check_flag("resume", resume)
+    if not is_number(timeout) or not TIMEOUT_MIN <= timeout <= TIMEOUT_MAX:
+        raise InvalidArgument(f"disk_timeout = {timeout!r}: seconds from {TIMEOUT_MIN} to {TIMEOUT_MAX}")
+    if model is not None and (not isinstance(model, str) or not model):
+        raise InvalidArgument(f"model = {model!r}: None, or a text that says whose weights")
     if disk is None:
         given = {
-            "disk_memory": disk_memory,
+            "disk_memory": memory and disk_memory,
             "resume": resume,
-            "disk_writes_per_day": writes_per_day,
+            "disk_writes_per_day": per_day and writes_per_day,
             "model": model,
         }
         for name, value in given.items():
-            if value not in (None, 0, "0"):
+            if value:
                 raise InvalidArgument(f"{name} = {value!r}: nothing without disk=, a directory")
         return None
-    if not isinstance(disk, str | Path) or not str(disk):
+    if not isinstance(disk, str | Path) or not str(disk) or not _is_encodable(str(disk)):
         raise InvalidArgument(f"disk = {disk!r}: None, or a directory")
     if not memory:
         raise InvalidArgument(f"disk_memory = {disk_memory!r}: bytes that pages may take in disk = {str(disk)!r}")
-    if model is not None and (not isinstance(model, str) or not model):
-        raise InvalidArgument(f"model = {model!r}: None, or a text that says whose weights")
-    if not isinstance(resume, bool):
-        raise InvalidArgument(f"resume = {resume!r}: True or False")
-    if not isinstance(timeout, int | float) or not 0 < timeout <= 1e9:
-        raise InvalidArgument(f"disk_timeout = {timeout!r}: seconds, more than 0 and at most 1e9")
     if resume and any(layer["center_first"] for layer in layers):
         limit = "center=None or arrays, as pages mean nothing without what their K was centred by"
         raise InvalidArgument(f"resume = True with a centre of the first rows: {limit}")
@@ -68,9 +72,16 @@ def disk_arguments(
         "memory": memory,
         "fingerprint": fingerprint(layers, page_size, model),
         "resume": resume,
-        "writes_per_day": None if writes_per_day is None else parse_size(writes_per_day, "disk_writes_per_day"),
+        "writes_per_day": per_day,
         "timeout": timedelta(seconds=timeout),
     }
+
+
+def _is_encodable(name: str) -> bool:
+    try:
+        return bool(os.fsencode(name))
+    except UnicodeEncodeError:
+        return False
 
 
 def fingerprint(layers: list[CoreLayer], page_size: int, model: str | None) -> bytes:

@@ -11,11 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core
+from pagoda.checks import check_choice, check_list, floats, natural
 from pagoda.errors import InvalidArgument
 
 VARIABLE = "PAGODA_KV_DTYPE"
 """Of the environment: formats for every cache, whatever it asks for, to find out whether a format is at fault. One for K and
 V, or two with a comma."""
+
+ROW_MAX = 1024
+"""Elements of a row at most."""
 
 BLOCK = 32
 """Elements of a block with a scale of its own, in most formats."""
@@ -67,8 +71,7 @@ docs/layout.md says how values become them."""
 
 def row_format(name: str, argument: str) -> RowFormat:
     """The format of a name. Raises InvalidArgument."""
-    if name not in FORMATS:
-        raise InvalidArgument(f"{argument} = {name!r}: one of {', '.join(FORMATS)}")
+    check_choice(argument, name, tuple(FORMATS))
     return FORMATS[name]
 
 
@@ -100,8 +103,8 @@ def encode(x: npt.ArrayLike, name: str) -> npt.NDArray[np.uint8]:
     then fifth bits, then quants; ggml-common.h) for formats that ggml has, nvfp4 in its blocks of 64, so dim is a multiple of
     64; elements and then the float32 scale for fp8_e4m3 and int8. Raises InvalidArgument.
     """
-    numbers = np.ascontiguousarray(x, np.float32)
-    dim = _checked(name, numbers.shape)
+    numbers = floats("x", x)
+    dim = _row(name, numbers.shape, f"x = shape {list(numbers.shape)}")
     shape = (*numbers.shape[:-1], FORMATS[name].bytes(dim))
     if not numbers.size:
         return np.zeros(shape, np.uint8)
@@ -111,8 +114,12 @@ def encode(x: npt.ArrayLike, name: str) -> npt.NDArray[np.uint8]:
 
 def decode(rows: npt.NDArray[np.uint8], name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
     """float32 [*shape]: the numbers that `encode` has stored as rows, uint8 [*shape[:-1], bytes]. Raises InvalidArgument."""
-    dim = _checked(name, shape)
+    check_list("shape", shape, "sizes")
+    shape = tuple(natural("shape", size) for size in shape)
+    dim = _row(name, shape, f"shape = {list(shape)}")
     size = FORMATS[name].bytes(dim)
+    if not isinstance(rows, np.ndarray):
+        raise InvalidArgument(f"rows = {type(rows).__name__}: an array of uint8")
     if rows.dtype != np.uint8 or rows.shape != (*shape[:-1], size):
         raise InvalidArgument(f"rows = {rows.dtype} {list(rows.shape)}: uint8 {[*shape[:-1], size]}")
     if not rows.size:
@@ -121,11 +128,12 @@ def decode(rows: npt.NDArray[np.uint8], name: str, shape: tuple[int, ...]) -> np
     return _core.decode_rows(data, scales, name, dim).reshape(shape)
 
 
-def _checked(name: str, shape: tuple[int, ...]) -> int:
-    """The elements of a row."""
-    unit = 64 if name == "nvfp4" else row_format(name, "name").unit
-    if not shape or shape[-1] < 1 or shape[-1] % unit:
-        raise InvalidArgument(f"shape = {list(shape)}: rows of a multiple of {unit} elements, for {name}")
+def _row(name: str, shape: tuple[int, ...], given: str) -> int:
+    """The elements of a row of an array of a shape. given: what the message says that it was."""
+    form = row_format(name, "name")
+    unit = 64 if name == "nvfp4" else form.unit
+    if not shape or not 1 <= shape[-1] <= ROW_MAX or shape[-1] % unit:
+        raise InvalidArgument(f"{given}: rows of a multiple of {unit} elements up to {ROW_MAX}, for {name}")
     return shape[-1]
 
 

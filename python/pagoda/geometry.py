@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.checks import check_list, floats
 from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.formats import FORMATS
 from pagoda.outliers import Outliers
@@ -20,6 +21,9 @@ EXTENT_BYTES = 32 << 20
 
 TIER_BYTES_MAX = 1 << 48
 """The largest arena: `limits::ARENA_BYTES_MAX` of the core."""
+
+GROUPS_MAX = 64
+"""Layer groups: `limits::GROUPS_MAX` of the core."""
 
 TILE = 64
 """Stored rows that are worked on together: `TILE` of the core."""
@@ -76,7 +80,10 @@ def core_layers(
 
     Raises BackendUnavailable for what no backend does yet, InvalidArgument for rows that a format cannot have.
     """
-    group_of = {layer: group for group, members in enumerate(group_layers(spec, dtypes)) for layer in members}
+    groups = group_layers(spec, dtypes)
+    if len(groups) > GROUPS_MAX:
+        raise InvalidArgument(f"spec = layers of {len(groups)} shapes, windows and formats: at most {GROUPS_MAX}")
+    group_of = {layer: group for group, members in enumerate(groups) for layer in members}
     norms = _norms(spec, k_norms)
     return [
         _core_layer(index, layer, group_of, dtypes, outliers, keeps[index], norms)
@@ -86,6 +93,8 @@ def core_layers(
 
 def _norms(spec: ModelSpec, k_norms: Sequence[npt.NDArray[Any] | None] | None) -> list[list[float] | None]:
     """The weight of each layer that derives K from V and stores V."""
+    if k_norms is not None:
+        check_list("k_norms", k_norms, "an array or None for each layer")
     given = [None] * len(spec.layers) if k_norms is None else list(k_norms)
     if len(given) != len(spec.layers):
         raise InvalidArgument(f"k_norms = {len(given)} arrays: {len(spec.layers)}, one for each layer")
@@ -98,7 +107,7 @@ def _norms(spec: ModelSpec, k_norms: Sequence[npt.NDArray[Any] | None] | None) -
                 )
             norms.append(None)
             continue
-        array = np.asarray([] if weight is None else weight, np.float32)
+        array = floats(f"k_norms[{index}]", [] if weight is None else weight)
         if array.shape != (layer.head_dim,) or not np.isfinite(array).all():
             shown = "None" if weight is None else f"shape {list(array.shape)}"
             limit = (

@@ -19,8 +19,8 @@ def read_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
     """The content of a config.json, given as content, file or folder; of a multimodal model, its text part."""
     if isinstance(config, str | Path):
         path = Path(config)
-        path = path / "config.json" if path.is_dir() else path
         try:
+            path = path / "config.json" if path.is_dir() else path
             if path.stat().st_size > CONFIG_BYTES_MAX:
                 raise InvalidArgument(f"config = {str(path)!r}: at most {CONFIG_BYTES_MAX} bytes")
             config = json.loads(path.read_text(encoding="utf-8"))

@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.checks import floats
 from pagoda.errors import InvalidArgument
 from pagoda.formats import FORMATS
 from pagoda.spec import AttentionLayer
@@ -45,13 +46,15 @@ class Outliers:
         *,
         deterministic: bool,
     ) -> None:
-        if not isinstance(center, Sequence | np.ndarray | None) or (
-            isinstance(center, str) and center not in ("auto", "first")
+        if (
+            not isinstance(center, Sequence | np.ndarray | None)
+            or (isinstance(center, str | bytes) and center not in ("auto", "first"))
+            or (isinstance(center, np.ndarray) and center.ndim == 0)
         ):
             raise InvalidArgument(f'center = {center!r}: "auto", "first", None, or an array or None for each layer')
         if not isinstance(center, str) and center is not None and len(center) != layers:
             raise InvalidArgument(f"center = {len(center)} arrays: {layers}, one for each layer")
-        if not isinstance(rotate, bool) and rotate != "auto":
+        if not isinstance(rotate, bool) and not (isinstance(rotate, str) and rotate == "auto"):
             raise InvalidArgument(f'rotate = {rotate!r}: "auto", True or False')
         if isinstance(center, str) and center == "first" and deterministic:
             raise InvalidArgument(
@@ -64,9 +67,10 @@ class Outliers:
     def of(self, index: int, layer: AttentionLayer, dtypes: tuple[str, str]) -> CoreOutliers:
         """Of one layer."""
         k, v = (FORMATS[name].quantised and not (layer.v_alias or layer.k_eq_v) for name in dtypes)
+        center = self._center(index, layer)
         rotate_k, rotate_v = (FORMATS[name].rotate if self._rotate == "auto" else bool(self._rotate) for name in dtypes)
         return {
-            "center": self._center(index, layer) if k else None,
+            "center": center if k else None,
             "center_first": self._first and k,
             "rotate": (rotate_k and k, rotate_v and v),
         }
@@ -75,7 +79,7 @@ class Outliers:
         given = self._given[index]
         if given is None:
             return None
-        array, shape = np.asarray(given, np.float32), (layer.num_kv_heads, layer.head_dim)
+        array, shape = floats(f"center[{index}]", given), (layer.num_kv_heads, layer.head_dim)
         if array.shape != shape or not np.isfinite(array).all():
             raise InvalidArgument(f"center[{index}] = shape {list(array.shape)}: finite numbers {list(shape)}")
         return [float(x) for x in array.ravel()]

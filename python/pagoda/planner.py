@@ -6,16 +6,19 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from pagoda import _core
-from pagoda.checks import check_integer
+from pagoda.checks import check_flag, check_integer
 from pagoda.device.passage import passage_bytes, stored_bytes
 from pagoda.device.ring import SLOTS, ring_slots
+from pagoda.errors import InvalidArgument
 from pagoda.formats import row_format
 from pagoda.geometry import RUN_ROWS, group_layers
-from pagoda.retention import SinkWindow, keeps_by_layer
-from pagoda.spec import AttentionLayer, ModelSpec
+from pagoda.retention import Keeps, SinkWindow, keeps_by_layer
+from pagoda.spec import AttentionLayer, ModelSpec, check_spec
 
 TOKENS_MAX = (1 << 31) - 1
 """The longest sequence: `limits::TOKENS_PER_SEQUENCE_MAX` of the core."""
+
+BYTES_MAX = (1 << 63) - 1
 
 COUNT_MAX = (1 << 40) - 1
 """Of pages, tokens and sequences that are reckoned with."""
@@ -76,9 +79,15 @@ class Planner:
     """As of `Cache`: a page if None."""
 
     def __post_init__(self) -> None:
+        check_spec("spec", self.spec)
         row_format(self.k_dtype, "k_dtype")
         row_format(self.v_dtype, "v_dtype")
-        check_integer("page_size", self.page_size, 1, COUNT_MAX)
+        check_integer("page_size", self.page_size, 1, TOKENS_MAX)
+        self._keeps()
+
+    def _keeps(self) -> list[Keeps | None]:
+        headroom = self.page_size if self.headroom is None else self.headroom
+        return keeps_by_layer(self.spec, self.retention, headroom)
 
     @property
     def bytes_per_token(self) -> int:
@@ -91,8 +100,7 @@ class Planner:
         check_integer("batch", batch, 1, COUNT_MAX)
         pages = -(-tokens // self.page_size)
         paged = 0
-        keeps = keeps_by_layer(self.spec, self.retention, self.page_size if self.headroom is None else self.headroom)
-        for layer, kept in zip(self.spec.layers, keeps, strict=True):
+        for layer, kept in zip(self.spec.layers, self._keeps(), strict=True):
             if isinstance(layer, AttentionLayer):
                 most = pages
                 if kept is not None:
@@ -104,6 +112,9 @@ class Planner:
 
     def rings(self, device_bytes: int, *, host: bool, disk: bool, on_gpu: bool) -> Rings:
         """What a cache with these tiers has (docs/adr/0015 to 0017), on a GPU without deterministic=True."""
+        check_integer("device_bytes", device_bytes, 0, BYTES_MAX)
+        for name, flag in (("host", host), ("disk", disk), ("on_gpu", on_gpu)):
+            check_flag(name, flag)
         groups = group_layers(self.spec, [(self.k_dtype, self.v_dtype)] * len(self.spec.layers))
         # Layers of a group are of one shape.
         widths = [self._layer_bytes(layers[0]) for layers in groups]
@@ -128,6 +139,10 @@ class Planner:
 
     def split(self, footprint: Footprint, device_bytes: int, host_bytes: int = 0, disk_bytes: int = 0) -> Split:
         """Fills the tiers in order; states stay on the device."""
+        if not isinstance(footprint, Footprint):
+            raise InvalidArgument(f"footprint = {footprint!r}: a Footprint")
+        for name, size in (("device_bytes", device_bytes), ("host_bytes", host_bytes), ("disk_bytes", disk_bytes)):
+            check_integer(name, size, 0, BYTES_MAX)
         left = footprint.paged_bytes
         room = max(0, device_bytes - footprint.state_bytes)
         parts = []
@@ -139,6 +154,8 @@ class Planner:
 
     def longest_context(self, budget_bytes: int, batch: int = 1) -> int:
         """The most tokens, in whole pages, whose memory fits a budget; 0 if none do, `TOKENS_MAX` if memory stops growing."""
+        check_integer("budget_bytes", budget_bytes, 0, BYTES_MAX)
+        check_integer("batch", batch, 1, COUNT_MAX)
         pages = range(1, TOKENS_MAX // self.page_size + 1)
         fit = bisect_right(
             pages, budget_bytes, key=lambda count: self.footprint(count * self.page_size, batch).total_bytes

@@ -5,15 +5,17 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+from pagoda.checks import check_text
 from pagoda.errors import InvalidArgument
 
 
 def preset_config(name: str) -> dict[str, Any]:
     """The config of a known model. Raises InvalidArgument, with the nearest names, for others."""
+    check_text("name", name)
     if name not in PRESETS:
-        near = difflib.get_close_matches(str(name).lower(), PRESETS, 3, 0.4)
+        near = difflib.get_close_matches(name.lower(), PRESETS, 3, 0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(PRESETS)}"
-        raise InvalidArgument(f"preset = {name!r}: {hint}")
+        raise InvalidArgument(f"name = {name!r}: a preset; {hint}")
     return PRESETS[name]
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from pagoda.checks import is_number
+from pagoda.errors import InvalidArgument
 
 
 @dataclass(frozen=True)
@@ -20,9 +24,11 @@ class StepReport:
     read from there, padding included. On a GPU: "pcie", pages of the host tier and of disk that were copied to it, and those
     that kernels read in place, of which it is an upper bound; "memory", rows that the CPU has read; "disk" as above."""
 
-    def fractions(self, rates: dict[str, float]) -> dict[str, float]:
+    def fractions(self, rates: Mapping[str, float]) -> dict[str, float]:
         """How much of each link's rate, in bytes a second, the step has used; 1 is the roofline.
 
         rates: `alone` of what `pagoda.rates.kept` has, or `ceilings` of its routes of a GPU.
         """
+        if not isinstance(rates, Mapping) or not all(is_number(rate) and rate > 0 for rate in rates.values()):
+            raise InvalidArgument(f"rates = {rates!r}: bytes a second above 0, by link")
         return {link: self.bytes[link] / rate / self.seconds for link, rate in rates.items() if link in self.bytes}

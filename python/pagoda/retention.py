@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagoda.checks import check_integer
+from pagoda.checks import check_choice, check_integer
 from pagoda.errors import InvalidArgument
 from pagoda.spec import WINDOW_MAX, ModelSpec
 
@@ -28,8 +28,7 @@ class SinkWindow:
     def __post_init__(self) -> None:
         check_integer("sinks", self.sinks, 0, WINDOW_MAX)
         check_integer("window", self.window, 1, WINDOW_MAX)
-        if self.positions not in ("original", "cache"):
-            raise InvalidArgument(f'positions = {self.positions!r}: "original" or "cache"')
+        check_choice("positions", self.positions, ("original", "cache"))
 
 
 def keeps_by_layer(spec: ModelSpec, retention: SinkWindow | None, headroom: int) -> list[Keeps | None]:
@@ -38,6 +37,9 @@ def keeps_by_layer(spec: ModelSpec, retention: SinkWindow | None, headroom: int)
     A layer without `rope` in a model that has others with one rotates nothing, so positions do not matter to it; where no
     layer has one, nobody has said how to rotate.
     """
+    if retention is not None and not isinstance(retention, SinkWindow):
+        raise InvalidArgument(f"retention = {retention!r}: None or a SinkWindow")
+    check_integer("headroom", headroom, 0, WINDOW_MAX)
     if retention is not None:
         if all(layer.window is not None for layer in spec.attention_layers):
             raise InvalidArgument(f"retention = {retention}: a model with layers that have no window of their own")

@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.checks import FACTOR_MAX, check_factor, check_flag, check_integer, is_number
 from pagoda.errors import InvalidArgument
+from pagoda.formats import ROW_MAX
+
+CONTEXT_MAX = (1 << 31) - 1
 
 
-def check_positive(**numbers: float) -> None:
-    """Raises InvalidArgument unless all are finite and above 0."""
+def check_factors(**numbers: float) -> None:
+    """Raises InvalidArgument unless frequencies can be multiplied with all of them."""
     for name, value in numbers.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise InvalidArgument(f"rope_scaling.{name} = {value!r}: a finite number above 0")
+        check_factor(f"rope_scaling.{name}", value)
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,8 @@ class Llama3Scaling:
 
     def __post_init__(self) -> None:
         low, high = self.low_freq_factor, self.high_freq_factor
-        check_positive(
-            factor=self.factor, low_freq_factor=low, high_freq_factor=high, original_context=self.original_context
-        )
+        check_factors(factor=self.factor, low_freq_factor=low, high_freq_factor=high)
+        check_integer("rope_scaling.original_context", self.original_context, 1, CONTEXT_MAX)
         if low >= high:
             raise InvalidArgument(f"rope_scaling.low_freq_factor = {low}: below high_freq_factor = {high}")
 
@@ -51,7 +53,7 @@ class LinearScaling:
     factor: float
 
     def __post_init__(self) -> None:
-        check_positive(factor=self.factor)
+        check_factors(factor=self.factor)
 
     def apply(self, inv_freq: npt.NDArray[np.float64], theta: float, dim: int) -> npt.NDArray[np.float64]:
         """The scaled frequencies."""
@@ -69,7 +71,7 @@ class ProportionalScaling:
     factor: float = 1.0
 
     def __post_init__(self) -> None:
-        check_positive(partial=self.partial, factor=self.factor)
+        check_factors(partial=self.partial, factor=self.factor)
         if self.partial > 1:
             raise InvalidArgument(f"rope_scaling.partial = {self.partial}: at most 1")
 
@@ -93,13 +95,11 @@ class YarnScaling:
     magnitude: float | None = None
 
     def __post_init__(self) -> None:
-        check_positive(
-            factor=self.factor,
-            original_context=self.original_context,
-            beta_fast=self.beta_fast,
-            beta_slow=self.beta_slow,
-            attention_factor=self.attention_factor if self.factor > 0 else 1.0,
-        )
+        check_factors(factor=self.factor, beta_fast=self.beta_fast, beta_slow=self.beta_slow)
+        check_integer("rope_scaling.original_context", self.original_context, 1, CONTEXT_MAX)
+        check_flag("rope_scaling.truncate", self.truncate)
+        if self.magnitude is not None:
+            check_factors(magnitude=self.magnitude)
 
     @property
     def attention_factor(self) -> float:
@@ -142,15 +142,19 @@ class Rope:
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.theta, int | float) and math.isfinite(self.theta) and self.theta > 1):
-            raise InvalidArgument(f"rope.theta = {self.theta!r}: a finite number above 1")
-        if self.rotary_dim is not None and (
-            not isinstance(self.rotary_dim, int) or self.rotary_dim < 2 or self.rotary_dim % 2
-        ):
-            raise InvalidArgument(f"rope.rotary_dim = {self.rotary_dim!r}: even, at least 2")
+        if not is_number(self.theta) or not 1 < self.theta <= FACTOR_MAX:
+            raise InvalidArgument(f"rope.theta = {self.theta!r}: a number above 1, at most {FACTOR_MAX}")
+        if self.rotary_dim is not None:
+            check_integer("rope.rotary_dim", self.rotary_dim, 2, ROW_MAX)
+            if self.rotary_dim % 2:
+                raise InvalidArgument(f"rope.rotary_dim = {self.rotary_dim}: even")
+        check_flag("rope.interleaved", self.interleaved)
+        if self.scaling is not None and not isinstance(self.scaling, Scaling):
+            raise InvalidArgument(f"rope.scaling = {self.scaling!r}: None, or a scaling of pagoda.rope")
 
     def inv_freq(self, head_dim: int) -> npt.NDArray[np.float32]:
         """float32 [rotary_dim / 2]: radians a position for each pair of a row of `head_dim` elements."""
+        check_integer("head_dim", head_dim, 2, ROW_MAX)
         dim = head_dim if self.rotary_dim is None else self.rotary_dim
         if dim > head_dim:
             raise InvalidArgument(f"rope.rotary_dim = {dim}: at most head_dim = {head_dim}")
@@ -165,25 +169,23 @@ def scaling_from_config(config: dict[str, Any]) -> Scaling | None:
     kind = config.get("rope_type", config.get("type", "default"))
     try:
         if kind == "linear":
-            return LinearScaling(float(config["factor"]))
+            return LinearScaling(config["factor"])
         if kind == "proportional":
-            return ProportionalScaling(
-                float(config.get("partial_rotary_factor", 1.0)), float(config.get("factor", 1.0))
-            )
+            return ProportionalScaling(config.get("partial_rotary_factor", 1.0), config.get("factor", 1.0))
         if kind == "llama3":
             return Llama3Scaling(
-                float(config["factor"]),
-                float(config["low_freq_factor"]),
-                float(config["high_freq_factor"]),
-                int(config["original_max_position_embeddings"]),
+                config["factor"],
+                config["low_freq_factor"],
+                config["high_freq_factor"],
+                config["original_max_position_embeddings"],
             )
         if kind == "yarn":
             return YarnScaling(
-                float(config["factor"]),
-                int(config["original_max_position_embeddings"]),
-                float(config.get("beta_fast") or 32.0),
-                float(config.get("beta_slow") or 1.0),
-                bool(config.get("truncate", True)),
+                config["factor"],
+                config["original_max_position_embeddings"],
+                config.get("beta_fast") or 32.0,
+                config.get("beta_slow") or 1.0,
+                config.get("truncate", True),
                 _magnitude_from_config(config),
             )
     except InvalidArgument:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pagoda.checks import check_integer
+from pagoda.checks import check_factor, check_flag, check_integer, check_list, check_text
 from pagoda.errors import InvalidArgument
-from pagoda.formats import row_format
+from pagoda.formats import ROW_MAX, row_format
 from pagoda.rope import Rope
 
 __all__ = ["AttentionLayer", "Layer", "LayerGroup", "ModelSpec", "Rope", "StateLayer"]
 
 HEADS_MAX = 4096
-HEAD_DIM_MAX = 1024
 LAYERS_MAX = 4096
 WINDOW_MAX = (1 << 31) - 1
 
@@ -29,11 +27,11 @@ class AttentionLayer:
     (the same by default), multiples of 8. window: a query sees the last so many tokens, itself included; a cache lets go of
     older ones. scale: what dot products are multiplied with, head_dim**-0.5 by default. rope: how the caller rotates queries
     and keys; needed only where `drop` is to shift positions or sinks are to follow a window (`SinkWindow`). softcap: scores
-    become softcap * tanh(score / softcap). sinks: a learned logit per query head joins the softmax (given to `Step.attend`).
-    kv_owner: index of the earlier layer whose K and V this one reads; it stores none, and its window reaches no further than
-    the owner's. v_alias: V is the first v_head_dim elements of the stored K row. k_eq_v: Gemma 4's attention_k_eq_v, where K
-    is V times the weight of K's norm, and then rotated by `rope`: V alone is stored, in the format of V, and K is derived
-    from it (`Cache(k_norms=)`).
+    become softcap * tanh(score / softcap). Both are from 1e-18 to 1e18. sinks: a learned logit per query head joins the
+    softmax (given to `Step.attend`). kv_owner: index of the earlier layer whose K and V this one reads; it stores none, and
+    its window reaches no further than the owner's. v_alias: V is the first v_head_dim elements of the stored K row. k_eq_v:
+    Gemma 4's attention_k_eq_v, where K is V times the weight of K's norm, and then rotated by `rope`: V alone is stored, in
+    the format of V, and K is derived from it (`Cache(k_norms=)`).
     """
 
     num_q_heads: int
@@ -55,14 +53,16 @@ class AttentionLayer:
         if self.num_q_heads % self.num_kv_heads:
             raise InvalidArgument(f"num_q_heads = {self.num_q_heads}: a multiple of num_kv_heads = {self.num_kv_heads}")
         for name, dim in (("head_dim", self.head_dim), ("v_head_dim", self.v_dim)):
-            check_integer(name, dim, 8, HEAD_DIM_MAX)
+            check_integer(name, dim, 8, ROW_MAX)
             if dim % 8:
                 raise InvalidArgument(f"{name} = {dim}: a multiple of 8")
         if self.window is not None:
             check_integer("window", self.window, 1, WINDOW_MAX)
         for name, value in (("scale", self.scale), ("softcap", self.softcap)):
-            if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-                raise InvalidArgument(f"{name} = {value!r}: a finite number above 0")
+            if value is not None:
+                check_factor(name, value)
+        for name in ("sinks", "v_alias", "k_eq_v"):
+            check_flag(name, getattr(self, name))
         if self.rope is not None and not isinstance(self.rope, Rope):
             raise InvalidArgument(f"rope = {self.rope!r}: None or a Rope")
         if self.kv_owner is not None:
@@ -126,6 +126,8 @@ class ModelSpec:
     name: str
 
     def __init__(self, layers: Sequence[Layer], name: str = "") -> None:
+        check_list("layers", layers, "an AttentionLayer or StateLayer for each layer")
+        check_text("name", name)
         if not 1 <= len(layers) <= LAYERS_MAX:
             raise InvalidArgument(f"layers = {len(layers)} of them: from 1 to {LAYERS_MAX}")
         for index, layer in enumerate(layers):
@@ -148,6 +150,7 @@ class ModelSpec:
         """The geometry in a Hugging Face config.json: its path, its folder's, or its content. Raises InvalidArgument."""
         from pagoda.hf_config import layers_of, read_config
 
+        check_text("name", name)
         content = read_config(config)
         return cls(layers_of(content), name or str(content.get("model_type", "")))
 
@@ -188,6 +191,12 @@ class ModelSpec:
     def state_bytes(self) -> int:
         """Bytes that the recurrent layers need for one sequence, whatever its length."""
         return sum(layer.state_bytes for layer in self.layers if isinstance(layer, StateLayer))
+
+
+def check_spec(name: str, value: ModelSpec) -> None:
+    """Raises InvalidArgument unless the value is a ModelSpec."""
+    if not isinstance(value, ModelSpec):
+        raise InvalidArgument(f"{name} = {value!r}: a ModelSpec; ModelSpec.preset(name) has those of known models")
 
 
 def _check_owner(index: int, layer: AttentionLayer, owner: Layer | None) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pagoda.checks import check_choice
+
+TIERS = ("device", "host", "disk")
+
 
 @dataclass(frozen=True)
 class BlockCounts:
@@ -74,5 +78,6 @@ class Stats:
 
     def used_bytes(self, tier: str) -> int:
         """Bytes of the blocks in use on "device", "host" or "disk"."""
+        check_choice("tier", tier, TIERS)
         rows: tuple[BlockCounts, ...] = getattr(self, tier)
         return sum(size * counts.used for size, counts in zip(self.block_bytes, rows, strict=bool(rows)))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.checks import natural, token_counts
+from pagoda.checks import check_flag, integers, natural
 from pagoda.device.driver import Stream
 from pagoda.engine import Engine
 from pagoda.errors import BackendUnavailable, InvalidArgument, PagodaError
@@ -176,9 +176,10 @@ class Step:
         layer = natural("layer", layer)
         if out is None:
             out = self._cache._empty(q, self._cache._v_head_dim(layer))
-        if not return_lse:
+        if return_lse is False:
             self._core.attend(layer, q, out, None, dtype, sink_logits)
             return out
+        check_flag("return_lse", return_lse)
         lse = self._cache._empty(q, None)
         self._core.attend(layer, q, out, lse, dtype, sink_logits)
         return out, lse
@@ -218,6 +219,8 @@ class Step:
         `replay` of a torch graph. See `Cache.declare`. Raises InvalidArgument where no maxima are declared, or a layer of
         this step was appended to already.
         """
+        if not callable(launch):
+            raise InvalidArgument(f"launch = {launch!r}: what launches a graph")
         if self._cache._device is None:
             raise BackendUnavailable("replay: graphs are of GPUs; this cache is on the CPU")
         self._check_open()
@@ -228,7 +231,9 @@ class Step:
 
         Raises InvalidArgument, and leaves the step open, when a layer was not appended to or a count is too large.
         """
-        self._core.commit(None if accepted is None else token_counts("accepted", accepted))
+        self._core.commit(
+            None if accepted is None else integers("accepted", accepted, "a list of integers, one a sequence")
+        )
         self._end()
         self._cache._spill.ahead(self.batch.ids)
 

@@ -92,6 +92,10 @@ pub struct Cache {
     pub(crate) broken: Option<crate::fence::Fence>,
 }
 
+fn invalid_range(range: &Range<u64>, limit: String) -> Error {
+    Error::invalid("start, stop", format!("{}, {}", range.start, range.end), limit)
+}
+
 impl Cache {
     /// An empty cache for the given layer groups, over one arena per tier.
     pub fn new(groups: &[Group], tiers: [TierMemory; Tier::COUNT]) -> Result<Self> {
@@ -194,7 +198,7 @@ impl Cache {
             } else {
                 format!("at most {}", sequence.len)
             };
-            return Err(Error::invalid("len", len, limit));
+            return Err(Error::invalid("length", len, limit));
         }
         sequence.len = len;
         for group in self.group_ids() {
@@ -212,15 +216,10 @@ impl Cache {
         let states = self.has_states();
         let sequence = self.sequences.get_idle(id)?;
         if range.start > range.end || range.end > sequence.len {
-            let value = format!("({}, {})", range.start, range.end);
-            return Err(Error::invalid("range", value, format!("a range within 0..{}", sequence.len)));
+            return Err(invalid_range(&range, format!("a range within 0..{}", sequence.len)));
         }
         if states && !range.is_empty() {
-            return Err(Error::invalid(
-                "range",
-                format!("({}, {})", range.start, range.end),
-                "empty: a state cannot forget",
-            ));
+            return Err(invalid_range(&range, "empty: a state cannot forget".into()));
         }
         if range.is_empty() {
             return Ok(());
@@ -236,7 +235,7 @@ impl Cache {
                     sequence.len - least,
                     window.tokens
                 );
-                return Err(Error::invalid("range", format!("({}, {})", range.start, range.end), limit));
+                return Err(invalid_range(&range, limit));
             }
         }
         sequence.len -= range.end - range.start;

@@ -21,15 +21,15 @@ pub enum Error {
     },
     /// A tier has too few free blocks.
     #[error(
-        "out of blocks: layer group {} lacks {blocks_short} block(s), {bytes_short} bytes, on tier {tier}; \
-         {draining} more are draining", group.0
+        "out of blocks: tier {tier} lacks {blocks_short} block(s), {bytes_short} bytes; layer group {} is the first that is \
+         short, and {draining} of its blocks are draining", group.0
     )]
     OutOfBlocks {
         /// The tier that is full.
         tier: Tier,
-        /// The layer group that asked.
+        /// The first layer group that is short.
         group: GroupId,
-        /// Blocks missing.
+        /// Blocks missing; for a step, of all layer groups together.
         blocks_short: u64,
         /// Bytes missing.
         bytes_short: u64,

@@ -483,7 +483,7 @@ impl Machine {
                 let result = self.cache.truncate(self.model[index].id, len as u64);
                 if len > 0 && (len as u64) < limit {
                     self.seen.refused_rewinds += 1;
-                    prop_assert!(refused(&result, "len") || self.stepping(index));
+                    prop_assert!(refused(&result, "length") || self.stepping(index));
                 } else if self.expect_idle(index, result)?.is_some() {
                     let sequence = &mut self.model[index];
                     if len < sequence.tokens.len() {
@@ -511,8 +511,8 @@ impl Machine {
                 let sinks = self.windows().map(|(_, window)| window.sinks).max().unwrap_or(0);
                 let spare = (count as u64 - 1).saturating_sub(limit);
                 if self.has_states() && start < stop {
-                    prop_assert!(refused(&result, "range") || self.stepping(index));
-                } else if refused(&result, "range") {
+                    prop_assert!(refused(&result, "start, stop") || self.stepping(index));
+                } else if refused(&result, "start, stop") {
                     // What has left is missed only if sinks change, or more leaves than there is to spare.
                     prop_assert!(limit > 0 && (start < sinks as usize || (stop - start) as u64 > spare));
                 } else if self.expect_idle(index, result)?.is_some() {

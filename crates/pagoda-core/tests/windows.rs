@@ -73,14 +73,14 @@ fn what_has_left_does_not_come_back() {
     let limit = cache.rewind_limit(id).unwrap();
     assert!((4936 - 64..=4936).contains(&limit), "headroom, and what is left of a page: {limit}");
     let error = cache.truncate(id, limit - 1).unwrap_err();
-    assert!(matches!(error, Error::InvalidArgument { argument: "len", .. }), "{error}");
+    assert!(matches!(error, Error::InvalidArgument { argument: "length", .. }), "{error}");
     let fork = cache.fork(id).unwrap();
     cache.truncate(id, limit).unwrap();
     assert_eq!(cache.rewind_limit(id).unwrap(), limit);
     // Tokens that have left may be dropped, and of the others as many as truncation could take.
     for refused in [0..1, 99..101, 3000..5000] {
         let error = cache.drop_tokens(fork, refused).unwrap_err();
-        assert!(matches!(error, Error::InvalidArgument { argument: "range", .. }), "{error}");
+        assert!(matches!(error, Error::InvalidArgument { argument: "start, stop", .. }), "{error}");
     }
     cache.drop_tokens(fork, 100..2000).unwrap();
     assert_eq!(cache.token_count(fork).unwrap(), 3100);

@@ -19,6 +19,14 @@ pub(crate) fn format_named(py: Python<'_>, argument: &str, name: &str) -> PyResu
     }
 }
 
+/// An array, of whatever type and shape.
+pub(crate) fn array<'a, 'py>(
+    name: &str,
+    given: &'a Bound<'py, PyAny>,
+) -> PyResult<&'a Bound<'py, PyUntypedArray>> {
+    given.cast().or_else(|_| Err(invalid(given.py(), name, given.get_type().name()?, "an array of NumPy")))
+}
+
 /// Shape and strides that an array was checked for.
 struct Checked {
     data: *mut u8,

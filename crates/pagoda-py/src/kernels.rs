@@ -1,12 +1,12 @@
 //! The CPU's kernels over the open step, and the checks of what they are given.
 
-use crate::arrays::{address_of, floats, rows, rows_mut};
+use crate::arrays::{address_of, array, floats, rows, rows_mut};
 use crate::cache::{Cache, Engine, Inner};
 use crate::errors::{cpu, invalid, unavailable};
 use crate::layers::PlacedLayer;
 use crate::step::StepState;
 use crate::stream::{Call, Stream};
-use numpy::{PyArray2, PyArrayMethods, PyUntypedArray};
+use numpy::{PyArray2, PyArrayMethods};
 use pagoda_core::ids::GroupId;
 use pagoda_cpu::{Backend, Element, Isa, Layer, SequenceTable};
 use pagoda_store::Slab;
@@ -31,12 +31,11 @@ impl Cpu {
         checked: bool,
     ) -> PyResult<Self> {
         let isa = isa.map(|name| isa_named(py, name)).transpose()?;
-        let slab = |bytes: u64| {
+        let slab = |name: &str, bytes: u64| {
             let slab = Slab::new(bytes as usize);
-            slab.map(Arc::new)
-                .map_err(|error| unavailable(py, format_args!("{bytes} bytes of memory: {error}")))
+            slab.map(Arc::new).map_err(|error| unavailable(py, format_args!("{name} = {bytes}: {error}")))
         };
-        let slabs = vec![slab(memory[0])?, slab(memory[1])?];
+        let slabs = vec![slab("device_memory", memory[0])?, slab("host_memory", memory[1])?];
         let backend = Backend::new(threads, deterministic, isa).map_err(|error| cpu(py, &error))?;
         Ok(Self { slabs, backend, checked, stream: Stream::default() })
     }
@@ -50,14 +49,16 @@ impl Cache {
         &self,
         py: Python<'_>,
         layer: usize,
-        k: Option<&Bound<'_, PyUntypedArray>>,
-        v: Option<&Bound<'_, PyUntypedArray>>,
-        dtype: Option<&str>,
+        k: Option<&Bound<'_, PyAny>>,
+        v: Option<&Bound<'_, PyAny>>,
+        dtype: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let inner = &mut *self.lock(py)?;
         inner.require_step(py)?;
         let placed = inner.owning_layer(py, layer)?;
         let bits = bits(py, dtype)?;
+        let k = k.map(|k| array("k", k)).transpose()?;
+        let v = v.map(|v| array("v", v)).transpose()?;
         let geometry = placed.layer.geometry;
         let shape = |dim: u32| [inner.step.new_tokens(), geometry.num_kv_heads as usize, dim as usize];
         require_rows(py, &placed.layer, k.is_some(), v.is_some())?;
@@ -103,11 +104,11 @@ impl Cache {
         &self,
         py: Python<'_>,
         layer: usize,
-        q: &Bound<'_, PyUntypedArray>,
-        out: &Bound<'_, PyUntypedArray>,
+        q: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
         lse: Option<&Bound<'_, PyArray2<f32>>>,
-        dtype: Option<&str>,
-        sink_logits: Option<&Bound<'_, PyUntypedArray>>,
+        dtype: Option<&Bound<'_, PyAny>>,
+        sink_logits: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let inner = &mut *self.lock(py)?;
         inner.require_step(py)?;
@@ -115,10 +116,13 @@ impl Cache {
         let bits = bits(py, dtype)?;
         let heads = placed.layer.num_q_heads as usize;
         let shape = |dim: u32| [inner.step.new_tokens(), heads, dim as usize];
+        let (q, out) = (array("q", q)?, array("out", out)?);
         let queries = rows("q", q, shape(placed.layer.geometry.head_dim), bits)?;
         let outputs = rows_mut("out", out, shape(placed.layer.geometry.v_head_dim), bits, q)?;
         require_sinks(py, placed, sink_logits.is_some())?;
-        let sinks = sink_logits.map(|array| floats("sink_logits", array, heads)).transpose()?;
+        let sinks = sink_logits
+            .map(|given| floats("sink_logits", array("sink_logits", given)?, heads))
+            .transpose()?;
         inner.require_written(py, layer)?;
         let mut lse = lse.map(Bound::try_readwrite).transpose()?;
         let lse = lse.as_mut().map(|lse| address_of("lse", lse, [inner.step.new_tokens(), heads]));
@@ -161,7 +165,9 @@ fn no_kernels(py: Python<'_>) -> PyErr {
 
 pub(crate) fn isa_named(py: Python<'_>, name: &str) -> PyResult<Isa> {
     let found = Isa::ALL.into_iter().find(|isa| isa.to_string() == name);
-    found.ok_or_else(|| invalid(py, "isa", format_args!("{name:?}"), format_args!("one of {:?}", Isa::ALL)))
+    found.ok_or_else(|| {
+        invalid(py, "PAGODA_CPU_ISA", format_args!("{name:?}"), format_args!("one of {:?}", Isa::ALL))
+    })
 }
 
 /// The tables of one layer group of the open step, in memory that is reused.
@@ -186,13 +192,13 @@ fn recycle<'a>(mut tables: Vec<SequenceTable<'_>>) -> Vec<SequenceTable<'a>> {
 const CENTER_TOKENS_MIN: usize = 16;
 
 /// The meaning of 16-bit integers, if the caller says so.
-pub(crate) fn bits(py: Python<'_>, dtype: Option<&str>) -> PyResult<Option<Element>> {
-    match dtype {
-        None => Ok(None),
-        Some("f32") => Ok(Some(Element::F32)),
-        Some("f16") => Ok(Some(Element::F16)),
-        Some("bf16") => Ok(Some(Element::Bf16)),
-        Some(name) => Err(invalid(py, "dtype", format_args!("{name:?}"), "f32, f16 or bf16")),
+pub(crate) fn bits(py: Python<'_>, dtype: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Element>> {
+    let Some(dtype) = dtype else { return Ok(None) };
+    match dtype.extract() {
+        Ok("f32") => Ok(Some(Element::F32)),
+        Ok("f16") => Ok(Some(Element::F16)),
+        Ok("bf16") => Ok(Some(Element::Bf16)),
+        _ => Err(invalid(py, "dtype", dtype.repr()?, "'f32', 'f16' or 'bf16'")),
     }
 }
 

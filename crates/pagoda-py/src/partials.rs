@@ -70,7 +70,7 @@ impl Partials {
         begins: PyReadonlyArray1<'_, u32>,
         q: &Bound<'_, PyUntypedArray>,
         parts: &Bound<'_, PyArray3<f32>>,
-        dtype: Option<&str>,
+        dtype: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<u64> {
         let inner = cache.lock(py)?;
         inner.require_step(py)?;

@@ -100,7 +100,7 @@ impl Cache {
     ) -> PyResult<()> {
         let (sequences, new_tokens) = (sequences.as_slice()?, new_tokens.as_slice()?);
         if sequences.len() != new_tokens.len() {
-            let limit = format!("one entry for each of {} sequences", sequences.len());
+            let limit = format!("one entry for each of {} sequences in batch", sequences.len());
             return Err(invalid(py, "new_tokens", format_args!("{} entries", new_tokens.len()), limit));
         }
         let counts = new_tokens.iter().map(|&count| u32::try_from(count).map_err(|_| count));

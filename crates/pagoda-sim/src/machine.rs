@@ -296,7 +296,7 @@ impl Machine {
         let range = a.min(b)..a.max(b);
         let limit = self.cache.rewind_limit(id).map_err(|error| error.to_string())? as usize;
         match self.cache.drop_tokens(id, range.start as u64..range.end as u64) {
-            Err(Error::InvalidArgument { argument: "range", .. }) => {
+            Err(Error::InvalidArgument { argument: "start, stop", .. }) => {
                 // What has left is missed only if sinks change, or more goes than there is to spare.
                 let windows = self.shape.groups.iter().filter_map(|group| group.window);
                 let sinks = windows.map(|window| window.sinks).max().unwrap_or(0) as usize;

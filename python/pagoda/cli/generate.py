@@ -19,8 +19,8 @@ from pagoda.cli.view import View
 from pagoda.errors import InvalidArgument
 from pagoda.lm import ContiguousCache, LanguageModel, Read, Sampler, generate
 from pagoda.models import SHIPPED_MODEL, SHIPPED_TEXT
-from pagoda.retention import SinkWindow
-from pagoda.sizes import parse_tokens
+from pagoda.retention import SinkWindow, keeps_by_layer
+from pagoda.sizes import format_size, parse_size, parse_tokens
 
 MARK_COUNT = 8
 """Bytes of the number of tokens, before the hash of what is kept."""
@@ -91,6 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     cache = _cache(arguments, model, device)
     with cache if isinstance(cache, Cache) else contextlib.nullcontext():
         sequence = _sequence(arguments, cache, prompt)
+        _check_room(arguments, cache, len(sequence), len(prompt))
         kept, rest = len(sequence), prompt[len(sequence) :]
         view = View(cache if isinstance(cache, Cache) else None, device, len(prompt), kept, quiet=arguments.json)
         with view:
@@ -148,6 +149,26 @@ def _sequence(arguments: argparse.Namespace, cache: Any, prompt: npt.NDArray[np.
     # What the last token says of the next one is not kept.
     sequence.truncate(min(kept, len(prompt) - 1))
     return sequence
+
+
+def _check_room(arguments: argparse.Namespace, cache: Any, kept: int, tokens: int) -> None:
+    """Raises InvalidArgument if the disk tier cannot keep a text, of which so many tokens are there: before it is read."""
+    if arguments.session is None:
+        return
+    stats, keeps = cache.stats(), keeps_by_layer(cache.spec, cache.retention, cache.headroom)
+    wanted, shares = 0, []
+    for members, size, counts in zip(cache._groups, stats.block_bytes, stats.disk, strict=True):
+        window = keeps[members[0]]
+        # At least: a window may reach into one page more, and have left some that are there.
+        held = tokens if window is None else min(tokens, sum(window[:3]))
+        pages = max(0, -(-held // cache.page_size) - kept // cache.page_size)
+        wanted += pages * size
+        shares.append(pages / counts.free if counts.free else float(pages))
+    used, budget = stats.used_bytes("disk"), parse_size(arguments.disk_memory, "--disk-memory")
+    # Groups divide among them what is free, but for rests of what they have already.
+    if used + wanted > budget or max(shares) > 1 or (not used and sum(shares) > 1):
+        limit = f"more than {format_size(used + wanted)}, to keep the text for --session beside what is kept"
+        raise InvalidArgument(f"--disk-memory = {arguments.disk_memory!r}: {limit}")
 
 
 def _mark(folder: Path, tokens: npt.NDArray[np.int64]) -> bytes:

@@ -19,7 +19,8 @@ AUTO = "cpu"
 
 def device_index(device: str) -> int | None:
     """The number of the GPU that `device` names; None for the CPU. Raises InvalidArgument."""
-    name, colon, number = str(AUTO if device == "auto" else device).partition(":")
+    chosen = AUTO if isinstance(device, str) and device == "auto" else device
+    name, colon, number = str(chosen).partition(":")
     if name not in ("cpu", "cuda") or (colon and (name == "cpu" or not number.isdecimal())):
         raise InvalidArgument(f'device = {device!r}: "auto", "cpu", "cuda" or "cuda:1"')
     return None if name == "cpu" else int(number or 0)

@@ -32,7 +32,7 @@ class Arrays:
 
         dtype: "bf16" if 16-bit integers are bits of that. Raises InvalidArgument.
         """
-        if dtype not in (None, "bf16"):
+        if dtype is not None and (not isinstance(dtype, str) or dtype != "bf16"):
             raise InvalidArgument(f'dtype = {dtype!r}: None, or "bf16" for 16-bit integers')
         view = self._driver.view(name, array)
         if view.shape[1:] != row or not self.tokens <= view.shape[0] <= self.tokens_max:

@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core
-from pagoda.checks import check_integer
 from pagoda.device.appends import Appends, Centers, Misfits
 from pagoda.device.arrays import Arrays
 from pagoda.device.attends import Attends, Maxima
@@ -184,9 +183,6 @@ class DeviceEngine:
             raise InvalidArgument("declare: inside a step; before or after one")
         if self._maxima is not None:
             raise InvalidArgument("declare: a second time; graphs that were captured since the first use its tables")
-        check_integer("sequences", sequences, 1, SEQUENCES_MAX)
-        check_integer("new_tokens", new_tokens, 1, TOKENS_MAX // sequences)
-        check_integer("context", context, 1, TOKENS_MAX)
         self._wait_for_steps()
         passed = RUN_ROWS if any(layer["keeps"] for layer in self._layers) else 0
         columns = -(-(context + passed) // self._page_size) + SPANS_DECLARED
@@ -309,8 +305,6 @@ class DeviceEngine:
     def wait(self, ticket: _core.Ticket, seconds: float) -> bool:
         """Sleeps until a ticket's copies have arrived, or no more will, or `seconds` have passed; says which."""
         deadline = time.monotonic() + seconds
-        if not seconds >= 0:
-            raise InvalidArgument(f"timeout = {seconds}: from 0 seconds on")
         while (rest := self._plans.waits_for(ticket)) is not None:
             if seconds >= FOREVER:
                 rest.wait()

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.checks import check_list, integers
 from pagoda.errors import InvalidArgument
 from pagoda.formats import decode, encode, formats_by_layer
-from pagoda.spec import ModelSpec
+from pagoda.spec import ModelSpec, check_spec
 
 Float32 = npt.NDArray[np.float32]
+
+TOKENS_MAX = (1 << 31) - 1
 
 SCORES_BYTES = 8 << 20
 """Queries are taken in pieces whose scores fit into this."""
@@ -38,6 +41,7 @@ class ContiguousCache:
     """
 
     def __init__(self, spec: ModelSpec, *, k_dtype: str = "f16", v_dtype: str = "f16") -> None:
+        check_spec("spec", spec)
         self.spec = spec
         (self.k_dtype, self.v_dtype), *_ = formats_by_layer(k_dtype, v_dtype, len(spec.layers))
 
@@ -51,9 +55,14 @@ class ContiguousCache:
 
     def step(self, batch: Collection[ContiguousSequence], new_tokens: Collection[int]) -> ContiguousStep:
         """A step that appends `new_tokens[i]` tokens to the i-th sequence. Raises InvalidArgument, as `pagoda.Cache`."""
-        counts = [int(count) for count in new_tokens]
-        if len(counts) != len(batch) or any(count < 0 for count in counts):
-            raise InvalidArgument(f"new_tokens = {counts}: {len(batch)} counts, one a sequence, each at least 0")
+        check_list("batch", batch, "sequences")
+        for index, sequence in enumerate(batch):
+            if not isinstance(sequence, ContiguousSequence):
+                raise InvalidArgument(f"batch[{index}] = {sequence!r}: a sequence of a ContiguousCache")
+        counts = integers("new_tokens", new_tokens, "a list of integers, one a sequence").tolist()
+        if len(counts) != len(batch) or not all(0 <= count <= TOKENS_MAX for count in counts):
+            limit = f"{len(batch)} counts, one a sequence in batch, each from 0 to {TOKENS_MAX}"
+            raise InvalidArgument(f"new_tokens = {counts}: {limit}")
         if len({id(sequence) for sequence in batch}) != len(batch):
             raise InvalidArgument("sequences: each at most once in a step")
         return ContiguousStep(self, list(batch), counts)

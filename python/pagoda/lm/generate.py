@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.checks import check_integer, integers
 from pagoda.errors import InvalidArgument
 from pagoda.lm.arrays import to_host
 from pagoda.lm.model import LanguageModel
@@ -16,6 +17,8 @@ from pagoda.lm.sampling import Sampler
 
 CHUNK = 512
 """Tokens a step reads."""
+
+TOKENS_MAX = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,17 @@ def generate(
     of `stop` is the last one written; by default the model's `end_tokens`, and `stop=()` goes on regardless. Yields what
     happens as it happens; stopping early is fine. Raises InvalidArgument for an empty prompt and for absurd counts.
     """
-    if not len(prompt):
-        raise InvalidArgument("prompt = 0 tokens: at least 1")
-    if chunk < 1:
-        raise InvalidArgument(f"chunk = {chunk}: at least 1")
-    if new_tokens < 0:
-        raise InvalidArgument(f"new_tokens = {new_tokens}: at least 0")
-    ends = model.end_tokens if stop is None else frozenset(stop)
+    prompt = integers("prompt", prompt, "a list of tokens")
+    if not len(prompt) or not 0 <= prompt.min() <= prompt.max() < model.vocab_size:
+        shown = f"{prompt.min()} to {prompt.max()}" if len(prompt) else "0 tokens"
+        raise InvalidArgument(f"prompt = {shown}: at least one token, all from 0 to {model.vocab_size - 1}")
+    check_integer("chunk", chunk, 1, TOKENS_MAX)
+    check_integer("new_tokens", new_tokens, 0, TOKENS_MAX)
+    if not isinstance(sampler, Sampler):
+        raise InvalidArgument(f"sampler = {sampler!r}: a Sampler")
+    ends = model.end_tokens
+    if stop is not None:
+        ends = frozenset(integers("stop", list(stop) if isinstance(stop, Set) else stop, "a list of tokens").tolist())
     decoder = model.tokenizer.decoder()
 
     def read(tokens: npt.NDArray[np.int64]) -> tuple[Any, npt.NDArray[np.float32]]:

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.checks import check_choice, integers
 from pagoda.errors import InvalidArgument
 from pagoda.hf_config import Config, read_config
 from pagoda.lm.arrays import Library, library
@@ -121,9 +122,13 @@ class LanguageModel:
         `with model.device, cache.step(...) as step`. Raises InvalidArgument for what cannot be, BackendUnavailable for a
         device that is not there.
         """
+        try:
+            is_there = bool(str(folder)) and Path(folder).is_dir()
+        except (OSError, TypeError):
+            is_there = False
+        if not is_there:
+            raise InvalidArgument(f"folder = {folder!r}: one with config.json and model.safetensors")
         arrays, folder = library(device), Path(folder)
-        if not folder.is_dir():
-            raise InvalidArgument(f"model = {str(folder)!r}: a folder with config.json and model.safetensors")
         config = read_config(folder)
         with arrays.device:
             return cls(config, Checkpoint(folder), load_tokenizer(folder, config), arrays)
@@ -135,12 +140,11 @@ class LanguageModel:
         [B, vocab], or with logits="all" of every one [sum(new), vocab], on the model's device. Sequences without new tokens
         have no row in "last".
         """
-        xp, ids = self._xp, np.asarray(tokens)
         positions = step.positions
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) != len(positions):
-            raise InvalidArgument(f"tokens = {ids.dtype} {ids.shape}: integers [{len(positions)}], one a new token")
-        if logits not in ("last", "all"):
-            raise InvalidArgument(f'logits = {logits!r}: "last" or "all"')
+        xp, ids = self._xp, integers("tokens", tokens, "a list of integers, one a new token")
+        if len(ids) != len(positions):
+            raise InvalidArgument(f"tokens = {len(ids)} integers: {len(positions)}, one a new token")
+        check_choice("logits", logits, ("last", "all"))
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             raise InvalidArgument(f"tokens = {int(ids.min())} to {int(ids.max())}: from 0 to {self.vocab_size - 1}")
         ropes = {layer.rope: layer.head_dim for layer in self.spec.attention_layers}

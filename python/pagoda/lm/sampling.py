@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.checks import FACTOR_MAX, check_integer, is_number
 from pagoda.errors import InvalidArgument
 
 
@@ -25,18 +26,18 @@ class Sampler:
     _rng: np.random.Generator = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.temperature, int | float) and 0 <= self.temperature < math.inf):
-            raise InvalidArgument(f"temperature = {self.temperature!r}: a finite number, at least 0")
-        if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
-            raise InvalidArgument(f"top_k = {self.top_k!r}: an integer, at least 1")
-        if not 0 < self.top_p <= 1:
+        if not is_number(self.temperature) or not 0 <= self.temperature <= FACTOR_MAX:
+            raise InvalidArgument(f"temperature = {self.temperature!r}: a number from 0 to {FACTOR_MAX}")
+        if self.top_k is not None:
+            check_integer("top_k", self.top_k, 1, (1 << 31) - 1)
+        if not is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise InvalidArgument(f"top_p = {self.top_p!r}: above 0, at most 1")
-        if not (isinstance(self.seed, int) and self.seed >= 0):
-            raise InvalidArgument(f"seed = {self.seed!r}: an integer, at least 0")
+        check_integer("seed", self.seed, 0, (1 << 64) - 1)
         self._rng = np.random.default_rng(self.seed)
 
     def pick(self, logits: npt.NDArray[np.float32]) -> int:
         """The next token, from float32 [vocab] logits. Raises InvalidArgument for NaN, and when none is finite."""
+        _check(logits)
         top = logits.max(initial=-np.inf)
         if not math.isfinite(top):
             raise InvalidArgument(f"logits: the highest is {top}; a finite number was expected")
@@ -47,6 +48,7 @@ class Sampler:
 
     def distribution(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """The tokens that `pick` draws from, likeliest first, and their probabilities."""
+        _check(logits)
         order = np.argsort(-logits, kind="stable")[: self.top_k]
         scaled = logits[order].astype(np.float64)
         # A difference first: a temperature near 0 would overflow the logits themselves.
@@ -57,3 +59,8 @@ class Sampler:
         kept = int(np.searchsorted(np.cumsum(weights), self.top_p)) + 1
         weights = weights[:kept]
         return order[:kept], weights / weights.sum()
+
+
+def _check(logits: npt.NDArray[np.float32]) -> None:
+    if not isinstance(logits, np.ndarray) or logits.ndim != 1 or logits.dtype.kind != "f":
+        raise InvalidArgument(f"logits = {type(logits).__name__}: an array of floats [vocab]")

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from pagoda import build_info
 from pagoda.cache import Cache
+from pagoda.checks import check_threads
 from pagoda.cli.console import results
 from pagoda.cli.options import Commands, format_pair
 from pagoda.cli.plan import describe
@@ -27,9 +28,10 @@ from pagoda.measuring import machine
 from pagoda.measuring.backends import Backend, CpuBackend, GpuBackend
 from pagoda.measuring.calibration import ceilings
 from pagoda.measuring.filling import CHUNK, fill, rows_of
-from pagoda.planner import Planner
+from pagoda.planner import TOKENS_MAX, Planner
 from pagoda.sizes import format_size, format_tokens, parse_size, parse_tokens
 from pagoda.spec import AttentionLayer, ModelSpec
+from pagoda.stats import TIERS
 
 Row = dict[str, Any]
 
@@ -44,8 +46,6 @@ MODELS: dict[str, tuple[ModelSpec, int]] = {
 
 ABOUT = f"""{HYBRID} stands for a small hybrid model like Qwen3.5-0.8B: its six full-attention layers, of 2 K/V heads of 256,
 but with 16 query heads. Its other layers keep a state of fixed size, and are here as weights alone."""
-
-TIERS = ("device", "host", "disk")
 
 PAGES_MIN = 16
 """Pages that a tier has room for at least, if its budget is not given."""
@@ -91,13 +91,13 @@ def run(arguments: argparse.Namespace) -> int:
     seconds, most = arguments.seconds, arguments.tokens
     if seconds is not None and not 0 < seconds <= 3600:
         raise InvalidArgument(f"--seconds = {seconds}: above 0, at most 3600")
-    if most < 1 or not all(contexts):
-        raise InvalidArgument(f"--tokens = {most}, --contexts = {arguments.contexts!r}: numbers of tokens above 0")
     if seconds is not None:
         most = 1 + int(seconds * TOKENS_A_SECOND)
+    if most < 1 or not all(0 < context <= TOKENS_MAX - 1 - most for context in contexts):
+        limit = f"numbers of tokens above 0, together below {TOKENS_MAX}"
+        raise InvalidArgument(f"--tokens = {most}, --contexts = {arguments.contexts!r}: {limit}")
     threads = os.cpu_count() or 1 if arguments.threads is None else arguments.threads
-    if threads < 1:
-        raise InvalidArgument(f"--threads = {threads}: at least 1")
+    check_threads("--threads", threads)
     if arguments.weights is not None:
         weight_bytes = parse_size(arguments.weights, "--weights")
     index, arrays = device_index(arguments.device), library(arguments.device)
@@ -124,18 +124,27 @@ def run(arguments: argparse.Namespace) -> int:
             raise InvalidArgument(
                 f"--weights, --device-memory = {weight_bytes}, {largest}: together at most what the device has free, {free}"
             )
+    options: dict[str, Any] = {
+        "device": arguments.device,
+        "k_dtype": k_dtype,
+        "v_dtype": v_dtype,
+        "disk": arguments.disk,
+        "threads": threads,
+    }
+    for budget in budgets:
+        # So is what a cache refuses.
+        Cache(spec, **(options | budget)).close()
     layers, rows = len(spec.layers), []
     backend: Backend = (
         CpuBackend(weight_bytes, layers, threads)
         if driver is None
         else GpuBackend(driver, arrays, weight_bytes, layers)
     )
-    options = {"device": arguments.device, "k_dtype": k_dtype, "v_dtype": v_dtype, "disk": arguments.disk}
     with Console(stderr=True).status("ceilings") as status, backend:
         rates = backend.ceilings() | ceilings(threads, place)
         for context, budget in zip(contexts, budgets, strict=True):
             status.update(f"{format_tokens(context)} tokens")
-            row = measure(spec, context, backend, most, seconds, {**options, **budget, "threads": threads})
+            row = measure(spec, context, backend, most, seconds, options | budget)
             planned = plan_of(planner, context + 1 + most, budget, on_gpu=on_gpu)
             rows.append(row | against(rates, row) | {"planned_bytes": planned})
     document = {
