@@ -55,8 +55,10 @@ QUANTISED = (
 
 QUANTISED_SIZES = ((64, 64), (128, 128), (256, 256), (512, 512))
 
-DERIVED_SIZES = ((256, 256), (512, 512))
-"""Those where K may be made from V."""
+DERIVED = (512, 512)
+"""Of rows where K is made from V."""
+
+DERIVED_GROUPS = (8, 16)
 
 LATENT_GROUPS = (16, 128)
 """Those where V is a part of K."""
@@ -91,7 +93,7 @@ def every(arch: str) -> list[Kernel]:
         *_fitting(arch, [*product(types, SIZES)], GROUPS),
         *_fitting(arch, [*product(quantised, QUANTISED_SIZES)], GROUPS),
         *_fitting(arch, [*product(parts, PART_SIZES)], LATENT_GROUPS),
-        *_fitting(arch, [*product(derived, DERIVED_SIZES)], GROUPS),
+        *_fitting(arch, [(names, DERIVED) for names in derived], DERIVED_GROUPS),
     ]
     return _distinct(appends + centers, attends)
 
@@ -112,7 +114,7 @@ def covering(arch: str) -> list[Kernel]:
         (("f16", "int8", "f32"), (256, 256)),
         (("q8_0", "q4_0", "f32"), (512, 512)),
     ]
-    derived = [((instances.FROM_V, v, q), (512, 512)) for v, q in (("bf16", "bf16"), ("f16", "f32"), ("q8_0", "bf16"))]
+    derived = [((instances.FROM_V, v, q), DERIVED) for v, q in (("bf16", "bf16"), ("f16", "f32"), ("q8_0", "bf16"))]
     many = [(("f16", "f16", "f32"), (256, 256)), (("bf16", instances.PART_OF_K, "bf16"), (576, 512))]
     attends = [
         *_fitting(arch, layers, [4], [mode for mode in MODES if mode != "verify"]),
