@@ -260,7 +260,7 @@ def _depth(dim: int) -> int:
 
 
 def _stride(dim: int) -> int:
-    """`Q_STRIDE`: bytes from one row of 16-bit elements to the next."""
+    """`Q_STRIDE`, and `STRIDE` of decoded rows: bytes from one row of 16-bit elements to the next."""
     return (_depth(dim) // 8 | 1) * 16
 
 
@@ -275,7 +275,7 @@ def _decoded(name: str, dim: int) -> int:
     row = FORMATS[name]
     if not row.quantised:
         return 0
-    return (dim // 8 | 1) * 16 + 4 * (row.bytes(dim) - row.row_bytes(dim)) // row.scale_bytes
+    return _stride(dim) + 4 * (row.bytes(dim) - row.row_bytes(dim)) // row.scale_bytes
 
 
 def _cores(names: tuple[str, str, str], dim: int, v_dim: int, rows: int, sets: int) -> Attention:
