@@ -69,6 +69,11 @@ def group_layers(spec: ModelSpec, dtypes: Dtypes) -> list[list[int]]:
     return sorted(groups.values())
 
 
+def owners_of(layers: Sequence[CoreLayer]) -> list[int]:
+    """The layer whose pages each one reads: itself, or its `kv_owner`."""
+    return [index if layer["kv_owner"] is None else layer["kv_owner"] for index, layer in enumerate(layers)]
+
+
 def core_layers(
     spec: ModelSpec,
     dtypes: Dtypes,

@@ -12,7 +12,7 @@ from pagoda.device.driver import Driver, Stream, View, send
 from pagoda.device.layers import LayerKernels
 from pagoda.device.tables import GroupTables
 from pagoda.errors import InvalidArgument
-from pagoda.geometry import CoreLayer
+from pagoda.geometry import CoreLayer, owners_of
 from pagoda.kernels import arguments, instances
 
 APPEND_THREADS = 256
@@ -48,8 +48,8 @@ class Centers:
         self._memory = send(driver, numbers)
         self.addresses = {
             index: self._memory.address + 4 * starts[owner]
-            for index, layer in enumerate(layers)
-            if (owner := index if layer["kv_owner"] is None else layer["kv_owner"]) in own
+            for index, owner in enumerate(owners_of(layers))
+            if owner in own
         }
 
     def wants(self, layer: int) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.device.driver import Driver, Memory, send
-from pagoda.geometry import CoreLayer
+from pagoda.geometry import CoreLayer, owners_of
 
 WEIGHT_MAX = 4
 """Exponent of the largest weight: kernels hold keys as f16, where a value of more than 2800 makes an infinite one. Those of a
@@ -31,8 +31,7 @@ class DerivedKeys:
 def derived_keys(driver: Driver, layers: Sequence[CoreLayer]) -> dict[int, DerivedKeys]:
     """Those of the layers that have them; a layer that reads the pages of another has that one's."""
     own: dict[int, DerivedKeys] = {}
-    for index, layer in enumerate(layers):
-        owner = index if layer["kv_owner"] is None else layer["kv_owner"]
+    for index, (layer, owner) in enumerate(zip(layers, owners_of(layers), strict=True)):
         if layer["k_norm"] is not None:
             own[index] = own[owner] if owner in own else _derived(driver, layer["k_norm"], layer["rope"])
     return own

@@ -37,7 +37,7 @@ from pagoda.device.streaming import Streams, Traffic, layer_runs
 from pagoda.device.tables import Room, StepTables
 from pagoda.disk import DiskArguments
 from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, PagodaError
-from pagoda.geometry import RUN_ROWS, BlockLayout, CoreLayer
+from pagoda.geometry import RUN_ROWS, BlockLayout, CoreLayer, owners_of
 from pagoda.rates import Routes
 
 T = TypeVar("T")
@@ -115,9 +115,9 @@ class DeviceEngine:
         centers, misfits = Centers(driver, layers), Misfits(driver) if checked else None
         derived = derived_keys(driver, layers)
         self._checked = checked
-        for index, (layer, one) in enumerate(zip(layers, kernels, strict=True)):
-            layout, owner = layouts[layer["group"]], layer["kv_owner"]
-            planes = layout.planes[index if owner is None else owner]
+        for index, (layer, owner, one) in enumerate(zip(layers, owners_of(layers), kernels, strict=True)):
+            layout = layouts[layer["group"]]
+            planes = layout.planes[owner]
             misfit = None if misfits is None else misfits.address
             one.place(
                 layout, planes, page_size, self._memory.bases, centers.addresses.get(index), misfit, derived.get(index)

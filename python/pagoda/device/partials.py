@@ -21,7 +21,7 @@ from pagoda import _core
 from pagoda.device.driver import Driver, Event, Pinned, Stream, View
 from pagoda.device.mover import KERNEL_BLOCKS, KERNEL_THREADS, WORD
 from pagoda.formats import FORMATS
-from pagoda.geometry import CoreLayer
+from pagoda.geometry import CoreLayer, owners_of
 from pagoda.kernels import arguments, instances
 from pagoda.rates import READER_ROWS, Routes
 
@@ -77,8 +77,8 @@ class Partials:
         self._routes = routes
         self._row_bytes = {layer["group"]: _row_bytes(layer) for layer in layers}
         self._cpu = _core.Partials(routes.threads, isa)
-        owners = [index if layer["kv_owner"] is None else layer["kv_owner"] for index, layer in enumerate(layers)]
-        self._untold = {index: centers[index] for index, owner in enumerate(owners) if layers[owner]["center_first"]}
+        owners = enumerate(owners_of(layers))
+        self._untold = {index: centers[index] for index, owner in owners if layers[owner]["center_first"]}
         self._queries, self._parts, self._center, self._runs = (Buffer(driver) for _ in range(4))
 
     def divide(self, group: int, pages: dict[str, int], page_bytes: int, *, ring: bool) -> dict[str, float]:

@@ -24,7 +24,7 @@ from pagoda.device.partials import Asked, Partials
 from pagoda.device.reads import Found, Reads
 from pagoda.device.ring import Ring, Slot
 from pagoda.device.tables import ListTables, StepTables, Work
-from pagoda.geometry import BlockLayout, CoreLayer
+from pagoda.geometry import BlockLayout, CoreLayer, owners_of
 
 
 @dataclass
@@ -51,10 +51,10 @@ class Run:
 def layer_runs(layers: list[CoreLayer], layouts: list[BlockLayout]) -> list[Run]:
     """Of each layer, or its owner: everything in a block that belongs to it is one run."""
     runs = []
-    for index, layer in enumerate(layers):
+    for layer, owner in zip(layers, owners_of(layers), strict=True):
         layout = layouts[layer["group"]]
         starts = sorted(planes[0].rows.offset for planes in layout.planes.values())
-        start = layout.planes[index if layer["kv_owner"] is None else layer["kv_owner"]][0].rows.offset
+        start = layout.planes[owner][0].rows.offset
         runs.append(Run(start, [*starts, layout.block_bytes][starts.index(start) + 1] - start))
     return runs
 
