@@ -188,6 +188,12 @@ SHAPES = [
     Shape("FromV", "Q4_0", "F32", 64, 64, "prefill"),
 ]
 FROM_V = [shape for shape in SHAPES if shape.k_from_v]
+FOLDED = [
+    shape
+    for shape in SHAPES
+    if shape.engine in ("prefill", "stacked columns", "wide") and "Nvfp4" in (shape.k, shape.v)
+]
+"""Whose rows the engine for many queries decodes times their scales."""
 BY_SHARE = [SHAPES[1], SHAPES[9], SHAPES[23], SHAPES[24]]
 """Decoding and prefill, of 16-bit rows and of quantised ones."""
 APPENDS = [("F16", "F16", "F32"), ("BF16", "F32", "F16"), ("F32", "F16", "BF16"), ("BF16", "F16", "F32")]
@@ -584,6 +590,15 @@ class World:
         np.testing.assert_allclose(lse, right_lse, rtol=0, atol=max(1e-4, tolerance / of_scores))
 
 
+def test_what_folds_is_exact_in_16_bits() -> None:
+    """Each code of nvfp4 times each scale, as f16 in units of 2^-14 and as bf16: nothing is rounded."""
+    codes = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    scales = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    for dtype, unit in ((np.float16, 2.0**-14), (ml_dtypes.bfloat16, 1.0)):
+        products = (codes * unit).astype(dtype)[:, None] * scales.astype(dtype)
+        assert np.array_equal(products.astype(np.float64), codes[:, None] * scales * unit)
+
+
 LENGTHS = [one(1), one(15), one(16), one(17), one(63), one(64), one(130, 2), one(200)]
 
 
@@ -896,7 +911,7 @@ BROKEN = {
     "no cap": ("many_queries.cuh", "if (args.softcap > 0.0f) cap(scores);", ""),
     "no cap for few": ("few_queries.cuh", "if (args.softcap > 0.0f) cap<COUNT>(scores);", ""),
     "parts stay behind": ("unit.cuh", "block().target >= 0", "args.members != nullptr"),
-    "what every query sees twice": ("tables.cuh", "always ? from : low", "always ? from * 0 : low"),
+    "what every query sees twice": ("tables.cuh", "span.always() ? from : low", "span.always() ? from * 0 : low"),
     "common parts of other queries": ("unit.cuh", "args.part_rows[block().first_part + i]", "0"),
 }
 
@@ -940,6 +955,14 @@ BROKEN_CODES = {
 }
 """The same of quantised rows."""
 
+BROKEN_FOLDS = {
+    "folded scales of other rows": ("quantised.cuh", "scales + row * Format", "scales + (row ^ 1) * Format"),
+    "the folded scale of another step": ("quantised.cuh", "piece * STEPS + step)", "piece * STEPS)"),
+    "folded scales past the fill": ("many_queries.cuh", "CAREFUL && !Shape::DecodedV::SCALED", "false"),
+    "folded scales past the fill, of one query": ("many_queries.cuh", "(!V::QUANTISED && ", "("),
+}
+"""The same of rows that are decoded times their scales."""
+
 BROKEN_KEYS = {
     "one position": ("derived.cuh", "position + row", "position"),
     "places of the axis": ("derived.cuh", "args.pages.spans[span].position +", "args.pages.spans[span].before +"),
@@ -964,10 +987,10 @@ BROKEN_KEYS = {
 """The same of keys that are made from values."""
 
 
-@pytest.mark.parametrize("broken", [*BROKEN, *BROKEN_CODES, *BROKEN_KEYS])
+@pytest.mark.parametrize("broken", [*BROKEN, *BROKEN_CODES, *BROKEN_FOLDS, *BROKEN_KEYS])
 def test_what_is_broken_is_noticed(broken: str, tmp_path: Path) -> None:
     """Negative controls: each barrier, wait and bound that the kernels have is needed, and the tests see it."""
-    name, old, new = (BROKEN | BROKEN_CODES | BROKEN_KEYS)[broken]
+    name, old, new = (BROKEN | BROKEN_CODES | BROKEN_FOLDS | BROKEN_KEYS)[broken]
     folder = tmp_path / "cuda"
     shutil.copytree(emulator.DEVICE_CODE, folder)
     text = (folder / "pagoda" / name).read_text()
@@ -976,6 +999,8 @@ def test_what_is_broken_is_noticed(broken: str, tmp_path: Path) -> None:
     shapes = [SHAPES[1], SHAPES[9]]
     if broken in BROKEN_CODES:
         shapes = [Shape("Q8_0", "Q4_0", "F32", 64, 96), SHAPES[23]]
+    elif broken in BROKEN_FOLDS:
+        shapes = FOLDED
     elif broken in BROKEN_KEYS:
         shapes = [FROM_V[0], FROM_V[6]]
     library = compiled(shapes, device_code=folder)

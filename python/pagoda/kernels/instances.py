@@ -21,6 +21,9 @@ PART_OF_K = "part of k"
 FROM_V = "from v"
 """In place of the format of K: K is not stored but made from V."""
 
+FOLDED = ("nvfp4",)
+"""Those that the engine for many queries decodes times their scales: `FOLDS` of quantised.cuh."""
+
 STORED = NAMES | QUANTISED | {PART_OF_K: "PartOfK", FROM_V: "FromV"}
 """All that kernels know of."""
 
@@ -180,9 +183,8 @@ def _cuts(names: tuple[str, str, str], v_dim: int, mode: str) -> list[tuple[int,
         columns //= 2
     by_rows = [(warps, columns, 1) for warps in (4, 2, 1) if warps >= columns]
     # Float queries and their weights, of several parts, leave no registers for 32 rows of a warp, nor do weights of two parts
-    # where values are many or scales change often.
-    parts = q == "f16" and name in QUANTISED and (v_dim > 128 or name == "nvfp4")
-    split = q == "f32" or parts
+    # where values are many.
+    split = q == "f32" or (q == "f16" and name in QUANTISED and v_dim > 128)
     stacked = [] if split else [(4, columns, 2)]
     # For many heads: a thread block has a multiprocessor to itself.
     wide = [(8, columns, 1 if split else 2)]
@@ -275,7 +277,8 @@ def _decoded(name: str, dim: int) -> int:
     row = FORMATS[name]
     if not row.quantised:
         return 0
-    return _stride(dim) + 4 * (row.bytes(dim) - row.row_bytes(dim)) // row.scale_bytes
+    scales = 0 if name in FOLDED else (row.bytes(dim) - row.row_bytes(dim)) // row.scale_bytes
+    return _stride(dim) + 4 * scales
 
 
 def _cores(names: tuple[str, str, str], dim: int, v_dim: int, rows: int, sets: int) -> Attention:

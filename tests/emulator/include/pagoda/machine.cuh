@@ -143,6 +143,7 @@ void multiply_add(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, Ele
 
 inline uint32 held(uint32 constant) { return constant; }
 inline int thread_here() { return threadIdx.x; }
+inline int block_here() { return blockIdx.x; }
 /// As inexact as the instructions may be.
 inline float sine_fast(float x) { return static_cast<float>(std::nearbyint(std::sin(double(x)) * 0x1p20) * 0x1p-20); }
 inline float cosine_fast(float x) { return static_cast<float>(std::nearbyint(std::cos(double(x)) * 0x1p20) * 0x1p-20); }

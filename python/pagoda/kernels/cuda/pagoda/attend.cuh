@@ -67,7 +67,7 @@ __device__ void finish(const Attend& args, const Engine& engine, const Progress&
         const auto owner = [=](int64 x) { return ((x + 1) * now.grid - 1) / now.all; };
         const int64 first_owner = owner(place.start), last_owner = owner(place.start + place.work - 1);
         const int parts = static_cast<int>(last_owner - first_owner + 1);
-        engine.write_partial(2 * static_cast<int64>(blockIdx.x) + (first == 0));
+        engine.write_partial(2 * static_cast<int64>(block_here()) + (first == 0));
         if (engine.is_last(unit, parts)) {
             engine.merge(parts, [=](int part) { return 2 * (first_owner + part) + (part == 0); });
         }
@@ -82,9 +82,9 @@ __global__ void __launch_bounds__(Engine::Shape::THREADS, Engine::BLOCKS) attend
     now.all = static_cast<int64>(args.prefix[blocks]) * args.sets;
     // Nobody's share is empty, unless units are whole.
     now.grid = min(static_cast<int64>(gridDim.x), now.all);
-    if (blockIdx.x >= now.grid) return;
-    now.at = share_start(args, blocks, now.all, blockIdx.x, now.grid);
-    now.end = share_start(args, blocks, now.all, blockIdx.x + 1, now.grid);
+    if (block_here() >= now.grid) return;
+    now.at = share_start(args, blocks, now.all, block_here(), now.grid);
+    now.end = share_start(args, blocks, now.all, block_here() + 1, now.grid);
     Progress* const kept = reinterpret_cast<Progress*>(shared_memory() + Engine::Shape::SHARED_BYTES - KEPT_BYTES);
     Engine engine(args);
     while (now.at < now.end) {

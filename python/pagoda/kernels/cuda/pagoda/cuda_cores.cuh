@@ -73,7 +73,7 @@ struct CudaCores : Unit<Shape_> {
     template <class Format, int DIM, int STRIDE>
     __device__ void load_rows(float* target, const Strip& plane, const Walk& walk, int first) const {
         const int shift = args.pages.page_shift;
-        const uint32* table = args.pages.table + block().sequence * args.pages.columns + walk.piece.first_page;
+        const uint32* const table = this->table_of(walk);
         for (int i = threadIdx.x; i < KEYS * DIM / 8; i += Shape::THREADS) {
             const int row = i / (DIM / 8), chunk = i % (DIM / 8), stored = first + row;
             float x[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
@@ -90,16 +90,16 @@ struct CudaCores : Unit<Shape_> {
         const auto value = [=](int row, int e) { return values_of_keys[row * Shape::V_DEPTH + e]; };
         const auto keep = [=](int row, int e, float x) { keys[row * Shape::DEPTH + e] = x; };
         const int span = static_cast<int>(walk.span - args.pages.spans);
-        derive_keys<D, D, KEYS, Shape::THREADS>(args, span, walk.piece.origin + first, value, keep);
+        derive_keys<D, D, KEYS, Shape::THREADS>(args, span, walk.span->origin() + first, value, keep);
     }
 
     /// Scores of all query rows with the loaded keys: base-2 logarithms, -inf where the query does not see the key.
     __device__ void score(const Walk& walk, int first) const {
         for (int i = threadIdx.x; i < ROWS * KEYS; i += Shape::THREADS) {
-            const int row = i / KEYS, key = i % KEYS, stored = first + key, place = walk.piece.origin + stored;
+            const int row = i / KEYS, key = i % KEYS, stored = first + key, place = walk.span->origin() + stored;
             const int last = block().position + row / args.group;
             float score = minus_infinity();
-            const bool near = walk.piece.always || place > last - args.window;
+            const bool near = walk.span->always() || place > last - args.window;
             if (stored >= walk.piece.low && stored < walk.piece.high && place <= last && near) {
                 float sum = 0.0f;
                 for (int d = 0; d < D; ++d) sum = fmaf(query[row * D + d], keys[key * Shape::DEPTH + d], sum);

@@ -113,10 +113,15 @@ __device__ __forceinline__ uint32 held(uint32 constant) {
     return x;
 }
 
-/// threadIdx.x, read where this stands: what follows from it is not kept in registers all the while.
+/// threadIdx.x and blockIdx.x, read where this stands: what follows from them is not kept in registers all the while.
 __device__ __forceinline__ int thread_here() {
     int x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+__device__ __forceinline__ int block_here() {
+    int x;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
     return x;
 }
 

@@ -18,12 +18,12 @@ struct ManyShape : TensorShape<K_, V_, Q_, D_, DV_, 16 * STACK_ * WARPS_ / COLUM
     static_assert(DV_ % (V::UNIT * COLUMNS) == 0, "a warp has whole units of columns");
     /// Elements of V that a warp accumulates, and stored rows whose scores it holds at once.
     static constexpr int WIDTH = DV_ / COLUMNS, KEYS = STACK > 1 && (K_::QUANTISED || V::QUANTISED) ? 16 : Common::SCORES;
-    /// Query fragments stay in registers where these hold them beside values and scores, of quantised rows also a part of their sums.
-    static constexpr bool Q_IN_REGISTERS =
-        STACK * (Common::Q_SPLITS * Common::DEPTH / 4 + WIDTH / 2 + KEYS / 2 * (1 + K_::QUANTISED)) < 120;
     /// What is quantised of a stage is decoded for all warps at once, behind the ring. Results may take that place, too.
     using DecodedK = DecodedRows<K_, typename K_::Keys, D_, Common::SCORES>;
     using DecodedV = DecodedRows<V, typename V::Values, DV_, Common::SCORES>;
+    /// Query fragments stay in registers where these hold them beside values and scores, and a part of sums that have a scale.
+    static constexpr bool Q_IN_REGISTERS =
+        STACK * (Common::Q_SPLITS * Common::DEPTH / 4 + WIDTH / 2 + KEYS / 2 * (1 + DecodedK::SCALED)) < 120;
     /// Keys that are made from values lie there, too: for float queries as two elements that together hold them.
     static constexpr bool FROM_V = K_::BITS == 0;
     static constexpr int KEY_PARTS = FROM_V && Common::Q::BYTES == 4 ? 2 : 1;
@@ -101,11 +101,9 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
     }
 
     __device__ void load_query(uint32 (&a)[STACK][4], int split, int step) const {
+        const uint8* const mine = q_shared + ((first_row + lane % 16) * Shape::Q_STRIDE + lane / 16) * 16;
 #pragma unroll
-        for (int t = 0; t < STACK; ++t) {
-            const int row = split * Shape::ROWS + first_row + t * 16 + lane % 16;
-            load_matrix(a[t], q_shared + (row * Shape::Q_STRIDE + step * 2 + lane / 16) * 16);
-        }
+        for (int t = 0; t < STACK; ++t) load_matrix(a[t], mine + ((split * Shape::ROWS + t * 16) * Shape::Q_STRIDE + step * 2) * 16);
     }
 
     /// What centring K adds to scores of numbers `r`.
@@ -189,9 +187,11 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
 #pragma unroll
             for (int i = 0; i < KEYS / 4; ++i) scores[r / 2][i / 2][r % 2 * 2 + i % 2] = start;
         }
-        if constexpr (K::QUANTISED) {
-#pragma unroll(Shape::Q_IN_REGISTERS || BLOCKS <= 4 ? BLOCKS : 1)
+        if constexpr (Shape::DecodedK::SCALED) {
+#pragma unroll(Shape::Q_IN_REGISTERS || BLOCKS <= 4 ? BLOCKS : 2)
             for (int block = 0; block < BLOCKS; ++block) {
+                // Keeps loads of later blocks from being begun: registers are short.
+                __syncwarp();
                 Scores sums = {};
                 multiply_keys<STEPS>(sums, keys, first, block * STEPS);
 #pragma unroll
@@ -212,6 +212,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
     /// Adds products of STEPS times 16 elements.
     template <int STEPS>
     __device__ void multiply_keys(Scores& sums, const uint8* keys, int first, int step) const {
+        const uint8* const mine = keys + ((first + lane / 16 * 8 + lane % 8) * Shape::KEY_STRIDE + lane / 8 % 2) * 16;
 #pragma unroll(Shape::Q_IN_REGISTERS || STEPS <= 8 ? STEPS : 4)
         for (int k = step; k < step + STEPS; ++k) {
 #pragma unroll
@@ -224,8 +225,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
 #pragma unroll
                     for (int n = 0; n < KEYS / 8; n += 2) {
                         uint32 b[4];
-                        const int row = first + n * 8 + lane / 16 * 8 + lane % 8;
-                        load_matrix(b, keys + part * Shape::KEY_PART_BYTES + (row * Shape::KEY_STRIDE + k * 2 + lane / 8 % 2) * 16);
+                        load_matrix(b, mine + part * Shape::KEY_PART_BYTES + (n * 8 * Shape::KEY_STRIDE + k * 2) * 16);
 #pragma unroll
                         for (int t = 0; t < STACK; ++t) {
                             multiply_add(sums[t][n], a[t], b[0], b[1], KElement());
@@ -312,12 +312,13 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
     }
 
     /// Adds the V rows, times their weights, to the warp's values. CAREFUL: some queries do not see some of the rows, and what
-    /// is infinite or NaN there, and times a weight of 0 is NaN, must not reach them. Codes are finite; of those rows the scales are not
-    /// looked at.
+    /// is infinite or NaN there, and times a weight of 0 is NaN, must not reach them. Codes are finite; scales are not looked at where
+    /// the weight is 0.
     template <bool CAREFUL>
     __device__ void accumulate(const Scores& weights, const uint8* rows_of_v, int first) {
         // Columns for which weights are the same.
-        constexpr int BLOCK = V::QUANTISED ? DV / Shape::DecodedV::BLOCKS : DV;
+        constexpr int BLOCK = DV / Shape::DecodedV::BLOCKS;
+        const uint8* const mine = rows_of_v + ((first + lane % 16) * Shape::VALUE_STRIDE + first_column / 8 + lane / 16) * 16;
 #pragma unroll
         for (int k = 0; k < KEYS / 16; ++k) {
             uint32 a[STACK][Shape::P_SPLITS][4], sees[STACK][4];
@@ -330,13 +331,13 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
                     for (int t = 0; t < STACK; ++t) take_weights<CAREFUL>(a[t], sees[t], scale, weights[t][2 * k], weights[t][2 * k + 1]);
                 }
                 uint32 b[4];
-                load_matrix_transposed(b, rows_of_v + ((first + k * 16 + lane % 16) * Shape::VALUE_STRIDE + first_column / 8 + n + lane / 16) * 16);
+                load_matrix_transposed(b, mine + (k * 16 * Shape::VALUE_STRIDE + n) * 16);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     // An odd number of blocks: the last load has brought 8 elements of another row.
                     if (n + half == Shape::WIDTH / 8) break;
                     uint32 &b0 = b[2 * half], &b1 = b[2 * half + 1];
-                    if (CAREFUL && !V::QUANTISED) take_out(n + half, sees, b0, b1);
+                    if (CAREFUL && !Shape::DecodedV::SCALED) take_out(n + half, sees, b0, b1);
 #pragma unroll
                     for (int t = 0; t < STACK; ++t) {
 #pragma unroll
@@ -358,8 +359,8 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
             const float(&half)[4] = i < 2 ? left : right;
             float x = half[i % 2 * 2], y = half[i % 2 * 2 + 1];
             sees[i] = Pair<VElement>::pack(x > 0.0f, y > 0.0f);
-            if (V::QUANTISED && (!CAREFUL || x != 0.0f)) x = __fmul_rn(x, scale[i / 2].x);
-            if (V::QUANTISED && (!CAREFUL || y != 0.0f)) y = __fmul_rn(y, scale[i / 2].y);
+            if (Shape::DecodedV::SCALED && (!CAREFUL || x != 0.0f)) x = __fmul_rn(x, scale[i / 2].x);
+            if (Shape::DecodedV::SCALED && (!CAREFUL || y != 0.0f)) y = __fmul_rn(y, scale[i / 2].y);
             Common::split_pair(a, i, x, y);
         }
     }

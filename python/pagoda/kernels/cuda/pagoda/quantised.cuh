@@ -1,8 +1,8 @@
 // Quantised row formats as attention reads them. A row is codes, and apart from them scales that some of its elements share.
 //
 // Codes are small numbers that 16-bit elements hold exactly: a product is taken with the codes, and its factor or its result
-// is multiplied with the scale. Keys become f16, which takes the fewest instructions; values become bf16, for weights times
-// scales have the range of float.
+// is multiplied with the scale; or with the element itself, where that is exact in 16 bits. Keys become f16, which takes the fewest
+// instructions; values become bf16, for weights times scales have the range of float.
 //
 // Tensor cores may take the elements of a K row in any order, if those of queries are in the same one, and columns of V in
 // any order if results are sorted afterwards. So a word of codes is taken as it lies in shared memory: of the 4 bytes that
@@ -29,11 +29,12 @@ __device__ constexpr int place_of(int element) { return element / 16 * 16 + elem
 /// BITS: of a code, 8 or 4. BLOCK: elements that share a scale; 0 where all of a row do.
 /// Decoder<Element>: pair(word, step, odd) is what the word stands for in that step, without the scale; any codes are finite.
 /// SCALE_BYTES: of a scale; scale_of(bits) is what those stand for that end in it.
+/// FOLDS: whether any code times any scale is exact in Keys, in units of theirs, and in Values.
 /// Keys come in units of unit(), a power of two, which queries make up for.
 struct Quantised {
     using Keys = F16;
     using Values = BF16;
-    static constexpr bool QUANTISED = true;
+    static constexpr bool QUANTISED = true, FOLDS = false;
 };
 
 /// A scale of a row.
@@ -217,35 +218,40 @@ struct Mxfp4 : E2m1 {
     }
 };
 
-/// Each 16 elements have a scale, an E4M3.
+/// Each 16 elements have a scale, an E4M3. Of a product 6 bits count, and it is a multiple of 2^-10 up to 2688: in units of keys of 2^-24.
 struct Nvfp4 : E2m1 {
+    static constexpr bool FOLDS = true;
     static constexpr int BLOCK = 16, SCALE_BYTES = 1;
     __device__ static constexpr int scale_bytes(int dim) { return dim / BLOCK; }
     __device__ static float scale_of(uint32 bits) { return from_e4m3(bits & 0xff); }
 };
 
 /// Rows of a format as products take them: codes as elements of type `As`, in the order above, and behind all rows the scales as floats, of
-/// each block of elements those of all rows. What is not quantised is taken as it is stored.
+/// each block of elements those of all rows; or times their scales, where these fold. What is not quantised is taken as it is stored.
+/// SCALED: whether there are scales.
 template <class Format, class As, int DIM, int ROWS, bool QUANTISED = Format::QUANTISED>
 struct DecodedRows {
+    static constexpr bool SCALED = false;
     static constexpr int BLOCKS = 1, STRIDE = 0, BYTES = 0;
     __device__ static float2 scales(const uint8*, int, int) { return {1.0f, 1.0f}; }
 };
 
 template <class Format, class As, int DIM, int ROWS>
 struct DecodedRows<Format, As, DIM, ROWS, true> {
-    static constexpr int BLOCKS = Format::BLOCK == 0 ? 1 : DIM / Format::BLOCK;
+    static constexpr bool SCALED = !Format::FOLDS;
+    static constexpr int BLOCKS = Format::BLOCK == 0 || !SCALED ? 1 : DIM / Format::BLOCK;
     /// From row to row, in pieces of 16 bytes. Odd, so that eight rows lie in different banks.
     static constexpr int STRIDE = (DIM / 8) | 1;
-    static constexpr int SCALES = ROWS * STRIDE * 16, BYTES = SCALES + BLOCKS * ROWS * 4;
+    static constexpr int SCALES = ROWS * STRIDE * 16, BYTES = SCALES + (SCALED ? BLOCKS * ROWS * 4 : 0);
 
     /// By THREADS threads. From row to row there are FROM pieces of 16 bytes, and scales of STORED elements.
     template <int THREADS, int FROM, int STORED>
     __device__ static void decode(uint8* target, const uint8* rows, const uint8* scales) {
         constexpr int PIECES = DIM * Format::BITS / 128, STEPS = 8 / Format::BITS;
-        const typename Format::template Decoder<typename As::Element> decoder;
+        using Element = typename As::Element;
+        const typename Format::template Decoder<Element> decoder;
 #pragma unroll 1
-        for (int i = threadIdx.x % THREADS; i < ROWS * PIECES; i += THREADS) {
+        for (int i = thread_here() % THREADS; i < ROWS * PIECES; i += THREADS) {
             // Eight threads at a time have eight rows.
             const int row = i / 8 / PIECES * 8 + i % 8, piece = i / 8 % PIECES;
             const uint4 codes = *reinterpret_cast<const uint4*>(rows + (row * FROM + piece) * 16);
@@ -254,25 +260,37 @@ struct DecodedRows<Format, As, DIM, ROWS, true> {
             for (int step = 0; step < STEPS; ++step) {
 #pragma unroll
                 for (int odd = 0; odd < 2; ++odd) {
-                    elements[step * 2 + odd] = make_uint4(decoder.pair(codes.x, step, odd), decoder.pair(codes.y, step, odd),
-                                                          decoder.pair(codes.z, step, odd), decoder.pair(codes.w, step, odd));
+                    uint4 four = make_uint4(decoder.pair(codes.x, step, odd), decoder.pair(codes.y, step, odd),
+                                            decoder.pair(codes.z, step, odd), decoder.pair(codes.w, step, odd));
+                    if constexpr (!SCALED) {
+                        static_assert(Format::BLOCK == STEP, "a step has one scale");
+                        const float scale = scale_at<Format>(scales + row * Format::scale_bytes(STORED), piece * STEPS + step);
+                        const uint32 both = Pair<Element>::pack(scale, scale);
+                        four = make_uint4(fuse_pair(four.x, both, 0, Element()), fuse_pair(four.y, both, 0, Element()),
+                                          fuse_pair(four.z, both, 0, Element()), fuse_pair(four.w, both, 0, Element()));
+                    }
+                    elements[step * 2 + odd] = four;
                 }
             }
         }
-        float* const floats = reinterpret_cast<float*>(target + SCALES);
+        if constexpr (SCALED) {
+            float* const floats = reinterpret_cast<float*>(target + SCALES);
 #pragma unroll 1
-        for (int i = threadIdx.x % THREADS; i < ROWS * BLOCKS; i += THREADS) {
-            floats[i] = scale_at<Format>(scales + i % ROWS * Format::scale_bytes(STORED), i / ROWS);
+            for (int i = thread_here() % THREADS; i < ROWS * BLOCKS; i += THREADS) {
+                floats[i] = scale_at<Format>(scales + i % ROWS * Format::scale_bytes(STORED), i / ROWS);
+            }
         }
     }
 
     /// The scale of a block of elements of a row.
     __device__ static float scale(const uint8* decoded, int block, int row) {
+        if (!SCALED) return 1.0f;
         return *reinterpret_cast<const float*>(decoded + SCALES + (block * ROWS + row) * 4);
     }
 
     /// The scales of a block of elements of `row`, which is even, and of the next row.
     __device__ static float2 scales(const uint8* decoded, int block, int row) {
+        if (!SCALED) return {1.0f, 1.0f};
         return *reinterpret_cast<const float2*>(decoded + SCALES + (block * ROWS + row) * 4);
     }
 };

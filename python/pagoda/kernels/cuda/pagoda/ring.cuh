@@ -11,24 +11,10 @@ struct Note {
     int low, high, place, span, whole, always;
 };
 
-/// Table entries of 64 pages around the current one: a lane holds one of the current 32 and one of the next.
+/// Table entries of 64 pages of a span: a lane holds one of the 32 from `base` on and one of the next. Below 0 there are none yet.
 struct PageWindow {
-    const uint32* row;
-    int pages, base;
+    int base = -1;
     uint32 now, then;
-
-    __device__ void open(const uint32* row_, int pages_) { row = row_, pages = pages_, base = -1; }
-
-    __device__ uint32 entry(int first, int lane) const { return first + lane < pages ? row[first + lane] : 0; }
-
-    /// Makes `page` one of the current pages.
-    __device__ void seek(int page, int lane) {
-        const int wanted = page & ~(WARP - 1);
-        if (wanted == base) return;
-        now = base >= 0 && wanted == base + WARP ? then : entry(wanted, lane);
-        then = entry(wanted + WARP, lane);
-        base = wanted;
-    }
 };
 
 /// Stored rows from `first` on, of which [low, high) are real, counted from there.
@@ -61,7 +47,7 @@ struct Ring : Unit<Shape_> {
 
     /// Tiles that the teams go over at once, from the one that the walk is at: of one span, and of this share.
     __device__ static int tiles_of(const Walk& walk) {
-        return Shape::TILES == 1 ? 1 : min(Shape::TILES, min(walk.left, walk.piece.last_tile - walk.tile));
+        return Shape::TILES == 1 ? 1 : min(Shape::TILES, min(walk.left, walk.piece.last_tile() - walk.tile));
     }
 
     __device__ Note& note(int index) const { return *reinterpret_cast<Note*>(stage(index) + Shape::NOTE_START); }
@@ -71,15 +57,28 @@ struct Ring : Unit<Shape_> {
         const int first = walk.tile * TILE + team * Shape::SLICE + sub * Shape::SCORES;
         const int end = Shape::TILES == 1 ? walk.piece.high : min(walk.piece.high, (walk.tile + tiles) * TILE);
         const Extent wanted{first, walk.piece.low - first, end - first};
-        window.seek(first >> args.pages.page_shift, lane);
+        seek(window, walk, first >> args.pages.page_shift);
         copy_rows<Shape::SCORES>(stage(index), wanted, window);
         if (threadIdx.x % Shape::TEAM == 0) {
             const QueryBlock& queries = block();
-            const int place = walk.piece.origin + first;
+            const Span& span = *walk.span;
+            const int place = span.origin() + first;
             const bool whole = wanted.whole(Shape::SCORES) && place + Shape::SCORES - 1 <= queries.position &&
-                               (walk.piece.always || place > queries.position + queries.queries - 1 - args.window);
-            note(index) = {wanted.low, wanted.high, place, static_cast<int>(walk.span - args.pages.spans), whole, walk.piece.always};
+                               (span.always() || place > queries.position + queries.queries - 1 - args.window);
+            note(index) = {wanted.low, wanted.high, place, static_cast<int>(&span - args.pages.spans), whole, span.always()};
         }
+    }
+
+    /// Makes `page` of the walk's span one of the first 32.
+    __device__ void seek(PageWindow& window, const Walk& walk, int page) const {
+        const int wanted = page & ~(WARP - 1);
+        if (wanted == window.base) return;
+        // Worked out anew each time: registers are short, and this is rare.
+        const uint32* const table = this->table_of(walk);
+        const int mine = wanted + lane, pages = ((walk.piece.high - 1) >> args.pages.page_shift) + 1;
+        window.now = window.base >= 0 && wanted == window.base + WARP ? window.then : mine < pages ? table[mine] : 0;
+        window.then = mine + WARP < pages ? table[mine + WARP] : 0;
+        window.base = wanted;
     }
 
     /// Starts copying the rows of a stage in runs of ROWS, or as many fewer as are in one page.
@@ -124,21 +123,22 @@ struct Ring : Unit<Shape_> {
     template <int ROWS, int ROW_BYTES, int STRIDE>
     __device__ void copy_strip(uint8* target, const uint8* page, const Strip& strip, const Extent& here) const {
         constexpr int ALL = ROWS * ROW_BYTES, BYTES = ALL % 16 == 0 ? 16 : 8, ROUND = Shape::TEAM * BYTES;
-        // Where rounds are not whole rows, what follows from this is much, and is not kept.
-        const int mine = (ROUND % ROW_BYTES == 0 ? warp * WARP + lane : thread_here() % Shape::TEAM) * BYTES;
-        const uint8* const source = page + strip.offset + this->kv_head() * strip.head_stride + static_cast<int64>(here.first) * ROW_BYTES + mine;
+        const uint8* const source = page + strip.offset + this->kv_head() * strip.head_stride + static_cast<int64>(here.first) * ROW_BYTES;
+        // What follows from the thread is kept only where it is little and used often.
         if (here.whole(ROWS)) {
+            const int mine = (ROUND % ROW_BYTES == 0 ? warp * WARP + lane : thread_here() % Shape::TEAM) * BYTES;
 #pragma unroll(ROUND % ROW_BYTES == 0 ? ALL / ROUND + 1 : Shape::WARPS > 1 ? 1 : 2)
             for (int start = 0; start < ALL; start += ROUND) {
                 if (start + ROUND > ALL && start + mine >= ALL) break;
-                copy_async<BYTES>(target + place_of<ROW_BYTES, STRIDE, ROUND>(start, mine), source + start, true);
+                copy_async<BYTES>(target + place_of<ROW_BYTES, STRIDE, ROUND>(start, mine), source + mine + start, true);
             }
         } else {
+            const int mine = thread_here() % Shape::TEAM * BYTES;
 #pragma unroll 1
             for (int start = 0; start + mine < ALL; start += ROUND) {
                 const int byte = start + mine;
                 const bool valid = (byte + BYTES - 1) / ROW_BYTES >= here.low && byte / ROW_BYTES < here.high;
-                copy_async<BYTES>(target + place_of<ROW_BYTES, STRIDE, ROUND>(start, mine), source + start, valid);
+                copy_async<BYTES>(target + place_of<ROW_BYTES, STRIDE, ROUND>(start, mine), source + byte, valid);
             }
         }
     }
@@ -154,11 +154,6 @@ struct Ring : Unit<Shape_> {
         } else {
             return (start + mine) / ROW_BYTES * STRIDE + (start + mine) % ROW_BYTES;
         }
-    }
-
-    __device__ void open_window(PageWindow& window, const Walk& walk) const {
-        const int64 row = block().sequence * args.pages.columns + walk.piece.first_page;
-        window.open(args.pages.table + row, ((walk.piece.high - 1) >> args.pages.page_shift) + 1);
     }
 };
 

@@ -6,7 +6,7 @@
 
 namespace pagoda {
 
-__device__ inline int lane_of_warp() { return threadIdx.x % WARP; }
+__device__ inline int lane_of_warp() { return thread_here() % WARP; }
 
 /// Turns over the signs of elements: by a bit of SplitMix64 of their numbers. For a whole warp, on a row in shared memory.
 __device__ inline void turn_signs(float* row, int dim) {

@@ -53,6 +53,12 @@ struct Span {
     int64 position;
     int sight;
 
+    /// Whether queries see it whatever their window.
+    __device__ bool always() const { return sight != IN_WINDOW; }
+
+    /// The place on the token axis of stored row 0; below 0 where the span skips rows.
+    __device__ int origin() const { return before - skip; }
+
     /// Whether queries are rotated for both alike.
     __device__ bool turns_as(const Span& other) const {
         return offset == other.offset && (sight == TRAILING) == (other.sight == TRAILING);
@@ -83,24 +89,14 @@ struct Pages {
 /// The part of a span that a range of the token axis touches, or of one that is seen anyway, what lies between `from` and the
 /// range's end: stored rows [low, high), tiles [first_tile, last_tile).
 struct Piece {
-    int first_page, low, high, first_tile, last_tile;
-    /// Whether windows do not matter.
-    bool always;
-    /// The place on the token axis of stored row 0; below 0 where the span skips rows.
-    int origin;
+    int low, high;
+
+    __device__ int first_tile() const { return low / TILE; }
+    __device__ int last_tile() const { return high > low ? (high + TILE - 1) / TILE : first_tile(); }
 
     __device__ static Piece of(const Span& span, int from, int low, int high) {
-        const bool always = span.sight != IN_WINDOW;
-        const int first = max(span.before, always ? from : low), last = min(span.before + span.count, high);
-        Piece piece;
-        piece.first_page = span.first_page;
-        piece.always = always;
-        piece.origin = span.before - span.skip;
-        piece.low = first - piece.origin;
-        piece.high = last > first ? last - piece.origin : piece.low;
-        piece.first_tile = piece.low / TILE;
-        piece.last_tile = last > first ? (piece.high + TILE - 1) / TILE : piece.first_tile;
-        return piece;
+        const int first = max(span.before, span.always() ? from : low), last = min(span.before + span.count, high);
+        return {first - span.origin(), max(first, last) - span.origin()};
     }
 };
 

@@ -142,7 +142,7 @@ struct TensorCores : Ring<Shape_> {
     __device__ float factor_of(int row, const float2* angles) const {
         const uint8* source = args.q.row(this->token_of(row), this->head_of(row));
         float largest = 0.0f;
-        for (int e = lane; e < D; e += WARP) largest = fmaxf(largest, fabsf(this->query_element(source, e, angles)));
+        for (int e = lane_of_warp(); e < D; e += WARP) largest = fmaxf(largest, fabsf(this->query_element(source, e, angles)));
         return factor_for(largest);
     }
 
@@ -156,13 +156,13 @@ struct TensorCores : Ring<Shape_> {
     /// A query row for quantised K: rotated as K rows were, in the order of their elements. For a whole warp. With its factor
     /// goes what centring K adds to its scores.
     __device__ void prepare_query(int row, const Span* span) const {
-        float* const x = factors() + 2 * Shape::ROWS + threadIdx.x / WARP * D;
+        float* const x = factors() + 2 * Shape::ROWS + thread_here() / WARP * D;
         float factor = 1.0f, bias = 0.0f;
         if (row < rows) {
             const uint8* source = args.q.row(this->token_of(row), this->head_of(row));
             const float2* angles = this->angles_of(span, row);
             const float* center = args.center == nullptr ? nullptr : args.center + this->kv_head() * D;
-            for (int e = lane; e < D; e += WARP) {
+            for (int e = lane_of_warp(); e < D; e += WARP) {
                 x[e] = this->query_element(source, e, angles);
                 if (center != nullptr) bias = fmaf(x[e], center[e], bias);
             }
@@ -170,15 +170,15 @@ struct TensorCores : Ring<Shape_> {
             __syncwarp();
             if (args.rotate_k) rotate(x, D);
             float largest = 0.0f;
-            for (int e = lane; e < D; e += WARP) largest = fmaxf(largest, fabsf(x[e]));
+            for (int e = lane_of_warp(); e < D; e += WARP) largest = fmaxf(largest, fabsf(x[e]));
             factor = factor_for(largest);
         }
-        if (lane == 0) {
+        if (lane_of_warp() == 0) {
             const float in_units = factor * K::template Decoder<KElement>::unit();
             factors()[row] = in_units;
             factors()[Shape::ROWS + row] = bias * in_units;
         }
-        for (int place = 2 * lane; place < D; place += 2 * WARP) {
+        for (int place = 2 * lane_of_warp(); place < D; place += 2 * WARP) {
             const bool real = row < rows;
             store_query(row, place, real ? x[element_at(place)] * factor : 0.0f, real ? x[element_at(place + 1)] * factor : 0.0f);
         }
@@ -220,7 +220,6 @@ struct TensorCores : Ring<Shape_> {
         Walk walk;
         walk.start(args.pages, block(), from, count, args.division != TILES);
         PageWindow window;
-        this->open_window(window, walk);
         pad_keys();
         int prepared = static_cast<int>(walk.span - args.pages.spans);
         // Stages whose copies have been started and that are yet to be computed: all teams have as many, of the same spans.
@@ -234,12 +233,12 @@ struct TensorCores : Ring<Shape_> {
                     const Span* span = walk.span;
                     sub = 0;
                     for (int i = 0; i < tiles; ++i) walk.next(block());
-                    if (walk.left > 0 && walk.span != span) this->open_window(window, walk);
+                    if (walk.span != span) window.base = -1;
                 }
             }
             copy_commit();
         };
-#pragma unroll
+#pragma unroll 1
         for (int i = 0; i < STAGES - 1; ++i) advance(i);
         engine().begin();
         load_queries(args.pages.spans + prepared);

@@ -114,16 +114,16 @@ struct Walk {
         span = pages.spans + pages.span_starts[block.sequence];
         while (true) {
             piece = Piece::of(*span, block.from, block.low, block.high);
-            const int tiles = piece.last_tile - piece.first_tile;
-            const int first_run = piece.first_tile / RUN_TILES;
-            const int here = !by_runs || tiles == 0 ? tiles : (piece.last_tile + RUN_TILES - 1) / RUN_TILES - first_run;
+            const int tiles = piece.last_tile() - piece.first_tile();
+            const int first_run = piece.first_tile() / RUN_TILES;
+            const int here = !by_runs || tiles == 0 ? tiles : (piece.last_tile() + RUN_TILES - 1) / RUN_TILES - first_run;
             if (from < here) {
                 if (by_runs) {
                     const int run = first_run + from;
-                    tile = max(run * RUN_TILES, piece.first_tile);
-                    left = min((run + 1) * RUN_TILES, piece.last_tile) - tile;
+                    tile = max(run * RUN_TILES, piece.first_tile());
+                    left = min((run + 1) * RUN_TILES, piece.last_tile()) - tile;
                 } else {
-                    tile = piece.first_tile + from;
+                    tile = piece.first_tile() + from;
                     left = count;
                 }
                 return;
@@ -135,9 +135,9 @@ struct Walk {
 
     __device__ void next(const QueryBlock& block) {
         ++tile, --left;
-        while (left > 0 && tile == piece.last_tile) {
+        while (left > 0 && tile == piece.last_tile()) {
             piece = Piece::of(*++span, block.from, block.low, block.high);
-            tile = piece.first_tile;
+            tile = piece.first_tile();
         }
     }
 };
@@ -182,6 +182,11 @@ struct Unit {
 
     /// Read where it is needed, and not kept: registers are short.
     __device__ const QueryBlock& block() const { return args.blocks[index]; }
+
+    /// The pages of the span that the walk is in.
+    __device__ const uint32* table_of(const Walk& walk) const {
+        return args.pages.table + block().sequence * args.pages.columns + walk.span->first_page;
+    }
 
     __device__ int kv_head() const { return set >> args.set_shift; }
 
@@ -305,7 +310,7 @@ struct Unit {
     /// Adds the run that has just been done to those before, as `merge` would; writes the output after the last. A thread
     /// meets only values of its own in memory.
     __device__ void add_run(bool first, bool last) const {
-        float* partial = args.partials + static_cast<int64>(blockIdx.x) * 3 * Shape::ROWS * DV;
+        float* partial = args.partials + static_cast<int64>(block_here()) * 3 * Shape::ROWS * DV;
         for (int i = thread_here(); i < rows * DV; i += Shape::THREADS) {
             Sum sum = first ? before(i / DV, i % DV) : Sum{partial[3 * i], partial[3 * i + 1], partial[3 * i + 2]};
             const Sum run = result(i / DV, i % DV);
