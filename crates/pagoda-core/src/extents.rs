@@ -31,6 +31,8 @@ struct GroupBlocks {
     free: u64,
     /// Blocks in extents of the group.
     held: u64,
+    /// Blocks that the group could have in extents that no group holds.
+    unowned: u64,
     /// The extent that blocks are taken from until it is full.
     filling: Option<u32>,
 }
@@ -65,15 +67,19 @@ impl Arena {
         let count = bytes.div_ceil(extent_bytes) as u32;
         let mut unowned = Bitmap::default();
         unowned.reset(count);
-        let group = |&block_bytes| GroupBlocks { block_bytes, free: 0, held: 0, filling: None };
-        Ok(Self {
+        let group = |&block_bytes| GroupBlocks { block_bytes, free: 0, held: 0, unowned: 0, filling: None };
+        let mut arena = Self {
             bytes,
             extent_bytes,
             groups: block_bytes.iter().map(group).collect(),
             extents: std::iter::repeat_with(Extent::default).take(count as usize).collect(),
             unowned,
             emptied: Vec::with_capacity(count as usize),
-        })
+        };
+        for index in 0..arena.groups.len() {
+            arena.groups[index].unowned = arena.blocks_unowned(GroupId(index as u8));
+        }
+        Ok(arena)
     }
 
     /// Bytes of the arena.
@@ -136,6 +142,9 @@ impl Arena {
                 blocks.filling = None;
             }
             self.unowned.give(extent);
+            for index in 0..self.groups.len() {
+                self.groups[index].unowned += self.span_of(GroupId(index as u8), extent).1;
+            }
             if !self.emptied.contains(&extent) {
                 self.emptied.push(extent);
             }
@@ -156,8 +165,7 @@ impl Arena {
 
     /// Blocks that `take` could hand out to `group` now, if no other group takes any.
     pub fn available(&self, group: GroupId) -> u64 {
-        let fresh = (0..self.extents.len() as u32).filter(|&e| self.unowned.contains(e));
-        self.groups[group.index()].free + fresh.map(|e| self.span_of(group, e).1).sum::<u64>()
+        self.groups[group.index()].free + self.groups[group.index()].unowned
     }
 
     /// Byte ranges that hold no block and did since they were last asked for; their memory may be given back.
@@ -183,11 +191,18 @@ impl Arena {
         (first, (end / size).saturating_sub(first))
     }
 
-    /// Finds the extent to fill next. The search is paid once per extent, not per block.
+    /// Counts the blocks that a group could have in extents that no group holds.
+    fn blocks_unowned(&self, group: GroupId) -> u64 {
+        let unowned = (0..self.extents.len() as u32).filter(|&e| self.unowned.contains(e));
+        unowned.map(|e| self.span_of(group, e).1).sum()
+    }
+
+    /// Finds the extent to fill next. The search is paid once per extent, not per block, and only where there is something.
     fn next_extent(&mut self, group: GroupId) -> Option<u32> {
         let own =
             self.extents.iter().enumerate().filter(|(_, e)| e.owner == Some(group) && e.blocks.free() > 0);
-        let fullest = own.min_by_key(|(_, e)| e.blocks.free()).map(|(e, _)| e as u32);
+        let any = self.groups[group.index()].free > 0;
+        let fullest = any.then(|| own.min_by_key(|(_, e)| e.blocks.free())).flatten().map(|(e, _)| e as u32);
         let chosen = fullest.or_else(|| self.claim(group))?;
         self.groups[group.index()].filling = Some(chosen);
         Some(chosen)
@@ -217,6 +232,9 @@ impl Arena {
         let blocks = &mut self.groups[group.index()];
         blocks.held += len;
         blocks.free += len;
+        for index in 0..self.groups.len() {
+            self.groups[index].unowned -= self.span_of(GroupId(index as u8), extent).1;
+        }
     }
 
     /// Checks the counters against the extents.
@@ -230,6 +248,13 @@ impl Arena {
                 return Err(Error::Invariant(format!(
                     "group {index} counts {} free of {} blocks, its extents have {free} of {held}",
                     blocks.free, blocks.held
+                )));
+            }
+            let unowned = self.blocks_unowned(GroupId(index as u8));
+            if unowned != blocks.unowned {
+                return Err(Error::Invariant(format!(
+                    "group {index} counts {} blocks in extents without an owner, which have {unowned}",
+                    blocks.unowned
                 )));
             }
         }
