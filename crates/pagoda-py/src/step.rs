@@ -70,7 +70,7 @@ impl StepState {
         for group in 0..groups as u8 {
             for index in 0..core.step_batch().len() {
                 let start = self.spans.len();
-                self.spans.extend(core.step_spans(index, GroupId(group)));
+                core.step_spans(index, GroupId(group)).for_each(|span| self.spans.push(span));
                 self.ranges.push(start..self.spans.len());
             }
         }

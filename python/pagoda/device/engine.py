@@ -410,8 +410,8 @@ class DeviceEngine:
             self._now.follow(self._last_step)
         if self._zeroed is not None:
             self._now.follow(self._zeroed)
-        counts = np.diff(self.core.cu_seqlens())
-        tokens = int(counts.sum())
+        bounds = self.core.cu_seqlens()
+        counts, tokens = bounds[1:] - bounds[:-1], int(bounds[-1])
         tokens_max = tokens if self._maxima is None else self._maxima.tokens
         self._arrays.tokens, self._arrays.tokens_max = tokens, tokens_max
         self._attends.enter(counts, tokens_max)

@@ -99,7 +99,10 @@ class Streams:
     ) -> None:
         self._driver, self._core, self._layers, self._layouts = driver, core, layers, layouts
         self._host, self._mover, self._runs, self._partials = host, mover, runs, partials
-        self._rooms = [slot_size // self._widest(group) for group in range(len(layouts))]
+        widths = [(layer["group"], run.bytes) for layer, run in zip(layers, runs, strict=True)]
+        self._widest = [max(bytes_ for of, bytes_ in widths if of == group) for group in range(len(layouts))]
+        """Bytes of a layer of each group in one block, at most."""
+        self._rooms = [slot_size // width for width in self._widest]
         self._copying = driver.stream()
         self._reads = Reads(core, self._copying) if from_disk else None
         self.ring = Ring(driver, slot_size, self._copying, self._reads, self._bring)
@@ -154,6 +157,9 @@ class Streams:
     def place(self, tables: StepTables) -> int:
         """Where the words go; from now on passes can be `brought`."""
         base = 0 if self._tables is None else self._tables.address
+        if not self._placed and not self._groups:
+            # Nothing is streamed, as in the step before.
+            return base
         self._groups = {group: self._group(group, base, placed, tables) for group, placed in self._placed}
         self._order = [
             (layer, number)
@@ -229,7 +235,7 @@ class Streams:
 
     def _way(self, group: int, pages: dict[str, int]) -> dict[str, float] | None:
         """How the group is streamed; None where its pages are read in place, in one pass."""
-        size, on_disk = self._widest(group), self._on_disk[group]
+        size, on_disk = self._widest[group], self._on_disk[group]
         if not pages["reads"] and not on_disk:
             return None
         way = {"group": group, "room": self._rooms[group], "computed": 0.0, "in_place": 0.0}
@@ -243,10 +249,6 @@ class Streams:
         if memory:
             way["computed"] = memory / (pages["divisible"] * size)
         return way | {"in_place": mapped / (ring + mapped) if ring else 1.0}
-
-    def _widest(self, group: int) -> int:
-        """Bytes of a layer of the group in one block, at most."""
-        return max(run.bytes for run, layer in zip(self._runs, self._layers, strict=True) if layer["group"] == group)
 
     def _group(self, group: int, base: int, placed: dict[str, Any], tables: StepTables) -> GroupPasses:
         def lists(parts: list[dict[str, int] | None]) -> list[ListTables | None]:
