@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from pagoda.device.driver import Driver, View
@@ -39,11 +39,11 @@ class Arrays:
             more = "" if self.tokens == self.tokens_max else f", or up to {self.tokens_max} tokens"
             raise InvalidArgument(f"{name} = shape {list(view.shape)}: {[self.tokens, *row]}{more}")
         if view.dtype == "u16" and dtype == "bf16":
-            view = replace(view, dtype="bf16")
+            view = view._replace(dtype="bf16")
         if view.dtype not in kinds:
             raise InvalidArgument(f'{name} = dtype {view.dtype}: {", ".join(kinds)} (or u16 with dtype="bf16")')
         size, strides = view.itemsize, view.strides
-        if math.prod(view.shape) and (strides[-1] != size or any(stride % size for stride in strides)):
+        if 0 not in view.shape and (strides[-1] != size or math.gcd(*strides) != size):
             raise InvalidArgument(f"{name} = strides {strides}: a contiguous last dimension")
         if view.address % size:
             raise InvalidArgument(f"{name} = address {view.address:#x}: a multiple of {size}")
@@ -54,16 +54,8 @@ class Arrays:
         view = self.rows(name, array, row, dtype, kinds=(like.dtype,))
         if not view.writeable:
             raise InvalidArgument(f"{name} = read-only: a writeable array")
-        reach = view.shape[-1] * view.itemsize
-        axes = sorted(
-            (abs(stride), length)
-            for stride, length in zip(view.strides[:-1], view.shape[:-1], strict=True)
-            if length > 1
-        )
-        for stride, length in axes:
-            if math.prod(view.shape) and stride < reach:
-                raise InvalidArgument(f"{name} = strides {view.strides}: rows that do not overlap")
-            reach = stride * length
+        if _overlap(view.shape, view.strides, view.itemsize):
+            raise InvalidArgument(f"{name} = strides {view.strides}: rows that do not overlap")
         (low, high), (theirs_low, theirs_high) = view.bytes, like.bytes
         if low < theirs_high and theirs_low < high:
             raise InvalidArgument(f"{name} = memory of q: memory of its own")
@@ -78,3 +70,15 @@ class Arrays:
         if view.address % view.itemsize:
             raise InvalidArgument(f"{name} = address {view.address:#x}: a multiple of {view.itemsize}")
         return view.address
+
+
+@lru_cache
+def _overlap(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Whether rows of an array may overlap."""
+    reach = shape[-1] * itemsize
+    axes = sorted((abs(stride), length) for stride, length in zip(strides[:-1], shape[:-1], strict=True) if length > 1)
+    for stride, length in axes:
+        if math.prod(shape) and stride < reach:
+            return True
+        reach = stride * length
+    return False

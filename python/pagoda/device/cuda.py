@@ -11,6 +11,8 @@ import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
+from itertools import accumulate
+from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -308,7 +310,32 @@ def _torch() -> Any:
 
 def _of_torch(array: Any) -> bool:
     """Whether an array is a tensor of torch, or of a class that somebody has derived."""
-    return any(base.__module__.partition(".")[0] == "torch" for base in type(array).__mro__)
+    return "torch" in sys.modules and any(base.__module__.partition(".")[0] == "torch" for base in type(array).__mro__)
+
+
+def view(name: str, array: Any, device: int) -> View:
+    """An array of CuPy or torch on the device of that number. Raises InvalidArgument."""
+    kind = None
+    if _of_torch(array):
+        array = array.detach()
+        # Not every torch says how its bf16 is called.
+        if str(array.dtype) == "torch.bfloat16":
+            kind, array = "bf16", array.view(sys.modules["torch"].int16)
+    interface = getattr(array, "__cuda_array_interface__", None)
+    if interface is None:
+        raise InvalidArgument(f"{name} = {type(array).__name__}: an array of CuPy or torch on the device")
+    place = getattr(array, "device", None)
+    index = getattr(place, "id", getattr(place, "index", None))
+    if index not in (None, device):
+        raise InvalidArgument(f"{name} = an array on cuda:{index}: on cuda:{device}, the device of the cache")
+    shape = tuple(interface["shape"])
+    kind = kind or TYPES.get(interface["typestr"], str(interface["typestr"]))
+    strides = interface.get("strides")
+    if strides is None:
+        size = np.dtype(interface["typestr"]).itemsize
+        strides = tuple(accumulate(shape[:0:-1], mul, initial=size))[::-1]
+    address, read_only = interface["data"]
+    return View(int(address), shape, tuple(strides), kind, not read_only)
 
 
 class CudaDriver:
@@ -393,29 +420,7 @@ class CudaDriver:
 
     def view(self, name: str, array: Any) -> View:
         """An array on the device."""
-        kind = None
-        if _of_torch(array):
-            array = array.detach()
-            # Not every torch says how its bf16 is called.
-            if str(array.dtype) == "torch.bfloat16":
-                kind, array = "bf16", array.view(sys.modules["torch"].int16)
-        interface = getattr(array, "__cuda_array_interface__", None)
-        if interface is None:
-            raise InvalidArgument(f"{name} = {type(array).__name__}: an array of CuPy or torch on the device")
-        place = getattr(array, "device", None)
-        index = getattr(place, "id", getattr(place, "index", None))
-        if index not in (None, self.device.id):
-            raise InvalidArgument(
-                f"{name} = an array on cuda:{index}: on cuda:{self.device.id}, the device of the cache"
-            )
-        shape = tuple(interface["shape"])
-        kind = kind or TYPES.get(interface["typestr"], str(interface["typestr"]))
-        size = np.dtype(interface["typestr"]).itemsize
-        strides = interface.get("strides")
-        if strides is None:
-            strides = tuple(size * int(np.prod(shape[i + 1 :])) for i in range(len(shape)))
-        address, read_only = interface["data"]
-        return View(int(address), shape, tuple(strides), kind, not read_only)
+        return view(name, array, self.device.id)
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
         """A new array of the same library."""

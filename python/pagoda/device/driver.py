@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +13,7 @@ import numpy.typing as npt
 from pagoda.kernels.instances import Kernel
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """An array of the caller as a kernel sees it. dtype: "f32", "f16", "bf16", "u16" or another name; strides in bytes."""
 
     address: int
@@ -33,9 +32,15 @@ class View:
         """The addresses between which its elements lie."""
         if 0 in self.shape:
             return self.address, self.address
-        reach = [(length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True)]
-        low, high = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
+        low, high = _reach(self.shape, self.strides)
         return self.address + low, self.address + high + self.itemsize
+
+
+@lru_cache
+def _reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
+    """Where the first bytes of elements lie, at least and at most, from that of the first element on."""
+    reach = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
+    return sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
 
 
 class Memory(Protocol):
