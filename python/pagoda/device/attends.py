@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.device.driver import Driver, Stream, View
-from pagoda.device.layers import LayerKernels
+from pagoda.device.layers import Kind, LayerKernels
 from pagoda.device.scratch import Scratch
 from pagoda.device.streaming import GroupPasses, Streams
 from pagoda.device.tables import ListTables, StepTables
@@ -64,6 +64,9 @@ class Attends:
         self._tokens_max = 0
         self._most_of: dict[int, tuple[int, int]] = {}
         """Of the open step, by `few` of a layer: new tokens of a decoded sequence at most, and of one that is prefilled."""
+        self._covered: set[tuple[Kind, str, bool, bool]] = set()
+        """Of the open step: kinds of layers, types of queries, whether they are prefilled and whether pages are streamed, for
+        which there is scratch memory."""
 
     def declare(self, maxima: Maxima) -> None:
         """Makes room for every step to come. Nothing may be under way."""
@@ -80,6 +83,7 @@ class Attends:
         """A step begins. counts: new tokens of each sequence. tokens_max: rows that arrays may have."""
         self._counts, self._tokens_max = counts, tokens_max
         self._most_of.clear()
+        self._covered.clear()
 
     def attend(
         self, layer: int, queries: View, result: View, lse: int | None, sinks: int | None, stream: Stream
@@ -96,8 +100,9 @@ class Attends:
         for prefill in kinds:
             self._make_room(kernels, queries.dtype, prefill, stream, streamed=streamed is not None)
         tables, call = self._tables.groups[kernels.shape["group"]], kernels.attend()
-        call.pages.table, call.pages.columns = tables.table, tables.columns
-        call.pages.span_starts, call.pages.spans = tables.span_starts, tables.spans
+        pages = call.pages
+        pages.table, pages.columns = tables.table, tables.columns
+        pages.span_starts, pages.spans = tables.span_starts, tables.spans
         call.q = arguments.Rows(queries.address, queries.strides[0], queries.strides[1])
         call.out = arguments.Rows(result.address, result.strides[0], result.strides[1])
         call.lse, call.sinks, call.angles = lse, sinks, self._tables.angles.get(layer)
@@ -164,11 +169,11 @@ class Attends:
         stream: Stream,
     ) -> None:
         """One kind of queries: what they have in common with others, then what is their own."""
-        call.members = self._tables.works[kernels.works[prefill, q]].members or None
         if common is not None:
+            call.members = self._tables.works[kernels.works[prefill, q]].members
             call.division = Division.TILES
             self._launch_list(kernels, kernels.attention("common", q), call, common, stream)
-        call.members = None
+            call.members = None
         if own is not None:
             runs = Division.UNITS if prefill else Division.RUNS
             call.division = runs if self._deterministic else Division.TILES
@@ -187,12 +192,16 @@ class Attends:
         return self._driver.multiprocessors * chosen.resident(self._driver.shared_bytes_max)
 
     def _make_room(self, kernels: LayerKernels, q: str, prefill: bool, stream: Stream, *, streamed: bool) -> None:
-        """Scratch memory for attention over a layer."""
+        """Scratch memory for attention over a layer, and all others of its kind in this step."""
+        covered = kernels.kind, q, prefill, streamed
+        if covered in self._covered:
+            return
         sizes = self._scratch_bytes(kernels, q, prefill, streamed=streamed)
         if not self._scratch.covers(sizes):
             self._finish_steps()
             stream.record().wait()
             self._scratch.grow(sizes)
+        self._covered.add(covered)
 
     def _scratch_bytes(self, kernels: LayerKernels, q: str, prefill: bool, *, streamed: bool) -> tuple[int, int, int]:
         """Partial results, counters and parts of attention over a layer: for the open step, or for any once maxima are

@@ -23,6 +23,10 @@ WINDOW_MAX = (1 << 31) - 1
 """Tokens that a query sees where there is no window, or a larger one: the largest integer of kernels."""
 
 
+Kind = tuple[int | str | None, ...]
+"""What decides of a layer which instances it has and how its queries are cut."""
+
+
 class LayerKernels:
     """The kernels of one layer. few: new tokens of a sequence up to which it is decoded; with more it is prefilled.
 
@@ -35,6 +39,8 @@ class LayerKernels:
         self.stored = shape["k_dtype"], instances.PART_OF_K if shape["v_alias"] else shape["v_dtype"]
         """Formats of rows as `append` writes them: where K is made from V, of V in the place of K."""
         self._read = self.stored if shape["k_norm"] is None else (instances.FROM_V, shape["v_dtype"])
+        sizes = shape["num_q_heads"], shape["num_kv_heads"], shape["head_dim"], shape["v_head_dim"]
+        self.kind: Kind = shape["group"], shape["window"], *self._read, *sizes
         self.heads = shape["num_q_heads"] // shape["num_kv_heads"]
         """Query heads of a K/V head."""
         self.few = max(1, DECODE_ROWS // self.heads)
