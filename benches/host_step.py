@@ -4,14 +4,16 @@
 
 64 sequences decode one token each in every step, for every layer appended and attended. Microseconds, the median of all
 steps. Columns: reserve (tables are on their way when it returns) and of that the upload; append and attend of one layer;
-commit.
+commit; reserve and commit of the steps alone in which all sequences need a new page.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,8 @@ import pagoda
 from pagoda.device import cuda, tables
 from pagoda.device.driver import View
 
-SEQUENCES, STEPS, WARM = 64, 2000, 200
+SEQUENCES, PAGE, STEPS, WARM = 64, 64, 2000, 200
+ADDRESSES = itertools.count(1 << 40, 1 << 32)
 
 
 class Done:
@@ -72,6 +75,19 @@ class NullMemory:
         pass
 
 
+class NullArray:
+    """Nothing on a device, looked at as CuPy's arrays are."""
+
+    def __init__(self, *shape: int) -> None:
+        self.shape, self.dtype, self.device = shape, np.dtype(np.float16), SimpleNamespace(id=0)
+        self._address = next(ADDRESSES)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        data = self._address, False
+        return {"shape": self.shape, "typestr": self.dtype.str, "strides": None, "data": data, "version": 3}
+
+
 class NullDriver:
     """An H200 that is not there."""
 
@@ -95,10 +111,10 @@ class NullDriver:
         return NullStream()
 
     def view(self, name: str, array: Any) -> View:
-        return View(array.ctypes.data, array.shape, array.strides, "f16", True)
+        return cuda.view(name, array, 0)
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
-        return np.empty(shape, np.float32 if dtype else like.dtype)
+        return NullArray(*shape)
 
 
 class Steps:
@@ -107,9 +123,9 @@ class Steps:
     def __init__(self, context: int, layers: int, shared: int) -> None:
         spec = pagoda.ModelSpec([pagoda.AttentionLayer(32, 8, 128)] * layers)
         self.layers = layers
-        self.cache = pagoda.Cache(spec, device="cuda", device_memory="2TiB", host_memory=0)
-        self.k = np.zeros((1 << 16, 8, 128), np.float16)
-        self.q, self.out = (np.zeros((SEQUENCES, 32, 128), np.float16) for _ in range(2))
+        self.cache = pagoda.Cache(spec, page_size=PAGE, device="cuda", device_memory="512GiB", host_memory="1TiB")
+        self.k = NullArray(SEQUENCES, 8, 128)
+        self.q, self.out = (NullArray(SEQUENCES, 32, 128) for _ in range(2))
         root = self.cache.create()
         self._grow(root, shared)
         sequences = [root.fork() if shared else self.cache.create() for _ in range(SEQUENCES)]
@@ -119,16 +135,16 @@ class Steps:
         self.ones = np.ones(SEQUENCES, np.int64)
 
     def _grow(self, sequence: pagoda.Sequence, tokens: int) -> None:
-        for start in range(0, tokens, len(self.k)):
-            rows = self.k[: min(len(self.k), tokens - start)]
-            with self.cache.step([sequence], [len(rows)]) as step:
+        if tokens:
+            rows = NullArray(tokens, 8, 128)
+            with self.cache.step([sequence], [tokens]) as step:
                 for layer in range(self.layers):
                     step.append(layer, rows, rows)
 
     def run(self, uploads: list[float]) -> list[float]:
         """Seconds of reserve, upload, append, attend (of one layer each), commit."""
         clock = time.perf_counter
-        k = self.k[:SEQUENCES]
+        k = self.k
         uploads.clear()
         start = clock()
         step = self.cache.step(self.batch, self.ones).__enter__()
@@ -158,7 +174,7 @@ def main() -> None:
     tables.StepTables.upload = timed  # type: ignore[method-assign]
     print(
         f"{SEQUENCES} sequences, {'context':>8} {'shared':>7} {'layers':>6} {'reserve':>8} {'(upload)':>8} {'append':>7} "
-        f"{'attend':>7} {'commit':>7} {'reserve + commit':>17}"
+        f"{'attend':>7} {'commit':>7} {'reserve + commit':>17} {'new pages':>10}"
     )
     for context, shared, layers in ((1000, 0, 1), (4000, 0, 32), (32_000, 0, 32), (32_000, 31_000, 32)):
         steps = Steps(context, layers, shared)
@@ -167,11 +183,13 @@ def main() -> None:
                 steps.cache.declare(sequences=SEQUENCES, new_tokens=1, context=context + 4 * STEPS)
             for _ in range(WARM):
                 steps.run(uploads)
+            length = len(steps.batch.sequences[0])
             times = [steps.run(uploads) for _ in range(STEPS)]
             reserve, uploaded, append, attend, commit = 1e6 * np.median(times, axis=0)
+            paged = 1e6 * np.median([step[0] + step[-1] for step in times[-length % PAGE :: PAGE]])
             print(
                 f"{'declared' if declared else 'as it is':>14} {context:9,} {shared:7,} {layers:6} {reserve:8.1f} "
-                f"{uploaded:8.1f} {append:7.1f} {attend:7.1f} {commit:7.1f} {reserve + commit:17.1f}"
+                f"{uploaded:8.1f} {append:7.1f} {attend:7.1f} {commit:7.1f} {reserve + commit:17.1f} {paged:10.1f}"
             )
         steps.cache.close()
 
