@@ -203,3 +203,21 @@ def test_a_move_that_is_refused_has_no_copy_under_way(monkeypatch: pytest.Monkey
         for stream in driver.streams:
             stream.reach(len(stream.work))
         mirror.step([other], [1], accepted=[0])
+
+
+@pytest.mark.parametrize(
+    "second", [layer(num_q_heads=32, kv_owner=0), layer(num_q_heads=16, head_dim=128)], ids=["heads", "rows"]
+)
+def test_scratch_memory_is_enough_for_layers_of_every_kind(
+    second: pagoda.AttentionLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.require()
+    driver = EmulatedDriver()
+    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
+    spec = pagoda.ModelSpec(layers=[layer(), second])
+    with pagoda.Cache(spec, device="cuda", page_size=16, device_memory="2MiB", host_memory=0) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        batch = [mirror.create(), mirror.create()]
+        for new in ([1, 1], [300, 40], [1, 1]):
+            mirror.step(batch, new)
+        driver.check()
