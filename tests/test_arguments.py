@@ -247,6 +247,7 @@ CALLS: Calls = {
             "scaling": P(None, "None"),
         },
     ),
+    "Rope.dim_of": (plain(rope.Rope().dim_of), {"head_dim": P(16)}),
     "Rope.inv_freq": (plain(rope.Rope().inv_freq), {"head_dim": P(16)}),
     "LinearScaling": (plain(rope.LinearScaling), {"factor": FACTOR}),
     "ProportionalScaling": (plain(rope.ProportionalScaling), {"partial": P(0.5, "0.5 1"), "factor": FACTOR}),
@@ -614,6 +615,15 @@ def test_a_list_may_be_an_array() -> None:
                 step.table(index)
         with pytest.raises(pagoda.InvalidArgument, match=r"new_tokens = .*9223372036854775808"):
             cache.step(sequences, large)
+
+
+def test_a_rope_turns_no_more_than_a_row() -> None:
+    """Said where the layer is described, not where a cache is made of it."""
+    wide = pagoda.Rope(rotary_dim=32)
+    assert layer(head_dim=32, rope=wide).rope == wide
+    for describe in (lambda: layer(head_dim=24, rope=wide), lambda: wide.inv_freq(24)):
+        with pytest.raises(pagoda.InvalidArgument, match=r"rope\.rotary_dim = 32: at most head_dim = 24"):
+            describe()
 
 
 def test_more_groups_of_layers_than_a_cache_has() -> None:

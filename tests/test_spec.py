@@ -225,6 +225,25 @@ def test_scalings_turn_or_are_refused(kind: str) -> None:
                 assert turns[0] > 0, (key, value)
 
 
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_a_trained_context_may_be_a_whole_float(kind: str) -> None:
+    """As some configs have it."""
+
+    def rope_of(context: float, place: str) -> Any:
+        content: dict[str, Any] = {**PRESETS["llama-2-7b"], "rope_scaling": SCALINGS[kind] | {"rope_type": kind}}
+        del content["rope_scaling"]["original_max_position_embeddings"]
+        (content["rope_scaling"] if place == "original_max_position_embeddings" else content)[place] = context
+        (layer, *_) = layers_of(content)
+        return layer.rope  # type: ignore[union-attr]
+
+    for place in ("original_max_position_embeddings", "max_position_embeddings"):
+        assert rope_of(4096.0, place) == rope_of(4096, place)
+        assert rope_of(4096.0, place) != rope_of(4100.0, place)
+        for value in (4096.5, 0.0, 1e300):
+            with pytest.raises(InvalidArgument, match=r"rope_scaling\.original_context = "):
+                rope_of(value, place)
+
+
 def test_yarn_says_what_it_was_trained_for_and_how_far_rows_grow() -> None:
     """As transformers has it: a context of the config if the scaling names none, never one of our own."""
 

@@ -152,12 +152,17 @@ class Rope:
         if self.scaling is not None and not isinstance(self.scaling, Scaling):
             raise InvalidArgument(f"rope.scaling = {self.scaling!r}: None, or a scaling of pagoda.rope")
 
-    def inv_freq(self, head_dim: int) -> npt.NDArray[np.float32]:
-        """float32 [rotary_dim / 2]: radians a position for each pair of a row of `head_dim` elements."""
+    def dim_of(self, head_dim: int) -> int:
+        """How many elements of a row of `head_dim` turn. Raises InvalidArgument where the row has fewer."""
         check_integer("head_dim", head_dim, 2, ROW_MAX)
         dim = head_dim if self.rotary_dim is None else self.rotary_dim
         if dim > head_dim:
             raise InvalidArgument(f"rope.rotary_dim = {dim}: at most head_dim = {head_dim}")
+        return dim
+
+    def inv_freq(self, head_dim: int) -> npt.NDArray[np.float32]:
+        """float32 [rotary_dim / 2]: radians a position for each pair of a row of `head_dim` elements."""
+        dim = self.dim_of(head_dim)
         inv_freq: npt.NDArray[np.float64] = self.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
         if self.scaling is not None:
             inv_freq = self.scaling.apply(inv_freq, self.theta, dim)
@@ -177,12 +182,12 @@ def scaling_from_config(config: dict[str, Any]) -> Scaling | None:
                 config["factor"],
                 config["low_freq_factor"],
                 config["high_freq_factor"],
-                config["original_max_position_embeddings"],
+                _whole(config["original_max_position_embeddings"]),
             )
         if kind == "yarn":
             return YarnScaling(
                 config["factor"],
-                config["original_max_position_embeddings"],
+                _whole(config["original_max_position_embeddings"]),
                 config.get("beta_fast") or 32.0,
                 config.get("beta_slow") or 1.0,
                 config.get("truncate", True),
@@ -195,6 +200,11 @@ def scaling_from_config(config: dict[str, Any]) -> Scaling | None:
     if kind == "default":
         return None
     raise InvalidArgument(f"rope_scaling.rope_type = {kind!r}: default, linear, llama3, proportional or yarn")
+
+
+def _whole(number: Any) -> Any:
+    """A number of JSON that may be an integer written as a float, 8192.0; anything else as it is."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def _magnitude_from_config(config: dict[str, Any]) -> float | None:
