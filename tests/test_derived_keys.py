@@ -222,7 +222,7 @@ def test_only_v_takes_memory() -> None:
         ({}, r"k_norms\[0\] = None: finite numbers \[32\].*storing_k"),
         ({"k_norms": []}, "k_norms = 0 arrays: 1"),
         ({"k_norms": [np.ones(31)]}, r"k_norms\[0\] = shape \[31\]"),
-        ({"k_norms": [np.full(32, np.inf)]}, r"k_norms\[0\]"),
+        ({"k_norms": [np.full(32, -np.inf)]}, r"k_norms\[0\] = -inf among others: finite numbers \[32\].*storing_k"),
     ],
 )
 def test_weights_that_cannot_be(options: dict[str, Any], named: str) -> None:

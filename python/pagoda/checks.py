@@ -83,7 +83,10 @@ def token_range(name: str, value: tuple[int, int]) -> tuple[int, int]:
 
 
 def integers(name: str, values: Collection[int] | npt.ArrayLike, limit: str) -> npt.NDArray[np.int64]:
-    """A list of integers as int64. Raises InvalidArgument, with `limit`, for what is none."""
+    """A list of integers as int64; a bool is none. Raises InvalidArgument, with `limit`, for what is none."""
+    if isinstance(values, Sequence) and not {bool, np.bool_}.isdisjoint(map(type, values)):
+        # NumPy takes it for 0 or 1 beside an integer.
+        raise InvalidArgument(f"{name} = a list with True or False: {limit}")
     try:
         array = np.asarray(values)
     except (TypeError, ValueError) as error:
@@ -109,3 +112,15 @@ def floats(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float32]:
     if array.dtype == np.float64 and not np.array_equal(np.isinf(result), np.isinf(array)):
         raise InvalidArgument(f"{name} = numbers up to {np.abs(array[np.isfinite(array)]).max()}: those of float32")
     return result
+
+
+def finite(name: str, values: npt.ArrayLike, shape: tuple[int, ...], why: str = "") -> list[float]:
+    """Finite numbers of a shape, one row after the other. Raises InvalidArgument, with `why` of the limit."""
+    array = floats(name, values)
+    if array.shape != shape:
+        shown = f"shape {list(array.shape)}"
+    elif not np.isfinite(array).all():
+        shown = f"{array[~np.isfinite(array)][0]} among others"
+    else:
+        return [float(x) for x in array.ravel()]
+    raise InvalidArgument(f"{name} = {shown}: finite numbers {list(shape)}{why}")

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-import numpy as np
 import numpy.typing as npt
 
-from pagoda.checks import check_list, floats
+from pagoda.checks import check_list, finite
 from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.formats import FORMATS
 from pagoda.outliers import Outliers
@@ -112,14 +111,10 @@ def _norms(spec: ModelSpec, k_norms: Sequence[npt.NDArray[Any] | None] | None) -
                 )
             norms.append(None)
             continue
-        array = floats(f"k_norms[{index}]", [] if weight is None else weight)
-        if array.shape != (layer.head_dim,) or not np.isfinite(array).all():
-            shown = "None" if weight is None else f"shape {list(array.shape)}"
-            limit = (
-                f"finite numbers [{layer.head_dim}], as layers[{index}] has k_eq_v; or store K, ModelSpec.storing_k()"
-            )
-            raise InvalidArgument(f"k_norms[{index}] = {shown}: {limit}")
-        norms.append([float(x) for x in array])
+        why = f", as layers[{index}] has k_eq_v; or store K, ModelSpec.storing_k()"
+        if weight is None:
+            raise InvalidArgument(f"k_norms[{index}] = None: finite numbers [{layer.head_dim}]{why}")
+        norms.append(finite(f"k_norms[{index}]", weight, (layer.head_dim,), why))
     return norms
 
 

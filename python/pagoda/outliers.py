@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.checks import floats
+from pagoda.checks import finite
 from pagoda.errors import InvalidArgument
 from pagoda.formats import FORMATS
 from pagoda.spec import AttentionLayer
@@ -79,7 +79,4 @@ class Outliers:
         given = self._given[index]
         if given is None:
             return None
-        array, shape = floats(f"center[{index}]", given), (layer.num_kv_heads, layer.head_dim)
-        if array.shape != shape or not np.isfinite(array).all():
-            raise InvalidArgument(f"center[{index}] = shape {list(array.shape)}: finite numbers {list(shape)}")
-        return [float(x) for x in array.ravel()]
+        return finite(f"center[{index}]", given, (layer.num_kv_heads, layer.head_dim))
