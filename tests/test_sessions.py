@@ -17,7 +17,7 @@ import numpy as np
 import pagoda
 import pytest
 from interrupts import alarms, interrupted
-from mirror import Mirror, Tokens, layer
+from mirror import Mirror, Tokens, layer, settled
 
 SPEC = pagoda.ModelSpec(layers=[layer(), layer(), layer(window=40)])
 OPTIONS: dict[str, Any] = {
@@ -102,6 +102,20 @@ def test_what_is_kept_does_not_change_with_the_sequence_it_was(tmp_path: Path) -
         mirror.look()
         mirror.release(found)
         assert cache.stats().used_bytes("disk") == 0
+
+
+def test_what_is_kept_beside_a_sequence_has_a_limit(tmp_path: Path) -> None:
+    with opened(tmp_path) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [40])
+        before = settled(cache)
+        with pytest.raises(pagoda.InvalidArgument, match="meta = 67108865 bytes: at most 67108864"):
+            cache.save(tokens.sequence, "it", meta=bytes((64 << 20) + 1))
+        assert (settled(cache), cache.saved()) == (before, {})
+        cache.save(tokens.sequence, "it", meta=b"x" * (64 << 20))
+    with opened(tmp_path) as cache:
+        assert cache.saved() == {"it": b"x" * (64 << 20)}
 
 
 def test_a_part_is_kept(tmp_path: Path) -> None:

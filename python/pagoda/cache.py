@@ -63,6 +63,9 @@ os.register_at_fork(after_in_child=_core.after_fork_in_child)
 SECONDS_MAX = 1e9
 """That anybody waits."""
 
+META_BYTES_MAX = 64 << 20
+"""Of what `save` keeps beside a sequence: the index that has it is read whole, and has 4 GiB at most."""
+
 
 class Plan:
     """Copies that would move pages; made by `Cache.plan`. Executing it is refused once its pages have changed or moved."""
@@ -353,15 +356,17 @@ class Cache:
     def save(self, sequence: Sequence, key: str, tokens: tuple[int, int] | None = None, meta: bytes = b"") -> None:
         """Keeps a sequence on disk under a name, in the place of what was there. It is safe from a loss of power on return.
 
-        The sequence goes on as it is. Pages that are on disk already are not written again. tokens: only these; `meta` comes
-        back from `saved`. Raises InvalidArgument in a cache without resume=True, and while moves of its pages are under way;
-        OutOfBlocks when the disk tier is full, TierIOError when it fails or does nothing for `disk_timeout` seconds: then
-        what was kept before stays. Only where the line that names the pages is on its way to the drive by then, the key
-        changes when the drive has answered; until it has, calls with this key raise TierIOError.
+        The sequence goes on as it is. Pages that are on disk already are not written again. tokens: only these; `meta`, of
+        64 MiB at most, comes back from `saved`. Raises InvalidArgument in a cache without resume=True, and while moves of its
+        pages are under way; OutOfBlocks when the disk tier is full, TierIOError when it fails or does nothing for `disk_timeout`
+        seconds: then what was kept before stays. Only where the line that names the pages is on its way to the drive by then,
+        the key changes when the drive has answered; until it has, calls with this key raise TierIOError.
         """
         self._check_ours(sequence)
         if not isinstance(meta, bytes):
             raise InvalidArgument(f"meta = {meta!r}: bytes")
+        if len(meta) > META_BYTES_MAX:
+            raise InvalidArgument(f"meta = {len(meta)} bytes: at most {META_BYTES_MAX}")
         self._core.check_key(_key(key))
         if tokens is not None:
             start, stop = token_range("tokens", tokens)
