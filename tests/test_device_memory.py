@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import emulator
@@ -15,7 +16,7 @@ import pagoda
 import pytest
 from emulator.driver import EmulatedDriver, HostArena, Memory
 from mirror import Mirror, Tokens, layer
-from pagoda.device import cuda, ring
+from pagoda.device import cuda, passage, ring
 from pagoda.errors import BackendUnavailable
 
 
@@ -221,3 +222,35 @@ def test_scratch_memory_is_enough_for_layers_of_every_kind(
         for new in ([1, 1], [300, 40], [1, 1]):
             mirror.step(batch, new)
         driver.check()
+
+
+def test_a_move_that_is_refused_late_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its turn comes within a call for another move, which is told; and so is whoever asks for this one."""
+    emulator.require()
+    driver = StingyDriver(0)
+    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
+    monkeypatch.setattr(passage, "PART_BYTES", 1)
+    monkeypatch.setattr(passage, "PARTS", 1)
+    spec = pagoda.ModelSpec(layers=[layer()])
+    options: dict[str, Any] = {"device_memory": "256KiB", "host_memory": 0, "spill": False, "page_size": 16}
+    options |= {"disk": tmp_path / "pages", "disk_memory": "1MiB"}
+    with pagoda.Cache(spec, device="cuda", **options) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        first, one, between = mirror.create(), mirror.create(), mirror.create()
+        mirror.step([first], [16])
+        # Two runs, which a kernel copies.
+        for tokens in (one, between, one):
+            mirror.step([tokens], [16])
+        goes = cache.demote(first.sequence, to="disk")
+        waits = cache.demote(one.sequence, to="disk")
+        driver.refuses = driver.allocations + 1
+        with pytest.raises(BackendUnavailable, match="4096 pinned bytes: refused"):
+            goes.wait()
+        with pytest.raises(pagoda.TierIOError, match="failed after 0 of 2 copies: 4096 pinned bytes: refused"):
+            waits.wait()
+        assert goes.wait()
+        cache.audit()
+        for tokens in (first, one):
+            assert cache.demote(tokens.sequence, to="disk").wait()
+        assert (cache.stats().disk[0].used, cache.stats().device[0].used) == (3, 1)
+        mirror.look()

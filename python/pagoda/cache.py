@@ -358,9 +358,9 @@ class Cache:
 
         The sequence goes on as it is. Pages that are on disk already are not written again. tokens: only these; `meta`, of
         64 MiB at most, comes back from `saved`. Raises InvalidArgument in a cache without resume=True, and while moves of its
-        pages are under way; OutOfBlocks when the disk tier is full, TierIOError when it fails or does nothing for `disk_timeout`
-        seconds: then what was kept before stays. Only where the line that names the pages is on its way to the drive by then,
-        the key changes when the drive has answered; until it has, calls with this key raise TierIOError.
+        pages are under way; OutOfBlocks when the disk tier is full, TierIOError when it fails or does nothing for
+        `disk_timeout` seconds: then what was kept before stays. Only where the line that names the pages is on its way to the
+        drive by then, the key changes when the drive has answered; until it has, calls with this key raise TierIOError.
         """
         self._check_ours(sequence)
         if not isinstance(meta, bytes):

@@ -63,11 +63,10 @@ pub(crate) fn core(py: Python<'_>, error: &pagoda_core::Error) -> PyErr {
 }
 
 /// Why copies did not arrive that had to.
-pub(crate) fn failure(py: Python<'_>, failure: Option<&Failure>) -> PyErr {
+pub(crate) fn failure(py: Python<'_>, failure: &Failure) -> PyErr {
     match failure {
-        Some(Failure::Corrupt(reason)) => exception(py, "CorruptPage", reason, &[]),
-        Some(Failure::Io(reason)) => exception(py, "TierIOError", reason, &[]),
-        None => exception(py, "TierIOError", "the copy was cut short", &[]),
+        Failure::Corrupt(reason) => exception(py, "CorruptPage", reason, &[]),
+        Failure::Io(reason) => exception(py, "TierIOError", reason, &[]),
     }
 }
 

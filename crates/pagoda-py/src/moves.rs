@@ -135,7 +135,8 @@ impl Inner {
         if completion.copied() == Some(count) {
             return Ok(());
         }
-        Err(Unmade(None, errors::failure(py, completion.failure())))
+        let why = completion.failure().expect("what is waited for fails with a reason");
+        Err(Unmade(None, errors::failure(py, why)))
     }
 
     /// Sleeps until copies have ended, as long as the disk does anything, and `disk_timeout` more.

@@ -5,7 +5,7 @@ use crate::errors::{core, invalid, unavailable};
 use crate::handle::sequence_id;
 use crate::patience;
 use numpy::PyArray1;
-use pagoda_core::fence::Completion;
+use pagoda_core::fence::{Completion, Failure};
 use pagoda_core::ids::{GroupId, TicketId, Tier};
 use pagoda_core::plan::{BlockCopy, Selection};
 use pagoda_store::Waiter;
@@ -67,6 +67,15 @@ pub(crate) struct DiskCopies {
     pub(crate) store: Weak<Store>,
     /// How long anybody waits for it.
     pub(crate) limit: Duration,
+}
+
+/// Why copies that a device makes did not all arrive.
+#[derive(FromPyObject)]
+pub(crate) enum Why<'py> {
+    /// As those of the disk say.
+    OnDisk(PyRef<'py, DiskCopies>),
+    /// As whoever drives the device says.
+    Told(String),
 }
 
 #[pymethods]
@@ -191,14 +200,9 @@ impl Cache {
         })
     }
 
-    /// The first `copied` of a ticket's copies have arrived, and no other will, for the reason that `why` has. Twice is no error.
-    fn end_copies(
-        &self,
-        py: Python<'_>,
-        ticket: &Ticket,
-        copied: u32,
-        why: Option<&DiskCopies>,
-    ) -> PyResult<()> {
+    /// The first `copied` of a ticket's copies have arrived, and no other will, for the reason that `why` has or is. Twice is no
+    /// error.
+    fn end_copies(&self, py: Python<'_>, ticket: &Ticket, copied: u32, why: Option<Why<'_>>) -> PyResult<()> {
         self.with(py, |inner| {
             if let Engine::Device(device) = &mut inner.engine {
                 device.moving.retain(|moving| moving.get().id != ticket.id);
@@ -212,8 +216,13 @@ impl Cache {
                     let _ = store.give_back(copy.group, &[copy.to.1]);
                 }
             }
-            match why.and_then(|why| why.completion.failure()) {
-                Some(failure) => ticket.completion.fail(copied, failure.clone()),
+            let failure = match why {
+                Some(Why::OnDisk(copies)) => copies.completion.failure().cloned(),
+                Some(Why::Told(reason)) => Some(Failure::Io(reason)),
+                None => None,
+            };
+            match failure {
+                Some(failure) => ticket.completion.fail(copied, failure),
                 None => ticket.completion.finish(copied),
             }
             Ok(())

@@ -139,13 +139,13 @@ impl Ring {
     ///
     /// # Panics
     /// When there is none, or it has not ended.
-    pub fn take(&mut self) -> Result<Filled, Option<Failure>> {
+    pub fn take(&mut self) -> Result<Filled, Failure> {
         let Reading { slot, what, completion, .. } =
             self.ahead.pop_front().expect("a read that was waited for");
         let copied = completion.copied().expect("a read that has ended");
         if copied as usize != what.blocks.len() {
             self.give(slot, &what);
-            return Err(completion.failure().cloned());
+            return Err(completion.failure().expect("a read that fails says why").clone());
         }
         let address = self.slab.base().wrapping_add(self.range(slot).start as usize);
         let stride = self.store.geometry().stored_run(what.group, what.layer);
@@ -491,7 +491,7 @@ mod tests {
         world.quiet();
         let failures: Vec<_> = (0..2).filter_map(|_| world.ring.take().err()).collect();
         assert!(
-            matches!(&failures[..], [Some(Failure::Io(reason))] if reason.contains("os error 5")),
+            matches!(&failures[..], [Failure::Io(reason)] if reason.contains("os error 5")),
             "{failures:?}"
         );
         world.ahead(&[what(0, 0..20)], 0);

@@ -67,15 +67,15 @@ class Part:
 @dataclass(eq=False)
 class Plan:
     """A plan under way. first: the first part that has not ended. copied: copies before the first that failed, for the reason
-    that `why` has."""
+    that `why` has or is."""
 
     rows: Rows
     parts: list[Part]
     copied: int
     first: int = 0
-    why: _core.DiskCopies | None = None
+    why: _core.DiskCopies | str | None = None
 
-    def failed(self, number: int, why: _core.DiskCopies | None) -> None:
+    def failed(self, number: int, why: _core.DiskCopies | str) -> None:
         """A copy has not arrived."""
         if number < self.copied:
             self.copied, self.why = number, why
@@ -193,10 +193,10 @@ class Plans:
             if wait is None:
                 try:
                     wait = self._begin(ticket, plan, part, part.ways[way])
-                except Exception:
+                except Exception as error:
                     # Nothing may be under way in a part of the stage that others get.
                     self._copying.record().wait()
-                    plan.failed(part.numbers[0], None)
+                    plan.failed(part.numbers[0], str(error))
                     self._end(part)
                     raise
                 part.now = way, wait
