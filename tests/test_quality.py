@@ -372,9 +372,25 @@ def test_the_command_prints_tables_or_json(capsys: pytest.CaptureFixture[str], m
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--formats", "f16,q9"], ["--formats", "f16/f16/f16"], ["--contexts", "1k"], ["--contexts", "many"]],
+    [
+        ["--formats", "f16,q9"],
+        ["--formats", "f16/f16/f16"],
+        ["--contexts", "1k"],
+        ["--contexts", "many"],
+        ["--contexts", "4k,1000000m"],
+        ["--plot", "nowhere/quality.svg"],
+        ["--plot", "quality.what"],
+        ["--plot", "quality"],
+        ["--plot", "."],
+    ],
 )
-def test_the_command_refuses_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_in_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(*_: Any) -> None:
+        raise AssertionError("nothing is measured")
+
+    monkeypatch.setattr(command, "measure", nothing)
     assert main(["bench", "quality", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("pagoda: ")
@@ -389,11 +405,13 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(monkey
 
 
 @pytest.mark.usefixtures("_small")
-def test_a_plot_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plot_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     arguments = ["bench", "quality", "--formats", "f16,q4_0", "--contexts", "2k", "--json", "--plot"]
     assert main([*arguments, str(tmp_path / "quality.svg")]) == 0
     assert (tmp_path / "quality.svg").read_text().startswith("<?xml")
-    assert main([*arguments, str(tmp_path / "nowhere" / "quality.svg")]) == 2
-    assert main([*arguments, str(tmp_path / "quality.what")]) == 2
-    assert capsys.readouterr().err.count("--plot") == 2
+    # Such that it is seen when it is written alone.
+    (tmp_path / "other.svg").mkdir(0o700)
+    monkeypatch.setattr(plot, "check_path", lambda path: None)
+    assert main([*arguments, str(tmp_path / "other.svg")]) == 2
+    assert capsys.readouterr().err.count("--plot") == 1

@@ -37,6 +37,10 @@ HEADS = 128
 READ = 32
 """Queries of which the logits of all keys are read; as many of each distance."""
 
+TOKEN_BYTES = 7 * READ * np.dtype(np.float64).itemsize
+"""Of memory that `Recall` takes for each token of its context: logits and weights, exact and as they are stored, and what is
+made of them."""
+
 STREAM_BETA, STREAM_SINK = 28.0, 23.0
 """Logits of needle and sink in `streaming`. Over 131,072 keys the needle then weighs 0.993, and the sink, where there is no
 needle, 0.995."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,20 @@ def figure_class() -> Any:
     return Figure
 
 
+def check_path(path: Path) -> None:
+    """Raises InvalidArgument for a path that nothing can be drawn into, and BackendUnavailable as `figure_class`."""
+    suffixes = figure_class()().canvas.get_supported_filetypes()
+    place = path if path.exists() else path.parent
+    if path.suffix[1:].lower() not in suffixes or path.is_dir() or not os.access(place, os.W_OK):
+        limit = f"a file that can be written, like quality.png, of {', '.join(sorted(suffixes))}"
+        raise InvalidArgument(f"--plot = {str(path)!r}: {limit}")
+
+
 def draw(report: dict[str, Any], path: Path) -> None:
     """Three panels: recall against its law, noise by format and outliers, divergence of the language model by size.
 
-    report: as `pagoda.cli.bench.quality` makes it. The suffix of the path is the format. Raises BackendUnavailable, and
-    InvalidArgument for a path that cannot be written.
+    report: as `pagoda.cli.bench.quality` makes it. The suffix of the path is the format (`check_path`). Raises
+    BackendUnavailable, and InvalidArgument for a path that cannot be written.
     """
     figure = figure_class()(figsize=(15, 5), layout="constrained")
     law, noise, language = figure.subplots(1, 3)
@@ -74,7 +84,5 @@ def draw(report: dict[str, Any], path: Path) -> None:
     language.set(yscale="log", xlabel="bits an element, K and V", ylabel="mean KLD, nats", title=title)
     try:
         figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(
-            f"--plot = {str(path)!r}: a file that can be written, like quality.png ({error})"
-        ) from error
+    except OSError as error:
+        raise InvalidArgument(f"--plot = {str(path)!r}: a file that can be written ({error})") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
 import time
 from collections import Counter
@@ -18,6 +19,7 @@ from rich.table import Table
 
 from pagoda import build_info
 from pagoda.cache import Cache, Sequence
+from pagoda.checks import check_threads
 from pagoda.cli.console import results
 from pagoda.cli.options import Commands, format_pair, load_spec
 from pagoda.errors import InvalidArgument
@@ -26,7 +28,7 @@ from pagoda.lm import LanguageModel
 from pagoda.measuring import machine
 from pagoda.measuring.filling import CHUNK, fill, rows_of
 from pagoda.models import SHIPPED_MODEL
-from pagoda.planner import Planner
+from pagoda.planner import TOKENS_MAX, Planner
 from pagoda.sizes import format_size, parse_size, parse_tokens
 from pagoda.spec import AttentionLayer, ModelSpec
 
@@ -63,12 +65,15 @@ def run(arguments: argparse.Namespace) -> int:
     formats = {name: format_pair(name) for name in arguments.formats.split(",")}
     depths = list(dict.fromkeys(parse_tokens(part, "--depths") for part in arguments.depths.split(",")))
     memory, tokens = parse_size(arguments.memory, "--memory"), arguments.tokens
-    if tokens < 1 or not all(depths):
-        raise InvalidArgument(f"--tokens = {tokens}, --depths = {arguments.depths!r}: numbers of tokens above 0")
+    if tokens < 1 or not all(0 < depth <= TOKENS_MAX - tokens for depth in depths):
+        limit = f"numbers of tokens above 0, together at most {TOKENS_MAX}"
+        raise InvalidArgument(f"--tokens = {tokens}, --depths = {arguments.depths!r}: {limit}")
+    threads = os.cpu_count() or 1 if arguments.threads is None else arguments.threads
+    check_threads("--threads", threads)
     # Everything is looked up, and has room, before anything is measured.
     specs = {name: load_spec(str(SHIPPED_MODEL) if name == SHIPPED else name) for name in arguments.models.split(",")}
     ram, _ = machine.ram()
-    cases: list[tuple[str, str, int, ModelSpec]] = []
+    cases: list[tuple[str, str, int, ModelSpec, dict[str, Any]]] = []
     for (model, spec), (name, dtypes), depth in itertools.product(specs.items(), formats.items(), depths):
         part = spec if model == SHIPPED else run_layers(spec, depth, memory, *dtypes)
         size = Planner(part, *dtypes).footprint(depth + tokens).paged_bytes
@@ -76,13 +81,14 @@ def run(arguments: argparse.Namespace) -> int:
             raise InvalidArgument(
                 f"--depths: {depth:,} tokens of {model} have {format_size(size)}; {format_size(ram)} of RAM are free"
             )
-        cases.append((model, name, depth, part))
+        options = dict(zip(("k_dtype", "v_dtype"), dtypes, strict=True)) | {"threads": threads}
+        # So is what a cache refuses.
+        cache_for(part, depth, tokens, options).close()
+        cases.append((model, name, depth, part, options))
     rows: list[Row] = []
     with Console(stderr=True).status("") as status:
-        for model, name, depth, part in cases:
+        for model, name, depth, part, options in cases:
             status.update(f"{model}, {name}, {depth:,} tokens")
-            k_dtype, v_dtype = formats[name]
-            options = {"k_dtype": k_dtype, "v_dtype": v_dtype, "threads": arguments.threads}
             if model == SHIPPED:
                 seconds = language_model(depth, tokens, options)
             else:
@@ -175,15 +181,20 @@ def attention(spec: ModelSpec, part: ModelSpec, depth: int, tokens: int, options
     return timed(part, depth, tokens, options, write)
 
 
-def timed(
-    spec: ModelSpec, depth: int, tokens: int, options: dict[str, Any], write: Callable[[Cache, Sequence], float]
-) -> list[float]:
-    """What `write` says of branches of a sequence of `depth` random tokens, after one that is not counted."""
+def cache_for(spec: ModelSpec, depth: int, tokens: int, options: dict[str, Any]) -> Cache:
+    """A cache with room for a sequence of `depth` tokens and branches of it that write so many more."""
     planner = Planner(spec, options["k_dtype"], options["v_dtype"])
     # CPU memory is taken as it is used: what a step holds beside windows, and open pages of branches, have room.
     budget = 2 * planner.footprint(depth + CHUNK + tokens).paged_bytes + (256 << 20)
     norms = [np.ones(layer.head_dim, np.float32) if layer.k_eq_v else None for layer in spec.attention_layers]
-    with Cache(spec, device="cpu", device_memory=budget, host_memory=0, k_norms=norms, **options) as cache:
+    return Cache(spec, device="cpu", device_memory=budget, host_memory=0, k_norms=norms, **options)
+
+
+def timed(
+    spec: ModelSpec, depth: int, tokens: int, options: dict[str, Any], write: Callable[[Cache, Sequence], float]
+) -> list[float]:
+    """What `write` says of branches of a sequence of `depth` random tokens, after one that is not counted."""
+    with cache_for(spec, depth, tokens, options) as cache:
         sequence = cache.create()
         fill(cache, sequence, depth)
         results = []

@@ -16,13 +16,15 @@ from pagoda import build_info
 from pagoda.cache import Cache
 from pagoda.cli.console import results
 from pagoda.cli.options import Commands, format_pair
+from pagoda.errors import InvalidArgument
 from pagoda.formats import FORMATS
+from pagoda.measuring import machine
 from pagoda.quality import plot
 from pagoda.quality.heads import DISTANCES, OUTLIERS, Head, recall_head
 from pagoda.quality.language import TOKENS, ShippedText
-from pagoda.quality.measure import CacheOf, Recall, streaming
+from pagoda.quality.measure import TOKEN_BYTES, CacheOf, Recall, streaming
 from pagoda.retention import SinkWindow
-from pagoda.sizes import format_tokens, parse_tokens
+from pagoda.sizes import format_size, format_tokens, parse_tokens
 from pagoda.spec import ModelSpec
 
 Row = dict[str, Any]
@@ -57,8 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
     caches = {name: cache_of(name, plain=arguments.plain) for name in arguments.formats.split(",")}
     contexts = list(dict.fromkeys(parse_tokens(part, "--contexts") for part in arguments.contexts.split(",")))
     heads = [recall_head(context, outliers) for context in contexts for outliers in OUTLIERS]
+    wanted, (ram, _) = max(contexts) * TOKEN_BYTES, machine.ram()
+    if wanted > ram:
+        limit = f"{max(contexts):,} tokens take {format_size(wanted)}, and {format_size(ram)} of RAM are free"
+        raise InvalidArgument(f"--contexts = {arguments.contexts!r}: {limit}")
     if arguments.plot is not None:
-        plot.figure_class()
+        plot.check_path(arguments.plot)
     with Console(stderr=True).status("") as status:
         report: Row = {"build": build_info(), **measure(caches, heads, status.update)}
     if arguments.plot is not None:
