@@ -359,6 +359,7 @@ print("fine")
 
 SILENT = """
 import fcntl, threading, time
+from interrupts import alarms
 from silence import answer, asked, silence
 device = {"device": sys.argv[2]}
 if sys.argv[2] == "cuda":
@@ -569,6 +570,59 @@ with opened(**device) as cache:
 print("fine")
 """
 
+ZEROED = """
+closes()
+cache = reopened(disk_timeout=60 if sys.argv[3] == "interrupted" else 0.2, zero_on_free=True)
+mirror = Mirror(cache, np.random.default_rng(1))
+tokens, kept = mirror.create(), mirror.create()
+mirror.step([tokens, kept], [100, 40])
+for moved in (tokens, kept):
+    assert soon(lambda: cache.demote(moved.sequence, to="disk").wait(60))
+held = cache.stats().disk[0].used - 8
+rows = [tokens.k[0][16 * page, 0].astype(np.float16).tobytes() for page in range(6)]
+def left():
+    with open(sys.argv[1] + "/pages", "rb") as pages:
+        data = pages.read()
+    return sum(row in data for row in rows)
+assert left() == 6
+drive = silence("fallocate")
+mirror.live.remove(tokens)
+def lets_go():
+    tokens.sequence.release()
+    # A device is told with the next call.
+    cache.stats()
+if sys.argv[3] == "interrupted":
+    with alarms() as alarm, pytest.raises(KeyboardInterrupt):
+        alarm(0.2)
+        lets_go()
+else:
+    lets_go()
+assert asked(drive)
+assert left() == 6
+counts = cache.stats().disk[0]
+assert (counts.used, counts.draining) == (held + 2, 6), "handed out to nobody"
+other = mirror.create()
+mirror.step([other], [100])
+ticket = cache.demote(other.sequence, to="disk")
+assert ticket.wait(60)
+assert cache.stats().disk[0].used == held + 8
+mirror.look()
+cache.audit()
+if sys.argv[3] == "unanswered":
+    ended()
+    answer(drive)
+    soon(is_free)
+    with opened(**device, zero_on_free=True) as cache:
+        assert sorted(cache.saved()) == ["it", "other"]
+else:
+    answer(drive)
+    soon(lambda: cache.stats().disk[0].draining == 0)
+    cache.audit()
+    closes()
+assert left() == 0
+print("fine")
+"""
+
 OPENED = """
 closes()
 options = device | ({"zero_on_free": True} if sys.argv[3] == "fallocate" else {})
@@ -706,6 +760,9 @@ def silent_drive() -> bool:
         (MOVED, "dropped"),
         (GIVEN_BACK, "answered"),
         (GIVEN_BACK, "unanswered"),
+        (ZEROED, "answered"),
+        (ZEROED, "unanswered"),
+        (ZEROED, "interrupted"),
         (OPENED, "pwrite64"),
         (OPENED, "fdatasync"),
         (OPENED, "fallocate"),
@@ -721,6 +778,9 @@ def silent_drive() -> bool:
         "dropped",
         "give space back",
         "give space back and close",
+        "zero",
+        "zero and close",
+        "interrupt zeroing",
         "open",
         "open the index",
         "open and zero",

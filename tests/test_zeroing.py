@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pagoda
 import pytest
 from emulator.driver import EmulatedDriver
+from interrupts import interrupted
 from mirror import layer, nameless, settled
 from pagoda.device import cuda, ring
 
@@ -320,6 +321,41 @@ def test_nothing_is_left_where_pages_pass_on_a_device(
         for stream in driver.streams:
             stream.reach(len(stream.work))
         assert (found(ctypes.string_at(address, size), SECRET) == 0) == zero_on_free
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_ctrl_c_while_blocks_are_zeroed_leaves_nothing_of_them(
+    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device, which is told what to zero: what it was not told is asked for again. So is the ring in its memory."""
+    emulator.require()
+    driver = EmulatedDriver()
+    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
+    monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
+    world = World(True, tmp_path / "pages", spill=False, device="cuda")
+    with world.cache as cache:
+        assert cache._device is not None
+        slots = cache._device._streams.ring
+        assert slots._memory is not None
+        address, size = slots._memory.address, len(slots) * slots.slot_bytes
+        for after in count(0, 3 if tier == "device" else 13):
+            if tier != "device":
+                world.move(world.secret, tier)
+                attended(world)
+                # Of the steps nothing is left to be waited for.
+                settled(cache)
+            world.secret.release()
+            came = interrupted(cache.stats, after)
+            assert sum(world.found(SECRET).values()) == 0, after
+            for stream in driver.streams:
+                stream.reach(len(stream.work))
+            assert found(ctypes.string_at(address, size), SECRET) == 0, after
+            cache.audit()
+            if not came:
+                break
+            world.secret = cache.create()
+            world.append(world.secret, SECRET, new=2 * PAGE)
+    assert after > 100
 
 
 @pytest.mark.parametrize("zero_on_free", [True, False])

@@ -133,7 +133,8 @@ class Cache:
 
     zero_on_free: True zeroes the bytes of pages that nobody has any more, on every tier, before anybody else gets their
     memory: on the CPU as soon as they are free, on a GPU with the first call that finds the steps ended that may read them.
-    On disk they become holes; opening a directory zeroes what nothing is kept of. SECURITY.md says what is not zeroed.
+    On disk they become holes, and count as draining meanwhile where that takes a drive longer than disk_timeout; opening a
+    directory zeroes what nothing is kept of. SECURITY.md says what is not zeroed.
 
     spill: when the device tier is full, the oldest pages go to the host tier by themselves, and from there to disk, those of
     sequences that rest first. They come back when a step has their sequence and there is room. Steps attend to pages on disk

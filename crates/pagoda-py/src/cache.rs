@@ -66,18 +66,28 @@ pub(crate) enum Engine {
 
 impl Cache {
     /// Releases sequences whose handles are gone, unless a step is open that may have them.
-    pub(crate) fn release_abandoned(&self, inner: &mut Inner) {
+    pub(crate) fn release_abandoned(&self, py: Python<'_>, inner: &mut Inner) -> PyResult<()> {
         if inner.core.step_is_open() {
-            return;
+            return Ok(());
         }
         let abandoned = self.abandoned.take();
         for &sequence in &abandoned {
             // Ctrl-C may have come right after it was released.
             let _ = inner.core.release(sequence_id(sequence));
         }
-        if !abandoned.is_empty() {
-            inner.trim();
-        }
+        if abandoned.is_empty() { Ok(()) } else { inner.trim(py) }
+    }
+
+    /// Runs a call of the core that may free blocks.
+    fn freeing<T>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut pagoda_core::Cache) -> pagoda_core::Result<T>,
+    ) -> PyResult<T> {
+        let mut inner = self.lock(py)?;
+        let done = call(&mut inner.core).map_err(|error| core(py, &error))?;
+        inner.trim(py)?;
+        Ok(done)
     }
 }
 
@@ -95,8 +105,10 @@ impl Inner {
     /// Gives everything back when nothing is under way any more. Where something is of the disk a thread does, and goes on alone
     /// when the drive does nothing for too long: what is read into must stay until then, and others must not open the directory.
     fn end(self, heeds_signals: bool) -> Result<(), Stop> {
-        let (limit, is_idle) =
-            (self.disk_timeout(), self.mover.waiter().is_idle() && self.sessions.answered());
+        let limit = self.disk_timeout();
+        let is_idle = self.mover.waiter().is_idle()
+            && self.sessions.answered()
+            && self.disk.as_ref().is_none_or(|disk| disk.is_idle());
         let Some(store) = self.store().filter(|_| !is_idle).cloned() else { return Ok(()) };
         // Where no thread can be had `self` is dropped here.
         Apart::begin(move || drop(self)).map_or(Ok(()), |end| end.finish(&store, limit, heeds_signals))
@@ -196,29 +208,17 @@ impl Cache {
 
     /// Ends a sequence.
     fn release(&self, py: Python<'_>, sequence: u64) -> PyResult<()> {
-        self.with(py, |inner| {
-            inner.core.release(sequence_id(sequence))?;
-            inner.trim();
-            Ok(())
-        })
+        self.freeing(py, |core| core.release(sequence_id(sequence)))
     }
 
     /// Takes tokens back from the end.
     fn truncate(&self, py: Python<'_>, sequence: u64, length: u64) -> PyResult<()> {
-        self.with(py, |inner| {
-            inner.core.truncate(sequence_id(sequence), length)?;
-            inner.trim();
-            Ok(())
-        })
+        self.freeing(py, |core| core.truncate(sequence_id(sequence), length))
     }
 
     /// Takes tokens out of the middle.
     fn drop(&self, py: Python<'_>, sequence: u64, start: u64, stop: u64) -> PyResult<()> {
-        self.with(py, |inner| {
-            inner.core.drop_tokens(sequence_id(sequence), start..stop)?;
-            inner.trim();
-            Ok(())
-        })
+        self.freeing(py, |core| core.drop_tokens(sequence_id(sequence), start..stop))
     }
 
     /// Tokens in a sequence.
@@ -243,26 +243,21 @@ impl Cache {
     /// Blocks of each group that a tier could hand out now.
     fn free_blocks(&self, py: Python<'_>, tier: &str) -> PyResult<Vec<u64>> {
         let tier = tier_named(py, "tier", tier)?;
-        self.with(py, |inner| {
-            inner.zero();
-            Ok(inner.core.free_blocks(tier).collect())
-        })
+        let mut inner = self.lock(py)?;
+        inner.zero(py)?;
+        Ok(inner.core.free_blocks(tier).collect())
     }
 
     /// Frees blocks of a tier that can be spared; returns how many.
     fn drop_copies(&self, py: Python<'_>, tier: &str, group: u8, pages_max: usize) -> PyResult<usize> {
         let tier = tier_named(py, "tier", tier)?;
-        self.with(py, |inner| {
-            let dropped = inner.core.drop_copies(tier, GroupId(group), pages_max);
-            inner.trim();
-            Ok(dropped)
-        })
+        self.freeing(py, |core| Ok(core.drop_copies(tier, GroupId(group), pages_max)))
     }
 
     /// Block counts by tier and group, and counters.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let mut inner = self.lock(py)?;
-        inner.zero();
+        inner.zero(py)?;
         let stats = PyDict::new(py);
         let blocks = PyDict::new(py);
         let tiers = if inner.disk.is_some() { &Tier::ALL[..] } else { &MEMORY_TIERS[..] };

@@ -5,15 +5,17 @@ use crate::cache::{Cache, Engine, Inner, MEMORY_TIERS};
 use crate::errors::{invalid, unavailable};
 use crate::kernels::{require_rows, require_sinks};
 use crate::layers::PlacedLayer;
-use crate::moves::zero_by;
+use crate::moves::{bytes_of, zero_by};
 use crate::passes::{HostPages, StreamArguments, StreamedGroup};
 use crate::step::StepState;
 use crate::ticket::Ticket;
 use crate::upload::{AnglePlaces, GroupPlaces, Room, Upload, WorkPlaces, pages_on_disk, room};
-use numpy::{PyArray1, PyReadwriteArray1};
+use numpy::{PyArray1, PyReadonlyArray1, PyReadwriteArray1};
 use pagoda_core::ids::{Epoch, Tier};
 use pagoda_store::{Filled, Slab};
 use pyo3::prelude::*;
+use std::collections::HashSet;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// The memory of a cache on a device, as a dict.
@@ -41,6 +43,8 @@ pub(crate) struct Device {
     pub(crate) moving: Vec<Py<Ticket>>,
     /// Slots of the ring that it copies from.
     pub(crate) lent: Vec<Filled>,
+    /// Whether blocks on disk have been zeroed since it last said that nothing is left of them where they passed through.
+    zeroed_on_disk: bool,
     pub(crate) stage: u64,
     /// Bytes of its first part.
     pub(crate) stage_part: u64,
@@ -56,9 +60,16 @@ impl Device {
         // SAFETY: the owners keep the memory, and `Inner` drops its mover before them.
         let lent = |address: u64, bytes: u64| unsafe { Slab::lent(address as usize, bytes as usize) };
         let slabs = [lent(0, 0), lent(bases[1], host_bytes), lent(stage.0, stage.1)];
-        let (upload, epoch, moving, lent) = (Upload::default(), None, Vec::new(), Vec::new());
-        let device =
-            Self { upload, epoch, moving, lent, stage: stage.0, stage_part: stage.2, _owners: owners };
+        let device = Self {
+            upload: Upload::default(),
+            epoch: None,
+            moving: Vec::new(),
+            lent: Vec::new(),
+            zeroed_on_disk: false,
+            stage: stage.0,
+            stage_part: stage.2,
+            _owners: owners,
+        };
         (device, slabs.map(Arc::new).to_vec())
     }
 }
@@ -249,16 +260,32 @@ impl Cache {
         self.with(py, |inner| inner.retire(Epoch(epoch)))
     }
 
-    /// `[address, bytes]` of freed blocks that the device has to zero before it does anything else with them, and whether there were
-    /// some on disk, which are zeroed.
+    /// `[address, bytes]` of freed blocks that are to be zeroed, and whether there were some on disk, which are. They are asked for
+    /// again until `zeroed`.
     fn zero<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyArray1<u64>>, bool)> {
         let mut inner = self.lock(py)?;
-        inner.upload(py)?;
-        let Inner { core, arenas, block_bytes, disk, .. } = &mut *inner;
+        let Inner { core, arenas, block_bytes, disk, engine, .. } = &mut *inner;
+        let Engine::Device(device) = engine else { return Err(no_device(py)) };
         let mut ranges = Vec::new();
-        let on_disk = zero_by(core, disk, block_bytes, |tier, range| {
+        device.zeroed_on_disk |= zero_by(py, core, disk, block_bytes, |tier, range| {
             ranges.extend([arenas.base[tier.index()] as u64 + range.start, range.end - range.start]);
+            false
+        })?;
+        Ok((PyArray1::from_vec(py, ranges), device.zeroed_on_disk))
+    }
+
+    /// What `zero` has said is zeroed before anything else is done with it, and so is whatever pages on disk have come through.
+    fn zeroed(&self, py: Python<'_>, ranges: PyReadonlyArray1<'_, u64>) -> PyResult<()> {
+        let told: HashSet<_> = ranges.as_slice()?.chunks_exact(2).collect();
+        let mut inner = self.lock(py)?;
+        let Inner { core, arenas, block_bytes, engine, .. } = &mut *inner;
+        let Engine::Device(device) = engine else { return Err(no_device(py)) };
+        device.zeroed_on_disk = false;
+        // Blocks that have others beside them by now are zeroed once more.
+        core.zero(|tier, group, blocks| {
+            let Range { start, end } = bytes_of(block_bytes, group, &blocks);
+            tier != Tier::Disk && told.contains(&[arenas.base[tier.index()] as u64 + start, end - start][..])
         });
-        Ok((PyArray1::from_vec(py, ranges), on_disk))
+        Ok(())
     }
 }

@@ -2,15 +2,18 @@
 
 use crate::errors;
 use crate::fork;
-use crate::patience::Apart;
+use crate::patience::{Apart, Stop};
 use crate::reads::Reads;
 use crate::sessions::Sessions;
+use pagoda_core::ids::GroupId;
 use pagoda_core::work::RUN_ROWS;
 use pagoda_store::disk::io::{Access, Directory, Folder, Pulse};
 use pagoda_store::disk::{Budget, Error, Geometry, Recovered, Store, ceiling};
 use pagoda_store::{Ring, Slab};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use std::collections::HashSet;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -33,7 +36,12 @@ pub(crate) struct DiskArguments {
 pub(crate) struct Disk {
     pub(crate) store: Arc<Store>,
     pub(crate) reads: Reads,
+    /// Zeroes blocks, and says which it has; nobody waits for it any more.
+    late: Option<Apart<Zeroed>>,
 }
+
+/// Runs of blocks, by layer group.
+type Zeroed = HashSet<(GroupId, Range<u32>)>;
 
 impl Disk {
     /// lent: memory to read into, and bytes of a slot of it; else there is as much as one run of pages needs.
@@ -50,7 +58,35 @@ impl Disk {
                 .map_err(|error| errors::unavailable(py, format_args!("memory to read into: {error}")))?,
         };
         let reads = Reads::new(ring, store.directory(), timeout);
-        Ok(Self { store, reads })
+        Ok(Self { store, reads, late: None })
+    }
+
+    /// Zeroes blocks that no page has any more; returns those that are. When the drive does nothing for too long a thread goes on,
+    /// and until it has ended nobody begins again.
+    pub(crate) fn zero(&mut self, py: Python<'_>, blocks: Vec<(GroupId, Range<u32>)>) -> PyResult<Zeroed> {
+        if !self.is_idle() {
+            return Ok(Zeroed::new());
+        }
+        let store = self.store.clone();
+        let zero = move |(group, blocks): &(GroupId, Range<u32>)| store.zero(*group, blocks.clone()).is_ok();
+        // Where no thread can be had, or the drive refuses, they wait for the next time.
+        let Ok(mut zeroing) = Apart::begin(|| blocks.into_iter().filter(zero).collect()) else {
+            return Ok(Zeroed::new());
+        };
+        let waited = py.detach(|| zeroing.wait(&self.store, self.reads.timeout()));
+        if waited.is_ok() {
+            return Ok(zeroing.join());
+        }
+        self.late = Some(zeroing);
+        match waited {
+            Err(Stop::Signal(error)) => Err(error),
+            _ => Ok(Zeroed::new()),
+        }
+    }
+
+    /// Whether nothing is zeroed that nobody waits for.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.late.as_ref().is_none_or(Apart::has_ended)
     }
 
     /// How I/O is done and what it came to.

@@ -12,6 +12,7 @@ use pagoda_core::ids::{BlockId, Epoch, GroupId, KeptId, SequenceId, Tier};
 use pagoda_core::plan::BlockCopy;
 use pagoda_store::{Place, Slab, Transfer};
 use pyo3::prelude::*;
+use std::collections::HashSet;
 use std::ops::Range;
 use std::time::Duration;
 
@@ -201,16 +202,20 @@ impl Inner {
     }
 
     /// Zeroes freed blocks, where that is asked for: until then they are not handed out.
-    pub(crate) fn zero(&mut self) {
+    pub(crate) fn zero(&mut self, py: Python<'_>) -> PyResult<()> {
         let Self { core, disk, block_bytes, engine, .. } = self;
-        let Engine::Cpu(Cpu { slabs, .. }) = engine else { return };
-        // SAFETY: the core says that nobody can touch these blocks any more.
-        zero_by(core, disk, block_bytes, |tier, range| unsafe { slabs[tier.index()].zero(range) });
+        let Engine::Cpu(Cpu { slabs, .. }) = engine else { return Ok(()) };
+        let clear = |tier: Tier, range| {
+            // SAFETY: the core says that nobody can touch these blocks any more.
+            unsafe { slabs[tier.index()].zero(range) };
+            true
+        };
+        zero_by(py, core, disk, block_bytes, clear).map(drop)
     }
 
     /// Zeroes what is to be, and gives memory without blocks back to the system.
-    pub(crate) fn trim(&mut self) {
-        self.zero();
+    pub(crate) fn trim(&mut self, py: Python<'_>) -> PyResult<()> {
+        self.zero(py)?;
         // A refusal leaves the memory, or the space, where it is, which is no error.
         if let Engine::Cpu(Cpu { slabs, .. }) = &self.engine {
             for tier in MEMORY_TIERS {
@@ -223,17 +228,17 @@ impl Inner {
         if self.disk.is_some() {
             self.core.reclaim(Tier::Disk).for_each(|range| self.mover.discard(range));
         }
+        Ok(())
     }
 
     /// A step was closed. The CPU's kernels have ended when their calls return; those of a device go on.
-    pub(crate) fn end_step(&mut self, closed: Epoch) -> pagoda_core::Result<()> {
+    pub(crate) fn end_step(&mut self, py: Python<'_>, closed: Epoch) -> PyResult<()> {
         self.closed = closed;
         match &mut self.engine {
-            Engine::Cpu(_) => self.retire(closed)?,
+            Engine::Cpu(_) => self.retire(closed).map_err(|error| core(py, &error))?,
             Engine::Device(device) => device.epoch = Some(closed),
         }
-        self.trim();
-        Ok(())
+        self.trim(py)
     }
 
     /// The kernels of a step, and of all before it, have ended. The step retires when the reads have too that began in it.
@@ -257,7 +262,7 @@ impl Inner {
         let Self { disk: Some(disk), mover, .. } = self else { return Ok(false) };
         let waited = py.detach(|| disk.reads.finish(mover)).map_err(|stop| stop.raise(py))?;
         self.settle().map_err(|error| core(py, &error))?;
-        self.zero();
+        self.zero(py)?;
         Ok(waited)
     }
 
@@ -280,26 +285,33 @@ impl Inner {
 }
 
 /// Zeroes freed blocks on disk, and what was read of them ahead of need, and says if there were any; those in memory by `clear`:
-/// ranges of the bytes of a tier.
+/// ranges of the bytes of a tier, of which it says whether they are zeroed by now.
 pub(crate) fn zero_by(
+    py: Python<'_>,
     core: &mut pagoda_core::Cache,
     disk: &mut Option<Box<Disk>>,
     block_bytes: &[u64],
-    mut clear: impl FnMut(Tier, Range<u64>),
-) -> bool {
-    let mut on_disk = false;
+    mut clear: impl FnMut(Tier, Range<u64>) -> bool,
+) -> PyResult<bool> {
+    let mut on_disk = Vec::new();
     core.zero(|tier, group, blocks| {
         if tier == Tier::Disk {
-            let zeroed = disk.as_ref().is_some_and(|disk| disk.store.zero(group, blocks).is_ok());
-            on_disk |= zeroed;
-            return zeroed;
+            on_disk.push((group, blocks));
+            return false;
         }
-        let at = |block| u64::from(block) * block_bytes[group.index()];
-        clear(tier, at(blocks.start)..at(blocks.end));
-        true
+        clear(tier, bytes_of(block_bytes, group, &blocks))
     });
-    if let Some(disk) = disk {
-        disk.reads.forget_gone();
+    let Some(disk) = disk else { return Ok(false) };
+    let zeroed = if on_disk.is_empty() { HashSet::new() } else { disk.zero(py, on_disk)? };
+    if !zeroed.is_empty() {
+        core.zero(|tier, group, blocks| tier == Tier::Disk && zeroed.contains(&(group, blocks)));
     }
-    on_disk
+    disk.reads.forget_gone();
+    Ok(!zeroed.is_empty())
+}
+
+/// Where blocks of a group lie in the arena of a tier.
+pub(crate) fn bytes_of(block_bytes: &[u64], group: GroupId, blocks: &Range<u32>) -> Range<u64> {
+    let at = |block| u64::from(block) * block_bytes[group.index()];
+    at(blocks.start)..at(blocks.end)
 }

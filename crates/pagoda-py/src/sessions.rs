@@ -96,7 +96,7 @@ impl Cache {
     ) -> PyResult<()> {
         let mut inner = self.lock(py)?;
         let store = inner.answering_store(py, key)?;
-        inner.zero();
+        inner.zero(py)?;
         // A sequence of its own: open pages stay what they are as long as they are copied.
         let own = inner.core.fork(sequence_id(sequence)).map_err(|error| errors::core(py, &error))?;
         let mut held = Held { sequence: Some(own), kept: None };
@@ -121,10 +121,10 @@ impl Cache {
     #[pyo3(signature = (key, link=None))]
     fn load(&self, py: Python<'_>, key: &str, link: Link<'_, '_>) -> PyResult<Option<Handle>> {
         let mut inner = self.lock(py)?;
-        self.release_abandoned(&mut inner);
+        self.release_abandoned(py, &mut inner)?;
         inner.answering_store(py, key)?;
         let Some(&(kept, _)) = inner.sessions.kept.get(key) else { return Ok(None) };
-        inner.zero();
+        inner.zero(py)?;
         let (id, copies) = inner.core.revive(kept).map_err(|error| errors::core(py, &error))?;
         inner.copy_now(py, &copies, Held { sequence: Some(id), kept: None }, link)?;
         Ok(Some(Handle::new(id, &self.abandoned)))
@@ -181,7 +181,9 @@ impl Inner {
             self.sessions.unanswered.push(change);
             return Err(stop.raise(py));
         }
-        self.end_change(change).map_err(|error| errors::disk(py, store.directory(), &error))
+        let ended = self.end_change(change);
+        self.trim(py)?;
+        ended.map_err(|error| errors::disk(py, store.directory(), &error))
     }
 
     /// A change that the drive has answered.
@@ -204,7 +206,6 @@ impl Inner {
                 self.sessions.doubtful.extract_if(.., |kept| doubtful.contains(kept)).collect::<Vec<_>>();
             known.into_iter().for_each(|kept| self.core.forget(kept));
         }
-        self.trim();
         result
     }
 

@@ -105,7 +105,7 @@ impl Cache {
         }
         let counts = new_tokens.iter().map(|&count| u32::try_from(count).map_err(|_| count));
         let mut inner = self.lock(py)?;
-        self.release_abandoned(&mut inner);
+        self.release_abandoned(py, &mut inner)?;
         if let Some(error) = inner.core.take_failure() {
             return Err(core(py, &error));
         }
@@ -114,7 +114,7 @@ impl Cache {
             let count = count.map_err(|count| invalid(py, "new_tokens", count, "from 0 to 4294967295"))?;
             batch.push((sequence_id(sequence), count));
         }
-        inner.zero();
+        inner.zero(py)?;
         let mut reserved = inner.core.reserve(&batch);
         if matches!(reserved, Err(Error::OutOfBlocks { draining: 1.., .. })) && inner.finish_reads(py)? {
             reserved = inner.core.reserve(&batch);
@@ -122,7 +122,7 @@ impl Cache {
         reserved.map_err(|error| core(py, &error))?;
         if let Err(error) = inner.copy_shared(py, link) {
             let epoch = inner.core.rollback().map_err(|error| core(py, &error))?;
-            inner.end_step(epoch).map_err(|error| core(py, &error))?;
+            inner.end_step(py, epoch)?;
             return Err(error);
         }
         let Inner { core, layers, step, block_bytes, engine, disk, .. } = &mut *inner;
@@ -173,15 +173,14 @@ impl Cache {
             ));
         }
         let epoch = inner.core.commit(accepted.as_deref()).map_err(|error| core(py, &error))?;
-        inner.end_step(epoch).map_err(|error| core(py, &error))
+        inner.end_step(py, epoch)
     }
 
     /// Closes the step as if it had never been opened.
     fn rollback(&self, py: Python<'_>) -> PyResult<()> {
-        self.with(py, |inner| {
-            let epoch = inner.core.rollback()?;
-            inner.end_step(epoch)
-        })
+        let mut inner = self.lock(py)?;
+        let epoch = inner.core.rollback().map_err(|error| core(py, &error))?;
+        inner.end_step(py, epoch)
     }
 
     /// int64 `[sum(new)]`: the position of every new token.

@@ -142,7 +142,7 @@ impl Cache {
     /// Starts a plan in the background. What a device has to copy is known from then on, whatever becomes of the ticket.
     fn execute(&self, py: Python<'_>, plan: &Plan) -> PyResult<Py<Ticket>> {
         let mut inner = self.lock(py)?;
-        inner.zero();
+        inner.zero(py)?;
         let (id, completion, copies) = inner.core.execute(&plan.0).map_err(|error| core(py, &error))?;
         let is_empty = copies.is_empty();
         let mut transfers = Vec::new();
@@ -161,7 +161,7 @@ impl Cache {
         {
             device.moving.push(ticket.clone_ref(py));
         }
-        inner.trim();
+        inner.trim(py)?;
         Ok(ticket)
     }
 
@@ -234,11 +234,13 @@ impl Cache {
         if ticket.completion.copied().is_none() {
             return Ok(false);
         }
-        self.with(py, |inner| {
-            let failure = inner.core.ticket_failure(ticket.id);
-            inner.trim();
-            failure.map_or(Ok(true), Err)
-        })
+        let mut inner = self.lock(py)?;
+        // It is told once, so that nothing may come before.
+        if let Some(error) = inner.core.ticket_failure(ticket.id) {
+            return Err(core(py, &error));
+        }
+        inner.trim(py)?;
+        Ok(true)
     }
 
     /// Sleeps until a ticket's copies have arrived, or `seconds` have passed; says which. Python signals are seen.

@@ -477,6 +477,9 @@ class DeviceEngine:
             self._zeroed = stream.record()
         if off_device or on_host:
             self._streams.ring.clear()
+        if len(ranges) or off_device:
+            # Ctrl-C before this has all of it done again.
+            self.core.zeroed(ranges)
 
     def _follow_steps(self) -> None:
         """Copies to come follow the steps and the zeroing so far."""

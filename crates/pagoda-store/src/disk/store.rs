@@ -39,6 +39,7 @@ pub struct Store {
     zeroes: AtomicBool,
     pub(super) bytes_written: AtomicU64,
     pub(super) bytes_read: AtomicU64,
+    bytes_cleared: AtomicU64,
     corrupt: AtomicU64,
 }
 
@@ -49,6 +50,8 @@ pub struct Traffic {
     pub bytes_written: u64,
     /// Bytes read from it.
     pub bytes_read: u64,
+    /// Bytes of blocks that were zeroed, or whose space was given back, after the pages in them had gone.
+    pub bytes_cleared: u64,
     /// Reads that did not verify.
     pub corrupt: u64,
 }
@@ -124,6 +127,7 @@ impl Store {
             zeroes: AtomicBool::new(false),
             bytes_written: AtomicU64::new(0),
             bytes_read: AtomicU64::new(0),
+            bytes_cleared: AtomicU64::new(0),
             corrupt: AtomicU64::new(0),
         }
     }
@@ -154,6 +158,7 @@ impl Store {
         Traffic {
             bytes_written: self.bytes_written.load(Ordering::Relaxed),
             bytes_read: self.bytes_read.load(Ordering::Relaxed),
+            bytes_cleared: self.bytes_cleared.load(Ordering::Relaxed),
             corrupt: self.corrupt.load(Ordering::Relaxed),
         }
     }
@@ -279,7 +284,13 @@ impl Store {
         drop(pages);
         let ranges = stretches(&self.geometry, group, blocks);
         let mut ranges = ranges.iter().flat_map(|s| self.geometry.places(group, s.slot, s.count));
-        ranges.try_for_each(clear).map_err(Error::io(operation))
+        let cleared = ranges.try_for_each(|range| {
+            let bytes = range.end - range.start;
+            clear(range)?;
+            self.bytes_cleared.fetch_add(bytes, Ordering::Relaxed);
+            Ok(())
+        });
+        cleared.map_err(Error::io(operation))
     }
 
     /// From now on no bytes of pages stay in memory that they went through. Zeroes all of the file that no entry of the index
