@@ -20,8 +20,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 NUMBERS = {
-    "x86_64": {"seccomp": 317, "pread64": 17, "pwrite64": 18, "fdatasync": 75, "fallocate": 285, "io_uring_enter": 426},
-    "aarch64": {"seccomp": 277, "pread64": 67, "pwrite64": 68, "fdatasync": 83, "fallocate": 47, "io_uring_enter": 426},
+    "x86_64": {
+        "seccomp": 317,
+        "pread64": 17,
+        "pwrite64": 18,
+        "fdatasync": 75,
+        "fallocate": 285,
+        "io_uring_enter": 426,
+        "unlinkat": 263,
+        "rmdir": 84,
+    },
+    "aarch64": {
+        "seccomp": 277,
+        "pread64": 67,
+        "pwrite64": 68,
+        "fdatasync": 83,
+        "fallocate": 47,
+        "io_uring_enter": 426,
+        "unlinkat": 35,
+        "rmdir": 35,
+    },
 }
 """By machine."""
 
@@ -41,7 +59,7 @@ class Call(NamedTuple):
     number: int
     thread: int
     file: str
-    """Its name."""
+    """Its name; "" of a call that is about a path."""
 
 
 def silence(*names: str) -> int:
@@ -90,7 +108,8 @@ def next_call(listener: int) -> Call:
     asked = fcntl.ioctl(listener, RECEIVE, bytes(80))
     number, thread = struct.unpack_from("QI", asked)
     descriptor = struct.unpack_from("Q", asked, 32)[0]
-    return Call(number, thread, Path(f"/proc/self/fd/{descriptor}").readlink().name)
+    file = Path(f"/proc/self/fd/{descriptor}")
+    return Call(number, thread, file.readlink().name if file.is_symlink() else "")
 
 
 def let(listener: int, call: Call, error: int = 0) -> None:

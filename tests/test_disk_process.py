@@ -666,23 +666,28 @@ print("fine")
 """
 
 ASKED = """
-from datetime import timedelta
-from pagoda import _core
+from pathlib import Path
+from pagoda.cli import doctor
+from pagoda.measuring import calibration
 closes()
-place, short = sys.argv[1] + "-other", timedelta(seconds=0.2)
-os.mkdir(place, 0o700)
-drive = silence(*PAGES, "fdatasync")
-calls = [
-    lambda: _core.disk_access(place, short),
-    lambda: _core.time_disk_reads(place, 1, timedelta(seconds=0.1), short),
-]
-for call in calls:
-    with pytest.raises(pagoda.TierIOError, match=GIVEN_UP.replace("kept", "kept-other")):
-        call()
+place = Path(sys.argv[1] + "-other")
+place.mkdir()
+doctor.DISK_TIMEOUT = calibration.DISK_TIMEOUT = 0.2
+calibration.DISK_BYTES, calibration.SECONDS = 1, 0.1
+drive = silence(*PAGES, "fdatasync", "unlinkat", "rmdir")
+given_up = GIVEN_UP.replace("kept", "kept-other")
+for _ in range(2):
+    finding = doctor._disk(place)
+    assert not finding.fine
+    with pytest.raises(pagoda.TierIOError, match=given_up):
+        raise pagoda.TierIOError(finding.found)
+    with pytest.raises(pagoda.TierIOError, match=given_up):
+        calibration._read_disk(place)
 answer(drive)
-for call in calls:
-    soon(call)
-assert os.listdir(place) == []
+doctor.DISK_TIMEOUT = calibration.DISK_TIMEOUT = 60
+assert calibration._read_disk(place).bytes
+assert "free of" in doctor._disk(place).found
+soon(lambda: os.listdir(place) == [])
 print("fine")
 """
 

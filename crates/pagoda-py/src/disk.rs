@@ -7,7 +7,7 @@ use crate::reads::Reads;
 use crate::sessions::Sessions;
 use pagoda_core::ids::GroupId;
 use pagoda_core::work::RUN_ROWS;
-use pagoda_store::disk::io::{Access, Directory, Folder, Pulse};
+use pagoda_store::disk::io::{Access, Folder, Pulse, scratch_in};
 use pagoda_store::disk::{Budget, Error, Geometry, Recovered, Store, ceiling};
 use pagoda_store::{Ring, Slab};
 use pyo3::prelude::*;
@@ -165,7 +165,7 @@ pub(crate) fn disk_access(
     disk_timeout: Duration,
 ) -> PyResult<Bound<'_, PyDict>> {
     let access = ask(py, &path.clone(), disk_timeout, move |pulse| {
-        Folder::open_watched(&path, pulse).map(|folder| folder.access())
+        scratch_in(&path, &pulse).map(|(_, access)| access)
     })?;
     access_report(py, &access)
 }
@@ -188,7 +188,8 @@ pub(crate) fn time_disk_reads(
     disk_timeout: Duration,
 ) -> PyResult<(u64, f64)> {
     let (bytes, time) = ask(py, &path.clone(), disk_timeout, move |pulse| {
-        ceiling::time_reads(&Folder::open_watched(&path, pulse.clone())?, size, limit, &pulse)
+        let (file, _) = scratch_in(&path, &pulse)?;
+        ceiling::time_reads(&*file, size, limit, &pulse)
     })?;
     Ok((bytes, time.as_secs_f64()))
 }

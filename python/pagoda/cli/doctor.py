@@ -236,8 +236,7 @@ def _huge_pages() -> Finding:
 def _disk(directory: Path) -> Finding:
     try:
         usage = shutil.disk_usage(directory)
-        with tempfile.TemporaryDirectory(prefix="pagoda-", dir=directory) as scratch:
-            access = _core.disk_access(scratch, timedelta(seconds=DISK_TIMEOUT))
+        access = _core.disk_access(str(directory), timedelta(seconds=DISK_TIMEOUT))
     except (OSError, PagodaError) as error:
         return Finding("disk", False, str(error), "a directory that can be written to, for a disk tier")
     works = [name for name, there in (("O_DIRECT", access["direct"]), ("io_uring", access["io_uring"])) if there]

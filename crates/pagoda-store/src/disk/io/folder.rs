@@ -36,6 +36,20 @@ struct OnDisk {
     pulse: Arc<Pulse>,
 }
 
+/// A file without a name in a directory, and how page I/O is done there. Others see by `pulse` whether the drive answers.
+///
+/// Unlike in a folder, others may write to `parent`: one of its own is in there until the file is made.
+pub fn scratch_in(parent: &Path, pulse: &Arc<Pulse>) -> Result<(Arc<dyn File>, Access), Error> {
+    let path = parent.join(temporary());
+    let made = Folder::open_watched(&path, pulse.clone()).and_then(|folder| {
+        let file = folder.scratch().map_err(Error::io("making a file"))?;
+        Ok((file, folder.access()))
+    });
+    // It is nobody's any more; that it cannot be removed is no second error.
+    let _ = pulse.ask(|| fs::unlinkat(fs::CWD, &path, AtFlags::REMOVEDIR));
+    made
+}
+
 impl Folder {
     /// Opens `path`, and makes it if only its last part is missing. Tries direct I/O and a ring with a real write and read.
     ///
