@@ -17,7 +17,9 @@ use memmap2::{Advice, MmapMut};
 use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::{Sight, SpanView};
-use pagoda_cpu::{Arenas, Backend, Element, Isa, Layer, Rows, RowsMut, SequenceTable, Transform};
+use pagoda_cpu::{
+    Arenas, Attention, Backend, Element, Isa, Layer, PagedKv, Rows, RowsMut, SequenceTable, Transform,
+};
 
 /// The memory that layers rotate over, at least.
 const COLD: u64 = 512 << 20;
@@ -164,8 +166,9 @@ impl Cache {
         let element = Element::F32;
         let queries = Rows { ptr: self.queries.as_ptr().cast(), element, token_stride, head_stride };
         let out = RowsMut { ptr: self.out.as_mut_ptr().cast(), element, token_stride, head_stride };
+        let kv = PagedKv { arenas: &arenas, layer: &self.layer, sequences: &[table] };
         // SAFETY: the row names blocks of `memory`, and the arrays have a row for every token and head.
-        unsafe { backend.attend(&arenas, &self.layer, &[table], queries, None, out, None) }.expect("attend");
+        unsafe { backend.attend(&Attention { kv, queries, sinks: None, out, lse: None }) }.expect("attend");
         black_box(&self.out);
     }
 }

@@ -3,8 +3,7 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use crate::codec::encode_row;
-use crate::layer::HEAD_DIM_MAX;
-use crate::layer::{Arenas, Layer, SequenceTable};
+use crate::layer::{HEAD_DIM_MAX, PagedKv, SequenceTable};
 use crate::pool::Pool;
 use crate::rows::{Element, Rows};
 use crate::simd::Kernels;
@@ -35,9 +34,7 @@ pub struct Overflow {
 pub(crate) unsafe fn append(
     pool: &Pool,
     kernels: &'static Kernels,
-    arenas: &Arenas,
-    layer: &Layer,
-    sequences: &[SequenceTable<'_>],
+    &PagedKv { arenas, layer, sequences }: &PagedKv<'_>,
     keys: Rows,
     values: Option<Rows>,
     checked: bool,

@@ -9,11 +9,11 @@ use pagoda_core::layout::{LayerGeometry, Plane, Strip};
 use pagoda_core::table::{Sight, SpanView};
 use pagoda_core::work::{Piece, RUN_TILES, TILE, pieces};
 
+use crate::backend::Backend;
 use crate::integers::{QueryStep, STEP};
 use crate::kernel::{ALIGN, Accumulate, Chunk, Fold, Lines, PIECES, RowSize, Score, Softmax};
-use crate::layer::{Arenas, Layer, SequenceTable};
+use crate::layer::{Layer, PagedKv};
 use crate::plan::{Group, Item, Plan, state_floats, value_stride};
-use crate::pool::Pool;
 use crate::rows::{Element, Rows, RowsMut};
 use crate::simd::{Kernels, RowKernels};
 use crate::transform::{rotate, rotate_back};
@@ -80,6 +80,41 @@ pub(crate) struct Part<'a> {
     pub(crate) carried: &'a mut Carried,
 }
 
+/// One call of attention: what it goes over, and where results are written.
+#[derive(Clone, Copy, Debug)]
+pub struct Attention<'a> {
+    /// The pages.
+    pub kv: PagedKv<'a>,
+    /// The queries of the new tokens, `[sum(new_tokens), num_q_heads, head_dim]`.
+    pub queries: Rows,
+    /// A logit for each query head, which joins the sums of weights that outputs are divided by, but not the log-sum-exps.
+    pub sinks: Option<&'a [f32]>,
+    /// The results, `[sum(new_tokens), num_q_heads, v_head_dim]`.
+    pub out: RowsMut,
+    /// Natural-log-sum-exps, `[sum(new_tokens), num_q_heads]`.
+    pub lse: Option<*mut f32>,
+}
+
+impl<'a> Attention<'a> {
+    /// That of some sequences of the batch.
+    pub fn part(self, sequences: Range<usize>) -> Self {
+        let tables = self.kv.sequences;
+        let token: usize = tables[..sequences.start].iter().map(|table| table.new_tokens as usize).sum();
+        let heads = self.kv.layer.num_q_heads as usize;
+        Self {
+            kv: PagedKv { sequences: &tables[sequences], ..self.kv },
+            queries: self.queries.skip(token),
+            sinks: self.sinks,
+            out: self.out.skip(token),
+            lse: self.lse.map(|lse| lse.wrapping_add(token * heads)),
+        }
+    }
+
+    pub(crate) fn results(&self) -> Target<'a> {
+        Target::Results { sinks: self.sinks, out: self.out, lse: self.lse }
+    }
+}
+
 /// Where what a batch comes to is written.
 #[derive(Clone, Copy)]
 pub(crate) enum Target<'a> {
@@ -117,9 +152,7 @@ struct Call<'a> {
     /// Those that read rows of K, and of V.
     keys: &'static RowKernels,
     values: &'static RowKernels,
-    arenas: &'a Arenas,
-    layer: &'a Layer,
-    sequences: &'a [SequenceTable<'a>],
+    kv: PagedKv<'a>,
     queries: Rows,
     target: Target<'a>,
     plan: &'a Plan,
@@ -139,20 +172,18 @@ unsafe impl Sync for Call<'_> {}
 /// # Safety
 /// As there; and the layer and the tables are checked, and the kernels are for this CPU.
 pub(crate) unsafe fn attend(
-    pool: &Pool,
-    scratch: &mut Scratch,
-    kernels: &'static Kernels,
-    deterministic: bool,
-    arenas: &Arenas,
-    layer: &Layer,
-    sequences: &[SequenceTable<'_>],
+    backend: &Backend,
+    kv: &PagedKv<'_>,
     queries: Rows,
     target: Target<'_>,
     part: Option<Part<'_>>,
 ) {
-    let Scratch { plan, parts, workers } = scratch;
+    let &Backend { ref pool, kernels, deterministic, ref scratch, .. } = backend;
+    // A panic left nothing in the scratch memory that the next call does not overwrite.
+    let mut scratch = scratch.lock().unwrap_or_else(PoisonError::into_inner);
+    let Scratch { plan, parts, workers } = &mut *scratch;
     let ends = if let Target::Parts { ends, .. } = target { Some(ends) } else { None };
-    plan.make(layer, sequences, ends, pool.threads(), deterministic, part.as_ref().map(|part| &part.runs));
+    plan.make(kv, ends, pool.threads(), deterministic, part.as_ref().map(|part| &part.runs));
     if workers.is_empty() {
         workers.resize_with(pool.threads(), Mutex::default);
     }
@@ -160,6 +191,7 @@ pub(crate) unsafe fn attend(
     let (first, last) =
         part.as_ref().map_or((false, false), |part| (part.runs.start == 0, part.runs.end == part.of));
     let carried = part.map(|part| part.carried.0.take(plan.carried).as_mut_ptr());
+    let layer = kv.layer;
     let LayerGeometry { head_dim, v_head_dim, k_format, .. } = layer.geometry;
     let call = Call {
         kernels,
@@ -168,9 +200,7 @@ pub(crate) unsafe fn attend(
             None => kernels.rows(k_format, head_dim, layer.page_size),
         },
         values: kernels.rows(layer.geometry.v_rows(), v_head_dim, layer.page_size),
-        arenas,
-        layer,
-        sequences,
+        kv: *kv,
         queries,
         target,
         plan,
@@ -235,8 +265,8 @@ impl Call<'_> {
     /// Computes an item, and the output of its group if it is the last.
     unsafe fn item(&self, item: &Item, worker: &mut Worker) {
         let group = &self.plan.groups[item.group];
-        let rows = group.queries * self.layer.group() * group.heads.len();
-        let floats = state_floats(rows, self.layer);
+        let rows = group.queries * self.kv.layer.group() * group.heads.len();
+        let floats = state_floats(rows, self.kv.layer);
         let Worker { queries, codes, scores, biases, decay, state, run, derived, angles } = worker;
         let state = if group.parts == 1 && self.carried.is_none() {
             state.take(floats)
@@ -244,11 +274,11 @@ impl Call<'_> {
             // SAFETY: the parts of all items are disjoint and lie within `parts`.
             unsafe { &mut *self.part(group, item.part, floats) }
         };
-        let mut state = State::new(state, rows, self.layer);
+        let mut state = State::new(state, rows, self.kv.layer);
         state.reset();
-        let mut run = State::new(run.take(floats), rows, self.layer);
+        let mut run = State::new(run.take(floats), rows, self.kv.layer);
         let (mut prepared, mut first_run) = (None, true);
-        let dim = self.layer.geometry.head_dim as usize;
+        let dim = self.kv.layer.geometry.head_dim as usize;
         if self.keys.quantise.is_some() && codes.len() < rows * (dim / STEP) {
             codes.resize(rows * (dim / STEP), QueryStep::default());
         }
@@ -257,18 +287,19 @@ impl Call<'_> {
             group,
             queries: queries.take(rows * dim.next_multiple_of(ALIGN)),
             codes,
-            scores: scores.take(cells(group.queries) * group.queries * self.layer.group() * TILE),
+            scores: scores.take(cells(group.queries) * group.queries * self.kv.layer.group() * TILE),
             biases: biases.take(rows),
-            decay: decay.take(group.queries * self.layer.group()),
+            decay: decay.take(group.queries * self.kv.layer.group()),
             derived: derived.take(
-                self.layer
+                self.kv
+                    .layer
                     .derived
                     .as_ref()
-                    .map_or(0, |derived| derived.scratch(group.queries * self.layer.group())),
+                    .map_or(0, |derived| derived.scratch(group.queries * self.kv.layer.group())),
             ),
         };
         let mut counted = 0;
-        let table = &self.sequences[group.sequence];
+        let table = &self.kv.sequences[group.sequence];
         for piece in pieces(table.spans, group.visible.clone()) {
             let base = counted;
             counted += piece.tiles.len();
@@ -280,9 +311,9 @@ impl Call<'_> {
             let from = if let Sight::Trailing { from } = piece.span.sight { Some(from) } else { None };
             while !tiles.is_empty() {
                 // Keys that are derived are turned by their place in the run.
-                let derived = self.layer.derived.is_some();
+                let derived = self.kv.layer.derived.is_some();
                 let run_position = if derived { piece.span.run_position(tiles.start / RUN_TILES) } else { 0 };
-                let turn = self.layer.rope.as_ref().map(|_| (piece.span.offset, from, run_position));
+                let turn = self.kv.layer.rope.as_ref().map(|_| (piece.span.offset, from, run_position));
                 if prepared != Some(turn) {
                     prepared = Some(turn);
                     // SAFETY: as the caller promises.
@@ -312,17 +343,17 @@ impl Call<'_> {
                 for part in 0..group.parts {
                     // SAFETY: every item of the group is finished, and nobody else sees that it is the last.
                     let part = unsafe { &mut *self.part(group, part, floats) };
-                    self.fold(&mut carried, &State::new(part, rows, self.layer));
+                    self.fold(&mut carried, &State::new(part, rows, self.kv.layer));
                 }
                 return;
             }
             // SAFETY: every item of the group is finished, and nobody else sees that it is the last.
             unsafe {
-                state = State::new(&mut *self.part(group, 0, floats), rows, self.layer);
+                state = State::new(&mut *self.part(group, 0, floats), rows, self.kv.layer);
                 for part in 1..group.parts {
                     self.fold(
                         &mut state,
-                        &State::new(&mut *self.part(group, part, floats), rows, self.layer),
+                        &State::new(&mut *self.part(group, part, floats), rows, self.kv.layer),
                     );
                 }
             }
@@ -333,12 +364,12 @@ impl Call<'_> {
 
     /// The result of a group so far, where there are parts.
     fn carried_of(&self, group: &Group) -> State<'_> {
-        let rows = group.queries * self.layer.group() * group.heads.len();
+        let rows = group.queries * self.kv.layer.group() * group.heads.len();
         let floats = self.carried.expect("a call for a part").wrapping_add(group.carried);
         // SAFETY: groups have disjoint results, and one thread at a time comes to that of a group: the caller's, and in
         // between whoever finishes the group's last item.
-        let floats = unsafe { std::slice::from_raw_parts_mut(floats, state_floats(rows, self.layer)) };
-        State::new(floats, rows, self.layer)
+        let floats = unsafe { std::slice::from_raw_parts_mut(floats, state_floats(rows, self.kv.layer)) };
+        State::new(floats, rows, self.kv.layer)
     }
 
     /// A partial result of a group.
@@ -349,7 +380,7 @@ impl Call<'_> {
     /// Merges a later partial result into an earlier one.
     fn fold(&self, into: &mut State<'_>, later: &State<'_>) {
         let mut args = Fold {
-            stride: value_stride(self.layer),
+            stride: value_stride(self.kv.layer),
             values: into.values,
             max: into.max,
             sum: into.sum,
@@ -363,10 +394,10 @@ impl Call<'_> {
 
     /// Writes the rows of a group.
     unsafe fn finish(&self, group: &Group, state: &mut State<'_>) {
-        let stride = value_stride(self.layer);
-        let dim = self.layer.geometry.v_head_dim as usize;
-        let heads = self.layer.num_q_heads as usize;
-        for (r, (token, head)) in group_rows(group, self.layer.group()).enumerate() {
+        let stride = value_stride(self.kv.layer);
+        let dim = self.kv.layer.geometry.v_head_dim as usize;
+        let heads = self.kv.layer.num_q_heads as usize;
+        for (r, (token, head)) in group_rows(group, self.kv.layer.group()).enumerate() {
             let values = &mut state.values[r * stride..][..dim];
             let (max, sum) = (state.max[r], state.sum[r]);
             if let Target::Results { sinks, .. } = self.target
@@ -376,7 +407,7 @@ impl Call<'_> {
                 let inverse = 1.0 / (sum + sinks.map_or(0.0, |sinks| sink_weight(sinks[head], max)));
                 values.iter_mut().for_each(|value| *value *= inverse);
             }
-            if self.layer.transform.rotate_v {
+            if self.kv.layer.transform.rotate_v {
                 rotate_back(values);
             }
             match self.target {
@@ -437,7 +468,7 @@ struct Pass<'a> {
 impl Pass<'_> {
     /// Loads the queries, rotated back for a span and by `more` positions, and scaled for base-2 exponentials.
     unsafe fn prepare(&mut self, span: &SpanView, more: u64, angles: &mut Vec<(f32, f32)>) {
-        let layer = self.call.layer;
+        let layer = self.call.kv.layer;
         let dim = layer.geometry.head_dim as usize;
         let source = self.call.queries;
         let load = self.call.kernels.convert(source.element, Element::F32);
@@ -477,7 +508,7 @@ impl Pass<'_> {
     /// Goes over a run of tiles in batches, pages outside: the K of a batch is one stream, then its V is.
     unsafe fn tiles(&mut self, piece: &Piece<'_>, tiles: Range<usize>, state: &mut State<'_>) {
         let heads = self.group.heads.clone();
-        let page_tiles = (self.call.layer.page_size as usize / TILE).max(1);
+        let page_tiles = (self.call.kv.layer.page_size as usize / TILE).max(1);
         let cells = cells(self.group.queries);
         // Tiles of one page, as many as a batch takes.
         let block_at =
@@ -508,8 +539,8 @@ impl Pass<'_> {
         after: (&TilePages, usize),
         state: &mut State<'_>,
     ) {
-        let (keys, values) = (self.call.layer.layout.k, self.call.layer.layout.v);
-        let page_rows = TILE.min(self.call.layer.page_size as usize);
+        let (keys, values) = (self.call.kv.layer.layout.k, self.call.kv.layer.layout.v);
+        let page_rows = TILE.min(self.call.kv.layer.page_size as usize);
         let piece_shift = page_rows.ilog2();
         // Tiles inside heads: so they lie in memory.
         let count = heads.len() * block.len();
@@ -524,7 +555,7 @@ impl Pass<'_> {
             let next = match index + 1 {
                 next if next < count => lines_of(&keys, next),
                 // Values that are part of K have been read with it.
-                _ if self.call.layer.geometry.v_format.is_none() => after,
+                _ if self.call.kv.layer.geometry.v_format.is_none() => after,
                 _ => lines_of(&values, 0),
             };
             let (head, tile) = cell(index);
@@ -555,7 +586,7 @@ impl Pass<'_> {
 
     /// The blocks of a tile. Pages outside the piece are not looked up.
     fn pages(&self, piece: &Piece<'_>, tile: usize) -> TilePages {
-        let Call { layer, arenas, sequences, .. } = *self.call;
+        let PagedKv { arenas, layer, sequences } = self.call.kv;
         let page_size = layer.page_size as usize;
         let row = &sequences[self.group.sequence].row[piece.span.first_page as usize..];
         let first = tile * TILE;
@@ -576,14 +607,14 @@ impl Pass<'_> {
         let stored = piece.rows.start.saturating_sub(tile * TILE)..(piece.rows.end - tile * TILE).min(TILE);
         let end = (self.group.position + query + 1) as isize - first;
         let high = end.min(stored.end as isize);
-        let window = self.call.layer.window.filter(|_| piece.span.sight == Sight::Window);
+        let window = self.call.kv.layer.window.filter(|_| piece.span.sight == Sight::Window);
         let start = window.map_or(isize::MIN, |window| end - window as isize);
         start.max(stored.start as isize) as usize..high.max(0) as usize
     }
 
     /// The scores of one tile and head, into cell `cell` of the scratch.
     unsafe fn score(&mut self, piece: &Piece<'_>, tile: usize, head: usize, cell: usize, keys: &Chunk<'_>) {
-        let layer = self.call.layer;
+        let layer = self.call.kv.layer;
         let rows = self.group.queries * layer.group();
         let stride = (layer.geometry.head_dim as usize).next_multiple_of(ALIGN);
         let score = Score {
@@ -655,7 +686,7 @@ impl Pass<'_> {
         if seen.is_empty() {
             return;
         }
-        let Call { layer, kernels, .. } = *self.call;
+        let Call { kernels, kv: PagedKv { layer, .. }, .. } = *self.call;
         let rows = self.group.queries * layer.group();
         let stride = value_stride(layer);
         let part = queries.start * layer.group()..queries.end * layer.group();

@@ -1,24 +1,24 @@
 //! The backend: threads, kernels and scratch memory behind two calls.
 
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use pagoda_core::work;
 
 use crate::append::{self, Overflow};
-use crate::attend::{self, Carried, Part, Scratch, Target};
-use crate::layer::{Arenas, Layer, LayerError, SequenceTable, TableError};
+use crate::attend::{self, Attention, Carried, Part, Scratch, Target};
+use crate::layer::{LayerError, PagedKv, TableError};
 use crate::pool::Pool;
-use crate::rows::{Rows, RowsMut};
+use crate::rows::Rows;
 use crate::simd::{Isa, Kernels};
 
 /// Attention on the CPU.
 pub struct Backend {
     isa: Isa,
-    kernels: &'static Kernels,
-    pool: Pool,
-    deterministic: bool,
-    scratch: Mutex<Scratch>,
+    pub(crate) kernels: &'static Kernels,
+    pub(crate) pool: Pool,
+    pub(crate) deterministic: bool,
+    pub(crate) scratch: Mutex<Scratch>,
 }
 
 /// Why the backend refused.
@@ -89,17 +89,19 @@ impl Backend {
     /// - `keys` and `values` have a readable row for every new token and K/V head.
     pub unsafe fn append(
         &self,
-        arenas: &Arenas,
-        layer: &Layer,
-        sequences: &[SequenceTable<'_>],
+        kv: &PagedKv<'_>,
         keys: Rows,
         values: Option<Rows>,
         checked: bool,
     ) -> Result<(), Error> {
-        check(layer, sequences)?;
-        assert_eq!(values.is_some(), layer.geometry.v_format.is_some(), "values of a layer that stores them");
+        check(kv)?;
+        assert_eq!(
+            values.is_some(),
+            kv.layer.geometry.v_format.is_some(),
+            "values of a layer that stores them"
+        );
         // SAFETY: as the caller promises; layer and tables are checked, and the kernels are for this CPU.
-        unsafe { append::append(&self.pool, self.kernels, arenas, layer, sequences, keys, values, checked)? };
+        unsafe { append::append(&self.pool, self.kernels, kv, keys, values, checked)? };
         Ok(())
     }
 
@@ -113,30 +115,17 @@ impl Backend {
         unsafe { append::mean(self.kernels, rows, tokens, heads, dim) }
     }
 
-    /// Attention of the queries `[sum(new_tokens), num_q_heads, head_dim]` of the new tokens, causal in the order of
-    /// tokens, into `out` `[.., num_q_heads, v_head_dim]` and, if given, natural-log-sum-exps `[.., num_q_heads]`.
-    ///
-    /// `sinks`, a logit for each query head, join the sums of weights that outputs are divided by, but not the log-sum-exps.
-    /// Where a query sees nothing the output is 0 and the log-sum-exp `-inf`.
+    /// Attention of the new tokens, causal in the order of tokens. Where a query sees nothing the output is 0 and the log-sum-exp
+    /// `-inf`.
     ///
     /// # Safety
     /// - The block of every page that the spans refer to lies in its arena, which is readable and not written to during
     ///   the call.
     /// - `queries` has a readable row for every new token and query head, `out` a writable one that overlaps nothing, and
     ///   `lse` a writable f32.
-    pub unsafe fn attend(
-        &self,
-        arenas: &Arenas,
-        layer: &Layer,
-        sequences: &[SequenceTable<'_>],
-        queries: Rows,
-        sinks: Option<&[f32]>,
-        out: RowsMut,
-        lse: Option<*mut f32>,
-    ) -> Result<(), Error> {
-        let target = Target::Results { sinks, out, lse };
+    pub unsafe fn attend(&self, attention: &Attention<'_>) -> Result<(), Error> {
         // SAFETY: as the caller promises.
-        unsafe { self.attend_to(target, None, arenas, layer, sequences, queries) }
+        unsafe { self.attend_to(&attention.kv, attention.queries, attention.results(), None) }
     }
 
     /// As [`attend`](Self::attend), but over the tokens before `ends[i]` of sequence i, and leaves parts of results for whoever goes
@@ -148,19 +137,17 @@ impl Backend {
     /// As for `attend`, of the pages before the ends; `parts` has the floats, which overlap nothing.
     pub unsafe fn attend_before(
         &self,
-        ends: &[usize],
-        arenas: &Arenas,
-        layer: &Layer,
-        sequences: &[SequenceTable<'_>],
+        kv: &PagedKv<'_>,
         queries: Rows,
+        ends: &[usize],
         parts: *mut f32,
     ) -> Result<(), Error> {
-        assert_eq!(ends.len(), sequences.len(), "an end for each sequence");
+        assert_eq!(ends.len(), kv.sequences.len(), "an end for each sequence");
         // SAFETY: as the caller promises.
-        unsafe { self.attend_to(Target::Parts { ends, parts }, None, arenas, layer, sequences, queries) }
+        unsafe { self.attend_to(kv, queries, Target::Parts { ends, parts }, None) }
     }
 
-    /// As [`attend`](Self::attend), but goes over some runs of one sequence only, of those that
+    /// As [`attend`](Self::attend) of one sequence, but goes over some of its runs only, of those that
     /// [`run_count`](pagoda_core::work::run_count) counts: blocks that no page of these runs lies in are not read. Results go from call to
     /// call in `carried`; the call with the last run writes them. With `deterministic` they have the bits that `attend` gives.
     ///
@@ -169,61 +156,41 @@ impl Backend {
     /// arguments but for where pages lie.
     pub unsafe fn attend_runs(
         &self,
+        attention: &Attention<'_>,
         runs: Range<usize>,
         carried: &mut Carried,
-        arenas: &Arenas,
-        layer: &Layer,
-        sequence: SequenceTable<'_>,
-        queries: Rows,
-        sinks: Option<&[f32]>,
-        out: RowsMut,
-        lse: Option<*mut f32>,
     ) -> Result<(), Error> {
-        let of = work::run_count(sequence.spans);
-        let (target, part) = (Target::Results { sinks, out, lse }, Some(Part { runs, of, carried }));
+        let [sequence] = attention.kv.sequences else { panic!("one sequence, not a batch") };
+        if runs.is_empty() {
+            return Ok(());
+        }
+        let part = Part { runs, of: work::run_count(sequence.spans), carried };
         // SAFETY: as the caller promises.
-        unsafe { self.attend_to(target, part, arenas, layer, &[sequence], queries) }
+        unsafe { self.attend_to(&attention.kv, attention.queries, attention.results(), Some(part)) }
     }
 
     unsafe fn attend_to(
         &self,
+        kv: &PagedKv<'_>,
+        queries: Rows,
         target: Target<'_>,
         part: Option<Part<'_>>,
-        arenas: &Arenas,
-        layer: &Layer,
-        sequences: &[SequenceTable<'_>],
-        queries: Rows,
     ) -> Result<(), Error> {
-        check(layer, sequences)?;
+        check(kv)?;
         if let Target::Results { sinks: Some(sinks), .. } = target {
-            assert_eq!(sinks.len(), layer.num_q_heads as usize, "a sink for each query head");
+            assert_eq!(sinks.len(), kv.layer.num_q_heads as usize, "a sink for each query head");
         }
-        // A panic left nothing in the scratch memory that the next call does not overwrite.
-        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: as the caller promises; layer and tables are checked, and the kernels are for this CPU.
-        unsafe {
-            attend::attend(
-                &self.pool,
-                &mut scratch,
-                self.kernels,
-                self.deterministic,
-                arenas,
-                layer,
-                sequences,
-                queries,
-                target,
-                part,
-            );
-        }
+        unsafe { attend::attend(self, kv, queries, target, part) };
         Ok(())
     }
 }
 
 /// Whether the kernels can do this call.
-fn check(layer: &Layer, sequences: &[SequenceTable<'_>]) -> Result<(), Error> {
-    layer.check()?;
-    for (i, table) in sequences.iter().enumerate() {
-        table.check(i, layer.page_size)?;
+fn check(kv: &PagedKv<'_>) -> Result<(), Error> {
+    kv.layer.check()?;
+    for (i, table) in kv.sequences.iter().enumerate() {
+        table.check(i, kv.layer.page_size)?;
     }
     Ok(())
 }

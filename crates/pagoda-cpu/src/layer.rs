@@ -244,6 +244,17 @@ impl SequenceTable<'_> {
     }
 }
 
+/// K and V of one layer of a batch, where they lie.
+#[derive(Clone, Copy, Debug)]
+pub struct PagedKv<'a> {
+    /// The memory of the tiers.
+    pub arenas: &'a Arenas,
+    /// The layer.
+    pub layer: &'a Layer,
+    /// The sequences of the batch.
+    pub sequences: &'a [SequenceTable<'a>],
+}
+
 /// A sequence table that contradicts itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("sequence {sequence} of the batch needs {needs} {what} and has {has}")]

@@ -22,13 +22,13 @@ mod stored;
 mod transform;
 
 pub use append::Overflow;
-pub use attend::Carried;
+pub use attend::{Attention, Carried};
 pub use backend::{Backend, Error};
 pub use codec::{decode_row, encode_row};
 pub use convert::{F16_MAX, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 pub use derived::DerivedKeys;
 pub use layer::{
-    Arenas, GROUP_MAX, HEAD_DIM_MAX, Layer, LayerError, PAGE_SIZE_MAX, PAGE_SIZE_MIN, SequenceTable,
+    Arenas, GROUP_MAX, HEAD_DIM_MAX, Layer, LayerError, PAGE_SIZE_MAX, PAGE_SIZE_MIN, PagedKv, SequenceTable,
     TableError,
 };
 pub use rope::Rope;

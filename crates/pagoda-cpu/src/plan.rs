@@ -10,7 +10,7 @@ use std::sync::atomic::AtomicU32;
 use pagoda_core::work::{RUN_TILES, pieces};
 
 use crate::kernel::ALIGN;
-use crate::layer::{Layer, SequenceTable};
+use crate::layer::{Layer, PagedKv, SequenceTable};
 
 /// Query rows of a K/V head that go through a tile together.
 const ROWS: usize = 64;
@@ -82,8 +82,7 @@ struct Block {
 
 /// The query blocks of a batch, which see what is before `ends` of each sequence, if given.
 fn blocks<'a>(
-    layer: &'a Layer,
-    sequences: &'a [SequenceTable<'a>],
+    &PagedKv { layer, sequences, .. }: &PagedKv<'a>,
     ends: Option<&'a [usize]>,
 ) -> impl Iterator<Item = Block> + 'a {
     let size = (ROWS / layer.group()).max(1);
@@ -110,8 +109,7 @@ impl Plan {
     /// these runs of it, which every group has an item of.
     pub(crate) fn make(
         &mut self,
-        layer: &Layer,
-        sequences: &[SequenceTable<'_>],
+        kv: &PagedKv<'_>,
         ends: Option<&[usize]>,
         threads: usize,
         deterministic: bool,
@@ -120,37 +118,38 @@ impl Plan {
         self.groups.clear();
         self.items.clear();
         (self.floats, self.carried) = (0, 0);
+        let layer = kv.layer;
         let kv_heads = layer.geometry.num_kv_heads as usize;
         let cost =
             |block: &Block| block.tiles * kv_heads * (block.queries * layer.group()).div_ceil(UNIT_ROWS);
-        let total: usize = blocks(layer, sequences, ends).map(|block| cost(&block)).sum();
+        let total: usize = blocks(kv, ends).map(|block| cost(&block)).sum();
         self.workers = threads.min(total.div_ceil(WAKE_COST)).max(1);
         let target = if self.workers == 1 { total } else { total.div_ceil(self.workers * ITEMS_PER_THREAD) };
-        for block in blocks(layer, sequences, ends) {
+        for block in blocks(kv, ends) {
             let wanted = cost(&block).div_ceil(target.max(1));
-            self.push(layer, sequences, &block, wanted, deterministic, part);
+            self.push(kv, &block, wanted, deterministic, part);
         }
     }
 
     /// Adds the groups and items of a block, about `wanted` of them.
     fn push(
         &mut self,
-        layer: &Layer,
-        sequences: &[SequenceTable<'_>],
+        kv: &PagedKv<'_>,
         block: &Block,
         wanted: usize,
         deterministic: bool,
         part: Option<&Range<usize>>,
     ) {
+        let layer = kv.layer;
         let kv_heads = layer.geometry.num_kv_heads as usize;
         let rows = block.queries * layer.group();
         // All heads of a page are read together where reading is what takes time: they are one stream.
         let most = if block.alone { (GROUP_ROWS / rows).clamp(1, kv_heads) } else { 1 };
         let cuts = wanted.div_ceil(kv_heads.div_ceil(most));
         let parts = match (cuts, deterministic) {
-            _ if part.is_some() => runs(sequences, block, part).count(),
+            _ if part.is_some() => runs(kv.sequences, block, part).count(),
             (0 | 1, _) => 1,
-            (_, true) => runs(sequences, block, None).count().max(1),
+            (_, true) => runs(kv.sequences, block, None).count().max(1),
             (_, false) => cuts.min(block.tiles / ITEM_TILES).max(1),
         };
         // The groups of all parts of a batch are the same.
@@ -179,7 +178,7 @@ impl Plan {
             }
             self.floats += parts * floats;
             if deterministic || part.is_some() {
-                let items = runs(sequences, block, part).enumerate();
+                let items = runs(kv.sequences, block, part).enumerate();
                 self.items.extend(items.map(|(part, tiles)| Item { group, part, tiles }));
             } else {
                 let cut = |part: usize| block.tiles * part / parts;

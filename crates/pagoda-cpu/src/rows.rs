@@ -49,7 +49,7 @@ pub struct RowsMut {
 
 impl Rows {
     /// The same without the first `tokens` tokens.
-    pub fn skip(self, tokens: usize) -> Self {
+    pub(crate) fn skip(self, tokens: usize) -> Self {
         Self { ptr: self.row(tokens, 0), ..self }
     }
 
@@ -62,7 +62,7 @@ impl Rows {
 
 impl RowsMut {
     /// The same without the first `tokens` tokens.
-    pub fn skip(self, tokens: usize) -> Self {
+    pub(crate) fn skip(self, tokens: usize) -> Self {
         Self { ptr: self.row(tokens, 0), ..self }
     }
 

@@ -7,7 +7,7 @@ use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::{Sight, SpanView};
 use pagoda_cpu::{
-    Arenas, Backend, Element, Error, F16_MAX, Isa, Layer, Overflow, Rows, SequenceTable, Transform,
+    Arenas, Backend, Element, Error, F16_MAX, Isa, Layer, Overflow, PagedKv, Rows, SequenceTable, Transform,
     bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16,
 };
 use world::{ELEMENTS, Random, rows};
@@ -78,7 +78,8 @@ fn stored(
     // SAFETY: the table names blocks of `memory`, and the arrays have a row for every token.
     unsafe {
         let (keys, values) = (rows(input, from, 1, dim), rows(&zeros, Element::F16, 1, 8));
-        backend.append(&arenas, &layer, &[table], keys, Some(values), checked)?;
+        let kv = PagedKv { arenas: &arenas, layer: &layer, sequences: &[table] };
+        backend.append(&kv, keys, Some(values), checked)?;
     }
     let plane = layer.layout.k;
     let row_bytes = plane.rows.row_stride as usize;
@@ -232,7 +233,8 @@ fn rows_go_to_their_slots_and_nowhere_else() {
             // SAFETY: the tables name blocks of `memory`, and `fused` has a row for every token and head.
             unsafe {
                 let (keys, values) = (part(0, k_dim), part(heads * k_dim, v_dim));
-                backend.append(&arenas, &layer, &tables, keys, Some(values), true).expect("append");
+                let kv = PagedKv { arenas: &arenas, layer: &layer, sequences: &tables };
+                backend.append(&kv, keys, Some(values), true).expect("append");
             }
             let mut expected = vec![0xffu8; memory.len() * 8];
             for (token, &(block, r)) in slots.iter().enumerate() {
@@ -264,10 +266,9 @@ fn contradictions_are_refused() {
     let attempt = |layer: &Layer, row: &[BlockRef], span: SpanView, new_tokens: u32, arenas: &Arenas| {
         let table = SequenceTable { row, spans: &[span], new_tokens };
         let nothing = rows(&[], Element::F16, 2, 16);
+        let kv = PagedKv { arenas, layer, sequences: &[table] };
         // SAFETY: refused before anything is read.
-        unsafe { backend.append(arenas, layer, &[table], nothing, Some(nothing), true) }
-            .expect_err("refused")
-            .to_string()
+        unsafe { backend.append(&kv, nothing, Some(nothing), true) }.expect_err("refused").to_string()
     };
     let arenas = host(&mut memory);
     let span =

@@ -3,7 +3,9 @@
 use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::{Sight, SpanView};
-use pagoda_cpu::{Arenas, Backend, Element, Layer, Rows, RowsMut, SequenceTable, Transform};
+use pagoda_cpu::{
+    Arenas, Attention, Backend, Element, Layer, PagedKv, Rows, RowsMut, SequenceTable, Transform,
+};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -68,6 +70,7 @@ fn append_and_attend_allocate_nothing() {
         sight: Sight::Window,
     }];
     let tables = [SequenceTable { row: &row, spans: &spans, new_tokens: NEW as u32 }];
+    let kv = PagedKv { arenas: &arenas, layer: &layer, sequences: &tables };
     let rows = |heads: usize| vec![1.0f32; NEW * heads * 64];
     let (queries, keys, mut out) = (rows(8), rows(2), rows(8));
     let view = |array: &[f32], heads: isize| Rows {
@@ -88,8 +91,10 @@ fn append_and_attend_allocate_nothing() {
             // SAFETY: the arena has every block of the row, the arrays have every row, and nobody else touches them.
             unsafe {
                 let (k, v) = (view(&keys, 2), view(&keys, 2));
-                backend.append(&arenas, &layer, &tables, k, Some(v), true).unwrap();
-                backend.attend(&arenas, &layer, &tables, view(&queries, 8), None, out, None).unwrap();
+                backend.append(&kv, k, Some(v), true).unwrap();
+                backend
+                    .attend(&Attention { kv, queries: view(&queries, 8), sinks: None, out, lse: None })
+                    .unwrap();
             }
         };
         // Each thread has taken each kind of work after a while.

@@ -121,6 +121,7 @@ impl Cache {
     #[pyo3(signature = (
         layers, *, page_size, memory, threads, deterministic, checked, isa, zero_on_free=false, device=None, disk=None
     ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     fn new(
         py: Python<'_>,
         layers: Vec<LayerArguments>,

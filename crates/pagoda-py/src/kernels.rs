@@ -5,10 +5,10 @@ use crate::cache::{Cache, Engine, Inner};
 use crate::errors::{cpu, invalid, unavailable};
 use crate::layers::PlacedLayer;
 use crate::step::StepState;
-use crate::stream::{Call, Stream};
+use crate::stream::{Stop, Stream};
 use numpy::{PyArray2, PyArrayMethods};
 use pagoda_core::ids::GroupId;
-use pagoda_cpu::{Backend, Element, Isa, Layer, SequenceTable};
+use pagoda_cpu::{Attention, Backend, Element, Isa, Layer, PagedKv, SequenceTable};
 use pagoda_store::Slab;
 use pyo3::prelude::*;
 use std::sync::Arc;
@@ -88,9 +88,10 @@ impl Cache {
         let memory = std::mem::take(&mut step.sequences);
         let tables = sequence_tables(core, step, layers[layer].group, memory);
         let result = py.detach(|| {
+            let kv = PagedKv { arenas, layer: &layers[layer].layer, sequences: &tables };
             // SAFETY: the core has given the new rows to this step alone, and the arrays were checked; Python keeps them
             // alive for the call.
-            unsafe { backend.append(arenas, &layers[layer].layer, &tables, keys, values, *checked) }
+            unsafe { backend.append(&kv, keys, values, *checked) }
         });
         step.sequences = recycle(tables);
         result.map_err(|error| cpu(py, &error))?;
@@ -102,7 +103,6 @@ impl Cache {
     #[pyo3(signature = (layer, q, out, lse=None, dtype=None, sink_logits=None))]
     fn attend(
         &self,
-        py: Python<'_>,
         layer: usize,
         q: &Bound<'_, PyAny>,
         out: &Bound<'_, PyAny>,
@@ -110,6 +110,7 @@ impl Cache {
         dtype: Option<&Bound<'_, PyAny>>,
         sink_logits: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
+        let py = q.py();
         let inner = &mut *self.lock(py)?;
         inner.require_step(py)?;
         let placed = inner.layer(py, layer)?;
@@ -133,11 +134,8 @@ impl Cache {
         let tables = sequence_tables(core, step, layers[layer].group, memory);
         let disk = disk.as_mut().filter(|_| stream.has(layer));
         let result = py.detach(|| {
-            let call = Call {
-                backend,
-                arenas,
-                layer: &layers[layer].layer,
-                tables: &tables,
+            let attention = Attention {
+                kv: PagedKv { arenas, layer: &layers[layer].layer, sequences: &tables },
                 queries,
                 sinks: sinks.as_deref(),
                 out: outputs,
@@ -147,8 +145,8 @@ impl Cache {
             // alive for the call. Steps retire after the reads that they have begun.
             unsafe {
                 match disk {
-                    Some(disk) => stream.attend(mover, &mut disk.reads, layer, call, *closed),
-                    None => call.attend(),
+                    Some(disk) => stream.attend(backend, mover, &mut disk.reads, layer, attention, *closed),
+                    None => backend.attend(&attention).map_err(Stop::from),
                 }
             }
         });

@@ -9,7 +9,7 @@ use crate::kernels::{bits, isa_named};
 use numpy::{PyArray3, PyArrayMethods, PyReadonlyArray1, PyUntypedArray};
 use pagoda_core::ids::Tier;
 use pagoda_core::work;
-use pagoda_cpu::{Backend, Layer, SequenceTable};
+use pagoda_cpu::{Backend, Layer, PagedKv, SequenceTable};
 use pyo3::prelude::*;
 use std::mem::ManuallyDrop;
 
@@ -64,7 +64,6 @@ impl Partials {
     #[pyo3(signature = (cache, layer, begins, q, parts, dtype=None))]
     fn attend(
         &self,
-        py: Python<'_>,
         cache: &Cache,
         layer: usize,
         begins: PyReadonlyArray1<'_, u32>,
@@ -72,6 +71,7 @@ impl Partials {
         parts: &Bound<'_, PyArray3<f32>>,
         dtype: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<u64> {
+        let py = q.py();
         let inner = cache.lock(py)?;
         inner.require_step(py)?;
         let placed = inner.layer(py, layer)?;
@@ -96,10 +96,10 @@ impl Partials {
         let queries = rows("q", q, [tokens, heads, geometry.head_dim as usize], bits(py, dtype)?)?;
         let mut parts = parts.try_readwrite()?;
         let target = address_of("parts", &mut parts, [tokens, heads, geometry.v_head_dim as usize + 2])?;
-        let (arenas, backend) = (&inner.arenas, &self.backend);
+        let (kv, backend) = (PagedKv { arenas: &inner.arenas, layer, sequences: &tables }, &self.backend);
         // SAFETY: pages do not move or change while the step is open, those before the ends are in memory of the host, and the
         // arrays were checked; Python keeps them alive for the call.
-        py.detach(|| unsafe { backend.attend_before(&ends, arenas, layer, &tables, queries, target.get()) })
+        py.detach(|| unsafe { backend.attend_before(&kv, queries, &ends, target.get()) })
             .map_err(|error| cpu(py, &error))?;
         Ok(tables.iter().zip(&ends).map(|(table, &end)| layer.seen_bytes_before(table, end)).sum())
     }

@@ -7,7 +7,7 @@ use crate::reads::Reads;
 use crate::step::StepState;
 use pagoda_core::ids::{BlockId, BlockRef, Epoch, Tier};
 use pagoda_core::work;
-use pagoda_cpu::{Arenas, Backend, Carried, Layer, Rows, RowsMut, SequenceTable};
+use pagoda_cpu::{Attention, Backend, Carried, PagedKv, SequenceTable};
 use pagoda_store::{LayerOfPages, Mover};
 use pyo3::prelude::*;
 use std::ops::Range;
@@ -32,19 +32,6 @@ struct Pass {
     pages: Vec<usize>,
 }
 
-/// The arguments of one call of `attend`, sequence by sequence.
-#[derive(Clone, Copy)]
-pub(crate) struct Call<'a> {
-    pub(crate) backend: &'a Backend,
-    pub(crate) arenas: &'a Arenas,
-    pub(crate) layer: &'a Layer,
-    pub(crate) tables: &'a [SequenceTable<'a>],
-    pub(crate) queries: Rows,
-    pub(crate) sinks: Option<&'a [f32]>,
-    pub(crate) out: RowsMut,
-    pub(crate) lse: Option<*mut f32>,
-}
-
 /// Why attention ended early.
 pub(crate) enum Stop {
     Backend(pagoda_cpu::Error),
@@ -63,36 +50,6 @@ impl Stop {
 impl From<pagoda_cpu::Error> for Stop {
     fn from(error: pagoda_cpu::Error) -> Self {
         Self::Backend(error)
-    }
-}
-
-impl<'a> Call<'a> {
-    /// The call for some of the sequences, of which the first has its first query at `token`.
-    fn part(self, tables: &'a [SequenceTable<'a>], token: usize) -> Self {
-        let heads = self.layer.num_q_heads as usize;
-        let lse = self.lse.map(|lse| lse.wrapping_add(token * heads));
-        Self { tables, queries: self.queries.skip(token), out: self.out.skip(token), lse, ..self }
-    }
-
-    /// # Safety
-    /// As for [`Backend::attend`].
-    pub(crate) unsafe fn attend(self) -> Result<(), Stop> {
-        let Self { backend, arenas, layer, tables, queries, sinks, out, lse } = self;
-        // SAFETY: as the caller promises.
-        unsafe { backend.attend(arenas, layer, tables, queries, sinks, out, lse)? };
-        Ok(())
-    }
-
-    /// # Safety
-    /// As for [`Backend::attend_runs`].
-    unsafe fn attend_runs(self, runs: Range<usize>, carried: &mut Carried) -> Result<(), Stop> {
-        let Self { backend, arenas, layer, tables, queries, sinks, out, lse } = self;
-        if runs.is_empty() {
-            return Ok(());
-        }
-        // SAFETY: as the caller promises.
-        unsafe { backend.attend_runs(runs, carried, arenas, layer, tables[0], queries, sinks, out, lse)? };
-        Ok(())
     }
 }
 
@@ -162,62 +119,55 @@ impl Stream {
     /// As for [`Backend::attend`], but for pages on disk, whose blocks nobody writes to until their reads have ended.
     pub(crate) unsafe fn attend(
         &mut self,
+        backend: &Backend,
         mover: &Mover,
         reads: &mut Reads,
         at: usize,
-        call: Call<'_>,
+        attention: Attention<'_>,
         ended: Epoch,
     ) -> Result<(), Stop> {
-        let (mut passes, mut token) = (self.ranges[at].clone(), 0);
-        let mut in_memory = 0;
-        for (index, table) in call.tables.iter().enumerate() {
+        let mut passes = self.ranges[at].clone();
+        let (mut in_memory, count) = (0, attention.kv.sequences.len());
+        for index in 0..count {
             let own = self.passes[passes.clone()].iter().take_while(|pass| pass.sequence == index).count();
-            let first = token;
-            token += table.new_tokens as usize;
             if own == 0 {
                 continue;
             }
-            let before = &call.tables[in_memory..index];
-            let queries: usize = before.iter().map(|table| table.new_tokens as usize).sum();
             // Begun before anything is computed.
             // SAFETY: as the caller promises.
             unsafe { reads.read_ahead(mover, passes.start, ended) };
-            if queries > 0 {
-                // SAFETY: none of these sequences has pages on disk that this layer sees.
-                unsafe { call.part(before, first - queries).attend()? };
-            }
-            let one = call.part(std::slice::from_ref(table), first);
+            // SAFETY: none of these sequences has pages on disk that this layer sees.
+            unsafe { backend.attend(&attention.part(in_memory..index))? };
+            let (own, one) = (passes.start..passes.start + own, attention.part(index..index + 1));
+            passes.start = own.end;
             // SAFETY: as the caller promises.
-            unsafe { self.sequence(mover, reads, passes.start..passes.start + own, one, ended)? };
-            passes.start += own;
+            unsafe { self.sequence(backend, mover, reads, own, one, ended)? };
             in_memory = index + 1;
         }
-        let rest = &call.tables[in_memory..];
-        let queries: usize = rest.iter().map(|table| table.new_tokens as usize).sum();
-        if queries > 0 {
-            // SAFETY: as above.
-            unsafe { call.part(rest, token - queries).attend()? };
-        }
+        // SAFETY: as above.
+        unsafe { backend.attend(&attention.part(in_memory..count))? };
         Ok(())
     }
 
     /// Attention of one sequence, with what its passes read.
     unsafe fn sequence(
         &mut self,
+        backend: &Backend,
         mover: &Mover,
         reads: &mut Reads,
         passes: Range<usize>,
-        call: Call<'_>,
+        attention: Attention<'_>,
         ended: Epoch,
     ) -> Result<(), Stop> {
-        let table = call.tables[0];
+        let PagedKv { arenas, layer, sequences } = attention.kv;
+        let table = sequences[0];
         self.row.clear();
         self.row.extend_from_slice(table.row);
         let mut done = 0;
         for pass in passes {
             let run = self.passes[pass].run;
             // SAFETY: runs that no pass is of have no pages on disk.
-            unsafe { call.attend_runs(done..run, &mut self.carried)? };
+            unsafe { backend.attend_runs(&attention, done..run, &mut self.carried)? };
             // SAFETY: as the caller promises.
             let filled = unsafe { reads.take(mover, pass, ended) }.map_err(Stop::Disk)?;
             let filled = filled.expect("slots are given back run by run");
@@ -225,19 +175,22 @@ impl Stream {
             for (place, &page) in self.passes[pass].pages.iter().enumerate() {
                 self.row[page] = BlockRef::new(Tier::Disk, BlockId::new(place as u32));
             }
-            let begin = call.layer.layout.k.rows.offset as usize;
-            let arenas = call.arenas.with_disk(filled.address.wrapping_sub(begin), filled.stride as usize);
+            let begin = layer.layout.k.rows.offset as usize;
+            let arenas = arenas.with_disk(filled.address.wrapping_sub(begin), filled.stride as usize);
             let patched = [SequenceTable { row: &self.row, ..table }];
-            let call = Call { tables: &patched, arenas: &arenas, ..call };
+            let kv = PagedKv { arenas: &arenas, layer, sequences: &patched };
+            let attention = Attention { kv, ..attention };
             // SAFETY: the pages of this run that are on disk are in the slot, verified.
-            let result = unsafe { call.attend_runs(run..run + 1, &mut self.carried) };
+            let result = unsafe { backend.attend_runs(&attention, run..run + 1, &mut self.carried) };
             reads.release(filled);
             result?;
             // SAFETY: as the caller promises.
             unsafe { reads.read_ahead(mover, pass + 1, ended) };
             done = run + 1;
         }
+        let rest = done..work::run_count(table.spans);
         // SAFETY: as above.
-        unsafe { call.attend_runs(done..work::run_count(table.spans), &mut self.carried) }
+        unsafe { backend.attend_runs(&attention, rest, &mut self.carried)? };
+        Ok(())
     }
 }

@@ -112,6 +112,7 @@ impl Cache {
     #[pyo3(signature = (
         sequence, to, tokens, groups, *, keep=false, newest_first=false, pages_max=None, only_from=None, unshared=false
     ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     fn plan(
         &self,
         py: Python<'_>,

@@ -13,8 +13,8 @@ use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::{Sight, SpanView};
 use pagoda_core::work;
 use pagoda_cpu::{
-    Arenas, Backend, Carried, DerivedKeys, Element, Layer, Rope, Rows, RowsMut, SequenceTable, Transform,
-    decode_row, encode_row,
+    Arenas, Attention, Backend, Carried, DerivedKeys, Element, Layer, PagedKv, Rope, Rows, RowsMut,
+    SequenceTable, Transform, decode_row, encode_row,
 };
 
 /// SplitMix64.
@@ -136,18 +136,6 @@ pub struct Cut {
     pub count: usize,
     pub offset: u64,
     pub sight: Sight,
-}
-
-/// The arguments of one call of `attend`.
-#[derive(Clone, Copy)]
-struct Call<'a> {
-    arenas: &'a Arenas,
-    layer: &'a Layer,
-    tables: &'a [SequenceTable<'a>],
-    queries: Rows,
-    sinks: Option<&'a [f32]>,
-    out: RowsMut,
-    lse: *mut f32,
 }
 
 impl World {
@@ -305,8 +293,9 @@ impl World {
                 .v_format
                 .map(|_| rows(&values, element, num_kv_heads as usize, v_head_dim as usize)),
         );
+        let kv = PagedKv { arenas: &arenas, layer: &self.layer, sequences: &tables };
         // SAFETY: the tables are this world's, and the arrays have a row for every token.
-        unsafe { backend.append(&arenas, &self.layer, &tables, keys, values, true) }.expect("append");
+        unsafe { backend.append(&kv, keys, values, true) }.expect("append");
     }
 
     /// Attention of the tokens `len - new..len` of some sequences: outputs and log-sum-exps.
@@ -316,10 +305,9 @@ impl World {
         batch: &[(usize, usize, usize)],
         element: Element,
     ) -> (Vec<f32>, Vec<f32>) {
-        let whole = |call: &Call<'_>| {
-            let Call { arenas, layer, tables, queries, sinks, out, lse } = *call;
+        let whole = |attention: &Attention<'_>| {
             // SAFETY: the tables are this world's, and the arrays have a row for every token.
-            unsafe { backend.attend(arenas, layer, tables, queries, sinks, out, Some(lse)) }.expect("attend");
+            unsafe { backend.attend(attention) }.expect("attend");
         };
         self.attend_by(whole, batch, element)
     }
@@ -333,9 +321,9 @@ impl World {
         one: (usize, usize, usize),
         element: Element,
     ) -> (Vec<f32>, Vec<f32>) {
-        let parts = |call: &Call<'_>| {
-            let Call { arenas, layer, tables, queries, sinks, out, lse } = *call;
-            let SequenceTable { row, spans, .. } = tables[0];
+        let parts = |attention: &Attention<'_>| {
+            let PagedKv { arenas, layer, sequences } = attention.kv;
+            let SequenceTable { row, spans, .. } = sequences[0];
             let runs: Vec<_> = work::runs(spans, 0..one.1, layer.page_size as usize).collect();
             assert!(runs.iter().map(|run| run.0).eq(0..work::run_count(spans)));
             // The last of its block.
@@ -360,22 +348,14 @@ impl World {
                 }
                 let base = read.as_mut_ptr().wrapping_sub(bytes.start);
                 let arenas = arenas.with_disk(base, stride);
-                let table = SequenceTable { row: &here, ..tables[0] };
+                let kv = PagedKv {
+                    arenas: &arenas,
+                    sequences: &[SequenceTable { row: &here, ..sequences[0] }],
+                    layer,
+                };
+                let attention = Attention { kv, ..*attention };
                 // SAFETY: as above; a page that is nowhere is not among those of these runs.
-                unsafe {
-                    backend.attend_runs(
-                        start..end,
-                        &mut carried,
-                        &arenas,
-                        layer,
-                        table,
-                        queries,
-                        sinks,
-                        out,
-                        Some(lse),
-                    )
-                }
-                .expect("attend");
+                unsafe { backend.attend_runs(&attention, start..end, &mut carried) }.expect("attend");
                 start = end;
             }
         };
@@ -394,8 +374,8 @@ impl World {
         let dim = self.layer.geometry.v_head_dim as usize;
         let total: usize = batch.iter().map(|&(_, _, new)| new).sum();
         let mut parts = vec![f32::NAN; total * heads * (dim + 2) + 1];
-        let leave = |call: &Call<'_>| {
-            let Call { arenas, layer, tables, queries, .. } = *call;
+        let leave = |&Attention { kv, queries, .. }: &Attention<'_>| {
+            let tables = kv.sequences;
             let rows = tables.iter().zip(ends).map(|(table, &end)| {
                 let mut here = vec![BlockRef::new(Tier::Disk, BlockId::new(1 << 29)); table.row.len()];
                 let tokens = table
@@ -412,8 +392,11 @@ impl World {
             let tables = tables.iter().zip(&rows).map(|(table, row)| SequenceTable { row, ..*table });
             let tables: Vec<_> = tables.collect();
             // SAFETY: the tables are this world's, and there are floats for every token and head.
-            unsafe { backend.attend_before(ends, arenas, layer, &tables, queries, parts.as_mut_ptr()) }
-                .expect("attend");
+            unsafe {
+                let kv = PagedKv { sequences: &tables, ..kv };
+                backend.attend_before(&kv, queries, ends, parts.as_mut_ptr())
+            }
+            .expect("attend");
         };
         self.attend_by(leave, batch, element);
         assert!(parts.pop().is_some_and(f32::is_nan), "wrote past the end");
@@ -430,7 +413,7 @@ impl World {
 
     fn attend_by(
         &mut self,
-        attend: impl FnOnce(&Call<'_>),
+        attend: impl FnOnce(&Attention<'_>),
         batch: &[(usize, usize, usize)],
         element: Element,
     ) -> (Vec<f32>, Vec<f32>) {
@@ -469,14 +452,12 @@ impl World {
             head_stride: (v_dim * size) as isize,
         };
         let queries = rows(&queries, element, heads, dim);
-        attend(&Call {
-            arenas: &arenas,
-            layer: &self.layer,
-            tables: &tables,
+        attend(&Attention {
+            kv: PagedKv { arenas: &arenas, layer: &self.layer, sequences: &tables },
             queries,
             sinks: self.sinks.as_deref(),
             out: target,
-            lse: lse.as_mut_ptr(),
+            lse: Some(lse.as_mut_ptr()),
         });
         let mut result = Vec::new();
         for token in out.chunks_exact(token_stride) {
