@@ -172,28 +172,42 @@ impl Cache {
 
     fn adopt_one(
         &mut self,
-        kept: &KeptSequence,
+        written: &KeptSequence,
         known: &mut HashMap<(GroupId, BlockId), PageId>,
     ) -> Result<KeptId> {
-        let refuse = |what: String| Err(Error::invalid("kept", what, "a sequence of a cache like this one"));
-        if kept.groups.len() != self.groups.len() || kept.len > limits::TOKENS_PER_SEQUENCE_MAX {
-            return refuse(format!("{} tokens in {} groups", kept.len, kept.groups.len()));
+        let tables = self.tables_of(written)?;
+        let mut kept = Kept { len: written.len, tables, tails: Vec::new() };
+        for (group, written) in self.group_ids().zip(&written.groups) {
+            for (index, page) in written.pages.iter().enumerate() {
+                if !self.adopt_page(group, index, page, &mut kept, known) {
+                    let half = self.insert_kept(kept);
+                    self.forget(half);
+                    known.retain(|_, page| self.pages.references(*page) > 0);
+                    let what = format!("{page:?} of group {}, which is taken or not there", group.0);
+                    return Err(unlike(what));
+                }
+            }
+        }
+        Ok(self.insert_kept(kept))
+    }
+
+    /// The tables of a sequence that was written down, without its pages.
+    fn tables_of(&self, written: &KeptSequence) -> Result<Vec<Table>> {
+        let (len, groups) = (written.len, &written.groups);
+        if groups.len() != self.groups.len() || len > limits::TOKENS_PER_SEQUENCE_MAX {
+            return Err(unlike(format!("{len} tokens in {} groups", groups.len())));
         }
         if let Some(group) = self.groups.iter().position(|group| group.kind == GroupKind::State) {
-            return refuse(format!("a state in group {group}"));
+            return Err(unlike(format!("a state in group {group}")));
         }
-        let (mut tables, mut tails) = (Vec::new(), Vec::new());
-        for (group, written) in self.group_ids().zip(&kept.groups) {
+        let table = |(group, written): (GroupId, &KeptGroup)| {
+            let page_size = self.groups[group.index()].page_size();
             let mut table = Table::new(0);
             table.left = Left { after: written.left.0, count: written.left.1 };
             let span = |&(first_page, skip, count, position)| Span { first_page, skip, count, position };
             table.spans = written.spans.iter().map(span).collect();
             table.pages = vec![None; written.pages.len()];
             table.row = vec![BlockRef::new(Tier::Device, BlockId::new(0)); written.pages.len()];
-            tables.push((group, table));
-        }
-        for ((group, table), written) in tables.iter().zip(&kept.groups) {
-            let page_size = self.groups[group.index()].page_size();
             let room = |page: &KeptPage| matches!(page, KeptPage::Open(_, fill) if *fill >= page_size);
             let fills = written.pages.iter().map(|page| match page {
                 KeptPage::Left => None,
@@ -201,62 +215,56 @@ impl Cache {
                 KeptPage::Open(_, fill) => Some(*fill),
             });
             let fills: Vec<_> = fills.collect();
-            let checked = self.check_table("it", kept.len, *group, table, &fills);
-            if let Err(error) = checked {
-                return refuse(error.to_string());
-            }
+            let checked = self.check_table("it", len, group, &table, &fills);
+            checked.map_err(|error| unlike(error.to_string()))?;
             let pages = table.spans.iter().map(|span| span.rows().div_ceil(page_size)).sum::<u32>();
             if pages as usize != fills.len() || written.pages.iter().any(room) {
-                return refuse(format!("{} pages for {pages}", fills.len()));
+                return Err(unlike(format!("{} pages for {pages}", fills.len())));
             }
-        }
-        for ((group, table), written) in tables.iter_mut().zip(&kept.groups) {
-            let group = *group;
-            for (index, entry) in written.pages.iter().enumerate() {
-                let taken = match *entry {
-                    KeptPage::Left => continue,
-                    KeptPage::Sealed(block) => match known.get(&(group, block)) {
-                        Some(&page) => {
-                            self.pages.add_reference(page);
-                            table.pages[index] = Some(page);
-                            self.pages.keep(page);
-                            true
-                        }
-                        None => self.arenas[Tier::Disk.index()]
-                            .take_at(group, block)
-                            .then(|| {
-                                let page = self.pages.open(group, block);
-                                let page_size = self.groups[group.index()].page_size();
-                                let adopted = &mut self.pages[page];
-                                (adopted.fill, adopted.sealed) = (page_size, true);
-                                adopted.slots = [Slot::Empty, Slot::Empty, Slot::Ready { block }];
-                                self.pages.keep(page);
-                                known.insert((group, block), page);
-                                table.pages[index] = Some(page);
-                            })
-                            .is_some(),
-                    },
-                    KeptPage::Open(block, fill) => {
-                        let taken = self.arenas[Tier::Disk.index()].take_at(group, block);
-                        if taken {
-                            tails.push(Tail { group, index, block, fill });
-                        }
-                        taken
-                    }
-                };
-                if !taken {
-                    let name = format!("{entry:?} of group {}", group.0);
-                    let tables = tables.into_iter().map(|(_, table)| table).collect();
-                    let half = self.insert_kept(Kept { len: kept.len, tables, tails });
-                    self.forget(half);
-                    let live = |page: &PageId| self.pages.references(*page) > 0;
-                    known.retain(|_, page| live(page));
-                    return refuse(format!("{name}, which is taken or not there"));
+            Ok(table)
+        };
+        self.group_ids().zip(groups).map(table).collect()
+    }
+
+    /// Takes in page `index` of a group; false if its block is taken or not there. `known`: sealed pages that others hold.
+    fn adopt_page(
+        &mut self,
+        group: GroupId,
+        index: usize,
+        page: &KeptPage,
+        kept: &mut Kept,
+        known: &mut HashMap<(GroupId, BlockId), PageId>,
+    ) -> bool {
+        let disk = &mut self.arenas[Tier::Disk.index()];
+        match *page {
+            KeptPage::Left => true,
+            KeptPage::Open(block, fill) => {
+                let taken = disk.take_at(group, block);
+                if taken {
+                    kept.tails.push(Tail { group, index, block, fill });
                 }
+                taken
+            }
+            KeptPage::Sealed(block) => {
+                let page = if let Some(&page) = known.get(&(group, block)) {
+                    self.pages.add_reference(page);
+                    page
+                } else if disk.take_at(group, block) {
+                    let page = self.pages.open(group, block);
+                    let page_size = self.groups[group.index()].page_size();
+                    let adopted = &mut self.pages[page];
+                    (adopted.fill, adopted.sealed) = (page_size, true);
+                    adopted.slots = [Slot::Empty, Slot::Empty, Slot::Ready { block }];
+                    known.insert((group, block), page);
+                    page
+                } else {
+                    return false;
+                };
+                self.pages.keep(page);
+                kept.tables[group.index()].pages[index] = Some(page);
+                true
             }
         }
-        let tables = tables.into_iter().map(|(_, table)| table).collect();
-        Ok(self.insert_kept(Kept { len: kept.len, tables, tails }))
     }
 
     fn insert_kept(&mut self, kept: Kept) -> KeptId {
@@ -265,4 +273,9 @@ impl Cache {
         self.kept.insert(id, kept);
         id
     }
+}
+
+/// The refusal of a sequence that a cache of this shape cannot have written down.
+fn unlike(what: String) -> Error {
+    Error::invalid("kept", what, "a sequence of a cache like this one")
 }

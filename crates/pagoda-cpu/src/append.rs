@@ -1,5 +1,6 @@
 //! Writing the K and V rows of new tokens into their slots.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use crate::codec::encode_row;
@@ -34,18 +35,19 @@ pub struct Overflow {
 pub(crate) unsafe fn append(
     pool: &Pool,
     kernels: &'static Kernels,
-    &PagedKv { arenas, layer, sequences }: &PagedKv<'_>,
+    kv: &PagedKv<'_>,
     keys: Rows,
     values: Option<Rows>,
     checked: bool,
 ) -> Result<(), Overflow> {
+    let layer = kv.layer;
     let (geometry, transform) = (&layer.geometry, &layer.transform);
-    let (heads, page_size) = (geometry.num_kv_heads as usize, layer.page_size as usize);
+    let heads = geometry.num_kv_heads as usize;
     let planes = [
         Some((keys, layer.layout.k, geometry.head_dim as usize, geometry.k_format)),
         values.map(|rows| (rows, layer.layout.v, geometry.v_head_dim as usize, geometry.v_rows())),
     ];
-    let total: usize = sequences.iter().map(|table| table.new_tokens as usize).sum();
+    let total: usize = kv.sequences.iter().map(|table| table.new_tokens as usize).sum();
     let token_bytes: usize =
         planes.iter().flatten().map(|(_, plane, ..)| plane.rows.row_stride as usize * heads).sum();
     // The first overflow, as (token, head, value) in one number.
@@ -82,27 +84,7 @@ pub(crate) unsafe fn append(
             if first >= total {
                 break;
             }
-            let mut sequence_start = 0;
-            for table in sequences {
-                let new = table.new_tokens as usize;
-                let low = first.max(sequence_start);
-                let high = (first + TOKENS).min(sequence_start + new);
-                if low < high {
-                    slots(
-                        table,
-                        low - sequence_start..high - sequence_start,
-                        page_size,
-                        |token, page, row| {
-                            write(
-                                sequence_start + token,
-                                arenas.block(table.row[page], layer.block_bytes as usize),
-                                row,
-                            );
-                        },
-                    );
-                }
-                sequence_start += new;
-            }
+            batch_slots(kv, first..first + TOKENS, write);
         }
     });
     match overflow.into_inner() {
@@ -188,10 +170,31 @@ unsafe fn store(
     }
 }
 
+/// Calls `each` with the number, block and row of the new tokens `tokens` of a batch.
+fn batch_slots(
+    &PagedKv { arenas, layer, sequences }: &PagedKv<'_>,
+    tokens: Range<usize>,
+    each: impl Fn(usize, *mut u8, usize),
+) {
+    let mut sequence_start = 0;
+    for table in sequences {
+        let sequence_end = sequence_start + table.new_tokens as usize;
+        let (low, high) = (tokens.start.max(sequence_start), tokens.end.min(sequence_end));
+        if low < high {
+            let own = low - sequence_start..high - sequence_start;
+            slots(table, own, layer.page_size as usize, |token, page, row| {
+                let block = arenas.block(table.row[page], layer.block_bytes as usize);
+                each(sequence_start + token, block, row);
+            });
+        }
+        sequence_start = sequence_end;
+    }
+}
+
 /// Calls `each` with the number, page and row of the new tokens `tokens` of a sequence.
 fn slots(
     table: &SequenceTable<'_>,
-    tokens: std::ops::Range<usize>,
+    tokens: Range<usize>,
     page_size: usize,
     mut each: impl FnMut(usize, usize, usize),
 ) {

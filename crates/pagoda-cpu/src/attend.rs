@@ -264,117 +264,85 @@ fn row_size(plane: &Plane, dim: u32) -> RowSize {
 impl Call<'_> {
     /// Computes an item, and the output of its group if it is the last.
     unsafe fn item(&self, item: &Item, worker: &mut Worker) {
-        let group = &self.plan.groups[item.group];
-        let rows = group.queries * self.kv.layer.group() * group.heads.len();
-        let floats = state_floats(rows, self.kv.layer);
+        let (group, layer) = (&self.plan.groups[item.group], self.kv.layer);
+        let (rows, floats) = self.size(group);
         let Worker { queries, codes, scores, biases, decay, state, run, derived, angles } = worker;
-        let state = if group.parts == 1 && self.carried.is_none() {
-            state.take(floats)
+        let is_part = group.parts > 1 || self.carried.is_some();
+        let mut state = if is_part {
+            // SAFETY: it is this item's.
+            unsafe { self.part(group, item.part) }
         } else {
-            // SAFETY: the parts of all items are disjoint and lie within `parts`.
-            unsafe { &mut *self.part(group, item.part, floats) }
+            State::new(state.take(floats), rows, layer)
         };
-        let mut state = State::new(state, rows, self.kv.layer);
         state.reset();
-        let mut run = State::new(run.take(floats), rows, self.kv.layer);
-        let (mut prepared, mut first_run) = (None, true);
-        let dim = self.kv.layer.geometry.head_dim as usize;
+        let mut run = State::new(run.take(floats), rows, layer);
+        let dim = layer.geometry.head_dim as usize;
         if self.keys.quantise.is_some() && codes.len() < rows * (dim / STEP) {
             codes.resize(rows * (dim / STEP), QueryStep::default());
         }
+        let head_rows = group.queries * layer.group();
         let mut pass = Pass {
             call: self,
             group,
             queries: queries.take(rows * dim.next_multiple_of(ALIGN)),
             codes,
-            scores: scores.take(cells(group.queries) * group.queries * self.kv.layer.group() * TILE),
+            scores: scores.take(cells(group.queries) * head_rows * TILE),
             biases: biases.take(rows),
-            decay: decay.take(group.queries * self.kv.layer.group()),
-            derived: derived.take(
-                self.kv
-                    .layer
-                    .derived
-                    .as_ref()
-                    .map_or(0, |derived| derived.scratch(group.queries * self.kv.layer.group())),
-            ),
+            decay: decay.take(head_rows),
+            derived: derived.take(layer.derived.as_ref().map_or(0, |derived| derived.scratch(head_rows))),
         };
-        let mut counted = 0;
-        let table = &self.kv.sequences[group.sequence];
-        for piece in pieces(table.spans, group.visible.clone()) {
-            let base = counted;
-            counted += piece.tiles.len();
-            let (first, last) = (item.tiles.start.max(base), item.tiles.end.min(counted));
-            if first >= last {
-                continue;
-            }
-            let mut tiles = piece.tiles.start + first - base..piece.tiles.start + last - base;
-            let from = if let Sight::Trailing { from } = piece.span.sight { Some(from) } else { None };
-            while !tiles.is_empty() {
-                // Keys that are derived are turned by their place in the run.
-                let derived = self.kv.layer.derived.is_some();
-                let run_position = if derived { piece.span.run_position(tiles.start / RUN_TILES) } else { 0 };
-                let turn = self.kv.layer.rope.as_ref().map(|_| (piece.span.offset, from, run_position));
-                if prepared != Some(turn) {
-                    prepared = Some(turn);
-                    // SAFETY: as the caller promises.
-                    unsafe { pass.prepare(piece.span, run_position, angles) };
-                }
-                // Run by run, also where bits need not be the same: many small terms would be lost beside one large sum.
-                let end = tiles.end.min((tiles.start / RUN_TILES + 1) * RUN_TILES);
-                if first_run {
-                    first_run = false;
-                    // SAFETY: as the caller promises.
-                    unsafe { pass.tiles(&piece, tiles.start..end, &mut state) };
-                } else {
-                    run.reset();
-                    // SAFETY: as the caller promises.
-                    unsafe { pass.tiles(&piece, tiles.start..end, &mut run) };
-                    self.fold(&mut state, &run);
-                }
-                tiles.start = end;
-            }
-        }
-        if group.parts > 1 || self.carried.is_some() {
+        // SAFETY: as the caller promises.
+        unsafe { pass.runs(&item.tiles, &mut state, &mut run, angles) };
+        if is_part {
             if group.pending.fetch_sub(1, Ordering::AcqRel) > 1 {
                 return;
             }
-            if self.carried.is_some() {
-                let mut carried = self.carried_of(group);
-                for part in 0..group.parts {
-                    // SAFETY: every item of the group is finished, and nobody else sees that it is the last.
-                    let part = unsafe { &mut *self.part(group, part, floats) };
-                    self.fold(&mut carried, &State::new(part, rows, self.kv.layer));
-                }
-                return;
-            }
             // SAFETY: every item of the group is finished, and nobody else sees that it is the last.
-            unsafe {
-                state = State::new(&mut *self.part(group, 0, floats), rows, self.kv.layer);
-                for part in 1..group.parts {
-                    self.fold(
-                        &mut state,
-                        &State::new(&mut *self.part(group, part, floats), rows, self.kv.layer),
-                    );
-                }
-            }
+            state = unsafe { self.merged(group) };
         }
-        // SAFETY: as the caller promises; groups have disjoint rows.
-        unsafe { self.finish(group, &mut state) };
+        if self.carried.is_none() {
+            // SAFETY: as the caller promises; groups have disjoint rows.
+            unsafe { self.finish(group, &mut state) };
+        }
+    }
+
+    /// Query rows of a group, and floats of their state.
+    fn size(&self, group: &Group) -> (usize, usize) {
+        let rows = group.queries * self.kv.layer.group() * group.heads.len();
+        (rows, state_floats(rows, self.kv.layer))
     }
 
     /// The result of a group so far, where there are parts.
     fn carried_of(&self, group: &Group) -> State<'_> {
-        let rows = group.queries * self.kv.layer.group() * group.heads.len();
-        let floats = self.carried.expect("a call for a part").wrapping_add(group.carried);
+        let (rows, floats) = self.size(group);
+        let first = self.carried.expect("a call for a part").wrapping_add(group.carried);
         // SAFETY: groups have disjoint results, and one thread at a time comes to that of a group: the caller's, and in
         // between whoever finishes the group's last item.
-        let floats = unsafe { std::slice::from_raw_parts_mut(floats, state_floats(rows, self.kv.layer)) };
-        State::new(floats, rows, self.kv.layer)
+        State::new(unsafe { std::slice::from_raw_parts_mut(first, floats) }, rows, self.kv.layer)
     }
 
     /// A partial result of a group.
-    fn part(&self, group: &Group, part: usize, floats: usize) -> *mut [f32] {
-        std::ptr::slice_from_raw_parts_mut(self.parts.wrapping_add(group.offset + part * floats), floats)
+    ///
+    /// # Safety
+    /// Nobody else has it.
+    unsafe fn part(&self, group: &Group, part: usize) -> State<'_> {
+        let (rows, floats) = self.size(group);
+        let first = self.parts.wrapping_add(group.offset + part * floats);
+        // SAFETY: the parts of all items are disjoint and lie within `parts`.
+        State::new(unsafe { std::slice::from_raw_parts_mut(first, floats) }, rows, self.kv.layer)
+    }
+
+    /// The partial results of a group in page order, behind what is carried.
+    ///
+    /// # Safety
+    /// Nobody else has them.
+    unsafe fn merged(&self, group: &Group) -> State<'_> {
+        // SAFETY: as the caller promises.
+        let mut parts = (0..group.parts).map(|part| unsafe { self.part(group, part) });
+        let first = if self.carried.is_some() { Some(self.carried_of(group)) } else { parts.next() };
+        let mut whole = first.expect("an item has a part");
+        parts.for_each(|part| self.fold(&mut whole, &part));
+        whole
     }
 
     /// Merges a later partial result into an earlier one.
@@ -501,6 +469,53 @@ impl Pass<'_> {
             if let Some(quantise) = self.call.keys.quantise {
                 // SAFETY: the kernels are for this CPU.
                 unsafe { quantise(&row[..dim], codes.next().expect("integers of every row")) };
+            }
+        }
+    }
+
+    /// Goes over tiles, counted over all pieces of the group, run by run; `run` is for all runs but the first.
+    unsafe fn runs(
+        &mut self,
+        tiles: &Range<usize>,
+        state: &mut State<'_>,
+        run: &mut State<'_>,
+        angles: &mut Vec<(f32, f32)>,
+    ) {
+        let (call, layer) = (self.call, self.call.kv.layer);
+        let (mut prepared, mut first_run, mut counted) = (None, true, 0);
+        let spans = call.kv.sequences[self.group.sequence].spans;
+        for piece in pieces(spans, self.group.visible.clone()) {
+            let base = counted;
+            counted += piece.tiles.len();
+            let (first, last) = (tiles.start.max(base), tiles.end.min(counted));
+            if first >= last {
+                continue;
+            }
+            let mut tiles = piece.tiles.start + first - base..piece.tiles.start + last - base;
+            let from = if let Sight::Trailing { from } = piece.span.sight { Some(from) } else { None };
+            while !tiles.is_empty() {
+                // Keys that are derived are turned by their place in the run.
+                let derived = layer.derived.is_some();
+                let run_position = if derived { piece.span.run_position(tiles.start / RUN_TILES) } else { 0 };
+                let turn = layer.rope.as_ref().map(|_| (piece.span.offset, from, run_position));
+                if prepared != Some(turn) {
+                    prepared = Some(turn);
+                    // SAFETY: as the caller promises.
+                    unsafe { self.prepare(piece.span, run_position, angles) };
+                }
+                // Also where bits need not be the same: many small terms would be lost beside one large sum.
+                let end = tiles.end.min((tiles.start / RUN_TILES + 1) * RUN_TILES);
+                if first_run {
+                    first_run = false;
+                    // SAFETY: as the caller promises.
+                    unsafe { self.tiles(&piece, tiles.start..end, state) };
+                } else {
+                    run.reset();
+                    // SAFETY: as the caller promises.
+                    unsafe { self.tiles(&piece, tiles.start..end, run) };
+                    call.fold(state, run);
+                }
+                tiles.start = end;
             }
         }
     }
