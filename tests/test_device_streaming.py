@@ -24,7 +24,8 @@ from pagoda.device import cuda, ring, thresholds
 from pagoda.device.driver import Event
 from pagoda.device.engine import DeviceEngine
 from pagoda.device.ring import Ring, RingSlots, Slot, ring_slots
-from pagoda.device.streaming import Run, Streams, Traffic, layer_runs
+from pagoda.device.streaming import Streams, Traffic
+from pagoda.geometry import Run
 
 Array = npt.NDArray[Any]
 
@@ -343,8 +344,7 @@ def test_the_bytes_of_a_layer_in_a_block(monkeypatch: pytest.MonkeyPatch) -> Non
     """All of them lie side by side, and those of a layer that shares pages are its owner's."""
     shapes = [layer(), layer(), layer(kv_owner=1), layer(head_dim=48), layer()]
     with opened(monkeypatch, EmulatedDriver(), pagoda.ModelSpec(layers=shapes), device_memory="8MiB") as cache:
-        engine = engine_of(cache)
-        runs = layer_runs(engine._layers, engine._layouts)
+        runs = engine_of(cache)._streams._runs
         small, large = (2 * 2 * 2 * 16 * dim for dim in (16, 48))
         assert runs == [Run(0, small), Run(small, small), Run(small, small), Run(0, large), Run(2 * small, small)]
 

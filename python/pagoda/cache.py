@@ -45,7 +45,7 @@ from pagoda.disk import DISK_TIMEOUT, disk_arguments
 from pagoda.engine import Engine
 from pagoda.errors import BackendUnavailable, CorruptPage, InvalidArgument, OutOfBlocks, TierIOError
 from pagoda.formats import formats_by_layer
-from pagoda.geometry import block_layouts, core_layers, group_layers, tier_memory
+from pagoda.geometry import Geometry, core_layers, group_layers, tier_memory
 from pagoda.outliers import Outliers
 from pagoda.retention import SinkWindow, keeps_by_layer
 from pagoda.sequence import Batch, Sequence
@@ -200,19 +200,17 @@ class Cache:
         keeps = keeps_by_layer(spec, retention, self.headroom)
         outliers = Outliers(center, rotate, len(spec.layers), deterministic=deterministic)
         layers = core_layers(spec, self.dtypes, outliers, keeps, k_norms)
-        layouts = block_layouts(layers, page_size)
+        geometry = Geometry(layers, page_size)
         self._v_head_dims = [layer["v_head_dim"] for layer in layers]
         memory = tier_memory(
-            layouts,
+            geometry.layouts,
             parse_size(device_memory, "device_memory"),
             parse_size(host_memory, "host_memory"),
         )
-        on_disk = disk_arguments(disk, disk_memory, resume, disk_writes_per_day, disk_timeout, model, layers, page_size)
+        on_disk = disk_arguments(disk, disk_memory, resume, disk_writes_per_day, disk_timeout, model, geometry)
         self._device = engine_for(
             device,
-            layers,
-            page_size=page_size,
-            layouts=layouts,
+            geometry,
             memory=memory,
             threads=threads,
             deterministic=deterministic,

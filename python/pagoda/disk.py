@@ -11,7 +11,7 @@ from typing import TypedDict
 
 from pagoda.checks import check_flag, is_number
 from pagoda.errors import InvalidArgument
-from pagoda.geometry import CoreLayer
+from pagoda.geometry import Geometry
 from pagoda.sizes import parse_size
 
 DISK_TIMEOUT = 60.0
@@ -38,8 +38,7 @@ def disk_arguments(
     writes_per_day: int | str | None,
     timeout: float,
     model: str | None,
-    layers: list[CoreLayer],
-    page_size: int,
+    geometry: Geometry,
 ) -> DiskArguments | None:
     """The disk tier of a cache; None for none. Raises InvalidArgument for what does not fit together."""
     memory = parse_size(disk_memory, "disk_memory")
@@ -64,13 +63,13 @@ def disk_arguments(
         raise InvalidArgument(f"disk = {disk!r}: None, or a directory")
     if not memory:
         raise InvalidArgument(f"disk_memory = {disk_memory!r}: bytes that pages may take in disk = {str(disk)!r}")
-    if resume and any(layer["center_first"] for layer in layers):
+    if resume and any(layer["center_first"] for layer in geometry.layers):
         limit = "center=None or arrays, as pages mean nothing without what their K was centred by"
         raise InvalidArgument(f"resume = True with a centre of the first rows: {limit}")
     return {
         "path": str(Path(disk).absolute()),
         "memory": memory,
-        "fingerprint": fingerprint(layers, page_size, model),
+        "fingerprint": fingerprint(geometry, model),
         "resume": resume,
         "writes_per_day": per_day,
         "timeout": timedelta(seconds=timeout),
@@ -84,7 +83,7 @@ def _is_encodable(name: str) -> bool:
         return False
 
 
-def fingerprint(layers: list[CoreLayer], page_size: int, model: str | None) -> bytes:
+def fingerprint(geometry: Geometry, model: str | None) -> bytes:
     """16 bytes that differ where pages would mean something else: by model, geometry, formats, rotation, windows, centres."""
-    what = json.dumps([page_size, layers, model], sort_keys=True)
+    what = json.dumps([geometry.page_size, geometry.layers, model], sort_keys=True)
     return hashlib.blake2b(what.encode(), digest_size=16, person=b"pagoda pages").digest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypedDict
 
 import numpy.typing as npt
@@ -89,10 +90,49 @@ def core_layers(
         raise InvalidArgument(f"spec = layers of {len(groups)} shapes, windows and formats: at most {GROUPS_MAX}")
     group_of = {layer: group for group, members in enumerate(groups) for layer in members}
     norms = _norms(spec, k_norms)
-    return [
-        _core_layer(index, layer, group_of, dtypes, outliers, keeps[index], norms)
-        for index, layer in enumerate(spec.layers)
-    ]
+    layers: list[CoreLayer] = []
+    for index, (layer, kept) in enumerate(zip(spec.layers, keeps, strict=True)):
+        if not isinstance(layer, AttentionLayer):
+            raise BackendUnavailable(
+                f"layers[{index}] = {type(layer).__name__}: the cache has attention layers only so far"
+            )
+        owner = index if layer.kv_owner is None else layer.kv_owner
+        k_dtype, v_dtype = _formats(index, layer, *dtypes[owner])
+        rope = layer.rope
+        layers.append(
+            {
+                "group": group_of[owner],
+                "num_q_heads": layer.num_q_heads,
+                "num_kv_heads": layer.num_kv_heads,
+                "head_dim": layer.head_dim,
+                "v_head_dim": layer.v_dim,
+                "v_alias": layer.v_alias or layer.k_eq_v,
+                "k_dtype": k_dtype,
+                "v_dtype": v_dtype,
+                **outliers.of(owner, layer, (k_dtype, v_dtype)),
+                "k_norm": norms[owner],
+                "window": None if kept is None else kept[1],
+                "keeps": kept,
+                "scale": layer.head_dim**-0.5 if layer.scale is None else layer.scale,
+                "softcap": layer.softcap,
+                "sinks": layer.sinks,
+                "kv_owner": layer.kv_owner,
+                "rope": None if rope is None else (rope.inv_freq(layer.head_dim).tolist(), rope.interleaved),
+            }
+        )
+    return layers
+
+
+def _formats(index: int, layer: AttentionLayer, k_dtype: str, v_dtype: str) -> tuple[str, str]:
+    """The formats of the rows that a layer stores, of those that it was given."""
+    if layer.k_eq_v:
+        # The rows that are stored are those of V.
+        k_dtype = v_dtype
+    stored = {"head_dim": (layer.head_dim, k_dtype), "v_head_dim": (layer.v_dim, k_dtype if layer.v_alias else v_dtype)}
+    for name, (dim, dtype) in stored.items():
+        if dim % FORMATS[dtype].unit:
+            raise InvalidArgument(f"layers[{index}].{name} = {dim}: a multiple of {FORMATS[dtype].unit}, for {dtype}")
+    return k_dtype, v_dtype
 
 
 def _norms(spec: ModelSpec, k_norms: Sequence[npt.NDArray[Any] | None] | None) -> list[list[float] | None]:
@@ -116,50 +156,6 @@ def _norms(spec: ModelSpec, k_norms: Sequence[npt.NDArray[Any] | None] | None) -
             raise InvalidArgument(f"k_norms[{index}] = None: finite numbers [{layer.head_dim}]{why}")
         norms.append(finite(f"k_norms[{index}]", weight, (layer.head_dim,), why))
     return norms
-
-
-def _core_layer(
-    index: int,
-    layer: object,
-    group_of: dict[int, int],
-    dtypes: Dtypes,
-    outliers: Outliers,
-    keeps: Keeps | None,
-    norms: list[list[float] | None],
-) -> CoreLayer:
-    if not isinstance(layer, AttentionLayer):
-        raise BackendUnavailable(
-            f"layers[{index}] = {type(layer).__name__}: the cache has attention layers only so far"
-        )
-    owner = index if layer.kv_owner is None else layer.kv_owner
-    k_dtype, v_dtype = dtypes[owner]
-    if layer.k_eq_v:
-        # The rows that are stored are those of V.
-        k_dtype = v_dtype
-    stored = {"head_dim": (layer.head_dim, k_dtype), "v_head_dim": (layer.v_dim, k_dtype if layer.v_alias else v_dtype)}
-    for name, (dim, dtype) in stored.items():
-        if dim % FORMATS[dtype].unit:
-            raise InvalidArgument(f"layers[{index}].{name} = {dim}: a multiple of {FORMATS[dtype].unit}, for {dtype}")
-    rope = layer.rope
-    return {
-        "group": group_of[owner],
-        "num_q_heads": layer.num_q_heads,
-        "num_kv_heads": layer.num_kv_heads,
-        "head_dim": layer.head_dim,
-        "v_head_dim": layer.v_dim,
-        "v_alias": layer.v_alias or layer.k_eq_v,
-        "k_dtype": k_dtype,
-        "v_dtype": v_dtype,
-        **outliers.of(owner, layer, (k_dtype, v_dtype)),
-        "k_norm": norms[owner],
-        "window": None if keeps is None else keeps[1],
-        "keeps": keeps,
-        "scale": layer.head_dim**-0.5 if layer.scale is None else layer.scale,
-        "softcap": layer.softcap,
-        "sinks": layer.sinks,
-        "kv_owner": layer.kv_owner,
-        "rope": None if rope is None else (rope.inv_freq(layer.head_dim).tolist(), rope.interleaved),
-    }
 
 
 ALIGN = 16
@@ -190,27 +186,54 @@ class BlockLayout:
     block_bytes: int
 
 
-def block_layouts(layers: list[CoreLayer], page_size: int) -> list[BlockLayout]:
-    """The blocks of each layer group."""
-    layouts = [BlockLayout({}, 0) for _ in range(1 + max((layer["group"] for layer in layers), default=-1))]
-    for index, layer in enumerate(layers):
-        if layer["kv_owner"] is not None:
-            continue
-        layout = layouts[layer["group"]]
+@dataclass(frozen=True)
+class Run:
+    """What a layer has in each block of its group: `bytes` from `start` on."""
 
-        def strip(row_bytes: int, layout: BlockLayout = layout, heads: int = layer["num_kv_heads"]) -> Strip:
-            strip = Strip(layout.block_bytes, row_bytes * page_size)
-            layout.block_bytes += -(-strip.head_stride * heads // ALIGN) * ALIGN
-            return strip
+    start: int
+    bytes: int
 
-        planes = []
-        for dim, dtype in ((layer["head_dim"], layer["k_dtype"]), (layer["v_head_dim"], layer["v_dtype"])):
-            form = FORMATS[dtype]
-            planes.append(Plane(strip(form.row_bytes(dim)), strip(form.bytes(dim) - form.row_bytes(dim))))
-            if layer["v_alias"]:
-                break
-        layout.planes[index] = (planes[0], planes[-1])
-    return layouts
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a cache stores, and where: its layers, and the blocks that hold `page_size` tokens of those of a group."""
+
+    layers: list[CoreLayer]
+    page_size: int
+
+    @cached_property
+    def layouts(self) -> list[BlockLayout]:
+        """The blocks of each layer group."""
+        layouts = [BlockLayout({}, 0) for _ in range(1 + max((layer["group"] for layer in self.layers), default=-1))]
+        for index, layer in enumerate(self.layers):
+            if layer["kv_owner"] is not None:
+                continue
+            layout = layouts[layer["group"]]
+
+            def strip(row_bytes: int, layout: BlockLayout = layout, heads: int = layer["num_kv_heads"]) -> Strip:
+                strip = Strip(layout.block_bytes, row_bytes * self.page_size)
+                layout.block_bytes += -(-strip.head_stride * heads // ALIGN) * ALIGN
+                return strip
+
+            planes = []
+            for dim, dtype in ((layer["head_dim"], layer["k_dtype"]), (layer["v_head_dim"], layer["v_dtype"])):
+                form = FORMATS[dtype]
+                planes.append(Plane(strip(form.row_bytes(dim)), strip(form.bytes(dim) - form.row_bytes(dim))))
+                if layer["v_alias"]:
+                    break
+            layout.planes[index] = (planes[0], planes[-1])
+        return layouts
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """Of each layer, or its owner: everything in a block that belongs to it is one run."""
+        runs = []
+        for layer, owner in zip(self.layers, owners_of(self.layers), strict=True):
+            layout = self.layouts[layer["group"]]
+            starts = sorted(planes[0].rows.offset for planes in layout.planes.values())
+            start = layout.planes[owner][0].rows.offset
+            runs.append(Run(start, [*starts, layout.block_bytes][starts.index(start) + 1] - start))
+        return runs
 
 
 def tier_memory(layouts: list[BlockLayout], device_bytes: int, host_bytes: int) -> list[tuple[int, int]]:

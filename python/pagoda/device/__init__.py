@@ -9,7 +9,7 @@ from pagoda import rates
 from pagoda.device import cuda
 from pagoda.device.engine import DeviceEngine
 from pagoda.errors import InvalidArgument
-from pagoda.geometry import CoreLayer
+from pagoda.geometry import Geometry
 
 __all__ = ["AUTO", "DeviceEngine", "device_index", "engine_for"]
 
@@ -26,7 +26,7 @@ def device_index(device: str) -> int | None:
     return None if name == "cpu" else int(number or 0)
 
 
-def engine_for(device: str, layers: list[CoreLayer], *, threads: int, **options: Any) -> DeviceEngine | None:
+def engine_for(device: str, geometry: Geometry, *, threads: int, **options: Any) -> DeviceEngine | None:
     """The engine for `device`; None for the CPU. threads: of the CPU, for its part in attention over pages of the host tier.
 
     Raises InvalidArgument, and BackendUnavailable for what is not there.
@@ -36,4 +36,4 @@ def engine_for(device: str, layers: list[CoreLayer], *, threads: int, **options:
         return None
     driver = cuda.open_driver(index)
     routes = rates.routes_of(driver.name, threads)
-    return DeviceEngine(driver, layers, routes=routes, isa=os.environ.get("PAGODA_CPU_ISA"), **options)
+    return DeviceEngine(driver, geometry, routes=routes, isa=os.environ.get("PAGODA_CPU_ISA"), **options)

@@ -33,11 +33,11 @@ from pagoda.device.partials import Partials
 from pagoda.device.passage import passage_bytes
 from pagoda.device.plans import Plans
 from pagoda.device.ring import SLOTS, ring_slots
-from pagoda.device.streaming import Streams, Traffic, layer_runs
+from pagoda.device.streaming import Streams, Traffic
 from pagoda.device.tables import Room, StepTables
 from pagoda.disk import DiskArguments
 from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, PagodaError
-from pagoda.geometry import RUN_ROWS, BlockLayout, CoreLayer, owners_of
+from pagoda.geometry import RUN_ROWS, Geometry, owners_of
 from pagoda.rates import Routes
 
 T = TypeVar("T")
@@ -67,10 +67,8 @@ class DeviceEngine:
     def __init__(
         self,
         driver: Driver,
-        layers: list[CoreLayer],
+        geometry: Geometry,
         *,
-        page_size: int,
-        layouts: list[BlockLayout],
         memory: list[tuple[int, int]],
         deterministic: bool,
         checked: bool,
@@ -79,15 +77,14 @@ class DeviceEngine:
         routes: Routes | None = None,
         isa: str | None = None,
     ) -> None:
-        self._driver, self._layers, self._layouts = driver, layers, layouts
-        self._deterministic, self._page_size = deterministic, page_size
+        layers, page_size, layouts = geometry.layers, geometry.page_size, geometry.layouts
+        self._driver, self._layers, self._page_size, self._deterministic = driver, layers, page_size, deterministic
         kernels = [
             LayerKernels(layer, deterministic=deterministic, shared_bytes_max=driver.shared_bytes_max)
             for layer in layers
         ]
-        runs = layer_runs(layers, layouts)
         # Layers of a group are of one shape.
-        widths = {layer["group"]: run.bytes for layer, run in zip(layers, runs, strict=True)}
+        widths = {layer["group"]: run.bytes for layer, run in zip(layers, geometry.runs, strict=True)}
         (device_bytes, extent_bytes), host_tier = memory
         tiers = {"host": host_tier[0] > 0, "disk": disk is not None}
         slots = ring_slots([*widths.values()], page_size, device_bytes, **tiers, deterministic=deterministic)
@@ -131,18 +128,7 @@ class DeviceEngine:
         partials = None
         if routes is not None and not deterministic:
             partials = Partials(driver, self.core, layers, centers.addresses, routes, isa)
-        self._streams = Streams(
-            driver,
-            self.core,
-            layers,
-            layouts,
-            self._memory.host,
-            self._mover,
-            runs,
-            slots.bytes,
-            partials,
-            from_disk=tiers["disk"],
-        )
+        self._streams = Streams(driver, self.core, geometry, self._memory, self._mover, slots.bytes, partials)
         self._arrays = Arrays(driver)
         self._appends = Appends(driver, kernels, centers, misfits)
         self._attends = Attends(

@@ -18,13 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core
-from pagoda.device.driver import Driver, Event, HostArena, Memory, Stream, View
+from pagoda.device.driver import Driver, Event, Memory, Stream, View
+from pagoda.device.memory import CacheMemory
 from pagoda.device.mover import Mover
 from pagoda.device.partials import Asked, Partials
 from pagoda.device.reads import Found, Reads
 from pagoda.device.ring import Ring, Slot
 from pagoda.device.tables import ListTables, StepTables, Work
-from pagoda.geometry import BlockLayout, CoreLayer, owners_of
+from pagoda.geometry import Geometry
 
 
 @dataclass
@@ -38,25 +39,6 @@ class Traffic:
     ring: int = 0
     mapped: int = 0
     memory: int = 0
-
-
-@dataclass(frozen=True)
-class Run:
-    """What is copied of one layer of each block: `bytes` from `start` on."""
-
-    start: int
-    bytes: int
-
-
-def layer_runs(layers: list[CoreLayer], layouts: list[BlockLayout]) -> list[Run]:
-    """Of each layer, or its owner: everything in a block that belongs to it is one run."""
-    runs = []
-    for layer, owner in zip(layers, owners_of(layers), strict=True):
-        layout = layouts[layer["group"]]
-        starts = sorted(planes[0].rows.offset for planes in layout.planes.values())
-        start = layout.planes[owner][0].rows.offset
-        runs.append(Run(start, [*starts, layout.block_bytes][starts.index(start) + 1] - start))
-    return runs
 
 
 @dataclass(frozen=True)
@@ -81,30 +63,26 @@ class GroupPasses:
 
 
 class Streams:
-    """What of a cache is streamed: the ring, and the tables of the open step for it."""
+    """What of a cache is streamed: the ring, and the tables of the open step for it. slot_size: bytes of a slot of that."""
 
     def __init__(
         self,
         driver: Driver,
         core: _core.Cache,
-        layers: list[CoreLayer],
-        layouts: list[BlockLayout],
-        host: HostArena | None,
+        geometry: Geometry,
+        memory: CacheMemory,
         mover: Mover,
-        runs: list[Run],
         slot_size: int,
         partials: Partials | None,
-        *,
-        from_disk: bool,
     ) -> None:
-        self._driver, self._core, self._layers, self._layouts = driver, core, layers, layouts
-        self._host, self._mover, self._runs, self._partials = host, mover, runs, partials
-        widths = [(layer["group"], run.bytes) for layer, run in zip(layers, runs, strict=True)]
-        self._widest = [max(bytes_ for of, bytes_ in widths if of == group) for group in range(len(layouts))]
+        self._driver, self._core, self._host, self._mover, self._partials = driver, core, memory.host, mover, partials
+        self._layers, self._layouts, self._runs = geometry.layers, geometry.layouts, geometry.runs
+        widths = [(layer["group"], run.bytes) for layer, run in zip(self._layers, self._runs, strict=True)]
+        self._widest = [max(bytes_ for of, bytes_ in widths if of == group) for group in range(len(self._layouts))]
         """Bytes of a layer of each group in one block, at most."""
         self._rooms = [slot_size // width for width in self._widest]
         self._copying = driver.stream()
-        self._reads = Reads(core, self._copying) if from_disk else None
+        self._reads = Reads(core, self._copying) if memory.passage else None
         self.ring = Ring(driver, slot_size, self._copying, self._reads, self._bring)
         self._tables: Memory | None = None
         self._room = 0
