@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from pagoda.errors import BackendUnavailable
 from pagoda.formats import FORMATS
@@ -73,6 +74,26 @@ MOVE = Kernel("move.cuh", "pagoda::move")
 READ = Kernel("read.cuh", "pagoda::read")
 
 
+class Operands(NamedTuple):
+    """What attention multiplies: formats of K (or FROM_V) and V (or PART_OF_K), the type of queries, and elements of rows."""
+
+    k: str
+    v: str
+    q: str
+    dim: int
+    v_dim: int
+
+    @property
+    def values(self) -> str:
+        """The format of the rows that V is read from."""
+        return self.k if self.v == PART_OF_K else self.v
+
+    @property
+    def names(self) -> str:
+        """The formats as the device code has them. Raises BackendUnavailable for those that no kernel reads."""
+        return _formats((self.k, self.v, self.q))
+
+
 @dataclass(frozen=True)
 class Attention:
     """An instance of `attend`.
@@ -125,11 +146,11 @@ def attend(k: str, v: str, q: str, dim: int, v_dim: int, group: int, mode: str, 
     Each unit reads its rows of K and V, so as few as possible share a K/V head.
     Raises BackendUnavailable for what no instance can do.
     """
-    names = (k, v, q)
-    _formats(names)
+    given = Operands(k, v, q, dim, v_dim)
+    check_formats(k, v)
     least: Attention | None = None
     for sets in (1 << n for n in range(group.bit_length()) if group % (1 << n) == 0):
-        for stages in _instances(names, dim, v_dim, mode, sets):
+        for stages in _instances(given, mode, sets):
             if group <= sets * stages[0].rows:
                 fitting = [one for one in stages if one.shared_bytes <= shared_max]
                 if fitting:
@@ -143,41 +164,38 @@ def attend(k: str, v: str, q: str, dim: int, v_dim: int, group: int, mode: str, 
     )
 
 
-def _instances(names: tuple[str, str, str], dim: int, v_dim: int, mode: str, sets: int) -> Iterator[list[Attention]]:
+def _instances(given: Operands, mode: str, sets: int) -> Iterator[list[Attention]]:
     """Instances by preference, each with more or fewer stages."""
-    if "f32" in names[:2]:
-        yield from ([_cores(names, dim, v_dim, rows, sets)] for rows in (16, 64))
+    if "f32" in (given.k, given.v):
+        yield from ([_cores(given, rows, sets)] for rows in (16, 64))
         return
     stages = range(STAGES_MAX, 1, -1)
     # What is made of a stage is made for all query rows at once.
-    for queries in () if names[0] == FROM_V else _few_queries(names, dim, v_dim, mode):
-        yield [_few(names, dim, v_dim, queries, count, sets) for count in stages]
-    for cut in _cuts(names, v_dim, mode):
-        yield [_many(names, dim, v_dim, *cut, count, sets) for count in stages]
+    for queries in () if given.k == FROM_V else _few_queries(given, mode):
+        yield [_tensor(_few(given, queries), given, count, sets) for count in stages]
+    for cut in _cuts(given, mode):
+        yield [_tensor(_many(given, *cut), given, count, sets) for count in stages]
 
 
-def _few_queries(names: tuple[str, str, str], dim: int, v_dim: int, mode: str) -> Iterator[int]:
+def _few_queries(given: Operands, mode: str) -> Iterator[int]:
     """Blocks of 8 queries that the engine for few queries may have: a warp has all values of them in registers."""
-    k, v, q = names
-    name = k if v == PART_OF_K else v
-    stored = FORMATS[name]
+    name, stored = given.values, FORMATS[given.values]
     if not stored.quantised:
         one, two = 256, 256
-    elif (q, "bf16") in SPLITS:
+    elif (given.q, "bf16") in SPLITS:
         # Weights of several parts, of which nvfp4 makes anew for every 16 columns.
         one, two = (0, 0) if name == "nvfp4" else (128, 128)
     else:
-        one, two = 512 if FORMATS[k].bits == stored.bits == 8 else 256, 64 if v == PART_OF_K else 128
-    if mode == "decode" and max(dim, v_dim) <= one:
+        one, two = 512 if FORMATS[given.k].bits == stored.bits == 8 else 256, 64 if given.v == PART_OF_K else 128
+    if mode == "decode" and max(given.dim, given.v_dim) <= one:
         yield 1
-    if mode in ("decode", "verify") and v_dim <= two:
+    if mode in ("decode", "verify") and given.v_dim <= two:
         yield 2
 
 
-def _cuts(names: tuple[str, str, str], v_dim: int, mode: str) -> list[tuple[int, int, int]]:
+def _cuts(given: Operands, mode: str) -> list[tuple[int, int, int]]:
     """(warps, columns, stack) of the engine for many queries: the best, then what needs less or takes more heads."""
-    k, v, q = names
-    name = k if v == PART_OF_K else v
+    name, q, v_dim = given.values, given.q, given.v_dim
     columns = 4 if v_dim > 256 else 2 if v_dim > 128 else 1
     while v_dim % (FORMATS[name].unit * columns):
         columns //= 2
@@ -192,35 +210,6 @@ def _cuts(names: tuple[str, str, str], v_dim: int, mode: str) -> list[tuple[int,
         return [*stacked, *by_rows, *wide]
     alone = [(columns, columns, 1)] if mode == "decode-deterministic" and v_dim <= 256 else []
     return [*alone, *by_rows, *stacked, *wide]
-
-
-def _many(
-    names: tuple[str, str, str], dim: int, v_dim: int, warps: int, columns: int, stack: int, stages: int, sets: int
-) -> Attention:
-    """`ManyShape` of many_queries.cuh."""
-    k, v, q = names
-    rows, stage_rows = 16 * stack * warps // columns, 16 if dim + v_dim > 512 else 32
-    keys = _stride(dim) * (2 if q == "f32" else 1) if k == FROM_V else _decoded(k, dim)
-    decoded = stage_rows * (keys + _decoded(k if v == PART_OF_K else v, v_dim))
-    most = max(1, WARPS_WANTED // warps)
-    engine = _Engine("Many", f"{warps}, {columns}, {stack}", rows, warps, 1, stage_rows, most, decoded)
-    return _tensor(engine, names, dim, v_dim, stages, sets)
-
-
-def _few(names: tuple[str, str, str], dim: int, v_dim: int, queries: int, stages: int, sets: int) -> Attention:
-    """`FewShape` of few_queries.cuh."""
-    k, v, q = names
-    row_bytes = FORMATS[k].row_bytes(dim) + (0 if v == PART_OF_K else FORMATS[v].row_bytes(v_dim))
-    stage_rows = 32 if row_bytes <= 320 and v_dim <= 128 and q != "f32" else 16
-    most = 3 if queries == 1 and q != "f32" and 128 % dim == 128 % v_dim == 0 else 2
-    return _tensor(
-        _Engine("Few", f"{queries}", FEW_ROWS * queries, TEAMS, TEAMS, stage_rows, most),
-        names,
-        dim,
-        v_dim,
-        stages,
-        sets,
-    )
 
 
 @dataclass(frozen=True)
@@ -238,9 +227,28 @@ class _Engine:
     decoded: int = 0
 
 
-def _tensor(engine: _Engine, names: tuple[str, str, str], dim: int, v_dim: int, stages: int, sets: int) -> Attention:
+def _many(given: Operands, warps: int, columns: int, stack: int) -> _Engine:
+    """`ManyShape` of many_queries.cuh."""
+    rows, stage_rows = 16 * stack * warps // columns, 16 if given.dim + given.v_dim > 512 else 32
+    from_v = _stride(given.dim) * (2 if given.q == "f32" else 1)
+    keys = from_v if given.k == FROM_V else _decoded(given.k, given.dim)
+    decoded = stage_rows * (keys + _decoded(given.values, given.v_dim))
+    most = max(1, WARPS_WANTED // warps)
+    return _Engine("Many", f"{warps}, {columns}, {stack}", rows, warps, 1, stage_rows, most, decoded)
+
+
+def _few(given: Operands, queries: int) -> _Engine:
+    """`FewShape` of few_queries.cuh."""
+    k, v, q, dim, v_dim = given
+    row_bytes = FORMATS[k].row_bytes(dim) + (0 if v == PART_OF_K else FORMATS[v].row_bytes(v_dim))
+    stage_rows = 32 if row_bytes <= 320 and v_dim <= 128 and q != "f32" else 16
+    most = 3 if queries == 1 and q != "f32" and 128 % dim == 128 % v_dim == 0 else 2
+    return _Engine("Few", f"{queries}", FEW_ROWS * queries, TEAMS, TEAMS, stage_rows, most)
+
+
+def _tensor(engine: _Engine, given: Operands, stages: int, sets: int) -> Attention:
     """`TensorShape` of tensor_cores.cuh."""
-    k, v, q = names
+    k, v, q, dim, v_dim = given
     rows = engine.rows
     keys = CODES if k in QUANTISED or k == FROM_V else k
     q_bytes = SPLITS.get((q, keys), 1) * rows * _stride(dim) + rows * 4
@@ -250,7 +258,7 @@ def _tensor(engine: _Engine, names: tuple[str, str, str], dim: int, v_dim: int, 
     row_bytes += 0 if v == PART_OF_K else _stored(v, v_dim, v_dim)
     ring = engine.teams * stages * (engine.stage_rows * row_bytes + 32) + 16
     exchange = engine.teams * rows * (v_dim + 4 + 2) * 4
-    shape = f"pagoda::{engine.name}Shape<{_formats(names)}, {dim}, {v_dim}, {engine.cut}, {stages}>"
+    shape = f"pagoda::{engine.name}Shape<{given.names}, {dim}, {v_dim}, {engine.cut}, {stages}>"
     kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::{engine.name}Queries<{shape}>>")
     shared_bytes = q_bytes + max(ring + engine.decoded, exchange) + KEPT_BYTES
     return Attention(kernel, sets, rows, 32 * engine.warps, shared_bytes, v_dim, engine.most)
@@ -281,13 +289,14 @@ def _decoded(name: str, dim: int) -> int:
     return _stride(dim) + 4 * scales
 
 
-def _cores(names: tuple[str, str, str], dim: int, v_dim: int, rows: int, sets: int) -> Attention:
+def _cores(given: Operands, rows: int, sets: int) -> Attention:
     """`CoreShape` of cuda_cores.cuh."""
+    dim, v_dim = given.dim, given.v_dim
     keys = 16 if dim + v_dim > 512 else 32
-    v_floats = 0 if names[1] == PART_OF_K else keys * v_dim
+    v_floats = 0 if given.v == PART_OF_K else keys * v_dim
     ring = max(keys * (dim + 4) + v_floats, rows * (v_dim + 4 + 2))
     shared = 4 * (rows * dim + rows * keys + 3 * rows + ring) + KEPT_BYTES
-    shape = f"pagoda::CoreShape<{_formats(names)}, {dim}, {v_dim}, {rows}>"
+    shape = f"pagoda::CoreShape<{given.names}, {dim}, {v_dim}, {rows}>"
     kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::CudaCores<{shape}>>")
     return Attention(kernel, sets, rows, 128, shared, v_dim, 2)
 
