@@ -4,6 +4,9 @@ use crate::ids::{BlockId, BlockRef, Tier};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
+/// Rows of a page.
+const PAGE: usize = 16;
+
 /// Spans one after the other, each from its own page on.
 fn spans() -> impl Strategy<Value = Vec<SpanView>> {
     let parts = proptest::collection::vec((0u32..200, 1u32..9000), 1..5);
@@ -13,7 +16,7 @@ fn spans() -> impl Strategy<Value = Vec<SpanView>> {
             let sight = if index < sinks { Sight::Always } else { Sight::Window };
             let position = skip.into();
             let view = SpanView { first_page, skip, count, position, offset: 0, sight };
-            first_page += (skip + count).div_ceil(16);
+            first_page += (skip + count).div_ceil(PAGE as u32);
             view
         };
         parts.into_iter().enumerate().map(span).collect()
@@ -87,7 +90,6 @@ proptest! {
         in_place in prop_oneof![Just(0.0), 0.0..1.0, Just(1.0)],
         divisible: [bool; 2],
     ) {
-        const PAGE: usize = 16;
         let stretch = if by_runs { RUN_ROWS } else { TILE };
         let capacity = stretch / PAGE + room;
         let length: u32 = spans.iter().map(|span| span.count).sum();
@@ -111,30 +113,8 @@ proptest! {
             let ahead = passes.tokens(pass, 0).end >= passes.tokens(pass, 1).end;
             prop_assert!(ahead || low(0) != low(1) || begins != [0, 0], "who comes first is never behind");
         }
-        let pages = |i: usize, low: usize, end: u32| {
-            let seen = pieces(&spans, low..end as usize);
-            let entries: Vec<_> = seen
-                .flat_map(|piece| piece.rows.clone().map(move |row| piece.span.first_page as usize + row / PAGE))
-                .collect();
-            let on_host = entries.iter().filter(|&&entry| rows[i][entry].tier() == Tier::Host).count();
-            (entries.len(), on_host)
-        };
-        for i in [0, 1] {
-            let (all, on_host) = pages(i, low(i) as usize, begins[i]);
-            prop_assert!(begins[i] == 0 || divisible[i] && elsewhere > 0.0);
-            prop_assert!(all == on_host && begins[i] <= length - new[i], "what is computed elsewhere is there");
-        }
-        if elsewhere == 1.0 {
-            for i in (0..2).filter(|&i| divisible[i]) {
-                // Nothing that could be is left.
-                let (_, next) = stretches(&spans, low(i) as usize, PAGE, stretch)
-                    .find(|(_, end)| *end > begins[i])
-                    .expect("what has queries");
-                let (all, on_host) = pages(i, low(i) as usize, next);
-                let mut behind = stretches(&spans, low(i) as usize, PAGE, stretch).filter(|(_, end)| *end > length - new[i]);
-                let late = behind.any(|(mut entries, _)| entries.any(|entry| rows[i][entry].tier() == Tier::Disk));
-                prop_assert!(next > length - new[i] || all > on_host || late);
-            }
+        for (one, begin) in scanned.iter().zip(begins) {
+            check_begin(one, stretch, elsewhere, begin)?;
         }
         for blocks in &passes.blocks {
             let ascending = blocks.is_sorted_by(|a, b| (a.tier(), a.block()) < (b.tier(), b.block()));
@@ -176,18 +156,12 @@ proptest! {
                     let first = piece.span.first_page as usize;
                     work += if by_runs { piece.runs().len() } else { piece.tiles.len() };
                     seen.extend(piece.rows.clone().map(|row| (first, row)));
-                    for row in piece.rows.step_by(4) {
-                        let entry = first + row / PAGE;
-                        let at = rows[block.sequence as usize][entry];
-                        if at.tier() != Tier::Device {
-                            let one = (block.sequence as u32, entry as u32);
-                            let mut entries = passes.entries.iter().filter(|entry| (entry.0, entry.1) == one);
-                            let place = passes.blocks[pass].iter().position(|block| *block == at);
-                            let brought = entries.any(|entry| place == Some(entry.2 as usize));
-                            prop_assert!(brought || at.tier() == Tier::Host, "what is on disk cannot be read there");
-                            if !brought {
-                                unbrought.insert(one);
-                            }
+                    let row = &rows[block.sequence as usize];
+                    for entry in piece.rows.step_by(4).map(|row| first + row / PAGE) {
+                        let one = (block.sequence as u32, entry as u32);
+                        if row[entry].tier() != Tier::Device && !is_brought(&passes, pass, one, row[entry]) {
+                            prop_assert_eq!(row[entry].tier(), Tier::Host, "what is on disk cannot be read there");
+                            unbrought.insert(one);
                         }
                     }
                 }
@@ -213,6 +187,38 @@ proptest! {
         prop_assert!(shares.in_place < 1.0 || passes.entries.is_empty() || on_disk);
         prop_assert!(shares.in_place > 0.0 || begins != [0, 0] || in_place == 0);
     }
+}
+
+/// What is computed elsewhere of a sequence, before `begin`, is there; and nothing that could be is left where all may be.
+fn check_begin(
+    one: &Scanned<'_>,
+    stretch: usize,
+    elsewhere: f64,
+    begin: u32,
+) -> std::result::Result<(), TestCaseError> {
+    let &Scanned { spans, row, low, queries, divisible } = one;
+    let is_there = |end: u32| {
+        let mut seen = pieces(spans, low as usize..end as usize)
+            .flat_map(|piece| piece.rows.clone().map(move |row| piece.span.first_page as usize + row / PAGE));
+        seen.all(|entry| row[entry].tier() == Tier::Host)
+    };
+    prop_assert!(begin == 0 || divisible && elsewhere > 0.0);
+    prop_assert!(is_there(begin) && begin <= queries, "what is computed elsewhere is there");
+    if elsewhere == 1.0 && divisible {
+        let all = || stretches(spans, low as usize, PAGE, stretch);
+        let (_, next) = all().find(|(_, end)| *end > begin).expect("what has queries");
+        let mut behind = all().filter(|(_, end)| *end > queries);
+        let late = behind.any(|(mut entries, _)| entries.any(|entry| row[entry].tier() == Tier::Disk));
+        prop_assert!(next > queries || !is_there(next) || late);
+    }
+    Ok(())
+}
+
+/// Whether a pass brings an entry of a sequence, which is read from `at`.
+fn is_brought(passes: &Passes, pass: usize, one: (u32, u32), at: BlockRef) -> bool {
+    let mut entries = passes.entries.iter().filter(|entry| (entry.0, entry.1) == one);
+    let place = passes.blocks[pass].iter().position(|block| *block == at);
+    entries.any(|entry| place == Some(entry.2 as usize))
 }
 
 /// Contexts that are as long as may be, and work beyond what 32 bits count.
