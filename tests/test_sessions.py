@@ -410,10 +410,12 @@ def used(cache: pagoda.Cache) -> list[int]:
     return [counts.used for tier in (cache.stats().device, cache.stats().disk) for counts in tier]
 
 
-def awaited(cache: pagoda.Cache, blocks: list[int]) -> None:
-    """Waits until so many blocks are used on the device and on disk: what was given up ends some time."""
+def awaited(cache: pagoda.Cache, blocks: list[int], sequence: pagoda.Sequence) -> None:
+    """Waits until so many blocks are used on the device and on disk: what was given up ends some time, and pages of the
+    sequence that made room for it come back with a step."""
     deadline = time.monotonic() + 60
     while used(cache) != blocks:
+        mean(sequence)
         assert time.monotonic() < deadline, f"{used(cache)} are used, not {blocks}"
         time.sleep(0.01)
     cache.audit()
@@ -484,7 +486,7 @@ def test_ctrl_c_while_a_session_is_saved_or_loaded(tmp_path: Path) -> None:
                 # A step releases what was loaded and is held by nobody.
                 assert mean(sequence) == pytest.approx(2348 / 2349)
         assert came == 29
-        awaited(cache, kept)
+        awaited(cache, kept, sequence)
         found = answered(lambda: cache.load("it"))
         assert mean(found) == pytest.approx(2348 / 2349)
         # A handler that asks the very cache gets an answer, or an error, and waits for nobody.
