@@ -70,6 +70,7 @@ impl StepState {
         for group in 0..groups as u8 {
             for index in 0..core.step_batch().len() {
                 let start = self.spans.len();
+                // Not `extend`, which asks a chain of iterators one by one.
                 core.step_spans(index, GroupId(group)).for_each(|span| self.spans.push(span));
                 self.ranges.push(start..self.spans.len());
             }
