@@ -286,6 +286,14 @@ def test_nothing_is_left_where_pages_pass_between_disk_and_device(
         cache.audit()
 
 
+def ring_of(cache: pagoda.Cache) -> tuple[int, int]:
+    """Address and bytes of the ring in a device's memory."""
+    assert cache._device is not None
+    slots = cache._device._streams.ring
+    assert slots._memory is not None
+    return slots._memory.address, len(slots) * slots.slot_bytes
+
+
 def closed(world: World) -> None:
     attended(world)
     world.cache.close()
@@ -303,10 +311,7 @@ def test_nothing_is_left_where_pages_pass_on_a_device(
     monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
     monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
     world = World(zero_on_free, tmp_path / "pages", spill=False, device="cuda")
-    assert world.cache._device is not None
-    slots = world.cache._device._streams.ring
-    assert slots._memory is not None
-    address, size = slots._memory.address, len(slots) * slots.slot_bytes
+    address, size = ring_of(world.cache)
     with world.cache as cache:
         world.move(world.other, tier)
         world.move(world.secret, tier)
@@ -334,10 +339,7 @@ def test_ctrl_c_while_blocks_are_zeroed_leaves_nothing_of_them(
     monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
     world = World(True, tmp_path / "pages", spill=False, device="cuda")
     with world.cache as cache:
-        assert cache._device is not None
-        slots = cache._device._streams.ring
-        assert slots._memory is not None
-        address, size = slots._memory.address, len(slots) * slots.slot_bytes
+        address, size = ring_of(cache)
         for after in count(0, 3 if tier == "device" else 13):
             if tier != "device":
                 world.move(world.secret, tier)
