@@ -34,10 +34,11 @@ impl Random {
     pub fn pick<T: Copy>(&mut self, of: &[T]) -> T {
         of[self.below(of.len())]
     }
-    /// Roughly normal.
+    /// Roughly normal, and of so few bits that sums of a row are exact in f32: whatever is rotated there and in f64 is rounded to
+    /// the same codes.
     pub fn float(&mut self) -> f32 {
         let sum: f64 = (0..4).map(|_| (self.next() >> 11) as f64 / (1u64 << 53) as f64 - 0.5).sum();
-        (sum * 1.7) as f32
+        (sum * 1.7 * 1024.0).round() as f32 / 1024.0
     }
     pub fn floats(&mut self, n: usize) -> Vec<f32> {
         (0..n).map(|_| self.float()).collect()
@@ -232,7 +233,10 @@ impl World {
             row.push(BlockRef::new(Tier::Disk, BlockId::new(1 << 29)));
         }
         let LayerGeometry { num_kv_heads, head_dim, v_head_dim, v_format, .. } = self.layer.geometry;
-        let keys = random.floats(len * (num_kv_heads * head_dim) as usize);
+        let mut keys = random.floats(len * (num_kv_heads * head_dim) as usize);
+        // Keys lie about their centre, as a mean is.
+        let center = &self.layer.transform.center;
+        keys.iter_mut().zip(center.iter().cycle()).for_each(|(x, c)| *x += c);
         let values = match v_format {
             Some(_) => random.floats(len * (num_kv_heads * v_head_dim) as usize),
             None => keys
@@ -587,7 +591,8 @@ fn turn(x: &[f32], back: bool) -> Vec<f32> {
             f64::from(x[j]) * if back { 1.0 } else { sign(j) } * if parity == 0 { 1.0 } else { -1.0 }
         };
         let sum: f64 = (first..first + size).map(entry).sum();
-        out.push((sum / (size as f64).sqrt() * if back { sign(i) } else { 1.0 }) as f32);
+        let scale = f64::from(1.0 / (size as f32).sqrt());
+        out.push((sum * scale * if back { sign(i) } else { 1.0 }) as f32);
     }
     out
 }
