@@ -1,6 +1,6 @@
 # One verb a chore. Every target installs what it needs into .venv; nothing else is touched.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-device test-long loom sim check format kernels bench bench-gpu clean
+.PHONY: help setup demo test test-rust test-python test-device test-long test-memory loom sim check format kernels bench bench-gpu clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -61,6 +61,10 @@ test-device: setup  ## the tests of the API once more, on a GPU or one that is e
 
 test-long: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -q -m long
+
+test-memory: setup  ## every kernel in the emulator, under AddressSanitizer: no byte outside of an array is read
+	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+		$(BIN)/python -m pytest -q --capture=sys -k "not broken" tests/test_device_kernels.py
 
 loom:  ## every interleaving of a copying thread with the core
 	RUSTFLAGS="--cfg loom" cargo test -q -p pagoda-core --test loom --target-dir target/loom

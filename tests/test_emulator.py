@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import emulator
@@ -169,6 +173,17 @@ __global__ void crooked_row(Arguments args) {
     load_matrix(r, shared_memory() + args.n);
 }
 
+__global__ void crooked_load(Arguments args) {
+    const uint8* from = static_cast<const uint8*>(args.a) + args.n;
+    static_cast<float4*>(args.out)[threadIdx.x] = *reinterpret_cast<const float4*>(from);
+}
+
+__global__ void far_shift(Arguments args) { *static_cast<uint32*>(args.out) = 1u << args.n; }
+
+__global__ void large_cast(Arguments args) {
+    *static_cast<int*>(args.out) = static_cast<int>(static_cast<float>(args.n) * 1e9f);
+}
+
 __global__ void halves(Arguments args) {
     const unsigned mask = lane() < 16 ? 0xffffu : 0xffff0000u;
     int value = lane();
@@ -252,7 +267,7 @@ KERNELS |= {f"product{kind}": f"product<{kind}, false>" for kind in HALVES}
 KERNELS |= {f"turned{kind}": f"product<{kind}, true>" for kind in HALVES}
 PLAIN = ["ballots", "uneven", "order", "late_copies", "crooked_copy", "crooked_row", "different_collectives"]
 PLAIN += ["different_masks", "not_in_its_mask", "lanes_missing", "a_warp_waits_for_the_block", "poison"]
-PLAIN += ["halves", "ahead", "past_shared", "past_array", "widen", "narrow"]
+PLAIN += ["halves", "ahead", "past_shared", "past_array", "widen", "narrow", "crooked_load", "far_shift", "large_cast"]
 KERNELS |= {name: name for name in PLAIN}
 
 
@@ -442,24 +457,27 @@ def test_rows_outside_shared_memory(name: str, at: int, library: emulator.Librar
 
 
 FAILURES = {
-    "late_copies": "did not wait for",
-    "different_collectives": r"_sync meets __.*_sync of lane",
-    "different_masks": "__syncwarp meets __syncwarp of lane",
-    "not_in_its_mask": "not in its own mask",
-    "lanes_missing": "16 threads wait at .*; in warp 0 lanes 0000ffff at __syncwarp for lanes ffff0000",
-    "crooked_copy": "not aligned",
-    "crooked_row": "not aligned",
-    "past_shared": "past its shared memory",
+    "late_copies": (0, "did not wait for"),
+    "different_collectives": (0, r"_sync meets __.*_sync of lane"),
+    "different_masks": (0, "__syncwarp meets __syncwarp of lane"),
+    "not_in_its_mask": (0, "not in its own mask"),
+    "lanes_missing": (0, "16 threads wait at .*; in warp 0 lanes 0000ffff at __syncwarp for lanes ffff0000"),
+    "crooked_copy": (8, "not aligned"),
+    "crooked_row": (8, "not aligned"),
+    "crooked_load": (8, r"stdin.*:\d+: an address is not aligned"),
+    "far_shift": (32, r"stdin.*:\d+: a shift is too far"),
+    "large_cast": (3, r"stdin.*:\d+: a number becomes an integer that it does not fit"),
+    "past_shared": (512, "past its shared memory"),
 }
 
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_what_a_kernel_does_wrong_is_said(name: str, library: emulator.Library) -> None:
-    n = {"crooked_copy": 8, "crooked_row": 8, "past_shared": 512}.get(name, 0)
-    a = Guarded(64, np.uint8)
+    n, message = FAILURES[name]
+    a, out = Guarded(64, np.uint8), Guarded(512, np.uint8)
     for seed in SEEDS:
-        with pytest.raises(EmulatorError, match=FAILURES[name]) as error:
-            library.launch(name, 3, 32, arguments(a=a, n=n), shared_bytes=512, seed=seed)
+        with pytest.raises(EmulatorError, match=message) as error:
+            library.launch(name, 3, 32, arguments(a=a, out=out, n=n), shared_bytes=512, seed=seed)
         assert "block" in str(error.value)
 
 
@@ -492,6 +510,27 @@ def test_canaries(at: int, library: emulator.Library) -> None:
     library.launch("past_array", 1, 32, arguments(out=out, n=at))
     with pytest.raises(EmulatorError, match=f"wrote {at} bytes"):
         out.check()
+
+
+READS = """
+import sys, test_emulator as tests
+library = tests.emulator.compile(tests.SOURCE, {"crooked_load": "crooked_load"})
+a, out = (tests.Guarded(64, "u1") for _ in range(2))
+library.launch("crooked_load", 1, 1, tests.arguments(a=a, out=out, n=int(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize(("at", "outside"), [(0, False), (48, False), (-16, True), (64, True)])
+def test_address_sanitizer_finds_reads_outside_of_arrays(at: int, outside: bool) -> None:
+    emulator.require()
+    found = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    if not Path(found.stdout.strip()).is_absolute():
+        pytest.skip("g++ came without libasan.so")
+    environment = os.environ | {"LD_PRELOAD": found.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0"}
+    run = [sys.executable, "-c", READS, str(at)]
+    done = subprocess.run(run, capture_output=True, text=True, check=False, env=environment, cwd=Path(__file__).parent)
+    assert bool(done.returncode) == outside, done.stderr
+    assert ("AddressSanitizer: use-after-poison" in done.stderr) == outside, done.stderr
 
 
 def test_arguments_of_another_size(library: emulator.Library) -> None:

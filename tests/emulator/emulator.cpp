@@ -143,6 +143,29 @@ const Offer* meet(const char* name, unsigned mask, const void* data, size_t byte
     return meeting->offers;
 }
 
+namespace {
+
+/// What the compiler says of a place in the sources, before whatever else it says of it.
+struct Place {
+    const char* file;
+    uint32_t line, column;
+};
+
+/// Fails for what a GPU does otherwise than x86.
+[[noreturn]] void fail_at(const Place* place, const char* what) {
+    fail(std::string(place->file) + ":" + std::to_string(place->line) + ": " + what);
+}
+
+}  // namespace
+
+// What code calls that is compiled with -fsanitize. A GPU faults where an address is not aligned, takes shifts by 32 and more
+// for shifts by 32, and makes of a number that is too large the largest integer.
+extern "C" void __ubsan_handle_type_mismatch_v1(const Place* place, const void*) { fail_at(place, "an address is not aligned"); }
+extern "C" void __ubsan_handle_shift_out_of_bounds(const Place* place, const void*, const void*) { fail_at(place, "a shift is too far"); }
+extern "C" void __ubsan_handle_float_cast_overflow(const Place* place, const void*) {
+    fail_at(place, "a number becomes an integer that it does not fit");
+}
+
 void check_row(const char* name, const void* row, size_t bytes) {
     const auto at = reinterpret_cast<uintptr_t>(row), start = reinterpret_cast<uintptr_t>(block->shared);
     if (at % bytes) fail(std::string(name) + ": not aligned to " + std::to_string(bytes) + " bytes");
