@@ -238,6 +238,8 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
                         multiply_add(part[j / Shape::Q_SPLITS], a, b[0], b[1], KElement());
                     }
                     if ((step + 1) * STEP % BLOCK != 0) continue;
+                    // Or queries of all blocks would be loaded at once, into registers that there are not.
+                    if constexpr (!Shape::Q_IN_REGISTERS) __syncwarp();
                     const int block = step * STEP / BLOCK;
                     const float scale[2] = {low.next(scales, block), high.next(scales + 8 * K::scale_bytes(D), block)};
 #pragma unroll
