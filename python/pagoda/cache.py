@@ -27,6 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core, placement
+    SEQUENCES_MAX,
+    TOKENS_MAX,
 from pagoda.checks import (
     check_choice,
     check_flag,
@@ -40,7 +42,6 @@ from pagoda.checks import (
 )
 from pagoda.device import engine_for
 from pagoda.device.driver import Stream
-from pagoda.device.engine import SEQUENCES_MAX, TOKENS_MAX
 from pagoda.disk import DISK_TIMEOUT, disk_arguments
 from pagoda.engine import Engine
 from pagoda.errors import BackendUnavailable, CorruptPage, InvalidArgument, OutOfBlocks, TierIOError

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from pagoda import _core
-from pagoda.checks import check_flag, check_integer
+from pagoda.checks import TOKENS_MAX, check_flag, check_integer
 from pagoda.device.passage import passage_bytes, stored_bytes
 from pagoda.device.ring import SLOTS, ring_slots
 from pagoda.errors import InvalidArgument
@@ -14,9 +14,6 @@ from pagoda.formats import row_format
 from pagoda.geometry import RUN_ROWS, group_layers
 from pagoda.retention import Keeps, SinkWindow, keeps_by_layer
 from pagoda.spec import AttentionLayer, ModelSpec, check_spec
-
-TOKENS_MAX = (1 << 31) - 1
-"""The longest sequence: `limits::TOKENS_PER_SEQUENCE_MAX` of the core."""
 
 BYTES_MAX = (1 << 63) - 1
 

@@ -10,13 +10,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pagoda.checks import check_page_size
+from pagoda.checks import TOKENS_MAX, check_page_size
 from pagoda.cli.console import results
 from pagoda.cli.options import Commands, load_spec
 from pagoda.errors import InvalidArgument
 from pagoda.formats import FORMATS
 from pagoda.kernels.instances import check_formats
-from pagoda.planner import TOKENS_MAX, Planner
+from pagoda.planner import Planner
 from pagoda.sizes import format_size, format_tokens, parse_size, parse_tokens
 
 CARDS = ("8GiB", "12GiB", "16GiB", "24GiB")

@@ -48,9 +48,6 @@ FOREVER = 1e6
 POLL_SECONDS = 2e-4
 """Sleep between two looks at an event, where a wait has an end."""
 
-SEQUENCES_MAX, TOKENS_MAX = 1 << 24, (1 << 31) - 1
-"""Of a step that is declared, as pagoda-core and integers of kernels have them."""
-
 SPANS_DECLARED = 8
 """Spans of a sequence that there is room for once maxima are declared: `drop` leaves one more each time, sinks are one."""
 

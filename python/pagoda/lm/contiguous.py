@@ -8,14 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.checks import check_list, integers
+from pagoda.checks import TOKENS_MAX, check_list, integers
 from pagoda.errors import InvalidArgument
 from pagoda.formats import decode, encode, formats_by_layer
 from pagoda.spec import ModelSpec, check_spec
 
 Float32 = npt.NDArray[np.float32]
-
-TOKENS_MAX = (1 << 31) - 1
 
 SCORES_BYTES = 8 << 20
 """Queries are taken in pieces whose scores fit into this."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.checks import check_integer, integers
+from pagoda.checks import TOKENS_MAX, check_integer, integers
 from pagoda.errors import InvalidArgument
 from pagoda.lm.arrays import to_host
 from pagoda.lm.model import LanguageModel
@@ -17,8 +17,6 @@ from pagoda.lm.sampling import Sampler
 
 CHUNK = 512
 """Tokens a step reads."""
-
-TOKENS_MAX = (1 << 31) - 1
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from pagoda import build_info
 from pagoda.cache import Cache, Sequence
-from pagoda.checks import check_threads
+from pagoda.checks import TOKENS_MAX, check_threads
 from pagoda.cli.console import results
 from pagoda.cli.options import Commands, format_pair, load_spec
 from pagoda.errors import InvalidArgument
@@ -28,7 +28,7 @@ from pagoda.lm import LanguageModel
 from pagoda.measuring import machine
 from pagoda.measuring.filling import CHUNK, fill, rows_of
 from pagoda.models import SHIPPED_MODEL
-from pagoda.planner import TOKENS_MAX, Planner
+from pagoda.planner import Planner
 from pagoda.sizes import format_size, parse_size, parse_tokens
 from pagoda.spec import AttentionLayer, ModelSpec
 

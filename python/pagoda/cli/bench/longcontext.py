@@ -17,7 +17,7 @@ from rich.table import Table
 
 from pagoda import build_info
 from pagoda.cache import Cache
-from pagoda.checks import check_threads
+from pagoda.checks import TOKENS_MAX, check_threads
 from pagoda.cli.console import results
 from pagoda.cli.options import Commands, format_pair
 from pagoda.cli.plan import describe
@@ -28,7 +28,7 @@ from pagoda.measuring import machine
 from pagoda.measuring.backends import Backend, CpuBackend, GpuBackend
 from pagoda.measuring.calibration import ceilings
 from pagoda.measuring.filling import CHUNK, fill, rows_of
-from pagoda.planner import TOKENS_MAX, Planner
+from pagoda.planner import Planner
 from pagoda.sizes import format_size, format_tokens, parse_size, parse_tokens
 from pagoda.spec import AttentionLayer, ModelSpec
 from pagoda.stats import TIERS
