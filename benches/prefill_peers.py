@@ -29,6 +29,7 @@ CONTEXT, NEW = 32768, 2048
 
 
 def paged(dtype: str, threads: int, q: Array, k: Array, v: Array) -> Callable[[], Array]:
+    pagoda.formats.check_not_forced()
     spec = pagoda.ModelSpec([pagoda.AttentionLayer(Q_HEADS, KV_HEADS, DIM)])
     cache = pagoda.Cache(spec, k_dtype=dtype, v_dtype=dtype, device_memory="1GiB", host_memory=0, threads=threads)
     sequence = cache.create()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -16,6 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mirror import INTEGER_ISAS, Mirror, layer
 from pagoda import formats
+from pagoda.cli import main
+from pagoda.cli.bench import depth, longcontext, quality
+from pagoda.measuring import calibration
 
 Rows = npt.NDArray[np.float32]
 
@@ -235,6 +239,34 @@ def test_formats_by_layer() -> None:
     """Layers of other formats are other groups, in one budget."""
     layer = pagoda.AttentionLayer(num_q_heads=2, num_kv_heads=1, head_dim=32)
     rng = np.random.default_rng(1)
+@pytest.mark.usefixtures("names_the_cpu")
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bench quality --formats f16",
+        "bench depth --formats f16",
+        "bench longcontext --format f16",
+        "doctor --calibrate",
+    ],
+)
+def test_what_measures_formats_by_name_measures_no_others(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PAGODA_KV_DTYPE", "q4_0")
+    for module, name in (
+        (quality, "measure"),
+        (depth, "timed"),
+        (longcontext, "ceilings"),
+        (calibration, "_read_disk"),
+    ):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("something is measured"))
+    place = [] if "quality" in command or "depth" in command else ["--disk", str(tmp_path)]
+    assert main([*command.split(), *place]) == 2
+    assert (
+        capsys.readouterr().err == "pagoda: PAGODA_KV_DTYPE = 'q4_0': unset, for what measures formats that it names\n"
+    )
+
+
     q, k, v = (rng.standard_normal((100, heads, 32), np.float32) for heads in (2, 1, 1))
     names = ["q8_0", "f32", "q8_0"]
     with pagoda.Cache(

@@ -23,7 +23,10 @@ import pagoda
 import torch
 from pagoda.device.cuda import open_driver
 from pagoda.device.driver import Stream
+from pagoda.formats import check_not_forced
 from pagoda.measuring.gpu import Reader
+
+check_not_forced()
 
 STREAM = torch.cuda.Stream()
 """Of everything that is timed."""

@@ -9,6 +9,7 @@ from case import Attention, Case, Data
 def prepare(case: Case, data: Data) -> Attention:
     import pagoda
 
+    pagoda.formats.check_not_forced()
     layer = pagoda.AttentionLayer(case.q_heads, case.kv_heads, case.dim)
     layer_bytes = case.context * layer.bytes_per_token(case.format, case.format)
     cache = pagoda.Cache(

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TypeAlias
 
-from pagoda.formats import row_format
+from pagoda.formats import check_not_forced, row_format
 from pagoda.spec import ModelSpec
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -21,7 +21,8 @@ def load_spec(model: str) -> ModelSpec:
 
 
 def format_pair(name: str, option: str = "--formats") -> tuple[str, str]:
-    """The formats of K and V. Raises InvalidArgument, naming the option that they were given by."""
+    """The formats of K and V that are to be measured. Raises InvalidArgument, naming the option that they were given by."""
+    check_not_forced()
     k_dtype, slash, v_dtype = name.partition("/")
     v_dtype = v_dtype if slash else k_dtype
     for part in (k_dtype, v_dtype):

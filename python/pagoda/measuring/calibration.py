@@ -17,6 +17,7 @@ from pagoda import _core
 from pagoda.cache import Cache, Sequence
 from pagoda.device.driver import Driver
 from pagoda.disk import DISK_TIMEOUT
+from pagoda.formats import check_not_forced
 from pagoda.kernels import instances
 from pagoda.measuring import gpu
 from pagoda.measuring.filling import fill
@@ -45,8 +46,9 @@ STORED = tuple(instances.NAMES | instances.QUANTISED)
 def measure(threads: int, directory: Path, gpus: Iterable[Driver] = ()) -> Calibration:
     """Measures alone and together, and for each GPU the ways to pages of the host tier; writes `DISK_BYTES` there twice.
 
-    Raises TierIOError.
+    Raises TierIOError, and InvalidArgument where formats are not to be chosen.
     """
+    check_not_forced()
     alone = {"disk": _read_disk(directory).rate}
     with _memory_reader(threads) as reader:
         spans = reader.read_for(SECONDS)
