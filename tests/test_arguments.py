@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,7 @@ VALUES: dict[str, Any] = {
     "[2**64]": [1 << 64],
     "[True,2]": [True, 2],
     "[2,bool_]": [2, np.True_],
+    "[True,2.0]": [True, 2.0],
     "['text']": ["text"],
     "[[]]": [[]],
     "(2,1)": (2, 1),
@@ -617,6 +619,22 @@ def test_a_list_may_be_an_array() -> None:
                 step.table(index)
         with pytest.raises(pagoda.InvalidArgument, match=r"new_tokens = .*9223372036854775808"):
             cache.step(sequences, large)
+
+
+@pytest.mark.parametrize("what", [True, np.False_])
+def test_true_is_no_number_beside_others(what: Any) -> None:
+    """NumPy takes it for one."""
+    options: dict[str, Any] = {"device_memory": "1MiB", "host_memory": 0}
+    row = [2.0] * 15
+    calls: dict[str, Callable[[Any], object]] = {
+        "x": lambda rows: formats.encode(rows[0], "f16"),
+        "k_norms[0]": lambda rows: pagoda.Cache(DERIVED, k_norms=rows[:1], **options).close(),
+        "center[0]": lambda rows: pagoda.Cache(pagoda.ModelSpec([layer()]), center=[rows], **options).close(),
+    }
+    for name, call in calls.items():
+        call([[1, *row], [*row, 0]])
+        with pytest.raises(pagoda.InvalidArgument, match=rf"{re.escape(name)} = a list with True or False"):
+            call([[what, *row], [*row, what]])
 
 
 def test_a_rope_turns_no_more_than_a_row() -> None:

@@ -87,9 +87,6 @@ def token_range(name: str, value: tuple[int, int]) -> tuple[int, int]:
 
 def integers(name: str, values: Collection[int] | npt.ArrayLike, limit: str) -> npt.NDArray[np.int64]:
     """A list of integers as int64; a bool is none. Raises InvalidArgument, with `limit`, for what is none."""
-    if isinstance(values, Sequence) and not {bool, np.bool_}.isdisjoint(map(type, values)):
-        # NumPy takes it for 0 or 1 beside an integer.
-        raise InvalidArgument(f"{name} = a list with True or False: {limit}")
     try:
         array = np.asarray(values)
     except (TypeError, ValueError) as error:
@@ -97,19 +94,33 @@ def integers(name: str, values: Collection[int] | npt.ArrayLike, limit: str) -> 
     kind = array.dtype.kind
     if array.ndim != 1 or (kind not in "iu" and array.size):
         raise InvalidArgument(f"{name} = {array.dtype} {list(array.shape)}: {limit}")
+    if _has_bool(values):
+        raise InvalidArgument(f"{name} = a list with True or False: {limit}")
     if kind == "u" and array.max(initial=0) >= 1 << 63:
         raise InvalidArgument(f"{name} = {values!r}: {limit}, below 2**63")
     return np.ascontiguousarray(array, np.int64)
 
 
+def _has_bool(values: Any) -> bool:
+    """Whether a list of numbers, or one in it, has True or False: beside a number NumPy takes them for 1 and 0."""
+    if not isinstance(values, Sequence):
+        return False
+    kinds = set(map(type, values))
+    return not kinds.isdisjoint({bool, np.bool_}) or (
+        any(issubclass(kind, Sequence) for kind in kinds) and any(map(_has_bool, values))
+    )
+
+
 def floats(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float32]:
-    """Numbers as float32. Raises InvalidArgument for what is no array of numbers, or too large for that."""
+    """Numbers as float32; a bool is none. Raises InvalidArgument for what is no array of numbers, or too large for that."""
     try:
         array = np.asarray(values)
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"{name} = {values!r}: an array of numbers") from error
     if array.dtype.kind not in "iuf" and array.dtype.name != "bfloat16":
         raise InvalidArgument(f"{name} = {array.dtype} {list(array.shape)}: an array of numbers")
+    if _has_bool(values):
+        raise InvalidArgument(f"{name} = a list with True or False: an array of numbers")
     with np.errstate(over="ignore"):
         result = np.asarray(array, np.float32, order="C")
     if array.dtype == np.float64 and not np.array_equal(np.isinf(result), np.isinf(array)):
