@@ -29,6 +29,7 @@ NUMBERS = {
         "io_uring_enter": 426,
         "unlinkat": 263,
         "rmdir": 84,
+        "statfs": 137,
     },
     "aarch64": {
         "seccomp": 277,
@@ -39,6 +40,7 @@ NUMBERS = {
         "io_uring_enter": 426,
         "unlinkat": 35,
         "rmdir": 35,
+        "statfs": 43,
     },
 }
 """By machine."""

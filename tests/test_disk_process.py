@@ -691,6 +691,20 @@ soon(lambda: os.listdir(place) == [])
 print("fine")
 """
 
+SPACE = """
+from pathlib import Path
+from pagoda.cli import doctor
+closes()
+doctor.DISK_TIMEOUT = 0.2
+drive = silence("statfs")
+with pytest.raises(pagoda.TierIOError, match=GIVEN_UP):
+    raise pagoda.TierIOError(doctor._disk(Path(sys.argv[1])).found)
+answer(drive)
+doctor.DISK_TIMEOUT = 60
+assert "free of" in doctor._disk(Path(sys.argv[1])).found
+print("fine")
+"""
+
 STALE = """
 import errno
 from silence import let, next_call
@@ -773,6 +787,7 @@ def silent_drive() -> bool:
         (OPENED, "fallocate"),
         (SLOWLY, ""),
         (ASKED, ""),
+        (SPACE, ""),
     ],
     ids=[
         "forget",
@@ -791,6 +806,7 @@ def silent_drive() -> bool:
         "open and zero",
         "open slowly",
         "measure",
+        "free space",
     ],
 )
 def test_nobody_waits_forever_for_a_drive_that_does_not_answer(

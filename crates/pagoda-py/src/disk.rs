@@ -7,7 +7,7 @@ use crate::reads::Reads;
 use crate::sessions::Sessions;
 use pagoda_core::ids::GroupId;
 use pagoda_core::work::RUN_ROWS;
-use pagoda_store::disk::io::{Access, Folder, Pulse, scratch_in};
+use pagoda_store::disk::io::{Access, Folder, Pulse, scratch_in, space_in};
 use pagoda_store::disk::{Budget, Error, Geometry, Recovered, Store, ceiling};
 use pagoda_store::{Ring, Slab};
 use pyo3::prelude::*;
@@ -157,17 +157,21 @@ pub(crate) fn ring_bytes(slot_bytes: u64) -> u64 {
     Ring::bytes_of(slot_bytes)
 }
 
-/// How page I/O can be done in a directory, as a write and a read there show.
+/// How page I/O can be done in a directory, as a write and a read there show, and how much space its file system has.
 #[pyfunction]
 pub(crate) fn disk_access(
     py: Python<'_>,
     path: PathBuf,
     disk_timeout: Duration,
 ) -> PyResult<Bound<'_, PyDict>> {
-    let access = ask(py, &path.clone(), disk_timeout, move |pulse| {
-        scratch_in(&path, &pulse).map(|(_, access)| access)
+    let (access, (free, total)) = ask(py, &path.clone(), disk_timeout, move |pulse| {
+        let (_, access) = scratch_in(&path, &pulse)?;
+        Ok((access, space_in(&path, &pulse)?))
     })?;
-    access_report(py, &access)
+    let report = access_report(py, &access)?;
+    report.set_item("free_bytes", free)?;
+    report.set_item("total_bytes", total)?;
+    Ok(report)
 }
 
 fn access_report<'py>(py: Python<'py>, access: &Access) -> PyResult<Bound<'py, PyDict>> {

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import resource
-import shutil
 import sys
 import tempfile
 import time
@@ -235,12 +234,11 @@ def _huge_pages() -> Finding:
 
 def _disk(directory: Path) -> Finding:
     try:
-        usage = shutil.disk_usage(directory)
         access = _core.disk_access(str(directory), timedelta(seconds=DISK_TIMEOUT))
     except (OSError, PagodaError) as error:
         return Finding("disk", False, str(error), "a directory that can be written to, for a disk tier")
     works = [name for name, there in (("O_DIRECT", access["direct"]), ("io_uring", access["io_uring"])) if there]
-    space = f"{format_size(usage.free)} free of {format_size(usage.total)} in {directory}"
+    space = f"{format_size(access['free_bytes'])} free of {format_size(access['total_bytes'])} in {directory}"
     found = f"{space}; {' and '.join(works) or 'page cache'}"
     return Finding("disk", not access["refused"], found, "; ".join(access["refused"]))
 

@@ -50,6 +50,14 @@ pub fn scratch_in(parent: &Path, pulse: &Arc<Pulse>) -> Result<(Arc<dyn File>, A
     made
 }
 
+/// Bytes of the file system of a directory: how many are free to whoever asks, and how many there are. Others see by `pulse`
+/// whether the drive answers.
+pub fn space_in(directory: &Path, pulse: &Pulse) -> Result<(u64, u64), Error> {
+    let stat = pulse.ask(|| fs::statvfs(directory)).map_err(io::Error::from);
+    let stat = stat.map_err(Error::io("asking for the free space"))?;
+    Ok((stat.f_bavail.saturating_mul(stat.f_frsize), stat.f_blocks.saturating_mul(stat.f_frsize)))
+}
+
 impl Folder {
     /// Opens `path`, and makes it if only its last part is missing. Tries direct I/O and a ring with a real write and read.
     ///

@@ -9,7 +9,7 @@ mod uring;
 #[cfg(any(test, feature = "faults"))]
 pub mod fault;
 
-pub use folder::{Folder, scratch_in};
+pub use folder::{Folder, scratch_in, space_in};
 pub use pulse::Pulse;
 
 use std::fmt::Debug;
