@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::ids::{BlockId, GroupId, PageId, Tier};
 use crate::limits::TOKENS_PER_SEQUENCE_MAX;
 use crate::pages::Slot;
-use crate::table::{Left, Span, Table};
+use crate::table::{Left, Sequence, Span, Table};
 use crate::work::RUN_ROWS;
 use std::collections::{HashMap, HashSet};
 
@@ -158,31 +158,39 @@ impl Cache {
         Ok(())
     }
 
-    /// Rows agree with pages, and tables are what tables have to be.
+    /// Every table of every sequence is what it has to be.
     fn audit_tables(&self) -> Result<()> {
         for (id, sequence) in self.sequences.iter() {
             for (group, table) in self.group_ids().zip(&sequence.tables) {
-                let name = format!("sequence {} group {}", id.index, group.0);
-                require!(table.row.len() == table.pages.len(), "{name}: row and pages differ in length");
-                if table.placement == self.placement[group.index()] {
-                    for (at, page) in table.row.iter().zip(&table.pages) {
-                        let Some(page) = *page else { continue };
-                        let fastest = self.pages[page].fastest();
-                        require!(fastest == Some(*at), "{name} reads {at:?}, its page is at {fastest:?}");
-                    }
-                }
-                let fills: Vec<_> =
-                    table.pages.iter().map(|page| page.map(|page| self.pages[page].fill)).collect();
-                self.check_table(&name, sequence.len, group, table, &fills)?;
-                let GroupKind::Paged { page_size } = self.groups[group.index()].kind else { continue };
-                let pages = table.spans.iter().map(|span| span.rows().div_ceil(page_size)).sum::<u32>();
-                require!(
-                    sequence.stepping || fills.len() == pages as usize,
-                    "{name} has {} pages for {pages}",
-                    fills.len()
-                );
+                self.audit_table(
+                    &format!("sequence {} group {}", id.index, group.0),
+                    sequence,
+                    group,
+                    table,
+                )?;
             }
         }
+        Ok(())
+    }
+
+    /// Rows agree with pages, of which there are as many as spans need.
+    fn audit_table(&self, name: &str, sequence: &Sequence, group: GroupId, table: &Table) -> Result<()> {
+        require!(table.row.len() == table.pages.len(), "{name}: row and pages differ in length");
+        let is_placed = table.placement == self.placement[group.index()];
+        for (at, page) in table.row.iter().zip(&table.pages).filter(|_| is_placed) {
+            let Some(page) = *page else { continue };
+            let fastest = self.pages[page].fastest();
+            require!(fastest == Some(*at), "{name} reads {at:?}, its page is at {fastest:?}");
+        }
+        let fills: Vec<_> = table.pages.iter().map(|page| page.map(|page| self.pages[page].fill)).collect();
+        self.check_table(name, sequence.len, group, table, &fills)?;
+        let GroupKind::Paged { page_size } = self.groups[group.index()].kind else { return Ok(()) };
+        let pages = table.spans.iter().map(|span| span.rows().div_ceil(page_size)).sum::<u32>();
+        require!(
+            sequence.stepping || fills.len() == pages as usize,
+            "{name} has {} pages for {pages}",
+            fills.len()
+        );
         Ok(())
     }
 

@@ -294,20 +294,10 @@ impl Cache {
     /// Rows of pages that no sequence's span covers: what `drop`, `truncate` and windows left behind.
     pub fn dead_rows(&self) -> u64 {
         let mut used = std::collections::HashMap::<PageId, Vec<Range<u32>>>::new();
-        for (_, sequence) in self.sequences.iter() {
-            for (group, table) in self.groups.iter().zip(&sequence.tables) {
-                let GroupKind::Paged { page_size } = group.kind else { continue };
-                for span in &table.spans {
-                    for index in span.skip / page_size..span.rows().div_ceil(page_size) {
-                        let rows =
-                            (index * page_size).max(span.skip)..((index + 1) * page_size).min(span.rows());
-                        let Some(page) = table.pages[(span.first_page + index) as usize] else { continue };
-                        used.entry(page)
-                            .or_default()
-                            .push(rows.start - index * page_size..rows.end - index * page_size);
-                    }
-                }
-            }
+        let tables = self.sequences.iter().flat_map(|(_, sequence)| self.groups.iter().zip(&sequence.tables));
+        for (group, table) in tables {
+            let GroupKind::Paged { page_size } = group.kind else { continue };
+            table.covered(page_size).for_each(|(page, rows)| used.entry(page).or_default().push(rows));
         }
         let dead = used.iter_mut().map(|(page, ranges)| {
             ranges.sort_by_key(|r| r.start);

@@ -218,6 +218,17 @@ impl Table {
         indices
     }
 
+    /// The rows that spans cover, page by page.
+    pub(crate) fn covered(&self, page_size: u32) -> impl Iterator<Item = (PageId, Range<u32>)> + '_ {
+        self.spans.iter().flat_map(move |span| {
+            let entries = span.skip / page_size..span.rows().div_ceil(page_size);
+            entries.filter_map(move |entry| {
+                let (page, first) = (self.pages[(span.first_page + entry) as usize]?, entry * page_size);
+                Some((page, span.skip.saturating_sub(first)..page_size.min(span.rows() - first)))
+            })
+        })
+    }
+
     /// The table without the tokens `[start, stop)` of the sequence: spans are cut, no token moves.
     pub(crate) fn without(&self, start: u64, stop: u64, page_size: u32) -> Self {
         let mut cut = Self { pages: Vec::new(), row: Vec::new(), spans: Vec::new(), ..*self };

@@ -7,6 +7,7 @@ use crate::kernels::{require_rows, require_sinks};
 use crate::layers::PlacedLayer;
 use crate::moves::{bytes_of, zero_by};
 use crate::passes::{HostPages, StreamArguments, StreamedGroup};
+use crate::reads::Reader;
 use crate::step::StepState;
 use crate::ticket::Ticket;
 use crate::upload::{AnglePlaces, GroupPlaces, Room, Upload, WorkPlaces, pages_on_disk, room};
@@ -218,13 +219,13 @@ impl Cache {
         inner.require_step(py)?;
         let Inner { mover, disk, engine, closed, .. } = &mut *inner;
         let (Engine::Device(device), Some(disk)) = (engine, disk) else { return Err(no_device(py)) };
-        let reads = &mut disk.reads;
+        let mut reader = Reader { reads: &mut disk.reads, mover, ended: *closed };
         // SAFETY: pages do not move or change while the step is open. Steps retire after the reads that they have begun.
         let taken = unsafe {
             if wait {
-                py.detach(|| reads.take(mover, at, *closed)).map_err(|stop| stop.raise(py))?
+                py.detach(|| reader.take(at)).map_err(|stop| stop.raise(py))?
             } else {
-                reads.take_if_read(mover, at, *closed)
+                reader.take_if_read(at)
             }
         };
         Ok(taken.map(|filled| {

@@ -4,6 +4,7 @@ use crate::arrays::{address_of, array, floats, rows, rows_mut};
 use crate::cache::{Cache, Engine, Inner};
 use crate::errors::{cpu, invalid, unavailable};
 use crate::layers::PlacedLayer;
+use crate::reads::Reader;
 use crate::step::StepState;
 use crate::stream::{Stop, Stream};
 use numpy::{PyArray2, PyArrayMethods};
@@ -145,7 +146,10 @@ impl Cache {
             // alive for the call. Steps retire after the reads that they have begun.
             unsafe {
                 match disk {
-                    Some(disk) => stream.attend(backend, mover, &mut disk.reads, layer, attention, *closed),
+                    Some(disk) => {
+                        let mut reader = Reader { reads: &mut disk.reads, mover, ended: *closed };
+                        stream.attend(backend, &mut reader, layer, attention)
+                    }
                     None => backend.attend(&attention).map_err(Stop::from),
                 }
             }

@@ -18,6 +18,14 @@ pub(crate) struct Reads {
     pub(crate) traffic: Traffic,
 }
 
+/// Who reads for an open step.
+pub(crate) struct Reader<'a> {
+    pub(crate) reads: &'a mut Reads,
+    pub(crate) mover: &'a Mover,
+    /// The last step that has ended.
+    pub(crate) ended: Epoch,
+}
+
 /// What was read for attention in a step.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Traffic {
@@ -64,59 +72,6 @@ impl Reads {
         Ok(waited)
     }
 
-    /// Begins to read what is needed from place `next` on, and after the last one, for the step to come, from the first on.
-    /// `ended` is the last step that has.
-    ///
-    /// # Safety
-    /// As for [`Ring::read_ahead`].
-    pub(crate) unsafe fn read_ahead(&mut self, mover: &Mover, next: usize, ended: Epoch) {
-        let (before, after) = self.what.split_at(next);
-        // SAFETY: as the caller promises.
-        unsafe { self.ring.read_ahead(mover, after.iter().chain(before), ended) };
-    }
-
-    /// What is needed at place `at`, if it has arrived.
-    ///
-    /// # Safety
-    /// As for [`Ring::read_ahead`].
-    pub(crate) unsafe fn take_if_read(&mut self, mover: &Mover, at: usize, ended: Epoch) -> Option<Filled> {
-        // SAFETY: as the caller promises.
-        unsafe { self.read_ahead(mover, at, ended) };
-        if !self.ring.has_next() {
-            return None;
-        }
-        // SAFETY: as the caller promises.
-        unsafe { self.take(mover, at, ended) }.ok().flatten()
-    }
-
-    /// What is needed at place `at`, once it has arrived; then goes on reading ahead. None if the caller has all slots.
-    ///
-    /// # Safety
-    /// As for [`Ring::read_ahead`].
-    pub(crate) unsafe fn take(
-        &mut self,
-        mover: &Mover,
-        at: usize,
-        ended: Epoch,
-    ) -> Result<Option<Filled>, Stop> {
-        // SAFETY: as the caller promises.
-        unsafe { self.read_ahead(mover, at, ended) };
-        let start = Instant::now();
-        while self.ring.next().is_none() {
-            let Some(idle) = self.ring.under_way().cloned() else { return Ok(None) };
-            self.wait(mover, &idle, start)?;
-            // SAFETY: as the caller promises.
-            unsafe { self.read_ahead(mover, at, ended) };
-        }
-        let completion = self.ring.next().expect("begun").clone();
-        self.wait(mover, &completion, start)?;
-        let filled = self.ring.take().map_err(Stop::Read)?;
-        self.traffic.bytes += filled.stride * self.what[at].blocks.len() as u64;
-        // SAFETY: as the caller promises.
-        unsafe { self.read_ahead(mover, at + 1, ended) };
-        Ok(Some(filled))
-    }
-
     /// Takes a slot back.
     pub(crate) fn release(&mut self, filled: Filled) {
         self.ring.release(filled);
@@ -130,5 +85,55 @@ impl Reads {
         self.traffic.waited += began.elapsed();
         let late = || Stop::late(&self.directory, self.timeout, "a read took longer");
         if waited.map_err(Stop::Signal)? { Ok(()) } else { Err(late()) }
+    }
+}
+
+impl Reader<'_> {
+    /// Begins to read what is needed from place `next` on, and after the last one, for the step to come, from the first on.
+    ///
+    /// # Safety
+    /// As for [`Ring::read_ahead`].
+    pub(crate) unsafe fn read_ahead(&mut self, next: usize) {
+        let Reads { ring, what, .. } = &mut *self.reads;
+        let (before, after) = what.split_at(next);
+        // SAFETY: as the caller promises.
+        unsafe { ring.read_ahead(self.mover, after.iter().chain(before), self.ended) };
+    }
+
+    /// What is needed at place `at`, if it has arrived.
+    ///
+    /// # Safety
+    /// As for [`Ring::read_ahead`].
+    pub(crate) unsafe fn take_if_read(&mut self, at: usize) -> Option<Filled> {
+        // SAFETY: as the caller promises.
+        unsafe { self.read_ahead(at) };
+        if !self.reads.ring.has_next() {
+            return None;
+        }
+        // SAFETY: as the caller promises.
+        unsafe { self.take(at) }.ok().flatten()
+    }
+
+    /// What is needed at place `at`, once it has arrived; then goes on reading ahead. None if the caller has all slots.
+    ///
+    /// # Safety
+    /// As for [`Ring::read_ahead`].
+    pub(crate) unsafe fn take(&mut self, at: usize) -> Result<Option<Filled>, Stop> {
+        // SAFETY: as the caller promises.
+        unsafe { self.read_ahead(at) };
+        let start = Instant::now();
+        while self.reads.ring.next().is_none() {
+            let Some(idle) = self.reads.ring.under_way().cloned() else { return Ok(None) };
+            self.reads.wait(self.mover, &idle, start)?;
+            // SAFETY: as the caller promises.
+            unsafe { self.read_ahead(at) };
+        }
+        let completion = self.reads.ring.next().expect("begun").clone();
+        self.reads.wait(self.mover, &completion, start)?;
+        let filled = self.reads.ring.take().map_err(Stop::Read)?;
+        self.reads.traffic.bytes += filled.stride * self.reads.what[at].blocks.len() as u64;
+        // SAFETY: as the caller promises.
+        unsafe { self.read_ahead(at + 1) };
+        Ok(Some(filled))
     }
 }

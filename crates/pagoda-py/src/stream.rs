@@ -3,12 +3,12 @@
 use crate::errors::cpu;
 use crate::layers::PlacedLayer;
 use crate::patience;
-use crate::reads::Reads;
+use crate::reads::{Reader, Reads};
 use crate::step::StepState;
-use pagoda_core::ids::{BlockId, BlockRef, Epoch, Tier};
+use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::work;
 use pagoda_cpu::{Attention, Backend, Carried, PagedKv, SequenceTable};
-use pagoda_store::{LayerOfPages, Mover};
+use pagoda_store::LayerOfPages;
 use pyo3::prelude::*;
 use std::ops::Range;
 
@@ -113,18 +113,16 @@ impl Stream {
         }
     }
 
-    /// Attention of a layer of the open step, some of whose pages are on disk. `ended` is the last step that has.
+    /// Attention of a layer of the open step, some of whose pages are on disk.
     ///
     /// # Safety
     /// As for [`Backend::attend`], but for pages on disk, whose blocks nobody writes to until their reads have ended.
     pub(crate) unsafe fn attend(
         &mut self,
         backend: &Backend,
-        mover: &Mover,
-        reads: &mut Reads,
+        reader: &mut Reader<'_>,
         at: usize,
         attention: Attention<'_>,
-        ended: Epoch,
     ) -> Result<(), Stop> {
         let mut passes = self.ranges[at].clone();
         let (mut in_memory, count) = (0, attention.kv.sequences.len());
@@ -135,13 +133,13 @@ impl Stream {
             }
             // Begun before anything is computed.
             // SAFETY: as the caller promises.
-            unsafe { reads.read_ahead(mover, passes.start, ended) };
+            unsafe { reader.read_ahead(passes.start) };
             // SAFETY: none of these sequences has pages on disk that this layer sees.
             unsafe { backend.attend(&attention.part(in_memory..index))? };
             let (own, one) = (passes.start..passes.start + own, attention.part(index..index + 1));
             passes.start = own.end;
             // SAFETY: as the caller promises.
-            unsafe { self.sequence(backend, mover, reads, own, one, ended)? };
+            unsafe { self.sequence(backend, reader, own, one)? };
             in_memory = index + 1;
         }
         // SAFETY: as above.
@@ -153,11 +151,9 @@ impl Stream {
     unsafe fn sequence(
         &mut self,
         backend: &Backend,
-        mover: &Mover,
-        reads: &mut Reads,
+        reader: &mut Reader<'_>,
         passes: Range<usize>,
         attention: Attention<'_>,
-        ended: Epoch,
     ) -> Result<(), Stop> {
         let PagedKv { arenas, layer, sequences } = attention.kv;
         let table = sequences[0];
@@ -169,7 +165,7 @@ impl Stream {
             // SAFETY: runs that no pass is of have no pages on disk.
             unsafe { backend.attend_runs(&attention, done..run, &mut self.carried)? };
             // SAFETY: as the caller promises.
-            let filled = unsafe { reads.take(mover, pass, ended) }.map_err(Stop::Disk)?;
+            let filled = unsafe { reader.take(pass) }.map_err(Stop::Disk)?;
             let filled = filled.expect("slots are given back run by run");
             // Those of other runs are not looked at.
             for (place, &page) in self.passes[pass].pages.iter().enumerate() {
@@ -182,10 +178,10 @@ impl Stream {
             let attention = Attention { kv, ..attention };
             // SAFETY: the pages of this run that are on disk are in the slot, verified.
             let result = unsafe { backend.attend_runs(&attention, run..run + 1, &mut self.carried) };
-            reads.release(filled);
+            reader.reads.release(filled);
             result?;
             // SAFETY: as the caller promises.
-            unsafe { reads.read_ahead(mover, pass + 1, ended) };
+            unsafe { reader.read_ahead(pass + 1) };
             done = run + 1;
         }
         let rest = done..work::run_count(table.spans);
