@@ -21,7 +21,6 @@ import os
 from collections.abc import Sequence as Collection
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -202,7 +201,6 @@ class Cache:
         outliers = Outliers(center, rotate, len(spec.layers), deterministic=deterministic)
         layers = core_layers(spec, self.dtypes, outliers, keeps, k_norms)
         geometry = Geometry(layers, page_size)
-        self._v_head_dims = [layer["v_head_dim"] for layer in layers]
         memory = tier_memory(
             geometry.layouts,
             parse_size(device_memory, "device_memory"),
@@ -492,20 +490,6 @@ class Cache:
         if whole != wanted:
             raise InvalidArgument(f"layers = {sorted(wanted)}: whole layer groups, of {self._groups}")
         return chosen
-
-    def _empty(self, q: Array, dim: int | None) -> Any:
-        """An output for queries `q`; with dim=None a log-sum-exp."""
-        if self._device is not None:
-            return self._device.empty(q, dim)
-        if not isinstance(q, np.ndarray) or q.ndim != 3:
-            shown = f"shape {list(q.shape)}" if isinstance(q, np.ndarray) else type(q).__name__
-            raise InvalidArgument(f"q = {shown}: an array [tokens, heads, dim]")
-        return np.empty(q.shape[:2], np.float32) if dim is None else np.empty((*q.shape[:2], dim), q.dtype)
-
-    def _v_head_dim(self, layer: int) -> int:
-        if not 0 <= layer < len(self._v_head_dims):
-            raise InvalidArgument(f"layer = {layer}: from 0 to {len(self._v_head_dims) - 1}")
-        return self._v_head_dims[layer]
 
 
 def _key(key: str) -> str:

@@ -57,9 +57,15 @@ class Engine(Protocol):
         """See `Step.append`."""
 
     def attend(
-        self, layer: int, q: Any, out: Any, lse: Any = None, dtype: str | None = None, sink_logits: Any = None
-    ) -> None:
-        """See `Step.attend`; results go into `out`, and into `lse` if it is given."""
+        self,
+        layer: int,
+        q: Any,
+        out: Any = None,
+        return_lse: bool = False,
+        dtype: str | None = None,
+        sink_logits: Any = None,
+    ) -> tuple[Any, Any]:
+        """See `Step.attend`; the results, and the log-sum-exp or None."""
 
     def commit(self, accepted: npt.NDArray[np.int64] | None = None) -> None:
         """Closes the step; of each sequence's new tokens the first `accepted` stay, all by default."""

@@ -173,16 +173,9 @@ class Step:
         address a captured graph keeps. Each is one more score of its head, of a token with V = 0; the log-sum-exp is
         without it.
         """
-        layer = natural("layer", layer)
-        if out is None:
-            out = self._cache._empty(q, self._cache._v_head_dim(layer))
-        if return_lse is False:
-            self._core.attend(layer, q, out, None, dtype, sink_logits)
-            return out
         check_flag("return_lse", return_lse)
-        lse = self._cache._empty(q, None)
-        self._core.attend(layer, q, out, lse, dtype, sink_logits)
-        return out, lse
+        out, lse = self._core.attend(natural("layer", layer), q, out, return_lse, dtype, sink_logits)
+        return (out, lse) if return_lse else out
 
     def forward(
         self,

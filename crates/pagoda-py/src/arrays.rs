@@ -8,6 +8,7 @@ use numpy::{
 use pagoda_core::layout::RowFormat;
 use pagoda_cpu::{Element, Rows, RowsMut};
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 
 /// The row format of a name, as in Python.
 pub(crate) fn format_named(py: Python<'_>, argument: &str, name: &str) -> PyResult<RowFormat> {
@@ -25,6 +26,16 @@ pub(crate) fn array<'a, 'py>(
     given: &'a Bound<'py, PyAny>,
 ) -> PyResult<&'a Bound<'py, PyUntypedArray>> {
     given.cast().or_else(|_| Err(invalid(given.py(), name, given.get_type().name()?, "an array of NumPy")))
+}
+
+/// A new array of the type of `like`, that holds anything.
+pub(crate) fn empty<'py>(
+    shape: [usize; 3],
+    like: &Bound<'py, PyUntypedArray>,
+) -> PyResult<Bound<'py, PyUntypedArray>> {
+    static EMPTY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let empty = EMPTY.import(like.py(), "numpy", "empty")?;
+    Ok(empty.call1((shape, like.dtype()))?.cast_into()?)
 }
 
 /// Shape and strides that an array was checked for.

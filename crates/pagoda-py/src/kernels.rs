@@ -1,18 +1,21 @@
 //! The CPU's kernels over the open step, and the checks of what they are given.
 
-use crate::arrays::{address_of, array, floats, rows, rows_mut};
+use crate::arrays::{address_of, array, empty, floats, rows, rows_mut};
 use crate::cache::{Cache, Engine, Inner};
 use crate::errors::{cpu, invalid, unavailable};
 use crate::layers::PlacedLayer;
 use crate::reads::Reader;
 use crate::step::StepState;
 use crate::stream::{Stop, Stream};
-use numpy::{PyArray2, PyArrayMethods};
+use numpy::{PyArray2, PyArrayMethods, PyUntypedArray};
 use pagoda_core::ids::GroupId;
 use pagoda_cpu::{Attention, Backend, Element, Isa, Layer, PagedKv, SequenceTable};
 use pagoda_store::Slab;
 use pyo3::prelude::*;
 use std::sync::Arc;
+
+/// Results of attention, and their log-sum-exp if that is wanted.
+type Attended<'py> = (Bound<'py, PyUntypedArray>, Option<Bound<'py, PyArray2<f32>>>);
 
 /// The memory of a cache on the CPU, and who computes in it.
 pub(crate) struct Cpu {
@@ -100,17 +103,17 @@ impl Cache {
         Ok(())
     }
 
-    /// Attention of the new tokens of one layer, into `out` and `lse`.
-    #[pyo3(signature = (layer, q, out, lse=None, dtype=None, sink_logits=None))]
-    fn attend(
+    /// Attention of the new tokens of one layer, into `out` or a new array; and the log-sum-exp, if it is wanted.
+    #[pyo3(signature = (layer, q, out=None, return_lse=false, dtype=None, sink_logits=None))]
+    fn attend<'py>(
         &self,
         layer: usize,
-        q: &Bound<'_, PyAny>,
-        out: &Bound<'_, PyAny>,
-        lse: Option<&Bound<'_, PyArray2<f32>>>,
-        dtype: Option<&Bound<'_, PyAny>>,
-        sink_logits: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<()> {
+        q: &Bound<'py, PyAny>,
+        out: Option<&Bound<'py, PyAny>>,
+        return_lse: bool,
+        dtype: Option<&Bound<'py, PyAny>>,
+        sink_logits: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Attended<'py>> {
         let py = q.py();
         let inner = &mut *self.lock(py)?;
         inner.require_step(py)?;
@@ -118,17 +121,20 @@ impl Cache {
         let bits = bits(py, dtype)?;
         let heads = placed.layer.num_q_heads as usize;
         let shape = |dim: u32| [inner.step.new_tokens(), heads, dim as usize];
-        let (q, out) = (array("q", q)?, array("out", out)?);
+        let q = array("q", q)?;
         let queries = rows("q", q, shape(placed.layer.geometry.head_dim), bits)?;
-        let outputs = rows_mut("out", out, shape(placed.layer.geometry.v_head_dim), bits, q)?;
+        let result = shape(placed.layer.geometry.v_head_dim);
+        let out = out.map_or_else(|| empty(result, q), |out| array("out", out).cloned())?;
+        let outputs = rows_mut("out", &out, result, bits, q)?;
         require_sinks(py, placed, sink_logits.is_some())?;
         let sinks = sink_logits
             .map(|given| floats("sink_logits", array("sink_logits", given)?, heads))
             .transpose()?;
         inner.require_written(py, layer)?;
-        let mut lse = lse.map(Bound::try_readwrite).transpose()?;
-        let lse = lse.as_mut().map(|lse| address_of("lse", lse, [inner.step.new_tokens(), heads]));
-        let lse = lse.transpose()?;
+        let lse = return_lse.then(|| PyArray2::<f32>::zeros(py, [inner.step.new_tokens(), heads], false));
+        let mut borrowed = lse.as_ref().map(Bound::readwrite);
+        let sums = borrowed.as_mut().map(|lse| address_of("lse", lse, [inner.step.new_tokens(), heads]));
+        let sums = sums.transpose()?;
         let Inner { core, layers, arenas, mover, disk, engine, step, closed, .. } = inner;
         let Engine::Cpu(Cpu { backend, stream, .. }) = engine else { return Err(no_kernels(py)) };
         let memory = std::mem::take(&mut step.sequences);
@@ -140,7 +146,7 @@ impl Cache {
                 queries,
                 sinks: sinks.as_deref(),
                 out: outputs,
-                lse: lse.map(|address| address.get()),
+                lse: sums.map(|address| address.get()),
             };
             // SAFETY: pages do not move or change while the step is open, and the arrays were checked; Python keeps them
             // alive for the call. Steps retire after the reads that they have begun.
@@ -157,7 +163,9 @@ impl Cache {
         let attended: u64 = tables.iter().map(|table| layers[layer].layer.seen_bytes(table)).sum();
         step.sequences = recycle(tables);
         step.attended += attended;
-        result.map_err(|stop| stop.raise(py))
+        result.map_err(|stop| stop.raise(py))?;
+        drop(borrowed);
+        Ok((out, lse))
     }
 }
 

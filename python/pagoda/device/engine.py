@@ -213,18 +213,29 @@ class DeviceEngine:
         self.core.appended(layer)
 
     def attend(
-        self, layer: int, q: Any, out: Any, lse: Any = None, dtype: str | None = None, sink_logits: Any = None
-    ) -> None:
+        self,
+        layer: int,
+        q: Any,
+        out: Any = None,
+        return_lse: bool = False,
+        dtype: str | None = None,
+        sink_logits: Any = None,
+    ) -> tuple[Any, Any]:
         """See `Step.attend`."""
         self.core.check_attend(layer, sink_logits is not None)
-        shape, arrays = self._layers[layer], self._arrays
-        heads = shape["num_q_heads"]
+        shape, arrays, lse = self._layers[layer], self._arrays, None
+        heads, dim = shape["num_q_heads"], shape["v_head_dim"]
         queries = arrays.rows("q", q, (heads, shape["head_dim"]), dtype)
-        result = arrays.output("out", out, (heads, shape["v_head_dim"]), queries, dtype)
-        if lse is not None:
-            lse = arrays.rows("lse", lse, (heads,), None, kinds=("f32",)).address
+        if out is None or return_lse:
+            # On the step's stream: an array that memory may have had before is still in use on no other.
+            with self._now.current():
+                out = self._driver.empty((*queries.shape[:2], dim), q) if out is None else out
+                lse = self._driver.empty(queries.shape[:2], q, "f32") if return_lse else None
+        result = arrays.output("out", out, (heads, dim), queries, dtype)
+        sums = None if lse is None else arrays.rows("lse", lse, (heads,), None, kinds=("f32",)).address
         sinks = None if sink_logits is None else arrays.floats("sink_logits", sink_logits, heads)
-        self._attends.attend(layer, queries, result, lse, sinks, self._now)
+        self._attends.attend(layer, queries, result, sums, sinks, self._now)
+        return out, lse
 
     def replay(self, launch: Callable[[], object]) -> None:
         """See `Step.replay`."""
@@ -360,15 +371,6 @@ class DeviceEngine:
                 self._streams.finish()
                 for stream in filter(None, (self._copying, self._zeroing)):
                     stream.record().wait()
-
-    def empty(self, q: Any, dim: int | None) -> Any:
-        """An output for queries `q` [tokens, heads, head_dim], or with dim=None a log-sum-exp."""
-        shape = self._driver.view("q", q).shape
-        if len(shape) != 3:
-            raise InvalidArgument(f"q = {list(shape)}: an array [tokens, heads, dim]")
-        # On the step's stream: an array that it may have had before is still in use on no other.
-        with contextlib.nullcontext() if self._stream is None else self._stream.current():
-            return self._driver.empty(shape[:2], q, "f32") if dim is None else self._driver.empty((*shape[:2], dim), q)
 
     @property
     def traffic(self) -> Traffic:
