@@ -436,6 +436,33 @@ def answered(call: Callable[[], Any]) -> Any:
 def test_what_was_loaded_and_nobody_holds_makes_room_for_the_next(tmp_path: Path) -> None:
     """Without a step in between: each has a last page of its own, and there is room for four."""
     with opened(tmp_path, **LARGE_OPTIONS) as cache:
+def test_an_index_that_is_full_is_refused_before_any_page_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Huge(bytes):
+        """As long as an index may be."""
+
+        def __len__(self) -> int:
+            return 4 << 30
+
+    monkeypatch.setattr(pagoda.cache, "META_BYTES_MAX", 1 << 40)
+    with opened(tmp_path) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [100])
+        cache.save(tokens.sequence, "it", meta=b"1")
+        mirror.step([tokens], [100])
+        before = used(cache), cache.stats().disk_io, (tmp_path / "kept" / "index").read_bytes()
+        for given in ({}, {"tokens": (48, 200)}):
+            with pytest.raises(pagoda.TierIOError, match=rf"disk = {tmp_path}/kept: the index is full: \d+ bytes"):
+                cache.save(tokens.sequence, "it", meta=Huge(), **given)
+            assert (used(cache), cache.stats().disk_io, (tmp_path / "kept" / "index").read_bytes()) == before
+            assert cache.saved() == {"it": b"1"}
+        cache.save(tokens.sequence, "it", meta=b"2")
+        mirror.release(load(mirror, "it", tokens))
+        mirror.look()
+
+
         with cache.create() as sequence:
             grown(sequence, 100, 1.0)
             cache.save(sequence, "it")

@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core, placement
+from pagoda.checks import (
     SEQUENCES_MAX,
     TOKENS_MAX,
-from pagoda.checks import (
     check_choice,
     check_flag,
     check_list,
@@ -357,15 +357,16 @@ class Cache:
         The sequence goes on as it is. Pages that are on disk already are not written again. tokens: only these; `meta`, of
         64 MiB at most, comes back from `saved`. Raises InvalidArgument in a cache without resume=True, and while moves of its
         pages are under way; OutOfBlocks when the disk tier is full, TierIOError when it fails or does nothing for
-        `disk_timeout` seconds: then what was kept before stays. Only where the line that names the pages is on its way to the
-        drive by then, the key changes when the drive has answered; until it has, calls with this key raise TierIOError.
+        `disk_timeout` seconds, and, before any page is written, when the index has no room for another line, at 4 GiB: then
+        what was kept before stays. Only where the line that names the pages is on its way to the drive by then, the key
+        changes when the drive has answered; until it has, calls with this key raise TierIOError.
         """
         self._check_ours(sequence)
         if not isinstance(meta, bytes):
             raise InvalidArgument(f"meta = {meta!r}: bytes")
         if len(meta) > META_BYTES_MAX:
             raise InvalidArgument(f"meta = {len(meta)} bytes: at most {META_BYTES_MAX}")
-        self._core.check_key(_key(key))
+        key = _key(key)
         if tokens is not None:
             start, stop = token_range("tokens", tokens)
             least = sequence.rewind_limit
@@ -376,6 +377,7 @@ class Cache:
                 part.truncate(stop)
                 part.drop(0, start)
                 return self.save(part, key, meta=meta)
+        self._core.check_save(sequence.id, key, len(meta))
         self._spill.settle()
         self._make_room_on_disk(self.plan(sequence, "disk", keep=True))
         ticket = self.execute(self.plan(sequence, "disk", keep=True))

@@ -133,8 +133,8 @@ class Engine(Protocol):
 
     # Sequences that are kept on disk.
 
-    def check_key(self, key: str) -> None:
-        """Raises InvalidArgument unless sequences can be kept under a key."""
+    def check_save(self, sequence: int, key: str, meta_bytes: int) -> None:
+        """Raises InvalidArgument unless sequences can be kept, TierIOError where there is no room to note one."""
 
     def save(self, sequence: int, key: str, meta: bytes) -> None:
         """Keeps a sequence whose sealed pages are on disk."""

@@ -147,20 +147,18 @@ impl Cache {
     /// Writes down what is kept.
     pub fn describe(&self, id: KeptId) -> Option<KeptSequence> {
         let kept = self.kept.get(&id)?;
-        let groups = self.group_ids().zip(&kept.tables).map(|(group, table)| {
-            let page = |entry: &Option<PageId>| match entry {
-                Some(page) => KeptPage::Sealed(self.pages[*page].ready(Tier::Disk).expect("kept on disk")),
-                None => KeptPage::Left,
-            };
-            let mut pages: Vec<_> = table.pages.iter().map(page).collect();
-            for tail in kept.tails.iter().filter(|tail| tail.group == group) {
-                pages[tail.index] = KeptPage::Open(tail.block, tail.fill);
-            }
-            let span = |span: &Span| (span.first_page, span.skip, span.count, span.position);
-            let spans = table.spans.iter().map(span).collect();
-            KeptGroup { left: (table.left.after, table.left.count), spans, pages }
-        });
-        Some(KeptSequence { len: kept.len, groups: groups.collect() })
+        let block = |page: PageId| self.pages[page].ready(Tier::Disk).expect("kept on disk");
+        let mut written = write_down(kept.len, &kept.tables, block);
+        for tail in &kept.tails {
+            written.groups[tail.group.index()].pages[tail.index] = KeptPage::Open(tail.block, tail.fill);
+        }
+        Some(written)
+    }
+
+    /// As long as what `describe` would write down of a sequence that is not kept yet, but for the blocks.
+    pub fn outline(&self, id: SequenceId) -> Result<KeptSequence> {
+        let sequence = self.sequences.get(id)?;
+        Ok(write_down(sequence.len, &sequence.tables, |_| BlockId::new(0)))
     }
 
     /// Takes sequences in that another cache wrote down, over the same blocks. Some may be impossible: those are refused, each
@@ -273,6 +271,18 @@ impl Cache {
         self.kept.insert(id, kept);
         id
     }
+}
+
+/// Tables as they are written down, of pages that are all sealed and in some block.
+fn write_down(len: u64, tables: &[Table], block: impl Fn(PageId) -> BlockId) -> KeptSequence {
+    let groups = tables.iter().map(|table| {
+        let page =
+            |entry: &Option<PageId>| entry.map_or(KeptPage::Left, |page| KeptPage::Sealed(block(page)));
+        let span = |span: &Span| (span.first_page, span.skip, span.count, span.position);
+        let (spans, pages) = (table.spans.iter().map(span).collect(), table.pages.iter().map(page).collect());
+        KeptGroup { left: (table.left.after, table.left.count), spans, pages }
+    });
+    KeptSequence { len, groups: groups.collect() }
 }
 
 /// The refusal of a sequence that a cache of this shape cannot have written down.

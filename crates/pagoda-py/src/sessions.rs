@@ -79,9 +79,14 @@ impl Sessions {
 
 #[pymethods]
 impl Cache {
-    /// Refuses unless sequences can be kept.
-    fn check_key(&self, py: Python<'_>, key: &str) -> PyResult<()> {
-        self.lock(py)?.named_store(py, key).map(drop)
+    /// Refuses a `save` that there is nothing for to keep anything in, or no room for in the index: before any page is written.
+    fn check_save(&self, py: Python<'_>, sequence: u64, key: &str, meta_bytes: usize) -> PyResult<()> {
+        let inner = self.lock(py)?;
+        let store = inner.named_store(py, key)?;
+        let outline = inner.core.outline(sequence_id(sequence)).map_err(|error| errors::core(py, &error))?;
+        let (blocks, entry) = sequence::encode(&outline, &[]);
+        let room = store.require_room(key.as_bytes(), blocks.len(), entry.len() + meta_bytes);
+        room.map_err(|error| errors::disk(py, store.directory(), &error))
     }
 
     /// Keeps a sequence whose sealed pages are on disk under `key`, in the place of what was there.

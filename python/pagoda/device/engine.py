@@ -156,7 +156,7 @@ class DeviceEngine:
         )
         self.by_recency, self.audit, self.isa = core.by_recency, core.audit, core.isa
         self.drop_copies, self.pages_on_disk, self.attended = core.drop_copies, core.pages_on_disk, core.attended
-        self.forget, self.saved, self.lost, self.check_key = core.forget, core.saved, core.lost, core.check_key
+        self.forget, self.saved, self.lost, self.check_save = core.forget, core.saved, core.lost, core.check_save
 
     def declare(self, sequences: int, new_tokens: int, context: int) -> None:
         """See `Cache.declare`."""

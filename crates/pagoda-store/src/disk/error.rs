@@ -28,6 +28,18 @@ pub enum Error {
     /// The index is not one that this program wrote.
     #[error("index: {0}")]
     Index(String),
+    /// The index has no room for a line.
+    #[error(
+        "the index is full: {wanted} bytes for a key, its pages and meta, {left} are left of {most}; forget other keys"
+    )]
+    IndexFull {
+        /// Bytes of the line.
+        wanted: u64,
+        /// Bytes that it may have now.
+        left: u64,
+        /// The limit.
+        most: u64,
+    },
     /// Another process has the files.
     #[error("another process or cache has it open")]
     Locked,

@@ -184,6 +184,11 @@ const DELETE: u32 = 2;
 /// Bytes of a page in a line.
 const RECORD_BYTES: usize = 24;
 
+/// Bytes of a line that puts a key: what there is of it, and before that four numbers, length, checksum.
+pub(super) fn put_bytes(key: usize, pages: usize, meta: usize) -> u64 {
+    4 + 16 + (key + pages * RECORD_BYTES + meta) as u64 + 8
+}
+
 impl Line {
     /// The bytes of a line at `offset` of an index with this epoch: elsewhere they do not verify.
     pub(super) fn to_bytes(&self, epoch: u64, offset: u64) -> Vec<u8> {

@@ -3,7 +3,7 @@
 //! It is read to its last whole line. A line that was cut short, or changed, ends it. It is written anew when it is opened,
 //! when most of it is about what is kept no more, and when nobody knows what a failure has left of it.
 
-use super::format::{Fingerprint, IndexHeader, Line, Record};
+use super::format::{Fingerprint, IndexHeader, Line, Record, put_bytes};
 use super::io::{Directory, File};
 use super::segment::Geometry;
 use super::{Error, Result};
@@ -12,10 +12,11 @@ use std::sync::Arc;
 
 const NAME: &str = "index";
 
-/// No index is as large: 100 GB of pages take some megabytes.
-const BYTES_MAX: u64 = 4 << 30;
+/// 100 GB of pages take some megabytes. In this crate's unit tests few enough to have them all.
+const BYTES_MAX: u64 = if cfg!(test) { 8 << 20 } else { 4 << 30 };
 
-/// From how many bytes on, beside those of what is kept, the log is written anew.
+/// From how many bytes on, beside those of what is kept, the log is written anew. As many have room beside what is kept: a key can
+/// always be forgotten.
 const SPARE_BYTES: u64 = 1 << 20;
 
 /// What a key stands for.
@@ -128,8 +129,19 @@ impl Index {
         &self.entries
     }
 
+    /// Refuses a line with a key, so many pages and so much else, if `put` would.
+    pub(super) fn require_room(&self, key: &[u8], pages: usize, meta: usize) -> Result<()> {
+        let size =
+            |(key, entry): (&Vec<u8>, &Entry)| put_bytes(key.len(), entry.pages.len(), entry.meta.len());
+        let kept = self.header.to_bytes().len() as u64 + self.entries.iter().map(size).sum::<u64>();
+        let (wanted, most) = (put_bytes(key.len(), pages, meta), BYTES_MAX - SPARE_BYTES);
+        let left = most.saturating_sub(kept);
+        if wanted <= left { Ok(()) } else { Err(Error::IndexFull { wanted, left, most }) }
+    }
+
     /// Lets `key` stand for `entry`; returns what it stood for. It is safe from a loss of power when this returns.
     pub(super) fn put(&mut self, key: &[u8], entry: Entry) -> Result<Option<Entry>> {
+        self.require_room(key, entry.pages.len(), entry.meta.len())?;
         let Entry { pages, meta } = entry.clone();
         self.append(&Line::Put { key: key.to_vec(), pages, meta })?;
         Ok(self.entries.insert(key.to_vec(), entry))
@@ -146,14 +158,12 @@ impl Index {
     }
 
     fn append(&mut self, line: &Line) -> Result<()> {
-        if self.file.is_none() || self.end > self.limit {
+        let mut bytes = line.to_bytes(self.header.epoch, self.end);
+        if self.file.is_none() || self.end + bytes.len() as u64 > self.limit {
             self.rewrite()?;
+            bytes = line.to_bytes(self.header.epoch, self.end);
         }
         let file = self.file.clone().expect("written anew if there was none");
-        let bytes = line.to_bytes(self.header.epoch, self.end);
-        if u32::try_from(bytes.len()).is_err() || self.end + bytes.len() as u64 > BYTES_MAX {
-            return Err(Error::Index(format!("a line of {} bytes does not fit", bytes.len())));
-        }
         // A part of the line that stays is no whole line, and the next one is written over it.
         file.write(self.end, &bytes).map_err(Error::io("writing the index"))?;
         if let Err(error) = file.sync() {

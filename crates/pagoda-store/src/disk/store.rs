@@ -185,6 +185,13 @@ impl Store {
         lock(index).entries().iter().map(|(key, entry)| (key.clone(), entry.clone())).collect()
     }
 
+    /// Refuses what `put` would have no room for in the index: a key, so many pages and so many bytes of meta. While a drive that does
+    /// not answer holds up the index, only `put` knows.
+    pub fn require_room(&self, key: &[u8], pages: usize, meta: usize) -> Result<()> {
+        let index = self.named()?.try_lock();
+        index.map_or(Ok(()), |index| index.require_room(key, pages, meta))
+    }
+
     /// Keeps pages that were written, with `meta`, under `key`: they are safe from a loss of power when this returns, and
     /// their blocks must not be written to until `delete`. Returns what was under the key before.
     pub fn put(&self, key: &[u8], pages: &[(GroupId, BlockId)], meta: &[u8]) -> Result<Option<Entry>> {

@@ -536,6 +536,54 @@ fn keeping_goes_on_after_it_has_failed() {
     }
 }
 
+/// As many bytes as an index may have here lie beside keys: no more is taken, what is there stays, and any key can be forgotten.
+#[test]
+fn an_index_that_is_full_says_so_and_forgets() {
+    let (disk, entries) = kept();
+    let (store, _) = open(&disk).unwrap();
+    let blocks = |pages: &[(At, u64)]| {
+        pages.iter().map(|((group, block), _)| (*group, BlockId::new(*block))).collect::<Vec<_>>()
+    };
+    let places = blocks(&entries[0].1);
+    let (size, room) = (1_000_000, |key: &[u8], meta| store.require_room(key, places.len(), meta));
+    let fits = |key: &[u8], meta: usize| {
+        let (refused, before) = (room(key, meta), store.entries());
+        let put = store.put(key, &places, &vec![7; meta]);
+        assert_eq!(refused.is_ok(), put.is_ok(), "what is asked is what is done");
+        if let (Err(refused), Err(put)) = (refused, &put) {
+            assert!(matches!(put, Error::IndexFull { .. }));
+            assert_eq!(refused.to_string(), put.to_string());
+            assert_eq!(store.entries(), before);
+        }
+        assert!(disk.with("index", |bytes| bytes.len()) <= 8 << 20);
+        assert!(store.is_sure());
+        put.is_ok()
+    };
+    let keys: Vec<Vec<u8>> =
+        (0..100).map(|number| vec![number; 100]).take_while(|key| fits(key, size)).collect();
+    assert!(keys.len() > 5);
+    // What is left is taken to the last byte.
+    let Err(Error::IndexFull { wanted, left, .. }) = room(b"last", size) else { panic!("there is room") };
+    let rest = size - (wanted - left) as usize;
+    assert!(!fits(b"last", rest + 1));
+    assert!(fits(b"last", rest));
+    assert!(!fits(&keys[0], 0), "a key has its line beside the one that it has");
+    for key in keys.iter().cycle().take(20) {
+        assert!(store.delete(key).unwrap().is_some());
+        assert!(fits(key, size), "there is room again, however long the log has become");
+    }
+    for key in &keys {
+        let (store, _) = open(&disk.killed()).unwrap();
+        assert_eq!(store.delete(key).unwrap().unwrap().meta.len(), size);
+        assert!(store.delete(key).unwrap().is_none());
+    }
+    for key in &keys {
+        store.delete(key).unwrap();
+    }
+    store.delete(b"last").unwrap();
+    assert_eq!(readable(&disk.power_lost(|| false), &entries).unwrap(), 6, "nothing else is left");
+}
+
 #[test]
 fn an_index_does_not_grow_with_what_is_kept_no_more() {
     let (disk, entries) = kept();
