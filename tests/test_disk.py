@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -378,21 +379,18 @@ def test_a_disk_that_cannot_be(
 def test_a_directory_that_is_read_only() -> None:
     """Root may write anywhere, so root becomes nobody first."""
     script = """
-import os, sys, tempfile
+import os, sys
 import pagoda, pytest
-place = tempfile.mkdtemp(prefix="pagoda-test-")
-os.chmod(place, 0o500)
 if os.geteuid() == 0:
-    os.chown(place, 65534, 65534)
+    os.chown(sys.argv[1], 65534, 65534)
     os.setuid(65534)
-try:
-    with pytest.raises(pagoda.TierIOError, match="disk = .*: opening the directory: Permission denied"):
-        pagoda.Cache(pagoda.ModelSpec(layers=[pagoda.AttentionLayer(2, 2, 16)]), disk=place, disk_memory="1GiB")
-    assert os.listdir(place) == []
-finally:
-    os.rmdir(place)
+with pytest.raises(pagoda.TierIOError, match="disk = .*: opening the directory: Permission denied"):
+    pagoda.Cache(pagoda.ModelSpec(layers=[pagoda.AttentionLayer(2, 2, 16)]), disk=sys.argv[1], disk_memory="1GiB")
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    with tempfile.TemporaryDirectory(prefix="pagoda-test-") as place:
+        Path(place).chmod(0o500)
+        subprocess.run([sys.executable, "-c", script, place], check=True, timeout=60)
+        assert not list(Path(place).iterdir())
 
 
 def test_a_file_that_is_cut_short_loses_what_was_there_and_no_more(mirror: Mirror, tmp_path: Path) -> None:
