@@ -264,7 +264,7 @@ pub(crate) trait Simd {
     unsafe fn half_f16(p: *const u8) -> Self::V;
     unsafe fn half_bf16(p: *const u8) -> Self::V;
 
-    /// Asks for the cache line of `p`, which need not be mapped. On x86 the L2 cache does: L1 has fewer misses under way than memory
+    /// Asks for the cache line of `p`, which need not be mapped; on x86 to have it in L2: L1 has fewer misses under way than memory
     /// takes to be busy.
     unsafe fn prefetch(p: *const u8);
 }

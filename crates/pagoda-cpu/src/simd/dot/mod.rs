@@ -95,7 +95,7 @@ pub(crate) trait Dot {
     /// Of 16 rows of E8M0, half of number `step` of each.
     unsafe fn half_e8m0_scales(scales: *const u8, stride: usize, step: usize) -> Self::Floats;
 
-    /// Asks for the cache line of `p`, which need not be mapped. On x86 the L2 cache does: L1 has fewer misses under way than memory
+    /// Asks for the cache line of `p`, which need not be mapped; on x86 to have it in L2: L1 has fewer misses under way than memory
     /// takes to be busy.
     unsafe fn prefetch(p: *const u8);
 }
