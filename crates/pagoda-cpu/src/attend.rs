@@ -228,6 +228,9 @@ pub(crate) unsafe fn attend(
 /// read faster than short ones by turns.
 const CELLS: usize = 8;
 
+/// How many cells ahead rows are asked for from memory: one is less time than memory takes where rows are small.
+const LATER: usize = 2;
+
 /// Cells of a batch: fewer where there are more queries, so that scores stay in the cache.
 fn cells(queries: usize) -> usize {
     (CELLS / queries).max(1)
@@ -249,6 +252,31 @@ impl TilePages {
             strip.offset as usize + head * strip.head_stride as usize + self.first * strip.row_stride as usize
         };
         Lines { blocks: &self.blocks, rows: begin(&plane.rows), scales: begin(&plane.scales) }
+    }
+}
+
+/// Tiles of one page and some heads whose K is read in one go, and then their V.
+struct Batch {
+    tiles: Range<usize>,
+    heads: Range<usize>,
+    /// Of each tile.
+    pages: [TilePages; CELLS],
+}
+
+impl Batch {
+    /// How many cells it has: tiles of a head.
+    fn len(&self) -> usize {
+        self.heads.len() * self.tiles.len()
+    }
+
+    /// The head and the tile of a cell. Tiles inside heads: so they lie in memory.
+    fn cell(&self, index: usize) -> (usize, usize) {
+        (self.heads.start + index / self.tiles.len(), self.tiles.start + index % self.tiles.len())
+    }
+
+    fn lines(&self, plane: &Plane, index: usize) -> Lines<'_> {
+        let (head, tile) = self.cell(index);
+        self.pages[tile - self.tiles.start].lines(plane, head)
     }
 }
 
@@ -523,80 +551,70 @@ impl Pass<'_> {
     /// Goes over a run of tiles in batches, pages outside: the K of a batch is one stream, then its V is.
     unsafe fn tiles(&mut self, piece: &Piece<'_>, tiles: Range<usize>, state: &mut State<'_>) {
         let heads = self.group.heads.clone();
+        let mut batch = self.batch_from(piece, tiles.clone(), heads.start);
+        loop {
+            let first = if batch.heads.end < heads.end {
+                (batch.tiles.start, batch.heads.end)
+            } else {
+                (batch.tiles.end, heads.start)
+            };
+            let next = (first.0 < tiles.end).then(|| self.batch_from(piece, first.0..tiles.end, first.1));
+            // SAFETY: as the caller promises.
+            unsafe { self.batch(piece, &batch, next.as_ref().unwrap_or(&batch), state) };
+            match next {
+                Some(next) => batch = next,
+                None => return,
+            }
+        }
+    }
+
+    /// As many of the tiles, all of one page, and of the heads from `head` on as a batch takes.
+    fn batch_from(&self, piece: &Piece<'_>, tiles: Range<usize>, head: usize) -> Batch {
         let page_tiles = (self.call.kv.layer.page_size as usize / TILE).max(1);
         let cells = cells(self.group.queries);
-        // Tiles of one page, as many as a batch takes.
-        let block_at =
-            |start: usize| start..tiles.end.min((start / page_tiles + 1) * page_tiles).min(start + cells);
-        let mut block = block_at(tiles.start);
-        let mut pages = self.block_pages(piece, &block);
-        while !block.is_empty() {
-            let next_block = block_at(block.end);
-            let next_pages = if next_block.is_empty() { pages } else { self.block_pages(piece, &next_block) };
-            let heads_max = (cells / block.len()).max(1);
-            for head in heads.clone().step_by(heads_max) {
-                let end = heads.end.min(head + heads_max);
-                let after = if end < heads.end { (&pages[0], end) } else { (&next_pages[0], heads.start) };
-                // SAFETY: as the caller promises.
-                unsafe { self.batch(piece, &block, head..end, &pages, after, state) };
-            }
-            (block, pages) = (next_block, next_pages);
-        }
-    }
-
-    /// The tiles `block`, all of one page, of some heads; what comes next begins at `after`, a tile and a head.
-    unsafe fn batch(
-        &mut self,
-        piece: &Piece<'_>,
-        block: &Range<usize>,
-        heads: Range<usize>,
-        pages: &[TilePages; CELLS],
-        after: (&TilePages, usize),
-        state: &mut State<'_>,
-    ) {
-        let (keys, values) = (self.call.kv.layer.layout.k, self.call.kv.layer.layout.v);
-        let page_rows = TILE.min(self.call.kv.layer.page_size as usize);
-        let piece_shift = page_rows.ilog2();
-        // Tiles inside heads: so they lie in memory.
-        let count = heads.len() * block.len();
-        let cell = |index: usize| (heads.start + index / block.len(), index % block.len());
-        let lines_of = |plane: &Plane, index: usize| {
-            let (head, tile) = cell(index);
-            pages[tile].lines(plane, head)
-        };
-        let after = after.0.lines(&keys, after.1);
-        let mut lines = lines_of(&keys, 0);
-        for index in 0..count {
-            let next = match index + 1 {
-                next if next < count => lines_of(&keys, next),
-                // Values that are part of K have been read with it.
-                _ if self.call.kv.layer.geometry.v_format.is_none() => after,
-                _ => lines_of(&values, 0),
-            };
-            let (head, tile) = cell(index);
-            let chunk = Chunk { here: lines, next, piece_shift };
-            // SAFETY: as the caller promises.
-            unsafe { self.score(piece, block.start + tile, head, index, &chunk) };
-            lines = next;
-        }
-        lines = lines_of(&values, 0);
-        for index in 0..count {
-            let next = if index + 1 < count { lines_of(&values, index + 1) } else { after };
-            let (head, tile) = cell(index);
-            let chunk = Chunk { here: lines, next, piece_shift };
-            // SAFETY: as the caller promises.
-            unsafe { self.weigh(piece, block.start + tile, head, index, &chunk, state) };
-            lines = next;
-        }
-    }
-
-    /// `pages` of each tile of a block.
-    fn block_pages(&self, piece: &Piece<'_>, block: &Range<usize>) -> [TilePages; CELLS] {
+        let end = tiles.end.min((tiles.start / page_tiles + 1) * page_tiles).min(tiles.start + cells);
+        let tiles = tiles.start..end;
+        let heads = head..self.group.heads.end.min(head + (cells / tiles.len()).max(1));
         let mut pages = [TilePages::NONE; CELLS];
-        for (pages, tile) in pages.iter_mut().zip(block.clone()) {
+        for (pages, tile) in pages.iter_mut().zip(tiles.clone()) {
             *pages = self.pages(piece, tile);
         }
-        pages
+        Batch { tiles, heads, pages }
+    }
+
+    /// One batch, before `next`.
+    unsafe fn batch(&mut self, piece: &Piece<'_>, batch: &Batch, next: &Batch, state: &mut State<'_>) {
+        let layer = self.call.kv.layer;
+        let (keys, values) = (layer.layout.k, layer.layout.v);
+        let piece_shift = TILE.min(layer.page_size as usize).ilog2();
+        let count = batch.len();
+        // In the order in which memory is read; values that are part of K are read with it.
+        let read = if layer.geometry.v_format.is_some() { 2 * count } else { count };
+        let lines = |index: usize| match index {
+            _ if index < count => batch.lines(&keys, index),
+            _ if index < read => batch.lines(&values, index - count),
+            _ => next.lines(&keys, (index - read).min(next.len() - 1)),
+        };
+        let later = LATER.min(count);
+        for index in 0..count {
+            let (head, tile) = batch.cell(index);
+            let chunk = Chunk {
+                here: lines(index),
+                next: lines(index + 1),
+                later: lines(index + later),
+                piece_shift,
+            };
+            // SAFETY: as the caller promises.
+            unsafe { self.score(piece, tile, head, index, &chunk) };
+        }
+        for index in 0..count {
+            let (head, tile) = batch.cell(index);
+            let at = count + index;
+            let here = batch.lines(&values, index);
+            let chunk = Chunk { here, next: lines(at + 1), later: lines(at + later), piece_shift };
+            // SAFETY: as the caller promises.
+            unsafe { self.weigh(piece, tile, head, index, &chunk, state) };
+        }
     }
 
     /// The blocks of a tile. Pages outside the piece are not looked up.

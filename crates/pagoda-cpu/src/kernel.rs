@@ -54,6 +54,8 @@ pub(crate) struct Chunk<'a> {
     pub(crate) here: Lines<'a>,
     /// What will be read next, to be prefetched when there is less left here than that lies ahead.
     pub(crate) next: Lines<'a>,
+    /// What will be read after that, most often.
+    pub(crate) later: Lines<'a>,
     /// Rows of a piece, as a power of two.
     pub(crate) piece_shift: u32,
 }
@@ -75,10 +77,10 @@ impl Chunk<'_> {
         let t = t + (lead / size.bytes).min(TILE);
         if t < TILE { self.find(&self.here, t, size) } else { self.find(&self.next, t - TILE, size) }
     }
-    /// The row that is read a tile after row `t`.
+    /// Row `t` of the tile that will be read later.
     #[inline(always)]
-    pub(crate) fn row_of_next(&self, t: usize, size: RowSize) -> Row {
-        self.find(&self.next, t, size)
+    pub(crate) fn row_of_later(&self, t: usize, size: RowSize) -> Row {
+        self.find(&self.later, t, size)
     }
     #[inline(always)]
     fn find(&self, lines: &Lines<'_>, t: usize, size: RowSize) -> Row {

@@ -13,7 +13,7 @@ use pagoda_core::work::TILE;
 
 use super::{Codes, QUAD, QueryStep, STEP, code_max};
 use crate::kernel::{Accumulate, RowSize, Score};
-use crate::simd::dot::{Dot, LANES};
+use crate::simd::dot::{Cache, Dot, LANES};
 use crate::stored::Row;
 
 /// Products with one byte that are added up before sums are settled.
@@ -29,11 +29,11 @@ pub(crate) fn quantise<S: Dot, C: Codes>(row: &[f32], steps: &mut [QueryStep]) {
 
 /// Asks for a part of 16 rows: of the bytes that they have for a step.
 #[inline(always)]
-unsafe fn prefetch<S: Dot, C: Codes>(rows: *const u8, part: usize, parts: usize) {
+unsafe fn prefetch<S: Dot, C: Codes>(rows: *const u8, part: usize, parts: usize, to: Cache) {
     let bytes = LANES * C::STEP_BYTES / parts;
     for line in (0..bytes).step_by(64) {
         // SAFETY: a prefetch never faults.
-        unsafe { S::prefetch(rows.wrapping_add(part * bytes + line)) };
+        unsafe { S::prefetch(rows.wrapping_add(part * bytes + line), to) };
     }
 }
 
@@ -42,7 +42,7 @@ unsafe fn prefetch<S: Dot, C: Codes>(rows: *const u8, part: usize, parts: usize)
 unsafe fn prefetch_scales<S: Dot>(scales: *const u8, size: RowSize) {
     for line in (0..LANES * size.scale_bytes).step_by(64) {
         // SAFETY: a prefetch never faults.
-        unsafe { S::prefetch(scales.wrapping_add(line)) };
+        unsafe { S::prefetch(scales.wrapping_add(line), Cache::L2) };
     }
 }
 
@@ -123,10 +123,13 @@ unsafe fn score_blocks<S: Dot, C: Codes, const R: usize, const STEPS: usize, con
                 }
             }
             let keys = firsts.map(|first| args.keys.row(first, size));
-            let ahead = firsts.map(|first| args.keys.row_of_next(first, size));
+            // The next blocks, which L1 has room for; it misses those of this step all at once otherwise, and an L1 that waits for
+            // so many lines drops what else it is asked for.
+            let next = firsts.map(|first| args.keys.ahead(first, size, B * LANES * size.bytes));
+            let later = firsts.map(|first| args.keys.row_of_later(first, size));
             if row == 0 {
-                for ahead in ahead {
-                    prefetch_scales::<S>(ahead.scales, size);
+                for later in later {
+                    prefetch_scales::<S>(later.scales, size);
                 }
             }
             let mut scores = [[S::floats(0.0); R]; B];
@@ -142,9 +145,10 @@ unsafe fn score_blocks<S: Dot, C: Codes, const R: usize, const STEPS: usize, con
                 for i in 0..STEP / QUAD {
                     // Evenly: what is asked for in bursts is not fetched.
                     if row == 0 && i % 2 == 0 {
-                        for ahead in ahead {
-                            let rows = ahead.data.wrapping_add(step * LANES * C::STEP_BYTES);
-                            prefetch::<S, C>(rows, i / 2, STEP / 8);
+                        let at = step * LANES * C::STEP_BYTES;
+                        for (next, later) in next.iter().zip(&later) {
+                            prefetch::<S, C>(next.data.wrapping_add(at), i / 2, STEP / 8, Cache::L1);
+                            prefetch::<S, C>(later.data.wrapping_add(at), i / 2, STEP / 8, Cache::L2);
                         }
                     }
                     for r in 0..R {
@@ -256,14 +260,14 @@ unsafe fn accumulate_rows<S: Dot, C: Codes, const R: usize, const STEPS: usize>(
     let steps = if STEPS == 0 { args.dim / STEP } else { STEPS };
     let blocks = args.low / LANES..args.high.div_ceil(LANES);
     let rows: [Row; TILE / LANES] = std::array::from_fn(|i| args.chunk.row(i * LANES, size));
-    let ahead = std::array::from_fn(|i| args.chunk.row_of_next(i * LANES, size));
+    let later = std::array::from_fn(|i| args.chunk.row_of_later(i * LANES, size));
     // Once; no branch is as cheap as to ask for what is there.
-    let ahead: [Row; TILE / LANES] = if args.prefetch && row == 0 { ahead } else { rows };
+    let later: [Row; TILE / LANES] = if args.prefetch && row == 0 { later } else { rows };
     let seen = (u64::MAX >> (TILE - args.high)) & (u64::MAX << args.low);
     // SAFETY: as the caller promises; 16 rows lie within a page, and pages without a row that is seen are not read.
     unsafe {
         for block in blocks.clone() {
-            prefetch_scales::<S>(ahead[block].scales, size);
+            prefetch_scales::<S>(later[block].scales, size);
         }
         let mut weights = MaybeUninit::<Weights<R>>::uninit();
         let weights = weights.as_mut_ptr();
@@ -280,7 +284,7 @@ unsafe fn accumulate_rows<S: Dot, C: Codes, const R: usize, const STEPS: usize>(
                 }
                 Weights::fill::<S, C>(weights, args.weights.add(row * TILE), &scales, count);
             }
-            let this = Columns { args, row, size, step, part, rows: &rows, ahead: &ahead, weights };
+            let this = Columns { args, row, size, step, part, rows: &rows, later: &later, weights };
             if S::MANY_REGISTERS {
                 this.add::<S, C, 2>(0);
             } else {
@@ -300,7 +304,7 @@ struct Columns<'a, const R: usize> {
     /// Which of the steps that `weights` are of.
     part: usize,
     rows: &'a [Row; TILE / LANES],
-    ahead: &'a [Row; TILE / LANES],
+    later: &'a [Row; TILE / LANES],
     weights: *const Weights<R>,
 }
 
@@ -308,12 +312,12 @@ impl<const R: usize> Columns<'_, R> {
     /// Adds to the values of `H` halves of the step.
     #[inline(always)]
     unsafe fn add<S: Dot, C: Codes, const H: usize>(&self, half: usize) {
-        let Self { args, row, size, step, part, rows, ahead, weights } = *self;
+        let Self { args, row, size, step, part, rows, later, weights } = *self;
         // SAFETY: as the caller promises.
         unsafe {
             let mut sums = [[S::begin(0, C::BYTES); H]; R];
             for block in args.low / LANES..args.high.div_ceil(LANES) {
-                let ahead = ahead[block].data.wrapping_add(step * LANES * C::STEP_BYTES);
+                let later = later[block].data.wrapping_add(step * LANES * C::STEP_BYTES);
                 for quad in 0..LANES / QUAD {
                     let first = rows[block].data.wrapping_add(quad * QUAD * size.bytes);
                     let mut codes = [C::words::<S>(first, size, step, half); H];
@@ -321,7 +325,7 @@ impl<const R: usize> Columns<'_, R> {
                         codes[h] = C::words::<S>(first, size, step, half + h);
                     }
                     if half == 0 {
-                        prefetch::<S, C>(ahead, quad, LANES / QUAD);
+                        prefetch::<S, C>(later, quad, LANES / QUAD, Cache::L2);
                     }
                     let word = block * (LANES / QUAD) + quad;
                     for r in 0..R {
@@ -466,7 +470,7 @@ mod tests {
             }
             let here = Lines { blocks: &blocks, rows: BEFORE, scales: BEFORE + self.page * self.size.bytes };
             let next = Lines { blocks: &[std::ptr::null(); PIECES], rows: 0, scales: 0 };
-            with(&Chunk { here, next, piece_shift: self.page.ilog2() });
+            with(&Chunk { here, next, later: next, piece_shift: self.page.ilog2() });
         }
     }
 

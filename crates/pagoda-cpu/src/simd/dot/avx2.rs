@@ -6,7 +6,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{COLUMNS, Dot, LANES};
+use super::{COLUMNS, Cache, Dot, LANES};
 
 /// AVX2, FMA and F16C, and AVX-VNNI if so.
 pub(crate) struct Dot256<const VNNI: bool>;
@@ -449,8 +449,13 @@ impl<const VNNI: bool> Dot for Dot256<VNNI> {
     }
 
     #[inline(always)]
-    unsafe fn prefetch(p: *const u8) {
+    unsafe fn prefetch(p: *const u8, to: Cache) {
         // SAFETY: a prefetch never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
+        unsafe {
+            match to {
+                Cache::L1 => _mm_prefetch::<_MM_HINT_T0>(p.cast()),
+                Cache::L2 => _mm_prefetch::<_MM_HINT_T1>(p.cast()),
+            }
+        }
     }
 }

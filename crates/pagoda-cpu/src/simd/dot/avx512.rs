@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{COLUMNS, Dot, LANES};
+use super::{COLUMNS, Cache, Dot, LANES};
 use crate::integers::{QUAD, STEP};
 
 /// AVX-512 F, BW, DQ, VL, VNNI, VBMI and BITALG.
@@ -416,8 +416,13 @@ impl Dot for Vnni512 {
     }
 
     #[inline(always)]
-    unsafe fn prefetch(p: *const u8) {
+    unsafe fn prefetch(p: *const u8, to: Cache) {
         // SAFETY: a prefetch never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
+        unsafe {
+            match to {
+                Cache::L1 => _mm_prefetch::<_MM_HINT_T0>(p.cast()),
+                Cache::L2 => _mm_prefetch::<_MM_HINT_T1>(p.cast()),
+            }
+        }
     }
 }

@@ -95,7 +95,13 @@ pub(crate) trait Dot {
     /// Of 16 rows of E8M0, half of number `step` of each.
     unsafe fn half_e8m0_scales(scales: *const u8, stride: usize, step: usize) -> Self::Floats;
 
-    /// Asks for the cache line of `p`, which need not be mapped; on x86 to have it in L2: L1 has fewer misses under way than memory
-    /// takes to be busy.
-    unsafe fn prefetch(p: *const u8);
+    /// Asks for the cache line of `p`, which need not be mapped.
+    unsafe fn prefetch(p: *const u8, to: Cache);
+}
+
+/// Where a line is asked to be. L1 has fewer misses under way than memory takes to be busy: what memory still has goes to L2.
+#[derive(Clone, Copy)]
+pub(crate) enum Cache {
+    L1,
+    L2,
 }

@@ -3,7 +3,7 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
-use super::{COLUMNS, Dot, LANES};
+use super::{COLUMNS, Cache, Dot, LANES};
 
 /// Advanced SIMD with dot products.
 pub(crate) struct NeonDot;
@@ -406,10 +406,17 @@ impl Dot for NeonDot {
     }
 
     #[inline(always)]
-    unsafe fn prefetch(p: *const u8) {
+    unsafe fn prefetch(p: *const u8, to: Cache) {
         // SAFETY: a prefetch never faults.
         unsafe {
-            asm!("prfm pldl1keep, [{p}]", p = in(reg) p, options(nostack, preserves_flags, readonly));
+            match to {
+                Cache::L1 => {
+                    asm!("prfm pldl1keep, [{p}]", p = in(reg) p, options(nostack, preserves_flags, readonly));
+                }
+                Cache::L2 => {
+                    asm!("prfm pldl2keep, [{p}]", p = in(reg) p, options(nostack, preserves_flags, readonly));
+                }
+            }
         }
     }
 }
