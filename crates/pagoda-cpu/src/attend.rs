@@ -256,6 +256,7 @@ impl TilePages {
 }
 
 /// Tiles of one page and some heads whose K is read in one go, and then their V.
+#[derive(Clone)]
 struct Batch {
     tiles: Range<usize>,
     heads: Range<usize>,
@@ -264,6 +265,8 @@ struct Batch {
 }
 
 impl Batch {
+    const NONE: Self = Self { tiles: 0..0, heads: 0..0, pages: [TilePages::NONE; CELLS] };
+
     /// How many cells it has: tiles of a head.
     fn len(&self) -> usize {
         self.heads.len() * self.tiles.len()
@@ -551,35 +554,37 @@ impl Pass<'_> {
     /// Goes over a run of tiles in batches, pages outside: the K of a batch is one stream, then its V is.
     unsafe fn tiles(&mut self, piece: &Piece<'_>, tiles: Range<usize>, state: &mut State<'_>) {
         let heads = self.group.heads.clone();
-        let mut batch = self.batch_from(piece, tiles.clone(), heads.start);
+        let (mut batch, mut next) = (&mut Batch::NONE.clone(), &mut Batch::NONE.clone());
+        self.fill(batch, piece, tiles.clone(), heads.start);
         loop {
-            let first = if batch.heads.end < heads.end {
+            let (tile, head) = if batch.heads.end < heads.end {
                 (batch.tiles.start, batch.heads.end)
             } else {
                 (batch.tiles.end, heads.start)
             };
-            let next = (first.0 < tiles.end).then(|| self.batch_from(piece, first.0..tiles.end, first.1));
-            // SAFETY: as the caller promises.
-            unsafe { self.batch(piece, &batch, next.as_ref().unwrap_or(&batch), state) };
-            match next {
-                Some(next) => batch = next,
-                None => return,
+            let last = tile == tiles.end;
+            if !last {
+                self.fill(next, piece, tile..tiles.end, head);
             }
+            // SAFETY: as the caller promises.
+            unsafe { self.batch(piece, batch, if last { batch } else { next }, state) };
+            if last {
+                return;
+            }
+            std::mem::swap(&mut batch, &mut next);
         }
     }
 
     /// As many of the tiles, all of one page, and of the heads from `head` on as a batch takes.
-    fn batch_from(&self, piece: &Piece<'_>, tiles: Range<usize>, head: usize) -> Batch {
+    fn fill(&self, batch: &mut Batch, piece: &Piece<'_>, tiles: Range<usize>, head: usize) {
         let page_tiles = (self.call.kv.layer.page_size as usize / TILE).max(1);
         let cells = cells(self.group.queries);
         let end = tiles.end.min((tiles.start / page_tiles + 1) * page_tiles).min(tiles.start + cells);
-        let tiles = tiles.start..end;
-        let heads = head..self.group.heads.end.min(head + (cells / tiles.len()).max(1));
-        let mut pages = [TilePages::NONE; CELLS];
-        for (pages, tile) in pages.iter_mut().zip(tiles.clone()) {
+        batch.tiles = tiles.start..end;
+        batch.heads = head..self.group.heads.end.min(head + (cells / batch.tiles.len()).max(1));
+        for (pages, tile) in batch.pages.iter_mut().zip(batch.tiles.clone()) {
             *pages = self.pages(piece, tile);
         }
-        Batch { tiles, heads, pages }
     }
 
     /// One batch, before `next`.
