@@ -746,7 +746,7 @@ impl Pass<'_> {
         let LayerGeometry { head_dim, v_head_dim, v_format, .. } = layer.geometry;
         let stored_dim = if v_format.is_some() { v_head_dim } else { head_dim };
         let accumulate = Accumulate {
-            weights: softmax.scores.as_ptr(),
+            weights: softmax.scores.as_mut_ptr(),
             decay: Some(softmax.decay.as_ptr()),
             values: state.values[state_part.start * stride..state_part.end * stride].as_mut_ptr(),
             stride,

@@ -197,8 +197,13 @@ pub(crate) unsafe fn derive<S: Simd, F: Stored>(args: &Derive<'_>) {
     unsafe {
         let values = args.values.row(args.first, size);
         let ahead = args.values.ahead(args.first, size, lead::<F>());
+        let mut scales = [1.0; ROWS];
+        if F::ROW_SCALE {
+            scales = std::array::from_fn(|i| F::row_scale(size.after(values, i)));
+        }
         let weighted = |i: usize, c: usize, value: S::V| {
             let at = c * S::LANES;
+            let value = if F::ROW_SCALE { S::mul(S::splat(scales[i]), value) } else { value };
             S::store(args.keys.add(i * args.stride + at), S::mul(S::load(args.weight.add(at)), value));
         };
         for c in 0..chunks {

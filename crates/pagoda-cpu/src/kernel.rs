@@ -6,6 +6,8 @@
 
 use std::f32::consts::LN_2;
 
+use std::ops::Range;
+
 use pagoda_core::work::TILE;
 
 use crate::integers::QueryStep;
@@ -148,6 +150,35 @@ pub(crate) unsafe fn score<S: Simd, F: Stored>(args: &Score<'_>) {
         }
         if row < args.count {
             score_rows::<S, F, 2, 1>(args, row);
+        }
+        scale_rows::<S, F>(args.keys, args.size, args.low..args.high, args.scores, args.count);
+    }
+}
+
+/// Multiplies numbers of the rows `seen` of a tile, `[count][TILE]`, with the scales of those rows, if they have any.
+#[inline(always)]
+unsafe fn scale_rows<S: Simd, F: Stored>(
+    chunk: &Chunk<'_>,
+    size: RowSize,
+    seen: Range<usize>,
+    numbers: *mut f32,
+    count: usize,
+) {
+    if !F::ROW_SCALE {
+        return;
+    }
+    let mut scales = [0.0; TILE];
+    // SAFETY: as the caller promises.
+    unsafe {
+        for t in seen {
+            scales[t] = F::row_scale(chunk.row(t, size));
+        }
+        for i in (0..TILE).step_by(S::LANES) {
+            let scale = S::load(scales.as_ptr().add(i));
+            for r in 0..count {
+                let p = numbers.add(r * TILE + i);
+                S::store(p, S::mul(S::load(p), scale));
+            }
         }
     }
 }
@@ -296,8 +327,8 @@ unsafe fn softmax_rows<S: Simd, const R: usize>(args: &mut Softmax<'_>, row: usi
 /// Arguments of [`accumulate`]: weights times the V rows `low..high` of a tile.
 #[derive(Clone, Copy)]
 pub(crate) struct Accumulate<'a> {
-    /// `[count][TILE]`.
-    pub(crate) weights: *const f32,
+    /// `[count][TILE]`. Kernels may overwrite them.
+    pub(crate) weights: *mut f32,
     /// What every row is multiplied with first, if it is.
     pub(crate) decay: Option<*const f32>,
     /// `[count]` rows of f32.
@@ -320,6 +351,8 @@ pub(crate) struct Accumulate<'a> {
 /// Adds the weighted V rows to `values`, token by token.
 #[inline(always)]
 pub(crate) unsafe fn accumulate<S: Simd, F: Stored>(args: &Accumulate<'_>) {
+    // SAFETY: as the caller promises.
+    unsafe { scale_rows::<S, F>(args.chunk, args.size, args.low..args.high, args.weights, args.count) };
     let step = (step::<F>(args.count) * 8 / (args.dim * F::BITS)).next_power_of_two().clamp(2, TILE);
     let mut low = args.low;
     while low < args.high {

@@ -18,6 +18,12 @@ pub(crate) struct Row {
 pub(crate) trait Stored {
     /// Bits of an element, about.
     const BITS: usize;
+    /// Whether what is loaded is yet to be multiplied with [`row_scale`](Self::row_scale): once for a score or a weight, not for
+    /// every element.
+    const ROW_SCALE: bool = false;
+    unsafe fn row_scale(_: Row) -> f32 {
+        unreachable!("rows of this format have no scale of their own")
+    }
     /// Loads a vector: elements `first..first + LANES`.
     unsafe fn load<S: Simd>(row: Row, first: usize) -> S::V;
     /// Loads 8 elements where a vector has 16 lanes.
@@ -56,13 +62,6 @@ const FROM_8: [f32; 16] =
 const FROM_16: [f32; 16] =
     [-16.0, -15.0, -14.0, -13.0, -12.0, -11.0, -10.0, -9.0, -8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0];
 
-/// The f32 scale of a row.
-#[inline(always)]
-unsafe fn row_scale(row: Row) -> f32 {
-    // SAFETY: the caller has a scale of 4 bytes.
-    f32::from_le_bytes(unsafe { row.scales.cast::<[u8; 4]>().read_unaligned() })
-}
-
 /// The f16 scale of the block of element `first`.
 #[inline(always)]
 unsafe fn block_scale<S: Simd>(row: Row, first: usize) -> S::V {
@@ -82,19 +81,31 @@ unsafe fn nibbles<S: Simd>(row: Row, first: usize, table: &[f32; 16]) -> S::V {
 
 impl Stored for Fp8E4m3 {
     const BITS: usize = 8;
+    const ROW_SCALE: bool = true;
+    #[inline(always)]
+    unsafe fn row_scale(row: Row) -> f32 {
+        // SAFETY: as the caller promises. Scales are so far below the largest float.
+        256.0 * unsafe { Int8::row_scale(row) }
+    }
     #[inline(always)]
     unsafe fn load<S: Simd>(row: Row, first: usize) -> S::V {
         // SAFETY: as the caller promises.
-        unsafe { S::mul(S::load_e4m3(row.data.add(first)), S::splat(row_scale(row))) }
+        unsafe { S::load_e4m3(row.data.add(first)) }
     }
 }
 
 impl Stored for Int8 {
     const BITS: usize = 8;
+    const ROW_SCALE: bool = true;
+    #[inline(always)]
+    unsafe fn row_scale(row: Row) -> f32 {
+        // SAFETY: as the caller promises.
+        f32::from_le_bytes(unsafe { row.scales.cast::<[u8; 4]>().read_unaligned() })
+    }
     #[inline(always)]
     unsafe fn load<S: Simd>(row: Row, first: usize) -> S::V {
         // SAFETY: as the caller promises.
-        unsafe { S::mul(S::load_i8(row.data.add(first)), S::splat(row_scale(row))) }
+        unsafe { S::load_i8(row.data.add(first)) }
     }
 }
 

@@ -578,15 +578,15 @@ mod tests {
             let weight = |random: &mut Random| {
                 if kind == 0.0 { random.pick(&[0.0, 1.0]) } else { random.float().abs() * kind }
             };
-            let weights: Vec<f32> = (0..count * TILE).map(|_| weight(random)).collect();
+            let mut weights: Vec<f32> = (0..count * TILE).map(|_| weight(random)).collect();
             let decay: Vec<f32> = (0..count).map(|_| random.float().abs()).collect();
             let stride = dim.next_multiple_of(ALIGN);
             let before: Vec<f32> = (0..count * stride).map(|_| random.float()).collect();
             let mut values = before.clone();
-            let to = values.as_mut_ptr();
+            let (to, to_weights) = (values.as_mut_ptr(), weights.as_mut_ptr());
             tile.read(low, high, |chunk| {
                 let accumulate = Accumulate {
-                    weights: weights.as_ptr(),
+                    weights: to_weights,
                     decay: Some(decay.as_ptr()),
                     values: to,
                     stride,

@@ -162,16 +162,13 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn load_e4m3(p: *const u8) -> __m256 {
-        // SAFETY: see the impl. The bias is 7 where that of binary32 is 127.
+        // SAFETY: see the impl. The code's bits above the sign of binary16 are not; NaN's exponent carries over.
         unsafe {
-            let code = _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()));
-            let magnitude = _mm256_and_si256(code, _mm256_set1_epi32(0x7f));
-            let value = _mm256_castsi256_ps(_mm256_slli_epi32::<20>(magnitude));
-            let value = _mm256_mul_ps(value, _mm256_set1_ps(f32::from_bits((127 + 120) << 23)));
-            let nan = _mm256_castsi256_ps(_mm256_cmpeq_epi32(magnitude, _mm256_set1_epi32(0x7f)));
-            let value = _mm256_blendv_ps(value, _mm256_set1_ps(f32::NAN), nan);
-            let sign = _mm256_slli_epi32::<24>(_mm256_and_si256(code, _mm256_set1_epi32(0x80)));
-            _mm256_or_ps(value, _mm256_castsi256_ps(sign))
+            let code = _mm_slli_epi16::<7>(_mm_cvtepi8_epi16(_mm_loadl_epi64(p.cast())));
+            let half = _mm_and_si128(code, _mm_set1_epi16(!0x4000));
+            let carried = _mm_add_epi16(half, _mm_set1_epi16(0x80));
+            let nan = _mm_and_si128(carried, _mm_set1_epi16(0x4000));
+            _mm256_cvtph_ps(_mm_or_si128(half, nan))
         }
     }
     #[inline(always)]

@@ -177,16 +177,13 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn load_e4m3(p: *const u8) -> __m512 {
-        // SAFETY: see the impl. The bias is 7 where that of binary32 is 127.
+        // SAFETY: see the impl. The code's bits above the sign of binary16 are not; NaN's exponent carries over.
         unsafe {
-            let code = _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()));
-            let magnitude = _mm512_and_si512(code, _mm512_set1_epi32(0x7f));
-            let value = _mm512_castsi512_ps(_mm512_slli_epi32::<20>(magnitude));
-            let value = _mm512_mul_ps(value, _mm512_set1_ps(f32::from_bits((127 + 120) << 23)));
-            let nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7f));
-            let value = _mm512_mask_blend_ps(nan, value, _mm512_set1_ps(f32::NAN));
-            let sign = _mm512_slli_epi32::<24>(_mm512_and_si512(code, _mm512_set1_epi32(0x80)));
-            _mm512_or_ps(value, _mm512_castsi512_ps(sign))
+            let code = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(_mm_loadu_si128(p.cast())));
+            let half = _mm256_and_si256(code, _mm256_set1_epi16(!0x4000));
+            let carried = _mm256_add_epi16(half, _mm256_set1_epi16(0x80));
+            let nan = _mm256_and_si256(carried, _mm256_set1_epi16(0x4000));
+            _mm512_cvtph_ps(_mm256_or_si256(half, nan))
         }
     }
     #[inline(always)]

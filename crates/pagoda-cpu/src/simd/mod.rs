@@ -250,7 +250,7 @@ pub(crate) trait Simd {
 
     /// 8-bit integers.
     unsafe fn load_i8(p: *const u8) -> Self::V;
-    /// E4M3.
+    /// E4M3, times 2^-8: as binary16 with the same bits of exponent, whose bias is 15 where that of E4M3 is 7.
     unsafe fn load_e4m3(p: *const u8) -> Self::V;
     /// One binary16, in all lanes.
     unsafe fn splat_f16(p: *const u8) -> Self::V;

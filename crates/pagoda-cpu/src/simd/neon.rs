@@ -3,7 +3,6 @@
 use std::arch::aarch64::*;
 
 use super::Simd;
-use crate::codec::e4m3;
 
 /// Advanced SIMD.
 pub(crate) struct Neon;
@@ -150,7 +149,13 @@ impl Simd for Neon {
     #[inline(always)]
     unsafe fn load_e4m3(p: *const u8) -> float32x4_t {
         // SAFETY: see the impl.
-        unsafe { vld1q_f32(p.cast::<[u8; 4]>().read_unaligned().map(e4m3).as_ptr()) }
+        unsafe {
+            let bytes = vreinterpret_s8_u32(vdup_n_u32(p.cast::<u32>().read_unaligned()));
+            let code = vshl_n_s16::<7>(vget_low_s16(vmovl_s8(bytes)));
+            let half = vand_s16(code, vdup_n_s16(!0x4000));
+            let nan = vand_s16(vadd_s16(half, vdup_n_s16(0x80)), vdup_n_s16(0x4000));
+            vcvt_f32_f16(vreinterpret_f16_s16(vorr_s16(half, nan)))
+        }
     }
     #[inline(always)]
     unsafe fn splat_f16(p: *const u8) -> float32x4_t {

@@ -130,7 +130,7 @@ impl Simd for Scalar {
     #[inline(always)]
     unsafe fn load_e4m3(p: *const u8) -> V {
         // SAFETY: the caller has 8 elements at `p`.
-        unsafe { p.cast::<[u8; 8]>().read_unaligned() }.map(e4m3)
+        unsafe { p.cast::<[u8; 8]>().read_unaligned() }.map(|code| e4m3(code) / 256.0)
     }
     #[inline(always)]
     unsafe fn splat_f16(p: *const u8) -> V {
