@@ -25,12 +25,14 @@ TOLERANCE = 3e-6
 """Float32 arithmetic against float64 on the same stored values, relative to the largest value."""
 TENSOR_CORES = 1e-5
 """The same on a device, where sums of products are cut off and not rounded."""
-INTEGER_ISAS = {"avx512vnni", "avxvnni", "avx2madd", "neondot"}
+INTEGER_ISAS = {"avx512bf16", "avx512vnni", "avxvnni", "avx2madd", "neondot"}
 """Instruction sets that multiply quantised rows as integers; the others convert them to floats."""
 INTEGERS = 3e-4
 """The same where rows may be multiplied as integers: queries and weights are rounded to 16 bits first."""
 BYTES = 5e-2
 """The same with 4-bit rows: queries and weights are rounded to a byte."""
+BF16 = 1e-2
+"""The same with fp8_e4m3 rows where they are multiplied as bfloat16: queries and weights are rounded to that."""
 
 
 def layer(**changes: Any) -> pagoda.AttentionLayer:
@@ -251,6 +253,8 @@ def tolerance_of(cache: pagoda.Cache, of_floats: float = TOLERANCE) -> float:
     if cache._device is not None:
         return max(of_floats, TENSOR_CORES)
     names = {name for pair in cache.dtypes for name in pair}
+    if cache._core.isa == "avx512bf16" and "fp8_e4m3" in names:
+        of_floats = max(of_floats, BF16)
     if cache._core.isa not in INTEGER_ISAS or names <= set(DTYPES):
         return of_floats
     return max(of_floats, BYTES if names & {"q4_0", "mxfp4"} else INTEGERS)

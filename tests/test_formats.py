@@ -183,6 +183,38 @@ def test_attention_over_every_pair(
             mirror.step(batch, counts, junk=2)
 
 
+def test_products_of_bfloat16_are_of_those_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp8_e4m3: what rounding queries and weights to bfloat16 costs is what ml_dtypes' rounding costs."""
+    if "avx512bf16" not in pagoda.build_info()["isas"]:
+        pytest.skip("this CPU does not multiply bfloat16 numbers")
+    monkeypatch.setenv("PAGODA_CPU_ISA", "avx512bf16")
+    rng = np.random.default_rng(3)
+    q = rng.standard_normal((50, 4, 128)).astype(np.float32)
+    k, v = rng.standard_normal((2, 50, 1, 128)).astype(np.float32)
+    spec = pagoda.ModelSpec([layer(num_q_heads=4, num_kv_heads=1, head_dim=128)])
+    options: dict[str, Any] = {"device": "cpu", "device_memory": "1MiB", "host_memory": 0, "threads": 1}
+    with (
+        pagoda.Cache(spec, k_dtype="fp8_e4m3", v_dtype="fp8_e4m3", center=None, rotate=False, **options) as cache,
+        cache.step([cache.create()], [50]) as step,
+    ):
+        out = step.forward(0, q, k, v)[-1]
+    keys, packed = (
+        formats.decode(formats.encode(k[:, 0], "fp8_e4m3"), "fp8_e4m3", (50, 128)),
+        formats.encode(v[:, 0], "fp8_e4m3"),
+    )
+    scales = packed[:, 128:].copy().view(np.float32)[:, 0]
+    codes = packed[:, :128].copy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+    def rounded(x: Any) -> Any:
+        return x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+    # Scores are of base 2.
+    scores = rounded(q[-1] * np.float32(np.log2(np.e) / np.sqrt(128))) @ keys.T.astype(np.float64)
+    weights = np.exp2(scores - scores.max(1, keepdims=True))
+    expected = rounded(weights * scales) @ codes / weights.sum(1, keepdims=True)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize(("name", "largest"), [("q8_0", 32639), ("q5_0", 32639), ("q4_0", 127), ("mxfp4", 127)])
 def test_products_of_integers_are_of_those_integers(name: str, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What rounding queries and weights costs is what rounding them in NumPy costs, and nothing else is lost."""

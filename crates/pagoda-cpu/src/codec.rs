@@ -238,13 +238,13 @@ pub(crate) fn e8m0(code: u8) -> f32 {
 }
 
 /// What an E4M3 code stands for.
-pub(crate) fn e4m3(code: u8) -> f32 {
+pub(crate) const fn e4m3(code: u8) -> f32 {
     let magnitude = code & 0x7f;
     let value = if magnitude == E4M3_NAN {
         f32::NAN
     } else {
         // The bias is 7 where that of binary32 is 127; denormals come out right.
-        f32::from_bits(u32::from(magnitude) << 20) * f32::from_bits((127 + 120) << 23)
+        f32::from_bits((magnitude as u32) << 20) * f32::from_bits((127 + 120) << 23)
     };
     if code & 0x80 == 0 { value } else { -value }
 }

@@ -38,7 +38,7 @@ pub(crate) fn words(numbers: [i32; QUAD], bytes: usize, shorts: bool) -> [i32; 2
     }
 }
 
-/// `STEP` elements of a query, four to a word or two as dot products take them.
+/// `STEP` elements of a query, four to a word or two as dot products take them; or two to a word, of bfloat16, and no more.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C, align(16))]
 pub(crate) struct QueryStep {

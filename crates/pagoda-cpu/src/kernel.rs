@@ -121,7 +121,7 @@ pub(crate) struct Score<'a> {
     pub(crate) queries: *const f32,
     /// Floats from one query row to the next.
     pub(crate) stride: usize,
-    /// The same queries as integers, `[count][dim / STEP]`, for kernels that want them.
+    /// The same queries as integers or bfloat16, `[count][dim / STEP]`, for kernels that want them.
     pub(crate) codes: *const QueryStep,
     /// Query rows.
     pub(crate) count: usize,
@@ -157,7 +157,7 @@ pub(crate) unsafe fn score<S: Simd, F: Stored>(args: &Score<'_>) {
 
 /// Multiplies numbers of the rows `seen` of a tile, `[count][TILE]`, with the scales of those rows, if they have any.
 #[inline(always)]
-unsafe fn scale_rows<S: Simd, F: Stored>(
+pub(crate) unsafe fn scale_rows<S: Simd, F: Stored>(
     chunk: &Chunk<'_>,
     size: RowSize,
     seen: Range<usize>,

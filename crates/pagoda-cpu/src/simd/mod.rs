@@ -8,6 +8,8 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod bf16;
 pub(crate) mod dot;
 #[cfg(target_arch = "aarch64")]
 mod neon;
@@ -26,6 +28,8 @@ use crate::rows::Element;
 /// (docs/adr/0013); what each adds to is the same without.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Isa {
+    /// [`Avx512Vnni`](Self::Avx512Vnni) with the dot products of BF16, for rows of fp8_e4m3.
+    Avx512Bf16,
     /// [`Avx512`](Self::Avx512) with the dot products of VNNI, which VBMI and BITALG prepare.
     Avx512Vnni,
     /// AVX-512 F, BW, DQ and VL.
@@ -46,7 +50,8 @@ pub enum Isa {
 
 impl Isa {
     /// Every instruction set, best first.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
+        Self::Avx512Bf16,
         Self::Avx512Vnni,
         Self::Avx512,
         Self::AvxVnni,
@@ -65,6 +70,8 @@ impl Isa {
     /// Whether this CPU has it.
     pub fn is_supported(self) -> bool {
         match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 => is_x86_feature_detected!("avx512bf16") && Self::Avx512Vnni.is_supported(),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Vnni => {
                 is_x86_feature_detected!("avx512vnni")
@@ -99,7 +106,7 @@ impl Isa {
 
     /// Whether int8, q8_0, q5_0, q4_0 and mxfp4 rows are multiplied as integers.
     pub fn multiplies_integers(self) -> bool {
-        matches!(self, Self::Avx512Vnni | Self::AvxVnni | Self::Avx2Madd | Self::NeonDot)
+        matches!(self, Self::Avx512Bf16 | Self::Avx512Vnni | Self::AvxVnni | Self::Avx2Madd | Self::NeonDot)
     }
 
     /// The kernels for this instruction set, if this CPU has it.
@@ -109,24 +116,26 @@ impl Isa {
         }
         match self {
             #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 => Some(const { &Kernels { products: bf16_products, ..avx512_kernels::TABLE } }),
+            #[cfg(target_arch = "x86_64")]
             Self::Avx512Vnni => {
-                Some(const { &Kernels { integers: avx512vnni_products::rows, ..avx512_kernels::TABLE } })
+                Some(const { &Kernels { products: avx512vnni_products::rows, ..avx512_kernels::TABLE } })
             }
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => Some(const { &avx512_kernels::TABLE }),
             #[cfg(target_arch = "x86_64")]
             Self::AvxVnni => {
-                Some(const { &Kernels { integers: avxvnni_products::rows, ..avx2_kernels::TABLE } })
+                Some(const { &Kernels { products: avxvnni_products::rows, ..avx2_kernels::TABLE } })
             }
             #[cfg(target_arch = "x86_64")]
             Self::Avx2Madd => {
-                Some(const { &Kernels { integers: avx2madd_products::rows, ..avx2_kernels::TABLE } })
+                Some(const { &Kernels { products: avx2madd_products::rows, ..avx2_kernels::TABLE } })
             }
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => Some(const { &avx2_kernels::TABLE }),
             #[cfg(target_arch = "aarch64")]
             Self::NeonDot => {
-                Some(const { &Kernels { integers: neondot_products::rows, ..neon_kernels::TABLE } })
+                Some(const { &Kernels { products: neondot_products::rows, ..neon_kernels::TABLE } })
             }
             #[cfg(target_arch = "aarch64")]
             Self::Neon => Some(const { &neon_kernels::TABLE }),
@@ -139,6 +148,7 @@ impl Isa {
 impl fmt::Display for Isa {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Self::Avx512Bf16 => "avx512bf16",
             Self::Avx512Vnni => "avx512vnni",
             Self::Avx512 => "avx512",
             Self::AvxVnni => "avxvnni",
@@ -155,28 +165,29 @@ impl fmt::Display for Isa {
 /// magnitude of the target, infinite or NaN.
 pub(crate) type Convert = unsafe fn(source: *const u8, target: *mut u8, n: usize) -> bool;
 
-/// Makes the integers of a query row.
+/// Makes what a query row is multiplied as.
 pub(crate) type Quantise = unsafe fn(row: &[f32], steps: &mut [QueryStep]);
 
 /// Kernels that read stored rows of one format.
 pub(crate) struct RowKernels {
     pub(crate) score: unsafe fn(&Score<'_>),
     pub(crate) accumulate: unsafe fn(&Accumulate<'_>),
-    /// For `score`, if it takes integers.
+    /// For `score`, if it takes steps.
     pub(crate) quantise: Option<Quantise>,
 }
 
-/// Kernels that multiply the codes of rows, if there are any for a format. They take [`INTEGER_ROWS`] rows of a page at once.
-type IntegerKernels = fn(RowFormat) -> Option<&'static RowKernels>;
-/// See [`IntegerKernels`].
-const INTEGER_ROWS: usize = 16;
+/// Kernels that multiply the codes of rows, if there are any for rows of so many elements of a format. They take
+/// [`PRODUCT_ROWS`] rows of a page at once.
+type ProductKernels = fn(RowFormat, usize) -> Option<&'static RowKernels>;
+/// See [`ProductKernels`].
+const PRODUCT_ROWS: usize = 16;
 
 /// The kernels of one instruction set.
 pub(crate) struct Kernels {
     convert: [[Convert; 3]; 3],
     rows: [RowKernels; RowFormat::ALL.len()],
     derive: [unsafe fn(&Derive<'_>); RowFormat::ALL.len()],
-    integers: IntegerKernels,
+    products: ProductKernels,
     pub(crate) softmax: unsafe fn(&mut Softmax<'_>),
     pub(crate) fold: unsafe fn(&mut Fold<'_>),
     pub(crate) turn: unsafe fn(&Turn),
@@ -190,9 +201,9 @@ impl Kernels {
 
     /// Reads `dim` elements of the rows of a layer.
     pub(crate) fn rows(&self, format: RowFormat, dim: u32, page_size: u32) -> &RowKernels {
-        let whole = (dim as usize).is_multiple_of(STEP) && page_size as usize >= INTEGER_ROWS;
-        let integers = if whole { (self.integers)(format) } else { None };
-        integers.unwrap_or(self.float_rows(format))
+        let products =
+            if page_size as usize >= PRODUCT_ROWS { (self.products)(format, dim as usize) } else { None };
+        products.unwrap_or(self.float_rows(format))
     }
 
     /// Reads rows as floats.
@@ -344,7 +355,7 @@ macro_rules! kernels {
                     derive::<Mxfp4>,
                     derive::<Nvfp4>,
                 ],
-                integers: |_| None,
+                products: |_, _| None,
                 softmax,
                 fold,
                 turn,
@@ -385,11 +396,12 @@ macro_rules! products {
                 unsafe { kernel::accumulate::<$dot, C>(args) }
             }
 
-            pub(super) fn rows(format: RowFormat) -> Option<&'static RowKernels> {
+            pub(super) fn rows(format: RowFormat, dim: usize) -> Option<&'static RowKernels> {
                 const fn kernels<C: Codes>() -> RowKernels {
                     RowKernels { score: score::<C>, accumulate: accumulate::<C>, quantise: Some(quantise::<C>) }
                 }
                 match format {
+                    _ if !dim.is_multiple_of(STEP) => None,
                     RowFormat::Int8 => Some(const { &kernels::<Int8>() }),
                     RowFormat::Q8_0 => Some(const { &kernels::<Q8_0>() }),
                     RowFormat::Q5_0 => Some(const { &kernels::<Q5_0>() }),
@@ -406,3 +418,15 @@ products!(#[cfg(target_arch = "x86_64")] mod avx512vnni_products, dot::avx512::V
 products!(#[cfg(target_arch = "x86_64")] mod avxvnni_products, dot::avx2::Dot256<true>, "avxvnni,avx2,fma,f16c");
 products!(#[cfg(target_arch = "x86_64")] mod avx2madd_products, dot::avx2::Dot256<false>, "avx2,fma,f16c");
 products!(#[cfg(target_arch = "aarch64")] mod neondot_products, dot::neon::NeonDot, "neon,dotprod");
+
+/// Products of bfloat16 for what they are good for, of integers for the rest.
+#[cfg(target_arch = "x86_64")]
+fn bf16_products(format: RowFormat, dim: usize) -> Option<&'static RowKernels> {
+    const KERNELS: RowKernels =
+        RowKernels { score: bf16::score, accumulate: bf16::accumulate, quantise: Some(bf16::quantise) };
+    if format == RowFormat::Fp8E4m3 && dim.is_multiple_of(bf16::CODES) {
+        Some(&KERNELS)
+    } else {
+        avx512vnni_products::rows(format, dim)
+    }
+}
