@@ -14,6 +14,8 @@ import os
 import platform
 import select
 import struct
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -84,6 +86,13 @@ def silence(*names: str) -> int:
     if listener < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return listener
+
+
+def is_possible() -> bool:
+    """Whether a process can have a drive that does not answer."""
+    here = str(Path(__file__).parent)
+    script = f"import sys; sys.path.insert(0, {here!r}); from silence import silence; silence('fdatasync')"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60).returncode == 0
 
 
 def asked(listener: int) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import emulator
 import pytest
+import silence
 
 TESTS = str(Path(__file__).parent)
 
@@ -761,12 +762,6 @@ print("fine")
 """
 
 
-def silent_drive() -> bool:
-    """Whether a process can have one."""
-    script = f"import sys; sys.path.insert(0, {TESTS!r}); from silence import silence; silence('fdatasync')"
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60).returncode == 0
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("script", "how"),
@@ -814,7 +809,7 @@ def test_nobody_waits_forever_for_a_drive_that_does_not_answer(
 ) -> None:
     """Whoever waits gives up, nothing is lost, and what is left goes when the drive has answered after all; one that answers
     slowly is waited for."""
-    if not silent_drive():
+    if not silence.is_possible():
         pytest.skip("no system calls can be held up")
     if device == "cuda":
         emulator.require()
@@ -826,7 +821,7 @@ def test_a_save_that_failed_keeps_its_pages_until_no_index_names_them(
     then: str, found: list[str], tmp_path: Path
 ) -> None:
     """An answer from before that the index is sure, taken in after the failure, says nothing of these pages."""
-    if not silent_drive():
+    if not silence.is_possible():
         pytest.skip("no system calls can be held up")
     run(SILENT + STALE, tmp_path / "kept", "cpu", then)
     run(FOUND, tmp_path / "kept", *found)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pagoda
 import pytest
+import silence
 from pagoda.cli import main
 from pagoda.lm import ContiguousCache, LanguageModel
 from pagoda.models import SHIPPED_MODEL, SHIPPED_TEXT
@@ -265,6 +268,28 @@ def test_generate_over_three_tiers(
 def filter_rows(rows: list[str], name: str) -> Iterator[str]:
     """Those of a picture that begin so, the last one first."""
     return (row for row in reversed(rows) if row.startswith(name))
+
+
+SLOWLY = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pagoda.cli import main
+from silence import answer, silence
+answer(silence("io_uring_enter", "pread64", "pwrite64"), 0.02)
+sys.exit(main(["generate", *sys.argv[2:]]))
+"""
+
+
+def test_generate_waits_for_a_drive_that_is_slow(tmp_path: Path) -> None:
+    """Pages that leave a window while they are read ahead drain for that, and all of host memory may."""
+    if not silence.is_possible():
+        pytest.skip("no system calls can be held up")
+    tiers = ["--device-memory", "1MiB", "--host-memory", "256KiB", "--disk", str(tmp_path), "--disk-memory", "64MiB"]
+    arguments = [*SMALL, "--read", "1024", *tiers, "--json"]
+    run = [sys.executable, "-c", SLOWLY, str(Path(__file__).parent), *arguments]
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["read_tokens"] == 1024
 
 
 def test_a_long_text_is_read_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

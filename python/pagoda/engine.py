@@ -128,6 +128,12 @@ class Engine(Protocol):
     def free_blocks(self, tier: str) -> list[int]:
         """Blocks of each layer group that a tier could hand out now."""
 
+    def finish_draining(self) -> bool:
+        """Waits for what blocks of any tier may drain for: steps, and reads ahead of need; says whether any are free again.
+
+        Raises TierIOError when the drive does nothing for `disk_timeout` seconds.
+        """
+
     def drop_copies(self, tier: str, group: int, pages_max: int) -> int:
         """Frees blocks of pages that are read from a faster tier, or that keys on disk alone hold; returns how many."""
 

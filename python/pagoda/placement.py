@@ -66,7 +66,9 @@ class Spill:
         for pair in self._pairs:
             if self._settle(pair) or self._demote_now(pair, error.blocks_short, batch):
                 return
-        raise error
+        # Where pages would go to, blocks may drain for a drive that is slow to read.
+        if not self._core.finish_draining():
+            raise error
 
     def may_bring_in(self, batch: Handles) -> bool:
         """Whether the open step of `batch` is the first one with these sequences and has pages on disk."""

@@ -382,6 +382,11 @@ impl Cache {
         Ok(taken.into_iter().map(|(_, block)| block).collect())
     }
 
+    /// Blocks of all tiers that wait for an epoch.
+    pub fn draining_blocks(&self) -> usize {
+        self.epochs.draining().count()
+    }
+
     /// Blocks of a group that wait for an epoch, or to be zeroed.
     pub(crate) fn draining(&self, tier: Tier, group: GroupId) -> u64 {
         let waiting = self.epochs.draining().map(|d| (d.tier, d.group));

@@ -255,6 +255,14 @@ impl Cache {
         self.freeing(py, |core| Ok(core.drop_copies(tier, GroupId(group), pages_max)))
     }
 
+    /// Waits for reads ahead of need that blocks of any tier may drain for; says whether any blocks are free again.
+    fn finish_draining(&self, py: Python<'_>) -> PyResult<bool> {
+        let mut inner = self.lock(py)?;
+        let before = inner.core.draining_blocks();
+        inner.finish_reads(py)?;
+        Ok(inner.core.draining_blocks() < before)
+    }
+
     /// Block counts by tier and group, and counters.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let mut inner = self.lock(py)?;

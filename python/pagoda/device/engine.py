@@ -331,6 +331,11 @@ class DeviceEngine:
         self._poll()
         return self.core.free_blocks(tier)
 
+    def finish_draining(self) -> bool:
+        """Waits for what blocks of any tier may drain for; says whether any may be free again."""
+        waited = self._wait_for_steps()
+        return self.core.finish_draining() or waited
+
     def stats(self) -> dict[str, Any]:
         """See `Cache.stats`."""
         self._poll()
