@@ -257,7 +257,7 @@ def tolerance_of(cache: pagoda.Cache, of_floats: float = TOLERANCE) -> float:
         of_floats = max(of_floats, BF16)
     if cache._core.isa not in INTEGER_ISAS or names <= set(DTYPES):
         return of_floats
-    return max(of_floats, BYTES if names & {"q4_0", "mxfp4"} else INTEGERS)
+    return max(of_floats, BYTES if names & {"q4_0", "mxfp4", "nvfp4"} else INTEGERS)
 
 
 def check(out: Array, lse: Array, expected: Array, expected_lse: Array, tolerance: float = TOLERANCE) -> None:

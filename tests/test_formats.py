@@ -215,16 +215,18 @@ def test_products_of_bfloat16_are_of_those_numbers(monkeypatch: pytest.MonkeyPat
     np.testing.assert_allclose(out, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize(("name", "largest"), [("q8_0", 32639), ("q5_0", 32639), ("q4_0", 127), ("mxfp4", 127)])
+@pytest.mark.parametrize(
+    ("name", "largest"), [("q8_0", 32639), ("q5_0", 32639), ("q4_0", 127), ("mxfp4", 127), ("nvfp4", 127)]
+)
 def test_products_of_integers_are_of_those_integers(name: str, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What rounding queries and weights costs is what rounding them in NumPy costs, and nothing else is lost."""
     isas = [isa for isa in pagoda.build_info()["isas"] if isa in INTEGER_ISAS]
     if not isas:
         pytest.skip("rows are multiplied as floats")
-    rng = np.random.default_rng(3)
-    q = rng.standard_normal((50, 4, 96)).astype(np.float32)
-    k, v = rng.standard_normal((2, 50, 1, 96)).astype(np.float32)
-    shape = layer(num_q_heads=4, num_kv_heads=1, head_dim=96)
+    rng, dim = np.random.default_rng(3), 128 if name == "nvfp4" else 96
+    q = rng.standard_normal((50, 4, dim)).astype(np.float32)
+    k, v = rng.standard_normal((2, 50, 1, dim)).astype(np.float32)
+    shape = layer(num_q_heads=4, num_kv_heads=1, head_dim=dim)
     options: dict[str, Any] = {"device": "cpu", "device_memory": "1MiB", "host_memory": 0, "threads": 1}
     spec, outs = pagoda.ModelSpec([shape]), []
     for isa in isas:
@@ -234,23 +236,25 @@ def test_products_of_integers_are_of_those_integers(name: str, largest: int, mon
             cache.step([cache.create()], [50]) as step,
         ):
             outs.append(step.forward(0, q, k, v)[-1])
-    keys, packed = formats.decode(formats.encode(k[:, 0], name), name, (50, 96)), formats.encode(v[:, 0], name)
-    blocks = packed.reshape(150, -1)
-    if name == "mxfp4":
-        scales = np.exp2(blocks[:, 0].astype(np.float64) - 127).reshape(50, 3)
+    keys, packed = formats.decode(formats.encode(k[:, 0], name), name, (50, dim)), formats.encode(v[:, 0], name)
+    if name == "nvfp4":
+        scales = packed.reshape(100, -1)[:, :4].copy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    elif name == "mxfp4":
+        scales = np.exp2(packed.reshape(150, -1)[:, 0].astype(np.float64) - 127)
     else:
-        scales = blocks[:, :2].copy().view(np.float16).astype(np.float64).reshape(50, 3)
-    codes = formats.decode(packed, name, (50, 96)).reshape(50, 3, 32) / scales[..., None]
+        scales = packed.reshape(150, -1)[:, :2].copy().view(np.float16).astype(np.float64)
+    scales = scales.reshape(50, -1)
+    codes = formats.decode(packed, name, (50, dim)).reshape(*scales.shape, -1) / scales[..., None]
 
     def rounded(x: npt.NDArray[np.float64], axis: int) -> Any:
         unit = np.abs(x).max(axis, keepdims=True) / largest
         return np.rint(x / unit) * unit
 
-    queries = rounded(q[-1].astype(np.float64).reshape(4, 3, 32), 2).reshape(4, 96)
-    scores = queries @ keys.T.astype(np.float64) / np.sqrt(96)
+    queries = rounded(q[-1].astype(np.float64).reshape(4, -1, 32), 2).reshape(4, dim)
+    scores = queries @ keys.T.astype(np.float64) / np.sqrt(dim)
     weights = np.exp(scores - scores.max(1, keepdims=True))
     integers = rounded(weights[:, :, None] * scales, 1)
-    expected = np.einsum("hts,tsi->hsi", integers, codes).reshape(4, 96) / weights.sum(1, keepdims=True)
+    expected = np.einsum("hts,tsi->hsi", integers, codes).reshape(4, dim) / weights.sum(1, keepdims=True)
     for out in outs:
         np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
 

@@ -12,7 +12,7 @@
 mod codes;
 pub(crate) mod kernel;
 
-pub(crate) use codes::{Codes, Int8, Mxfp4, Q4_0, Q5_0, Q8_0};
+pub(crate) use codes::{Codes, Int8, Mxfp4, Nvfp4, Q4_0, Q5_0, Q8_0};
 
 /// Elements that share a scale.
 pub(crate) const STEP: usize = 32;
@@ -43,16 +43,23 @@ pub(crate) fn words(numbers: [i32; QUAD], bytes: usize, shorts: bool) -> [i32; 2
 #[repr(C, align(16))]
 pub(crate) struct QueryStep {
     pub(crate) words: [[i32; STEP / QUAD]; 2],
-    /// What sums of products with codes begin with: minus the products with the code of 0.
-    pub(crate) start: i32,
+    /// What sums of products with codes begin with: minus the products with the code of 0; of the elements of each scale of K.
+    pub(crate) start: [i32; 2],
     /// What an integer of 1 stands for.
     pub(crate) scale: f32,
 }
 
 /// Writes the elements of `row`, whole steps, as integers of one or two bytes, to be multiplied with codes of which `zero`
-/// stands for 0. A step with a NaN or an infinity gets a scale that is one.
+/// stands for 0 and of which a step has so many scales. A step with a NaN or an infinity gets a scale that is one.
 #[inline(always)]
-pub(crate) fn quantise(row: &[f32], zero: i32, bytes: usize, shorts: bool, steps: &mut [QueryStep]) {
+pub(crate) fn quantise(
+    row: &[f32],
+    zero: i32,
+    bytes: usize,
+    shorts: bool,
+    scales: usize,
+    steps: &mut [QueryStep],
+) {
     let code_max = code_max(bytes);
     for (elements, step) in row.as_chunks::<STEP>().0.iter().zip(steps) {
         // As bits, of which a NaN has the most.
@@ -72,7 +79,9 @@ pub(crate) fn quantise(row: &[f32], zero: i32, bytes: usize, shorts: bool, steps
         for (i, quad) in codes.as_chunks().0.iter().enumerate() {
             [step.words[0][i], step.words[1][i]] = words(*quad, bytes, shorts);
         }
-        step.start = -zero * codes.iter().sum::<i32>();
+        for (start, codes) in step.start.iter_mut().zip(codes.chunks_exact(STEP / scales)) {
+            *start = -zero * codes.iter().sum::<i32>();
+        }
         step.scale = most / code_max;
     }
 }
@@ -106,7 +115,7 @@ mod tests {
                 let row: [f32; 2 * STEP] =
                     std::array::from_fn(|i| ((i * i * 37 % 101) as f32 - 50.0) * scale);
                 let mut steps = [QueryStep::default(); 2];
-                quantise(&row, 8, bytes, shorts, &mut steps);
+                quantise(&row, 8, bytes, shorts, 1, &mut steps);
                 for (elements, step) in row.chunks(STEP).zip(&steps) {
                     let most = f64::from(elements.iter().fold(0.0, |a: f32, x| a.max(x.abs())));
                     let all = integers(step, bytes, shorts);
@@ -114,7 +123,10 @@ mod tests {
                         let y = f64::from(*code) * f64::from(step.scale);
                         assert!((f64::from(*x) - y).abs() <= most / largest / 2.0 * 1.001, "{x} became {y}");
                     }
-                    assert_eq!(step.start, -8 * all.iter().sum::<i32>());
+                    assert_eq!(step.start, [-8 * all.iter().sum::<i32>(), 0]);
+                    let mut halves = [QueryStep::default()];
+                    quantise(elements, 8, bytes, shorts, 2, &mut halves);
+                    assert_eq!(halves[0].start, [0, 1].map(|i| -8 * all[16 * i..][..16].iter().sum::<i32>()));
                 }
             }
         }
@@ -128,7 +140,7 @@ mod tests {
             let mut steps = [QueryStep::default()];
             let mut row = [0.0; STEP];
             row[5] = x;
-            quantise(&row, 128, 2, false, &mut steps);
+            quantise(&row, 128, 2, false, 1, &mut steps);
             assert_eq!(steps[0].scale.to_bits(), scale.to_bits(), "{x}");
             assert!(integers(&steps[0], 2, false).iter().all(|&code| code == 0));
         }

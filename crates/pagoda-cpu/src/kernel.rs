@@ -19,7 +19,7 @@ pub(crate) const PIECES: usize = TILE / 8;
 /// Query rows up to which reading the tile is what takes time.
 const FEW_ROWS: usize = 8;
 
-/// How many bytes ahead of the rows in work later ones are asked for: far enough for memory, near enough to be in the L1
+/// How many bytes ahead of the rows in work later ones are asked for: far enough for memory, near enough to be in the
 /// cache still when their turn comes. Measured, as are the steps (docs/benchmarks).
 pub(crate) const fn lead<F: Stored>() -> usize {
     if F::BITS == 32 { 6 << 10 } else { 16 << 10 }

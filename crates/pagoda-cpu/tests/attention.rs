@@ -125,7 +125,8 @@ fn hold(
     let LayerGeometry { k_format, v_format, .. } = world.layer.geometry;
     let formats = || [Some(k_format), v_format].into_iter().flatten();
     let integers = backend.isa().multiplies_integers() && formats().any(|format| format != RowFormat::F32);
-    let one_byte = integers && formats().any(|format| matches!(format, RowFormat::Q4_0 | RowFormat::Mxfp4));
+    let one_byte = integers
+        && formats().any(|format| matches!(format, RowFormat::Q4_0 | RowFormat::Mxfp4 | RowFormat::Nvfp4));
     let bf16 = backend.isa() == Isa::Avx512Bf16 && formats().any(|format| format == RowFormat::Fp8E4m3);
     let (products, most, log_tolerance): (f64, f64, f64) = match (one_byte, bf16, integers) {
         (true, _, _) => (6e-2, 6e-3, 6e-2),

@@ -13,6 +13,8 @@ pub(crate) trait Codes {
     const BYTES: usize;
     /// Bytes of a step of a row.
     const STEP_BYTES: usize = Self::FORMAT.row_bytes(STEP as u32) as usize;
+    /// Scales of a step: one, or one of either half.
+    const SCALES: usize = 1;
     /// Whether all steps of a row have the same scale.
     const ROW_SCALE: bool =
         Self::FORMAT.scale_bytes(STEP as u32) == Self::FORMAT.scale_bytes(2 * STEP as u32);
@@ -33,11 +35,11 @@ pub(crate) trait Codes {
     /// Of 4 rows half of the elements of a step: byte `r` of word `i` is element `16 * half + i` of row `r`, where words are in
     /// the order of [`Dot::in_order`].
     unsafe fn words<S: Dot>(rows: *const u8, size: RowSize, step: usize, half: usize) -> S::Words;
-    /// The scales of a step of 16 rows, of which the first has its scales at `scales`: ggml's, unless a format has others.
+    /// Scale `index` of 16 rows, of which the first has its scales at `scales`: ggml's, unless a format has others.
     #[inline(always)]
-    unsafe fn scales<S: Dot>(scales: *const u8, size: RowSize, step: usize) -> S::Floats {
+    unsafe fn scales<S: Dot>(scales: *const u8, size: RowSize, index: usize) -> S::Floats {
         // SAFETY: as the caller promises.
-        unsafe { S::f16_scales(scales, size.scale_bytes, step) }
+        unsafe { S::f16_scales(scales, size.scale_bytes, index) }
     }
 }
 
@@ -46,6 +48,7 @@ pub(crate) struct Q8_0;
 pub(crate) struct Q5_0;
 pub(crate) struct Q4_0;
 pub(crate) struct Mxfp4;
+pub(crate) struct Nvfp4;
 
 impl Codes for Int8 {
     const FORMAT: RowFormat = RowFormat::Int8;
@@ -167,8 +170,33 @@ impl Codes for Mxfp4 {
         unsafe { S::lookup(&TWICE_E2M1, Q4_0::words::<S>(rows, size, step, half)) }
     }
     #[inline(always)]
-    unsafe fn scales<S: Dot>(scales: *const u8, size: RowSize, step: usize) -> S::Floats {
+    unsafe fn scales<S: Dot>(scales: *const u8, size: RowSize, index: usize) -> S::Floats {
         // SAFETY: as the caller promises.
-        unsafe { S::half_e8m0_scales(scales, size.scale_bytes, step) }
+        unsafe { S::half_e8m0_scales(scales, size.scale_bytes, index) }
+    }
+}
+
+impl Codes for Nvfp4 {
+    const FORMAT: RowFormat = RowFormat::Nvfp4;
+    const BYTES: usize = 1;
+    const SCALES: usize = 2;
+    #[inline(always)]
+    fn zero<S: Dot>() -> i32 {
+        Mxfp4::zero::<S>()
+    }
+    #[inline(always)]
+    unsafe fn columns<S: Dot>(rows: *const u8, size: RowSize, step: usize) -> [S::Words; COLUMNS] {
+        // SAFETY: as the caller promises.
+        unsafe { Mxfp4::columns::<S>(rows, size, step) }
+    }
+    #[inline(always)]
+    unsafe fn words<S: Dot>(rows: *const u8, size: RowSize, step: usize, half: usize) -> S::Words {
+        // SAFETY: as the caller promises.
+        unsafe { Mxfp4::words::<S>(rows, size, step, half) }
+    }
+    #[inline(always)]
+    unsafe fn scales<S: Dot>(scales: *const u8, size: RowSize, index: usize) -> S::Floats {
+        // SAFETY: as the caller promises.
+        unsafe { S::half_e4m3_scales(scales, size.scale_bytes, index) }
     }
 }

@@ -13,18 +13,18 @@ use pagoda_core::work::TILE;
 
 use super::{Codes, QUAD, QueryStep, STEP, code_max};
 use crate::kernel::{Accumulate, RowSize, Score};
-use crate::simd::dot::{Cache, Dot, LANES};
+use crate::simd::dot::{COLUMNS, Cache, Dot, LANES};
 use crate::stored::Row;
 
 /// Products with one byte that are added up before sums are settled.
 const UNSETTLED: usize = LANES / QUAD;
-/// Steps of V whose weights are made at once.
+/// Scales of V for which weights are made at once.
 const PART: usize = 4;
 
 /// See [`super::quantise`].
 #[inline(always)]
 pub(crate) fn quantise<S: Dot, C: Codes>(row: &[f32], steps: &mut [QueryStep]) {
-    super::quantise(row, C::zero::<S>(), C::BYTES, S::SHORTS, steps);
+    super::quantise(row, C::zero::<S>(), C::BYTES, S::SHORTS, C::SCALES, steps);
 }
 
 /// Asks for a part of 16 rows: of the bytes that they have for a step.
@@ -138,36 +138,38 @@ unsafe fn score_blocks<S: Dot, C: Codes, const R: usize, const STEPS: usize, con
                 for b in 1..B {
                     columns[b] = C::columns::<S>(keys[b].data, size, step);
                 }
-                let mut sums = [[S::begin(0, C::BYTES); B]; R];
-                for r in 0..R {
-                    sums[r] = [S::begin((*queries.add(r * steps + step)).start, C::BYTES); B];
-                }
-                for i in 0..STEP / QUAD {
-                    // Evenly: what is asked for in bursts is not fetched.
-                    if row == 0 && i % 2 == 0 {
-                        let at = step * LANES * C::STEP_BYTES;
-                        for (next, later) in next.iter().zip(&later) {
-                            prefetch::<S, C>(next.data.wrapping_add(at), i / 2, STEP / 8, Cache::L1);
-                            prefetch::<S, C>(later.data.wrapping_add(at), i / 2, STEP / 8, Cache::L2);
-                        }
-                    }
+                for part in 0..C::SCALES {
+                    let mut sums = [[S::begin(0, C::BYTES); B]; R];
                     for r in 0..R {
-                        let query = &*queries.add(r * steps + step);
-                        for b in 0..B {
-                            let words = [query.words[0][i], query.words[1][i]];
-                            sums[r][b] = S::add_products(sums[r][b], columns[b][i], words, C::BYTES);
-                            if (i + 1) % UNSETTLED == 0 {
-                                sums[r][b] = S::settle(sums[r][b], C::BYTES);
+                        sums[r] = [S::begin((*queries.add(r * steps + step)).start[part], C::BYTES); B];
+                    }
+                    for i in part * COLUMNS / C::SCALES..(part + 1) * COLUMNS / C::SCALES {
+                        // Evenly: what is asked for in bursts is not fetched.
+                        if row == 0 && i % 2 == 0 {
+                            let at = step * LANES * C::STEP_BYTES;
+                            for (next, later) in next.iter().zip(&later) {
+                                prefetch::<S, C>(next.data.wrapping_add(at), i / 2, STEP / 8, Cache::L1);
+                                prefetch::<S, C>(later.data.wrapping_add(at), i / 2, STEP / 8, Cache::L2);
+                            }
+                        }
+                        for r in 0..R {
+                            let query = &*queries.add(r * steps + step);
+                            for b in 0..B {
+                                let words = [query.words[0][i], query.words[1][i]];
+                                sums[r][b] = S::add_products(sums[r][b], columns[b][i], words, C::BYTES);
+                                if (i + 1) % UNSETTLED == 0 {
+                                    sums[r][b] = S::settle(sums[r][b], C::BYTES);
+                                }
                             }
                         }
                     }
-                }
-                for b in 0..B {
-                    let scales = C::scales::<S>(keys[b].scales, size, step);
-                    for r in 0..R {
-                        let scale = S::floats((*queries.add(r * steps + step)).scale);
-                        let sum = S::mul(S::to_floats(S::total(sums[r][b], C::BYTES)), scale);
-                        scores[b][r] = S::fma(sum, scales, scores[b][r]);
+                    for b in 0..B {
+                        let scales = C::scales::<S>(keys[b].scales, size, step * C::SCALES + part);
+                        for r in 0..R {
+                            let scale = S::floats((*queries.add(r * steps + step)).scale);
+                            let sum = S::mul(S::to_floats(S::total(sums[r][b], C::BYTES)), scale);
+                            scores[b][r] = S::fma(sum, scales, scores[b][r]);
+                        }
                     }
                 }
             }
@@ -197,23 +199,23 @@ struct Weights<const R: usize> {
 }
 
 impl<const R: usize> Weights<R> {
-    /// Writes those of `steps` steps.
+    /// Writes those of `count` scales.
     #[inline(always)]
     unsafe fn fill<S: Dot, C: Codes>(
         this: *mut Self,
         weights: *const f32,
         scales: &[[S::Floats; TILE / LANES]; PART],
-        steps: usize,
+        count: usize,
     ) {
         // SAFETY: as the caller promises.
         unsafe {
             let mut most = [[S::integers(0); 4]; PART];
-            for step in 0..steps {
+            for part in 0..count {
                 for r in 0..R {
                     for i in 0..TILE / LANES {
                         let weight = S::load(weights.add(r * TILE + i * LANES));
-                        most[step][r] =
-                            S::larger(most[step][r], S::magnitudes(S::mul(weight, scales[step][i])));
+                        most[part][r] =
+                            S::larger(most[part][r], S::magnitudes(S::mul(weight, scales[part][i])));
                     }
                 }
             }
@@ -228,16 +230,16 @@ impl<const R: usize> Weights<R> {
                 inverse[i] = if code_max / most < f32::MAX { code_max / most } else { f32::MAX };
             }
             let mut sums = [[S::integers(0); 4]; PART];
-            for step in 0..steps {
+            for part in 0..count {
                 for r in 0..R {
-                    let inverse = S::floats(inverse[PART * step + r]);
+                    let inverse = S::floats(inverse[PART * part + r]);
                     let mut codes = [S::integers(0); TILE / LANES];
                     for i in 0..TILE / LANES {
                         let weight = S::load(weights.add(r * TILE + i * LANES));
-                        codes[i] = S::to_integers(S::mul(S::mul(weight, scales[step][i]), inverse));
-                        sums[step][r] = S::add(sums[step][r], codes[i]);
+                        codes[i] = S::to_integers(S::mul(S::mul(weight, scales[part][i]), inverse));
+                        sums[part][r] = S::add(sums[part][r], codes[i]);
                     }
-                    S::pack(codes, C::BYTES, &mut (*this).words[step][r]);
+                    S::pack(codes, C::BYTES, &mut (*this).words[part][r]);
                 }
             }
             let mut start = S::sums(sums);
@@ -272,14 +274,15 @@ unsafe fn accumulate_rows<S: Dot, C: Codes, const R: usize, const STEPS: usize>(
         let mut weights = MaybeUninit::<Weights<R>>::uninit();
         let weights = weights.as_mut_ptr();
         for step in 0..steps {
-            let part = if C::ROW_SCALE { 0 } else { step % PART };
+            let first = step * C::SCALES;
+            let part = if C::ROW_SCALE { 0 } else { first % PART };
             if part == 0 && (step == 0 || !C::ROW_SCALE) {
-                let count = if C::ROW_SCALE { 1 } else { PART.min(steps - step) };
+                let count = if C::ROW_SCALE { 1 } else { PART.min(steps * C::SCALES - first) };
                 let mut scales = [[S::floats(0.0); TILE / LANES]; PART];
                 for block in blocks.clone() {
                     let seen = (seen >> (block * LANES)) as u16;
                     for (i, scales) in scales[..count].iter_mut().enumerate() {
-                        scales[block] = S::masked(seen, C::scales::<S>(rows[block].scales, size, step + i));
+                        scales[block] = S::masked(seen, C::scales::<S>(rows[block].scales, size, first + i));
                     }
                 }
                 Weights::fill::<S, C>(weights, args.weights.add(row * TILE), &scales, count);
@@ -301,7 +304,7 @@ struct Columns<'a, const R: usize> {
     row: usize,
     size: RowSize,
     step: usize,
-    /// Which of the steps that `weights` are of.
+    /// Which of the scales that `weights` are of is the first of the step.
     part: usize,
     rows: &'a [Row; TILE / LANES],
     later: &'a [Row; TILE / LANES],
@@ -313,6 +316,7 @@ impl<const R: usize> Columns<'_, R> {
     #[inline(always)]
     unsafe fn add<S: Dot, C: Codes, const H: usize>(&self, half: usize) {
         let Self { args, row, size, step, part, rows, later, weights } = *self;
+        let part_of = |h: usize| part + (half + h) * C::SCALES / 2;
         // SAFETY: as the caller promises.
         unsafe {
             let mut sums = [[S::begin(0, C::BYTES); H]; R];
@@ -329,8 +333,8 @@ impl<const R: usize> Columns<'_, R> {
                     }
                     let word = block * (LANES / QUAD) + quad;
                     for r in 0..R {
-                        let words = &(*weights).words[part][r];
                         for h in 0..H {
+                            let words = &(*weights).words[part_of(h)][r];
                             let words = [words[0][word], words[1][word]];
                             sums[r][h] = S::add_products(sums[r][h], codes[h], words, C::BYTES);
                         }
@@ -344,9 +348,9 @@ impl<const R: usize> Columns<'_, R> {
             }
             for r in 0..R {
                 let decay = S::floats(args.decay.map_or(1.0, |decay| *decay.add(row + r)));
-                let start = S::integers((*weights).start[part][r]);
-                let scale = S::floats((*weights).scale[part][r]);
                 for h in 0..H {
+                    let start = S::integers((*weights).start[part_of(h)][r]);
+                    let scale = S::floats((*weights).scale[part_of(h)][r]);
                     let sum = S::add(S::in_order(S::total(sums[r][h], C::BYTES)), start);
                     let sum = S::mul(S::to_floats(sum), scale);
                     let first = step * STEP + (half + h) * LANES;
@@ -367,8 +371,14 @@ mod tests {
     use crate::kernel::{ALIGN, Chunk, Lines, PIECES};
     use crate::simd::Isa;
 
-    const FORMATS: [RowFormat; 5] =
-        [RowFormat::Int8, RowFormat::Q8_0, RowFormat::Q5_0, RowFormat::Q4_0, RowFormat::Mxfp4];
+    const FORMATS: [RowFormat; 6] = [
+        RowFormat::Int8,
+        RowFormat::Q8_0,
+        RowFormat::Q5_0,
+        RowFormat::Q4_0,
+        RowFormat::Mxfp4,
+        RowFormat::Nvfp4,
+    ];
 
     /// A linear congruential generator.
     struct Random(u64);
@@ -394,10 +404,12 @@ mod tests {
         page: usize,
         /// Pages of rows, then their scales, after some bytes of others.
         pages: Vec<Vec<u8>>,
-        /// What stored numbers are multiples of their scales by, twice that with mxfp4; `[TILE][dim]`.
+        /// What stored numbers are multiples of their scales by, twice that with mxfp4 and nvfp4; `[TILE][dim]`.
         integers: Vec<i32>,
-        /// Those scales, or half of them; `[TILE][dim / STEP]`.
+        /// Those scales, or half of them; `[TILE][dim / unit]`.
         scales: Vec<f32>,
+        /// Elements of which scales are told apart.
+        unit: usize,
     }
 
     const BEFORE: usize = 48;
@@ -409,6 +421,7 @@ mod tests {
                 bytes: format.row_bytes(dim as u32) as usize,
                 scale_bytes: format.scale_bytes(dim as u32) as usize,
             };
+            let unit = if format == RowFormat::Nvfp4 { STEP / 2 } else { STEP };
             let mut pages = vec![vec![0xa5; BEFORE + page * (size.bytes + size.scale_bytes)]; TILE / page];
             let (mut integers, mut scales) = (Vec::new(), Vec::new());
             // Any bytes are codes. The largest and the smallest throughout, or anything.
@@ -420,7 +433,9 @@ mod tests {
                     .for_each(|x| *x = extreme.map_or(random.below(256) as u8, |e| random.pick(&e)));
                 let (one, half): (&[u8], f32) = match format {
                     RowFormat::Int8 => (&[0, 0, 0x80, 0x3f], 1.0),
+                    // Of two.
                     RowFormat::Mxfp4 => (&[128], 0.5),
+                    RowFormat::Nvfp4 => (&[0x40], 0.5),
                     _ => (&[0, 0x3c], 1.0),
                 };
                 let mut x = vec![0.0; dim];
@@ -433,6 +448,8 @@ mod tests {
                             stored.extend((random.float() * random.pick(&[0.0, 1e-3, 1e30])).to_le_bytes());
                         }
                         RowFormat::Mxfp4 => stored.push(random.pick(&[0, 1, 100, 127, 128, 140])),
+                        // Anything but NaN.
+                        RowFormat::Nvfp4 => stored.push(random.below(0x7f) as u8),
                         // Anything finite.
                         _ => stored.extend((random.below(1 << 16) as u16 & 0xbbff).to_le_bytes()),
                     }
@@ -445,13 +462,13 @@ mod tests {
                     _ => vec![0x22; size.bytes],
                 };
                 decode_row(format, &ones, &stored, &mut x);
-                scales.extend(x.iter().step_by(STEP).map(|scale| scale * half));
+                scales.extend(x.iter().step_by(unit).map(|scale| scale * half));
                 let (block, place) = (&mut pages[t / page], t % page);
                 block[BEFORE + place * size.bytes..][..size.bytes].copy_from_slice(&row);
                 block[BEFORE + page * size.bytes + place * size.scale_bytes..][..size.scale_bytes]
                     .copy_from_slice(&stored);
             }
-            Self { size, page, pages, integers, scales }
+            Self { size, page, pages, integers, scales, unit }
         }
 
         /// Makes the scales of a row NaN.
@@ -475,7 +492,7 @@ mod tests {
     }
 
     fn bytes_of(format: RowFormat) -> usize {
-        if matches!(format, RowFormat::Q4_0 | RowFormat::Mxfp4) { 1 } else { 2 }
+        if matches!(format, RowFormat::Q4_0 | RowFormat::Mxfp4 | RowFormat::Nvfp4) { 1 } else { 2 }
     }
 
     /// Numbers as integers, and what 1 stands for.
@@ -552,10 +569,13 @@ mod tests {
                 for t in low..high {
                     let mut expected = 0.0;
                     for (step, (codes, most)) in parts.iter().enumerate() {
-                        let stored = &tile.integers[t * dim + step * STEP..][..STEP];
-                        let sum: i32 = codes.iter().zip(stored).map(|(a, b)| a * b).sum();
-                        expected =
-                            (sum as f32 * (most / code_max)).mul_add(tile.scales[t * steps + step], expected);
+                        for (i, codes) in codes.chunks(tile.unit).enumerate() {
+                            let first = step * STEP + i * tile.unit;
+                            let stored = &tile.integers[t * dim + first..][..tile.unit];
+                            let sum: i32 = codes.iter().zip(stored).map(|(a, b)| a * b).sum();
+                            let scale = tile.scales[(t * dim + first) / tile.unit];
+                            expected = (sum as f32 * (most / code_max)).mul_add(scale, expected);
+                        }
                     }
                     let found = scores[r * TILE + t];
                     assert_eq!(
@@ -571,7 +591,7 @@ mod tests {
     #[test]
     fn values_have_the_bits_of_the_definition() {
         cases(|random, isa, format, tile, low, high, count| {
-            let (dim, steps) = (tile.size.dim, tile.size.dim / STEP);
+            let dim = tile.size.dim;
             let code_max = code_max(bytes_of(format));
             let kernels = isa.kernels().expect("supported").rows(format, dim as u32, tile.page as u32);
             let kind = random.pick(&[0.0, 1.0, 1e-3]);
@@ -602,10 +622,11 @@ mod tests {
                 unsafe { (kernels.accumulate)(&accumulate) };
             });
             for r in 0..count {
-                for step in 0..steps {
-                    let product = |t: usize| weights[r * TILE + t] * tile.scales[t * steps + step];
+                for first in (0..dim).step_by(tile.unit) {
+                    let product =
+                        |t: usize| weights[r * TILE + t] * tile.scales[(t * dim + first) / tile.unit];
                     let (codes, most) = rounded(&(low..high).map(product).collect::<Vec<_>>(), code_max);
-                    for i in step * STEP..(step + 1) * STEP {
+                    for i in first..first + tile.unit {
                         let products = codes
                             .iter()
                             .enumerate()

@@ -14,6 +14,20 @@ unsafe fn power(n: __m256i) -> __m256 {
     unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_add_epi32(n, _mm256_set1_epi32(127)))) }
 }
 
+/// Eight E4M3 numbers, times 2^-8: the bit of a code above those of binary16's exponent is not one of it, and adding to NaN's
+/// carries into that.
+#[inline(always)]
+pub(super) unsafe fn e4m3(codes: __m128i) -> __m256 {
+    // SAFETY: the caller has AVX2 and F16C.
+    unsafe {
+        let code = _mm_slli_epi16::<7>(_mm_cvtepi8_epi16(codes));
+        let half = _mm_and_si128(code, _mm_set1_epi16(!0x4000));
+        let carried = _mm_add_epi16(half, _mm_set1_epi16(0x80));
+        let nan = _mm_and_si128(carried, _mm_set1_epi16(0x4000));
+        _mm256_cvtph_ps(_mm_or_si128(half, nan))
+    }
+}
+
 // SAFETY (of every block): callers of `Simd` have AVX2, and pointers good for as many elements as the name says.
 impl Simd for Avx2 {
     const LANES: usize = 8;
@@ -162,14 +176,8 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn load_e4m3(p: *const u8) -> __m256 {
-        // SAFETY: see the impl. The code's bits above the sign of binary16 are not; NaN's exponent carries over.
-        unsafe {
-            let code = _mm_slli_epi16::<7>(_mm_cvtepi8_epi16(_mm_loadl_epi64(p.cast())));
-            let half = _mm_and_si128(code, _mm_set1_epi16(!0x4000));
-            let carried = _mm_add_epi16(half, _mm_set1_epi16(0x80));
-            let nan = _mm_and_si128(carried, _mm_set1_epi16(0x4000));
-            _mm256_cvtph_ps(_mm_or_si128(half, nan))
-        }
+        // SAFETY: see the impl.
+        unsafe { e4m3(_mm_loadl_epi64(p.cast())) }
     }
     #[inline(always)]
     unsafe fn splat_f16(p: *const u8) -> __m256 {

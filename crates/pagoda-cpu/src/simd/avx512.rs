@@ -34,6 +34,20 @@ unsafe fn add_parts(a: __m512, b: __m512) -> __m512 {
     }
 }
 
+/// Sixteen E4M3 numbers, times 2^-8: the bit of a code above those of binary16's exponent is not one of it, and adding to NaN's
+/// carries into that.
+#[inline(always)]
+pub(super) unsafe fn e4m3(codes: __m128i) -> __m512 {
+    // SAFETY: the caller has AVX-512.
+    unsafe {
+        let code = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(codes));
+        let half = _mm256_and_si256(code, _mm256_set1_epi16(!0x4000));
+        let carried = _mm256_add_epi16(half, _mm256_set1_epi16(0x80));
+        let nan = _mm256_and_si256(carried, _mm256_set1_epi16(0x4000));
+        _mm512_cvtph_ps(_mm256_or_si256(half, nan))
+    }
+}
+
 // SAFETY (of every block): callers of `Simd` have AVX-512, and pointers good for as many elements as the name says.
 impl Simd for Avx512 {
     const LANES: usize = 16;
@@ -177,14 +191,8 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn load_e4m3(p: *const u8) -> __m512 {
-        // SAFETY: see the impl. The code's bits above the sign of binary16 are not; NaN's exponent carries over.
-        unsafe {
-            let code = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(_mm_loadu_si128(p.cast())));
-            let half = _mm256_and_si256(code, _mm256_set1_epi16(!0x4000));
-            let carried = _mm256_add_epi16(half, _mm256_set1_epi16(0x80));
-            let nan = _mm256_and_si256(carried, _mm256_set1_epi16(0x4000));
-            _mm512_cvtph_ps(_mm256_or_si256(half, nan))
-        }
+        // SAFETY: see the impl.
+        unsafe { e4m3(_mm_loadu_si128(p.cast())) }
     }
     #[inline(always)]
     unsafe fn splat_f16(p: *const u8) -> __m512 {

@@ -104,7 +104,7 @@ impl Isa {
         }
     }
 
-    /// Whether int8, q8_0, q5_0, q4_0 and mxfp4 rows are multiplied as integers.
+    /// Whether int8, q8_0, q5_0, q4_0, mxfp4 and nvfp4 rows are multiplied as integers.
     pub fn multiplies_integers(self) -> bool {
         matches!(self, Self::Avx512Bf16 | Self::Avx512Vnni | Self::AvxVnni | Self::Avx2Madd | Self::NeonDot)
     }
@@ -379,7 +379,7 @@ macro_rules! products {
         $(#[$cfg])*
         mod $name {
             use super::*;
-            use crate::integers::{Codes, Int8, Mxfp4, Q4_0, Q5_0, Q8_0, kernel};
+            use crate::integers::{Codes, Int8, Mxfp4, Nvfp4, Q4_0, Q5_0, Q8_0, kernel};
 
             #[target_feature(enable = $features)]
             unsafe fn quantise<C: Codes>(row: &[f32], steps: &mut [QueryStep]) {
@@ -407,6 +407,7 @@ macro_rules! products {
                     RowFormat::Q5_0 => Some(const { &kernels::<Q5_0>() }),
                     RowFormat::Q4_0 => Some(const { &kernels::<Q4_0>() }),
                     RowFormat::Mxfp4 => Some(const { &kernels::<Mxfp4>() }),
+                    RowFormat::Nvfp4 => Some(const { &kernels::<Nvfp4>() }),
                     _ => None,
                 }
             }

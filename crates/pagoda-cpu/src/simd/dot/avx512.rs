@@ -4,6 +4,7 @@ use std::arch::x86_64::*;
 
 use super::{COLUMNS, Cache, Dot, LANES};
 use crate::integers::{QUAD, STEP};
+use crate::simd::avx512::e4m3;
 
 /// AVX-512 F, BW, DQ, VL, VNNI, VBMI and BITALG.
 pub(crate) struct Vnni512;
@@ -412,6 +413,33 @@ impl Dot for Vnni512 {
             let nan = _mm512_cmpeq_epi32_mask(codes, _mm512_set1_epi32(255));
             let value = _mm512_mask_mov_epi32(value, nan, _mm512_set1_epi32(0x7fc0_0000));
             _mm512_mul_ps(_mm512_castsi512_ps(value), _mm512_set1_ps(0.5))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn half_e4m3_scales(scales: *const u8, stride: usize, index: usize) -> __m512 {
+        const EIGHTHS: [u8; 16] = {
+            let mut index = [0; 16];
+            let mut i = 0;
+            while i < 16 {
+                index[i] = 8 * i as u8;
+                i += 1;
+            }
+            index
+        };
+        // SAFETY: see the impl: 16 rows of scales.
+        unsafe {
+            let codes = if stride == 8 {
+                let load = |i: usize| _mm512_loadu_si512(scales.wrapping_add(64 * i).cast());
+                let places =
+                    _mm_add_epi8(_mm_loadu_si128(EIGHTHS.as_ptr().cast()), _mm_set1_epi8(index as i8));
+                let places = _mm512_castsi128_si512(places);
+                _mm512_castsi512_si128(_mm512_permutex2var_epi8(load(0), places, load(1)))
+            } else {
+                let codes: [u8; LANES] = std::array::from_fn(|t| *scales.wrapping_add(t * stride + index));
+                _mm_loadu_si128(codes.as_ptr().cast())
+            };
+            _mm512_mul_ps(e4m3(codes), _mm512_set1_ps(128.0))
         }
     }
 

@@ -90,10 +90,12 @@ pub(crate) trait Dot {
     unsafe fn in_order(v: Self::Words) -> Self::Words;
     /// Bytes below 16 as entries of a table.
     unsafe fn lookup(table: &[u8; 16], v: Self::Words) -> Self::Words;
-    /// Of 16 rows of binary16, number `step` of each.
-    unsafe fn f16_scales(scales: *const u8, stride: usize, step: usize) -> Self::Floats;
-    /// Of 16 rows of E8M0, half of number `step` of each.
-    unsafe fn half_e8m0_scales(scales: *const u8, stride: usize, step: usize) -> Self::Floats;
+    /// Of 16 rows of binary16, number `index` of each.
+    unsafe fn f16_scales(scales: *const u8, stride: usize, index: usize) -> Self::Floats;
+    /// Of 16 rows of E8M0, half of number `index` of each.
+    unsafe fn half_e8m0_scales(scales: *const u8, stride: usize, index: usize) -> Self::Floats;
+    /// Of 16 rows of E4M3, half of number `index` of each.
+    unsafe fn half_e4m3_scales(scales: *const u8, stride: usize, index: usize) -> Self::Floats;
 
     /// Asks for the cache line of `p`, which need not be mapped.
     unsafe fn prefetch(p: *const u8, to: Cache);

@@ -4,6 +4,8 @@ use std::arch::aarch64::*;
 use std::arch::asm;
 
 use super::{COLUMNS, Cache, Dot, LANES};
+use crate::simd::Simd;
+use crate::simd::neon::Neon;
 
 /// Advanced SIMD with dot products.
 pub(crate) struct NeonDot;
@@ -402,6 +404,15 @@ impl Dot for NeonDot {
                 let values = [row(4 * I), row(4 * I + 1), row(4 * I + 2), row(4 * I + 3)];
                 vld1q_f32(values.as_ptr())
             })
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn half_e4m3_scales(scales: *const u8, stride: usize, index: usize) -> [float32x4_t; 4] {
+        // SAFETY: see the impl.
+        unsafe {
+            let codes: [u8; LANES] = std::array::from_fn(|t| *scales.wrapping_add(t * stride + index));
+            four!(|I| vmulq_n_f32(Neon::load_e4m3(codes.as_ptr().add(4 * I)), 128.0))
         }
     }
 
