@@ -418,26 +418,28 @@ impl Dot for Vnni512 {
 
     #[inline(always)]
     unsafe fn half_e4m3_scales(scales: *const u8, stride: usize, index: usize) -> __m512 {
-        const EIGHTHS: [u8; 16] = {
-            let mut index = [0; 16];
-            let mut i = 0;
-            while i < 16 {
-                index[i] = 8 * i as u8;
-                i += 1;
-            }
-            index
-        };
+        const COUNT: [u8; 16] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
         // SAFETY: see the impl: 16 rows of scales.
         unsafe {
-            let codes = if stride == 8 {
-                let load = |i: usize| _mm512_loadu_si512(scales.wrapping_add(64 * i).cast());
-                let places =
-                    _mm_add_epi8(_mm_loadu_si128(EIGHTHS.as_ptr().cast()), _mm_set1_epi8(index as i8));
-                let places = _mm512_castsi128_si512(places);
-                _mm512_castsi512_si128(_mm512_permutex2var_epi8(load(0), places, load(1)))
-            } else {
-                let codes: [u8; LANES] = std::array::from_fn(|t| *scales.wrapping_add(t * stride + index));
-                _mm_loadu_si128(codes.as_ptr().cast())
+            let load = |i: usize| _mm512_loadu_si512(scales.wrapping_add(64 * i).cast());
+            let count = _mm512_castsi128_si512(_mm_loadu_si128(COUNT.as_ptr().cast()));
+            let places = |shifted| _mm512_add_epi8(shifted, _mm512_set1_epi8(index as i8));
+            let codes = match stride {
+                8 => {
+                    let places = places(_mm512_slli_epi16::<3>(count));
+                    _mm512_castsi512_si128(_mm512_permutex2var_epi8(load(0), places, load(1)))
+                }
+                16 => {
+                    let places = places(_mm512_slli_epi16::<4>(_mm512_and_si512(count, _mm512_set1_epi8(7))));
+                    let low = _mm512_castsi512_si128(_mm512_permutex2var_epi8(load(0), places, load(1)));
+                    let high = _mm512_castsi512_si128(_mm512_permutex2var_epi8(load(2), places, load(3)));
+                    _mm_unpacklo_epi64(low, high)
+                }
+                _ => {
+                    let codes: [u8; LANES] =
+                        std::array::from_fn(|t| *scales.wrapping_add(t * stride + index));
+                    _mm_loadu_si128(codes.as_ptr().cast())
+                }
             };
             _mm512_mul_ps(e4m3(codes), _mm512_set1_ps(128.0))
         }
