@@ -17,6 +17,8 @@ mod plan;
 mod pool;
 mod rope;
 mod rows;
+#[cfg(test)]
+mod samples;
 mod simd;
 mod stored;
 mod transform;

@@ -368,7 +368,8 @@ mod tests {
 
     use super::*;
     use crate::codec::decode_row;
-    use crate::kernel::{ALIGN, Chunk, Lines, PIECES};
+    use crate::kernel::{ALIGN, Chunk};
+    use crate::samples::{Random, read};
     use crate::simd::Isa;
 
     const FORMATS: [RowFormat; 6] = [
@@ -379,23 +380,6 @@ mod tests {
         RowFormat::Mxfp4,
         RowFormat::Nvfp4,
     ];
-
-    /// A linear congruential generator.
-    struct Random(u64);
-
-    impl Random {
-        fn below(&mut self, n: usize) -> usize {
-            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (self.0 >> 33) as usize % n
-        }
-        fn pick<T: Copy>(&mut self, of: &[T]) -> T {
-            of[self.below(of.len())]
-        }
-        /// From -1 to 1.
-        fn float(&mut self) -> f32 {
-            self.below(1 << 24) as f32 / (1 << 23) as f32 - 1.0
-        }
-    }
 
     /// A tile of stored rows: what scores and values are of.
     struct Tile {
@@ -479,15 +463,7 @@ mod tests {
 
         /// Calls `with` what a kernel reads the rows `low..high` from; other pages are nowhere.
         fn read(&self, low: usize, high: usize, with: impl Fn(&Chunk<'_>)) {
-            let mut blocks = [std::ptr::null(); PIECES];
-            for (i, (block, page)) in blocks.iter_mut().zip(&self.pages).enumerate() {
-                if i * self.page < high && low < (i + 1) * self.page {
-                    *block = page.as_ptr();
-                }
-            }
-            let here = Lines { blocks: &blocks, rows: BEFORE, scales: BEFORE + self.page * self.size.bytes };
-            let next = Lines { blocks: &[std::ptr::null(); PIECES], rows: 0, scales: 0 };
-            with(&Chunk { here, next, later: next, piece_shift: self.page.ilog2() });
+            read(&self.pages, BEFORE, self.page, self.size, low..high, with);
         }
     }
 

@@ -10,8 +10,8 @@ use std::arch::x86_64::*;
 
 use pagoda_core::work::TILE;
 
-use super::Simd;
 use super::avx512::Avx512;
+use super::{PRODUCT_ROWS, Simd};
 use crate::codec::e4m3;
 use crate::integers::QueryStep;
 use crate::kernel::{Accumulate, Score, scale_rows};
@@ -21,8 +21,6 @@ use crate::stored::{Fp8E4m3, Row};
 pub(super) const CODES: usize = 64;
 /// Rows that are scored at once, all of one page.
 const ROWS: usize = 4;
-/// Rows of a page, at least.
-const BLOCK: usize = 16;
 
 /// One byte of what the codes without a sign stand for as bfloat16, times 2^-8 as in [`Stored`](crate::stored::Stored).
 const fn table(byte: usize) -> [u8; 128] {
@@ -199,13 +197,14 @@ unsafe fn accumulate_rows<const R: usize>(args: &Accumulate<'_>, row: usize) -> 
         }
         for c in 0..args.dim / CODES {
             let mut sums = [[_mm512_setzero_ps(); 4]; R];
-            for block in low / BLOCK..high.div_ceil(BLOCK) {
-                let rows = args.chunk.row(block * BLOCK, size);
-                let later = args.chunk.row_of_later(block * BLOCK, size);
-                let codes_of =
-                    |row: Row, t: usize| size.after(row, t - block * BLOCK).data.wrapping_add(c * CODES);
-                let first = (block * BLOCK).max(low / 2 * 2);
-                for t in (first..((block + 1) * BLOCK).min(high)).step_by(2) {
+            for block in low / PRODUCT_ROWS..high.div_ceil(PRODUCT_ROWS) {
+                let rows = args.chunk.row(block * PRODUCT_ROWS, size);
+                let later = args.chunk.row_of_later(block * PRODUCT_ROWS, size);
+                let codes_of = |row: Row, t: usize| {
+                    size.after(row, t - block * PRODUCT_ROWS).data.wrapping_add(c * CODES)
+                };
+                let first = (block * PRODUCT_ROWS).max(low / 2 * 2);
+                for t in (first..((block + 1) * PRODUCT_ROWS).min(high)).step_by(2) {
                     let codes = |t: usize| {
                         if t < low || t >= high {
                             return _mm512_setzero_si512();
@@ -263,25 +262,9 @@ mod tests {
     use pagoda_core::layout::RowFormat;
 
     use super::*;
-    use crate::kernel::{Chunk, Lines, PIECES, RowSize};
+    use crate::kernel::{Chunk, RowSize};
+    use crate::samples::{Random, read};
     use crate::simd::Isa;
-
-    /// A linear congruential generator.
-    struct Random(u64);
-
-    impl Random {
-        fn below(&mut self, n: usize) -> usize {
-            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (self.0 >> 33) as usize % n
-        }
-        fn pick<T: Copy>(&mut self, of: &[T]) -> T {
-            of[self.below(of.len())]
-        }
-        /// From -1 to 1.
-        fn float(&mut self) -> f32 {
-            self.below(1 << 24) as f32 / (1 << 23) as f32 - 1.0
-        }
-    }
 
     /// The nearest bfloat16, ties to even.
     fn bf16(x: f32) -> f32 {
@@ -322,15 +305,7 @@ mod tests {
                     tokens.flat_map(|t| if seen(&t) { self.scales[t] } else { f32::NAN }.to_le_bytes());
                 pages.push(codes.chain(scales).collect::<Vec<u8>>());
             }
-            let mut blocks = [std::ptr::null(); PIECES];
-            for (i, (block, page)) in blocks.iter_mut().zip(&pages).enumerate() {
-                if i * self.page < high && low < (i + 1) * self.page {
-                    *block = page.as_ptr();
-                }
-            }
-            let here = Lines { blocks: &blocks, rows: 0, scales: self.page * self.size.dim };
-            let next = Lines { blocks: &[std::ptr::null(); PIECES], rows: 0, scales: 0 };
-            with(&Chunk { here, next, later: next, piece_shift: self.page.ilog2() });
+            read(&pages, 0, self.page, self.size, low..high, with);
         }
     }
 

@@ -6,7 +6,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{COLUMNS, Cache, Dot, LANES};
+use super::{COLUMNS, Cache, Dot, LANES, column};
 use crate::simd::avx2::e4m3;
 
 /// AVX2, FMA and F16C, and AVX-VNNI if so.
@@ -453,8 +453,7 @@ impl<const VNNI: bool> Dot for Dot256<VNNI> {
     unsafe fn half_e4m3_scales(scales: *const u8, stride: usize, index: usize) -> [__m256; 2] {
         // SAFETY: see the impl.
         unsafe {
-            let codes: [u8; LANES] = std::array::from_fn(|t| *scales.wrapping_add(t * stride + index));
-            let codes = _mm_loadu_si128(codes.as_ptr().cast());
+            let codes = _mm_loadu_si128(column(scales, stride, index).as_ptr().cast());
             let eight = |codes| _mm256_mul_ps(e4m3(codes), _mm256_set1_ps(128.0));
             [eight(codes), eight(_mm_unpackhi_epi64(codes, codes))]
         }

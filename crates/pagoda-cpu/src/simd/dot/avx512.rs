@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{COLUMNS, Cache, Dot, LANES};
+use super::{COLUMNS, Cache, Dot, LANES, column};
 use crate::integers::{QUAD, STEP};
 use crate::simd::avx512::e4m3;
 
@@ -404,9 +404,7 @@ impl Dot for Vnni512 {
                 let codes = _mm512_srlv_epi32(_mm512_loadu_si512(scales.cast()), shift);
                 _mm512_and_si512(codes, _mm512_set1_epi32(255))
             } else {
-                let scale = |t: usize| *scales.wrapping_add(t * stride + step);
-                let codes: [u8; LANES] = std::array::from_fn(scale);
-                _mm512_cvtepu8_epi32(_mm_loadu_si128(codes.as_ptr().cast()))
+                _mm512_cvtepu8_epi32(_mm_loadu_si128(column(scales, stride, step).as_ptr().cast()))
             };
             // 2^(code - 127), subnormal for 0 and NaN for 255; half of that.
             let value = _mm512_max_epi32(_mm512_slli_epi32::<23>(codes), _mm512_set1_epi32(1 << 22));
@@ -435,11 +433,7 @@ impl Dot for Vnni512 {
                     let high = _mm512_castsi512_si128(_mm512_permutex2var_epi8(load(2), places, load(3)));
                     _mm_unpacklo_epi64(low, high)
                 }
-                _ => {
-                    let codes: [u8; LANES] =
-                        std::array::from_fn(|t| *scales.wrapping_add(t * stride + index));
-                    _mm_loadu_si128(codes.as_ptr().cast())
-                }
+                _ => _mm_loadu_si128(column(scales, stride, index).as_ptr().cast()),
             };
             _mm512_mul_ps(e4m3(codes), _mm512_set1_ps(128.0))
         }

@@ -101,6 +101,13 @@ pub(crate) trait Dot {
     unsafe fn prefetch(p: *const u8, to: Cache);
 }
 
+/// Of 16 rows of bytes, number `index` of each.
+#[inline(always)]
+unsafe fn column(rows: *const u8, stride: usize, index: usize) -> [u8; LANES] {
+    // SAFETY: the caller has 16 rows.
+    std::array::from_fn(|t| unsafe { *rows.wrapping_add(t * stride + index) })
+}
+
 /// Where a line is asked to be. L1 has fewer misses under way than memory takes to be busy: what memory still has goes to L2.
 #[derive(Clone, Copy)]
 pub(crate) enum Cache {

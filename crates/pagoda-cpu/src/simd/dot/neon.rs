@@ -3,7 +3,7 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
-use super::{COLUMNS, Cache, Dot, LANES};
+use super::{COLUMNS, Cache, Dot, LANES, column};
 use crate::simd::Simd;
 use crate::simd::neon::Neon;
 
@@ -411,7 +411,7 @@ impl Dot for NeonDot {
     unsafe fn half_e4m3_scales(scales: *const u8, stride: usize, index: usize) -> [float32x4_t; 4] {
         // SAFETY: see the impl.
         unsafe {
-            let codes: [u8; LANES] = std::array::from_fn(|t| *scales.wrapping_add(t * stride + index));
+            let codes = column(scales, stride, index);
             four!(|I| vmulq_n_f32(Neon::load_e4m3(codes.as_ptr().add(4 * I)), 128.0))
         }
     }
