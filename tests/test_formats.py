@@ -138,6 +138,15 @@ def test_nan_and_infinity_in_a_block(name: str) -> None:
     assert again[0, 3] < -2000
 
 
+@pytest.mark.parametrize("name", [name for name in formats.FORMATS if formats.FORMATS[name].scale_bytes])
+def test_numbers_next_to_nothing_keep_their_signs(name: str) -> None:
+    steps = np.random.default_rng(0).integers(-200, 201, (200, 64)) * np.arange(1, 201)[:, None] // 200
+    x = steps.astype(np.float32) * np.float32(2**-149)
+    again = formats.decode(formats.encode(x, name), name, x.shape)
+    assert np.abs(again).max() < 2**-125
+    assert (np.sign(again) * np.sign(x) >= 0).all()
+
+
 def test_what_cannot_be() -> None:
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: formats.encode(np.ones((2, 32)), "q9_0"), "name = 'q9_0'"),

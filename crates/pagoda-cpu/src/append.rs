@@ -1,9 +1,9 @@
 //! Writing the K and V rows of new tokens into their slots.
 
+use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use crate::codec::encode_row;
 use crate::layer::{HEAD_DIM_MAX, PagedKv, SequenceTable};
 use crate::pool::Pool;
 use crate::rows::{Element, Rows};
@@ -154,9 +154,9 @@ unsafe fn store(
         if let Some(to) = plain.filter(|_| target.center.is_none() && !target.rotate) {
             return kernels.convert(element, to)(source, target.row, dim);
         }
-        let mut numbers = [0.0f32; HEAD_DIM_MAX as usize];
+        let mut numbers = [MaybeUninit::<f32>::uninit(); HEAD_DIM_MAX as usize];
         kernels.convert(element, Element::F32)(source, numbers.as_mut_ptr().cast(), dim);
-        let numbers = &mut numbers[..dim];
+        let numbers = std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast::<f32>(), dim);
         if let Some(center) = target.center {
             numbers.iter_mut().zip(center).for_each(|(x, c)| *x -= c);
         }
@@ -166,7 +166,7 @@ unsafe fn store(
         let (rows, scales) = (target.format.row_bytes(dim as u32), target.format.scale_bytes(dim as u32));
         let rows = std::slice::from_raw_parts_mut(target.row, rows as usize);
         let scales = std::slice::from_raw_parts_mut(target.scales, scales as usize);
-        encode_row(target.format, numbers, rows, scales)
+        (kernels.encode)(target.format, numbers, rows, scales)
     }
 }
 

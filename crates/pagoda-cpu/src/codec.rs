@@ -11,6 +11,7 @@
 use pagoda_core::layout::RowFormat;
 
 use crate::convert::{Bf16, F16, F16_MAX, F32, Format, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+use crate::layer::HEAD_DIM_MAX;
 
 /// Elements that share a scale.
 pub(crate) const BLOCK: usize = 32;
@@ -29,18 +30,25 @@ const F16_NAN: u16 = 0x7e00;
 pub(crate) const E2M1: [f32; 16] =
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
-/// The largest magnitude, or NaN if there is one.
-fn largest(x: &[f32]) -> f32 {
-    x.iter().fold(0.0, |a: f32, &x| if x.is_nan() || a.is_nan() { f32::NAN } else { a.max(x.abs()) })
-}
-
 /// Writes a row and its scales. False if it holds something infinite, NaN or too large for the format.
 ///
 /// `rows` and `scales` have the sizes that the format says for `x`, whose length is a multiple of its unit.
 ///
 /// # Panics
-/// For slices that are too short.
+/// For slices of other sizes.
 pub fn encode_row(format: RowFormat, x: &[f32], rows: &mut [u8], scales: &mut [u8]) -> bool {
+    encode(format, x, rows, scales)
+}
+
+/// See [`encode_row`]. It is compiled for every instruction set, and its loops are such that they become vectors.
+#[inline(always)]
+pub(crate) fn encode(format: RowFormat, x: &[f32], rows: &mut [u8], scales: &mut [u8]) -> bool {
+    let dim = x.len() as u32;
+    assert_eq!(
+        (rows.len() as u64, scales.len() as u64),
+        (format.row_bytes(dim), format.scale_bytes(dim)),
+        "{dim} {format:?}"
+    );
     // The largest magnitude that a scale can be found for.
     let limit = match format {
         RowFormat::F32 | RowFormat::F16 | RowFormat::Bf16 => return encode_plain(format, x, rows),
@@ -50,67 +58,83 @@ pub fn encode_row(format: RowFormat, x: &[f32], rows: &mut [u8], scales: &mut [u
         RowFormat::Q4_0 => 8.0 * F16_MAX,
         RowFormat::Nvfp4 => 6.0 * E4M3_MAX,
     };
-    let fits = x.iter().all(|x| x.abs() <= limit);
-    let size = match format {
-        RowFormat::Fp8E4m3 | RowFormat::Int8 => x.len(),
-        RowFormat::Nvfp4 => NV_BLOCK,
-        _ => BLOCK,
-    };
-    let mut block = [0.0; 1024];
-    let nibbles = x.len() / 2;
-    for (index, part) in x.chunks_exact(size).enumerate() {
-        let block = &mut block[..size];
-        block.copy_from_slice(part);
-        if !fits {
-            block.iter_mut().for_each(|x| *x = if x.is_nan() { *x } else { x.clamp(-limit, limit) });
+    let fits = largest(x) <= limit;
+    if fits {
+        encode_blocks(format, x, rows, scales);
+    } else {
+        let mut clamped = [0.0; HEAD_DIM_MAX as usize];
+        let clamped = &mut clamped[..x.len()];
+        for (clamped, x) in clamped.iter_mut().zip(x) {
+            // NaN stays NaN.
+            *clamped = x.clamp(-limit, limit);
         }
-        match format {
-            RowFormat::Fp8E4m3 => row_of_e4m3(block, rows, scales),
-            RowFormat::Int8 => row_of_int8(block, rows, scales),
-            RowFormat::Q8_0 => {
-                let d = largest(block) / 127.0;
-                let inverse = inverse(d);
-                put_f16(scales, index, d);
-                for (q, x) in rows[index * BLOCK..].iter_mut().zip(&*block) {
-                    // Halves away from 0. NaN becomes 0.
-                    *q = (x * inverse).round() as i8 as u8;
-                }
-            }
-            RowFormat::Q5_0 => {
-                let codes = symmetric::<16>(block, scales, index);
-                let mut high = 0u32;
-                for (j, &q) in codes.iter().enumerate() {
-                    high |= u32::from(q >> 4) << j;
-                }
-                put_nibbles(&mut rows[index * BLOCK / 2..], &codes);
-                rows[nibbles + index * 4..][..4].copy_from_slice(&high.to_le_bytes());
-            }
-            RowFormat::Q4_0 => {
-                let codes = symmetric::<8>(block, scales, index);
-                put_nibbles(&mut rows[index * BLOCK / 2..], &codes);
-            }
-            RowFormat::Mxfp4 => {
-                let max = largest(block);
-                let code = if max.is_nan() { E8M0_NAN } else { (exponent(max) + 125).clamp(0, 254) as u8 };
-                let scale = e8m0(code);
-                let codes: [u8; BLOCK] = std::array::from_fn(|j| to_e2m1(block[j] / scale));
-                put_nibbles(&mut rows[index * BLOCK / 2..], &codes);
-                scales[index] = code;
-            }
-            RowFormat::Nvfp4 => {
-                let code = to_e4m3(largest(block) / 6.0);
-                let scale = e4m3(code);
-                for (j, x) in block.iter().enumerate() {
-                    let q = if scale == 0.0 { 0 } else { to_e2m1(x / scale) };
-                    let byte = &mut rows[index / 2 * NV_BLOCK + j];
-                    *byte = if index % 2 == 0 { q } else { *byte | q << 4 };
-                }
-                scales[index] = code;
-            }
-            RowFormat::F32 | RowFormat::F16 | RowFormat::Bf16 => unreachable!("has returned"),
-        }
+        encode_blocks(format, clamped, rows, scales);
     }
     fits
+}
+
+/// Formats with scales, of numbers that have one.
+#[inline(always)]
+fn encode_blocks(format: RowFormat, x: &[f32], rows: &mut [u8], scales: &mut [u8]) {
+    let blocks = x.as_chunks::<BLOCK>().0;
+    match format {
+        RowFormat::Fp8E4m3 => row_of_e4m3(x, rows, scales),
+        RowFormat::Int8 => row_of_int8(x, rows, scales),
+        RowFormat::Q8_0 => {
+            let rows = rows.as_chunks_mut::<BLOCK>().0;
+            for ((x, row), scale) in blocks.iter().zip(rows).zip(scales.as_chunks_mut().0) {
+                block_of_q8_0(x, row, scale);
+            }
+        }
+        RowFormat::Q5_0 => {
+            let (nibbles, fifths) = rows.split_at_mut(x.len() / 2);
+            let rows = nibbles.as_chunks_mut().0.iter_mut().zip(fifths.as_chunks_mut::<{ BLOCK / 8 }>().0);
+            for ((x, (row, fifths)), scale) in blocks.iter().zip(rows).zip(scales.as_chunks_mut().0) {
+                let codes = symmetric::<16>(x, scale);
+                put_nibbles(row, &codes);
+                for (bits, codes) in fifths.iter_mut().zip(codes.as_chunks().0) {
+                    // The bit of byte `j` of the product's highest byte comes from 2^(56 - 7 * j).
+                    let fifth = u64::from_le_bytes(*codes) >> 4 & 0x0101_0101_0101_0101;
+                    *bits = (fifth.wrapping_mul(0x0102_0408_1020_4080) >> 56) as u8;
+                }
+            }
+        }
+        RowFormat::Q4_0 => {
+            let rows = rows.as_chunks_mut().0;
+            for ((x, row), scale) in blocks.iter().zip(rows).zip(scales.as_chunks_mut().0) {
+                put_nibbles(row, &symmetric::<8>(x, scale));
+            }
+        }
+        RowFormat::Mxfp4 => {
+            for ((x, row), scale) in blocks.iter().zip(rows.as_chunks_mut().0).zip(scales) {
+                let max = largest(x);
+                *scale = if max.is_nan() { E8M0_NAN } else { (exponent(max) + 125).clamp(0, 254) as u8 };
+                let scale = e8m0(*scale);
+                let mut codes = [0; BLOCK];
+                for (code, x) in codes.iter_mut().zip(x) {
+                    *code = to_e2m1(x / scale);
+                }
+                put_nibbles(row, &codes);
+            }
+        }
+        RowFormat::Nvfp4 => {
+            for ((x, row), scales) in
+                blocks.iter().zip(rows.as_chunks_mut().0).zip(scales.as_chunks_mut::<2>().0)
+            {
+                let mut codes = [0; BLOCK];
+                let halves = x.as_chunks::<NV_BLOCK>().0.iter().zip(codes.as_chunks_mut::<NV_BLOCK>().0);
+                for ((x, codes), code) in halves.zip(scales) {
+                    *code = to_e4m3(largest(x) / 6.0);
+                    let scale = e4m3(*code);
+                    for (code, x) in codes.iter_mut().zip(x) {
+                        *code = if scale == 0.0 { 0 } else { to_e2m1(x / scale) };
+                    }
+                }
+                put_nibbles(row, &codes);
+            }
+        }
+        RowFormat::F32 | RowFormat::F16 | RowFormat::Bf16 => unreachable!("they have no scales"),
+    }
 }
 
 /// Reads what [`encode_row`] has written.
@@ -171,64 +195,103 @@ fn encode_plain(format: RowFormat, x: &[f32], rows: &mut [u8]) -> bool {
     fits
 }
 
-fn inverse(d: f32) -> f32 {
-    if d == 0.0 { 0.0 } else { 1.0 / d }
+/// The integer nearest to a number below 2^22, ties to even. Of what 0 times infinity is, the lowest byte is 0.
+#[inline(always)]
+fn nearest(x: f32) -> i32 {
+    // Numbers of the size of the sum have no other digits.
+    (x + 1.5 * 2f32.powi(23)).to_bits() as i32 - 0x4b40_0000
 }
 
-fn put_f16(scales: &mut [u8], index: usize, d: f32) {
-    let bits = if d.is_nan() { F16_NAN } else { f32_to_f16(d) };
-    scales[index * 2..][..2].copy_from_slice(&bits.to_le_bytes());
+/// The largest magnitude, or NaN if there is one.
+#[inline(always)]
+fn largest(x: &[f32]) -> f32 {
+    // As bits, of which a NaN has the most.
+    let bits = x.iter().fold(0, |most: u32, x| most.max(x.abs().to_bits()));
+    if bits > f32::INFINITY.to_bits() { f32::NAN } else { f32::from_bits(bits) }
+}
+
+#[inline(always)]
+fn f16_scale(d: f32) -> [u8; 2] {
+    if d.is_nan() { F16_NAN.to_le_bytes() } else { f32_to_f16(d).to_le_bytes() }
+}
+
+#[inline(always)]
+fn block_of_q8_0(x: &[f32; BLOCK], row: &mut [u8; BLOCK], scale: &mut [u8; 2]) {
+    let d = largest(x) / 127.0;
+    *scale = f16_scale(d);
+    if d > 0.0 {
+        let inverse = 1.0 / d;
+        // Halves away from 0.
+        for (q, x) in row.iter_mut().zip(x) {
+            *q = nearest((x * inverse).round().clamp(-128.0, 127.0)) as u8;
+        }
+    } else {
+        row.fill(0);
+    }
 }
 
 /// Codes `0..2 * HALF` around `HALF`, for the scale that takes the first of the largest numbers to code 0.
-fn symmetric<const HALF: i32>(block: &[f32], scales: &mut [u8], index: usize) -> [u8; BLOCK] {
-    let mut most = 0.0f32;
-    for &x in block {
-        if x.is_nan() {
-            most = x;
-            break;
-        }
-        if x.abs() > most.abs() {
-            most = x;
-        }
+#[inline(always)]
+fn symmetric<const HALF: i32>(x: &[f32; BLOCK], scale: &mut [u8; 2]) -> [u8; BLOCK] {
+    let most = largest(x);
+    let first = x.iter().find(|x| x.abs() == most).unwrap_or(&most);
+    // Plus 0 makes 0 of -0, whose scale has the sign of that of 0 then.
+    let d = (first + 0.0) / -(HALF as f32);
+    *scale = f16_scale(d);
+    if d.is_nan() {
+        return [0; BLOCK];
     }
-    let d = most / -(HALF as f32);
-    let inverse = inverse(d);
-    put_f16(scales, index, d);
-    // Truncation of what is above 0 rounds to nearest. NaN becomes 0.
-    std::array::from_fn(|j| ((block[j] * inverse + (HALF as f32 + 0.5)) as i32).clamp(0, 2 * HALF - 1) as u8)
+    let inverse = if d == 0.0 { 0.0 } else { 1.0 / d };
+    // The floor of half more rounds to nearest.
+    let mut codes = [0; BLOCK];
+    for (code, x) in codes.iter_mut().zip(x) {
+        let half_more = x * inverse + (HALF as f32 + 0.5);
+        *code = nearest(half_more.floor().clamp(0.0, (2 * HALF - 1) as f32)) as u8;
+    }
+    codes
 }
 
-fn put_nibbles(rows: &mut [u8], codes: &[u8; BLOCK]) {
+#[inline(always)]
+fn put_nibbles(row: &mut [u8; BLOCK / 2], codes: &[u8; BLOCK]) {
     for j in 0..BLOCK / 2 {
-        rows[j] = codes[j] & 15 | codes[j + BLOCK / 2] << 4;
+        row[j] = codes[j] & 15 | codes[j + BLOCK / 2] << 4;
     }
 }
 
 /// The scale is max / 448; every number is divided by it.
+#[inline(always)]
 fn row_of_e4m3(x: &[f32], rows: &mut [u8], scales: &mut [u8]) {
     let scale = largest(x) / E4M3_MAX;
     scales.copy_from_slice(&scale.to_le_bytes());
-    for (q, &x) in rows.iter_mut().zip(x) {
-        *q = if scale == 0.0 { 0 } else { to_e4m3((x / scale).clamp(-E4M3_MAX, E4M3_MAX)) };
+    if scale == 0.0 {
+        return rows.fill(0);
+    }
+    for (q, x) in rows.iter_mut().zip(x) {
+        *q = to_e4m3((x / scale).clamp(-E4M3_MAX, E4M3_MAX));
     }
 }
 
 /// The scale is max / 127; every number is divided by it and rounded to nearest even.
+#[inline(always)]
 fn row_of_int8(x: &[f32], rows: &mut [u8], scales: &mut [u8]) {
     let scale = largest(x) / 127.0;
     scales.copy_from_slice(&scale.to_le_bytes());
-    for (q, &x) in rows.iter_mut().zip(x) {
-        *q = if scale == 0.0 { 0 } else { (x / scale).round_ties_even() as i8 as u8 };
+    if scale == 0.0 || scale.is_nan() {
+        return rows.fill(0);
+    }
+    for (q, x) in rows.iter_mut().zip(x) {
+        *q = nearest((x / scale).clamp(-128.0, 127.0)) as u8;
     }
 }
 
 /// The floor of the base-2 logarithm; -127 and less below all normal numbers.
+#[inline(always)]
 fn exponent(x: f32) -> i32 {
     (x.to_bits() >> 23) as i32 - 127
 }
 
 /// 2^(code - 127), or NaN.
+#[inline(always)]
 pub(crate) fn e8m0(code: u8) -> f32 {
     match code {
         0 => f32::from_bits(0x0040_0000),
@@ -250,6 +313,7 @@ pub(crate) const fn e4m3(code: u8) -> f32 {
 }
 
 /// The E4M3 nearest to `x`, ties to even; 448 for what is above.
+#[inline(always)]
 pub(crate) fn to_e4m3(x: f32) -> u8 {
     let sign = (x.to_bits() >> 24 & 0x80) as u8;
     let magnitude = x.abs();
@@ -259,7 +323,7 @@ pub(crate) fn to_e4m3(x: f32) -> u8 {
         0x7e
     } else if magnitude < 1.0 / 64.0 {
         // Multiples of 2^-9. The next one up is the first normal number.
-        (magnitude * 512.0).round_ties_even() as u8
+        nearest(magnitude * 512.0) as u8
     } else {
         let bits = magnitude.to_bits();
         ((bits + 0x7_ffff + (bits >> 20 & 1)) >> 20).wrapping_sub(120 << 3) as u8
@@ -268,9 +332,54 @@ pub(crate) fn to_e4m3(x: f32) -> u8 {
 }
 
 /// The E2M1 nearest to `x`, ties to the even code; 6 for what is above. NaN becomes 0.
+#[inline(always)]
 pub(crate) fn to_e2m1(x: f32) -> u8 {
     let sign = (x.to_bits() >> 28 & 8) as u8;
     let x = x.abs();
-    let above = [x > 0.25, x >= 0.75, x > 1.25, x >= 1.75, x > 2.5, x >= 3.5, x > 5.0];
-    if x.is_nan() { 0 } else { sign | above.iter().map(|&above| u8::from(above)).sum::<u8>() }
+    let [a, b, c, d, e, f, g] =
+        [x > 0.25, x >= 0.75, x > 1.25, x >= 1.75, x > 2.5, x >= 3.5, x > 5.0].map(u8::from);
+    if x.is_nan() { 0 } else { sign | (a + b + c + d + e + f + g) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::samples::Random;
+    use crate::simd::Isa;
+
+    /// Numbers that formats round, clamp or cannot hold.
+    fn number(random: &mut Random) -> f32 {
+        const ODD: [f32; 8] =
+            [0.0, -0.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, 1e-44, -1e-38];
+        match random.below(400) {
+            0 => random.pick(&ODD),
+            // Halfway between codes, where the largest is a power of two.
+            1..200 => (random.below(513) as f32 - 256.0) / 64.0,
+            _ => random.float(),
+        }
+    }
+
+    #[test]
+    fn all_instruction_sets_write_the_same_bytes() {
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+            let kernels = isa.kernels().expect("supported");
+            for format in RowFormat::ALL {
+                for dim in [32, 64, 96, 128, 160, 1024] {
+                    let mut random = Random(u64::from(dim));
+                    for _ in 0..100 {
+                        let scale = random.pick(&[1.0, 1.0, 1e-3, 1e6, 1e-40]);
+                        let x: Vec<_> = (0..dim).map(|_| number(&mut random) * scale).collect();
+                        let encoded = |encode: crate::simd::Encode| {
+                            let mut rows = vec![0xa5; format.row_bytes(dim) as usize];
+                            let mut scales = vec![0xa5; format.scale_bytes(dim) as usize];
+                            // SAFETY: the instruction set is supported.
+                            let fits = unsafe { encode(format, &x, &mut rows, &mut scales) };
+                            (fits, rows, scales)
+                        };
+                        assert_eq!(encoded(kernels.encode), encoded(encode_row), "{isa} {format:?} {x:?}");
+                    }
+                }
+            }
+        }
+    }
 }

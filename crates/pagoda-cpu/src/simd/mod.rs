@@ -165,6 +165,9 @@ impl fmt::Display for Isa {
 /// magnitude of the target, infinite or NaN.
 pub(crate) type Convert = unsafe fn(source: *const u8, target: *mut u8, n: usize) -> bool;
 
+/// Writes a row and its scales in a format; see [`encode_row`](crate::encode_row).
+pub(crate) type Encode = unsafe fn(format: RowFormat, x: &[f32], rows: &mut [u8], scales: &mut [u8]) -> bool;
+
 /// Makes what a query row is multiplied as.
 pub(crate) type Quantise = unsafe fn(row: &[f32], steps: &mut [QueryStep]);
 
@@ -188,6 +191,7 @@ pub(crate) struct Kernels {
     rows: [RowKernels; RowFormat::ALL.len()],
     derive: [unsafe fn(&Derive<'_>); RowFormat::ALL.len()],
     products: ProductKernels,
+    pub(crate) encode: Encode,
     pub(crate) softmax: unsafe fn(&mut Softmax<'_>),
     pub(crate) fold: unsafe fn(&mut Fold<'_>),
     pub(crate) turn: unsafe fn(&Turn),
@@ -286,6 +290,7 @@ macro_rules! kernels {
         $(#[$cfg])*
         mod $name {
             use super::*;
+            use crate::codec;
             use crate::convert::{self, Bf16, F16, F32, Format};
             use crate::stored::{Fp8E4m3, Int8, Mxfp4, Nvfp4, Q4_0, Q5_0, Q8_0, Stored};
 
@@ -293,6 +298,10 @@ macro_rules! kernels {
             unsafe fn convert<A: Format, B: Format>(source: *const u8, target: *mut u8, n: usize) -> bool {
                 // SAFETY: as the caller promises.
                 unsafe { convert::convert::<$simd, A, B>(source, target, n) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn encode(format: RowFormat, x: &[f32], rows: &mut [u8], scales: &mut [u8]) -> bool {
+                codec::encode(format, x, rows, scales)
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn score<F: Stored>(args: &Score<'_>) {
@@ -356,6 +365,7 @@ macro_rules! kernels {
                     derive::<Nvfp4>,
                 ],
                 products: |_, _| None,
+                encode,
                 softmax,
                 fold,
                 turn,
