@@ -24,17 +24,32 @@ pub(crate) const fn code_max(bytes: usize) -> f32 {
     if bytes == 1 { 127.0 } else { 32639.0 }
 }
 
-/// Four numbers as instruction sets take them, in two words. Of one byte: in the first. Of two: the high bytes, `(n + 128) >> 8`,
+/// Numbers as instruction sets take them, four in two words. Of one byte: in the first. Of two: the high bytes, `(n + 128) >> 8`,
 /// and the low ones, what is left, all from -128 to 127; or, as shorts, numbers 0 and 2, and 1 and 3, of 16 bits each.
 #[inline(always)]
-pub(crate) fn words(numbers: [i32; QUAD], bytes: usize, shorts: bool) -> [i32; 2] {
-    let of_bytes = |shift: u32, half: i32| i32::from_le_bytes(numbers.map(|n| ((n + half) >> shift) as u8));
-    let pair = |a: i32, b: i32| (a & 0xffff) | (b << 16);
-    let [a, b, c, d] = numbers;
+pub(crate) fn words(numbers: &[i32; STEP], bytes: usize, shorts: bool) -> [[i32; STEP / QUAD]; 2] {
+    // Loops over all of them, which become vectors.
+    let of_bytes = |shift: u32, half: i32| {
+        let (mut bytes, mut words) = ([0; STEP], [0; STEP / QUAD]);
+        for (byte, n) in bytes.iter_mut().zip(numbers) {
+            *byte = ((n + half) >> shift) as u8;
+        }
+        for (word, bytes) in words.iter_mut().zip(bytes.as_chunks().0) {
+            *word = i32::from_le_bytes(*bytes);
+        }
+        words
+    };
+    let of_shorts = |first: usize| {
+        let mut words = [0; STEP / QUAD];
+        for (word, quad) in words.iter_mut().zip(numbers.as_chunks::<QUAD>().0) {
+            *word = (quad[first] & 0xffff) | (quad[first + 2] << 16);
+        }
+        words
+    };
     match (bytes, shorts) {
-        (1, _) => [of_bytes(0, 0), 0],
+        (1, _) => [of_bytes(0, 0), [0; STEP / QUAD]],
         (_, false) => [of_bytes(8, 128), of_bytes(0, 0)],
-        (_, true) => [pair(a, c), pair(b, d)],
+        (_, true) => [of_shorts(0), of_shorts(1)],
     }
 }
 
@@ -76,9 +91,7 @@ pub(crate) fn quantise(
             // To nearest even: numbers of this size have no other digits.
             codes[i] = (elements[i] * inverse + 1.5 * 2f32.powi(23)).to_bits() as i32 - 0x4b40_0000;
         }
-        for (i, quad) in codes.as_chunks().0.iter().enumerate() {
-            [step.words[0][i], step.words[1][i]] = words(*quad, bytes, shorts);
-        }
+        step.words = words(&codes, bytes, shorts);
         for (start, codes) in step.start.iter_mut().zip(codes.chunks_exact(STEP / scales)) {
             *start = -zero * codes.iter().sum::<i32>();
         }
