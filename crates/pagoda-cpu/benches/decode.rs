@@ -2,7 +2,7 @@
 //!
 //! `cargo bench -p pagoda-cpu --bench decode -- [threads=1,2] [formats=f16,bf16,f32] [contexts=4096,32768,131072]
 //! [pages=64,256] [shapes=32/8x128,8/2x256] [cached=4/1x128,4/1x256,1/1x128,8/1x128] [samples=9]
-//! [sections=decode,formats,cached,order,small,prefill]`
+//! [sections=decode,formats,cached,order,small,append,prefill]`
 //!
 //! One query token, batch 1. Layers are rotated over at least 512 MiB, so that every call finds cold caches. Every
 //! sample of attention is bracketed by sequential reads of the same memory with as many threads; the ratio is the
@@ -153,6 +153,20 @@ impl Cache {
             queries: (0..rows).map(|i| (i % 17) as f32 / 8.0 - 1.0).collect(),
             out: vec![0.0; rows],
         }
+    }
+
+    /// Writes K and V of the last `new_tokens` tokens of a layer: the queries.
+    fn append(&mut self, backend: &Backend, new_tokens: u32) {
+        let table = SequenceTable { row: &self.row, spans: &self.spans, new_tokens };
+        let arenas = Arenas::new(self.memory.as_mut_ptr(), std::ptr::null_mut());
+        let head_stride = self.layer.geometry.head_dim as isize * 4;
+        let token_stride = head_stride * self.layer.num_q_heads as isize;
+        let rows =
+            Rows { ptr: self.queries.as_ptr().cast(), element: Element::F32, token_stride, head_stride };
+        let kv = PagedKv { arenas: &arenas, layer: &self.layer, sequences: &[table] };
+        // SAFETY: the row names blocks of `memory`, and the arrays have a row for every token and head.
+        unsafe { backend.append(&kv, rows, Some(rows), false) }.expect("append");
+        black_box(&self.memory);
     }
 
     /// Attention of the last `new_tokens` tokens in the next layer.
@@ -385,6 +399,26 @@ fn small(options: &Options) {
     }
 }
 
+/// Nanoseconds that one thread takes for a row of K or V on its way into a page, of 64 tokens; rotated or as they come.
+fn append(options: &Options) {
+    println!("append: ns a row of 128, f32 to a format, as it is | rotated (the least of 500 calls)");
+    let backend = Backend::new(1, false, isa(options)).expect("supported");
+    for word in options.words("formats", "f32,f16,fp8e4m3,int8,q8_0,q5_0,q4_0,mxfp4,nvfp4") {
+        let mut cache = Cache::new(shape("8/8x128"), format(&word), 64, 64, false, 64, 1);
+        print!("  {word:>7}:");
+        for rotate in [false, true] {
+            cache.layer.transform = Transform { rotate_k: rotate, rotate_v: rotate, ..Transform::default() };
+            let times = (0..500).map(|_| {
+                let start = Instant::now();
+                cache.append(&backend, 64);
+                start.elapsed().as_secs_f64() * 1e9 / (2.0 * 8.0 * 64.0)
+            });
+            print!(" {:6.1}", times.fold(f64::MAX, f64::min));
+        }
+        println!();
+    }
+}
+
 fn prefill(options: &Options) {
     println!(
         "prefill: GFLOP/s of 2048 new tokens at the end of 32768 (f16, 32/8x128; 4 flop a query, key and element)"
@@ -414,13 +448,14 @@ fn main() {
     let options = Options(std::env::args().collect());
     let samples = options.numbers("samples", "9")[0];
     println!("{} on {} cores", Isa::detect(), std::thread::available_parallelism().map_or(1, Into::into));
-    for section in options.words("sections", "decode,formats,cached,order,small,prefill") {
+    for section in options.words("sections", "decode,formats,cached,order,small,append,prefill") {
         match section.as_str() {
             "decode" => decode(&options, samples),
             "formats" => formats(&options, samples),
             "cached" => cached(&options, samples),
             "order" => order(&options, samples),
             "small" => small(&options),
+            "append" => append(&options),
             "prefill" => prefill(&options),
             _ => panic!("{section} is not a section"),
         }
