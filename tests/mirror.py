@@ -30,7 +30,7 @@ INTEGER_ISAS = {"avx512bf16", "avx512vnni", "avxvnni", "avx2madd", "neondot"}
 INTEGERS = 3e-4
 """The same where rows may be multiplied as integers: queries and weights are rounded to 16 bits first."""
 BYTES = 5e-2
-"""The same with 4-bit rows: queries and weights are rounded to a byte."""
+"""The same with rows of 4 or 5 bits: queries and weights are rounded to a byte."""
 BF16 = 4e-2
 """The same with fp8_e4m3 rows where they are multiplied as bfloat16: queries and weights are rounded to that. Layers of tests have
 scales up to 0.5: with 128 elements they make scores that are 6 times as large as usual, and so are their errors."""
@@ -258,7 +258,7 @@ def tolerance_of(cache: pagoda.Cache, of_floats: float = TOLERANCE) -> float:
         of_floats = max(of_floats, BF16)
     if cache._core.isa not in INTEGER_ISAS or names <= set(DTYPES):
         return of_floats
-    return max(of_floats, BYTES if names & {"q4_0", "mxfp4", "nvfp4"} else INTEGERS)
+    return max(of_floats, BYTES if names & {"q5_0", "q4_0", "mxfp4", "nvfp4"} else INTEGERS)
 
 
 def check(out: Array, lse: Array, expected: Array, expected_lse: Array, tolerance: float = TOLERANCE) -> None:

@@ -1,8 +1,8 @@
 //! Dot products with the codes that rows are stored as: what is computed, for all instruction sets.
 //!
 //! A number of a query becomes an integer of 16 bits, of a scale that 32 elements share. So a product with a row is a sum of
-//! exact products of integers, and what is rounded is at most 2^-15.99 of the largest of the 32 elements. With rows of 4 bits,
-//! which themselves are sixteen times as coarse, it is one byte. Weights become such integers as well, after multiplication
+//! exact products of integers, and what is rounded is at most 2^-15.99 of the largest of the 32 elements. With rows of 4
+//! or 5 bits, which themselves are eight times as coarse and more, it is one byte. Weights become such integers as well, after multiplication
 //! with the scales of V and anew for every tile and step.
 //!
 //! [`kernel`] has the two loops, over K and over V, [`codes`] what formats are made of; both are written once, for vectors of 16

@@ -120,13 +120,15 @@ fn hold(
         pagoda_cpu::Element::Bf16 => 6e-3,
     };
     // Products of integers: elements of queries are rounded to 2^-16 of the largest of 32, weights to that of a tile; with
-    // 4-bit rows to 2^-8. Products of bfloat16: each is rounded to 2^-9 of itself. The largest errors of many are several times as
+    // rows of 4 or 5 bits to 2^-8. Products of bfloat16: each is rounded to 2^-9 of itself. The largest errors of many are several times as
     // large as most.
     let LayerGeometry { k_format, v_format, .. } = world.layer.geometry;
     let formats = || [Some(k_format), v_format].into_iter().flatten();
     let integers = backend.isa().multiplies_integers() && formats().any(|format| format != RowFormat::F32);
     let one_byte = integers
-        && formats().any(|format| matches!(format, RowFormat::Q4_0 | RowFormat::Mxfp4 | RowFormat::Nvfp4));
+        && formats().any(|format| {
+            matches!(format, RowFormat::Q5_0 | RowFormat::Q4_0 | RowFormat::Mxfp4 | RowFormat::Nvfp4)
+        });
     let bf16 = backend.isa() == Isa::Avx512Bf16 && formats().any(|format| format == RowFormat::Fp8E4m3);
     let (products, most, log_tolerance): (f64, f64, f64) = match (one_byte, bf16, integers) {
         (true, _, _) => (6e-2, 6e-3, 6e-2),

@@ -95,7 +95,7 @@ impl Codes for Q8_0 {
 
 impl Codes for Q5_0 {
     const FORMAT: RowFormat = RowFormat::Q5_0;
-    const BYTES: usize = 2;
+    const BYTES: usize = 1;
     #[inline(always)]
     fn zero<S: Dot>() -> i32 {
         16

@@ -468,7 +468,7 @@ mod tests {
     }
 
     fn bytes_of(format: RowFormat) -> usize {
-        if matches!(format, RowFormat::Q4_0 | RowFormat::Mxfp4 | RowFormat::Nvfp4) { 1 } else { 2 }
+        if matches!(format, RowFormat::Int8 | RowFormat::Q8_0) { 2 } else { 1 }
     }
 
     /// Numbers as integers, and what 1 stands for.
