@@ -32,8 +32,8 @@ INTEGERS = 3e-4
 BYTES = 5e-2
 """The same with rows of 4 or 5 bits: queries and weights are rounded to a byte."""
 BF16 = 4e-2
-"""The same with fp8_e4m3 rows where they are multiplied as bfloat16: queries and weights are rounded to that. Scales of layers in
-tests are up to 0.5: with 128 elements they make scores that are 6 times as large as usual, and so are their errors."""
+"""The same with fp8_e4m3 rows where they are multiplied as bfloat16: queries and weights are rounded to that. Scales of
+layers are up to 0.5: with 128 elements they make scores that are 6 times as large as usual, and so are their errors."""
 
 
 def layer(**changes: Any) -> pagoda.AttentionLayer:
