@@ -31,7 +31,7 @@ class StingyArena(HostArena):
     """Pins a piece only if the driver has it."""
 
     def __init__(self, driver: StingyDriver, size: int, piece: int) -> None:
-        super().__init__(size, piece)
+        super().__init__(size, piece, driver.guarded)
         self.driver = driver
 
     def pin(self, address: int, size: int) -> bool:
@@ -75,7 +75,6 @@ class StingyDriver(EmulatedDriver):
     def host_arena(self, size: int, piece: int) -> StingyArena:
         self.allocate(f"{size} bytes of address space")
         self.arenas.append(StingyArena(self, size, piece))
-        self.memories.append(self.arenas[-1])
         return self.arenas[-1]  # type: ignore[return-value]
 
 

@@ -17,6 +17,7 @@ from emulator.driver import EmulatedDriver
 from interrupts import interrupted
 from mirror import layer, nameless, settled
 from pagoda.device import cuda, ring
+from pagoda.device.driver import Memory
 
 PAGE, MEMORY = 16, 1 << 20
 SPEC = pagoda.ModelSpec(layers=[layer(), layer()])
@@ -286,12 +287,12 @@ def test_nothing_is_left_where_pages_pass_between_disk_and_device(
         cache.audit()
 
 
-def ring_of(cache: pagoda.Cache) -> tuple[int, int]:
-    """Address and bytes of the ring in a device's memory."""
+def ring_of(cache: pagoda.Cache) -> tuple[Memory, int]:
+    """The ring in a device's memory, which nobody else gets as long as it is held, and its bytes."""
     assert cache._device is not None
     slots = cache._device._streams.ring
     assert slots._memory is not None
-    return slots._memory.address, len(slots) * slots.slot_bytes
+    return slots._memory, len(slots) * slots.slot_bytes
 
 
 def closed(world: World) -> None:
@@ -311,21 +312,21 @@ def test_nothing_is_left_where_pages_pass_on_a_device(
     monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
     monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
     world = World(zero_on_free, tmp_path / "pages", spill=False, device="cuda")
-    address, size = ring_of(world.cache)
+    memory, size = ring_of(world.cache)
     with world.cache as cache:
         world.move(world.other, tier)
         world.move(world.secret, tier)
         attended(world)
         for stream in driver.streams:
             stream.reach(len(stream.work))
-        assert found(ctypes.string_at(address, size), SECRET) > 0, "it is needed for the next step"
+        assert found(ctypes.string_at(memory.address, size), SECRET) > 0, "it is needed for the next step"
         scene(world)
         if scene is not closed:
             settled(cache)
             cache.audit()
         for stream in driver.streams:
             stream.reach(len(stream.work))
-        assert (found(ctypes.string_at(address, size), SECRET) == 0) == zero_on_free
+        assert (found(ctypes.string_at(memory.address, size), SECRET) == 0) == zero_on_free
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
@@ -339,7 +340,7 @@ def test_ctrl_c_while_blocks_are_zeroed_leaves_nothing_of_them(
     monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
     world = World(True, tmp_path / "pages", spill=False, device="cuda")
     with world.cache as cache:
-        address, size = ring_of(cache)
+        memory, size = ring_of(cache)
         for after in count(0, 3 if tier == "device" else 13):
             if tier != "device":
                 world.move(world.secret, tier)
@@ -351,7 +352,7 @@ def test_ctrl_c_while_blocks_are_zeroed_leaves_nothing_of_them(
             assert sum(world.found(SECRET).values()) == 0, after
             for stream in driver.streams:
                 stream.reach(len(stream.work))
-            assert found(ctypes.string_at(address, size), SECRET) == 0, after
+            assert found(ctypes.string_at(memory.address, size), SECRET) == 0, after
             cache.audit()
             if not came:
                 break

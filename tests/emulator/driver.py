@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -56,15 +57,18 @@ POISONED_BYTES = 64 << 20
 
 
 class Memory:
-    """Bytes of the device, or of the host as the device sees it."""
+    """Bytes of the device, or of the host as the device sees it. guarded: what lies between canaries, also when nobody has
+    it any more."""
 
-    def __init__(self, size: int, fill: int) -> None:
-        self._guarded: emulator.Guarded | None = None
+    def __init__(self, size: int, fill: int, guarded: list[emulator.Guarded]) -> None:
         try:
             if size <= POISONED_BYTES:
-                self._guarded = emulator.Guarded(max(1, -(-size // 256) * 256), np.uint8)
-                self._guarded.array[:] = fill
-                self.array: npt.NDArray[np.uint8] = self._guarded.array[:size]
+                guarded.append(emulator.Guarded(max(1, -(-size // 256) * 256), np.uint8))
+                whole = guarded[-1].array
+                whole[:] = fill
+                self.array: npt.NDArray[np.uint8] = whole[:size]
+                # What nobody has any more is somebody else's.
+                weakref.finalize(self.array, whole.fill, emulator.POISON).atexit = False
             else:
                 room = np.zeros(size + PAGE_BYTES, np.uint8)
                 start = -room.ctypes.data % PAGE_BYTES
@@ -73,17 +77,12 @@ class Memory:
             raise BackendUnavailable(f"{size} bytes of memory") from error
         self.address = self.array.ctypes.data
 
-    def check(self) -> None:
-        """Raises EmulatorError if something wrote past the end."""
-        if self._guarded is not None:
-            self._guarded.check()
-
 
 class HostArena(Memory):
     """Memory of the host that was pinned in pieces; what was not is not there."""
 
-    def __init__(self, size: int, piece: int) -> None:
-        super().__init__(size, emulator.POISON)
+    def __init__(self, size: int, piece: int, guarded: list[emulator.Guarded]) -> None:
+        super().__init__(size, emulator.POISON, guarded)
         self.piece, self.pinned = piece, set[int]()
 
     def pin(self, address: int, size: int) -> bool:
@@ -254,7 +253,7 @@ class EmulatedDriver:
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
         self.streams: list[Stream] = []
-        self.memories: list[Memory] = []
+        self.guarded: list[emulator.Guarded] = []
         self.arenas: list[HostArena] = []
         self._default = CallerStream(self)
         self._kept: deque[Any] = deque(maxlen=1000)
@@ -267,20 +266,17 @@ class EmulatedDriver:
 
     def check(self) -> None:
         """Raises EmulatorError if something wrote past the end of any memory."""
-        for memory in self.memories:
-            memory.check()
+        for guarded in self.guarded:
+            guarded.check()
 
     def memory(self, size: int) -> Memory:
-        self.memories.append(Memory(size, 0))
-        return self.memories[-1]
+        return Memory(size, 0, self.guarded)
 
     def pinned(self, size: int) -> Memory:
-        self.memories.append(Memory(size, emulator.POISON))
-        return self.memories[-1]
+        return Memory(size, emulator.POISON, self.guarded)
 
     def host_arena(self, size: int, piece: int) -> HostArena:
-        self.arenas.append(HostArena(size, piece))
-        self.memories.append(self.arenas[-1])
+        self.arenas.append(HostArena(size, piece, self.guarded))
         return self.arenas[-1]
 
     def stream(self) -> Stream:

@@ -58,6 +58,7 @@ class LayerKernels:
             (True, q): self._work(True, self._queries("prefill", [q]), 0) for q in types
         }
         self._append, self._attend = Append(), Attend()
+        self._derived: DerivedKeys | None = None
 
     def place(
         self,
@@ -88,6 +89,8 @@ class LayerKernels:
             rotate_v=rotate_v,
             misfit=misfit,
         )
+        # Its memory is needed as long as there are kernels that are told where it is.
+        self._derived = derived
         rope, softcap = shape["rope"], shape["softcap"]
         scale = shape["scale"] * (1.0 if derived is None else derived.unit)
         self._attend = Attend(
