@@ -101,6 +101,24 @@ def test_host_memory_of_a_forgotten_cache_is_not_registered_any_more(copying: No
     assert not registered
 
 
+def test_memory_is_registered_until_what_is_forgotten_has_waited(cupy: Any) -> None:
+    """A cache that nobody has closed is a cycle, and waits for its kernels in `__del__`."""
+    seen = []
+
+    class Forgotten:
+        def __init__(self) -> None:
+            self.me, self.arena = self, cuda.open_driver(0).host_arena(1 << 20, 1 << 16)
+            self.arena.pin(self.arena.address, 1)
+
+        def __del__(self) -> None:
+            seen.append(len(registered))
+
+    Forgotten()
+    gc.collect()
+    assert seen == [1]
+    assert not registered
+
+
 @pytest.mark.parametrize(
     ("array", "kind"),
     [

@@ -167,8 +167,10 @@ class _HostArena:
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.address = int(self._bytes.ctypes.data)
         self._pinned: set[int] = set()
-        # What is registered outlives the memory: whoever gets the same addresses later could not register them.
-        self._unregister = weakref.finalize(self, _unregister, cupy.cuda.runtime, self._bytes, self._pinned, self.piece)
+        # What is registered outlives the memory: whoever gets the same addresses later could not register them. Of garbage
+        # an array goes last: an engine that nobody has closed has waited for its kernels by then.
+        runtime = cupy.cuda.runtime
+        self._unregister = weakref.finalize(self._bytes, _unregister, runtime, self.address, self._pinned, self.piece)
         self._unregister.atexit = False
 
     def pin(self, address: int, size: int) -> bool:
@@ -201,9 +203,9 @@ class _HostArena:
         self._unregister()
 
 
-def _unregister(runtime: Any, memory: npt.NDArray[np.uint8], pinned: set[int], piece: int) -> None:
+def _unregister(runtime: Any, address: int, pinned: set[int], piece: int) -> None:
     while pinned:
-        runtime.hostUnregister(memory.ctypes.data + pinned.pop() * piece)
+        runtime.hostUnregister(address + pinned.pop() * piece)
 
 
 def _touch(piece: npt.NDArray[np.uint8]) -> None:
