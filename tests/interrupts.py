@@ -23,6 +23,9 @@ def interrupted(call: Callable[[], Any], after: int) -> bool:
         if not frame.f_globals.get("__name__", "").startswith("pagoda.") or frame.f_code.co_name == "__del__":
             return None
         frame.f_trace_opcodes = True
+        if frame.f_lineno is None:
+            # Instructions of no line end a generator, in Python 3.12 also one that is thrown away.
+            return trace
         left -= event == "opcode"
         if left < 0:
             raise KeyboardInterrupt
