@@ -116,11 +116,13 @@ class Event:
 
     def done(self) -> bool:
         """Looking lets some work be done, or none."""
+        self.stream.driver.refuse_in_graphs()
         self.stream.driver.work_a_little()
         return self.stream.finished >= self.place
 
     def wait(self) -> None:
         """Does all that comes before."""
+        self.stream.driver.refuse_in_graphs()
         self.stream.reach(self.place)
 
 
@@ -269,13 +271,21 @@ class EmulatedDriver:
         for guarded in self.guarded:
             guarded.check()
 
+    def refuse_in_graphs(self) -> None:
+        """Of calls that CUDA takes as unsafe while any stream is captured: to allocate, and to look at events or wait."""
+        for stream in self.streams:
+            stream.refuse_in_graphs()
+
     def memory(self, size: int) -> Memory:
+        self.refuse_in_graphs()
         return Memory(size, 0, self.guarded)
 
     def pinned(self, size: int) -> Memory:
+        self.refuse_in_graphs()
         return Memory(size, emulator.POISON, self.guarded)
 
     def host_arena(self, size: int, piece: int) -> HostArena:
+        self.refuse_in_graphs()
         self.arenas.append(HostArena(size, piece, self.guarded))
         return self.arenas[-1]
 
