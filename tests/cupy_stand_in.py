@@ -119,16 +119,12 @@ class Event:
     """An event, recorded by streams of its device alone."""
 
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
-        self._device = Device.current
+        self._device, self.ptr = Device.current, id(self)
 
     def record(self, stream: Stream | None = None) -> None:
         assert stream is not None, "which one is current says nothing of the cache's"
         stream._require(self._device)
         note_default(stream.ptr)
-
-    @property
-    def done(self) -> bool:
-        return True
 
     def synchronize(self) -> None:
         pass
@@ -192,6 +188,11 @@ class Runtime(ModuleType):
         if ptr not in registered:
             raise CUDARuntimeError(713)
         del registered[ptr]
+
+    @staticmethod
+    def eventQuery(event: int) -> int:
+        assert type(event) is int
+        return 0
 
     @staticmethod
     def streamSynchronize(stream: int) -> None:

@@ -119,6 +119,16 @@ def test_memory_is_registered_until_what_is_forgotten_has_waited(cupy: Any) -> N
     assert not registered
 
 
+def test_a_device_that_has_failed_is_not_taken_for_one_at_work(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    event = cuda.open_driver(0).stream().record()
+    assert event.done()
+    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: cuda.NOT_READY)
+    assert not event.done()
+    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: 700)
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="700"):
+        event.done()
+
+
 @pytest.mark.parametrize(
     ("array", "kind"),
     [

@@ -31,8 +31,8 @@ CAPABILITY_MIN = (8, 0)
 
 INSTALL = 'pip install "pagoda-kv[cuda13]" (or [cuda12])'
 
-NO_DEVICE, DRIVER_TOO_OLD = 100, 35
-"""cudaErrorNoDevice, cudaErrorInsufficientDriver."""
+NO_DEVICE, DRIVER_TOO_OLD, NOT_READY = 100, 35, 600
+"""cudaErrorNoDevice, cudaErrorInsufficientDriver, cudaErrorNotReady."""
 
 
 class Lack(NamedTuple):
@@ -223,7 +223,14 @@ class _Event:
             self.event.record(stream)
 
     def done(self) -> bool:
-        return bool(self.event.done)
+        import cupy
+
+        # To `Event.done` of CuPy a device that has failed is one that is not done, for ever.
+        runtime = cupy.cuda.runtime
+        status = runtime.eventQuery(self.event.ptr)
+        if status not in (0, NOT_READY):
+            raise runtime.CUDARuntimeError(status)
+        return bool(status == 0)
 
     def wait(self) -> None:
         self.event.synchronize()
