@@ -453,7 +453,9 @@ class DeviceEngine:
     def _poll(self) -> None:
         """Tells the core what has ended."""
         while self._epochs and self._epochs[0][1].done():
-            self.core.retire(self._epochs.popleft()[0])
+            # Told twice, if Ctrl-C comes in between, and not never.
+            self.core.retire(self._epochs[0][0])
+            self._epochs.popleft()
         self._plans.advance()
         if self._zeroing is not None:
             self._zero(self._zeroing)
