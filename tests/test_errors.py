@@ -168,6 +168,7 @@ CALLS: list[tuple[str, Call]] = [
     ("out = dtype", lambda c, s, step: step.attend(0, rows(2, 4, 16), out=rows(2, 4, 16, dtype=np.float16))),
     ("out = strides", lambda c, s, step: step.attend(0, rows(2, 4, 16), out=overlapping())),
     ("step = open", lambda c, s, step: c.step([s], [1]).__enter__()),
+    ("step = open", lambda c, s, step: step.__enter__()),
     ("sequence", lambda c, s, step: s.release()),
     ("sequence", lambda c, s, step: s.truncate(0)),
     ("sequence", lambda c, s, step: s.drop(0, 1)),
@@ -228,6 +229,46 @@ def test_a_step_that_has_ended_does_nothing_to_the_next() -> None:
                     call()
             step.append(0, k, k)
         assert (len(one), len(other)) == (2, 2)
+
+
+def test_a_step_that_is_entered_twice_goes_on() -> None:
+    with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=1) as cache:
+        sequence = cache.create()
+        with cache.step([sequence], [2]) as step:
+            with pytest.raises(pagoda.InvalidArgument, match="step = open"), step:
+                pass
+            step.append(0, rows(2, 2, 16), rows(2, 2, 16))
+        assert len(sequence) == 2
+        sequence.truncate(0)
+
+
+def test_sixteen_bit_integers_are_what_dtype_says_and_nothing_else_is() -> None:
+    bits = np.full((2, 2, 16), 0x3F80, np.uint16)
+    with pagoda.Cache(SPEC, threads=1) as cache, cache.step([cache.create()], [2]) as step:
+        for wrong in ("f32", "f16", "", 5, b"bf16"):
+            with pytest.raises(pagoda.InvalidArgument, match=f"dtype = {wrong!r}: None, or"):
+                step.append(0, bits, bits, dtype=wrong)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(step.forward(0, rows(2, 4, 16), bits, bits, dtype="bf16"), np.ones((2, 4, 16)))
+
+
+def test_an_error_calls_a_sequence_what_it_calls_itself() -> None:
+    with pagoda.Cache(SPEC, threads=1) as cache:
+        cache.create().release()
+        sequence = cache.create()
+        said = [rf"sequence = {sequence.id}:", rf"sequences = {sequence.id}:", rf"sequence {sequence.id}$"]
+        assert repr(sequence) == f"<Sequence {sequence.id}>"
+        batch = cache.batch([sequence])
+        with cache.step(batch, [2]) as step:
+            step.append(0, rows(2, 2, 16), rows(2, 2, 16))
+            with pytest.raises(pagoda.InvalidArgument, match=said[0]):
+                sequence.truncate(0)
+            with pytest.raises(pagoda.InvalidArgument, match=said[2]):
+                step.commit([3])
+        with pytest.raises(pagoda.InvalidArgument, match=said[1]):
+            cache.step([sequence, sequence], [1, 1]).__enter__()
+        sequence.release()
+        with pytest.raises(pagoda.UseAfterRelease, match=said[0]):
+            cache.step(batch, [1]).__enter__()
 
 
 def test_out_must_be_writeable_and_apart_from_q() -> None:

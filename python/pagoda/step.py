@@ -95,6 +95,8 @@ class Step:
             raise InvalidArgument("step = closed: an open step; enter it with `with`")
 
     def __enter__(self) -> Step:
+        if self._open:
+            raise InvalidArgument("step = open: one that is not; this one goes on")
         self._began = time.perf_counter()
         # Before it is: Ctrl-C may come as soon as the core has opened the step.
         self._open = True

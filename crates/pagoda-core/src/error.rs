@@ -37,7 +37,7 @@ pub enum Error {
         draining: u64,
     },
     /// The sequence was released, or belongs to another cache.
-    #[error("sequence = {}.{}: released, or not of this cache", id.index, id.generation)]
+    #[error("sequence = {id}: released, or not of this cache")]
     UseAfterRelease {
         /// The handle that was passed.
         id: SequenceId,

@@ -89,6 +89,24 @@ pub struct SequenceId {
     pub generation: u32,
 }
 
+impl SequenceId {
+    /// The sequence that callers know by this number.
+    pub const fn of_number(number: u64) -> Self {
+        Self { index: number as u32, generation: (number >> 32) as u32 }
+    }
+
+    /// The number by which callers know it.
+    pub const fn number(self) -> u64 {
+        (self.generation as u64) << 32 | self.index as u64
+    }
+}
+
+impl fmt::Display for SequenceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.number().fmt(f)
+    }
+}
+
 /// A sequence that is kept on disk. Never reused within a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct KeptId(pub u64);

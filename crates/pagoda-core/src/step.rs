@@ -76,7 +76,7 @@ impl Cache {
         for &(sequence, new_tokens) in batch {
             if self.sequences.get(sequence)?.stepping {
                 // In this one: no other is open.
-                return Err(Error::invalid("sequences", sequence.index, "each of them once"));
+                return Err(Error::invalid("sequences", sequence, "each of them once"));
             }
             let slot = &mut self.sequences[sequence];
             let end = slot.tables[0].last().end_position() + u64::from(new_tokens);
@@ -209,10 +209,8 @@ impl Cache {
             for (entry, &count) in self.step.entries.iter().zip(accepted) {
                 if count > entry.new_tokens || (states && count < entry.new_tokens) {
                     let limit = if states { "exactly" } else { "at most" };
-                    let limit = format!(
-                        "{limit} the {} new tokens of sequence {}",
-                        entry.new_tokens, entry.sequence.index
-                    );
+                    let limit =
+                        format!("{limit} the {} new tokens of sequence {}", entry.new_tokens, entry.sequence);
                     return Err(Error::invalid("accepted", count, limit));
                 }
             }

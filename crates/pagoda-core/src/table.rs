@@ -464,11 +464,7 @@ impl Sequences {
         self.get(id)?;
         let slot = &mut self.slots[id.index as usize];
         if slot.stepping {
-            return Err(Error::invalid(
-                "sequence",
-                id.index,
-                "not in the open step: commit or roll it back first",
-            ));
+            return Err(Error::invalid("sequence", id, "not in the open step: commit or roll it back first"));
         }
         Ok(slot)
     }

@@ -46,12 +46,12 @@ struct Checked {
     writeable: bool,
 }
 
-/// Checks that `array` is `[tokens, heads, dim]` of an element type with a contiguous last dimension.
+/// Checks that `array` is `[tokens, heads, dim]` of an element type with a contiguous last dimension. `are_bf16`: 16-bit integers.
 fn check(
     name: &str,
     array: &Bound<'_, PyUntypedArray>,
     shape: [usize; 3],
-    bits: Option<Element>,
+    are_bf16: bool,
 ) -> PyResult<Checked> {
     let py = array.py();
     if array.shape() != shape {
@@ -63,7 +63,7 @@ fn check(
     let element = match (descr.kind(), descr.itemsize()) {
         (b'f', 4) => Element::F32,
         (b'f', 2) => Element::F16,
-        (b'u', 2) if bits == Some(Element::Bf16) => Element::Bf16,
+        (b'u', 2) if are_bf16 => Element::Bf16,
         (_, 2) if named("bfloat16") => Element::Bf16,
         _ => {
             let limit = "float32, float16, bfloat16, or uint16 with dtype=\"bf16\"";
@@ -72,9 +72,6 @@ fn check(
     };
     if descr.is_native_byteorder() == Some(false) {
         return Err(invalid(py, name, format_args!("dtype {descr}"), "native byte order"));
-    }
-    if bits.is_some_and(|bits| bits != element) {
-        return Err(invalid(py, "dtype", format_args!("{bits:?} for {name} of {descr}"), "the array's own"));
     }
     let strides = [array.strides()[0], array.strides()[1], array.strides()[2]];
     let item = descr.itemsize() as isize;
@@ -105,9 +102,9 @@ pub(crate) fn rows(
     name: &str,
     array: &Bound<'_, PyUntypedArray>,
     shape: [usize; 3],
-    bits: Option<Element>,
+    are_bf16: bool,
 ) -> PyResult<Rows> {
-    let Checked { data, element, strides, .. } = check(name, array, shape, bits)?;
+    let Checked { data, element, strides, .. } = check(name, array, shape, are_bf16)?;
     Ok(Rows { ptr: data, element, token_stride: strides[0], head_stride: strides[1] })
 }
 
@@ -116,11 +113,11 @@ pub(crate) fn rows_mut(
     name: &str,
     array: &Bound<'_, PyUntypedArray>,
     shape: [usize; 3],
-    bits: Option<Element>,
+    are_bf16: bool,
     like: &Bound<'_, PyUntypedArray>,
 ) -> PyResult<RowsMut> {
     let py = array.py();
-    let Checked { data, element, strides, writeable } = check(name, array, shape, bits)?;
+    let Checked { data, element, strides, writeable } = check(name, array, shape, are_bf16)?;
     if !writeable {
         return Err(invalid(py, name, "read-only", "a writeable array"));
     }

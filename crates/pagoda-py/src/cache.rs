@@ -5,7 +5,7 @@ use crate::device::{Device, DeviceArguments};
 use crate::disk::{self, Disk, DiskArguments};
 use crate::errors::{self, core, invalid};
 use crate::fork;
-use crate::handle::{Abandoned, Handle, number_of, sequence_id};
+use crate::handle::{Abandoned, Handle};
 use crate::kernels::Cpu;
 use crate::layers::{LayerArguments, Placed, PlacedLayer, place};
 use crate::moves::Late;
@@ -14,7 +14,7 @@ use crate::sessions::Sessions;
 use crate::step::StepState;
 use crate::tables::Tables;
 use pagoda_core::cache::TierMemory;
-use pagoda_core::ids::{Epoch, GroupId, Tier};
+use pagoda_core::ids::{Epoch, GroupId, SequenceId, Tier};
 use pagoda_cpu::Arenas;
 use pagoda_store::disk::{Geometry, Store};
 use pagoda_store::{Mover, Slab};
@@ -73,7 +73,7 @@ impl Cache {
         let abandoned = self.abandoned.take();
         for &sequence in &abandoned {
             // Ctrl-C may have come right after it was released.
-            let _ = inner.core.release(sequence_id(sequence));
+            let _ = inner.core.release(SequenceId::of_number(sequence));
         }
         if abandoned.is_empty() { Ok(()) } else { inner.trim(py) }
     }
@@ -203,33 +203,33 @@ impl Cache {
 
     /// A sequence over the same pages.
     fn fork(&self, py: Python<'_>, sequence: u64) -> PyResult<Handle> {
-        let id = self.with(py, |inner| inner.core.fork(sequence_id(sequence)))?;
+        let id = self.with(py, |inner| inner.core.fork(SequenceId::of_number(sequence)))?;
         Ok(Handle::new(id, &self.abandoned))
     }
 
     /// Ends a sequence.
     fn release(&self, py: Python<'_>, sequence: u64) -> PyResult<()> {
-        self.freeing(py, |core| core.release(sequence_id(sequence)))
+        self.freeing(py, |core| core.release(SequenceId::of_number(sequence)))
     }
 
     /// Takes tokens back from the end.
     fn truncate(&self, py: Python<'_>, sequence: u64, length: u64) -> PyResult<()> {
-        self.freeing(py, |core| core.truncate(sequence_id(sequence), length))
+        self.freeing(py, |core| core.truncate(SequenceId::of_number(sequence), length))
     }
 
     /// Takes tokens out of the middle.
     fn drop(&self, py: Python<'_>, sequence: u64, start: u64, stop: u64) -> PyResult<()> {
-        self.freeing(py, |core| core.drop_tokens(sequence_id(sequence), start..stop))
+        self.freeing(py, |core| core.drop_tokens(SequenceId::of_number(sequence), start..stop))
     }
 
     /// Tokens in a sequence.
     fn length(&self, py: Python<'_>, sequence: u64) -> PyResult<u64> {
-        self.with(py, |inner| inner.core.token_count(sequence_id(sequence)))
+        self.with(py, |inner| inner.core.token_count(SequenceId::of_number(sequence)))
     }
 
     /// The least length to truncate to, besides 0.
     fn rewind_limit(&self, py: Python<'_>, sequence: u64) -> PyResult<u64> {
-        self.with(py, |inner| inner.core.rewind_limit(sequence_id(sequence)))
+        self.with(py, |inner| inner.core.rewind_limit(SequenceId::of_number(sequence)))
     }
 
     /// Sequences that are not in a step, the one that rested longest first.
@@ -237,7 +237,7 @@ impl Cache {
         self.with(py, |inner| {
             let late: Vec<_> = inner.late.iter().filter_map(|late| late.held.sequence).collect();
             let all = inner.core.by_recency().into_iter();
-            Ok(all.filter(|id| !late.contains(id)).map(number_of).collect())
+            Ok(all.filter(|id| !late.contains(id)).map(SequenceId::number).collect())
         })
     }
 

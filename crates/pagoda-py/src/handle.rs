@@ -5,16 +5,6 @@ use pyo3::prelude::*;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The sequence that Python calls by a number.
-pub(crate) fn sequence_id(number: u64) -> SequenceId {
-    SequenceId { index: number as u32, generation: (number >> 32) as u32 }
-}
-
-/// The number by which Python calls a sequence.
-pub(crate) fn number_of(id: SequenceId) -> u64 {
-    u64::from(id.generation) << 32 | u64::from(id.index)
-}
-
 /// Sequences that nobody holds any more; the cache's next step or load releases them. A finaliser may run in the middle of any call, so
 /// it leaves no more than a note.
 #[derive(Clone, Default)]
@@ -39,7 +29,7 @@ pub(crate) struct Handle {
 
 impl Handle {
     pub(crate) fn new(id: SequenceId, abandoned: &Abandoned) -> Self {
-        Self { id: number_of(id), abandoned: abandoned.clone(), released: AtomicBool::new(false) }
+        Self { id: id.number(), abandoned: abandoned.clone(), released: AtomicBool::new(false) }
     }
 }
 

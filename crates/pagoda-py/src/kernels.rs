@@ -9,7 +9,7 @@ use crate::step::StepState;
 use crate::stream::{Stop, Stream};
 use numpy::{PyArray2, PyArrayMethods, PyUntypedArray};
 use pagoda_core::ids::GroupId;
-use pagoda_cpu::{Attention, Backend, Element, Isa, Layer, PagedKv, SequenceTable};
+use pagoda_cpu::{Attention, Backend, Isa, Layer, PagedKv, SequenceTable};
 use pagoda_store::Slab;
 use pyo3::prelude::*;
 use std::sync::Arc;
@@ -60,7 +60,7 @@ impl Cache {
         let inner = &mut *self.lock(py)?;
         inner.require_step(py)?;
         let placed = inner.owning_layer(py, layer)?;
-        let bits = bits(py, dtype)?;
+        let are_bf16 = integers_are_bf16(py, dtype)?;
         let k = k.map(|k| array("k", k)).transpose()?;
         let v = v.map(|v| array("v", v)).transpose()?;
         let geometry = placed.layer.geometry;
@@ -68,9 +68,9 @@ impl Cache {
         require_rows(py, &placed.layer, k.is_some(), v.is_some())?;
         // Of a layer whose keys are derived, values take the place of K.
         let (name, stored) = k.map(|k| ("k", k)).or(v.map(|v| ("v", v))).expect("one of them is given");
-        let keys = rows(name, stored, shape(geometry.head_dim), bits)?;
+        let keys = rows(name, stored, shape(geometry.head_dim), are_bf16)?;
         let values = v.filter(|_| geometry.v_format.is_some());
-        let values = values.map(|v| rows("v", v, shape(geometry.v_head_dim), bits)).transpose()?;
+        let values = values.map(|v| rows("v", v, shape(geometry.v_head_dim), are_bf16)).transpose()?;
         inner.require_unwritten(py, layer)?;
         let Inner { core, layers, arenas, engine, step, .. } = inner;
         let Engine::Cpu(Cpu { backend, checked, .. }) = engine else { return Err(no_kernels(py)) };
@@ -118,14 +118,14 @@ impl Cache {
         let inner = &mut *self.lock(py)?;
         inner.require_step(py)?;
         let placed = inner.layer(py, layer)?;
-        let bits = bits(py, dtype)?;
+        let are_bf16 = integers_are_bf16(py, dtype)?;
         let heads = placed.layer.num_q_heads as usize;
         let shape = |dim: u32| [inner.step.new_tokens(), heads, dim as usize];
         let q = array("q", q)?;
-        let queries = rows("q", q, shape(placed.layer.geometry.head_dim), bits)?;
+        let queries = rows("q", q, shape(placed.layer.geometry.head_dim), are_bf16)?;
         let result = shape(placed.layer.geometry.v_head_dim);
         let out = out.map_or_else(|| empty(result, q), |out| array("out", out).cloned())?;
-        let outputs = rows_mut("out", &out, result, bits, q)?;
+        let outputs = rows_mut("out", &out, result, are_bf16, q)?;
         require_sinks(py, placed, sink_logits.is_some())?;
         let sinks = sink_logits
             .map(|given| floats("sink_logits", array("sink_logits", given)?, heads))
@@ -201,14 +201,12 @@ fn recycle<'a>(mut tables: Vec<SequenceTable<'_>>) -> Vec<SequenceTable<'a>> {
 /// Rows that are enough to say what K is centred by; after fewer it is not.
 const CENTER_TOKENS_MIN: usize = 16;
 
-/// The meaning of 16-bit integers, if the caller says so.
-pub(crate) fn bits(py: Python<'_>, dtype: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Element>> {
-    let Some(dtype) = dtype else { return Ok(None) };
-    match dtype.extract() {
-        Ok("f32") => Ok(Some(Element::F32)),
-        Ok("f16") => Ok(Some(Element::F16)),
-        Ok("bf16") => Ok(Some(Element::Bf16)),
-        _ => Err(invalid(py, "dtype", dtype.repr()?, "'f32', 'f16' or 'bf16'")),
+/// Whether the caller says that 16-bit integers are bits of bfloat16.
+pub(crate) fn integers_are_bf16(py: Python<'_>, dtype: Option<&Bound<'_, PyAny>>) -> PyResult<bool> {
+    match dtype.map(|dtype| (dtype, dtype.extract())) {
+        None => Ok(false),
+        Some((_, Ok("bf16"))) => Ok(true),
+        Some((other, _)) => Err(invalid(py, "dtype", other.repr()?, "None, or \"bf16\" for 16-bit integers")),
     }
 }
 

@@ -5,7 +5,7 @@ use crate::arrays::{address_of, floats, rows};
 use crate::cache::Cache;
 use crate::errors::{cpu, invalid};
 use crate::fork;
-use crate::kernels::{bits, isa_named};
+use crate::kernels::{integers_are_bf16, isa_named};
 use numpy::{PyArray3, PyArrayMethods, PyReadonlyArray1, PyUntypedArray};
 use pagoda_core::ids::Tier;
 use pagoda_core::work;
@@ -93,7 +93,8 @@ impl Partials {
         }
         let tokens = tables.iter().map(|table| table.new_tokens as usize).sum();
         let (heads, geometry) = (layer.num_q_heads as usize, layer.geometry);
-        let queries = rows("q", q, [tokens, heads, geometry.head_dim as usize], bits(py, dtype)?)?;
+        let are_bf16 = integers_are_bf16(py, dtype)?;
+        let queries = rows("q", q, [tokens, heads, geometry.head_dim as usize], are_bf16)?;
         let mut parts = parts.try_readwrite()?;
         let target = address_of("parts", &mut parts, [tokens, heads, geometry.v_head_dim as usize + 2])?;
         let (kv, backend) = (PagedKv { arenas: &inner.arenas, layer, sequences: &tables }, &self.backend);

@@ -2,11 +2,11 @@
 
 use crate::cache::{Cache, Inner};
 use crate::errors;
-use crate::handle::{Handle, sequence_id};
+use crate::handle::Handle;
 use crate::moves::{Held, Link};
 use crate::patience::Apart;
 use pagoda_core::fence::Failure;
-use pagoda_core::ids::KeptId;
+use pagoda_core::ids::{KeptId, SequenceId};
 use pagoda_store::disk::{Error, Recovered, Store, sequence};
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
@@ -83,7 +83,8 @@ impl Cache {
     fn check_save(&self, py: Python<'_>, sequence: u64, key: &str, meta_bytes: usize) -> PyResult<()> {
         let inner = self.lock(py)?;
         let store = inner.named_store(py, key)?;
-        let outline = inner.core.outline(sequence_id(sequence)).map_err(|error| errors::core(py, &error))?;
+        let outline =
+            inner.core.outline(SequenceId::of_number(sequence)).map_err(|error| errors::core(py, &error))?;
         let (blocks, entry) = sequence::encode(&outline, &[]);
         let room = store.require_room(key.as_bytes(), blocks.len(), entry.len() + meta_bytes);
         room.map_err(|error| errors::disk(py, store.directory(), &error))
@@ -103,7 +104,8 @@ impl Cache {
         let store = inner.answering_store(py, key)?;
         inner.zero(py)?;
         // A sequence of its own: open pages stay what they are as long as they are copied.
-        let own = inner.core.fork(sequence_id(sequence)).map_err(|error| errors::core(py, &error))?;
+        let own =
+            inner.core.fork(SequenceId::of_number(sequence)).map_err(|error| errors::core(py, &error))?;
         let mut held = Held { sequence: Some(own), kept: None };
         let (kept, copies) = match inner.core.keep(own) {
             Ok(keeping) => keeping,

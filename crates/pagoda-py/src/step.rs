@@ -2,14 +2,13 @@
 
 use crate::cache::{Cache, Engine, Inner};
 use crate::errors::{core, invalid, invalid_because};
-use crate::handle::sequence_id;
 use crate::layers::PlacedLayer;
 use crate::moves::Link;
 use crate::reads::Traffic;
 use crate::tables;
 use numpy::{PyArray1, PyReadonlyArray1};
 use pagoda_core::Error;
-use pagoda_core::ids::GroupId;
+use pagoda_core::ids::{GroupId, SequenceId};
 use pagoda_core::table::SpanView;
 use pagoda_cpu::SequenceTable;
 use pyo3::prelude::*;
@@ -113,7 +112,7 @@ impl Cache {
         let mut batch = Vec::with_capacity(sequences.len());
         for (&sequence, count) in sequences.iter().zip(counts) {
             let count = count.map_err(|count| invalid(py, "new_tokens", count, "from 0 to 4294967295"))?;
-            batch.push((sequence_id(sequence), count));
+            batch.push((SequenceId::of_number(sequence), count));
         }
         inner.zero(py)?;
         let mut reserved = inner.core.reserve(&batch);
@@ -238,7 +237,12 @@ impl Inner {
 
     pub(crate) fn require_unwritten(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
         if self.step.written[layer] && self.step.new_tokens() > 0 {
-            return Err(invalid(py, "layer", layer, "a layer that this step has not appended to"));
+            return Err(invalid(
+                py,
+                "layer",
+                layer,
+                "a layer that this step has neither appended to nor taken the table of",
+            ));
         }
         Ok(())
     }

@@ -2,11 +2,10 @@
 
 use crate::cache::{Cache, Engine, tier_named};
 use crate::errors::{core, invalid, unavailable};
-use crate::handle::sequence_id;
 use crate::patience;
 use numpy::PyArray1;
 use pagoda_core::fence::{Completion, Failure};
-use pagoda_core::ids::{GroupId, TicketId, Tier};
+use pagoda_core::ids::{GroupId, SequenceId, TicketId, Tier};
 use pagoda_core::plan::{BlockCopy, Selection};
 use pagoda_store::Waiter;
 use pagoda_store::disk::Store;
@@ -137,7 +136,7 @@ impl Cache {
             from,
             unshared,
         };
-        self.with(py, |inner| inner.core.plan(sequence_id(sequence), to, &selection)).map(Plan)
+        self.with(py, |inner| inner.core.plan(SequenceId::of_number(sequence), to, &selection)).map(Plan)
     }
 
     /// Starts a plan in the background. What a device has to copy is known from then on, whatever becomes of the ticket.
