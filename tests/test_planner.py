@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import os
 import subprocess
@@ -15,11 +17,13 @@ import numpy as np
 import pagoda
 import pytest
 from emulator.driver import EmulatedDriver, HostArena, Memory
-from pagoda.cli import main
+from pagoda.cli import COMMANDS, main
+from pagoda.cli.plan import describe, draw
 from pagoda.device import cuda
 from pagoda.errors import InvalidArgument
 from pagoda.planner import Planner, Rings
 from pagoda.spec import AttentionLayer, ModelSpec
+from rich.console import Console
 
 GIB = 1 << 30
 
@@ -344,3 +348,32 @@ def test_terminals_without_blocks_get_a_plan() -> None:
     ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
     plan = subprocess.run(command, env=ascii_only, capture_output=True, check=True).stdout
     assert b"144.0 GiB" in plan.splitlines()[-1]
+
+
+def test_a_terminal_of_80_columns_has_room_for_every_number() -> None:
+    printed = io.StringIO()
+    contexts = [32 << 10, 200 << 10, 1 << 20]
+    document = describe(Planner(ModelSpec.preset("llama-3.1-8b")), contexts, 1, {"host": 0, "disk": 0})
+    draw(document, Console(file=printed, width=80))
+    assert "…" not in printed.getvalue()
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.getvalue().splitlines()]
+    # A token has 512 rows, of 128 elements and a scale of 4 bytes, or of 128 times 4 bytes.
+    assert ["fp8_e4m3", "2.1 GiB", "12.9 GiB", "66.0 GiB"] in rows
+    assert ["f32", "8.0 GiB", "50.0 GiB", "256.0 GiB"] in rows
+
+
+def test_every_option_says_what_it_is_and_what_it_is_by_default() -> None:
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers()
+    for module in COMMANDS:
+        module.register(commands)
+    parsers, seen = [parser], 0
+    for parser in parsers:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers.extend(action.choices.values())
+            elif action.option_strings and not isinstance(action, argparse._HelpAction):
+                assert action.help, action.option_strings
+                assert action.default in (None, False) or "default" in action.help, action.option_strings
+                seen += 1
+    assert seen > 50

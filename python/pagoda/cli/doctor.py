@@ -51,7 +51,7 @@ def register(commands: Commands) -> None:
         "--disk",
         type=Path,
         default=Path(tempfile.gettempdir()),
-        help="the directory to look at; that of temporary files",
+        help="the directory to look at; by default that of temporary files, %(default)s",
     )
     parser.add_argument(
         "--calibrate",

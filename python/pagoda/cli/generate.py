@@ -36,25 +36,25 @@ def register(commands: Commands) -> None:
     source.add_argument("--text", type=Path, help="a file to read; the shipped text by default")
     source.add_argument("--prompt", help="text to read")
     parser.add_argument("--read", help="read so many tokens of the text at most; k is 1024")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens to write")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens to write; %(default)s by default")
     parser.add_argument(
         "--device",
         default="auto",
-        help="cpu, cuda or cuda:1, of the cache and the model; auto is what it is for a cache",
+        help="cpu, cuda or cuda:1, of the cache and the model; auto by default, the CPU for now",
     )
-    parser.add_argument("--device-memory", default="2GiB", help="budget of the device tier")
-    parser.add_argument("--host-memory", default="8GiB", help="budget of the host tier")
+    parser.add_argument("--device-memory", default="2GiB", help="budget of the device tier; %(default)s by default")
+    parser.add_argument("--host-memory", default="8GiB", help="budget of the host tier; %(default)s by default")
     parser.add_argument("--disk", type=Path, help="a directory for a disk tier, where pages go that memory cannot hold")
-    parser.add_argument("--disk-memory", default="0", help="budget of the disk tier")
+    parser.add_argument("--disk-memory", default="0", help="budget of the disk tier; %(default)s by default")
     parser.add_argument(
         "--session",
         metavar="KEY",
         help="keep the text, once it has been read, on disk under this name; a later run of the same model whose text begins "
         "with what is kept there reads only the rest. Wants a --disk-memory for all of it; quantised K is then not centred",
     )
-    parser.add_argument("--page-size", type=int, default=64, help="tokens in a page")
-    parser.add_argument("--cache-type-k", default="f16", help="row format of K")
-    parser.add_argument("--cache-type-v", default="f16", help="row format of V")
+    parser.add_argument("--page-size", type=int, default=64, help="tokens in a page; %(default)s by default")
+    parser.add_argument("--cache-type-k", default="f16", help="row format of K; %(default)s by default")
+    parser.add_argument("--cache-type-v", default="f16", help="row format of V; %(default)s by default")
     parser.add_argument(
         "--no-kv-cache-paged",
         action="store_true",
@@ -67,11 +67,16 @@ def register(commands: Commands) -> None:
         choices=["original", "cache"],
         help="where the first tokens are seen: where they were (default), or right before the window",
     )
-    parser.add_argument("--chunk", type=int, default=512, help="tokens a step reads")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--chunk", type=int, default=512, help="tokens a step reads; %(default)s by default")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 by default, the likeliest token")
+    parser.add_argument("--top-k", type=int, help="sample from so many of the likeliest tokens; from all by default")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="and from the likeliest that come to this share; %(default)s by default",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of sampling; %(default)s by default")
     parser.add_argument("--threads", type=int, help="CPU workers; all cores by default")
     parser.add_argument("--deterministic", action="store_true", help="the same bits wherever pages lie")
     parser.add_argument("--json", action="store_true", help="print JSON at the end, nothing else")

@@ -29,16 +29,28 @@ def register(commands: Commands) -> None:
     """Adds the command."""
     parser = commands.add_parser("plan", help="memory by context, tier and format")
     parser.add_argument("model", help="a preset such as llama-3.1-8b, or the path of a config.json or its folder")
-    parser.add_argument("--context", default="32k,200k,1m", help="tokens, comma-separated; k is 1024, m 1024 * 1024")
-    parser.add_argument("--cache-type-k", default="f16", choices=FORMATS, help="row format of K")
-    parser.add_argument("--cache-type-v", default="f16", choices=FORMATS, help="row format of V")
+    parser.add_argument(
+        "--context",
+        default="32k,200k,1m",
+        help="tokens, comma-separated; k is 1024, m 1024 * 1024; %(default)s by default",
+    )
+    parser.add_argument(
+        "--cache-type-k", default="f16", choices=FORMATS, help="row format of K; %(default)s by default"
+    )
+    parser.add_argument(
+        "--cache-type-v", default="f16", choices=FORMATS, help="row format of V; %(default)s by default"
+    )
     parser.add_argument("--store-k", action="store_true", help="store K also where it can be derived from V")
-    parser.add_argument("--page-size", type=int, default=64, help="tokens in a page")
-    parser.add_argument("--batch", type=int, default=1, help="sequences of that length")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where the cache is")
-    parser.add_argument("--device-memory", help="budget of the device tier for KV, like 12GiB")
-    parser.add_argument("--host-memory", default="0", help="budget of the host tier")
-    parser.add_argument("--disk-memory", default="0", help="budget of the disk tier")
+    parser.add_argument("--page-size", type=int, default=64, help="tokens in a page; %(default)s by default")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of that length; %(default)s by default")
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="where the cache is; %(default)s by default"
+    )
+    parser.add_argument(
+        "--device-memory", help="budget of the device tier for KV, like 12GiB; those of common cards by default"
+    )
+    parser.add_argument("--host-memory", default="0", help="budget of the host tier; %(default)s by default")
+    parser.add_argument("--disk-memory", default="0", help="budget of the disk tier; %(default)s by default")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -181,9 +193,9 @@ def draw(document: dict[str, Any], console: Console) -> None:
     table.add_section()
     table.add_row("longest", "", *(f"{tokens:,}" for tokens in devices.values()))
     console.print(table)
-    table = Table("context", *FORMATS, title="K and V both in")
-    for row in document["contexts"]:
-        table.add_row(format_tokens(row["tokens"]), *(format_size(size) for size in row["by_format"].values()))
+    table = Table("K and V both in", *(format_tokens(row["tokens"]) for row in document["contexts"]))
+    for name in FORMATS:
+        table.add_row(name, *(format_size(row["by_format"][name]) for row in document["contexts"]))
     console.print(table)
     most = max(row["total_bytes"] for row in document["contexts"])
     for row in document["contexts"]:

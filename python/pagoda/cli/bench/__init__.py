@@ -8,7 +8,11 @@ from pagoda.cli.options import Commands
 
 def register(commands: Commands) -> None:
     """Adds the command."""
-    parser = commands.add_parser("bench", help="what calls cost through Python, and what formats cost in quality")
+    parser = commands.add_parser(
+        "bench",
+        help="what calls cost through Python, and what formats cost in quality",
+        description="Without a PART: what calls cost through Python, and how fast the shipped model reads and writes.",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=calls.run)
     parts = parser.add_subparsers(metavar="PART")

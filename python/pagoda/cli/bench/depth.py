@@ -45,17 +45,25 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "--models",
         default=f"{SHIPPED},llama-3.1-8b",
-        help="the shipped model, or presets and configs whose attention is run",
+        help="the shipped model, or presets and configs whose attention is run; %(default)s by default",
     )
     parser.add_argument(
-        "--formats", default=",".join(FORMATS), help="row formats, or pairs K/V of them, comma-separated"
+        "--formats",
+        default=",".join(FORMATS),
+        help="row formats, or pairs K/V of them, comma-separated; %(default)s by default",
     )
-    parser.add_argument("--depths", default="2k,32k,128k", help="tokens before those that are timed; k is 1024")
-    parser.add_argument("--tokens", type=int, default=16, help=f"tokens that are timed, {RUNS} times")
     parser.add_argument(
-        "--memory", default="1GiB", help="of attention as many layers are run as fit; others count alike"
+        "--depths", default="2k,32k,128k", help="tokens before those that are timed; k is 1024; %(default)s by default"
     )
-    parser.add_argument("--threads", type=int, help="CPU workers, all cores by default")
+    parser.add_argument(
+        "--tokens", type=int, default=16, help=f"tokens that are timed, {RUNS} times; %(default)s by default"
+    )
+    parser.add_argument(
+        "--memory",
+        default="1GiB",
+        help="of attention as many layers are run as fit; others count alike; %(default)s by default",
+    )
+    parser.add_argument("--threads", type=int, help="CPU workers; all cores by default")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 

@@ -64,10 +64,20 @@ def register(commands: Commands) -> None:
         "model but attention. Weights are memory, on a GPU its own, read layer by layer, before each one's attention.",
         epilog=ABOUT,
     )
-    parser.add_argument("--model", choices=MODELS, default=HYBRID, help="whose attention layers")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1, of the cache, the weights and the loop")
-    parser.add_argument("--contexts", default="32k,200k,1m", help="tokens before those that are timed; k is 1024")
-    parser.add_argument("--format", default="f16", help="row format, or a pair K/V of them")
+    parser.add_argument(
+        "--model", choices=MODELS, default=HYBRID, help="whose attention layers; %(default)s by default"
+    )
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="cpu, cuda or cuda:1, of the cache, the weights and the loop; %(default)s by default",
+    )
+    parser.add_argument(
+        "--contexts",
+        default="32k,200k,1m",
+        help="tokens before those that are timed; k is 1024; %(default)s by default",
+    )
+    parser.add_argument("--format", default="f16", help="row format, or a pair K/V of them; %(default)s by default")
     parser.add_argument("--device-memory", help="budget of the device tier; a tenth of the pages by default")
     parser.add_argument("--host-memory", help="of the host tier; by default what is left, as far as free RAM has room")
     parser.add_argument("--disk", type=Path, help="a directory for the disk tier")
@@ -77,7 +87,9 @@ def register(commands: Commands) -> None:
     )
     parser.add_argument("--threads", type=int, help="CPU workers; all cores by default")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--tokens", type=int, default=4, help="tokens that are timed, after one that is not")
+    length.add_argument(
+        "--tokens", type=int, default=4, help="tokens that are timed, after one that is not; %(default)s by default"
+    )
     length.add_argument("--seconds", type=float, help="write tokens for so long instead")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)

@@ -45,10 +45,14 @@ def register(commands: Commands) -> None:
     """Adds the command."""
     parser = commands.add_parser("quality", help="what formats and retention do to recall and predictions")
     parser.add_argument(
-        "--formats", default=",".join(FORMATS), help="row formats, or pairs K/V of them, comma-separated"
+        "--formats",
+        default=",".join(FORMATS),
+        help="row formats, or pairs K/V of them, comma-separated; %(default)s by default",
     )
     parser.add_argument("--plain", action="store_true", help="neither centre nor rotate rows before quantising")
-    parser.add_argument("--contexts", default="4k,32k,128k", help="tokens of the recall heads; k is 1024")
+    parser.add_argument(
+        "--contexts", default="4k,32k,128k", help="tokens of the recall heads; k is 1024; %(default)s by default"
+    )
     parser.add_argument("--plot", type=Path, help="draw into this file, by its suffix; needs matplotlib")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
