@@ -298,7 +298,7 @@ def test_ctrl_c_anywhere_in_a_move(ways: tuple[str, str], tmp_path: Path, monkey
                 time.sleep(1e-4)
             cache.audit()
             assert cache.plan(tokens.sequence, to).copies == [] or came
-            assert cache.promote(tokens.sequence, to=to).wait()
+            assert cache.execute(cache.plan(tokens.sequence, to)).wait()
             mirror.look()
             after += 3 + after // 50
         else:

@@ -54,6 +54,31 @@ def test_pages_go_down_three_tiers_and_come_back_unchanged(mirror: Mirror, tmp_p
     mirror.look()
 
 
+def test_demote_moves_down_and_promote_up_and_nothing_else(mirror: Mirror) -> None:
+    """Of a sequence over three tiers: 4 pages of each group on disk, 6 on the host, 10 on the device."""
+    tokens, cache = mirror.create(), mirror.cache
+    mirror.step([tokens], [320])
+    sequence = tokens.sequence
+    assert cache.demote(sequence, (0, 160)).wait(60)
+    assert cache.demote(sequence, (0, 64), to="disk").wait(60)
+
+    def ways(ticket: pagoda.Ticket) -> dict[tuple[str, str], int]:
+        assert ticket.wait(60)
+        copies = [copy[2:4] for copy in ticket.plan.copies]
+        return {way: copies.count(way) // len(cache.stats().block_bytes) for way in set(copies)}
+
+    assert ways(cache.promote(sequence, (0, 32), to="host")) == {("disk", "host"): 2}
+    assert ways(cache.promote(sequence, to="host")) == {("disk", "host"): 2}, "those on the device stay there"
+    assert ways(cache.demote(sequence, (0, 64), to="disk")) == {("host", "disk"): 4}
+    assert ways(cache.demote(sequence, (0, 240))) == {("device", "host"): 5}, "those on disk stay there"
+    assert ways(cache.promote(sequence)) == {("disk", "device"): 4, ("host", "device"): 11}
+    assert ways(cache.demote(sequence, to="disk")) == {("device", "disk"): 20}
+    mirror.look()
+    for move, to in ((cache.demote, "device"), (cache.promote, "disk")):
+        with pytest.raises(pagoda.InvalidArgument, match=f"to = '{to}': one of"):
+            move(sequence, to=to)
+
+
 def test_a_step_brings_in_what_it_needs(mirror: Mirror) -> None:
     one, other = mirror.create(), mirror.create()
     cache = mirror.cache

@@ -53,7 +53,7 @@ sequence = tokens.sequence
 cache.save(sequence, "it")
 plan = cache.plan(sequence, "host")
 for turn in range(4):
-    ticket = cache.demote(sequence, to="disk" if turn % 2 == 0 else "host")
+    ticket = cache.demote(sequence, to="disk") if turn % 2 == 0 else cache.promote(sequence, to="host")
     child = os.fork()
     if child == 0:
         calls = [

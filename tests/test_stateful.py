@@ -153,7 +153,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(
         which=FRACTION,
         ends=st.tuples(FRACTION, FRACTION),
-        how=st.sampled_from(["demote", "promote", "prefetch", "keep"]),
+        how=st.sampled_from(["move", "keep", "demote", "promote", "prefetch"]),
         to=st.sampled_from(["device", "host", "disk"]),
     )
     def move(self, which: float, ends: tuple[float, float], how: str, to: str) -> None:
@@ -162,8 +162,10 @@ class CacheMachine(RuleBasedStateMachine):
         try:
             if how == "prefetch":
                 ticket = cache.prefetch(tokens.sequence)
-            elif how == "keep":
-                ticket = cache.execute(cache.plan(tokens.sequence, to, (start, stop), keep=True))
+            elif how in ("move", "keep"):
+                ticket = cache.execute(cache.plan(tokens.sequence, to, (start, stop), keep=how == "keep"))
+            elif to == {"demote": "device", "promote": "disk"}[how]:
+                return
             else:
                 ticket = getattr(cache, how)(tokens.sequence, (start, stop), to)
         except pagoda.OutOfBlocks:

@@ -313,11 +313,9 @@ class Cache:
 
         layers: whole layer groups; all by default. keep: leave the copy that is read today where it is.
         """
-        self._check_ours(sequence)
         check_choice("to", to, TIERS)
         check_flag("keep", keep)
-        span = (0, len(sequence)) if tokens is None else token_range("tokens", tokens)
-        return Plan(self, self._core.plan(sequence.id, to, span, self._groups_of(layers), keep=keep))
+        return self._plan(sequence, to, tokens, layers, keep=keep)
 
     def execute(self, plan: Plan) -> Ticket:
         """Starts a plan in the background. All or nothing: OutOfBlocks when the target tier is full."""
@@ -326,12 +324,14 @@ class Cache:
         return Ticket(self, plan, self._core.execute(plan._core))
 
     def demote(self, sequence: Sequence, tokens: tuple[int, int] | None = None, to: str = "host") -> Ticket:
-        """Moves pages to a slower tier, in the background."""
-        return self.execute(self.plan(sequence, to, tokens))
+        """Moves pages from faster tiers to this one, in the background; those on a slower one stay there."""
+        check_choice("to", to, ("host", "disk"))
+        return self.execute(self._plan(sequence, to, tokens, only_from="device" if to == "host" else None))
 
     def promote(self, sequence: Sequence, tokens: tuple[int, int] | None = None, to: str = "device") -> Ticket:
-        """Moves pages to a faster tier, in the background."""
-        return self.execute(self.plan(sequence, to, tokens))
+        """Moves pages from slower tiers to this one, in the background; those on a faster one stay there."""
+        check_choice("to", to, ("device", "host"))
+        return self.execute(self._plan(sequence, to, tokens, only_from="disk" if to == "host" else None))
 
     def prefetch(self, sequence: Sequence) -> Ticket:
         """Copies the newest pages to the device tier, as many as have room there, in the background.
@@ -462,6 +462,21 @@ class Cache:
                 return
             self._core.rollback()
             self._spill.bring_in(batch.ids)
+
+    def _plan(
+        self,
+        sequence: Sequence,
+        to: str,
+        tokens: tuple[int, int] | None,
+        layers: Collection[int] | None = None,
+        *,
+        keep: bool = False,
+        only_from: str | None = None,
+    ) -> Plan:
+        self._check_ours(sequence)
+        span = (0, len(sequence)) if tokens is None else token_range("tokens", tokens)
+        groups = self._groups_of(layers)
+        return Plan(self, self._core.plan(sequence.id, to, span, groups, keep=keep, only_from=only_from))
 
     def _make_room_on_disk(self, plan: Plan) -> None:
         """Gives up copies of pages that memory has as well, as far as a plan and a last page of each group need."""
