@@ -50,6 +50,15 @@ def test_a_cache_that_cannot_be(options: dict[str, Any], named: str) -> None:
         pagoda.Cache(SPEC, **options)
 
 
+@pytest.mark.parametrize(("head_dim", "most"), [(16, 1 << 41), (1024, 1 << 45)], ids=["blocks", "extents"])
+@pytest.mark.parametrize("tier", ["device_memory", "host_memory"])
+def test_a_tier_of_more_bytes_than_the_core_can_count(tier: str, head_dim: int, most: int) -> None:
+    """2**30 blocks of 2 KiB, or 2**20 extents of 32 MiB."""
+    spec, sizes = pagoda.ModelSpec(layers=[layer(head_dim=head_dim)]), {"device_memory": 1 << 20, tier: most + 1}
+    with pytest.raises(pagoda.InvalidArgument, match=f"{tier} = {most + 1}: from .* to {most}$"):
+        pagoda.Cache(spec, page_size=16, **sizes)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("spec", ["qwen3-8b", None, list(SPEC.layers)])
 def test_what_no_spec_is(spec: Any) -> None:
     with pytest.raises(pagoda.InvalidArgument, match=r"spec = .*ModelSpec\.preset"):

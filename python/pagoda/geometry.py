@@ -19,8 +19,8 @@ from pagoda.spec import AttentionLayer, ModelSpec
 EXTENT_BYTES = 32 << 20
 """The size of an extent that is aimed at: memory is given back in such pieces."""
 
-TIER_BYTES_MAX = 1 << 48
-"""The largest arena: `limits::ARENA_BYTES_MAX` of the core."""
+TIER_BYTES_MAX, EXTENTS_MAX, BLOCKS_MAX = 1 << 48, 1 << 20, 1 << 30
+"""The largest arena, its extents, and a group's blocks in it: `limits` of the core."""
 
 GROUPS_MAX = 64
 """Layer groups: `limits::GROUPS_MAX` of the core."""
@@ -247,11 +247,13 @@ def tier_memory(layouts: list[BlockLayout], device_bytes: int, host_bytes: int) 
     largest, groups = max(sizes), len(sizes)
     fewest = 1 if all(largest % size == 0 for size in sizes) else 2
     memory = []
+    per_extent_most = max(fewest, EXTENT_BYTES // largest)
+    least = largest * fewest * groups
+    most = min(TIER_BYTES_MAX, EXTENTS_MAX * per_extent_most * largest, BLOCKS_MAX * min(sizes))
     for name, budget in (("device_memory", device_bytes), ("host_memory", host_bytes)):
-        least = largest * fewest * groups
-        if budget > TIER_BYTES_MAX or (budget < least and (budget > 0 or name == "device_memory")):
-            limit = f"from {least} bytes, one page of each of {groups} layer group(s), to {TIER_BYTES_MAX}"
+        if budget > most or (budget < least and (budget > 0 or name == "device_memory")):
+            limit = f"from {least} bytes, one page of each of {groups} layer group(s), to {most}"
             raise InvalidArgument(f"{name} = {budget}: {limit}")
-        per_extent = max(fewest, min(EXTENT_BYTES // largest, budget // (largest * groups * 8)))
+        per_extent = max(fewest, min(per_extent_most, budget // (largest * groups * 8)))
         memory.append((budget, largest * per_extent))
     return memory
