@@ -82,6 +82,17 @@ def test_pages_of_the_host_come_through_a_ring(copying: None, monkeypatch: pytes
         assert cache._device.traffic.ring > 0
 
 
+def test_arrays_of_the_device_go_in_and_one_comes_out(cupy: Any) -> None:
+    """And mypy lets them in: a class with the interface, and none of NumPy's."""
+    q, k = NdArray(np.ones((2, 4, 16), np.float32)), NdArray(np.zeros((2, 2, 16), np.float32))
+    v = NdArray(np.array([1, 3], np.float32).repeat(32).reshape(2, 2, 16))
+    with open_cache() as cache:
+        with cache.step([cache.create()], [2]) as step:
+            out = step.forward(0, q, k, v)
+    assert isinstance(out, NdArray)
+    np.testing.assert_allclose(out.hidden[:, 0, 0], [1, 2], rtol=1e-6)
+
+
 def test_what_measures_a_gpu_runs_on_it(cupy: Any) -> None:
     driver = cuda.open_driver(0)
     assert driver.name == "0000:00:00.0"

@@ -103,6 +103,21 @@ def test_an_exception_rolls_back_to_before_reserve(mirror: Mirror) -> None:
     mirror.look()
 
 
+def test_a_step_that_is_rolled_back_has_not_been(mirror: Mirror) -> None:
+    tokens = mirror.create()
+    mirror.step([tokens], [10])
+    before = settled(mirror.cache)
+    with mirror.cache.step([tokens.sequence], [30]) as step:
+        step.append(0, *[np.full((30, 2, 16), np.nan, np.float32)] * 2)
+        step.rollback()
+        with pytest.raises(pagoda.InvalidArgument, match="step = closed"):
+            step.rollback()
+        tokens.sequence.fork().release()
+    assert settled(mirror.cache) == before
+    mirror.step([tokens], [7])
+    mirror.look()
+
+
 def test_a_forgotten_step_rolls_back_and_a_forgotten_sequence_is_released(mirror: Mirror) -> None:
     sequence = mirror.cache.create()
     mirror.cache.step([sequence], [10]).__enter__()

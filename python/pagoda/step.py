@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Collection
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,17 @@ if TYPE_CHECKING:
     from pagoda.cache import Cache
 
 Array = npt.NDArray[Any]
+
+
+class DeviceArray(Protocol):
+    """An array of CuPy or torch on a GPU."""
+
+    @property
+    def __cuda_array_interface__(self) -> Any: ...
+
+
+Rows = Array | DeviceArray
+"""What steps read and write: arrays of NumPy, those of CuPy or torch where the cache is on a GPU."""
 
 
 class Table:
@@ -142,31 +153,32 @@ class Step:
         """The page table of a layer, for kernels that are not ours; of a layer with kv_owner, that of its owner."""
         return Table(self, natural("layer", layer))
 
-    def append(self, layer: int, k: Array | None = None, v: Array | None = None, *, dtype: str | None = None) -> None:
+    def append(self, layer: int, k: Rows | None = None, v: Rows | None = None, *, dtype: str | None = None) -> None:
         """Writes K and V of the new tokens of one layer into their pages, converted to the row formats of the cache.
 
         k: [sum(new), num_kv_heads, head_dim] and v: [.., v_head_dim], float32, float16 or bfloat16 (or its bits as
-        uint16 with dtype="bf16"), any strides with a contiguous last dimension; no v for a layer with v_alias, no k for one
-        with k_eq_v. Rounds to nearest even; what f16 cannot hold is stored as +-65504, or raises InvalidArgument in a cache
-        with checked=True.
+        uint16 with dtype="bf16"), any strides with a contiguous last dimension; of NumPy, on a GPU of CuPy or torch there.
+        No v for a layer with v_alias, no k for one with k_eq_v. Rounds to nearest even; what f16 cannot hold is stored as
+        +-65504, or raises InvalidArgument in a cache with checked=True.
         """
         self._core.append(natural("layer", layer), k, v, dtype)
 
     def attend(
         self,
         layer: int,
-        q: Array,
+        q: Rows,
         *,
-        out: Array | None = None,
+        out: Rows | None = None,
         return_lse: bool = False,
-        sink_logits: Array | None = None,
+        sink_logits: Rows | None = None,
         dtype: str | None = None,
     ) -> Any:
         """Attention of the new tokens over everything up to them, causal, within the layer's window.
 
         q: [sum(new), num_q_heads, head_dim] in the types of `append`. Returns [sum(new), num_q_heads, v_head_dim] in q's
-        type, in `out` if given; with return_lse a pair with the float32 natural log-sum-exp [sum(new), num_q_heads].
-        A query that sees nothing gets 0 and -inf. `append` comes first, of the layer that kv_owner names if there is one.
+        type and library, in `out` if given; with return_lse a pair with the float32 natural log-sum-exp
+        [sum(new), num_q_heads]. A query that sees nothing gets 0 and -inf. `append` comes first, of the layer that kv_owner
+        names if there is one.
 
         Raises CorruptPage for a page on disk that does not verify, and TierIOError for one that cannot be read, or not in
         time: the step can then only be rolled back.
@@ -182,13 +194,13 @@ class Step:
     def forward(
         self,
         layer: int,
-        q: Array,
-        k: Array | None = None,
-        v: Array | None = None,
+        q: Rows,
+        k: Rows | None = None,
+        v: Rows | None = None,
         *,
-        out: Array | None = None,
+        out: Rows | None = None,
         return_lse: bool = False,
-        sink_logits: Array | None = None,
+        sink_logits: Rows | None = None,
         dtype: str | None = None,
     ) -> Any:
         """`append`, then `attend`; without k and v, for a layer with kv_owner, `attend` alone."""
@@ -231,6 +243,11 @@ class Step:
         )
         self._end()
         self._cache._spill.ahead(self.batch.ids)
+
+    def rollback(self) -> None:
+        """Ends the step as if it had not been entered; an exception does so by itself."""
+        self._core.rollback()
+        self._end()
 
     def _end(self) -> None:
         self._open, self._ended = False, time.perf_counter()
