@@ -31,13 +31,13 @@ def check_flag(name: str, value: bool) -> None:
 def check_integer(name: str, value: int, low: int, high: int) -> None:
     """Raises InvalidArgument unless the value is an int from `low` to `high`."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidArgument(f"{name} = {value!r}: an integer from {low} to {high}")
+        raise InvalidArgument(f"{name} = {value!r}: an int from {low} to {high}")
 
 
 def check_factor(name: str, value: float) -> None:
     """Raises InvalidArgument unless kernels can multiply with the value."""
     if not is_number(value) or not FACTOR_MIN <= value <= FACTOR_MAX:
-        raise InvalidArgument(f"{name} = {value!r}: a number from {FACTOR_MIN} to {FACTOR_MAX}")
+        raise InvalidArgument(f"{name} = {value!r}: an int or float from {FACTOR_MIN} to {FACTOR_MAX}")
 
 
 def check_text(name: str, value: str) -> None:
@@ -62,7 +62,7 @@ def check_list(name: str, value: Sequence[Any], of: str) -> None:
 def check_page_size(name: str, value: int) -> None:
     """Raises InvalidArgument unless pages of a cache may have so many tokens."""
     if not isinstance(value, int) or value not in {1 << n for n in range(3, 13)}:
-        raise InvalidArgument(f"{name} = {value!r}: a power of two from 8 to 4096")
+        raise InvalidArgument(f"{name} = {value!r}: an int, a power of two from 8 to 4096")
 
 
 def check_threads(name: str, value: int) -> None:

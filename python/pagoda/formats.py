@@ -66,7 +66,11 @@ FORMATS = {
 }
 """fp8_e4m3 and int8: one float32 scale a row. q8_0, q5_0, q4_0: ggml's blocks of 32 elements with a float16 scale
 (ggml-common.h). mxfp4: OCP's blocks of 32 E2M1 with an E8M0 scale. nvfp4: blocks of 16 E2M1 with an E4M3 scale.
-docs/layout.md says how values become them."""
+docs/layout.md says how values become them.
+
+CPUs that can multiply quantised rows as integers, and fp8_e4m3 as bfloat16: attention is then as near to float64 over the
+stored rows as 1e-4 (int8, q8_0), and some 1e-2 for the others. PAGODA_CPU_ISA=avx512, avx2, neon or scalar in the
+environment keeps to floats, and 1e-6; docs/adr/0013 has the figures."""
 
 
 def row_format(name: str, argument: str) -> RowFormat:
