@@ -363,6 +363,17 @@ def test_a_text_that_cannot_be_kept_is_not_read(
     assert len(steps) == 3072 // 256 + 19 + 1 + 19, "what is there takes no room once more"
 
 
+def test_a_step_that_has_no_room_names_what_can_be_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--read", "3k", "--device-memory", "1MiB", "--host-memory", "2MiB", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert (
+        "--device-memory = 1MiB, --host-memory = 2MiB, --disk-memory = 0: more, or fewer tokens a step by --chunk = 512"
+        in err
+    )
+    assert "tier device lacks" in err
+
+
 def test_a_session_with_a_window_and_quantised_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     base = ["--tokens", "10", "--device", "cpu", "--cache-type-k", "q8_0", "--window-size", "256"]
     base += ["--disk", str(tmp_path / "pages"), "--disk-memory", "64MiB", "--session", "book"]

@@ -16,11 +16,12 @@ from pagoda import device as devices
 from pagoda.cache import Cache
 from pagoda.cli.options import Commands
 from pagoda.cli.view import View
-from pagoda.errors import InvalidArgument
+from pagoda.errors import InvalidArgument, OutOfBlocks
 from pagoda.lm import ContiguousCache, LanguageModel, Read, Sampler, generate
 from pagoda.models import SHIPPED_MODEL, SHIPPED_TEXT
 from pagoda.retention import SinkWindow, keeps_by_layer
 from pagoda.sizes import format_size, parse_size, parse_tokens
+from pagoda.stats import TIERS
 
 MARK_COUNT = 8
 """Bytes of the number of tokens, before the hash of what is kept."""
@@ -100,10 +101,15 @@ def run(arguments: argparse.Namespace) -> int:
         kept, rest = len(sequence), prompt[len(sequence) :]
         view = View(cache if isinstance(cache, Cache) else None, device, len(prompt), kept, quiet=arguments.json)
         with view:
-            for event in generate(model, cache, sequence, rest, arguments.tokens, sampler, chunk=arguments.chunk):
-                if isinstance(event, Read) and event.tokens == event.total and arguments.session is not None:
-                    cache.save(sequence, arguments.session, meta=_mark(arguments.model, prompt))
-                view.show(event)
+            try:
+                for event in generate(model, cache, sequence, rest, arguments.tokens, sampler, chunk=arguments.chunk):
+                    if isinstance(event, Read) and event.tokens == event.total and arguments.session is not None:
+                        cache.save(sequence, arguments.session, meta=_mark(arguments.model, prompt))
+                    view.show(event)
+            except OutOfBlocks as error:
+                given = ", ".join(f"--{tier}-memory = {getattr(arguments, f'{tier}_memory')}" for tier in TIERS)
+                limit = f"more, or fewer tokens a step by --chunk = {arguments.chunk}"
+                raise InvalidArgument(f"{given}: {limit} ({error})") from error
         if arguments.json:
             print(json.dumps(view.report(), indent=2))
     return 0
