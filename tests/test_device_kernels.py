@@ -529,7 +529,7 @@ class World:
         partial = library.constant(f"{name}_PARTIAL")
         slots = 2 * grid if call.division == Division.TILES else int(prefix[-1]) * self.kv_heads * self.sets
         if call.division == Division.UNITS:
-            slots, partial = grid, 3 * self.shape.rows * self.shape.v_dim
+            slots, partial = grid, 2 * self.shape.rows * self.shape.v_dim
         call.partials = self.guarded((slots, partial), np.float32).address
         pending = self.filled(np.zeros(len(blocks) * self.kv_heads * self.sets, np.int32))
         call.pending = pending.address
@@ -898,8 +898,8 @@ BROKEN = {
     "a sink twice": ("unit.cuh", "total += exp2_fast(fmaf(", "total += 2.0f * exp2_fast(fmaf("),
     "a sink in every common part": (
         "unit.cuh",
-        "sum = {part[column], part[DV], part[DV + 1]};",
-        "sum = {part[column], part[DV], part[DV + 1] + exp2_fast(args.sinks[head_of(row)] * LOG2_E - part[DV])};",
+        "part[DV], part[DV + 1]};",
+        "part[DV], part[DV + 1] + exp2_fast(args.sinks[head_of(row)] * LOG2_E - part[DV])};",
     ),
     "a sink in the log-sum-exp": ("unit.cuh", "log2f(sum.total)", "log2f(total)"),
     "the sinks of other heads": ("unit.cuh", "args.sinks[query_head]", "args.sinks[0]"),

@@ -212,7 +212,7 @@ class Attends:
         sets, room = shape["num_kv_heads"] * chosen.sets, self._tables.room
         floats, units, rows = 2 * self._grid(chosen) * chosen.partial, work.blocks_max * sets, 0
         if self._deterministic and prefill:
-            floats = self._grid(chosen) * 3 * chosen.rows * chosen.v_dim
+            floats = self._grid(chosen) * 2 * chosen.rows * chosen.v_dim
         elif self._deterministic:
             runs = room.columns * self._page_size // RUN_ROWS + room.spans + 1
             floats = work.blocks_max * runs * sets * chosen.partial

@@ -59,18 +59,16 @@ __device__ void finish(const Attend& args, const Engine& engine, const Progress&
         engine.write_all();
     } else if (args.division == UNITS) {
         engine.add_run(first == 0, first + 1 == place.work);
-    } else if (args.division == RUNS) {
-        engine.write_partial(now.at);
-        if (engine.is_last(unit, place.work)) engine.merge(place.work, [=](int part) { return place.start + part; });
     } else {
+        // Each run has a partial result, or each thread block two: of the unit that its share begins in, and of one that begins there.
+        const bool runs = args.division == RUNS;
         // The thread block whose share holds `x` is the last that begins at or before it.
-        const auto owner = [=](int64 x) { return ((x + 1) * now.grid - 1) / now.all; };
+        const auto owner = [=](int64 x) { return runs ? x : ((x + 1) * now.grid - 1) / now.all; };
+        const auto slot = [=](int64 owner, bool begins) { return runs ? owner : 2 * owner + begins; };
         const int64 first_owner = owner(place.start), last_owner = owner(place.start + place.work - 1);
         const int parts = static_cast<int>(last_owner - first_owner + 1);
-        engine.write_partial(2 * static_cast<int64>(block_here()) + (first == 0));
-        if (engine.is_last(unit, parts)) {
-            engine.merge(parts, [=](int part) { return 2 * (first_owner + part) + (part == 0); });
-        }
+        engine.write_partial(slot(runs ? now.at : block_here(), first == 0));
+        if (engine.is_last(unit, parts)) engine.merge(parts, [=](int part) { return slot(first_owner + part, part == 0); });
     }
 }
 

@@ -81,8 +81,10 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
     using Scores = float[COUNT][KEYS][4];
     /// Weights of 16 stored rows as a right factor.
     using Weights = uint32[Shape::P_SPLITS][2];
-    /// As in ManyQueries.
-    static constexpr int BLOCKS = QUERIES == 1 && Shape::Q::BYTES == 2 && 128 % D == 0 && 128 % DV == 0 ? 3 : 2;
+    /// As in ManyQueries. No registers are saved for a third where shared memory has no room for it: it is 228 KB at most, of which each
+    /// thread block costs one.
+    static constexpr bool THREE_FIT = 3 * (Shape::SHARED_BYTES + 1024) <= 228 * 1024;
+    static constexpr int BLOCKS = THREE_FIT && QUERIES == 1 && Shape::Q::BYTES == 2 && 128 % D == 0 && 128 % DV == 0 ? 3 : 2;
 
     /// Of queries 2 (lane % 4) and the next, block by block: running maximum, this lane's share of the sum, what scores are
     /// multiplied with where queries are scaled.

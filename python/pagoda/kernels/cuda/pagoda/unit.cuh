@@ -98,7 +98,7 @@ struct Attend {
     /// with each position, in units of 2^-64.
     const float* key_weight;
     const uint64* turns;
-    /// By division [2 * grid][PARTIAL], [runs][PARTIAL], or [grid][3 * ROWS * V_DIM]; and [blocks * sets], 0 before and after.
+    /// By division [2 * grid][PARTIAL], [runs][PARTIAL], or [grid][2 * ROWS * V_DIM]; and [blocks * sets], 0 before and after.
     float* partials;
     int* pending;
 };
@@ -142,16 +142,21 @@ struct Walk {
     }
 };
 
-/// A value that is summed with weights 2^score: relative to 2^top, as is the sum of weights.
+/// Values of a row that are summed with weights 2^score: relative to 2^top, as is the sum of weights. As many as a thread reads at once.
 struct Sum {
-    float value = 0.0f, top = minus_infinity(), total = 0.0f;
+    static constexpr int COLUMNS = 4;
+    float4 value = {0.0f, 0.0f, 0.0f, 0.0f};
+    float top = minus_infinity(), total = 0.0f;
 
     /// The order of operations is written out: results must not depend on where this is inlined.
-    __device__ void add(float value_, float top_, float total_) {
-        const float highest = fmaxf(top, top_);
-        const float keep = factor(top, highest), take = factor(top_, highest);
-        value = fmaf(value, keep, value_ * take);
-        total = fmaf(total, keep, total_ * take);
+    __device__ void add(const Sum& other) {
+        const float highest = fmaxf(top, other.top);
+        const float keep = factor(top, highest), take = factor(other.top, highest);
+        value.x = fmaf(value.x, keep, other.value.x * take);
+        value.y = fmaf(value.y, keep, other.value.y * take);
+        value.z = fmaf(value.z, keep, other.value.z * take);
+        value.w = fmaf(value.w, keep, other.value.w * take);
+        total = fmaf(total, keep, other.total * take);
         top = highest;
     }
 
@@ -171,6 +176,10 @@ struct Unit {
     static constexpr int DV = Shape::DV, TEAMS = Shape::TEAMS;
 
     const Attend& args;
+    /// Values that all threads read at once, and where this one begins.
+    static constexpr int ROUND = Sum::COLUMNS * Shape::THREADS;
+    __device__ static int first_value() { return Sum::COLUMNS * thread_here(); }
+
     /// Where the exchange is, and one word to tell all threads something.
     float* const exchanged;
     int* const flag;
@@ -216,12 +225,13 @@ struct Unit {
 
     __device__ float* exchange(int team) const { return exchanged + team * Shape::ROWS * (Shape::EXCHANGE + 2); }
 
-    /// One value of the unit's result, over all teams.
+    /// Values of the unit's result from `column` on, over all teams.
     __device__ Sum result(int row, int column) const {
         Sum sum;
         for (int t = 0; t < TEAMS; ++t) {
             const float *values = exchange(t), *tops = values + Shape::ROWS * Shape::EXCHANGE;
-            sum.add(values[row * Shape::EXCHANGE + column], tops[row], tops[Shape::ROWS + row]);
+            const float4 four = *reinterpret_cast<const float4*>(values + row * Shape::EXCHANGE + column);
+            sum.add({four, tops[row], tops[Shape::ROWS + row]});
         }
         return sum;
     }
@@ -231,26 +241,29 @@ struct Unit {
         return args.parts + ((first + row / args.group) * args.sets * args.group + head_of(row)) * (DV + 2);
     }
 
-    /// What one value of the result begins with. A single part is taken as it is, so that it makes no difference where a launch
+    /// What values of the result begin with. A single part is taken as it is, so that it makes no difference where a launch
     /// has stopped.
     __device__ Sum before(int row, int column) const {
         Sum sum;
         for (int i = 0; i < block().parts; ++i) {
-            const float* part = part_of(args.part_rows[block().first_part + i], row);
+            const float *part = part_of(args.part_rows[block().first_part + i], row), *four = part + column;
+            const Sum other = {{four[0], four[1], four[2], four[3]}, part[DV], part[DV + 1]};
             if (i == 0) {
-                sum = {part[column], part[DV], part[DV + 1]};
+                sum = other;
             } else {
-                sum.add(part[column], part[DV], part[DV + 1]);
+                sum.add(other);
             }
         }
         return sum;
     }
 
-    /// Writes one value of a part, or of the output: with the first its row's log-sum-exp, and 0 and -inf where the row saw nothing.
-    __device__ void write(int row, int column, Sum sum) const {
+    /// Writes values of a part, or of the output: with the first its row's log-sum-exp, and 0 and -inf where the row saw nothing.
+    __device__ void write(int row, int column, const Sum& sum) const {
+        const float values[Sum::COLUMNS] = {sum.value.x, sum.value.y, sum.value.z, sum.value.w};
         if (block().target >= 0) {
             float* part = part_of(block().target, row);
-            part[column] = sum.value;
+#pragma unroll
+            for (int i = 0; i < Sum::COLUMNS; ++i) part[column + i] = values[i];
             if (column == 0) part[DV] = sum.top, part[DV + 1] = sum.total;
             return;
         }
@@ -259,7 +272,9 @@ struct Unit {
         const bool nothing = sum.total == 0.0f;
         float total = sum.total;
         if (args.sinks != nullptr) total += exp2_fast(fmaf(args.sinks[query_head], LOG2_E, -sum.top));
-        store_one(args.out.row(token, query_head) + column * Q::BYTES, nothing ? 0.0f : sum.value / total);
+        uint8* const target = args.out.row(token, query_head) + column * Q::BYTES;
+#pragma unroll
+        for (int i = 0; i < Sum::COLUMNS; ++i) store_one(target + i * Q::BYTES, nothing ? 0.0f : values[i] / total);
         if (column == 0 && args.lse != nullptr) {
             const float lse = nothing ? minus_infinity() : (sum.top + log2f(sum.total)) * LN_2;
             args.lse[token * args.sets * args.group + query_head] = lse;
@@ -276,32 +291,40 @@ struct Unit {
 
     /// Writes the output of a unit that this thread block has done alone.
     __device__ void write_all() const {
-        for (int i = thread_here(); i < rows * DV; i += Shape::THREADS) {
+        for (int i = first_value(); i < rows * DV; i += ROUND) {
             Sum sum = before(i / DV, i % DV);
-            const Sum all = result(i / DV, i % DV);
-            sum.add(all.value, all.top, all.total);
+            sum.add(result(i / DV, i % DV));
             write(i / DV, i % DV, sum);
         }
     }
 
     __device__ void write_partial(int64 slot) const {
         float *partial = args.partials + slot * Shape::PARTIAL, *tops = partial + Shape::ROWS * DV;
-        for (int i = thread_here(); i < rows * DV; i += Shape::THREADS) {
+        for (int i = first_value(); i < rows * DV; i += ROUND) {
             const Sum sum = result(i / DV, i % DV);
-            partial[i] = sum.value;
+            *reinterpret_cast<float4*>(partial + i) = sum.value;
             if (i % DV == 0) tops[i / DV] = sum.top, tops[Shape::ROWS + i / DV] = sum.total;
         }
     }
 
-    /// Merges `count` partial results in order; `slot` names them.
+    /// Merges `count` partial results in order; `slot` names them. Some are asked for at once: each takes the way to L2 and back.
     template <class Slot>
     __device__ void merge(int count, Slot slot) const {
-        for (int i = thread_here(); i < rows * DV; i += Shape::THREADS) {
+        constexpr int AHEAD = 8;
+        for (int i = first_value(); i < rows * DV; i += ROUND) {
             Sum sum = before(i / DV, i % DV);
-#pragma unroll 4
-            for (int part = 0; part < count; ++part) {
-                const float *partial = args.partials + slot(part) * Shape::PARTIAL, *tops = partial + Shape::ROWS * DV;
-                sum.add(__ldcg(partial + i), __ldcg(tops + i / DV), __ldcg(tops + Shape::ROWS + i / DV));
+            for (int first = 0; first < count; first += AHEAD) {
+                Sum parts[AHEAD];
+#pragma unroll
+                for (int k = 0; k < AHEAD; ++k) {
+                    if (first + k >= count) continue;
+                    const float *partial = args.partials + slot(first + k) * Shape::PARTIAL, *tops = partial + Shape::ROWS * DV + i / DV;
+                    parts[k] = {__ldcg(reinterpret_cast<const float4*>(partial + i)), __ldcg(tops), __ldcg(tops + Shape::ROWS)};
+                }
+#pragma unroll
+                for (int k = 0; k < AHEAD; ++k) {
+                    if (first + k < count) sum.add(parts[k]);
+                }
             }
             write(i / DV, i % DV, sum);
         }
@@ -310,33 +333,31 @@ struct Unit {
     /// Adds the run that has just been done to those before, as `merge` would; writes the output after the last. A thread
     /// meets only values of its own in memory.
     __device__ void add_run(bool first, bool last) const {
-        float* partial = args.partials + static_cast<int64>(block_here()) * 3 * Shape::ROWS * DV;
-        for (int i = thread_here(); i < rows * DV; i += Shape::THREADS) {
-            Sum sum = first ? before(i / DV, i % DV) : Sum{partial[3 * i], partial[3 * i + 1], partial[3 * i + 2]};
-            const Sum run = result(i / DV, i % DV);
-            sum.add(run.value, run.top, run.total);
+        Sum* const sums = reinterpret_cast<Sum*>(args.partials) + static_cast<int64>(block_here()) * (Shape::ROWS * DV / Sum::COLUMNS);
+        for (int i = first_value(); i < rows * DV; i += ROUND) {
+            Sum sum = first ? before(i / DV, i % DV) : sums[i / Sum::COLUMNS];
+            sum.add(result(i / DV, i % DV));
             if (last) {
                 write(i / DV, i % DV, sum);
             } else {
-                partial[3 * i] = sum.value, partial[3 * i + 1] = sum.top, partial[3 * i + 2] = sum.total;
+                sums[i / Sum::COLUMNS] = sum;
             }
         }
     }
 
-    /// Counts finished parts of the unit; true in the thread block that finished the last of `count`.
+    /// Counts finished parts of the unit; true in the thread block that finished the last of `count`. One thread's fences stand for all:
+    /// barriers are before and behind them.
     __device__ bool is_last(int unit, int count) const {
-        __threadfence();
         __syncthreads();
         if (threadIdx.x == 0) {
+            __threadfence();
             const bool last = atomicAdd(args.pending + unit, 1) == count - 1;
+            __threadfence();
             if (last) args.pending[unit] = 0;
             *flag = last;
         }
         __syncthreads();
-        const bool last = *flag != 0;
-        __threadfence();
-        __syncthreads();
-        return last;
+        return *flag != 0;
     }
 };
 
