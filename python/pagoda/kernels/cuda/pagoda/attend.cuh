@@ -62,13 +62,13 @@ __device__ void finish(const Attend& args, const Engine& engine, const Progress&
     } else {
         // Each run has a partial result, or each thread block two: of the unit that its share begins in, and of one that begins there.
         const bool runs = args.division == RUNS;
+        const int slots = runs ? 1 : 2;
         // The thread block whose share holds `x` is the last that begins at or before it.
         const auto owner = [=](int64 x) { return runs ? x : ((x + 1) * now.grid - 1) / now.all; };
-        const auto slot = [=](int64 owner, bool begins) { return runs ? owner : 2 * owner + begins; };
         const int64 first_owner = owner(place.start), last_owner = owner(place.start + place.work - 1);
         const int parts = static_cast<int>(last_owner - first_owner + 1);
-        engine.write_partial(slot(runs ? now.at : block_here(), first == 0));
-        if (engine.is_last(unit, parts)) engine.merge(parts, [=](int part) { return slot(first_owner + part, part == 0); });
+        engine.write_partial(runs ? now.at : 2 * static_cast<int64>(block_here()) + (first == 0));
+        if (engine.is_last(unit, parts)) engine.merge(parts, slots * first_owner, slots);
     }
 }
 

@@ -307,24 +307,25 @@ struct Unit {
         }
     }
 
-    /// Merges `count` partial results in order; `slot` names them. Some are asked for at once: each takes the way to L2 and back.
-    template <class Slot>
-    __device__ void merge(int count, Slot slot) const {
+    /// Merges `count` partial results in order. Each is the first of so many `slots`, from `start` on, but the one that begins the unit the
+    /// last. Some are asked for at once: each takes the way to L2 and back.
+    __device__ void merge(int count, int64 start, int slots) const {
         constexpr int AHEAD = 8;
         for (int i = first_value(); i < rows * DV; i += ROUND) {
+            const float* const partials = args.partials + start * Shape::PARTIAL + i;
+            const float* const tops = partials - i + Shape::ROWS * DV + i / DV;
             Sum sum = before(i / DV, i % DV);
             for (int first = 0; first < count; first += AHEAD) {
                 Sum parts[AHEAD];
 #pragma unroll
                 for (int k = 0; k < AHEAD; ++k) {
+                    // Past the last there is nothing, and nothing is added.
                     if (first + k >= count) continue;
-                    const float *partial = args.partials + slot(first + k) * Shape::PARTIAL, *tops = partial + Shape::ROWS * DV + i / DV;
-                    parts[k] = {__ldcg(reinterpret_cast<const float4*>(partial + i)), __ldcg(tops), __ldcg(tops + Shape::ROWS)};
+                    const int64 at = static_cast<int64>(first + k == 0 ? slots - 1 : (first + k) * slots) * Shape::PARTIAL;
+                    parts[k] = {__ldcg(reinterpret_cast<const float4*>(partials + at)), __ldcg(tops + at), __ldcg(tops + at + Shape::ROWS)};
                 }
 #pragma unroll
-                for (int k = 0; k < AHEAD; ++k) {
-                    if (first + k < count) sum.add(parts[k]);
-                }
+                for (int k = 0; k < AHEAD; ++k) sum.add(parts[k]);
             }
             write(i / DV, i % DV, sum);
         }
