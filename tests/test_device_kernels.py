@@ -946,7 +946,9 @@ BROKEN_CODES = {
     "elements in another order": ("tensor_cores.cuh", "real ? x[element_at(place)]", "real ? x[place]"),
     "columns in another order": ("many_queries.cuh", "element_at(place) : place", "place : place"),
     "columns in another order for few": ("few_queries.cuh", "column_at(place) : place", "place : place"),
-    "halves of bytes": ("quantised.cuh", "8 * odd + 4 * step", "8 * odd + 2 * step"),
+    "halves of bytes": ("quantised.cuh", "step == 0 ? scale : sixteenth", "scale"),
+    "values in units": ("many_queries.cuh", "% 2] / unit_of_values<V>();", "% 2];"),
+    "values in units for few": ("few_queries.cuh", "% 2] / unit_of_values<V>();", "% 2];"),
     "queries of the row behind": (
         "tensor_cores.cuh",
         "__syncwarp();\n    }\n\n    /// Writes two elements",
@@ -971,6 +973,7 @@ BROKEN_KEYS = {
     "the weight of another": ("derived.cuh", "args.key_weight[second]", "args.key_weight[first]"),
     "elements in order": ("many_queries.cuh", "place_of(e)", "e"),
     "the first scale": ("many_queries.cuh", "e / BLOCK, row", "e / BLOCK / 2, row"),
+    "keys in units of values": ("many_queries.cuh", "row) / unit_of_values<V>();", "row);"),
     "no rests of keys": ("many_queries.cuh", "(s == 0 ? Shape::KEY_PARTS : 1)", "1"),
     "no barrier before keys are made": (
         "many_queries.cuh",

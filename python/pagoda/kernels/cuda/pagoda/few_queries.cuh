@@ -458,7 +458,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
 #pragma unroll
             for (int i = 0; i < 2 * Shape::VALUES; ++i) {
                 const int place = i * 8 + lane / 4, column = V::QUANTISED ? column_at(place) : place;
-                if (place < DV) out[row * Shape::EXCHANGE + column] = values[r / 2][i / 2][i % 2 * 2 + r % 2];
+                if (place < DV) out[row * Shape::EXCHANGE + column] = values[r / 2][i / 2][i % 2 * 2 + r % 2] / unit_of_values<V>();
             }
         }
     }

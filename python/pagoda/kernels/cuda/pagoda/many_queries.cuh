@@ -161,7 +161,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
             if constexpr (V::QUANTISED) {
                 constexpr int BLOCK = DV / Shape::DecodedV::BLOCKS;
                 const float code = V::Values::load_one(rows_of_v + row * Shape::VALUE_STRIDE * 16 + place_of(e) * 2);
-                return code * Shape::DecodedV::scale(rows_of_v, e / BLOCK, row);
+                return code * Shape::DecodedV::scale(rows_of_v, e / BLOCK, row) / unit_of_values<V>();
             } else {
                 return V::load_one(rows_of_v + row * Shape::VALUE_STRIDE * 16 + e * 2);
             }
@@ -395,7 +395,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
 #pragma unroll
             for (int i = 0; i < Shape::WIDTH / 4; ++i) {
                 const int place = i / 2 * 8 + lane % 4 * 2 + i % 2, column = V::QUANTISED ? element_at(place) : place;
-                out[row * Shape::EXCHANGE + first_column + column] = values[r / 2][i / 2][r % 2 * 2 + i % 2];
+                out[row * Shape::EXCHANGE + first_column + column] = values[r / 2][i / 2][r % 2 * 2 + i % 2] / unit_of_values<V>();
             }
         }
     }

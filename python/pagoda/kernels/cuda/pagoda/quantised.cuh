@@ -30,12 +30,22 @@ __device__ constexpr int place_of(int element) { return element / 16 * 16 + elem
 /// Decoder<Element>: pair(word, step, odd) is what the word stands for in that step, without the scale; any codes are finite.
 /// SCALE_BYTES: of a scale; scale_of(bits) is what those stand for that end in it.
 /// FOLDS: whether any code times any scale is exact in Keys, in units of theirs, and in Values.
-/// Keys come in units of unit(), a power of two, which queries make up for.
+/// Codes come in units of unit(), a power of two, which queries make up for, and results.
 struct Quantised {
     using Keys = F16;
     using Values = BF16;
     static constexpr bool QUANTISED = true, FOLDS = false;
 };
+
+/// By how much values are too small while they are summed.
+template <class Format>
+__device__ float unit_of_values() {
+    if constexpr (Format::QUANTISED) {
+        return Format::template Decoder<typename Format::Values::Element>::unit();
+    } else {
+        return 1.0f;
+    }
+}
 
 /// A scale of a row.
 template <class Format>
@@ -90,12 +100,12 @@ struct IntegerDecoder<__half> {
 
 template <>
 struct IntegerDecoder<__nv_bfloat16> {
-    const uint32 bias = held(twice(0x4343)), minus_one = held(twice(0xbf80));
+    const uint32 scale = held(twice(0x7f00)), offset = held(twice(0xc000));
 
+    __device__ static float unit() { return 0.015625f; }
     __device__ uint32 pair(uint32 word, int, int odd) const {
-        // 0x4300 is 128, whose last bit is 1: the lower seven bits are above it. With the sign it is 256 that is taken off.
-        const uint32 both = __byte_perm(word, bias, odd ? 0x4341 : 0x4240);
-        return fuse_pair(both & twice(0xff80), minus_one, both & twice(0xff7f), __nv_bfloat16());
+        // So many of the smallest bf16, 2^-133. 0x7f00 is 2^127, 0xc000 is -128 units.
+        return fuse_pair(__byte_perm(word ^ 0x80808080u, 0, odd ? 0x4341 : 0x4240), scale, offset, __nv_bfloat16());
     }
 };
 
@@ -118,11 +128,13 @@ struct NibbleDecoder<__half> {
 
 template <>
 struct NibbleDecoder<__nv_bfloat16> {
-    const uint32 mask = held(twice(0x000f)), one = held(twice(0x3f80)), offset = held(twice(0xc308));
+    const uint32 scale = held(twice(0x7f00)), sixteenth = held(twice(0x7d00)), offset = held(twice(0xbe00));
 
+    __device__ static float unit() { return 0.015625f; }
     __device__ uint32 pair(uint32 word, int step, int odd) const {
-        word >>= 8 * odd + 4 * step;
-        return fuse_pair((word & mask) | twice(0x4300), one, offset, __nv_bfloat16());
+        if (odd) word >>= 8;
+        // 0x7d00 is 2^123, 0xbe00 is -8 units.
+        return fuse_pair(word & twice(step == 0 ? 0x000f : 0x00f0), step == 0 ? scale : sixteenth, offset, __nv_bfloat16());
     }
 };
 
@@ -146,6 +158,7 @@ template <>
 struct E4m3Decoder<__nv_bfloat16> {
     const uint32 sign = held(twice(0x8000)), scale = held(twice(0x7b80));
 
+    __device__ static float unit() { return 1.0f; }
     __device__ uint32 pair(uint32 word, int, int odd) const {
         if (!odd) word <<= 8;
         // 0x7b80 is 2^120.
@@ -171,6 +184,7 @@ struct E2m1Decoder<__half> {
 
 template <>
 struct E2m1Decoder<__nv_bfloat16> {
+    __device__ static float unit() { return 1.0f; }
     __device__ uint32 pair(uint32 word, int step, int odd) const {
         // 0x7e80 is 2^126.
         return fuse_pair(spread_e2m1(word, step, odd, 6), twice(0x7e80), 0, __nv_bfloat16());
