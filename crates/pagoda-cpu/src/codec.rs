@@ -59,17 +59,18 @@ pub(crate) fn encode(format: RowFormat, x: &[f32], rows: &mut [u8], scales: &mut
         RowFormat::Nvfp4 => 6.0 * E4M3_MAX,
     };
     let fits = largest(x) <= limit;
-    if fits {
-        encode_blocks(format, x, rows, scales);
+    let mut clamped;
+    let numbers = if fits {
+        x
     } else {
-        let mut clamped = [0.0; HEAD_DIM_MAX as usize];
-        let clamped = &mut clamped[..x.len()];
+        clamped = [0.0; HEAD_DIM_MAX as usize];
         for (clamped, x) in clamped.iter_mut().zip(x) {
             // NaN stays NaN.
             *clamped = x.clamp(-limit, limit);
         }
-        encode_blocks(format, clamped, rows, scales);
-    }
+        &clamped[..x.len()]
+    };
+    encode_blocks(format, numbers, rows, scales);
     fits
 }
 
@@ -197,14 +198,14 @@ fn encode_plain(format: RowFormat, x: &[f32], rows: &mut [u8]) -> bool {
 
 /// The integer nearest to a number below 2^22, ties to even. Of what 0 times infinity is, the lowest byte is 0.
 #[inline(always)]
-fn nearest(x: f32) -> i32 {
+pub(crate) fn nearest(x: f32) -> i32 {
     // Numbers of the size of the sum have no other digits.
     (x + 1.5 * 2f32.powi(23)).to_bits() as i32 - 0x4b40_0000
 }
 
 /// The largest magnitude, or NaN if there is one.
 #[inline(always)]
-fn largest(x: &[f32]) -> f32 {
+pub(crate) fn largest(x: &[f32]) -> f32 {
     // As bits, of which a NaN has the most.
     let bits = x.iter().fold(0, |most: u32, x| most.max(x.abs().to_bits()));
     if bits > f32::INFINITY.to_bits() { f32::NAN } else { f32::from_bits(bits) }
@@ -345,7 +346,7 @@ pub(crate) fn to_e2m1(x: f32) -> u8 {
 mod tests {
     use super::*;
     use crate::samples::Random;
-    use crate::simd::Isa;
+    use crate::simd::{Encode, Isa};
 
     /// Numbers that formats round, clamp or cannot hold.
     fn number(random: &mut Random) -> f32 {
@@ -369,7 +370,7 @@ mod tests {
                     for _ in 0..100 {
                         let scale = random.pick(&[1.0, 1.0, 1e-3, 1e6, 1e-40]);
                         let x: Vec<_> = (0..dim).map(|_| number(&mut random) * scale).collect();
-                        let encoded = |encode: crate::simd::Encode| {
+                        let encoded = |encode: Encode| {
                             let mut rows = vec![0xa5; format.row_bytes(dim) as usize];
                             let mut scales = vec![0xa5; format.scale_bytes(dim) as usize];
                             // SAFETY: the instruction set is supported.

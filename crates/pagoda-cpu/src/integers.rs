@@ -2,8 +2,8 @@
 //!
 //! A number of a query becomes an integer of 16 bits, of a scale that 32 elements share. So a product with a row is a sum of
 //! exact products of integers, and what is rounded is at most 2^-15.99 of the largest of the 32 elements. With rows of 4
-//! or 5 bits, which themselves are eight times as coarse and more, it is one byte. Weights become such integers as well, after multiplication
-//! with the scales of V and anew for every tile and step.
+//! or 5 bits, which themselves are eight times as coarse and more, it is one byte. Weights become such integers as well, after
+//! multiplication with the scales of V and anew for every tile and step.
 //!
 //! [`kernel`] has the two loops, over K and over V, [`codes`] what formats are made of; both are written once, for vectors of 16
 //! numbers that an instruction set takes apart as it likes ([`Dot`](crate::simd::dot::Dot)). Sums of products are exact, and floats
@@ -11,6 +11,8 @@
 
 mod codes;
 pub(crate) mod kernel;
+
+use crate::codec::{largest, nearest};
 
 pub(crate) use codes::{Codes, Int8, Mxfp4, Nvfp4, Q4_0, Q5_0, Q8_0};
 
@@ -77,9 +79,7 @@ pub(crate) fn quantise(
 ) {
     let code_max = code_max(bytes);
     for (elements, step) in row.as_chunks::<STEP>().0.iter().zip(steps) {
-        // As bits, of which a NaN has the most.
-        let most = elements.iter().fold(0, |most, x| x.abs().to_bits().max(most));
-        let most = f32::from_bits(most);
+        let most = largest(elements);
         if !most.is_finite() {
             *step = QueryStep { scale: most, ..QueryStep::default() };
             continue;
@@ -88,8 +88,7 @@ pub(crate) fn quantise(
         let inverse = if most < f32::MIN_POSITIVE * code_max { 0.0 } else { code_max / most };
         let mut codes = [0; STEP];
         for i in 0..STEP {
-            // To nearest even: numbers of this size have no other digits.
-            codes[i] = (elements[i] * inverse + 1.5 * 2f32.powi(23)).to_bits() as i32 - 0x4b40_0000;
+            codes[i] = nearest(elements[i] * inverse);
         }
         step.words = words(&codes, bytes, shorts);
         for (start, codes) in step.start.iter_mut().zip(codes.chunks_exact(STEP / scales)) {
