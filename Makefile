@@ -1,6 +1,6 @@
 # One verb a chore. Every target installs what it needs into .venv; nothing else is touched.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-device test-long test-memory loom sim check format kernels bench bench-gpu clean
+.PHONY: help setup demo test test-rust test-python test-device test-long test-memory test-neon loom sim check format kernels bench bench-gpu clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -65,6 +65,11 @@ test-long: setup  ## the tests that take minutes
 test-memory: setup  ## every kernel in the emulator, under AddressSanitizer: no byte outside of an array is read
 	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
 		$(BIN)/python -m pytest -q --capture=sys -k "not broken" tests/test_device_kernels.py
+
+test-neon:  ## the CPU kernels of arm64, in QEMU; CONTRIBUTING says what it takes
+	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
+	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu" PROPTEST_CASES=4 \
+		cargo test -p pagoda-cpu --target aarch64-unknown-linux-gnu --lib --test append --test attention --test deterministic
 
 loom:  ## every interleaving of a copying thread with the core
 	RUSTFLAGS="--cfg loom" cargo test -q -p pagoda-core --test loom --target-dir target/loom
