@@ -8,10 +8,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from mirror import DTYPES
 
 Array = npt.NDArray[Any]
-
-TYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 SPIN = """
 extern "C" __global__ void spin(long long cycles) {
@@ -47,7 +46,7 @@ def to_device(array: Array) -> Any:
 def to_host(array: Any, dtype: str) -> Array:
     """What `to_device` had been given, from the current stream on."""
     host: Array = array.get()
-    return host.view(TYPES[dtype])
+    return host.view(DTYPES[dtype])
 
 
 def memory(address: int, size: int, owner: object) -> Any:

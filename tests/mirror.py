@@ -76,10 +76,8 @@ class Mirror:
     """The step that ended last."""
 
     def create(self) -> Tokens:
-        spec = self.cache.spec
         empty = [np.zeros((0, layer.num_kv_heads, layer.head_dim)) for layer in self._layers()]
         values = [np.zeros((0, layer.num_kv_heads, layer.v_dim)) for layer in self._layers()]
-        assert len(empty) == len(spec.layers)
         tokens = Tokens(self.cache.create(), empty, values)
         self.live.append(tokens)
         return tokens

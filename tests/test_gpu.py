@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import pagoda
 import pytest
-from gpu_arrays import TYPES, Array, delay, memory, to_device, to_host
+from gpu_arrays import Array, delay, memory, to_device, to_host
 from gpu_driver import CopyingDriver
 from graphs import Model
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
+from mirror import DTYPES
 from pagoda import device, rates
 from pagoda.attention.reference import attention
 from pagoda.device import cuda
@@ -66,14 +67,14 @@ def engine(cache: pagoda.Cache) -> DeviceEngine:
 def draw(rng: np.random.Generator, count: int, dtype: str = "f16") -> list[Array]:
     """Q, K and V of so many tokens."""
     return [
-        rng.standard_normal((count, heads, DIM), np.float32).astype(TYPES[dtype])
+        rng.standard_normal((count, heads, DIM), np.float32).astype(DTYPES[dtype])
         for heads in (Q_HEADS, KV_HEADS, KV_HEADS)
     ]
 
 
 def stored(rows: Array, dtype: str = "f16") -> Array:
     """Rows as a cache keeps them."""
-    return rows.astype(np.float32).astype(TYPES[dtype]).astype(np.float64)
+    return rows.astype(np.float32).astype(DTYPES[dtype]).astype(np.float64)
 
 
 def named(dtype: str) -> str | None:
@@ -82,7 +83,7 @@ def named(dtype: str) -> str | None:
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize("dtype", list(DTYPES))
 def test_arrays_of_cupy_on_a_stream_that_is_behind(cp: Any, dtype: str, by_name: bool) -> None:
     rng = np.random.default_rng(0)
     stream = cp.cuda.Stream(non_blocking=True)
@@ -203,7 +204,7 @@ def test_long_contexts(cp: Any, page_size: int, dtype: str) -> None:
             held.append([k, v])
         for kind in ("f32", dtype):
             q, k, v = draw(rng, sum(last), dtype)
-            q = q.astype(TYPES[kind])
+            q = q.astype(DTYPES[kind])
             with cache.step(batch, last) as step:
                 step.append(0, to_device(k), to_device(v), dtype=named(dtype))
                 out = step.attend(0, to_device(q), dtype=named(kind))

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pagoda
 import pytest
 from gpu_driver import CopyingDriver
-from mirror import derived
+from mirror import DTYPES, derived
 from pagoda import _core
 from pagoda.attention.reference import attention
 from pagoda.device import cuda
@@ -26,7 +25,6 @@ Array = npt.NDArray[Any]
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
-TYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
 ERROR = {"f32": 1e-4, "f16": 4e-3, "bf16": 3e-2}
 """Of results by the type of queries, for values around 1."""
 PROMPT, SHARED, FORKS, JUNK = 150, 1100, 3, 2
@@ -45,8 +43,8 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def stored(rows: Array, name: str) -> Array:
     """Numbers [tokens, heads, dim] as a cache keeps them."""
-    if name in TYPES:
-        return rows.astype(TYPES[name]).astype(np.float64)
+    if name in DTYPES:
+        return rows.astype(DTYPES[name]).astype(np.float64)
     flat = np.ascontiguousarray(rows.reshape(-1, rows.shape[-1]), np.float32)
     return (
         _core.decode_rows(*_core.encode_rows(flat, name), name, rows.shape[-1]).reshape(rows.shape).astype(np.float64)
@@ -77,7 +75,7 @@ class Kind:
         layer, bounds = self.layer, np.cumsum([0, *(count + junk for count in counts)])
         shapes = ((layer.num_q_heads, layer.head_dim), (layer.num_kv_heads, layer.head_dim))
         q, k, v = (
-            self.rng.standard_normal((bounds[-1], *shape), np.float32).astype(TYPES[self.q])
+            self.rng.standard_normal((bounds[-1], *shape), np.float32).astype(DTYPES[self.q])
             for shape in (*shapes, (layer.num_kv_heads, layer.v_dim))
         )
         for end in bounds[1:]:

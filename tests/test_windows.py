@@ -13,7 +13,6 @@ from mirror import DTYPES, Mirror, check, layer, rotated, settled
 from pagoda.attention.reference import attention
 
 ROPE = pagoda.Rope(theta=500.0)
-Retention = pagoda.SinkWindow | None
 
 
 def open_cache(layers: list[pagoda.AttentionLayer], **options: Any) -> pagoda.Cache:

@@ -2,8 +2,8 @@
 
     .venv/bin/python tools/compile_kernels.py [--archs sm_80,sm_90] [--covering]
 
-Prints registers, spills and the size of each. Fails where one spills registers to memory. Needs the wheels nvidia-cuda-nvrtc,
-nvidia-cuda-runtime (headers) and cuda-bindings, which are among the development dependencies.
+Prints registers, spilled bytes and the size of the code of each. Fails where one spills registers to memory. Needs the wheels
+nvidia-cuda-nvrtc, nvidia-cuda-runtime (headers) and cuda-bindings, which are among the development dependencies.
 """
 
 from __future__ import annotations
@@ -202,7 +202,8 @@ def main() -> None:
     choose = covering if arguments.covering else every
     count, spilling = 0, 0
     for one in compile_all({arch: choose(arch) for arch in arguments.archs.split(",")}):
-        print(f"{one.arch:>7} {one.registers:>4} registers {one.spilled:>5} spilled  {one.expression}", flush=True)
+        figures = f"{one.registers:>4} registers {one.spilled:>5} spilled {one.cubin_bytes:>7} bytes"
+        print(f"{one.arch:>7} {figures}  {one.expression}", flush=True)
         count, spilling = count + 1, spilling + bool(one.spilled)
     print(f"{count} kernels, {spilling} spill")
     sys.exit(bool(spilling))

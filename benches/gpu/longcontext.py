@@ -27,12 +27,12 @@ def main() -> None:
         tempfile.TemporaryDirectory(dir=os.environ.get("PAGODA_DISK")) as disk,
     ):
         alone = os.environ | {"XDG_CACHE_HOME": nothing}
-        for context in HALF:
+        for context, half in HALF.items():
             cases = [
                 ("f16", [], alone),
                 ("q8_0", ["--format", "q8_0"], alone),
                 ("f16, divided", [], os.environ),
-                ("f16, half on disk", ["--host-memory", HALF[context], "--disk", disk], alone),
+                ("f16, half on disk", ["--host-memory", half, "--disk", disk], alone),
                 ("f16, on disk", ["--host-memory", "0", "--disk", disk], alone),
             ]
             for what, options, environment in cases:
