@@ -33,7 +33,7 @@ fn median<T, U>(mut prepare: impl FnMut() -> T, mut work: impl FnMut(T) -> U) ->
 fn cache(page_size: u32, pages: u64) -> Cache {
     let block_bytes = 4096;
     let memory = TierMemory { bytes: pages * block_bytes, extent_bytes: 1024 * block_bytes };
-    let group = Group { block_bytes, kind: GroupKind::Paged { page_size } };
+    let group = Group { block_bytes, kind: GroupKind::Paged { page_size }, window: None };
     Cache::new(&[group], [memory; 3]).expect("a cache")
 }
 
