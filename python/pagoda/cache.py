@@ -113,46 +113,49 @@ class Ticket:
 class Cache:
     """A tiered, paged KV cache.
 
-    spec: the model's layers. page_size: tokens in a page, a power of two from 8 to 4096. k_dtype, v_dtype: row formats of
-    `pagoda.formats`, one for all layers or one for each; PAGODA_KV_DTYPE in the environment goes before them.
-    device: "cpu", "cuda", "cuda:1"; "auto" is the CPU for now. device_memory, host_memory:
-    budgets, in bytes or like "512MiB"; on the CPU memory is taken as it is used, on a GPU at once, and of device_memory an
-    eighth at most for a ring that pages of other tiers are streamed through. threads: CPU workers, all cores by default; on
-    a GPU for a part of attention over the host tier, if `pagoda doctor --calibrate` has measured this GPU beside as many.
-    deterministic: the bits of a result depend on the sequence alone, not on batch, chunks, threads or where pages lie.
-    checked: values that do not fit their row format, infinities and NaN raise in `append`. retention: what layers without a
-    window keep, everything by default, or `SinkWindow`. headroom: tokens that are kept behind every window, so that
-    `truncate` can take back as many; a page by default.
+    spec: the model's layers. page_size: tokens in a page, a power of two from 8 to 4096.
+    k_dtype, v_dtype: row formats of `pagoda.formats`, one for all layers or one for each; PAGODA_KV_DTYPE in the environment
+    overrides them.
+    center, rotate: what happens to rows before they are quantised, see `pagoda.outliers`; "auto" decides by the format. A
+    deterministic cache subtracts only centres that are given: one from the first rows depends on which sequence came first.
+    k_norms: for each layer with `k_eq_v` the weight of K's norm [head_dim], for each other None; K is then derived from V,
+    which alone is stored. `ModelSpec.storing_k` stores both.
 
-    disk, disk_memory: a directory for a third tier, and the bytes that it may take there. The directory is
-    made if only its last part is missing, and must be nobody else's to write to. Pages have checksums that are verified
-    whenever they are read. disk_writes_per_day: bytes that this cache may write there a day. resume: False is a file without
-    a name that goes with the cache. True keeps what `save` is given until `forget`, whatever becomes of the process: the next
-    cache with the same directory, sizes and layers finds it again. One cache at a time, and one set of weights, which nothing
-    here can see: model is a text that stands for them, a name and revision or a digest; a directory of another is refused.
+    device: "cpu", "cuda", "cuda:1"; "auto" is the CPU for now.
+    device_memory, host_memory: budgets, in bytes or like "512MiB". The CPU takes memory as it is used. On a GPU the device
+    tier is allocated at once and the host tier pinned as it is used; at most an eighth of device_memory is a ring that pages
+    of other tiers are streamed through.
+    threads: CPU workers, all cores by default. On a GPU they do a part of attention over the host tier, if `pagoda doctor
+    --calibrate` has measured this GPU beside as many.
 
-    zero_on_free: True zeroes the bytes of pages that nobody has any more, on every tier, before anybody else gets their
+    disk, disk_memory: a directory for a third tier, and the bytes that it may take there. The directory is made if only its
+    last part is missing, and nobody else may write to it. Pages have checksums that are verified whenever they are read.
+    disk_writes_per_day: bytes that this cache may write there a day.
+    disk_timeout: seconds that `attend` waits for a read, and other calls for a disk that does nothing, opening the directory
+    included, before they raise TierIOError. I/O under way then goes on; until it has ended its memory is not used again, and
+    no other cache can open the directory.
+    resume: False is a file without a name that goes with the cache. True keeps what `save` is given until `forget`, also
+    after a kill: the next cache with the same directory, sizes and layers finds it again. One cache at a time has the
+    directory.
+    model: a text that stands for the weights, which the cache cannot see: a name and revision, or a digest. A directory of
+    another model is refused.
+
+    zero_on_free: True zeroes the bytes of pages that nobody holds any more, on every tier, before anybody else gets their
     memory: on the CPU as soon as they are free, on a GPU with the first call that finds the steps ended that may read them.
-    On disk they become holes, and count as draining meanwhile where that takes a drive longer than disk_timeout; opening a
-    directory zeroes what nothing is kept of. SECURITY.md says what is not zeroed.
+    On disk they become holes, and count as draining while that takes a drive longer than disk_timeout; opening a directory
+    zeroes what no kept sequence holds. SECURITY.md says what is not zeroed.
+    deterministic: the bits of a result depend on the sequence alone, not on batch, chunks, threads or where pages lie.
+    checked: values that do not fit their row format, infinities and NaN raise in `append`.
 
-    spill: when the device tier is full, the oldest pages go to the host tier by themselves, and from there to disk, those of
-    sequences that rest first. They come back when a step has their sequence and there is room. Steps attend to pages on disk
-    all the same: these are read layer by layer, ahead of need, through memory beside the budgets (see `stats().disk_io`). On
-    a GPU they need the ring: where device_memory is too small for one, nothing goes to disk by itself, and a step with pages
-    there raises InvalidArgument with the memory that would do.
-    disk_timeout: seconds that `attend` waits for such a read, and other calls for a disk that does nothing, before they raise
-    TierIOError; opening the directory is one of them. What is under way then goes on; its memory is not used again, and no
-    other cache has the directory, before it has ended.
-
-    A layer with a window holds the pages of its last `window + headroom` tokens; others leave when a step is committed, so
-    memory is constant however long a sequence grows. A step's own tokens are held until then.
-
-    center, rotate: what happens to rows before they are quantised, see `pagoda.outliers`; "auto" is by format. A
-    deterministic cache takes no centre off that is not given: one from the first rows depends on which sequence came first.
-
-    k_norms: for each layer with `k_eq_v` the weight of K's norm [head_dim], and None for each other; K is then derived from
-    V, which alone is stored. `ModelSpec.storing_k` stores both.
+    spill: when the device tier is full, its oldest pages go to the host tier, and from there to disk, those of sequences
+    that are not in the step first. They come back when a step has their sequence and there is room. Steps attend to pages on
+    disk all the same: these are read layer by layer, ahead of need, through memory beside the budgets (see
+    `stats().disk_io`). On a GPU that takes the ring: if device_memory is too small for one, nothing goes to disk by itself,
+    and a step with pages there raises InvalidArgument with the memory that would do.
+    retention: what layers without a window keep; everything by default, or `SinkWindow`.
+    headroom: tokens that are kept behind every window, so that `truncate` can take back as many; a page by default. A layer
+    with a window holds the pages of its last `window + headroom` tokens; others leave when a step is committed, so memory
+    is constant however long a sequence grows. A step's own tokens are held until then.
 
     Raises InvalidArgument (also a ValueError) for what does not fit together, BackendUnavailable for what is not there,
     GeometryMismatch for a directory of another model, TierIOError for one that cannot be used or that another cache has open.
