@@ -1,4 +1,4 @@
-"""The disk tier as `Cache` asks for it: where, how much, and of what model its pages are."""
+"""Arguments of `Cache` about the disk tier, checked: where, how much, and of which model its pages are."""
 
 from __future__ import annotations
 

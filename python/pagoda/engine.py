@@ -1,4 +1,4 @@
-"""What a cache asks of what holds its pages: on the CPU that is `pagoda._core.Cache`, on a GPU `pagoda.device.engine`.
+"""The interface between a cache and what holds its pages: `pagoda._core.Cache` on the CPU, `pagoda.device.engine` on a GPU.
 
 A sequence is the `id` of its handle, layers and layer groups are numbers from 0 on, tiers are "device", "host" and "disk".
 Errors are those of `pagoda.errors`, raised as `Cache` and `Step` say of their calls.

@@ -1,4 +1,4 @@
-"""What keeps few large elements from costing the others of a quantised row their precision.
+"""Centring and rotation: they keep a few large elements of a quantised row from costing the others their precision.
 
 K is centred: a constant vector is taken off the K rows of each head. Scores of a query then miss the query times that vector,
 which is the same for all rows; it is added back. K and V are rotated: random signs and a Hadamard matrix over blocks of the

@@ -1,4 +1,4 @@
-"""What the links of a machine carry, as it was measured: kept for the user, and how work is divided by it."""
+"""Measured bandwidths of a machine's links: how they are kept for the user, and how work is divided by them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-//! Sequences that are kept on disk, whatever becomes of the sequences they were.
+//! Sequences that are kept on disk, independently of the sequences that they were saved from.
 //!
-//! What is kept holds its pages like a sequence does, and their copies on disk besides. Open pages never have a second copy: of
-//! those a block on disk gets the bytes, which belongs to no page.
+//! A kept sequence holds its pages as a sequence does, and their copies on disk too. An open page never has a second copy: its
+//! bytes go to a block on disk that belongs to no page.
 
 use crate::cache::{Cache, GroupKind};
 use crate::error::{Error, Result};

@@ -1,4 +1,4 @@
-//! What attention goes over, as arithmetic: tiles and runs of stored rows, pieces of spans; blocks of queries and their work; passes.
+//! Cutting attention into work, as arithmetic: tiles and runs of stored rows, pieces of spans, blocks of queries, passes.
 //!
 //! Every backend cuts its work along these lines, so that a tile, and in deterministic mode a run, is the same rows of a
 //! page whoever computes it.

@@ -1,4 +1,4 @@
-//! Blocks whose bytes have to go before anybody else gets them, for whoever asks for that.
+//! Freed blocks that have to be zeroed before they are handed out again, in caches that ask for it.
 
 use crate::cache::Cache;
 use crate::fence::Fence;

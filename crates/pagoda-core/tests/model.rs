@@ -1,9 +1,9 @@
 //! The core against a naive model, byte by byte.
 //!
-//! A fake machine holds one word per token slot of every block. Kernels run late and in order, as on a stream; copies run
-//! whenever they like, in pieces; those off the device wait for the steps that may have written what they read. Every word names the token that wrote it, so
-//! a stale, foreign or torn page is recognised wherever it is read. The model is a list of tokens per sequence: all of them,
-//! also those that have left a window; what a query may see is recounted from the list.
+//! A fake machine holds one word per token slot of every block. Kernels run late and in order, as on a stream. Copies run at any
+//! time and in pieces; those off the device wait for the steps that may have written what they read. Every word names the token
+//! that wrote it, so a stale, foreign or torn page is recognised wherever it is read. The model is a list of tokens per sequence,
+//! including those that have left a window; what a query may see is recounted from the list.
 //!
 //! `PAGODA_MODEL_OPS` sets the number of operations (default 1 000 000); proptest prints the seed of a failure.
 

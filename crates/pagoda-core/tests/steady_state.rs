@@ -1,4 +1,4 @@
-//! Steps that stay within what was reached before do not touch the heap.
+//! Steps that need no more memory than earlier ones do not touch the heap.
 
 use pagoda_core::Cache;
 use pagoda_core::cache::{Group, GroupKind, TierMemory};

@@ -1,4 +1,4 @@
-//! What a sequence that never ends costs: nothing grows, and nothing is written anew but once in a run of pages.
+//! What an endless sequence costs: nothing grows, and a table row is rewritten only once in a run of pages.
 
 use pagoda_core::cache::{Group, GroupKind, TierMemory};
 use pagoda_core::ids::{GroupId, Tier};

@@ -1,4 +1,4 @@
-//! What tests of kernels are given: numbers at random, and pages of memory to read rows from.
+//! Inputs for tests of kernels: random numbers, and pages of memory to read rows from.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! A call like one before it does not touch the heap.
+//! A call that repeats an earlier one does not touch the heap.
 
 use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};

@@ -1,5 +1,5 @@
-//! A cache whose memory and kernels are on a device: what whoever drives that asks for, step by step. It is told what to copy and
-//! what to zero, and tells when copies and kernels have ended.
+//! A cache whose memory and kernels are on a device: the calls of the engine that drives it (python/pagoda/device), step by step.
+//! The engine is told what to copy and what to zero, and reports when copies and kernels have ended.
 
 use crate::cache::{Cache, Engine, Inner, MEMORY_TIERS};
 use crate::errors::{invalid, unavailable};

@@ -1,4 +1,4 @@
-//! The disk tier, as the facade asks for it.
+//! Opening the disk tier with the arguments that the facade has checked.
 
 use crate::errors;
 use crate::fork;

@@ -1,4 +1,4 @@
-//! Calls of a cache take turns: one lock for each, and what must not take it.
+//! Calls of a cache take turns: one lock per cache, and who must not take it.
 
 use crate::cache::{Cache, Inner};
 use crate::errors::{core, invalid_because, released};

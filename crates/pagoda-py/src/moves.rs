@@ -1,4 +1,4 @@
-//! What moves between tiers, what is zeroed and given back, and which steps have retired.
+//! Copies between tiers, zeroing of freed blocks, memory that is given back, and which steps have retired.
 
 use crate::cache::{Engine, Inner, MEMORY_TIERS};
 use crate::device::STAGE;

@@ -1,5 +1,5 @@
-//! What the CPU computes of a step whose kernels are on a device: attention over pages of the host tier, left as parts that the
-//! device begins with.
+//! The CPU's part in a step whose kernels are on a device: attention over pages of the host tier, as partial results that the
+//! device continues from.
 
 use crate::arrays::{address_of, floats, rows};
 use crate::cache::Cache;

@@ -1,5 +1,5 @@
-//! What a device has to be told of pages that are streamed to it from other tiers: which come together in a pass, tables that
-//! say where they are then, and the work of each pass.
+//! What a device needs to know of pages that are streamed to it from other tiers: which come together in a pass, tables of where
+//! they then are, and the work of each pass.
 
 use crate::layers::PlacedLayer;
 use crate::step::StepState;

@@ -1,4 +1,4 @@
-//! How long a call waits for the disk: as long as that does anything, and `disk_timeout` more. Signals are seen.
+//! How long a call waits for the disk: until the disk has done nothing for `disk_timeout`. Signals are handled meanwhile.
 
 use crate::errors;
 use pagoda_core::fence::{Completion, Failure};

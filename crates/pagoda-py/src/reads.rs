@@ -1,4 +1,4 @@
-//! Layers of pages on disk, read ahead of whoever goes over them.
+//! Layers of pages on disk, read ahead of the attention over them.
 
 use crate::patience::{self, Stop};
 use pagoda_core::fence::Completion;

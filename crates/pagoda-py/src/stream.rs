@@ -1,4 +1,4 @@
-//! Attention over pages on disk, run by run: while one run is gone over, the next ones are read.
+//! Attention over pages on disk, run by run: while one run is attended to, the next ones are read.
 
 use crate::errors::cpu;
 use crate::layers::PlacedLayer;

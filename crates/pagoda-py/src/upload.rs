@@ -1,7 +1,7 @@
-//! What a device has to be told of a step: its tables, as runs of words for fixed places in device memory.
+//! The tables of a step as a device needs them: runs of words for fixed places in device memory.
 //!
-//! Only what changed is written: rows of block tables keep what they hold. A kernel (cuda/pagoda/unpack.cuh) takes the runs to
-//! their places, so that a step needs one copy to the device, however many tables there are.
+//! Only what changed is sent. A kernel (cuda/pagoda/unpack.cuh) writes the runs to their places, so that a step needs one copy
+//! to the device, however many tables there are.
 
 use crate::layers::PlacedLayer;
 use crate::passes::Streams;

@@ -1,4 +1,4 @@
-//! Copies under way: late, in pieces and in any order, some of them twice, and told of when it suits.
+//! Copies under way: late, in pieces and in any order, some of them twice, and reported at any time afterwards.
 
 use crate::Missing;
 use crate::machine::{Kernel, Machine, Outcome, ensure};

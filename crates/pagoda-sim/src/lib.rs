@@ -1,5 +1,5 @@
-//! One cache, from sequences to the bytes on disk, simulated: the real `pagoda-core` and the real disk tier of `pagoda-store`
-//! over memory, kernels, copies and a drive that are not.
+//! One cache simulated, from sequences to the bytes on disk: the real `pagoda-core` and the real disk tier of `pagoda-store` over
+//! simulated memory, kernels, copies and a simulated drive.
 //!
 //! A seed decides everything: the shape of the cache, every operation, when kernels run and copies arrive and in which pieces,
 //! what the drive does wrong, when the process dies and when the power fails. What is stored says what it is: every word of

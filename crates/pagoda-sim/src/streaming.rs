@@ -1,5 +1,5 @@
-//! Steps that attend to pages on disk as these pass through the ring, and the reads ahead of them, which are carried out late, in
-//! pieces and in any order, and go on whatever becomes of their step.
+//! Steps that attend to pages on disk as these pass through the ring. Their reads are carried out late, in pieces and in any
+//! order, and go on whatever becomes of the step.
 
 use crate::Missing;
 use crate::machine::{Machine, Outcome, ensure};

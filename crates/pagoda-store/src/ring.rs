@@ -1,4 +1,4 @@
-//! Memory that layers of pages on disk pass through, read ahead of whoever goes over them.
+//! The memory into which layers of pages on disk are read, ahead of the attention over them.
 
 use crate::disk::{Geometry, Store};
 use crate::mover::{LayerOfPages, Mover};

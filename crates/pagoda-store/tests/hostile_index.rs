@@ -1,5 +1,5 @@
-//! An index whose checksums are right and whose lengths lie, as somebody makes it who knows the format: whatever it says, no
-//! allocation is larger than the bytes that are there justify, and nothing panics.
+//! An index with right checksums and false lengths, as an attacker who knows the format would make it: whatever it says, no
+//! allocation is larger than the bytes of the file justify, and nothing panics.
 
 use pagoda_core::Cache;
 use pagoda_core::cache::{Group, GroupKind, TierMemory};

@@ -1,4 +1,4 @@
-"""What several commands make of their options."""
+"""Options that several commands parse in the same way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is seen of a run of `pagoda generate`."""
+"""The live view of a run of `pagoda generate`."""
 
 from __future__ import annotations
 

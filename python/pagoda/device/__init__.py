@@ -1,4 +1,4 @@
-"""Caches on a GPU: `driver` says what a device must do, `cuda` does it with CuPy, `engine` runs a cache on one."""
+"""Caches on a GPU: `driver` is the interface to a device, `cuda` implements it with CuPy, `engine` runs a cache on it."""
 
 from __future__ import annotations
 

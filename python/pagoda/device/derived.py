@@ -1,4 +1,4 @@
-"""What keys that are not stored are made with, on the device: the weight of K's norm, and the rotation, of each layer."""
+"""What keys that are derived from V are made with, on the device: for each layer the weight of K's norm and the rotation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine asks of a device: memory, streams, events, kernels. Nothing here knows what a page is."""
+"""The interface of an engine to a device: memory, streams, events, kernels. Nothing here knows what a page is."""
 
 from __future__ import annotations
 

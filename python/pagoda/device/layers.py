@@ -1,4 +1,4 @@
-"""A layer as kernels know it: which instances it has, how its queries are cut, and what they are told in every step alike."""
+"""A layer as kernels see it: its instances, how its queries are cut, and the arguments that are the same in every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device memory that launches of attention use and leave for others."""
+"""Scratch memory on the device that launches of attention share."""
 
 from __future__ import annotations
 

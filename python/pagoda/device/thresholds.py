@@ -1,4 +1,4 @@
-"""From what size on one way to bytes of the host beats another: measured once for each device, when first asked for."""
+"""The sizes from which one way to bytes of the host beats another: measured once for each device, when first asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-//! Blocks of queries, and the work of each: what the thread blocks of a device share.
+//! Blocks of queries and the work of each: the list that the thread blocks of a device divide among themselves.
 
 use super::{Passes, pieces_from};
 use crate::table::SpanView;

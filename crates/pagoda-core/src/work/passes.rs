@@ -1,4 +1,5 @@
-//! How a batch is gone over where its pages do not lie on the device: what is brought with what, read in place, or computed elsewhere.
+//! How a device attends to pages that do not lie on it: which are brought together in a pass, which are read in place, and which
+//! the CPU attends to.
 
 use super::pieces;
 use crate::ids::{BlockRef, Tier};

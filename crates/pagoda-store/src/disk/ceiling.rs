@@ -1,4 +1,4 @@
-//! How fast a drive gives back what is read as pages are, when nothing is done with it: what everything else is set against.
+//! The read bandwidth of a drive, with I/O like that of pages and nothing done with the bytes: the ceiling for everything else.
 
 use super::io::{File, IO_BYTES_MAX, Kind, Op, Pulse};
 use super::{Error, Result};

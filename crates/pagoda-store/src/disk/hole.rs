@@ -1,4 +1,4 @@
-//! Space of the file that goes back to the file system while others go on: whoever writes there next waits until it has.
+//! Giving space of the file back to the file system while other threads go on; whoever writes there next waits for it.
 
 use super::store::{Store, lock};
 use super::{Error, Result};

@@ -1,7 +1,7 @@
 //! The index of a named cache: a log of what is kept under which key.
 //!
-//! It is read to its last whole line. A line that was cut short, or changed, ends it. It is written anew when it is opened,
-//! when most of it is about what is kept no more, and when nobody knows what a failure has left of it.
+//! It is read to its last whole line: a line that was cut short, or changed, ends it. It is written anew when it is opened, when
+//! most of it is about what is no longer kept, and after a failure that may have left anything in it.
 
 use super::format::{Fingerprint, IndexHeader, Line, Record, put_bytes};
 use super::io::{Directory, File};

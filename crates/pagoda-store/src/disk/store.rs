@@ -1,4 +1,4 @@
-//! The disk tier: which blocks have a page, what is kept under which key, and what went through. lane.rs writes and reads.
+//! The disk tier: which blocks have a page, what is kept under which key, and counts of traffic. lane.rs writes and reads.
 
 use super::budget::Budget;
 use super::format::{Fingerprint, Record};

@@ -1,5 +1,5 @@
-//! A mover without threads: what it is to read from disk waits until somebody carries it out, in whatever order and how much
-//! later. For simulations, whose time is a seed's.
+//! A mover without threads: reads from disk wait until the caller carries them out, in any order and at any time. For simulations,
+//! in which a seed decides when.
 
 use super::{LayerOfPages, Mover, Part, Work, read_layer};
 use crate::Ring;

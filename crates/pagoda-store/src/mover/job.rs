@@ -1,4 +1,4 @@
-//! What a mover was given, until all of it is done: jobs, their parts, and who waits for them.
+//! Jobs of a mover until they are done: their parts, and who waits for them.
 
 use super::{LayerOfPages, Transfer};
 use crate::Slab;

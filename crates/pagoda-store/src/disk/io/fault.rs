@@ -1,5 +1,5 @@
 //! A disk in memory that fails as it is told, and knows what a loss of power may leave of what was written. It also knows what
-//! a drive that never fails would hold, so that it can tell when it hands out other bytes, and why.
+//! a drive that never fails would hold, so it can say when it hands out other bytes, and why.
 
 use super::{ALIGN, Access, Directory, File, Kind, Lane, Op};
 use rustix::io::Errno;

@@ -1,4 +1,5 @@
-//! What the disk tier asks of a file system, and who answers: system calls (`psync`), `io_uring`, and in tests a disk with faults.
+//! The interface of the disk tier to a file system, and its implementations: system calls (`psync`), `io_uring`, and in tests a
+//! disk with faults.
 
 mod folder;
 mod psync;

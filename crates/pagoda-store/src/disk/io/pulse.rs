@@ -1,4 +1,4 @@
-//! Whether a drive answers, for those who would wait no longer.
+//! Whether a drive still answers, so that waiting callers know when to give up.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
