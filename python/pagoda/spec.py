@@ -23,15 +23,19 @@ WINDOW_MAX = (1 << 31) - 1
 class AttentionLayer:
     """One attention layer.
 
-    num_q_heads, num_kv_heads: query heads are a multiple of K/V heads. head_dim, v_head_dim: elements of a K and of a V row
-    (the same by default), multiples of 8. window: a query sees the last so many tokens, itself included; a cache lets go of
-    older ones. scale: what dot products are multiplied with, head_dim**-0.5 by default. rope: how the caller rotates queries
-    and keys; needed only where `drop` is to shift positions or sinks are to follow a window (`SinkWindow`). softcap: scores
-    become softcap * tanh(score / softcap). Both are from 1e-18 to 1e18. sinks: a learned logit per query head joins the
-    softmax (given to `Step.attend`). kv_owner: index of the earlier layer whose K and V this one reads; it stores none, and
-    its window reaches no further than the owner's. v_alias: V is the first v_head_dim elements of the stored K row. k_eq_v:
-    Gemma 4's attention_k_eq_v, where K is V times the weight of K's norm, and then rotated by `rope`: V alone is stored, in
-    the format of V, and K is derived from it (`Cache(k_norms=)`).
+    num_q_heads, num_kv_heads: query heads are a multiple of K/V heads.
+    head_dim, v_head_dim: elements of a K and of a V row (the same by default), multiples of 8.
+    window: a query sees the last so many tokens, itself included; a cache lets go of older ones.
+    scale: what dot products are multiplied with, from 1e-18 to 1e18; head_dim**-0.5 by default.
+    rope: how the caller rotates queries and keys; needed only where `drop` is to shift positions or sinks are to follow a
+    window (`SinkWindow`).
+    softcap: scores become softcap * tanh(score / softcap); from 1e-18 to 1e18.
+    sinks: a learned logit per query head joins the softmax (given to `Step.attend`).
+    kv_owner: index of the earlier layer whose K and V this one reads; it stores none, and its window reaches no further than
+    the owner's.
+    v_alias: V is the first v_head_dim elements of the stored K row.
+    k_eq_v: Gemma 4's attention_k_eq_v, where K is V times the weight of K's norm, and then rotated by `rope`: V alone is
+    stored, in the format of V, and K is derived from it (`Cache(k_norms=)`).
     """
 
     num_q_heads: int
