@@ -295,72 +295,35 @@ class World:
         # Of the second layer, behind as many bytes of the first.
         k, v = self.shape.k, self.shape.k if self.shape.v_in_k else self.shape.v
         # The rows that are stored: of K and V, of K alone, or of V alone.
-        kinds = [] if self.shape.k_from_v else [(k, self.shape.dim)]
-        kinds += [] if self.shape.v_in_k else [(v, self.shape.v_dim)]
+        self.kinds = [] if self.shape.k_from_v else [(k, self.shape.dim)]
+        self.kinds += [] if self.shape.v_in_k else [(v, self.shape.v_dim)]
         layer_bytes = 0
-        for kind, dim in kinds:
+        for kind, dim in self.kinds:
             layer_bytes = Plane.of(kind, dim, layer_bytes, page, heads).end
         self.block_bytes = 2 * layer_bytes
-        self.k_plane = self.v_plane = Plane.of(*kinds[0], layer_bytes, page, heads)
-        if len(kinds) > 1:
-            self.v_plane = Plane.of(*kinds[1], self.k_plane.end, page, heads)
+        self.k_plane = self.v_plane = Plane.of(*self.kinds[0], layer_bytes, page, heads)
+        if len(self.kinds) > 1:
+            self.v_plane = Plane.of(*self.kinds[1], self.k_plane.end, page, heads)
         self.inv_freq = 10000.0 ** -(np.arange(self.rope[0]) / self.rope[0]) if self.rope else np.zeros(0)
         self.key_weight = np.random.default_rng(self.seed).uniform(-2, 2, self.shape.dim).astype(np.float32)
         pages = [[-(-(span.skip + span.count) // page) for span in sequence.spans] for sequence in self.sequences]
-        total = sum(map(sum, pages))
-        blocks = total + 3
-        self.arenas = [self.guarded((blocks * self.block_bytes,), np.uint8) for _ in range(2)]
-        places = [(tier, block) for tier in range(2) for block in range(blocks)]
-        order = rng.permutation(len(places))[:total]
-        columns = max(map(sum, pages), default=0) + 5
-        self.table = self.guarded((len(self.sequences), columns), np.uint32)
-        self.table.array[:] = NOWHERE
+        self.place_pages([sum(counts) for counts in pages], rng)
         self.keys: list[Array] = []
         self.values: list[Array] = []
-        spans, starts, at = [], [0], 0
+        spans, starts = [], [0]
         for index, sequence in enumerate(self.sequences):
-            keys = np.zeros((sequence.length, heads, self.shape.dim))
-            values = np.zeros((sequence.length, heads, self.shape.v_dim))
+            self.keys.append(np.zeros((sequence.length, heads, self.shape.dim)))
+            self.values.append(np.zeros((sequence.length, heads, self.shape.v_dim)))
             page_index = before = 0
             # What a sequence holds does not depend on the others.
             content = np.random.default_rng([self.seed, index, 1])
             for span, count in zip(sequence.spans, pages[index], strict=True):
-                for i in range(count):
-                    tier, block = places[order[at]]
-                    self.table.array[index, page_index + i] = tier << 30 | block
-                    at += 1
-                for t in range(span.count):
-                    if self.holder(index, before + t) != index:
-                        continue
-                    row = span.skip + t
-                    tier, block = divmod(int(self.table.array[index, page_index + row // page]), 1 << 30)
-                    place = self.arenas[tier].array[block * self.block_bytes :]
-                    planes = [self.k_plane, self.v_plane][-len(kinds) :]
-                    rows = [stored(content.standard_normal((heads, dim)), kind) for kind, dim in kinds]
-                    values[before + t] = rows[-1][2][:, : self.shape.v_dim]
-                    if self.shape.k_from_v:
-                        made = values[before + t] * self.key_weight
-                        keys[before + t] = [self.turned(key, -(span.position + t)) for key in made]
-                    else:
-                        keys[before + t] = rows[0][2]
-                    for plane, (data, scales, _) in zip(planes, rows, strict=True):
-                        for head in range(heads):
-                            plane.write(place, head, row % page, data[head], scales[head])
+                self.write_rows(index, span, page_index, before, content)
                 spans.append([page_index, span.skip, span.count, before, span.offset, span.position, span.sight])
                 page_index += count
                 before += span.count
             starts.append(len(spans))
-            self.keys.append(keys)
-            self.values.append(values)
-        for common in self.commons:
-            first, *others = common.members
-            pages_of, tokens_of = slice(common.low // page, common.high // page), slice(common.low, common.high)
-            for other in others:
-                self.table.array[other, pages_of] = self.table.array[first, pages_of]
-                self.keys[other][tokens_of], self.values[other][tokens_of] = (
-                    self.keys[first][tokens_of],
-                    self.values[first][tokens_of],
-                )
+        self.share_common_pages()
         offsets, token = [span[4] for span in spans], 0
         for index, sequence in enumerate(self.sequences):
             for number, span in enumerate(sequence.spans):
@@ -378,6 +341,51 @@ class World:
         q = rng.standard_normal((self.tokens, q_heads, self.shape.dim)).astype(DTYPES[self.shape.q])
         self.q = self.filled(q)
         self.sink_logits = self.filled(rng.normal(0, 2, q_heads).astype(np.float32))
+
+    def place_pages(self, counts: list[int], rng: np.random.Generator) -> None:
+        """Gives each page of each sequence a block of its own, anywhere in the arenas."""
+        blocks = sum(counts) + 3
+        self.arenas = [self.guarded((blocks * self.block_bytes,), np.uint8) for _ in range(2)]
+        places = [tier << 30 | block for tier in range(2) for block in range(blocks)]
+        order = rng.permutation(len(places))
+        self.table = self.guarded((len(self.sequences), max(counts, default=0) + 5), np.uint32)
+        self.table.array[:] = NOWHERE
+        at = 0
+        for row, count in zip(self.table.array, counts, strict=True):
+            row[:count] = [places[place] for place in order[at : at + count]]
+            at += count
+
+    def write_rows(self, index: int, span: Span, page_index: int, before: int, content: np.random.Generator) -> None:
+        """Random rows for a span of a sequence, into its blocks and, as they are stored, into `keys` and `values`."""
+        page, keys, values = self.page_size, self.keys[index], self.values[index]
+        planes = [self.k_plane, self.v_plane][-len(self.kinds) :]
+        for t in range(span.count):
+            if self.holder(index, before + t) != index:
+                continue
+            row = span.skip + t
+            tier, block = divmod(int(self.table.array[index, page_index + row // page]), 1 << 30)
+            place = self.arenas[tier].array[block * self.block_bytes :]
+            rows = [stored(content.standard_normal((self.kv_heads, dim)), kind) for kind, dim in self.kinds]
+            values[before + t] = rows[-1][2][:, : self.shape.v_dim]
+            if self.shape.k_from_v:
+                made = values[before + t] * self.key_weight
+                keys[before + t] = [self.turned(key, -(span.position + t)) for key in made]
+            else:
+                keys[before + t] = rows[0][2]
+            for plane, (data, scales, _) in zip(planes, rows, strict=True):
+                for head in range(self.kv_heads):
+                    plane.write(place, head, row % page, data[head], scales[head])
+
+    def share_common_pages(self) -> None:
+        """Members of a common prefix have the pages of the first of them."""
+        for common in self.commons:
+            first, *others = common.members
+            pages = slice(common.low // self.page_size, common.high // self.page_size)
+            tokens = slice(common.low, common.high)
+            for other in others:
+                self.table.array[other, pages] = self.table.array[first, pages]
+                self.keys[other][tokens] = self.keys[first][tokens]
+                self.values[other][tokens] = self.values[first][tokens]
 
     @property
     def set_heads(self) -> int:
