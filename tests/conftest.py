@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import emulator
 import hypothesis
@@ -12,6 +12,7 @@ import pytest
 from emulator.driver import EmulatedDriver
 from gpu_driver import CopyingDriver
 from pagoda import device, rates
+from pagoda.cli import main
 from pagoda.device import cuda, ring
 from pagoda.device.cuda import open_driver as open_gpu
 from pagoda.device.driver import Driver
@@ -85,6 +86,19 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def _nothing_kept(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """What was measured of the user's machine decides nothing in tests."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that has to refuse its arguments, in one line and nothing else; returns what follows "pagoda: "."""
+
+    def run(*arguments: str) -> str:
+        assert main(arguments) == 2
+        out, err = capsys.readouterr()
+        assert (out.strip(), err[:8], err.find("\n")) == ("", "pagoda: ", len(err) - 1)
+        return err[8:-1]
+
+    return run
 
 
 @pytest.fixture

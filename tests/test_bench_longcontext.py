@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -228,26 +228,20 @@ def test_the_plan_is_that_of_pagoda_plan(capsys: pytest.CaptureFixture[str]) -> 
     }
 
 
-def test_more_than_a_gpu_has(
-    gpu: StrictDriver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_than_a_gpu_has(gpu: StrictDriver, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]) -> None:
     monkeypatch.setattr(gpu, "free_bytes", 3 * GIB - 1)
     sizes = ["--weights", "2GiB", "--device-memory", "1GiB"]
-    assert main([*bench("--device", "cuda", "--contexts", "300"), *sizes]) == 2
     named = f"--weights, --device-memory = {2 * GIB}, {GIB}: together at most what the device has free, {3 * GIB - 1}"
-    assert capsys.readouterr().err == f"pagoda: {named}\n"
+    assert refused(*bench("--device", "cuda", "--contexts", "300"), *sizes) == named
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "tpu", "cuda:x"])
-def test_a_device_that_is_not_there_is_refused_as_everywhere(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_that_is_not_there_is_refused_as_everywhere(device: str, refused: Callable[..., str]) -> None:
     if device in ("cuda", "cuda:1") and cuda.lack() is None:
         pytest.skip("there is a device")
-    said = []
-    for command in (["generate", "--device", device], bench("--device", device, "--contexts", "300")):
-        assert main(command) == 2
-        said.append(capsys.readouterr().err)
-    assert said[0] == said[1]
-    assert said[0].startswith("pagoda: device = ")
+    said = refused("generate", "--device", device)
+    assert said.startswith("device = ")
+    assert refused(*bench("--device", device, "--contexts", "300")) == said
 
 
 @pytest.mark.gpu
@@ -314,18 +308,11 @@ def test_tiers_without_room(given: dict[str, int], ram: int, disk: int | None, h
     ],
 )
 def test_what_a_cache_refuses_is_refused_before_anything_is_measured(
-    arguments: list[str],
-    named: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    arguments: list[str], named: str, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    measured: list[object] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(longcontext, "ceilings", lambda *given: measured.append(given))
-    assert main(bench("--contexts", "2k", "--weights", "0", *arguments)) == 2
-    assert capsys.readouterr().err.startswith(f"pagoda: {named}")
-    assert measured == []
+    monkeypatch.setattr(longcontext, "ceilings", lambda *_: pytest.fail("something is measured"))
+    assert refused(*bench("--contexts", "2k", "--weights", "0", *arguments)).startswith(named)
 
 
 @pytest.mark.parametrize(
@@ -348,13 +335,8 @@ def test_what_a_cache_refuses_is_refused_before_anything_is_measured(
     ],
 )
 def test_the_command_refuses_in_one_line(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def nothing(*_: Any) -> None:
-        raise AssertionError("nothing is measured")
-
-    monkeypatch.setattr(longcontext, "ceilings", nothing)
-    assert main(["bench", "longcontext", "--contexts", "2k", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("pagoda: --" if arguments[0] != "--format" else "pagoda: ")
-    assert captured.err.count("\n") == 1
+    monkeypatch.setattr(longcontext, "ceilings", lambda *_: pytest.fail("something is measured"))
+    said = refused("bench", "longcontext", "--contexts", "2k", *arguments)
+    assert said.startswith("--") or arguments[0] == "--format"

@@ -17,7 +17,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from mirror import INTEGER_ISAS, Mirror, layer
 from pagoda import formats
-from pagoda.cli import main
 from pagoda.cli.bench import depth, longcontext, quality
 from pagoda.measuring import calibration
 
@@ -293,7 +292,7 @@ def test_a_cache_of_every_format_is_the_size_that_it_says(monkeypatch: pytest.Mo
     ],
 )
 def test_what_measures_formats_by_name_measures_no_others(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    command: str, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PAGODA_KV_DTYPE", "q4_0")
     for module, name in (
@@ -304,10 +303,8 @@ def test_what_measures_formats_by_name_measures_no_others(
     ):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("something is measured"))
     place = [] if "quality" in command or "depth" in command else ["--disk", str(tmp_path)]
-    assert main([*command.split(), *place]) == 2
-    assert (
-        capsys.readouterr().err == "pagoda: PAGODA_KV_DTYPE = 'q4_0': unset, for what measures formats that it names\n"
-    )
+    said = refused(*command.split(), *place)
+    assert said == "PAGODA_KV_DTYPE = 'q4_0': unset, for what measures formats that it names"
 
 
 def test_formats_by_layer() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +159,8 @@ def test_what_auto_is(
         (["--device", "cuda", "--no-kv-cache-paged"], "--device = 'cuda': cpu, with --no-kv-cache-paged"),
     ],
 )
-def test_devices_that_cannot_be(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", *arguments]) == 2
-    assert capsys.readouterr().err.startswith(f"pagoda: {named}")
+def test_devices_that_cannot_be(arguments: list[str], named: str, refused: Callable[..., str]) -> None:
+    assert refused("generate", *arguments).startswith(named)
 
 
 def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
