@@ -7,12 +7,10 @@ from contextlib import AbstractContextManager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import emulator
 import numpy as np
 import numpy.typing as npt
 import pytest
-from emulator.driver import EmulatedDriver
-from pagoda.device import cuda
+from emulator.driver import EmulatedDriver, install_driver
 from pagoda.device.driver import View
 from pagoda.errors import InvalidArgument
 from pagoda.lm.arrays import Library, library
@@ -118,8 +116,6 @@ class StrictDriver(EmulatedDriver):
 
 def install(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> StrictDriver:
     """Makes the device "cuda" of caches, and of `library` as a module has imported it, one that is emulated."""
-    emulator.require()
-    driver, strict = StrictDriver(), Library(xp, device)
-    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
+    strict = Library(xp, device)
     monkeypatch.setattr(module, "library", lambda name: strict if name == "cuda" else library(name))
-    return driver
+    return install_driver(monkeypatch, StrictDriver())

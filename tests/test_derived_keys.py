@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import emulator
 import numpy as np
 import numpy.typing as npt
 import pagoda
 import pytest
-from emulator.driver import EmulatedDriver
+from emulator.driver import EmulatedDriver, install_driver
 from hypothesis import given
 from hypothesis import strategies as st
 from mirror import derived, through, tolerance_of
 from pagoda.attention.reference import attention
-from pagoda.device import cuda
 from pagoda.formats import FORMATS
 from pagoda.kernels import instances
 from pagoda.rope import ProportionalScaling, Rope
@@ -265,10 +263,8 @@ def test_rows_that_cannot_be() -> None:
 
 def test_queries_that_a_device_has_no_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 99 KB of shared memory Gemma 4's layer in q8_0 takes more, with queries of 32 bits alone: others are attended to."""
-    emulator.require()
-    driver = EmulatedDriver()
+    driver = install_driver(monkeypatch, EmulatedDriver())
     monkeypatch.setattr(driver, "shared_bytes_max", 99 << 10)
-    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
     spec, rows = pagoda.ModelSpec([GEMMA_4]), np.ones((1, 16, 512), np.float16)
     memory: dict[str, Any] = {"device_memory": "8MiB", "host_memory": 0}
     norms = [np.ones(512)]

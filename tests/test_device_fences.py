@@ -10,14 +10,12 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-import emulator
 import numpy as np
 import numpy.typing as npt
 import pagoda
 import pytest
-from emulator.driver import CallerStream, EmulatedDriver, Stream
+from emulator.driver import CallerStream, EmulatedDriver, Stream, install_driver
 from interrupts import interrupted
-from pagoda.device import cuda
 from pagoda.device.engine import DeviceEngine
 from pagoda.device.tables import Staging
 from pagoda.kernels.instances import Kernel
@@ -39,10 +37,7 @@ class LateDriver(EmulatedDriver):
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> LateDriver:
-    emulator.require()
-    driver = LateDriver()
-    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
-    return driver
+    return install_driver(monkeypatch, LateDriver())
 
 
 class World:
@@ -312,10 +307,8 @@ def test_a_step_is_committed_whatever_becomes_of_copies(driver: LateDriver, monk
 
 def test_ctrl_c_in_a_step_leaves_the_next_one_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """At every 61st instruction, in tables and memory that grow, too: what is there before a step is there after it."""
-    emulator.require()
     for after in count(0, 61):
-        driver = LateDriver()
-        monkeypatch.setattr(cuda, "open_driver", lambda index, driver=driver: driver)
+        driver = install_driver(monkeypatch, LateDriver())
         world = World(driver, device_pages=12, zero_on_free=after % 2 == 0)
         child = world.sequence.fork()
         before, rows = len(world.sequence), (world.rows(20), world.rows(20))

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import emulator
 import numpy as np
 import pagoda
 import pytest
-from emulator.driver import CallerStream, EmulatedDriver, Stream
+from emulator.driver import CallerStream, EmulatedDriver, Stream, install_driver
 from graphs import LAYERS, NORMS, SEQUENCES, Model
-from pagoda.device import cuda
 from pagoda.kernels.instances import Kernel
 
 
 def emulated(monkeypatch: pytest.MonkeyPatch, new_tokens: int, seed: int) -> Model:
-    emulator.require()
-    driver = EmulatedDriver(seed)
-    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
+    driver = install_driver(monkeypatch, EmulatedDriver(seed))
     return Model(np, CallerStream(driver), new_tokens, seed)
 
 
@@ -56,8 +52,7 @@ def test_the_engine_fits_the_largest_number_of_queries(monkeypatch: pytest.Monke
             seen.append(kernel.short.rstrip(">").split(", ")[-2])
         launch(self, kernel, *rest, **options)
 
-    emulator.require()
-    monkeypatch.setattr(cuda, "open_driver", lambda index: EmulatedDriver(0))
+    install_driver(monkeypatch, EmulatedDriver(0))
     monkeypatch.setattr(Stream, "launch", noted)
     spec = pagoda.ModelSpec([pagoda.AttentionLayer(num_q_heads=4, num_kv_heads=1, head_dim=64)])
 
@@ -124,9 +119,7 @@ def test_maxima_are_declared_once_and_in_range(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_there_is_no_memory_for_is_not_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever piece of it is refused: steps go on as before, and smaller maxima can be declared."""
-    emulator.require()
-    driver = EmulatedDriver()
-    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
+    driver = install_driver(monkeypatch, EmulatedDriver())
     spec = pagoda.ModelSpec([pagoda.AttentionLayer(2, 1, 64)])
     memory, left = driver.memory, 0
 

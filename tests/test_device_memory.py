@@ -10,13 +10,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import emulator
 import numpy as np
 import pagoda
 import pytest
-from emulator.driver import EmulatedDriver, HostArena, Memory
+from emulator.driver import EmulatedDriver, HostArena, Memory, install_driver
 from mirror import Mirror, Tokens, layer
-from pagoda.device import cuda, passage, ring
+from pagoda.device import passage, ring
 from pagoda.errors import BackendUnavailable
 
 
@@ -157,12 +156,10 @@ SCENES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SCENES)
 def test_whichever_allocation_is_refused_nothing_is_lost_or_leaked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.require()
     if name == "streamed":
         monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
     for refuses in count(1):
-        driver = StingyDriver(refuses)
-        monkeypatch.setattr(cuda, "open_driver", lambda index, driver=driver: driver)
+        driver = install_driver(monkeypatch, StingyDriver(refuses))
         life = Life(driver, SCENES[name])
         life.live()
         driver.check()
@@ -180,9 +177,7 @@ def test_whichever_allocation_is_refused_nothing_is_lost_or_leaked(name: str, mo
 
 def test_a_move_that_is_refused_has_no_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of its two runs one is for the copy engine, and one for a kernel whose list is refused: the blocks are others' then."""
-    emulator.require()
-    driver = StingyDriver(0)
-    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
+    driver = install_driver(monkeypatch, StingyDriver(0))
     spec = pagoda.ModelSpec(layers=[layer(), layer()])
     # Five pages, so that those which come back go where they were: before and behind another's.
     options: dict[str, Any] = {"device_memory": "20KiB", "host_memory": "256KiB", "spill": False, "page_size": 16}
@@ -211,9 +206,7 @@ def test_a_move_that_is_refused_has_no_copy_under_way(monkeypatch: pytest.Monkey
 def test_scratch_memory_is_enough_for_layers_of_every_kind(
     second: pagoda.AttentionLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    emulator.require()
-    driver = EmulatedDriver()
-    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
+    driver = install_driver(monkeypatch, EmulatedDriver())
     spec = pagoda.ModelSpec(layers=[layer(), second])
     with pagoda.Cache(spec, device="cuda", page_size=16, device_memory="2MiB", host_memory=0) as cache:
         mirror = Mirror(cache, np.random.default_rng(0))
@@ -225,9 +218,7 @@ def test_scratch_memory_is_enough_for_layers_of_every_kind(
 
 def test_a_move_that_is_refused_late_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its turn comes within a call for another move, which is told; and so is whoever asks for this one."""
-    emulator.require()
-    driver = StingyDriver(0)
-    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
+    driver = install_driver(monkeypatch, StingyDriver(0))
     monkeypatch.setattr(passage, "PART_BYTES", 1)
     monkeypatch.setattr(passage, "PARTS", 1)
     spec = pagoda.ModelSpec(layers=[layer()])

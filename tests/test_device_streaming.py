@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import pagoda
 import pytest
-from emulator.driver import CallerStream, EmulatedDriver, Stream
+from emulator.driver import CallerStream, EmulatedDriver, Stream, install_driver
 from mirror import Mirror, Tokens, layer
-from pagoda.device import cuda, ring, thresholds
+from pagoda.device import ring, thresholds
 from pagoda.device.driver import Event
 from pagoda.device.engine import DeviceEngine
 from pagoda.device.ring import Ring, RingSlots, Slot, ring_slots
@@ -59,8 +59,7 @@ def opened(
     monkeypatch: pytest.MonkeyPatch, driver: EmulatedDriver, spec: pagoda.ModelSpec, **options: Any
 ) -> pagoda.Cache:
     """A cache on a device, with a ring however small its memory is."""
-    emulator.require()
-    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
+    install_driver(monkeypatch, driver)
     monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
     defaults: dict[str, Any] = {"page_size": 16, "host_memory": "4MiB"}
     return pagoda.Cache(spec, device="cuda", **(defaults | options))

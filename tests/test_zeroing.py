@@ -8,15 +8,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import emulator
 import numpy as np
 import numpy.typing as npt
 import pagoda
 import pytest
-from emulator.driver import EmulatedDriver
+from emulator.driver import EmulatedDriver, install_driver
 from interrupts import interrupted
 from mirror import layer, nameless, settled
-from pagoda.device import cuda, ring
+from pagoda.device import ring
 from pagoda.device.driver import Memory
 
 PAGE, MEMORY = 16, 1 << 20
@@ -273,9 +272,7 @@ def test_nothing_is_left_where_pages_pass_between_disk_and_device(
     scene: Callable[[World], None], zero_on_free: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stage and the ring of pinned memory, of which any device is shown to have some."""
-    emulator.require()
-    driver = EmulatedDriver()
-    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
+    driver = install_driver(monkeypatch, EmulatedDriver())
     world = World(zero_on_free, tmp_path / "pages", spill=False, device="cuda", resume=True)
     with world.cache as cache:
         world.move(world.other, "disk")
@@ -307,9 +304,7 @@ def test_nothing_is_left_where_pages_pass_on_a_device(
     scene: Callable[[World], None], tier: str, zero_on_free: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ring in its memory, as small as one layer of a few pages: both slots have the secret in turn, and what is ahead."""
-    emulator.require()
-    driver = EmulatedDriver()
-    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
+    driver = install_driver(monkeypatch, EmulatedDriver())
     monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
     world = World(zero_on_free, tmp_path / "pages", spill=False, device="cuda")
     memory, size = ring_of(world.cache)
@@ -334,9 +329,7 @@ def test_ctrl_c_while_blocks_are_zeroed_leaves_nothing_of_them(
     tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device, which is told what to zero: what it was not told is asked for again. So is the ring in its memory."""
-    emulator.require()
-    driver = EmulatedDriver()
-    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
+    driver = install_driver(monkeypatch, EmulatedDriver())
     monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
     world = World(True, tmp_path / "pages", spill=False, device="cuda")
     with world.cache as cache:

@@ -12,11 +12,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+import pytest
+from pagoda.device import cuda
 from pagoda.device.driver import View
 from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.kernels.instances import Kernel
@@ -307,3 +309,13 @@ class EmulatedDriver:
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
         return numpy_empty(shape, like, dtype)
+
+
+AnyDriver = TypeVar("AnyDriver", bound=EmulatedDriver)
+
+
+def install_driver(monkeypatch: pytest.MonkeyPatch, driver: AnyDriver) -> AnyDriver:
+    """Makes the device "cuda" of caches this one; skips a test where there is no compiler (`emulator.require`)."""
+    emulator.require()
+    monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
+    return driver
