@@ -444,12 +444,12 @@ class Cache:
         except TierIOError as unanswered:
             if error is None:
                 raise
-            # What has gone wrong before says more.
+            # The earlier error says more.
             log.warning("%s", unanswered)
 
     def _reserve(self, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
         if self._unfinished:
-            # A step was forgotten. Its finaliser must not end it: that may run in the middle of any call.
+            # A step was never ended. Its finaliser could not do that: it may run in the middle of any call.
             with contextlib.suppress(InvalidArgument):  # It may have ended after all.
                 self._core.rollback()
             self._unfinished = False
@@ -492,7 +492,7 @@ class Cache:
     def _batch(self, name: str, sequences: Collection[Sequence]) -> Batch:
         check_list(name, sequences, "sequences")
         for index, sequence in enumerate(sequences):
-            # Names are made up for those alone that are no good: a batch is checked in every step.
+            # Only a bad entry needs a name for its message: a batch is checked in every step, so names would cost time.
             if not isinstance(sequence, Sequence) or sequence._cache is not self:
                 self._check_ours(sequence, f"{name}[{index}]")
         return Batch(self, sequences)

@@ -66,7 +66,7 @@ class Spill:
         for pair in self._pairs:
             if self._settle(pair) or self._demote_now(pair, error.blocks_short, batch):
                 return
-        # Where pages would go to, blocks may drain for a drive that is slow to read.
+        # Blocks of the target tier may be draining because of a drive that is slow to read.
         if not self._core.finish_draining():
             raise error
 
@@ -112,7 +112,7 @@ class Spill:
             try:
                 core.ticket_done(ticket)
             except PagodaError as error:
-                # All are asked: a failure that nobody is told of would be that of the next step, whosever that is.
+                # All tickets are asked: a failure that is not reported here would be raised by the next step, whosever it is.
                 failures.append(error)
         if failures:
             raise failures[0]
@@ -140,7 +140,7 @@ class Spill:
                 core.drop_copies(target, group, short)
         stepping = set(batch.tolist())
         resting = [handle for handle in core.by_recency() if handle not in stepping]
-        # To disk go pages that others hold, and those of the batch, when there is nothing else.
+        # Pages that others hold, and those of the batch, go to disk only when there is nothing else.
         rounds: list[tuple[list[int], bool]] = [(resting, True)] if to_disk else []
         rounds += [] if resting_only else [(resting + batch.tolist(), False)]
         for handles, unshared in rounds:

@@ -83,7 +83,7 @@ def _together(
             for route, rate in rates.items()
         }
 
-    # From one of these moments to the next, as much is done every second.
+    # Between two of these moments the rate is constant.
     moments = sorted({start[route] for route in rates} | {end for end in ends.values() if end < math.inf})
     for moment, after in zip(moments, [*moments[1:], math.inf], strict=True):
         left = size - sum(done(moment).values())

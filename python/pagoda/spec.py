@@ -209,7 +209,7 @@ def _check_owner(index: int, layer: AttentionLayer, owner: Layer | None) -> None
     """Raises InvalidArgument unless a layer can read the K and V of its kv_owner."""
     if not isinstance(owner, AttentionLayer) or owner.kv_owner is not None:
         raise InvalidArgument(f"layers[{index}].kv_owner = {layer.kv_owner}: an earlier layer that stores its K and V")
-    # Keys that are derived are rotated for all that read them.
+    # Derived keys are rotated alike for all layers that read them.
     names = ["num_kv_heads", "head_dim", "v_dim", "v_alias", "k_eq_v", *(["rope"] if owner.k_eq_v else [])]
     for name in names:
         mine, theirs = getattr(layer, name), getattr(owner, name)

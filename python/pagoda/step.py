@@ -109,7 +109,7 @@ class Step:
         if self._open:
             raise InvalidArgument("step = open: one that is not; this one goes on")
         self._began = time.perf_counter()
-        # Before it is: Ctrl-C may come as soon as the core has opened the step.
+        # Set early: Ctrl-C may come as soon as the core has opened the step.
         self._open = True
         try:
             self._cache._reserve(self.batch, self._counts, self._stream)
@@ -129,13 +129,13 @@ class Step:
                 self.commit()
         finally:
             if self._open:
-                # It may have ended, by Ctrl-C in the middle of a commit. What has gone wrong says more than that.
+                # Ctrl-C in the middle of a commit may have ended it. The first error says more than one of the rollback.
                 with contextlib.suppress(PagodaError):
                     self._cache._core.rollback()
                 self._end()
 
     def __del__(self) -> None:
-        # Ctrl-C may have come before there was anything.
+        # Ctrl-C may have come before `_open` was set.
         if getattr(self, "_open", False):
             self._cache._unfinished = True
 

@@ -53,7 +53,7 @@ def attention(
         total = weights.sum(axis=1, keepdims=True)
         sink: Any = 0.0
         if sink_logits is not None:
-            # Beyond what exp can say it is infinite, and the result 0.
+            # Where exp overflows the sum is infinite, and the result 0.
             with np.errstate(over="ignore"):
                 sink = np.exp(float(sink_logits[head]) - np.where(np.isfinite(peak), peak, 0.0))
         out[:, head] = weights @ v[:, kv_head].astype(np.float64) / np.where(total > 0, total + sink, 1.0)

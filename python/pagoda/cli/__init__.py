@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Who reads has seen enough: `pagoda plan ... | head`. Python would flush once more, and fail, as it ends.
+        # The reader has gone, as in `pagoda plan ... | head`. Python would flush once more as it ends, and fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:

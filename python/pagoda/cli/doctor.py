@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     findings = examine(arguments.disk)
     if arguments.calibrate:
         fine = any(finding.what == "GPU kernels" and finding.fine for finding in findings)
-        # The one that a kernel was run on.
+        # The device that a kernel was run on.
         findings += calibrate(arguments.disk, [cuda.open_driver(0)] if fine else [])
     if arguments.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))

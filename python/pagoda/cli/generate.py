@@ -157,7 +157,7 @@ def _sequence(arguments: argparse.Namespace, cache: Any, prompt: npt.NDArray[np.
     sequence = cache.load(arguments.session) if mark == _mark(arguments.model, prompt[:kept]) else None
     if sequence is None:
         return cache.create()
-    # What the last token says of the next one is not kept.
+    # Logits are not kept: the last token is read again to predict the next one.
     sequence.truncate(min(kept, len(prompt) - 1))
     return sequence
 
@@ -170,13 +170,13 @@ def _check_room(arguments: argparse.Namespace, cache: Any, kept: int, tokens: in
     wanted, shares = 0, []
     for members, size, counts in zip(cache._groups, stats.block_bytes, stats.disk, strict=True):
         window = keeps[members[0]]
-        # At least: a window may reach into one page more, and have left some that are there.
+        # A lower bound: a window may reach into one page more, and pages that are kept may have left it.
         held = tokens if window is None else min(tokens, sum(window[:3]))
         pages = max(0, -(-held // cache.page_size) - kept // cache.page_size)
         wanted += pages * size
         shares.append(pages / counts.free if counts.free else float(pages))
     used, budget = stats.used_bytes("disk"), parse_size(arguments.disk_memory, "--disk-memory")
-    # Groups divide among them what is free, but for rests of what they have already.
+    # Groups share the free extents; blocks that are free in extents of their own come on top.
     if used + wanted > budget or max(shares) > 1 or (not used and sum(shares) > 1):
         limit = f"more than {format_size(used + wanted)}, to keep the text for --session beside what is kept"
         raise InvalidArgument(f"--disk-memory = {arguments.disk_memory!r}: {limit}")

@@ -115,7 +115,7 @@ class Appends:
             )
             stream.launch(instances.center(keys.dtype), 1, CENTER_THREADS, centering)
             self._centers.given(layer, arrays.tokens, stream)
-        # Warps have rows, or where nothing is quantised threads have 8 elements.
+        # A warp writes a row; where nothing is quantised, a thread writes 8 elements.
         rows, shared = arrays.tokens_max * call.kv_heads, 0
         if any(name in instances.QUANTISED for name in kernels.stored):
             threads, shared = 32 * rows * (2 if call.v_head_dim else 1), APPEND_ROWS_BYTES

@@ -119,10 +119,10 @@ class _Memory:
             self._memory = cupy.cuda.alloc(max(1, size))
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise BackendUnavailable(f"device_memory: {size} bytes ({error})") from error
-        # A pool hands memory out again that kernels of the stream it was freed on have yet to be done with.
+        # A pool hands out memory again that kernels on the stream where it was freed may still use.
         cupy.cuda.runtime.deviceSynchronize()
         cupy.cuda.runtime.memset(self._memory.ptr, 0, size)
-        # Streams of callers do not wait for the one that this was done on.
+        # Callers' streams do not wait for the default stream, on which the memory was zeroed.
         cupy.cuda.runtime.streamSynchronize(0)
         self.address = int(self._memory.ptr)
 
@@ -156,7 +156,7 @@ class _HostArena:
     def __init__(self, size: int, piece: int) -> None:
         import cupy
 
-        # What is registered begins and ends with pages of the system: none can be registered twice.
+        # Pieces begin and end at pages of the system: no page can be registered twice.
         piece = math.lcm(piece, mmap.PAGESIZE)
         self.piece = piece * max(1, PIECE_BYTES // piece)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
@@ -167,8 +167,8 @@ class _HostArena:
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.address = int(self._bytes.ctypes.data)
         self._pinned: set[int] = set()
-        # What is registered outlives the memory: whoever gets the same addresses later could not register them. Of garbage
-        # an array goes last: an engine that nobody has closed has waited for its kernels by then.
+        # Registration outlives the memory, and whoever gets the same addresses later could not register them. So it ends with
+        # the array, which is collected last: an engine that nobody has closed has waited for its kernels by then.
         runtime = cupy.cuda.runtime
         self._unregister = weakref.finalize(self._bytes, _unregister, runtime, self.address, self._pinned, self.piece)
         self._unregister.atexit = False
@@ -217,7 +217,7 @@ class _Event:
     def __init__(self, stream: Any, device: Any) -> None:
         import cupy
 
-        # An event is of the device that is current, and only streams of that record it.
+        # An event belongs to the current device, and only streams of that device can record it.
         with device:
             self.event = cupy.cuda.Event(block=True, disable_timing=True)
             self.event.record(stream)
@@ -225,7 +225,7 @@ class _Event:
     def done(self) -> bool:
         import cupy
 
-        # To `Event.done` of CuPy a device that has failed is one that is not done, for ever.
+        # CuPy's `Event.done` says "not done" for ever of a device that has failed.
         runtime = cupy.cuda.runtime
         status = runtime.eventQuery(self.event.ptr)
         if status not in (0, NOT_READY):
@@ -265,7 +265,7 @@ class _Stream:
             every.enter_context(self._stream)
             if torch := _torch():
                 index, address = self._driver.device.id, self._stream.ptr
-                # To torch an external stream at 0 would be a new one.
+                # torch would take an external stream at address 0 for a new one.
                 stream = torch.cuda.ExternalStream(address, index) if address else torch.cuda.default_stream(index)
                 every.enter_context(torch.cuda.stream(stream))
             return every.pop_all()
@@ -327,7 +327,7 @@ def view(name: str, array: Any, device: int) -> View:
     kind = None
     if _of_torch(array):
         array = array.detach()
-        # Not every torch says how its bf16 is called.
+        # Not every torch names bf16 in its array interface.
         if str(array.dtype) == "torch.bfloat16":
             kind, array = "bf16", array.view(sys.modules["torch"].int16)
     interface = getattr(array, "__cuda_array_interface__", None)

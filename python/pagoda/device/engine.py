@@ -103,7 +103,7 @@ class DeviceEngine:
                 disk=disk,
             )
         except BaseException:
-            # Memory that is gone must not be pinned.
+            # Pinned memory has to be unpinned before it is freed.
             self._memory.close()
             raise
         centers, misfits = Centers(driver, layers), Misfits(driver) if checked else None
@@ -201,7 +201,7 @@ class DeviceEngine:
         self.core.check_append(layer, k is not None, v is not None)
         shape = self._layers[layer]
         heads = shape["num_kv_heads"]
-        # Of a layer whose keys are derived, values take the place of K.
+        # A layer whose keys are derived from V stores values in the place of K.
         name, stored = ("v", v) if k is None else ("k", k)
         keys = values = self._arrays.rows(name, stored, (heads, shape["head_dim"]), dtype)
         if k is not None and v is not None:
@@ -227,7 +227,7 @@ class DeviceEngine:
         heads, dim = shape["num_q_heads"], shape["v_head_dim"]
         queries = arrays.rows("q", q, (heads, shape["head_dim"]), dtype)
         if out is None or return_lse:
-            # On the step's stream: an array that memory may have had before is still in use on no other.
+            # On the step's stream: a pool then hands out memory that no other stream may still use.
             with self._now.current():
                 out = self._driver.empty((*queries.shape[:2], dim), q) if out is None else out
                 lse = self._driver.empty(queries.shape[:2], q, "f32") if return_lse else None
@@ -265,12 +265,12 @@ class DeviceEngine:
     def rollback(self) -> None:
         """Closes the step as if it had never been opened."""
         if self._stream is not None and self._last_step is not None:
-            # Ctrl-C may have come before it was to.
+            # Ctrl-C may have come before the stream was made to follow.
             self._stream.follow(self._last_step)
         try:
             self.core.rollback()
         finally:
-            # Or after the core had closed it.
+            # Also if Ctrl-C came after the core had closed the step.
             self._leave()
 
     def plan(self, *given: Any, **options: Any) -> _core.Plan:
@@ -346,7 +346,7 @@ class DeviceEngine:
         if self._memory.closed:
             return
         with contextlib.suppress(Exception):
-            # The kernels of a step that is open go over memory, too.
+            # The kernels of an open step use the memory, too.
             self._mark_end()
             self._wait_for_steps()
         with contextlib.suppress(Exception):
@@ -363,11 +363,11 @@ class DeviceEngine:
             self._tables.close()
             self._mover.close()
             self._attends.close()
-            # Last: Ctrl-C may come before.
+            # Last, so that a second `close` goes on where Ctrl-C has ended the first.
             self._memory.close()
 
     def __del__(self) -> None:
-        # Kernels and copies may be under way in the memory that goes with this. A device that fails has nothing under way.
+        # Kernels and copies may still use the memory that is freed with this. A device that has failed runs none.
         with contextlib.suppress(Exception):
             if not self._memory.closed:
                 self._mark_end()
@@ -437,7 +437,7 @@ class DeviceEngine:
         epoch = self.core.ended_epoch()
         if epoch is not None:
             if self._last_step is None:
-                # Ctrl-C has come before anything was launched.
+                # Ctrl-C came before anything was launched.
                 self.core.retire(epoch)
             else:
                 self._epochs.append((epoch, self._streams.behind(self._last_step)))
@@ -453,7 +453,7 @@ class DeviceEngine:
     def _poll(self) -> None:
         """Tells the core what has ended."""
         while self._epochs and self._epochs[0][1].done():
-            # Told twice, if Ctrl-C comes in between, and not never.
+            # In this order Ctrl-C in between makes the core hear of it twice, not never.
             self.core.retire(self._epochs[0][0])
             self._epochs.popleft()
         self._plans.advance()
@@ -470,7 +470,7 @@ class DeviceEngine:
         if off_device or on_host:
             self._streams.ring.clear()
         if len(ranges) or off_device:
-            # Ctrl-C before this has all of it done again.
+            # Last, so that Ctrl-C before this has all of it done again.
             self.core.zeroed(ranges)
 
     def _follow_steps(self) -> None:

@@ -89,7 +89,7 @@ class LayerKernels:
             rotate_v=rotate_v,
             misfit=misfit,
         )
-        # Its memory is needed as long as there are kernels that are told where it is.
+        # Held because kernels are given the address of its memory.
         self._derived = derived
         rope, softcap = shape["rope"], shape["softcap"]
         scale = shape["scale"] * (1.0 if derived is None else derived.unit)
@@ -102,7 +102,7 @@ class LayerKernels:
             k_plane=k_plane,
             v_plane=v_plane,
             window=WINDOW_MAX if shape["window"] is None else min(shape["window"], WINDOW_MAX),
-            # Scores of kernels are base-2 logarithms.
+            # Kernels compute scores to base 2.
             scale=scale * LOG2_E if softcap is None else scale / softcap,
             softcap=0.0 if softcap is None else softcap * LOG2_E,
             rotary_pairs=len(rope[0]) if rope else 0,

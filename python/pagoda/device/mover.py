@@ -48,13 +48,13 @@ class Mover:
         by_kernel: list[tuple[int, int, int]] = []
         by_engine: list[tuple[int, int, int]] = []
         for source, target, size in runs:
-            # One alone is no faster by a kernel.
+            # A kernel is no faster for a single run.
             few_bytes = len(runs) > 1 and size < self._driver.copy_engine_bytes
             if few_bytes and not any(x % WORD for x in (source, target, size)):
                 by_kernel.append((source, target, size))
             else:
                 by_engine.append((source, target, size))
-        # The kernel first: it may need memory, and what is refused must not be under way.
+        # The kernel first: it may need memory that is refused, and then no copy may be under way.
         if by_kernel:
             self._launch(stream, by_kernel)
         for source, target, size in by_engine:
@@ -90,7 +90,7 @@ class Mover:
 
     def _next_list(self, size: int) -> List:
         while self._lists and self._lists[0].lent:
-            # Ctrl-C has come in between, and nobody knows when it will have been read.
+            # Ctrl-C came during the launch, so nobody knows when the list will have been read: it is never used again.
             self._lost.append(self._lists[0])
             self._lists.popleft()
         if self._lists and len(self._lists[0].runs.array) >= size:

@@ -137,7 +137,7 @@ class Plans:
         for ticket, plan in list(self._under_way.items()):
             for part in plan.left():
                 if part.staged and not part.begun and part.numbers[0] > plan.copied:
-                    # After a failure copies that come later are not made.
+                    # After a failure later copies are not made.
                     part.end()
                 elif part.staged and part.at is None:
                     if not free:
@@ -194,7 +194,7 @@ class Plans:
                 try:
                     wait = self._begin(ticket, plan, part, part.ways[way])
                 except Exception as error:
-                    # Nothing may be under way in a part of the stage that others get.
+                    # A part of the stage that others get must have no copy under way.
                     self._copying.record().wait()
                     plan.failed(part.numbers[0], str(error))
                     self._end(part)
@@ -227,7 +227,7 @@ class Plans:
             rows[:, int(rows[0, 1] == 0)] = through.address + begins
         if way == "link":
             if part.ways == ("threads", "link"):
-                # What has arrived.
+                # Only the pages that were read without an error.
                 rows = rows[: self._core.start_on_disk(ticket, part.numbers, offsets).copied]
             return self._by_link(rows) if len(rows) else Nothing()
         if part.at is None:

@@ -35,7 +35,7 @@ class Reads:
         None where it is not there yet. wait: until it is. Raises CorruptPage and TierIOError, with `wait` alone.
         """
         if self._taking:
-            # Ctrl-C, or an error: whatever was taken, nothing is copied from it any more.
+            # After Ctrl-C or an error: wait until nothing is copied any more from slots that were taken.
             self._copying.record().wait()
             self._lent.clear()
             self._core.give_back(None)

@@ -50,9 +50,9 @@ def ring_slots(
     widths: list[int], page_size: int, device_bytes: int, *, host: bool, disk: bool, deterministic: bool
 ) -> RingSlots:
     """What a cache has. widths: bytes of a layer in a block, by layer group. host, disk: whether there are these tiers."""
-    # A slot has to hold as much of any layer, since passes do not end in between.
+    # A slot has to hold a whole stretch of any layer, since passes do not end inside one.
     stretch = max(RUN_ROWS if deterministic else TILE, page_size) // page_size * max(widths)
-    # Pages of the host can be read without a ring as well, so that a small one is of no use; those on disk cannot.
+    # Host pages can be read without a ring, so a small ring is useless for them; pages on disk need one.
     least = stretch if disk else max(stretch, SLOT_BYTES_MIN)
     size = min(max(SLOT_BYTES, stretch), device_bytes // (SLOTS * RING_SHARE)) // 256 * 256
     if not (host or disk) or size < least:
@@ -112,7 +112,7 @@ class Ring:
     def brought(self, item: int, stream: Stream) -> Iterator[int]:
         """The address of the slot with what comes at a place, for kernels that are launched on the stream inside."""
         if len(self._free) + len(self._ahead) != len(self._all):
-            # Ctrl-C has come in between. This stream follows whatever has read the slots.
+            # Ctrl-C came between taking and giving back slots. This stream follows whatever has read them.
             self._ahead.clear()
             self._free = deque(self._all)
             for slot in self._all:

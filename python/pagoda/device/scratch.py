@@ -24,7 +24,7 @@ class Scratch:
         wanted = zip(self._held, self._sizes, sizes, strict=True)
         held = [self._driver.memory(want) if want > have else held for held, have, want in wanted]
         partials, counters, parts = map(max, self._sizes, sizes)
-        # Ctrl-C may come in between: nothing is there until all of it is.
+        # Ctrl-C may come at any line: nothing counts as there until all of it is.
         self._sizes = (0, 0, 0)
         self._held = held
         self.partials, self.counters, self.parts = (one.address if one else 0 for one in held)

@@ -118,7 +118,7 @@ class Streams:
                 for group, placed in self._placed
             }
             self.ring.forget()
-            # Last: Ctrl-C may come before.
+            # Last, so that Ctrl-C before this has the copies found anew.
             self._stamp = stamp
         return words
 
@@ -186,7 +186,7 @@ class Streams:
             yield 0, 0
             return
         with self.ring.brought(item, stream) as address:
-            # In the slot a layer's part of a block has nothing before it.
+            # A slot holds one layer of each block, and kernels add that layer's offset in a whole block.
             yield address - run.start, run.bytes
 
     def give_back(self) -> None:

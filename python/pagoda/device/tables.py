@@ -166,7 +166,7 @@ class StepTables:
         """New tables, which hold nothing yet. Nothing may be under way that uses the old ones."""
         self._lay_out(room, counted := Carve())
         memory = self._driver.memory(counted.size)
-        # Ctrl-C may come in between: there is room for no step until the core knows the new tables, too.
+        # Ctrl-C may come at any line: there is room for no step until the core knows the new tables, too.
         self.room, self._memory = Room(), memory
         self.groups, self.works, self.angles = self._lay_out(room, Carve(memory.address))
         self.forget()
@@ -236,7 +236,7 @@ class StepTables:
         return groups, works, angles
 
     def _work_tables(self, room: Room, work: Work, carve: Carve) -> WorkTables:
-        # What is decoded is one block a sequence.
+        # A decoded sequence has one block.
         blocks = room.sequences + (room.tokens // work.queries if work.prefill else 0)
 
         def list_of(blocks: int, rows: int) -> ListTables:

@@ -34,7 +34,7 @@ def copy_engine_bytes(driver: Driver) -> int:
     host, device, listed = driver.pinned(MEASURED_BYTES), driver.memory(MEASURED_BYTES), driver.pinned(1 << 14)
     stream = driver.stream()
     for size in MEASURED_RUNS:
-        # Every second run, so that no two are neighbours.
+        # Every second run, so that no two are adjacent.
         runs = [(host.address + at, device.address + at, size) for at in range(0, MEASURED_BYTES, 2 * size)]
         words = np.array(runs, np.uint64)
         listed.array[: words.nbytes] = words.view(np.uint8).ravel()

@@ -170,7 +170,7 @@ def _instances(given: Operands, mode: str, sets: int) -> Iterator[list[Attention
         yield from ([_cores(given, rows, sets)] for rows in (16, 64))
         return
     stages = range(STAGES_MAX, 1, -1)
-    # What is made of a stage is made for all query rows at once.
+    # Derived keys are made once a stage for all query rows, which only the engine for many queries does.
     for queries in () if given.k == FROM_V else _few_queries(given, mode):
         yield [_tensor(_few(given, queries), given, count, sets) for count in stages]
     for cut in _cuts(given, mode):
@@ -183,7 +183,7 @@ def _few_queries(given: Operands, mode: str) -> Iterator[int]:
     if not stored.quantised:
         one, two = 256, 256
     elif (given.q, "bf16") in SPLITS:
-        # Weights of several parts, of which nvfp4 makes anew for every 16 columns.
+        # Weights have several parts, and nvfp4 converts them again for every 16 columns.
         one, two = (0, 0) if name == "nvfp4" else (128, 128)
     else:
         one, two = 512 if FORMATS[given.k].bits == stored.bits == 8 else 256, 64 if given.v == PART_OF_K else 128
@@ -200,11 +200,11 @@ def _cuts(given: Operands, mode: str) -> list[tuple[int, int, int]]:
     while v_dim % (FORMATS[name].unit * columns):
         columns //= 2
     by_rows = [(warps, columns, 1) for warps in (4, 2, 1) if warps >= columns]
-    # Float queries and their weights, of several parts, leave no registers for 32 rows of a warp, nor do weights of two parts
-    # where values are many.
+    # Float queries and weights have several parts, which leaves no registers for 32 rows a warp; nor do weights of two parts
+    # beside long values.
     split = q == "f32" or (q == "f16" and name in QUANTISED and v_dim > 128)
     stacked = [] if split else [(4, columns, 2)]
-    # For many heads: a thread block has a multiprocessor to itself.
+    # For many heads: a thread block that has a multiprocessor to itself.
     wide = [(8, columns, 1 if split else 2)]
     if mode.startswith("prefill"):
         return [*stacked, *by_rows, *wide]

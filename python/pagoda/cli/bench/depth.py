@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument(f"--tokens = {tokens}, --depths = {arguments.depths!r}: {limit}")
     threads = os.cpu_count() or 1 if arguments.threads is None else arguments.threads
     check_threads("--threads", threads)
-    # Everything is looked up, and has room, before anything is measured.
+    # Everything is looked up and checked for room before anything is measured.
     specs = {name: load_spec(str(SHIPPED_MODEL) if name == SHIPPED else name) for name in arguments.models.split(",")}
     ram, _ = machine.ram()
     cases: list[tuple[str, str, int, ModelSpec, dict[str, Any]]] = []
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--depths: {depth:,} tokens of {model} have {format_size(size)}; {format_size(ram)} of RAM are free"
             )
         options = dict(zip(("k_dtype", "v_dtype"), dtypes, strict=True)) | {"threads": threads}
-        # So is what a cache refuses.
+        # What a cache refuses is refused now, too.
         cache_for(part, depth, tokens, options).close()
         cases.append((model, name, depth, part, options))
     rows: list[Row] = []

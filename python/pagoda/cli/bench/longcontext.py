@@ -144,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
         "threads": threads,
     }
     for budget in budgets:
-        # So is what a cache refuses.
+        # What a cache refuses is refused now, too.
         Cache(spec, **(options | budget)).close()
     layers, rows = len(spec.layers), []
     backend: Backend = (
@@ -201,7 +201,7 @@ def budgets_of(
     if on_gpu and left:
         tiers = {"host": given.get("host_memory") != 0, "disk": free_disk is not None}
         left += planner.rings(device, **tiers, on_gpu=True).device_bytes
-    # The last tier has more than it needs: blocks come in extents, those on disk are padded, and steps want some free.
+    # The last tier gets more than its pages: blocks come in extents, those on disk are padded, and steps need free ones.
     spare = left // 4 + PAGES_MIN * page
     room = max(0, free_ram * 3 // 4 - (0 if on_gpu else device))
     host = given.get("host_memory", min(left + spare, room) if left else 0)
