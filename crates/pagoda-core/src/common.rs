@@ -142,7 +142,7 @@ mod tests {
                     covered[member as usize] = pages.end;
                 }
             }
-            // Nothing big was missed: two rows share no more behind what is covered than is not worth a visit, unless levels ran out.
+            // Nothing large was missed: behind what is covered two rows share too little for a node, unless levels ran out.
             for (i, a) in rows.iter().enumerate() {
                 let levels = commons.nodes.iter().filter(|node| commons.members[node.members.clone()].contains(&(i as u32))).count();
                 for (j, b) in rows.iter().enumerate().skip(i + 1) {

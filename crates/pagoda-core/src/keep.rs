@@ -137,7 +137,7 @@ impl Cache {
             });
         }
         for (table, &placement) in tables.iter_mut().zip(&self.placement) {
-            // Any other than the group's own: the row is looked up when a step opens.
+            // Any number but the group's own, so that the row is built when a step opens.
             table.placement = placement.wrapping_sub(1);
         }
         self.sequences[sequence].tables = tables;

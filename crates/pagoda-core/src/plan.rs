@@ -191,7 +191,7 @@ impl Cache {
         for m in &plan.moves {
             self.pages[m.page].copies += 1;
         }
-        // No ticket is as old as all numbers.
+        // Numbers may be used again: no ticket lives as long as it takes to use all.
         self.tickets_minted = (self.tickets_minted + 1) % u32::MAX;
         let completion = Completion::new();
         if copies.is_empty() {

@@ -75,7 +75,7 @@ impl Cache {
     fn enter(&mut self, batch: &[(SequenceId, u32)]) -> Result<()> {
         for &(sequence, new_tokens) in batch {
             if self.sequences.get(sequence)?.stepping {
-                // In this one: no other is open.
+                // The sequence is in this batch already: no other step is open.
                 return Err(Error::invalid("sequences", sequence, "each of them once"));
             }
             let slot = &mut self.sequences[sequence];
@@ -281,7 +281,7 @@ impl Cache {
                 for index in touched..if count > 0 { len } else { touched } {
                     let page = &mut self.pages[table.page(index)];
                     let fill = page_size.min(span.rows() - (index - span.first_page) * page_size);
-                    // A sealed page that was full before the step is somebody's already.
+                    // A page that was sealed before the step may have other holders.
                     if !page.sealed {
                         page.fill = fill;
                         page.sealed = fill == page_size;

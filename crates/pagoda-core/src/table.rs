@@ -262,7 +262,7 @@ impl Table {
             return;
         }
         let (start, stop) = (span.skip + tokens.start, span.skip + tokens.end);
-        // An uncut start keeps its rows' numbers, by which attention in deterministic mode is cut into runs.
+        // A start that is not cut keeps its row numbers, by which deterministic mode cuts attention into runs.
         let before = if tokens.start == 0 { 0 } else { start / page_size };
         let pages =
             (span.first_page + before) as usize..(span.first_page + stop.div_ceil(page_size)) as usize;
@@ -330,7 +330,7 @@ impl Table {
         span.count -= skip - before;
         span.position += u64::from(skip - before);
         self.left.count += u64::from(skip - before);
-        // In whole runs, so that rows keep their places in them.
+        // Entries go in whole runs, so that rows keep their places in runs.
         let run = (RUN_ROWS as u32 / page_size).max(1);
         let entries = skip / page_size / run * run;
         span.skip = skip - entries * page_size;

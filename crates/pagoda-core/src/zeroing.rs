@@ -38,7 +38,7 @@ impl Cache {
     pub(crate) fn give_block(&mut self, tier: Tier, group: GroupId, block: BlockId) {
         let waits = self.keeps(Fence::Zeros);
         match &mut self.freed {
-            // No kernel has seen the blocks of a step that is being refused: they are as clean as they were.
+            // No kernel has seen the blocks of a step that is being refused, so they need no zeroing.
             Some(freed) if waits && self.step.phase != Phase::Entering => freed.push((tier, group, block)),
             _ => self.arenas[tier.index()].give(group, block),
         }

@@ -282,7 +282,7 @@ impl Cache {
         let Inner { core, arenas, block_bytes, engine, .. } = &mut *inner;
         let Engine::Device(device) = engine else { return Err(no_device(py)) };
         device.zeroed_on_disk = false;
-        // Blocks that have others beside them by now are zeroed once more.
+        // Ranges that have grown by newly freed neighbours are zeroed once more.
         core.zero(|tier, group, blocks| {
             let Range { start, end } = bytes_of(block_bytes, group, &blocks);
             tier != Tier::Disk && told.contains(&[arenas.base[tier.index()] as u64 + start, end - start][..])

@@ -172,7 +172,7 @@ impl Inner {
 
     /// Makes the copies of shared open pages that come before the open step's first append; for a device those from disk alone.
     pub(crate) fn copy_shared(&mut self, py: Python<'_>, link: Link<'_, '_>) -> PyResult<()> {
-        // A part of a page that was full went to disk with it.
+        // A truncated page may be on disk: it went there when it was full.
         let copies = self.core.step_copies().iter().copied();
         let (from_disk, others): (Vec<_>, Vec<_>) = copies.partition(|copy| copy.from.0 == Tier::Disk);
         if !from_disk.is_empty() {
@@ -216,7 +216,7 @@ impl Inner {
     /// Zeroes what is to be, and gives memory without blocks back to the system.
     pub(crate) fn trim(&mut self, py: Python<'_>) -> PyResult<()> {
         self.zero(py)?;
-        // A refusal leaves the memory, or the space, where it is, which is no error.
+        // If the system refuses, memory or space is not given back, which is no error.
         if let Engine::Cpu(Cpu { slabs, .. }) = &self.engine {
             for tier in MEMORY_TIERS {
                 for range in self.core.reclaim(tier) {

@@ -170,7 +170,7 @@ impl Inner {
         to: Option<(KeptId, Vec<u8>)>,
         line: impl FnOnce(&Store, &[u8], &dyn Fn() -> bool) -> Result<(), Error> + Send + 'static,
     ) -> PyResult<()> {
-        // Whoever comes first decides whether the key changes: the thread, when all before is done, or who gives up waiting.
+        // Whichever comes first decides whether the key changes: the thread, once all else is done, or the waiter that gives up.
         let decided = Arc::new(AtomicBool::new(false));
         let (writer, at, first) = (store.clone(), key.as_bytes().to_vec(), decided.clone());
         let answer = Apart::begin(move || {
@@ -207,8 +207,8 @@ impl Inner {
         };
         gone.into_iter().for_each(|(kept, _)| self.core.forget(kept));
         if is_sure {
-            // Nobody can find these any more: the index has been written since. Others may have failed after it was sure, and
-            // been waited for before this one was.
+            // The index was written since, so these cannot be found any more. Others may have failed after that, and been
+            // waited for before this change was.
             let known =
                 self.sessions.doubtful.extract_if(.., |kept| doubtful.contains(kept)).collect::<Vec<_>>();
             known.into_iter().for_each(|kept| self.core.forget(kept));
@@ -220,7 +220,7 @@ impl Inner {
     pub(crate) fn end_changes(&mut self) {
         let answered = self.sessions.unanswered.extract_if(.., |change| change.answer.has_ended());
         for change in answered.collect::<Vec<_>>() {
-            // Who asked for it has had an error already.
+            // The caller has had an error already.
             let _ = self.end_change(change);
         }
     }

@@ -131,7 +131,7 @@ impl Stream {
             if own == 0 {
                 continue;
             }
-            // Begun before anything is computed.
+            // Reads begin before anything is computed.
             // SAFETY: as the caller promises.
             unsafe { reader.read_ahead(passes.start) };
             // SAFETY: none of these sequences has pages on disk that this layer sees.
@@ -167,7 +167,7 @@ impl Stream {
             // SAFETY: as the caller promises.
             let filled = unsafe { reader.take(pass) }.map_err(Stop::Disk)?;
             let filled = filled.expect("slots are given back run by run");
-            // Those of other runs are not looked at.
+            // Entries of other runs are not looked at.
             for (place, &page) in self.passes[pass].pages.iter().enumerate() {
                 self.row[page] = BlockRef::new(Tier::Disk, BlockId::new(place as u32));
             }

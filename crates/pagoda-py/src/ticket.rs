@@ -235,7 +235,7 @@ impl Cache {
             return Ok(false);
         }
         let mut inner = self.lock(py)?;
-        // It is told once, so that nothing may come before.
+        // A failure is reported once, so nothing that may raise comes before this.
         if let Some(error) = inner.core.ticket_failure(ticket.id) {
             return Err(core(py, &error));
         }

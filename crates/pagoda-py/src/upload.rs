@@ -150,7 +150,7 @@ impl Upload {
         let held = groups.iter().map(|_| Vec::new()).collect();
         let shared = works.iter().map(|_| Shared::default()).collect();
         let lists = vec![Lists::default(); works.len()];
-        // What has been brought ahead does not lie in these places.
+        // Pages that were brought ahead are in the ring, which stays where it is.
         let streams = std::mem::take(&mut self.streams);
         *self = Self { groups, works, angles, held, shared, lists, streams, ..Self::default() };
     }

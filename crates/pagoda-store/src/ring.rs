@@ -102,7 +102,7 @@ impl Ring {
                 known += 1;
                 continue;
             }
-            // What was expected otherwise will come later, if at all.
+            // Reads that were guessed wrong are given up.
             while self.ahead.len() > known {
                 self.idle.extend(self.ahead.pop_back());
             }

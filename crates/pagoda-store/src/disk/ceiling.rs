@@ -20,7 +20,7 @@ pub fn time_reads(file: &dyn File, size: u64, limit: Duration, pulse: &Pulse) ->
         let slab = Slab::new(file.lanes() * PART_BYTES as usize)?;
         // SAFETY: the slab is this call's alone and lives to its end.
         let memory = unsafe { std::slice::from_raw_parts_mut(slab.base(), slab.bytes()) };
-        // Nothing that a drive could store as less.
+        // Bytes that a drive cannot compress.
         for (n, byte) in memory.iter_mut().enumerate() {
             *byte = ((n as u32).wrapping_mul(0x9E37_79B1) >> 24) as u8;
         }

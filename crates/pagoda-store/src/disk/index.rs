@@ -94,7 +94,7 @@ impl Index {
         let directory = directory.share().map_err(Error::io("opening the directory"))?;
         let mut index = Self { directory, file: None, header, end: 0, limit: 0, entries };
         match index.rewrite() {
-            // What is there can be read, also on a drive that is full.
+            // Entries can still be read, even if the drive is full.
             Err(error) if !is_new => recovered.unwritten = Some(error.to_string()),
             other => other?,
         }
@@ -149,7 +149,7 @@ impl Index {
 
     /// Forgets `key`; returns what it stood for.
     pub(super) fn delete(&mut self, key: &[u8]) -> Result<Option<Entry>> {
-        // Without a file, a key that is not there may be on the drive all the same.
+        // Without a file nobody knows what is on the drive: it may have the key all the same.
         if self.file.is_some() && !self.entries.contains_key(key) {
             return Ok(None);
         }
@@ -164,10 +164,10 @@ impl Index {
             bytes = line.to_bytes(self.header.epoch, self.end);
         }
         let file = self.file.clone().expect("written anew if there was none");
-        // A part of the line that stays is no whole line, and the next one is written over it.
+        // If this fails, what was written is not a whole line, and the next line overwrites it.
         file.write(self.end, &bytes).map_err(Error::io("writing the index"))?;
         if let Err(error) = file.sync() {
-            // What was lost, and whether syncing again would tell, nobody knows.
+            // Nobody knows what was lost, or whether another sync would report it.
             self.file = None;
             return Err(Error::Io { operation: "syncing the index", source: error });
         }

@@ -81,7 +81,7 @@ impl Job {
         state.parts_left -= 1;
         if state.parts_left == 0 {
             if let Some(store) = store {
-                // What counts as not written takes no space: a drive that was full would stay so.
+                // Pages that count as not written give their space back: a full drive would otherwise stay full.
                 for &(group, block) in written.iter().skip(state.copied).flatten() {
                     // A refusal leaves the space where it is, which is no error.
                     let _ = store.give_back(group, &[block]);
