@@ -95,7 +95,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     def run(*arguments: str) -> str:
         assert main(arguments) == 2
         out, err = capsys.readouterr()
-        assert (out.strip(), err[:8], err.find("\n")) == ("", "pagoda: ", len(err) - 1)
+        assert (out, err[:8], err.find("\n")) == ("", "pagoda: ", len(err) - 1)
         return err[8:-1]
 
     return run

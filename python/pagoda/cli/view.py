@@ -66,7 +66,8 @@ class View:
             self._live.update(self._picture(), refresh=True)
             self._live.__exit__(*error)
         elif not self.quiet:
-            print()
+            if self.tokens:
+                print()  # Ends the text.
             if error[0] is None:
                 print(self._summary())
 
