@@ -398,8 +398,12 @@ def test_out_of_blocks_says_how_many_and_changes_nothing() -> None:
             cache.step([a, b], [16 * 8, 16 * 5]).__enter__()
         assert caught.value.blocks_short == 6
         with pytest.raises(pagoda.OutOfBlocks) as caught:
+            cache.step([a, b], [1 << 30, (1 << 30) - 1]).__enter__()
+        assert caught.value.blocks_short == 2 * 2 * (1 << 26) - 20
+        with pytest.raises(
+            pagoda.InvalidArgument, match="new_tokens = 4294967294: at most 2147483647 of all sequences"
+        ):
             cache.step([a, b], [(1 << 31) - 1] * 2).__enter__()
-        assert caught.value.blocks_short == 2 * 2 * (1 << 27) - 20
         assert settled(cache) == before
         cache.audit()
 

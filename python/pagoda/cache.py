@@ -257,7 +257,7 @@ class Cache:
         *,
         stream: object = None,
     ) -> Step:
-        """A step that appends `new_tokens[i]` tokens to the i-th sequence; enter it with `with`.
+        """A step that appends `new_tokens[i]` tokens to the i-th sequence, 2**31 - 1 in all at most; enter it with `with`.
 
         Entering raises OutOfBlocks, and changes nothing, when the device tier has too few blocks and none can be spilled.
         stream: on a GPU the stream of the step, as CuPy, torch or an address has it; None is the current one of CuPy.

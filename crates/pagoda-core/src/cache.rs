@@ -434,6 +434,25 @@ mod tests {
         assert!(matches!(cache.reserve(&[(sequence, (1 << 31) - 1)]), Err(Error::OutOfBlocks { .. })));
     }
 
+    /// Where new tokens begin in a batch is counted in 32 bits: without a limit the numbers of a later sequence would be small again.
+    #[test]
+    fn a_step_has_as_many_tokens_as_integers_of_tables_count() {
+        let group = Group { block_bytes: 64, kind: GroupKind::Paged { page_size: 1 << 15 }, window: None };
+        let memory = TierMemory { bytes: 1 << 24, extent_bytes: 1 << 20 };
+        let mut cache = Cache::new(&[group], [memory; 3]).unwrap();
+        let [a, b, c] = [0; 3].map(|_| cache.create().unwrap());
+        let most = (1 << 31) - 1;
+        let refused = cache.reserve(&[(a, most), (b, most), (c, 3)]).unwrap_err();
+        assert_eq!(
+            refused.to_string(),
+            "new_tokens = 4294967297: at most 2147483647 of all sequences together"
+        );
+        assert!(matches!(cache.reserve(&[(a, most), (b, 1)]), Err(Error::InvalidArgument { .. })));
+        cache.audit().unwrap();
+        cache.reserve(&[(a, most - 1), (b, 1)]).unwrap();
+        cache.rollback().unwrap();
+    }
+
     /// A page is moved once, however often the selection, or the table, has it.
     #[test]
     fn a_plan_has_each_page_once() {

@@ -8,6 +8,8 @@ pub const GROUPS_MAX: usize = 64;
 pub const PAGE_SIZE_MAX: u32 = 1 << 15;
 /// Tokens in a sequence, dropped ones included: kernels count to the end in signed integers of 32 bits.
 pub const TOKENS_PER_SEQUENCE_MAX: u64 = (1 << 31) - 1;
+/// New tokens of a step, of all its sequences together: tables say where each one's begin in such integers.
+pub const TOKENS_PER_STEP_MAX: u64 = (1 << 31) - 1;
 /// Live sequences; in this crate's unit tests few enough to have them all.
 pub const SEQUENCES_MAX: usize = if cfg!(test) { 1 << 8 } else { 1 << 24 };
 /// Bytes in the arena of one tier.

@@ -73,6 +73,11 @@ impl Cache {
     }
 
     fn enter(&mut self, batch: &[(SequenceId, u32)]) -> Result<()> {
+        let total = batch.iter().map(|&(_, new_tokens)| u64::from(new_tokens)).sum::<u64>();
+        if total > limits::TOKENS_PER_STEP_MAX {
+            let limit = format!("at most {} of all sequences together", limits::TOKENS_PER_STEP_MAX);
+            return Err(Error::invalid("new_tokens", total, limit));
+        }
         for &(sequence, new_tokens) in batch {
             if self.sequences.get(sequence)?.stepping {
                 // The sequence is in this batch already: no other step is open.
