@@ -200,6 +200,22 @@ def test_arrays_of_every_type_and_stride(dtype: Any) -> None:
         np.testing.assert_allclose(out.astype(np.float64), expected, rtol=0, atol=bits)
 
 
+def test_sink_logits_of_every_address_and_stride() -> None:
+    """They may be a field of records, whose sizes are no multiples of a float."""
+    logits = np.array([2, -1, 0.5, 3], np.float32)
+    records = np.zeros(4, np.dtype([("logit", "f4"), ("byte", "u1")]))
+    records["logit"] = logits
+    odd = np.frombuffer(b"?" + logits.tobytes(), np.float32, offset=1)
+    both = np.stack([logits, -logits], axis=1)
+    backwards = np.ascontiguousarray(logits[::-1])[::-1]
+    rng = np.random.default_rng(4)
+    q, k, v = (rng.standard_normal((20, heads, 16), np.float32) for heads in (4, 2, 2))
+    with small_cache([layer(sinks=True)]) as cache, cache.step([cache.create()], [20]) as step:
+        right = step.forward(0, q, k, v, sink_logits=logits)
+        for sinks in (records["logit"], records["logit"][::-1][::-1], odd, both[:, 0], backwards):
+            np.testing.assert_array_equal(step.attend(0, q, sink_logits=sinks), right)
+
+
 def test_bits_of_bfloat16_come_as_uint16() -> None:
     rng = np.random.default_rng(3)
     q, k, v = (rng.standard_normal((20, heads, 16), np.float32).astype(ml_dtypes.bfloat16) for heads in (4, 2, 2))

@@ -2,9 +2,7 @@
 
 use crate::errors::invalid;
 use numpy::ndarray::Dimension;
-use numpy::{
-    PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadwriteArray, PyUntypedArray, PyUntypedArrayMethods,
-};
+use numpy::{PyArray1, PyArrayDescrMethods, PyReadwriteArray, PyUntypedArray, PyUntypedArrayMethods};
 use pagoda_core::layout::RowFormat;
 use pagoda_cpu::{Element, Rows, RowsMut};
 use pyo3::prelude::*;
@@ -82,9 +80,9 @@ fn check(
         .to_string();
         return Err(invalid(py, name, format_args!("strides {strides:?}"), limit));
     }
-    // SAFETY: `array` is a live ndarray, so its header may be read.
-    let (data, flags) =
-        unsafe { ((*array.as_array_ptr()).fields.data, (*array.as_array_ptr()).fields.flags) };
+    let data = data_of(array);
+    // SAFETY: as in `data_of`.
+    let flags = unsafe { (*array.as_array_ptr()).fields.flags };
     if !(data as usize).is_multiple_of(item as usize) {
         return Err(invalid(
             py,
@@ -94,7 +92,7 @@ fn check(
         ));
     }
     let writeable = flags & numpy::npyffi::flags::NPY_ARRAY_WRITEABLE != 0;
-    Ok(Checked { data: data.cast(), element, strides, writeable })
+    Ok(Checked { data, element, strides, writeable })
 }
 
 /// Rows to read.
@@ -154,7 +152,17 @@ pub(crate) fn floats(name: &str, array: &Bound<'_, PyUntypedArray>, length: usiz
     if floats.len() != length {
         return Err(invalid(py, name, format_args!("shape {:?}", array.shape()), format_args!("[{length}]")));
     }
-    Ok(floats.try_readonly()?.as_array().to_vec())
+    let (data, stride) = (data_of(array), array.strides()[0]);
+    // Any address and any stride, which for a field of records is no multiple of a float.
+    let float = |at: usize| data.wrapping_offset(at as isize * stride).cast::<f32>();
+    // SAFETY: the array is alive and has so many floats.
+    Ok((0..length).map(|at| unsafe { float(at).read_unaligned() }).collect())
+}
+
+/// The address of an array's first element.
+fn data_of(array: &Bound<'_, PyUntypedArray>) -> *mut u8 {
+    // SAFETY: `array` is a live ndarray, so its header may be read.
+    unsafe { (*array.as_array_ptr()).fields.data.cast() }
 }
 
 /// An address that other threads may write to.
@@ -190,8 +198,7 @@ fn extent(array: &Bound<'_, PyUntypedArray>) -> std::ops::Range<isize> {
     if array.len() == 0 {
         return 0..0;
     }
-    // SAFETY: `array` is a live ndarray, so its header may be read.
-    let data = unsafe { (*array.as_array_ptr()).fields.data } as isize;
+    let data = data_of(array) as isize;
     let reach = |(&len, &stride): (&usize, &isize)| (len as isize - 1) * stride;
     let reaches = || array.shape().iter().zip(array.strides()).map(reach);
     let low: isize = reaches().filter(|&r| r < 0).sum();
