@@ -621,6 +621,16 @@ def test_a_list_may_be_an_array() -> None:
             cache.step(sequences, large)
 
 
+def test_counts_at_an_odd_address() -> None:
+    counts = np.frombuffer(b"?" + np.array([1, 2]).tobytes(), np.int64, offset=1)
+    assert not counts.flags.aligned
+    with pagoda.Cache(ONE, device_memory="1MiB", host_memory=0) as cache:
+        with cache.step([cache.create(), cache.create()], counts) as step:
+            assert step.cu_seqlens.tolist() == [0, 1, 3]
+            step.table(0)
+            step.commit(counts)
+
+
 @pytest.mark.parametrize("what", [True, np.False_])
 def test_true_is_no_number_beside_others(what: Any) -> None:
     """NumPy takes it for one."""

@@ -137,6 +137,15 @@ def test_nan_and_infinity_in_a_block(name: str) -> None:
     assert again[0, 3] < -2000
 
 
+@pytest.mark.parametrize("name", formats.FORMATS)
+def test_numbers_at_an_odd_address(name: str) -> None:
+    """Such as those of a file behind a header of one byte."""
+    right = np.random.default_rng(1).standard_normal((3, 64)).astype(np.float32)
+    odd = np.frombuffer(b"?" + right.tobytes(), np.float32, offset=1).reshape(3, 64)
+    assert not odd.flags.aligned
+    np.testing.assert_array_equal(formats.encode(odd, name), formats.encode(right, name))
+
+
 @pytest.mark.parametrize("name", [name for name in formats.FORMATS if formats.FORMATS[name].scale_bytes])
 def test_numbers_next_to_nothing_keep_their_signs(name: str) -> None:
     steps = np.random.default_rng(0).integers(-200, 201, (200, 64)) * np.arange(1, 201)[:, None] // 200

@@ -98,7 +98,13 @@ def integers(name: str, values: Collection[int] | npt.ArrayLike, limit: str) -> 
         raise InvalidArgument(f"{name} = a list with True or False: {limit}")
     if kind == "u" and array.max(initial=0) >= 1 << 63:
         raise InvalidArgument(f"{name} = {values!r}: {limit}, below 2**63")
-    return np.ascontiguousarray(array, np.int64)
+    return _plain(array, np.int64)
+
+
+def _plain(array: npt.NDArray[Any], dtype: type[Any]) -> npt.NDArray[Any]:
+    """An array as `pagoda._core` reads one from end to end: without gaps, and aligned."""
+    plain = np.asarray(array, dtype, order="C")
+    return plain if plain.flags.aligned else plain.copy()
 
 
 def _has_bool(values: Any) -> bool:
@@ -122,7 +128,7 @@ def floats(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float32]:
     if _has_bool(values):
         raise InvalidArgument(f"{name} = a list with True or False: an array of numbers")
     with np.errstate(over="ignore"):
-        result = np.asarray(array, np.float32, order="C")
+        result = _plain(array, np.float32)
     if array.dtype == np.float64 and not np.array_equal(np.isinf(result), np.isinf(array)):
         raise InvalidArgument(f"{name} = numbers up to {np.abs(array[np.isfinite(array)]).max()}: those of float32")
     return result

@@ -2,7 +2,7 @@
 
 use crate::arrays::format_named;
 use crate::errors::invalid;
-use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray2};
+use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArrayMethods};
 use pagoda_core::layout::RowFormat;
 use pagoda_cpu::{HEAD_DIM_MAX, decode_row, encode_row};
 use pyo3::prelude::*;
@@ -27,7 +27,7 @@ pub(crate) fn encode_rows<'py>(
     numbers: PyReadonlyArray2<'py, f32>,
     name: &str,
 ) -> PyResult<(Bytes<'py>, Bytes<'py>)> {
-    let [count, dim] = *numbers.as_array().shape() else { unreachable!("two dimensions") };
+    let [count, dim] = *numbers.shape() else { unreachable!("two dimensions") };
     let format = format(py, name, dim)?;
     let numbers = numbers.as_slice()?;
     let (width, scale_width) =
@@ -57,9 +57,9 @@ pub(crate) fn decode_rows<'py>(
     let format = format(py, name, dim)?;
     let (width, scale_width) =
         (format.row_bytes(dim as u32) as usize, format.scale_bytes(dim as u32) as usize);
-    let count = rows.as_array().nrows();
+    let count = rows.shape()[0];
     for (what, array, wanted) in [("rows", &rows, width), ("scales", &scales, scale_width)] {
-        let shape = [array.as_array().nrows(), array.as_array().ncols()];
+        let shape = array.shape();
         if shape != [count, wanted] {
             return Err(invalid(
                 py,
