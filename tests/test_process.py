@@ -198,6 +198,29 @@ print(len(sequence))
     assert (done.returncode, done.stdout.strip()) == (0, "501"), done.stderr
 
 
+def test_after_a_panic_a_cache_is_closed_and_does_nothing_else() -> None:
+    """A panic is a defect of ours; here it is made of a call with a layer that no Python code of ours hands on."""
+    script = """
+try:
+    with cache.step([sequence], [1]) as step:
+        cache._core.appended(99)
+except BaseException as error:
+    assert type(error).__name__ == "PanicException", error
+for call in (cache.create, cache.audit, lambda: run(1), sequence.__len__):
+    try:
+        call()
+    except pagoda.InvariantError as error:
+        assert str(error).endswith("close it"), error
+    else:
+        raise AssertionError("what is half done was gone on with")
+cache.close()
+del sequence, step
+print("fine")
+"""
+    done = run(script, timeout=30)
+    assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
+
+
 def test_threads_that_the_system_refuses_are_an_error_and_none_stays() -> None:
     """Threads with stacks of 1 GiB, and room for a few of them."""
     script = """

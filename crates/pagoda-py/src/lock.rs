@@ -8,7 +8,7 @@ use pyo3::sync::MutexExt;
 use std::cell::RefCell;
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
-use std::sync::{MutexGuard, PoisonError};
+use std::sync::{MutexGuard, TryLockError};
 
 /// An open cache, in the turn of one call.
 pub(crate) struct Locked<'a>(Turn<'a>);
@@ -37,16 +37,20 @@ impl DerefMut for Locked<'_> {
 }
 
 impl Cache {
-    /// Waits for its turn. Refused in a forked child, in a signal handler or a finaliser that has interrupted such a turn, and once the
-    /// cache is closed. What has ended since the last turn is taken note of.
+    /// Waits for its turn. Refused in a forked child, in a signal handler or a finaliser that has interrupted such a turn, after a
+    /// panic, and once the cache is closed. What has ended since the last turn is taken note of.
     pub(crate) fn lock(&self, py: Python<'_>) -> PyResult<Locked<'_>> {
         if self.process != fork::process() {
             return Err(released(py, "cache: made by another process; open one after the fork"));
         }
         self.require_elsewhere(py)?;
         let guard = match self.inner.try_lock() {
-            Ok(guard) => guard,
-            Err(_) => self.inner.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner),
+            Err(TryLockError::WouldBlock) => self.inner.lock_py_attached(py).ok(),
+            tried => tried.ok(),
+        };
+        let Some(guard) = guard else {
+            let what = "a call of the cache has panicked, and what it had begun is half done; close it";
+            return Err(core(py, &pagoda_core::Error::Invariant(what.into())));
         };
         TURNS.with_borrow_mut(|turns| turns.push(self.address()));
         let mut turn = Turn(guard);
