@@ -198,6 +198,58 @@ print(len(sequence))
     assert (done.returncode, done.stdout.strip()) == (0, "501"), done.stderr
 
 
+def test_memory_for_results_that_the_system_refuses_is_an_error_and_nothing_is_half_done() -> None:
+    script = """
+import resource
+from pagoda import formats
+rows = np.ones((1 << 16, 1, 8), np.float32)
+q = np.ones((1 << 12, 128, 8), np.float32)
+out = np.empty(q.shape, np.float32)
+packed = formats.encode(rows[:, 0], "f32")
+narrow = pagoda.ModelSpec(layers=[pagoda.AttentionLayer(num_q_heads=128, num_kv_heads=1, head_dim=8)])
+many = pagoda.Cache(narrow, page_size=8, threads=1, device_memory="256MiB", host_memory=0)
+one, all_pages = many.create(), many.create()
+with many.step([one], [8]) as step:
+    assert step.table(0).block_table.shape == (1, 1)
+def refused(call):
+    with open("/proc/self/statm") as statm:
+        now = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now, resource.RLIM_INFINITY))
+    try:
+        call()
+    except MemoryError:
+        pass
+    else:
+        raise AssertionError("there was memory")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+refused(lambda: formats.encode(rows[:, 0], "f32"))
+refused(lambda: formats.decode(packed, "f32", (1 << 16, 8)))
+with many.step([all_pages], [1 << 20]) as step:
+    # Of 2**17 pages.
+    refused(lambda: step.table(0))
+    try:
+        step.commit()
+    except pagoda.InvalidArgument as error:
+        assert "appended to before commit" in str(error)
+    else:
+        raise AssertionError("nobody has written the rows")
+    table = step.table(0)
+    assert table.block_table.shape == table.pointers.shape == (1, 1 << 17)
+    assert len(np.unique(table.block_table)) == 1 << 17 and (table.pointers > 0).all()
+    step.rollback()
+one.truncate(0)
+with many.step([one], [1 << 12]) as step:
+    step.append(0, rows[: 1 << 12], rows[: 1 << 12])
+    refused(lambda: step.attend(0, q, out=out, return_lse=True))
+    assert np.allclose(step.attend(0, q, out=out), 1)
+many.audit()
+print(len(one))
+"""
+    done = run(script)
+    assert (done.returncode, done.stdout.strip()) == (0, "4096"), done.stderr
+
+
 def test_after_a_panic_a_cache_is_closed_and_does_nothing_else() -> None:
     """A panic is a defect of ours; here it is made of a call with a layer that no Python code of ours hands on."""
     script = """

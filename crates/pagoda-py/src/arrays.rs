@@ -2,7 +2,9 @@
 
 use crate::errors::invalid;
 use numpy::ndarray::Dimension;
-use numpy::{PyArray1, PyArrayDescrMethods, PyReadwriteArray, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{
+    PyArray1, PyArray2, PyArrayDescrMethods, PyReadwriteArray, PyUntypedArray, PyUntypedArrayMethods,
+};
 use pagoda_core::layout::RowFormat;
 use pagoda_cpu::{Element, Rows, RowsMut};
 use pyo3::prelude::*;
@@ -34,6 +36,16 @@ pub(crate) fn empty<'py>(
     static EMPTY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let empty = EMPTY.import(like.py(), "numpy", "empty")?;
     Ok(empty.call1((shape, like.dtype()))?.cast_into()?)
+}
+
+/// A new array of zeros. If there is no memory for it that is NumPy's error, where `PyArray::zeros` panics.
+pub(crate) fn zeros<T: numpy::Element>(
+    py: Python<'_>,
+    shape: [usize; 2],
+) -> PyResult<Bound<'_, PyArray2<T>>> {
+    static ZEROS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let zeros = ZEROS.import(py, "numpy", "zeros")?;
+    Ok(zeros.call1((shape, T::get_dtype(py)))?.cast_into()?)
 }
 
 /// Shape and strides that an array was checked for.

@@ -1,6 +1,6 @@
 //! Rows of a format from and to numbers, for `pagoda.formats`.
 
-use crate::arrays::format_named;
+use crate::arrays::{format_named, zeros};
 use crate::errors::invalid;
 use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArrayMethods};
 use pagoda_core::layout::RowFormat;
@@ -32,8 +32,7 @@ pub(crate) fn encode_rows<'py>(
     let numbers = numbers.as_slice()?;
     let (width, scale_width) =
         (format.row_bytes(dim as u32) as usize, format.scale_bytes(dim as u32) as usize);
-    let (rows, scales) =
-        (PyArray2::zeros(py, [count, width], false), PyArray2::zeros(py, [count, scale_width], false));
+    let (rows, scales) = (zeros(py, [count, width])?, zeros(py, [count, scale_width])?);
     {
         let (mut rows, mut scales) = (rows.readwrite(), scales.readwrite());
         let (rows, scales) = (rows.as_slice_mut()?, scales.as_slice_mut()?);
@@ -70,7 +69,7 @@ pub(crate) fn decode_rows<'py>(
         }
     }
     let (rows, scales) = (rows.as_slice()?, scales.as_slice()?);
-    let numbers = PyArray2::zeros(py, [count, dim], false);
+    let numbers = zeros(py, [count, dim])?;
     {
         let mut numbers = numbers.readwrite();
         for (i, x) in numbers.as_slice_mut()?.chunks_exact_mut(dim).enumerate() {

@@ -1,6 +1,6 @@
 //! The CPU's kernels over the open step, and the checks of what they are given.
 
-use crate::arrays::{address_of, array, empty, floats, rows, rows_mut};
+use crate::arrays::{address_of, array, empty, floats, rows, rows_mut, zeros};
 use crate::cache::{Cache, Engine, Inner};
 use crate::errors::{cpu, invalid, unavailable};
 use crate::layers::PlacedLayer;
@@ -131,7 +131,7 @@ impl Cache {
             .map(|given| floats("sink_logits", array("sink_logits", given)?, heads))
             .transpose()?;
         inner.require_written(py, layer)?;
-        let lse = return_lse.then(|| PyArray2::<f32>::zeros(py, [inner.step.new_tokens(), heads], false));
+        let lse = return_lse.then(|| zeros(py, [inner.step.new_tokens(), heads])).transpose()?;
         let mut borrowed = lse.as_ref().map(Bound::readwrite);
         let sums = borrowed.as_mut().map(|lse| address_of("lse", lse, [inner.step.new_tokens(), heads]));
         let sums = sums.transpose()?;

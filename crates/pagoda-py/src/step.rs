@@ -207,8 +207,9 @@ impl Cache {
         let mut inner = self.lock(py)?;
         inner.require_step(py)?;
         inner.layer(py, layer)?;
+        let table = tables::export(py, &mut inner, layer)?;
         inner.step.written[layer] = true;
-        tables::export(py, &mut inner, layer)
+        Ok(table)
     }
 
     /// `(kv_indptr, kv_indices, kv_last_page_len)` of one layer, int32, where they can be expressed.

@@ -1,5 +1,6 @@
 //! The tables of the open step as NumPy arrays, for kernels that are not ours. Names and types are the field's.
 
+use crate::arrays::zeros;
 use crate::cache::Inner;
 use crate::errors::invalid_because;
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
@@ -27,16 +28,15 @@ struct GroupTable {
 
 impl GroupTable {
     /// Makes the arrays at least `rows` by `columns`.
-    fn grow(&mut self, py: Python<'_>, rows: usize, columns: usize) {
+    fn grow(&mut self, py: Python<'_>, rows: usize, columns: usize) -> PyResult<()> {
         if rows <= self.rows && columns <= self.columns && self.blocks.is_some() {
-            return;
+            return Ok(());
         }
-        self.rows = rows.max(self.rows);
-        self.columns = columns.next_power_of_two().max(self.columns);
-        let shape = [self.rows, self.columns];
-        self.blocks = Some(PyArray2::zeros(py, shape, false).unbind());
-        self.pointers = Some(PyArray2::zeros(py, shape, false).unbind());
-        self.stamps = vec![None; self.rows];
+        let (rows, columns) = (rows.max(self.rows), columns.next_power_of_two().max(self.columns));
+        let blocks = Some(zeros(py, [rows, columns])?.unbind());
+        let pointers = Some(zeros(py, [rows, columns])?.unbind());
+        *self = Self { blocks, pointers, rows, columns, stamps: vec![None; rows] };
+        Ok(())
     }
 }
 
@@ -56,7 +56,7 @@ pub(crate) fn export<'py>(py: Python<'py>, inner: &mut Inner, layer: usize) -> P
         inner.tables.0.resize_with(group.index() + 1, GroupTable::default);
     }
     let table = &mut inner.tables.0[group.index()];
-    table.grow(py, batch.len(), pages);
+    table.grow(py, batch.len(), pages)?;
     let blocks = table.blocks.as_ref().expect("grown").bind(py);
     let pointers = table.pointers.as_ref().expect("grown").bind(py);
     {
