@@ -816,6 +816,44 @@ def test_nobody_waits_forever_for_a_drive_that_does_not_answer(
     run(SILENT + script, tmp_path / "kept", device, how)
 
 
+LIMITED = """
+import resource
+from datetime import timedelta
+from pagoda import _core
+def limit(spare):
+    with open("/proc/self/statm") as statm:
+        now = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + spare, resource.RLIM_INFINITY))
+"""
+
+HUGE_INDEX = """
+os.mkdir(sys.argv[1])
+with open(os.open(sys.argv[1] + "/index", os.O_CREAT | os.O_WRONLY, 0o600), "wb") as index:
+    index.truncate(3 << 30)
+limit(1 << 30)
+with pytest.raises(pagoda.TierIOError, match="reading the index: "):
+    opened()
+print("fine")
+"""
+
+FEW_THREADS = """
+os.mkdir(sys.argv[1])
+limit(5 << 29)
+with pytest.raises(pagoda.TierIOError, match="timing the disk: Resource temporarily unavailable"):
+    _core.time_disk_reads(sys.argv[1], 1, timedelta(0), timedelta(seconds=60))
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("script", [HUGE_INDEX, FEW_THREADS], ids=["memory for an index", "threads that measure"])
+def test_what_the_system_refuses_to_who_reads_a_directory(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Threads with stacks of 1 GiB, of which there is room for one or two.
+    monkeypatch.setenv("RUST_MIN_STACK", str((1 << 30) if script == FEW_THREADS else 2 << 20))
+    run(LIMITED + script, tmp_path / "kept")
+
+
 @pytest.mark.parametrize(("then", "found"), [("is killed", ["late", "other"]), ("goes on", ["other"])])
 def test_a_save_that_failed_keeps_its_pages_until_no_index_names_them(
     then: str, found: list[str], tmp_path: Path

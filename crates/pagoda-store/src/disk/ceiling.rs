@@ -62,7 +62,8 @@ fn in_parts(
     let lane = &lane;
     thread::scope(|scope| {
         let parts = memory.chunks_mut(PART_BYTES as usize);
-        let lanes: Vec<_> = parts.map(|bytes| scope.spawn(move || lane(bytes))).collect();
+        let spawn = |bytes| thread::Builder::new().spawn_scoped(scope, move || lane(bytes));
+        let lanes = parts.map(spawn).collect::<io::Result<Vec<_>>>()?;
         lanes.into_iter().map(|lane| lane.join().expect("a lane does not panic")).sum()
     })
 }

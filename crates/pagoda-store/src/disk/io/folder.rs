@@ -190,7 +190,8 @@ impl Directory for Folder {
         if len > limit {
             return Err(io::Error::other(format!("{name} has {len} bytes: at most {limit}")));
         }
-        let (mut file, mut bytes) = (std::fs::File::from(fd), Vec::with_capacity(len as usize));
+        let (mut file, mut bytes) = (std::fs::File::from(fd), Vec::new());
+        bytes.try_reserve_exact(len as usize)?;
         loop {
             let piece = (limit - bytes.len() as u64).min(IO_BYTES_MAX as u64);
             let mut piece = io::Read::take(&mut file, piece);
