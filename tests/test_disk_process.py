@@ -541,6 +541,25 @@ with opened(**device) as cache:
 print("fine")
 """
 
+LEFT_ALONE = """
+closes()
+cache = reopened(disk_timeout=5)
+mirror, tokens = mirrored(cache, 100)
+drive, go = silence(*PAGES), threading.Event()
+def answers():
+    go.wait()
+    answer(drive)
+threading.Thread(target=answers).start()
+ticket = cache.demote(tokens.sequence, to="disk")
+# The other thread goes on only where this one lets it.
+sys.setswitchinterval(1000)
+go.set()
+del mirror, tokens, ticket, cache
+gc.collect()
+assert is_free(), "nobody could answer"
+print("fine")
+"""
+
 GIVEN_BACK = """
 closes()
 cache = reopened(disk_timeout=0.2)
@@ -814,6 +833,12 @@ def test_nobody_waits_forever_for_a_drive_that_does_not_answer(
     if device == "cuda":
         emulator.require()
     run(SILENT + script, tmp_path / "kept", device, how)
+
+
+def test_other_threads_go_on_while_a_cache_that_is_forgotten_waits_for_its_drive(tmp_path: Path) -> None:
+    if not silence.is_possible():
+        pytest.skip("no system calls can be held up")
+    run(SILENT + LEFT_ALONE, tmp_path / "kept", "cpu")
 
 
 LIMITED = """

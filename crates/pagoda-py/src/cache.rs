@@ -330,8 +330,8 @@ impl Drop for Cache {
         if self.process == fork::process()
             && let Some(inner) = self.inner.get_mut().unwrap_or_else(PoisonError::into_inner).take()
         {
-            // There is nobody to tell.
-            let _ = ManuallyDrop::into_inner(inner).end(false);
+            // Others go on meanwhile; there is nobody to tell.
+            let _ = Python::attach(|py| py.detach(|| ManuallyDrop::into_inner(inner).end(false)));
         }
     }
 }
