@@ -225,7 +225,13 @@ def refused(call):
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 refused(lambda: formats.encode(rows[:, 0], "f32"))
 refused(lambda: formats.decode(packed, "f32", (1 << 16, 8)))
+one.truncate(0)
+with many.step([one], [1 << 12]) as step:
+    step.append(0, rows[: 1 << 12], rows[: 1 << 12])
+    refused(lambda: step.attend(0, q, out=out, return_lse=True))
+    assert np.allclose(step.attend(0, q, out=out), 1)
 with many.step([all_pages], [1 << 20]) as step:
+    refused(lambda: step.positions)
     # Of 2**17 pages.
     refused(lambda: step.table(0))
     try:
@@ -237,16 +243,15 @@ with many.step([all_pages], [1 << 20]) as step:
     table = step.table(0)
     assert table.block_table.shape == table.pointers.shape == (1, 1 << 17)
     assert len(np.unique(table.block_table)) == 1 << 17 and (table.pointers > 0).all()
+    # What is left to make are its slots.
+    refused(lambda: step.table(0))
+    assert len(np.unique(table.slot_mapping)) == 1 << 20 and (step.positions == np.arange(1 << 20)).all()
     step.rollback()
-one.truncate(0)
-with many.step([one], [1 << 12]) as step:
-    step.append(0, rows[: 1 << 12], rows[: 1 << 12])
-    refused(lambda: step.attend(0, q, out=out, return_lse=True))
-    assert np.allclose(step.attend(0, q, out=out), 1)
 many.audit()
 print(len(one))
 """
-    done = run(script)
+    # So that what was given back is not there to be had again.
+    done = run(script, MALLOC_MMAP_THRESHOLD_="262144")
     assert (done.returncode, done.stdout.strip()) == (0, "4096"), done.stderr
 
 

@@ -1,9 +1,10 @@
 //! NumPy arrays as the rows that the CPU backend reads and writes: shapes, types and strides are checked here.
 
 use crate::errors::invalid;
-use numpy::ndarray::Dimension;
+use numpy::ndarray::{Dim, Dimension};
 use numpy::{
-    PyArray1, PyArray2, PyArrayDescrMethods, PyReadwriteArray, PyUntypedArray, PyUntypedArrayMethods,
+    PyArray, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadwriteArray, PyUntypedArray,
+    PyUntypedArrayMethods,
 };
 use pagoda_core::layout::RowFormat;
 use pagoda_cpu::{Element, Rows, RowsMut};
@@ -39,13 +40,27 @@ pub(crate) fn empty<'py>(
 }
 
 /// A new array of zeros. If there is no memory for it that is NumPy's error, where `PyArray::zeros` panics.
-pub(crate) fn zeros<T: numpy::Element>(
+pub(crate) fn zeros<T: numpy::Element, const N: usize>(
     py: Python<'_>,
-    shape: [usize; 2],
-) -> PyResult<Bound<'_, PyArray2<T>>> {
+    shape: [usize; N],
+) -> PyResult<Bound<'_, PyArray<T, Dim<[usize; N]>>>>
+where
+    Dim<[usize; N]>: Dimension,
+{
     static ZEROS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let zeros = ZEROS.import(py, "numpy", "zeros")?;
     Ok(zeros.call1((shape, T::get_dtype(py)))?.cast_into()?)
+}
+
+/// A number for each new token of a step, as a new array: there may be so many that memory for a `Vec`, which aborts, is refused.
+pub(crate) fn by_token(
+    py: Python<'_>,
+    tokens: usize,
+    numbers: impl Iterator<Item = i64>,
+) -> PyResult<Bound<'_, PyArray1<i64>>> {
+    let array = zeros(py, [tokens])?;
+    array.readwrite().as_slice_mut()?.iter_mut().zip(numbers).for_each(|(to, number)| *to = number);
+    Ok(array)
 }
 
 /// Shape and strides that an array was checked for.

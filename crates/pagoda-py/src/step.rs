@@ -1,5 +1,6 @@
 //! The open step: its calls, what these have to hold, and what it adds to the core's own.
 
+use crate::arrays::by_token;
 use crate::cache::{Cache, Engine, Inner};
 use crate::errors::{core, invalid, invalid_because};
 use crate::layers::PlacedLayer;
@@ -187,12 +188,12 @@ impl Cache {
     fn positions<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let inner = self.lock(py)?;
         inner.require_step(py)?;
-        let mut positions = Vec::with_capacity(inner.step.new_tokens());
-        for (sequence, new_tokens) in inner.core.step_batch() {
+        let of_sequence = |(sequence, new_tokens)| {
             let start = inner.core.next_position(sequence).map_err(|error| core(py, &error))? as i64;
-            positions.extend(start..start + i64::from(new_tokens));
-        }
-        Ok(PyArray1::from_vec(py, positions))
+            Ok(start..start + i64::from(new_tokens))
+        };
+        let positions = inner.core.step_batch().map(of_sequence).collect::<PyResult<Vec<_>>>()?;
+        by_token(py, inner.step.new_tokens(), positions.into_iter().flatten())
     }
 
     /// int32 `[B + 1]`: where each sequence's new tokens begin.

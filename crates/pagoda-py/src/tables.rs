@@ -1,6 +1,6 @@
 //! The tables of the open step as NumPy arrays, for kernels that are not ours. Names and types are the field's.
 
-use crate::arrays::zeros;
+use crate::arrays::{by_token, zeros};
 use crate::cache::Inner;
 use crate::errors::invalid_because;
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
@@ -102,7 +102,7 @@ pub(crate) fn export<'py>(py: Python<'py>, inner: &mut Inner, layer: usize) -> P
     let result = PyDict::new(py);
     result.set_item("block_table", slice(blocks.as_any())?)?;
     result.set_item("pointers", slice(pointers.as_any())?)?;
-    result.set_item("slot_mapping", PyArray1::from_vec(py, slot_mapping(inner, group, page_size)))?;
+    result.set_item("slot_mapping", slot_mapping(py, inner, group, page_size)?)?;
     Ok(result)
 }
 
@@ -111,15 +111,15 @@ fn device_block(at: BlockRef) -> i32 {
 }
 
 /// `block * page_size + row` of every new token.
-fn slot_mapping(inner: &Inner, group: GroupId, page_size: u32) -> Vec<i64> {
-    let mut slots = Vec::new();
-    for index in 0..inner.core.step_batch().len() {
-        let places = inner.core.step_slots(index, group);
-        slots.extend(
-            places.map(|(block, row)| i64::from(block.index()) * i64::from(page_size) + i64::from(row)),
-        );
-    }
-    slots
+fn slot_mapping<'py>(
+    py: Python<'py>,
+    inner: &Inner,
+    group: GroupId,
+    page_size: u32,
+) -> PyResult<Bound<'py, PyArray1<i64>>> {
+    let places = (0..inner.core.step_batch().len()).flat_map(|index| inner.core.step_slots(index, group));
+    let slots = places.map(|(block, row)| i64::from(block.index()) * i64::from(page_size) + i64::from(row));
+    by_token(py, inner.step.new_tokens(), slots)
 }
 
 /// The CSR form that FlashInfer takes, of pages on the device tier.
