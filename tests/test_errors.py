@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -406,6 +408,26 @@ def test_out_of_blocks_says_how_many_and_changes_nothing() -> None:
             cache.step([a, b], [(1 << 31) - 1] * 2).__enter__()
         assert settled(cache) == before
         cache.audit()
+
+
+def test_a_refused_step_keeps_nothing_alive() -> None:
+    """No reference cycle is left by its error: what the caller lets go of is gone at once."""
+    spec = pagoda.ModelSpec(layers=[layer()])
+    with pagoda.Cache(spec, page_size=16, device_memory="64KiB", host_memory=0, threads=1) as cache:
+
+        def refused() -> weakref.ref[pagoda.Sequence]:
+            sequence = cache.create()
+            try:
+                with cache.step([sequence], [10_000]):
+                    pytest.fail("there is no room")
+            except pagoda.OutOfBlocks:
+                return weakref.ref(sequence)
+
+        gc.disable()
+        try:
+            assert refused()() is None
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("timeout", [-1.0, float("nan")])

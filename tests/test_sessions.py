@@ -118,6 +118,54 @@ def test_what_is_kept_beside_a_sequence_has_a_limit(tmp_path: Path) -> None:
         assert cache.saved() == {"it": b"x" * (64 << 20)}
 
 
+def test_what_keys_alone_hold_makes_room_without_spill_too(tmp_path: Path) -> None:
+    """Copies in memory of pages that are kept, and that no sequence has, are in nobody's way."""
+    with opened(tmp_path, spill=False, device_memory="128KiB", host_memory="64KiB") as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        kept = {}
+        for key in "abcdef":
+            tokens = mirror.create()
+            mirror.step([tokens], [150])
+            cache.save(tokens.sequence, key)
+            kept[key] = Tokens(tokens.sequence, list(tokens.k), list(tokens.v))
+            mirror.release(tokens)
+        for key, like in kept.items():
+            tokens = load(mirror, key, like)
+            assert cache.promote(tokens.sequence, to="host").wait(60)
+            mirror.look()
+            mirror.release(tokens)
+        assert settled(cache).used_bytes("host") > 0
+        tokens = mirror.create()
+        mirror.step([tokens], [150])
+        assert cache.demote(tokens.sequence).wait(60)
+        mirror.look()
+
+
+def test_loading_makes_room_as_a_step_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path, device_memory="64KiB") as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [30])
+        cache.save(tokens.sequence, "it")
+        # No page leaves ahead of need.
+        monkeypatch.setattr(cache._spill, "ahead", lambda batch: None)
+        while free := min(cache._core.free_blocks("device")):
+            mirror.step([mirror.create()], [16 * min(3, free)])
+        found = load(mirror, "it", tokens)
+        mirror.step([found], [1])
+
+
+def test_a_part_of_which_pages_have_left_a_window_is_refused_by_its_name(tmp_path: Path) -> None:
+    with opened(tmp_path, headroom=0) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [200])
+        with pytest.raises(pagoda.InvalidArgument, match=r"tokens = \(180, 200\): a start of 0, or .* left a window"):
+            cache.save(tokens.sequence, "part", tokens=(180, 200))
+        assert cache.saved() == {}
+        cache.save(tokens.sequence, "all", tokens=(0, 200))
+
+
 def test_a_part_is_kept(tmp_path: Path) -> None:
     with opened(tmp_path, headroom=200) as cache:
         mirror = Mirror(cache, np.random.default_rng(0))
@@ -169,6 +217,8 @@ def test_what_does_not_verify_is_not_there(tmp_path: Path, caplog: pytest.LogCap
         pages.write(b"\xff")
     with opened(tmp_path) as cache:
         assert cache.load("one") is None
+        # What was begun is let go of at once, though the error is still in the log.
+        assert settled(cache).used_bytes("device") == 0
         assert "'one' does not verify: " in caplog.text
         assert "generation" in caplog.text
         mirror = Mirror(cache, np.random.default_rng(0))

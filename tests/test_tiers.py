@@ -66,6 +66,24 @@ def test_prefetch_keeps_the_slower_copy_so_that_demoting_again_is_free(mirror: M
     assert cache.stats().moved_bytes == moved
 
 
+def test_prefetch_copies_what_finds_room_though_groups_take_it_from_each_other() -> None:
+    """What is free of an extent that nobody has is free for each group, and not for all of them."""
+    spec = pagoda.ModelSpec(layers=[layer(), layer(num_kv_heads=4)])
+    with pagoda.Cache(spec, page_size=16, device_memory="128KiB", host_memory="4MiB", threads=1) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens, other = mirror.create(), mirror.create()
+        mirror.step([tokens], [64])
+        assert cache.demote(tokens.sequence).wait(60)
+        mirror.step([other], [320])
+        cache._spill.settle()
+        free = settled(cache).device
+        assert [counts.free for counts in free] == [4, 2], "an extent for one of the groups"
+        ticket = cache.prefetch(tokens.sequence)
+        assert ticket.wait(60)
+        cache.audit()
+        mirror.look()
+
+
 def test_a_stale_plan_is_refused(mirror: Mirror) -> None:
     tokens = mirror.create()
     mirror.step([tokens], [64])

@@ -139,7 +139,7 @@ class Cache:
         self,
         sequence: int,
         to: str,
-        tokens: tuple[int, int],
+        tokens: tuple[int, int] | None,
         groups: Sequence[int],
         *,
         keep: bool = False,

@@ -18,9 +18,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from collections.abc import Sequence as Collection
+from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +46,7 @@ from pagoda.device import engine_for
 from pagoda.device.driver import Stream
 from pagoda.disk import DISK_TIMEOUT, disk_arguments
 from pagoda.engine import Engine
-from pagoda.errors import BackendUnavailable, CorruptPage, InvalidArgument, OutOfBlocks, TierIOError
+from pagoda.errors import BackendUnavailable, CorruptPage, InvalidArgument, OutOfBlocks, PagodaError, TierIOError
 from pagoda.formats import formats_by_layer
 from pagoda.geometry import Geometry, core_layers, group_layers, tier_memory
 from pagoda.outliers import Outliers
@@ -55,6 +58,8 @@ from pagoda.stats import TIERS, Stats
 from pagoda.step import Array, Step, Table
 
 log = logging.getLogger("pagoda")
+
+T = TypeVar("T")
 
 __all__ = ["Array", "Batch", "Cache", "Plan", "Sequence", "Step", "Table", "Ticket"]
 
@@ -329,12 +334,12 @@ class Cache:
     def demote(self, sequence: Sequence, tokens: tuple[int, int] | None = None, to: str = "host") -> Ticket:
         """Moves pages from faster tiers to this one, in the background; those on a slower one stay there."""
         check_choice("to", to, ("host", "disk"))
-        return self.execute(self._plan(sequence, to, tokens, only_from="device" if to == "host" else None))
+        return self._move(sequence, to, tokens, only_from="device" if to == "host" else None)
 
     def promote(self, sequence: Sequence, tokens: tuple[int, int] | None = None, to: str = "device") -> Ticket:
         """Moves pages from slower tiers to this one, in the background; those on a faster one stay there."""
         check_choice("to", to, ("device", "host"))
-        return self.execute(self._plan(sequence, to, tokens, only_from="disk" if to == "host" else None))
+        return self._move(sequence, to, tokens, only_from="disk" if to == "host" else None)
 
     def prefetch(self, sequence: Sequence) -> Ticket:
         """Copies the newest pages to the device tier, as many as have room there, in the background.
@@ -343,16 +348,13 @@ class Cache:
         """
         self._check_ours(sequence)
         room = min(self._core.free_blocks("device")) // len(self._groups)
-        core = self._core.plan(
-            sequence.id,
-            "device",
-            (0, len(sequence)),
-            self._groups_of(None),
-            keep=True,
-            newest_first=True,
-            pages_max=room,
-        )
-        return self.execute(Plan(self, core))
+        while True:
+            newest = partial(self._plan, sequence, "device", pages_max=room, keep=True, newest_first=True)
+            try:
+                return self._start(newest)
+            except OutOfBlocks as error:
+                # Groups share extents: what is free is not free for all of them.
+                room = max(0, room - error.blocks_short)
 
     def save(self, sequence: Sequence, key: str, tokens: tuple[int, int] | None = None, meta: bytes = b"") -> None:
         """Keeps a sequence on disk under a name, in the place of what was there. It is safe from a loss of power on return.
@@ -378,12 +380,17 @@ class Cache:
                 raise InvalidArgument(f"tokens = {tokens}: {limit}")
             with sequence.fork() as part:
                 part.truncate(stop)
-                part.drop(0, start)
+                try:
+                    part.drop(0, start)
+                except InvalidArgument as error:
+                    # It names what nobody has given it.
+                    limit = f"a start of 0, or one that drop(0, start) takes of a sequence of {stop} tokens"
+                    raise InvalidArgument(f"tokens = {tokens}: {limit}, as pages have left a window") from error
                 return self.save(part, key, meta=meta)
         self._core.check_save(sequence.id, key, len(meta))
         self._spill.settle()
         self._make_room_on_disk(self.plan(sequence, "disk", keep=True))
-        ticket = self.execute(self.plan(sequence, "disk", keep=True))
+        ticket = self._start(partial(self.plan, sequence, "disk", keep=True))
         self._core.wait_patiently(ticket._core)
         ticket.done()
         self._core.save(sequence.id, key, meta)
@@ -392,14 +399,20 @@ class Cache:
         """A new sequence with what `save` kept under a name; None if nothing is, or it does not verify, which is logged.
 
         Pages come into memory, and are verified, as many as fit. Raises OutOfBlocks when the device tier has no block for the
-        last page, TierIOError when the disk cannot be read, or does nothing for `disk_timeout` seconds.
+        last page and none can be spilled, TierIOError when the disk cannot be read, or does nothing for `disk_timeout`
+        seconds.
         """
         try:
-            handle = self._core.load(_key(key))
+            handle = self._with_room(partial(self._core.load, _key(key)), np.empty(0, np.uint64))
             if handle is None:
                 return None
             sequence = Sequence(self, handle)
-            self._spill.bring_in(np.array([sequence.id], np.uint64))
+            try:
+                self._spill.bring_in(np.array([sequence.id], np.uint64))
+            except PagodaError:
+                # Now, and not when nobody holds the error any more.
+                sequence.release()
+                raise
         except CorruptPage as error:
             log.warning("%r does not verify: %s", key, error)
             return None
@@ -453,33 +466,61 @@ class Cache:
             with contextlib.suppress(InvalidArgument):  # It may have ended after all.
                 self._core.rollback()
             self._unfinished = False
-        while True:
+
+        def reserve() -> None:
             if self._device is not None and stream is not None:
                 self._device.use_stream(stream)
-            try:
-                self._core.reserve(batch.ids, counts)
-            except OutOfBlocks as error:
-                self._spill.make_room(error, batch.ids)
-                continue
+            self._core.reserve(batch.ids, counts)
+
+        while True:
+            self._with_room(reserve, batch.ids)
             if not self._spill.may_bring_in(batch.ids):
                 return
             self._core.rollback()
             self._spill.bring_in(batch.ids)
 
+    def _with_room(self, call: Callable[[], T], batch: npt.NDArray[np.uint64]) -> T:
+        """Makes a call that takes blocks of the device, anew as long as room can be made for it."""
+        while True:
+            try:
+                result = call()
+            except OutOfBlocks as error:
+                if not self._spill.make_room(error.blocks_short, batch):
+                    raise
+                continue
+            return result
+
     def _plan(
         self,
         sequence: Sequence,
         to: str,
-        tokens: tuple[int, int] | None,
+        tokens: tuple[int, int] | None = None,
         layers: Collection[int] | None = None,
-        *,
-        keep: bool = False,
-        only_from: str | None = None,
+        **options: Any,
     ) -> Plan:
         self._check_ours(sequence)
-        span = (0, len(sequence)) if tokens is None else token_range("tokens", tokens)
-        groups = self._groups_of(layers)
-        return Plan(self, self._core.plan(sequence.id, to, span, groups, keep=keep, only_from=only_from))
+        span = None if tokens is None else token_range("tokens", tokens)
+        return Plan(self, self._core.plan(sequence.id, to, span, self._groups_of(layers), **options))
+
+    def _move(self, sequence: Sequence, to: str, tokens: tuple[int, int] | None, only_from: str | None) -> Ticket:
+        """Starts moving pages, in the place of copies that nobody needs."""
+        while True:
+            plan = partial(self._plan, sequence, to, tokens, only_from=only_from)
+            try:
+                return self._start(plan)
+            except OutOfBlocks as error:
+                if not self._spill.spare(to, error.blocks_short):
+                    raise
+
+    def _start(self, plan: Callable[[], Plan]) -> Ticket:
+        """Executes a plan, which is made anew where another thread has changed or moved its pages since."""
+        while True:
+            made = plan()
+            try:
+                return self.execute(made)
+            except InvalidArgument:
+                if plan().copies == made.copies:
+                    raise
 
     def _make_room_on_disk(self, plan: Plan) -> None:
         """Gives up copies of pages that memory has as well, as far as a plan and a last page of each group need."""

@@ -98,7 +98,7 @@ class Engine(Protocol):
         self,
         sequence: int,
         to: str,
-        tokens: tuple[int, int],
+        tokens: tuple[int, int] | None,
         groups: Sequence[int],
         *,
         keep: bool = False,
@@ -107,7 +107,7 @@ class Engine(Protocol):
         only_from: str | None = None,
         unshared: bool = False,
     ) -> Plan:
-        """What moving the sealed pages that hold tokens [start, stop) to a tier would copy; changes nothing.
+        """What moving the sealed pages that hold tokens [start, stop), or all, to a tier would copy; changes nothing.
 
         keep: leave the copy that is read today. newest_first, pages_max: which pages, and how many at most. only_from: pages
         that are read from this tier. unshared: pages that no other sequence holds.

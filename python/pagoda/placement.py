@@ -10,13 +10,14 @@ once.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core
 from pagoda.engine import Engine
-from pagoda.errors import OutOfBlocks, PagodaError, TierIOError
+from pagoda.errors import InvalidArgument, OutOfBlocks, PagodaError, TierIOError, UseAfterRelease
 
 LOW_WATER = 1 / 32
 """The free fraction of a tier below which pages leave it in the background."""
@@ -36,14 +37,15 @@ Pair = tuple[str, str]
 class Spill:
     """Moves pages to slower tiers when one is full, ahead of need if it can, and back when a step needs them.
 
-    below: the tiers under the device that pages may go to by themselves, the fastest first.
+    below: the tiers under the device that pages may go to by themselves, the fastest first. Calls may come from several
+    threads, and others may release, change and move what these are about to: that is left alone then.
     """
 
     def __init__(self, core: Engine, below: list[str]) -> None:
         self._core = core
         self._pairs: list[Pair] = list(zip(["device", *below], below, strict=False))
         self._blocks = {source: core.free_blocks(source) for source, _ in self._pairs}
-        self._under_way: dict[Pair, list[_core.Ticket]] = {pair: [] for pair in self._pairs}
+        self._under_way: dict[Pair, set[_core.Ticket]] = {pair: set() for pair in self._pairs}
         self._memory = sorted({source for source, _ in self._pairs}, reverse=True)
         self._has_disk = "disk" in below
         self._resting = 0
@@ -61,14 +63,21 @@ class Spill:
                 if low[group]:
                     self._demote(pair, group, int(blocks * HIGH_WATER) - left, batch)
 
-    def make_room(self, error: OutOfBlocks, batch: Handles) -> None:
-        """Makes room on the device, or below it so that there can be some; raises `error` when nothing helps."""
+    def make_room(self, blocks: int, batch: Handles) -> bool:
+        """Makes room for about `blocks` blocks on the device, or below it so that there can be some; says whether it did."""
+        if self.spare("device", blocks):
+            return True
         for pair in self._pairs:
-            if self._settle(pair) or self._demote_now(pair, error.blocks_short, batch):
-                return
+            if self._settle(pair) or self._demote_now(pair, blocks, batch):
+                return True
         # Blocks of the target tier may be draining because of a drive that is slow to read.
-        if not self._core.finish_draining():
-            raise error
+        return self._core.finish_draining()
+
+    def spare(self, tier: str, blocks: int) -> bool:
+        """Gives up copies on a tier that no sequence needs there, of at most `blocks` pages of each layer group; says whether
+        there were any."""
+        groups = range(len(self._core.free_blocks(tier)))
+        return any([self._core.drop_copies(tier, group, blocks) for group in groups])
 
     def may_bring_in(self, batch: Handles) -> bool:
         """Whether the open step of `batch` is the first one with these sequences and has pages on disk."""
@@ -96,16 +105,12 @@ class Spill:
 
     def _promote(self, batch: Handles, tier: str) -> int:
         """Moves pages of a batch from disk to `tier`, as many as have room there; returns how many are left on disk."""
-        core, tickets = self._core, []
+        core, tickets = self._core, set[_core.Ticket]()
         pages = [(handle, group) for handle in batch.tolist() for group in range(len(core.free_blocks(tier)))]
         for handle, group in pages:
             spare = core.free_blocks(tier)[group] - int(self._blocks[tier][group] * HIGH_WATER)
-            room, tokens = max(0, spare), (0, core.length(handle))
-            plan = core.plan(
-                handle, tier, tokens, [group], pages_max=room, only_from="disk", keep=True, newest_first=True
-            )
-            if plan.copies:
-                tickets.append(core.execute(plan))
+            options = {"pages_max": max(0, spare), "keep": True, "newest_first": True}
+            self._move(("disk", tier), handle, group, tickets, **options)
         failures: list[PagodaError] = []
         for ticket in tickets:
             self._wait(ticket, ("disk", tier))
@@ -115,8 +120,9 @@ class Spill:
                 # All tickets are asked: a failure that is not reported here would be raised by the next step, whosever it is.
                 failures.append(error)
         if failures:
-            raise failures[0]
-        rest = (core.plan(handle, tier, (0, core.length(handle)), [group], only_from="disk") for handle, group in pages)
+            # No name may stay that holds it: its traceback holds this frame, and those of the caller.
+            raise failures.pop()
+        rest = (core.plan(handle, tier, None, [group], only_from="disk") for handle, group in pages)
         return sum(len(plan.copies) for plan in rest)
 
     def _demote_now(self, pair: Pair, blocks: int, batch: Handles, *, resting_only: bool = False) -> bool:
@@ -132,12 +138,10 @@ class Spill:
         """Starts moving at least one and about `blocks` pages of a layer group; returns how many blocks were free at once,
         because their pages are on disk and held by keys alone."""
         core, wanted, (source, target) = self._core, max(1, blocks), pair
-        to_disk, freed = target == "disk", 0
-        if self._has_disk:
-            freed = core.drop_copies(source, group, wanted)
-            wanted -= freed
-            if to_disk and (short := wanted - core.free_blocks(target)[group]) > 0:
-                core.drop_copies(target, group, short)
+        to_disk, freed = target == "disk", core.drop_copies(source, group, wanted)
+        wanted -= freed
+        if (short := wanted - core.free_blocks(target)[group]) > 0:
+            core.drop_copies(target, group, short)
         stepping = set(batch.tolist())
         resting = [handle for handle in core.by_recency() if handle not in stepping]
         # Pages that others hold, and those of the batch, go to disk only when there is nothing else.
@@ -145,27 +149,38 @@ class Spill:
         rounds += [] if resting_only else [(resting + batch.tolist(), False)]
         for handles, unshared in rounds:
             for handle in handles:
-                pages_max, tokens = min(wanted, core.free_blocks(target)[group]), (0, core.length(handle))
+                pages_max = min(wanted, core.free_blocks(target)[group])
                 if pages_max <= 0:
                     return freed
-                plan = core.plan(
-                    handle, target, tokens, [group], pages_max=pages_max, only_from=source, unshared=unshared
-                )
-                if plan.copies:
-                    self._under_way[pair].append(core.execute(plan))
-                    wanted -= len(plan.copies)
+                options = {"pages_max": pages_max, "unshared": unshared}
+                wanted -= self._move(pair, handle, group, self._under_way[pair], **options)
         return freed
+
+    def _move(self, pair: Pair, handle: int, group: int, tickets: set[_core.Ticket], **options: Any) -> int:
+        """Starts moving pages of a sequence; returns how many."""
+        source, target = pair
+        try:
+            plan = self._core.plan(handle, target, None, [group], only_from=source, **options)
+            if plan.copies:
+                tickets.add(self._core.execute(plan))
+        except (InvalidArgument, OutOfBlocks, UseAfterRelease):
+            # Another thread has released the sequence, changed or moved its pages, or taken the room.
+            return 0
+        return len(plan.copies)
 
     def _pending(self, pair: Pair) -> bool:
         """Whether moves are under way."""
-        self._under_way[pair] = [ticket for ticket in self._under_way[pair] if self._arrived(ticket) is False]
+        for ticket in tuple(self._under_way[pair]):
+            if self._arrived(ticket) is not False:
+                self._under_way[pair].discard(ticket)
         return bool(self._under_way[pair])
 
     def _settle(self, pair: Pair) -> bool:
         """Waits for moves under way; says whether any arrived."""
-        for ticket in self._under_way[pair]:
+        under_way = tuple(self._under_way[pair])
+        for ticket in under_way:
             self._wait(ticket, pair)
-        under_way, self._under_way[pair] = self._under_way[pair], []
+        self._under_way[pair].difference_update(under_way)
         return any([self._arrived(ticket) for ticket in under_way])
 
     def _wait(self, ticket: _core.Ticket, pair: Pair) -> None:

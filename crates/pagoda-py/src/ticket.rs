@@ -117,7 +117,7 @@ impl Cache {
         py: Python<'_>,
         sequence: u64,
         to: &str,
-        tokens: (u64, u64),
+        tokens: Option<(u64, u64)>,
         groups: Vec<u8>,
         keep: bool,
         newest_first: bool,
@@ -127,8 +127,13 @@ impl Cache {
     ) -> PyResult<Plan> {
         let to = tier_named(py, "to", to)?;
         let from = only_from.map(|name| tier_named(py, "only_from", name)).transpose()?;
+        let (id, inner) = (SequenceId::of_number(sequence), self.lock(py)?);
+        let tokens = match tokens {
+            Some((start, stop)) => start..stop,
+            None => 0..inner.core.token_count(id).map_err(|error| core(py, &error))?,
+        };
         let selection = Selection {
-            tokens: tokens.0..tokens.1,
+            tokens,
             groups: groups.into_iter().map(GroupId).collect(),
             keep,
             newest_first,
@@ -136,7 +141,7 @@ impl Cache {
             from,
             unshared,
         };
-        self.with(py, |inner| inner.core.plan(SequenceId::of_number(sequence), to, &selection)).map(Plan)
+        inner.core.plan(id, to, &selection).map(Plan).map_err(|error| core(py, &error))
     }
 
     /// Starts a plan in the background. What a device has to copy is known from then on, whatever becomes of the ticket.
