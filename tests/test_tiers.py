@@ -150,6 +150,32 @@ def test_spilling_takes_the_sequence_that_rested_longest() -> None:
         mirror.look()
 
 
+def test_sequences_with_nothing_to_move_are_not_looked_through_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open pages stay: many sequences that rest keep the device tier below its mark for good."""
+    spec = pagoda.ModelSpec(layers=[layer()])
+    with pagoda.Cache(spec, page_size=16, device_memory="256KiB", host_memory="4MiB", threads=1) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        resting = [mirror.create() for _ in range(125)]
+        for tokens in resting:
+            mirror.step([tokens], [17])
+        cache._spill.settle()
+        (free,) = settled(cache).device
+        assert free.free == 3, "all but the open page of each is on the host"
+        plans = []
+
+        class Counting:
+            def __getattr__(self, name: str) -> Any:
+                if name == "plan":
+                    plans.append(name)
+                return getattr(cache._core, name)
+
+        monkeypatch.setattr(cache._spill, "_core", Counting())
+        busy = mirror.create()
+        for _ in range(40):
+            mirror.step([busy], [1])
+        assert len(plans) <= 2 * 126, "and no more often than that: 40 steps"
+
+
 def test_memory_follows_the_context() -> None:
     """The arenas are reserved at once, but touched as they are used, and given back."""
     spec = pagoda.ModelSpec(layers=[layer(num_q_heads=8, num_kv_heads=8, head_dim=128)] * 4)

@@ -26,7 +26,8 @@ HIGH_WATER = 1 / 8
 """The free fraction that moving them brings it back to."""
 
 REST_STEPS = 256
-"""Steps after a failed write to disk until the next one ahead of need: the drive may be full, or broken."""
+"""Steps until pages leave a tier ahead of need again, after a failed write, as the drive may be full or broken, and after all
+sequences were looked through for nothing."""
 
 log = logging.getLogger("pagoda")
 
@@ -48,16 +49,16 @@ class Spill:
         self._under_way: dict[Pair, set[_core.Ticket]] = {pair: set() for pair in self._pairs}
         self._memory = sorted({source for source, _ in self._pairs}, reverse=True)
         self._has_disk = "disk" in below
-        self._resting = 0
+        self._resting = dict.fromkeys(self._pairs, 0)
         self._stepped = b""
 
     def ahead(self, batch: Handles) -> None:
         """Starts moving pages when free blocks run low, to disk those of sequences in `batch` last. Returns at once."""
-        self._resting = max(0, self._resting - 1)
         for pair in self._pairs:
+            self._resting[pair] = max(0, self._resting[pair] - 1)
             free, whole = self._core.free_blocks(pair[0]), self._blocks[pair[0]]
             low = [left < blocks * LOW_WATER for left, blocks in zip(free, whole, strict=True)]
-            if not any(low) or self._pending(pair) or (pair[1] == "disk" and self._resting):
+            if not any(low) or self._resting[pair] or self._pending(pair):
                 continue
             for group, (left, blocks) in enumerate(zip(free, whole, strict=True)):
                 if low[group]:
@@ -137,23 +138,24 @@ class Spill:
     def _demote(self, pair: Pair, group: int, blocks: int, batch: Handles, *, resting_only: bool = False) -> int:
         """Starts moving at least one and about `blocks` pages of a layer group; returns how many blocks were free at once,
         because their pages are on disk and held by keys alone."""
-        core, wanted, (source, target) = self._core, max(1, blocks), pair
-        to_disk, freed = target == "disk", core.drop_copies(source, group, wanted)
-        wanted -= freed
+        core, asked, (source, target) = self._core, max(1, blocks), pair
+        to_disk, freed = target == "disk", core.drop_copies(source, group, asked)
+        wanted = asked - freed
         if (short := wanted - core.free_blocks(target)[group]) > 0:
             core.drop_copies(target, group, short)
         stepping = set(batch.tolist())
         resting = [handle for handle in core.by_recency() if handle not in stepping]
         # Pages that others hold, and those of the batch, go to disk only when there is nothing else.
-        rounds: list[tuple[list[int], bool]] = [(resting, True)] if to_disk else []
-        rounds += [] if resting_only else [(resting + batch.tolist(), False)]
-        for handles, unshared in rounds:
-            for handle in handles:
-                pages_max = min(wanted, core.free_blocks(target)[group])
-                if pages_max <= 0:
-                    return freed
-                options = {"pages_max": pages_max, "unshared": unshared}
-                wanted -= self._move(pair, handle, group, self._under_way[pair], **options)
+        candidates = [(handle, True) for handle in resting] if to_disk else []
+        candidates += [] if resting_only else [(handle, False) for handle in (*resting, *batch.tolist())]
+        for handle, unshared in candidates:
+            pages_max = min(wanted, core.free_blocks(target)[group])
+            if pages_max <= 0:
+                break
+            options = {"pages_max": pages_max, "unshared": unshared}
+            wanted -= self._move(pair, handle, group, self._under_way[pair], **options)
+        if wanted == asked and not resting_only:
+            self._resting[pair] = REST_STEPS
         return freed
 
     def _move(self, pair: Pair, handle: int, group: int, tickets: set[_core.Ticket], **options: Any) -> int:
@@ -171,7 +173,7 @@ class Spill:
     def _pending(self, pair: Pair) -> bool:
         """Whether moves are under way."""
         for ticket in tuple(self._under_way[pair]):
-            if self._arrived(ticket) is not False:
+            if self._arrived(pair, ticket) is not False:
                 self._under_way[pair].discard(ticket)
         return bool(self._under_way[pair])
 
@@ -181,7 +183,7 @@ class Spill:
         for ticket in under_way:
             self._wait(ticket, pair)
         self._under_way[pair].difference_update(under_way)
-        return any([self._arrived(ticket) for ticket in under_way])
+        return any([self._arrived(pair, ticket) for ticket in under_way])
 
     def _wait(self, ticket: _core.Ticket, pair: Pair) -> None:
         """Sleeps until a move has ended; if it is of the disk, as long as that does anything, and `disk_timeout` more."""
@@ -191,11 +193,11 @@ class Spill:
             while not self._core.wait(ticket, 60.0):
                 pass
 
-    def _arrived(self, ticket: _core.Ticket) -> bool | None:
+    def _arrived(self, pair: Pair, ticket: _core.Ticket) -> bool | None:
         """Whether a move has ended well; None if it failed: its pages are where they were."""
         try:
             return self._core.ticket_done(ticket)
         except TierIOError as error:
             log.warning("pages stay in memory: %s", error)
-            self._resting = REST_STEPS
+            self._resting[pair] = REST_STEPS
             return None
