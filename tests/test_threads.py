@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
+import emulator
 import numpy as np
 import pagoda
 import pytest
+from emulator.driver import EmulatedDriver
 from mirror import Mirror, layer
+from pagoda.device import cuda
 
 SPEC = pagoda.ModelSpec(layers=[layer(), layer(), layer(window=40)])
 
@@ -87,3 +91,95 @@ def test_pages_that_another_thread_has_moved_meanwhile_are_moved_from_where_they
         assert meddled.meddled
         assert len(cache.plan(child.sequence, "host").copies) == (len(pages) if back else 0)
         mirror.look()
+
+
+@pytest.fixture
+def on_device(names_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A cache on an emulated device."""
+    emulator.require()
+    monkeypatch.setattr(cuda, "open_driver", lambda index: EmulatedDriver())
+    options: dict[str, Any] = {"device": "cuda", "device_memory": "1MiB", "host_memory": "1MiB"}
+    with pagoda.Cache(SPEC, page_size=16, **options) as cache:
+        yield cache
+
+
+def test_calls_on_a_device_take_turns(on_device: pagoda.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror = Mirror(on_device, np.random.default_rng(0))
+    sequences = [mirror.create() for _ in range(3)]
+    mirror.step(sequences, [40] * 3)
+    engine: Any = on_device._device
+    poll, inside, seen = engine._poll, [0], []
+
+    def slowly() -> None:
+        inside[0] += 1
+        seen.append(inside[0])
+        # Others run, if they may.
+        time.sleep(1e-3)
+        poll()
+        inside[0] -= 1
+
+    monkeypatch.setattr(engine, "_poll", slowly)
+
+    def move(sequence: pagoda.Sequence) -> None:
+        for _ in range(5):
+            assert on_device.demote(sequence).wait(60)
+            assert on_device.promote(sequence).wait(60)
+            on_device.stats()
+
+    threads = [threading.Thread(target=move, args=(tokens.sequence,)) for tokens in sequences]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) >= 3 * 5 * 5
+    assert set(seen) == {1}
+    mirror.look()
+
+
+def test_who_waits_for_a_copy_on_a_device_lets_others_go_on(
+    on_device: pagoda.Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = Mirror(on_device, np.random.default_rng(0))
+    tokens = mirror.create()
+    mirror.step([tokens], [40])
+    ticket = on_device.demote(tokens.sequence)
+    waiting, arrived = threading.Event(), threading.Event()
+
+    class Copy:
+        def wait(self) -> None:
+            waiting.set()
+            assert arrived.wait(60)
+
+    engine: Any = on_device._device
+    waits_for = engine._plans.waits_for
+    monkeypatch.setattr(engine._plans, "waits_for", lambda *of: waits_for(*of) if arrived.is_set() else Copy())
+    waiter = threading.Thread(target=ticket.wait)
+    waiter.start()
+    assert waiting.wait(60)
+    asking = threading.Thread(target=on_device.stats)
+    asking.start()
+    asking.join(60)
+    went_on = not asking.is_alive()
+    arrived.set()
+    waiter.join()
+    assert went_on
+    assert ticket.done()
+
+
+def test_a_step_is_on_the_stream_that_it_was_given(on_device: pagoda.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stream another thread has asked for meanwhile, whose step is refused."""
+    mirror = Mirror(on_device, np.random.default_rng(0))
+    tokens, other = mirror.create(), mirror.create()
+    engine: Any = on_device._device
+    once_more, given = engine._once_more, engine.caller_stream(None)
+
+    def meddled(call: Callable[[], Any]) -> Any:
+        result = once_more(call)
+        monkeypatch.undo()
+        with pytest.raises(pagoda.InvalidArgument, match="one open step"):
+            on_device.step([other.sequence], [1], stream=type(given)(engine._driver)).__enter__()
+        return result
+
+    monkeypatch.setattr(engine, "_once_more", meddled)
+    with on_device.step([tokens.sequence], [0]):
+        assert engine._stream is given

@@ -162,6 +162,9 @@ class Cache:
     with a window holds the pages of its last `window + headroom` tokens; others leave when a step is committed, so memory
     is constant however long a sequence grows. A step's own tokens are held until then.
 
+    Calls may come from several threads, and take turns. A cache has one open step at most: entering another raises
+    InvalidArgument, and so does changing a sequence that is in it.
+
     Raises InvalidArgument (also a ValueError) for what does not fit together, BackendUnavailable for what is not there,
     GeometryMismatch for a directory of another model, TierIOError for one that cannot be used or that another cache has open.
     """
@@ -466,12 +469,9 @@ class Cache:
             with contextlib.suppress(InvalidArgument):  # It may have ended after all.
                 self._core.rollback()
             self._unfinished = False
-
-        def reserve() -> None:
-            if self._device is not None and stream is not None:
-                self._device.use_stream(stream)
-            self._core.reserve(batch.ids, counts)
-
+        reserve = partial(self._core.reserve, batch.ids, counts)
+        if self._device is not None:
+            reserve = partial(self._device.reserve, batch.ids, counts, stream)
         while True:
             self._with_room(reserve, batch.ids)
             if not self._spill.may_bring_in(batch.ids):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -140,10 +141,11 @@ class Stream:
 
     def reach(self, place: int) -> None:
         """Does work up to `place`."""
-        while self.finished < place:
-            piece = self.work[self.finished]
-            self.finished += 1
-            piece()
+        with self.driver.turn:
+            while self.finished < place:
+                piece = self.work[self.finished]
+                self.finished += 1
+                piece()
 
     def record(self) -> Event:
         self.refuse_in_graphs()
@@ -256,6 +258,8 @@ class EmulatedDriver:
 
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
+        # Threads may wait for it at once.
+        self.turn = threading.RLock()
         self.streams: list[Stream] = []
         self.guarded: list[emulator.Guarded] = []
         self.arenas: list[HostArena] = []

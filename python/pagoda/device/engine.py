@@ -12,10 +12,12 @@ kernels of one step, captured by the caller, does every later one.
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +27,7 @@ from pagoda.device.appends import Appends, Centers, Misfits
 from pagoda.device.arrays import Arrays
 from pagoda.device.attends import Attends, Maxima
 from pagoda.device.derived import derived_keys
-from pagoda.device.driver import Driver, Event, Stream
+from pagoda.device.driver import Driver, Event, Pending, Stream
 from pagoda.device.layers import LayerKernels
 from pagoda.device.memory import CacheMemory
 from pagoda.device.mover import Mover
@@ -41,6 +43,7 @@ from pagoda.geometry import RUN_ROWS, Geometry, owners_of
 from pagoda.rates import Routes
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 FOREVER = 1e6
 """Seconds from which on a wait has no end."""
@@ -52,13 +55,27 @@ SPANS_DECLARED = 8
 """Spans of a sequence that there is room for once maxima are declared: `drop` leaves one more each time, sinks are one."""
 
 
+def in_turn(
+    call: Callable[Concatenate[DeviceEngine, P], T],
+) -> Callable[Concatenate[DeviceEngine, P], T]:
+    """A call during which no other thread's of the same engine goes on."""
+
+    @functools.wraps(call)
+    def in_its_turn(engine: DeviceEngine, /, *given: P.args, **options: P.kwargs) -> T:
+        with engine._turn:
+            return call(engine, *given, **options)
+
+    return in_its_turn
+
+
 class DeviceEngine:
     """The `Engine` of a cache whose memory and kernels are on a device.
 
     routes: what the ways to pages of the host tier carry, by which work on them is divided; without that, and in a
     deterministic cache, the CPU has no part in it. isa: the instruction set of that part, the best by default.
 
-    Not to be called from two threads at once. Raises BackendUnavailable for layers that no kernel does.
+    Calls take turns, as those of the core do; one that waits for copies lets others go on. Raises BackendUnavailable for
+    layers that no kernel does.
     """
 
     def __init__(
@@ -74,6 +91,8 @@ class DeviceEngine:
         routes: Routes | None = None,
         isa: str | None = None,
     ) -> None:
+        # A handler of signals may call in the middle of a call of its thread.
+        self._turn = threading.RLock()
         layers, page_size, layouts = geometry.layers, geometry.page_size, geometry.layouts
         self._driver, self._layers, self._page_size, self._deterministic = driver, layers, page_size, deterministic
         kernels = [
@@ -141,7 +160,6 @@ class DeviceEngine:
         self._epochs: deque[tuple[int, Event]] = deque()
         """Steps that the device has not been seen to end, oldest first."""
         self._last_step: Event | None = None
-        self._chosen: Stream | None = None
         self._stream: Stream | None = None
         """Of the open step."""
         # Forwarded as they are: bookkeeping that touches no memory.
@@ -158,6 +176,7 @@ class DeviceEngine:
         self.drop_copies, self.pages_on_disk, self.attended = core.drop_copies, core.pages_on_disk, core.attended
         self.forget, self.saved, self.lost, self.check_save = core.forget, core.saved, core.lost, core.check_save
 
+    @in_turn
     def declare(self, sequences: int, new_tokens: int, context: int) -> None:
         """See `Cache.declare`."""
         if self._checked:
@@ -175,15 +194,18 @@ class DeviceEngine:
         self._tables.fixed = True
         self._maxima = maxima
 
-    def reserve(self, sequences: npt.NDArray[np.uint64], new_tokens: npt.NDArray[np.int64]) -> None:
-        """Opens a step on the stream chosen by `use_stream`; its tables are on their way when this returns."""
+    @in_turn
+    def reserve(
+        self, sequences: npt.NDArray[np.uint64], new_tokens: npt.NDArray[np.int64], stream: Stream | None = None
+    ) -> None:
+        """Opens a step on a stream, the caller's current one by default; its tables are on their way when this returns."""
         if self._maxima is not None and len(new_tokens) and int(new_tokens.max()) > self._maxima.new_tokens:
             raise InvalidArgument(
                 f"new_tokens = {int(new_tokens.max())}: at most {self._maxima.new_tokens}, the maximum declared"
             )
         self._once_more(lambda: self.core.reserve(sequences, new_tokens, self._copy_now))
         try:
-            self._enter()
+            self._enter(self.caller_stream(None) if stream is None else stream)
         except BaseException:
             self.rollback()
             raise
@@ -192,10 +214,7 @@ class DeviceEngine:
         """The stream that the caller means. Raises InvalidArgument."""
         return self._driver.caller_stream(given)
 
-    def use_stream(self, stream: Stream) -> None:
-        """The stream of the next step that is opened."""
-        self._chosen = stream
-
+    @in_turn
     def append(self, layer: int, k: Any = None, v: Any = None, dtype: str | None = None) -> None:
         """See `Step.append`."""
         self.core.check_append(layer, k is not None, v is not None)
@@ -212,6 +231,7 @@ class DeviceEngine:
         self._appends.append(layer, keys, values, tables, self._arrays, self._now)
         self.core.appended(layer)
 
+    @in_turn
     def attend(
         self,
         layer: int,
@@ -237,6 +257,7 @@ class DeviceEngine:
         self._attends.attend(layer, queries, result, sums, sinks, self._now)
         return out, lse
 
+    @in_turn
     def replay(self, launch: Callable[[], object]) -> None:
         """See `Step.replay`."""
         if self._maxima is None:
@@ -257,11 +278,13 @@ class DeviceEngine:
         for layer in range(len(self._layers)):
             self._streams.read_in_place(layer)
 
+    @in_turn
     def commit(self, accepted: npt.NDArray[np.int64] | None = None) -> None:
         """See `Step.commit`."""
         self.core.commit(accepted)
         self._leave()
 
+    @in_turn
     def rollback(self) -> None:
         """Closes the step as if it had never been opened."""
         if self._stream is not None and self._last_step is not None:
@@ -273,11 +296,13 @@ class DeviceEngine:
             # Also if Ctrl-C came after the core had closed the step.
             self._leave()
 
+    @in_turn
     def plan(self, *given: Any, **options: Any) -> _core.Plan:
         """See `Cache.plan`."""
         self._poll()
         return self.core.plan(*given, **options)
 
+    @in_turn
     def execute(self, plan: _core.Plan) -> _core.Ticket:
         """Starts the copies of a plan."""
         self._poll()
@@ -291,6 +316,7 @@ class DeviceEngine:
             raise
         return ticket
 
+    @in_turn
     def ticket_done(self, ticket: _core.Ticket) -> bool:
         """Whether a ticket's copies have arrived; raises if they failed."""
         self._poll()
@@ -299,48 +325,54 @@ class DeviceEngine:
     def wait(self, ticket: _core.Ticket, seconds: float) -> bool:
         """Sleeps until a ticket's copies have arrived, or no more will, or `seconds` have passed; says which."""
         deadline = time.monotonic() + seconds
-        while (rest := self._plans.waits_for(ticket)) is not None:
+        while (rest := self._waits_for(ticket)) is not None:
             if seconds >= FOREVER:
                 rest.wait()
             elif not rest.done():
                 if time.monotonic() >= deadline:
                     return False
                 time.sleep(POLL_SECONDS)
-            self._plans.advance()
+            self._advance()
         return True
 
     def wait_patiently(self, ticket: _core.Ticket) -> None:
         """Sleeps until a ticket's copies have ended, as long as the disk does anything, and `disk_timeout` more."""
-        while (rest := self._plans.waits_for(ticket)) is not None:
+        while (rest := self._waits_for(ticket)) is not None:
             if isinstance(rest, _core.DiskCopies):
                 rest.wait_patiently()
             else:
                 rest.wait()
-            self._plans.advance()
+            self._advance()
 
+    @in_turn
     def save(self, sequence: int, key: str, meta: bytes) -> None:
         """See `Cache.save`."""
         self._once_more(lambda: self.core.save(sequence, key, meta, self._copy_now))
 
+    @in_turn
     def load(self, key: str) -> _core.Handle | None:
         """See `Cache.load`."""
         return self._once_more(lambda: self.core.load(key, self._copy_now))
 
+    @in_turn
     def free_blocks(self, tier: str) -> list[int]:
         """Blocks of each group that a tier could hand out now."""
         self._poll()
         return self.core.free_blocks(tier)
 
+    @in_turn
     def finish_draining(self) -> bool:
         """Waits for what blocks of any tier may drain for; says whether any may be free again."""
         waited = self._wait_for_steps()
         return self.core.finish_draining() or waited
 
+    @in_turn
     def stats(self) -> dict[str, Any]:
         """See `Cache.stats`."""
         self._poll()
         return self.core.stats()
 
+    @in_turn
     def close(self) -> None:
         """Waits for the device, then gives everything back. Raises TierIOError as `Cache.close` does. Twice is no error."""
         if self._memory.closed:
@@ -377,6 +409,16 @@ class DeviceEngine:
                 for stream in filter(None, (self._copying, self._zeroing)):
                     stream.record().wait()
 
+    @in_turn
+    def _waits_for(self, ticket: _core.Ticket) -> Pending | None:
+        """What has to end next for the sake of a plan; None when it has ended."""
+        return self._plans.waits_for(ticket)
+
+    @in_turn
+    def _advance(self) -> None:
+        """Starts what can go on."""
+        self._plans.advance()
+
     @property
     def traffic(self) -> Traffic:
         """What attention of the open step, or of the last one, has brought over the link."""
@@ -392,10 +434,10 @@ class DeviceEngine:
         assert self._stream is not None
         return self._stream
 
-    def _enter(self) -> None:
+    def _enter(self, stream: Stream) -> None:
         """Sends the tables of the open step. Raises InvalidArgument for pages on disk that have nothing to come through."""
         self._mark_end()
-        self._stream = self._chosen
+        self._stream = stream
         if self._last_step is not None:
             self._now.follow(self._last_step)
         if self._zeroed is not None:
