@@ -150,10 +150,12 @@ def test_spilling_takes_the_sequence_that_rested_longest() -> None:
         mirror.look()
 
 
+@pytest.mark.usefixtures("names_the_cpu")
 def test_sequences_with_nothing_to_move_are_not_looked_through_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Open pages stay: many sequences that rest keep the device tier below its mark for good."""
     spec = pagoda.ModelSpec(layers=[layer()])
-    with pagoda.Cache(spec, page_size=16, device_memory="256KiB", host_memory="4MiB", threads=1) as cache:
+    options: dict[str, Any] = {"device": "cpu", "device_memory": "256KiB", "host_memory": "4MiB"}
+    with pagoda.Cache(spec, page_size=16, threads=1, **options) as cache:
         mirror = Mirror(cache, np.random.default_rng(0))
         resting = [mirror.create() for _ in range(125)]
         for tokens in resting:

@@ -503,13 +503,14 @@ class Cache:
         return Plan(self, self._core.plan(sequence.id, to, span, self._groups_of(layers), **options))
 
     def _move(self, sequence: Sequence, to: str, tokens: tuple[int, int] | None, only_from: str | None) -> Ticket:
-        """Starts moving pages, in the place of copies that nobody needs."""
+        """Starts moving pages, in the place of copies that nobody needs, once steps have ended that may read these."""
         while True:
             plan = partial(self._plan, sequence, to, tokens, only_from=only_from)
             try:
                 return self._start(plan)
             except OutOfBlocks as error:
-                if not self._spill.spare(to, error.blocks_short):
+                spared = self._spill.spare(to, error.blocks_short)
+                if not spared and not (error.draining and self._core.finish_draining()):
                     raise
 
     def _start(self, plan: Callable[[], Plan]) -> Ticket:
