@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -164,6 +166,33 @@ def test_who_waits_for_a_copy_on_a_device_lets_others_go_on(
     waiter.join()
     assert went_on
     assert ticket.done()
+
+
+def test_a_fork_in_another_threads_turn_leaves_a_child_whose_calls_are_refused(on_device: pagoda.Cache) -> None:
+    engine: Any = on_device._device
+    has_turn, forked = threading.Event(), threading.Event()
+
+    def take() -> None:
+        with engine._turn:
+            has_turn.set()
+            assert forked.wait(60)
+
+    other = threading.Thread(target=take)
+    other.start()
+    assert has_turn.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            on_device.stats()
+        except pagoda.UseAfterRelease:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    forked.set()
+    other.join()
+    assert os.waitpid(child, 0)[1] == 0
+    on_device.stats()
 
 
 def test_a_step_is_on_the_stream_that_it_was_given(on_device: pagoda.Cache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import time
 from collections import deque
@@ -62,7 +63,8 @@ def in_turn(
 
     @functools.wraps(call)
     def in_its_turn(engine: DeviceEngine, /, *given: P.args, **options: P.kwargs) -> T:
-        with engine._turn:
+        # Who had the turn when a child was forked is not there to end it; what the child calls is the core's to refuse.
+        with engine._turn if os.getpid() == engine._process else contextlib.nullcontext():
             return call(engine, *given, **options)
 
     return in_its_turn
@@ -92,7 +94,7 @@ class DeviceEngine:
         isa: str | None = None,
     ) -> None:
         # A handler of signals may call in the middle of a call of its thread.
-        self._turn = threading.RLock()
+        self._turn, self._process = threading.RLock(), os.getpid()
         layers, page_size, layouts = geometry.layers, geometry.page_size, geometry.layouts
         self._driver, self._layers, self._page_size, self._deterministic = driver, layers, page_size, deterministic
         kernels = [
