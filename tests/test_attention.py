@@ -200,8 +200,9 @@ def test_arrays_of_every_type_and_stride(dtype: Any) -> None:
         np.testing.assert_allclose(out.astype(np.float64), expected, rtol=0, atol=bits)
 
 
+@pytest.mark.usefixtures("names_the_cpu")
 def test_sink_logits_of_every_address_and_stride() -> None:
-    """They may be a field of records, whose sizes are no multiples of a float."""
+    """They may be a field of records, whose sizes are no multiples of a float. A device takes contiguous ones alone."""
     logits = np.array([2, -1, 0.5, 3], np.float32)
     records = np.zeros(4, np.dtype([("logit", "f4"), ("byte", "u1")]))
     records["logit"] = logits
