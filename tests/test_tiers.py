@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,12 +43,62 @@ def test_demote_and_promote_move_whole_pages_and_no_byte_changes(mirror: Mirror)
     mirror.look()
 
 
-def test_an_open_page_stays(mirror: Mirror) -> None:
-    tokens = mirror.create()
+def test_a_sequence_is_demoted_whole_and_goes_on(mirror: Mirror) -> None:
+    """Open pages too: what rests holds nothing on the device. The next step has the open ones there again."""
+    cache, tokens = mirror.cache, mirror.create()
     mirror.step([tokens], [20])
-    assert len(mirror.cache.plan(tokens.sequence, "host")) == 2
-    mirror.step([tokens], [12])
-    assert len(mirror.cache.plan(tokens.sequence, "host")) == 4
+    assert len(cache.plan(tokens.sequence, "host")) == 4
+    for _ in range(3):
+        assert cache.demote(tokens.sequence).wait(60)
+        assert settled(cache).used_bytes("device") == 0
+        mirror.look()
+        mirror.step([tokens], [3])
+        assert len(cache.plan(tokens.sequence, "host")) == 2, "the open page of each group"
+    assert cache.demote(tokens.sequence).wait(60)
+    assert cache.prefetch(tokens.sequence).wait(60)
+    assert len(cache.plan(tokens.sequence, "host").copies) == 4
+    assert cache.plan(tokens.sequence, "host").bytes == cache.stats().used_bytes("device") // 2, (
+        "full pages stayed there"
+    )
+    mirror.step([tokens], [3])
+    mirror.look()
+
+
+@pytest.mark.parametrize("change", ["step", "fork", "truncate", "release", "roll back"])
+def test_an_open_page_changes_while_it_moves(mirror: Mirror, change: str) -> None:
+    cache, tokens = mirror.cache, mirror.create()
+    mirror.step([tokens], [20])
+    ticket = cache.demote(tokens.sequence)
+    if change == "step":
+        mirror.step([tokens], [3])
+    elif change == "fork":
+        mirror.step([tokens, mirror.fork(tokens)], [2, 3])
+    elif change == "truncate":
+        mirror.truncate(tokens, 18)
+        mirror.step([tokens], [1])
+    elif change == "release":
+        mirror.release(tokens)
+    else:
+        with pytest.raises(KeyError), cache.step([tokens.sequence], [3]):
+            raise KeyError
+    assert ticket.wait(60)
+    mirror.look()
+    mirror.step(mirror.live, [1] * len(mirror.live))
+    mirror.look()
+    cache.audit()
+
+
+def test_more_sequences_rest_than_the_device_has_blocks() -> None:
+    """Each has less than a page, so that nothing of it would ever leave if open pages did not."""
+    spec = pagoda.ModelSpec(layers=[layer()])
+    with pagoda.Cache(spec, page_size=16, device_memory="256KiB", host_memory="4MiB", threads=1) as cache:
+        blocks = cache.stats().device[0].free
+        mirror = Mirror(cache, np.random.default_rng(0))
+        resting = [mirror.create() for _ in range(3 * blocks)]
+        for turn in range(2):
+            for tokens in resting:
+                mirror.step([tokens], [3 + turn])
+        cache.audit()
 
 
 def test_prefetch_keeps_the_slower_copy_so_that_demoting_again_is_free(mirror: Mirror) -> None:
@@ -151,10 +202,13 @@ def test_spilling_takes_the_sequence_that_rested_longest() -> None:
 
 
 @pytest.mark.usefixtures("names_the_cpu")
-def test_sequences_with_nothing_to_move_are_not_looked_through_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open pages stay: many sequences that rest keep the device tier below its mark for good."""
+def test_sequences_with_nothing_to_move_are_not_looked_through_at_every_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Open pages do not go to disk: without a host tier many sequences that rest keep the device below its mark for good."""
     spec = pagoda.ModelSpec(layers=[layer()])
-    options: dict[str, Any] = {"device": "cpu", "device_memory": "256KiB", "host_memory": "4MiB"}
+    options: dict[str, Any] = {"device": "cpu", "device_memory": "256KiB", "host_memory": 0}
+    options |= {"disk": tmp_path / "disk", "disk_memory": "4MiB"}
     with pagoda.Cache(spec, page_size=16, threads=1, **options) as cache:
         mirror = Mirror(cache, np.random.default_rng(0))
         resting = [mirror.create() for _ in range(125)]
@@ -162,7 +216,7 @@ def test_sequences_with_nothing_to_move_are_not_looked_through_at_every_step(mon
             mirror.step([tokens], [17])
         cache._spill.settle()
         (free,) = settled(cache).device
-        assert free.free == 3, "all but the open page of each is on the host"
+        assert free.free < 4, "less than a 32nd: all but the open page of each is on disk"
         plans = []
 
         class Counting:
@@ -175,7 +229,7 @@ def test_sequences_with_nothing_to_move_are_not_looked_through_at_every_step(mon
         busy = mirror.create()
         for _ in range(40):
             mirror.step([busy], [1])
-        assert len(plans) <= 2 * 126, "and no more often than that: 40 steps"
+        assert len(plans) < 1000, "a look at all of them is 250 plans, and there were 40 steps"
 
 
 def test_memory_follows_the_context() -> None:

@@ -320,9 +320,10 @@ class Cache:
         *,
         keep: bool = False,
     ) -> Plan:
-        """What moving the sealed pages that hold tokens [start, stop) to tier `to` would copy. Changes nothing.
+        """What moving the pages that hold tokens [start, stop) to tier `to` would copy. Changes nothing.
 
-        layers: whole layer groups; all by default. keep: leave the copy that is read today where it is.
+        layers: whole layer groups; all by default. keep: leave the copy that is read today where it is. A page that is not
+        full has one copy at a time and never goes to disk; a step that appends to it brings it back to the device.
         """
         check_choice("to", to, TIERS)
         check_flag("keep", keep)
@@ -335,7 +336,10 @@ class Cache:
         return Ticket(self, plan, self._core.execute(plan._core))
 
     def demote(self, sequence: Sequence, tokens: tuple[int, int] | None = None, to: str = "host") -> Ticket:
-        """Moves pages from faster tiers to this one, in the background; those on a slower one stay there."""
+        """Moves pages from faster tiers to this one, in the background; those on a slower one stay there.
+
+        To the host go all pages, and the sequence holds nothing on the device; to disk those that are full.
+        """
         check_choice("to", to, ("host", "disk"))
         return self._move(sequence, to, tokens, only_from="device" if to == "host" else None)
 

@@ -106,11 +106,12 @@ class Engine(Protocol):
         pages_max: int | None = None,
         only_from: str | None = None,
         unshared: bool = False,
+        sealed: bool = False,
     ) -> Plan:
-        """What moving the sealed pages that hold tokens [start, stop), or all, to a tier would copy; changes nothing.
+        """What moving the pages that hold tokens [start, stop), or all, to a tier would copy; changes nothing.
 
         keep: leave the copy that is read today. newest_first, pages_max: which pages, and how many at most. only_from: pages
-        that are read from this tier. unshared: pages that no other sequence holds.
+        that are read from this tier. unshared: pages that no other sequence holds. sealed: full pages; to disk go no others.
         """
 
     def execute(self, plan: Plan) -> Ticket:

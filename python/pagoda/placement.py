@@ -146,14 +146,16 @@ class Spill:
         stepping = set(batch.tolist())
         resting = [handle for handle in core.by_recency() if handle not in stepping]
         # Pages that others hold, and those of the batch, go to disk only when there is nothing else.
-        candidates = [(handle, True) for handle in resting] if to_disk else []
-        candidates += [] if resting_only else [(handle, False) for handle in (*resting, *batch.tolist())]
-        for handle, unshared in candidates:
+        candidates = [(handle, {"unshared": True}) for handle in resting] if to_disk else []
+        if not resting_only:
+            candidates += [(handle, {}) for handle in resting]
+            # The next step of the batch appends to the others.
+            candidates += [(handle, {"sealed": True}) for handle in batch.tolist()]
+        for handle, which in candidates:
             pages_max = min(wanted, core.free_blocks(target)[group])
             if pages_max <= 0:
                 break
-            options = {"pages_max": pages_max, "unshared": unshared}
-            wanted -= self._move(pair, handle, group, self._under_way[pair], **options)
+            wanted -= self._move(pair, handle, group, self._under_way[pair], pages_max=pages_max, **which)
         if wanted == asked and not resting_only:
             self._resting[pair] = REST_STEPS
         return freed

@@ -2,7 +2,7 @@
 
 use crate::cache::{Cache, GroupKind};
 use crate::error::{Error, Result};
-use crate::ids::{BlockId, GroupId, PageId, Tier};
+use crate::ids::{BlockId, BlockRef, GroupId, PageId, Tier};
 use crate::limits::TOKENS_PER_SEQUENCE_MAX;
 use crate::pages::Slot;
 use crate::table::{Left, Sequence, Span, Table};
@@ -105,7 +105,12 @@ impl Cache {
                 page.fill,
                 page.sealed
             );
-            require!(page.sealed || page.only_on_device(), "open page {id:?} is not only on the device");
+            let places = Tier::ALL.into_iter().filter(|&tier| page.ready(tier).is_some());
+            require!(
+                page.sealed || places.eq(page.fastest().map(BlockRef::tier).filter(|&at| at != Tier::Disk)),
+                "open page {id:?} is not in one place in memory: {:?}",
+                page.slots
+            );
         }
         require!(counts.is_empty(), "tables refer to pages without blocks: {:?}", counts.keys());
         Ok(())

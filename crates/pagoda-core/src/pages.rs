@@ -46,6 +46,11 @@ impl Page {
         }
     }
 
+    /// Whether a plan may take the page there: what is on disk was written once.
+    pub(crate) fn may_move_to(&self, tier: Tier) -> bool {
+        self.sealed || tier != Tier::Disk
+    }
+
     /// Whether an append may write into the page where it lies.
     pub(crate) fn only_on_device(&self) -> bool {
         matches!(self.slots, [Slot::Ready { .. }, Slot::Empty, Slot::Empty])

@@ -39,13 +39,16 @@ pub struct Selection {
     pub from: Option<Tier>,
     /// Only pages that no other sequence holds.
     pub unshared: bool,
+    /// Only sealed pages.
+    pub sealed: bool,
 }
 
 impl Selection {
     /// All pages with one of these tokens, which are moved, the oldest first.
     pub fn of(tokens: Range<u64>, groups: Vec<GroupId>) -> Self {
-        let (keep, newest_first, pages_max, from, unshared) = (false, false, usize::MAX, None, false);
-        Self { tokens, groups, keep, newest_first, pages_max, from, unshared }
+        let (pages_max, from) = (usize::MAX, None);
+        let (keep, newest_first, unshared, sealed) = (false, false, false, false);
+        Self { tokens, groups, keep, newest_first, pages_max, from, unshared, sealed }
     }
 }
 
@@ -111,11 +114,12 @@ pub(crate) struct Failed {
 }
 
 impl Cache {
-    /// Plans to move sealed pages of a sequence to tier `to`.
+    /// Plans to move pages of a sequence to tier `to`.
     ///
-    /// Open pages, pages already read from there and pages with a copy in flight are left out.
+    /// Pages already read from there and pages with a copy in flight are left out, and so are open ones where that is the disk.
     pub fn plan(&self, id: SequenceId, to: Tier, selection: &Selection) -> Result<Plan> {
-        let Selection { tokens, groups, keep, newest_first, pages_max, from: only, unshared } = selection;
+        let Selection { tokens, groups, keep, newest_first, pages_max, from: only, unshared, sealed } =
+            selection;
         let sequence = self.sequences.get(id)?;
         if tokens.start > tokens.end || tokens.end > sequence.len {
             let value = format!("({}, {})", tokens.start, tokens.end);
@@ -146,7 +150,7 @@ impl Cache {
                 }
                 let bytes = if page.ready(to).is_some() { 0 } else { self.groups[group.index()].block_bytes };
                 let m = Move { page: id, generation: page.generation, group, from, bytes };
-                (page.sealed && page.copies == 0).then_some(m)
+                (page.may_move_to(to) && (page.sealed || !sealed) && page.copies == 0).then_some(m)
             });
             moves.extend(movable.take(*pages_max));
         }
@@ -168,7 +172,10 @@ impl Cache {
                 } else {
                     page.ready(plan.to).is_some()
                 };
-                held && page.sealed && page.copies == 0 && page.ready(m.from).is_some() && copies
+                held && page.may_move_to(plan.to)
+                    && page.copies == 0
+                    && page.ready(m.from).is_some()
+                    && copies
             });
             if !fresh {
                 return Err(Error::invalid(
@@ -303,7 +310,9 @@ impl Cache {
             if self.pages.references(m.page) == 0 {
                 self.close_page(m.page);
             } else if arrived {
-                let stays = ticket.keep || (m.from == Tier::Disk && self.pages.kept(m.page) > 0);
+                // An open page is in one place.
+                let stays = (ticket.keep && self.pages[m.page].sealed)
+                    || (m.from == Tier::Disk && self.pages.kept(m.page) > 0);
                 if !stays {
                     let source =
                         std::mem::replace(&mut self.pages[m.page].slots[m.from.index()], Slot::Empty);

@@ -627,8 +627,16 @@ impl Machine {
         let groups = (0..self.shape.groups.len() as u8).map(GroupId).collect();
         let pages_max = if stale { usize::MAX } else { 3 };
         let only = (stale && keep).then_some(Tier::Host);
-        let selection =
-            Selection { tokens, groups, keep, newest_first: stale, pages_max, from: only, unshared: stale };
+        let selection = Selection {
+            tokens,
+            groups,
+            keep,
+            newest_first: stale,
+            pages_max,
+            from: only,
+            unshared: stale,
+            sealed: stale,
+        };
         let plan = self.cache.plan(id, to, &selection);
         let Ok(plan) = plan else {
             prop_assert_eq!(self.shape.blocks[to.index()], 0, "{:?}", plan);

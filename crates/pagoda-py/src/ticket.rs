@@ -109,7 +109,8 @@ impl DiskCopies {
 impl Cache {
     /// What moving pages would copy.
     #[pyo3(signature = (
-        sequence, to, tokens, groups, *, keep=false, newest_first=false, pages_max=None, only_from=None, unshared=false
+        sequence, to, tokens, groups, *, keep=false, newest_first=false, pages_max=None, only_from=None, unshared=false,
+        sealed=false
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     fn plan(
@@ -124,6 +125,7 @@ impl Cache {
         pages_max: Option<usize>,
         only_from: Option<&str>,
         unshared: bool,
+        sealed: bool,
     ) -> PyResult<Plan> {
         let to = tier_named(py, "to", to)?;
         let from = only_from.map(|name| tier_named(py, "only_from", name)).transpose()?;
@@ -140,6 +142,7 @@ impl Cache {
             pages_max: pages_max.unwrap_or(usize::MAX),
             from,
             unshared,
+            sealed,
         };
         inner.core.plan(id, to, &selection).map(Plan).map_err(|error| core(py, &error))
     }
