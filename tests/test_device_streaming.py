@@ -157,9 +157,9 @@ def test_pages_that_sequences_share_are_brought_once(monkeypatch: pytest.MonkeyP
         mirror.step(forks, [40, 3, 1, 2])
         for tokens in forks:
             cache.demote(tokens.sequence).wait()
-        blocks = cache.stats().host[0].used
         for _ in range(2):
             mirror.step(forks, [1, 2, 1, 3])
+            blocks = cache.stats().host[0].used
             engine = engine_of(cache)
             assert engine._tables.members > 0
             copied = sum(int(copies[:, 1].sum()) for copies in engine._streams._groups[0].copies)
