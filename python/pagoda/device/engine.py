@@ -16,6 +16,7 @@ import functools
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -56,6 +57,18 @@ SPANS_DECLARED = 8
 """Spans of a sequence that there is room for once maxima are declared: `drop` leaves one more each time, sinks are one."""
 
 
+_ENGINES: weakref.WeakSet[DeviceEngine] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """Whoever had a turn is not there to end it. What a child calls is the core's to refuse."""
+    for engine in _ENGINES:
+        engine._turn = contextlib.nullcontext()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 def in_turn(
     call: Callable[Concatenate[DeviceEngine, P], T],
 ) -> Callable[Concatenate[DeviceEngine, P], T]:
@@ -63,8 +76,7 @@ def in_turn(
 
     @functools.wraps(call)
     def in_its_turn(engine: DeviceEngine, /, *given: P.args, **options: P.kwargs) -> T:
-        # Who had the turn when a child was forked is not there to end it; what the child calls is the core's to refuse.
-        with engine._turn if os.getpid() == engine._process else contextlib.nullcontext():
+        with engine._turn:
             return call(engine, *given, **options)
 
     return in_its_turn
@@ -94,7 +106,8 @@ class DeviceEngine:
         isa: str | None = None,
     ) -> None:
         # A handler of signals may call in the middle of a call of its thread.
-        self._turn, self._process = threading.RLock(), os.getpid()
+        self._turn: contextlib.AbstractContextManager[object] = threading.RLock()
+        _ENGINES.add(self)
         layers, page_size, layouts = geometry.layers, geometry.page_size, geometry.layouts
         self._driver, self._layers, self._page_size, self._deterministic = driver, layers, page_size, deterministic
         kernels = [
