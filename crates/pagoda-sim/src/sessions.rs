@@ -218,13 +218,14 @@ impl Machine {
         }
         for key in (0..KEYS).map(|key| vec![b'k', key as u8]) {
             let found = self.sessions.kept.get(&key).map(|(_, save)| *save);
-            let (sure, possible) = (self.drive.store.is_sure(), self.sessions.possible(&key));
-            let known = possible.contains(&found);
-            let before = std::mem::replace(possible, vec![found]);
-            ensure!(known || self.drive.lied, "{key:?} has save {found:?}, not one of {before:?}");
-            if !sure {
-                // The log that was read could not be written anew: a loss of power may take lines of it that never were synced.
-                *self.sessions.possible(&key) = before;
+            let possible = self.sessions.possible(&key);
+            ensure!(
+                possible.contains(&found) || self.drive.lied,
+                "{key:?} has save {found:?}, not one of {possible:?}"
+            );
+            // Where the log that was read could not be written anew, a loss of power may take lines of it that never were synced.
+            if self.drive.store.is_sure() {
+                *possible = vec![found];
             }
             let what = if found.is_some() { "restarts: keys found" } else { "restarts: keys without a save" };
             self.tally.see(what, 1);
