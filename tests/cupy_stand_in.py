@@ -41,6 +41,8 @@ class Device:
     """A device, the current one inside of `with`."""
 
     current = 0
+    host_pointers = 1
+    """0 where memory of the host that is registered has another address on the device: under WSL 2, on Tegra."""
 
     def __init__(self, device: int | None = None) -> None:
         self.id = Device.current if device is None else int(device)
@@ -60,7 +62,11 @@ class Device:
 
     @property
     def attributes(self) -> dict[str, int]:
-        return {"MultiProcessorCount": 3, "MaxSharedMemoryPerBlockOptin": 227 << 10}
+        return {
+            "MultiProcessorCount": 3,
+            "MaxSharedMemoryPerBlockOptin": 227 << 10,
+            "CanUseHostPointerForRegisteredMem": Device.host_pointers,
+        }
 
 
 class Stream:
@@ -152,6 +158,14 @@ def alloc_pinned_memory(size: int) -> Any:
     return pinned
 
 
+class PinnedMemory(Memory):
+    """Memory of the host that CUDA allocates: at the same address everywhere."""
+
+    def __init__(self, size: int, flags: int = 0) -> None:
+        assert flags == Runtime.hostAllocPortable, "for every context"
+        super().__init__(size)
+
+
 registered: dict[int, int] = {}
 """Memory of the host that kernels and copies reach: addresses and bytes."""
 
@@ -159,6 +173,7 @@ registered: dict[int, int] = {}
 class Runtime(ModuleType):
     CUDARuntimeError = CUDARuntimeError
     memcpyDefault = 4
+    hostAllocPortable = 1
 
     @staticmethod
     def driverGetVersion() -> int:
@@ -179,6 +194,7 @@ class Runtime(ModuleType):
     @staticmethod
     def hostRegister(ptr: int, size: int, flags: int) -> None:
         assert flags == 1 | 2, "for every context, and mapped"
+        assert Device.host_pointers, "kernels would look for it elsewhere"
         if any(ptr < start + length and start < ptr + size for start, length in registered.items()):
             raise CUDARuntimeError(712)
         registered[ptr] = size
@@ -302,6 +318,7 @@ def install(monkeypatch: Any) -> Any:
         get_current_stream=get_current_stream,
         alloc=Memory,
         alloc_pinned_memory=alloc_pinned_memory,
+        PinnedMemory=PinnedMemory,
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         compiler=SimpleNamespace(CompileException=CompileException),
         nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,6 +81,23 @@ def test_pages_of_the_host_come_through_a_ring(copying: None, monkeypatch: pytes
         mirror.step([one], [1])
         assert cache._device is not None
         assert cache._device.traffic.ring > 0
+
+
+def test_memory_that_cannot_be_registered_is_allocated(
+    copying: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are given addresses of the host, for pages of the host tier and for those on disk."""
+    monkeypatch.setattr(Device, "host_pointers", 0)
+    with open_cache(device_memory="256KiB", disk=tmp_path / "kept", disk_memory="1MiB") as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        one = mirror.create()
+        mirror.step([one], [200])
+        for tier in ("host", "disk"):
+            assert cache.demote(one.sequence, to=tier).wait()
+            mirror.step([one], [1])
+        assert cache.promote(one.sequence).wait()
+        mirror.look()
+    assert not registered
 
 
 def test_arrays_of_the_device_go_in_and_one_comes_out(cupy: Any) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.device import thresholds
-from pagoda.device.driver import Driver, View
+from pagoda.device.driver import Driver, HostArena, View
 from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.kernels import loader
 from pagoda.kernels.instances import Kernel
@@ -213,6 +213,30 @@ def _touch(piece: npt.NDArray[np.uint8]) -> None:
     piece[:: mmap.PAGESIZE] = 0
 
 
+class _AllocatedArena:
+    """Memory of the host that CUDA allocates, all at once. Some devices have another address for memory that is registered
+    (WSL 2, Tegra), none for this."""
+
+    def __init__(self, size: int) -> None:
+        import cupy
+
+        runtime = cupy.cuda.runtime
+        try:
+            # Not from CuPy's pool, which would round it up to a power of two.
+            self._memory = cupy.cuda.PinnedMemory(size + mmap.PAGESIZE, runtime.hostAllocPortable)
+        except runtime.CUDARuntimeError as error:
+            raise BackendUnavailable(f"host_memory: {size} pinned bytes ({error})") from error
+        # The disk wants pages of the system; CUDA aligns to less.
+        self.address = -(-int(self._memory.ptr) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.piece = size
+
+    def pin(self, address: int, size: int) -> bool:
+        return address == self.address
+
+    def close(self) -> None:
+        """The memory goes with this object: a drive may still answer for it."""
+
+
 class _Event:
     def __init__(self, stream: Any, device: Any) -> None:
         import cupy
@@ -355,6 +379,7 @@ class CudaDriver:
         attributes = device.attributes
         self.multiprocessors = int(attributes["MultiProcessorCount"])
         self.shared_bytes_max = int(attributes["MaxSharedMemoryPerBlockOptin"])
+        self._registers = bool(attributes["CanUseHostPointerForRegisteredMem"])
         self._functions: dict[Kernel, Any] = {}
 
     def function(self, kernel: Kernel, shared_bytes: int) -> Any:
@@ -375,9 +400,12 @@ class CudaDriver:
         with self.device:
             return _Pinned(size)
 
-    def host_arena(self, size: int, piece: int) -> _HostArena:
+    def host_arena(self, size: int, piece: int) -> HostArena:
         """Address space of the host."""
-        return _HostArena(size, piece)
+        if self._registers:
+            return _HostArena(size, piece)
+        with self.device:
+            return _AllocatedArena(size)
 
     @cached_property
     def name(self) -> str:
