@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,6 +101,21 @@ def test_memory_that_cannot_be_registered_is_allocated(
         assert cache.promote(one.sequence).wait()
         mirror.look()
     assert not registered
+
+
+def test_a_fork_copies_nothing_that_is_pinned(cupy: Any) -> None:
+    """A child finds zeros."""
+    arena = cuda.open_driver(0).host_arena(1 << 20, 1 << 16)
+    arena.pin(arena.address, 1)
+    ctypes.memset(arena.address, 1, 1)
+    with warnings.catch_warnings():
+        # Of Python 3.12 and newer, where there is more than one thread.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        os._exit(ctypes.string_at(arena.address, 1)[0])
+    assert os.waitpid(child, 0)[1] == 0
+    assert ctypes.string_at(arena.address, 1) == b"\1"
 
 
 def test_arrays_of_the_device_go_in_and_one_comes_out(cupy: Any) -> None:

@@ -146,6 +146,9 @@ clears some 3 GB/s."""
 MAP_NORESERVE = 0x4000
 """Of Linux: address space is not memory yet. Python names it from 3.13 on."""
 
+MADV_WIPEONFORK = 18
+"""Of Linux: a forked child finds zeros there. Python has no name for it."""
+
 PIECE_BYTES = 256 << 20
 """Host memory that is registered at a time, about."""
 
@@ -162,6 +165,9 @@ class _HostArena:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         try:
             self._map = mmap.mmap(-1, size, flags=flags)
+            # A fork would copy all that is pinned. Older kernels leave the copies to the parent: what is written there from
+            # then on the device would never see.
+            self._map.madvise(MADV_WIPEONFORK)
         except OSError as error:
             raise BackendUnavailable(f"host_memory = {size}: {error}") from error
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
