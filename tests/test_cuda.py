@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 import pagoda
 import pytest
-from cupy_stand_in import Device, NdArray, Stream, on_default, registered
+from cupy_stand_in import Device, Event, NdArray, RawKernel, Stream, on_default, registered
 from gpu_driver import CopyingDriver
 from mirror import Mirror, layer
 from pagoda.device import cuda
@@ -116,6 +116,31 @@ def test_a_fork_copies_nothing_that_is_pinned(cupy: Any) -> None:
         os._exit(ctypes.string_at(arena.address, 1)[0])
     assert os.waitpid(child, 0)[1] == 0
     assert ctypes.string_at(arena.address, 1) == b"\1"
+
+
+def test_a_cache_on_a_device_that_has_failed_can_be_closed(
+    cupy: Any, copying: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever CUDA is asked for, it says no from then on; the directory is free for others."""
+    disk: dict[str, Any] = {"disk": tmp_path / "kept", "disk_memory": "1MiB", "resume": True}
+    cache = open_cache(zero_on_free=True, **disk)
+    mirror = Mirror(cache, np.random.default_rng(0))
+    one = mirror.create()
+    mirror.step([one], [200])
+    assert cache.demote(one.sequence).wait()
+
+    def failed(*_: Any, **options: Any) -> Any:
+        raise cupy.cuda.runtime.CUDARuntimeError(700)
+
+    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: 700)
+    for name in ("deviceSynchronize", "hostUnregister", "memcpyAsync", "memcpy2DAsync", "memsetAsync"):
+        monkeypatch.setattr(cupy.cuda.runtime, name, failed)
+    for place, name in ((Event, "record"), (Event, "synchronize"), (Stream, "wait_event"), (RawKernel, "__call__")):
+        monkeypatch.setattr(place, name, failed)
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
+        mirror.step([one], [1])
+    cache.close()
+    open_cache("cpu", **disk).close()
 
 
 def test_arrays_of_the_device_go_in_and_one_comes_out(cupy: Any) -> None:

@@ -211,7 +211,9 @@ class _HostArena:
 
 def _unregister(runtime: Any, address: int, pinned: set[int], piece: int) -> None:
     while pinned:
-        runtime.hostUnregister(address + pinned.pop() * piece)
+        # Refused alone by a device that has failed, and to a forked child.
+        with contextlib.suppress(runtime.CUDARuntimeError):
+            runtime.hostUnregister(address + pinned.pop() * piece)
 
 
 def _touch(piece: npt.NDArray[np.uint8]) -> None:

@@ -392,21 +392,25 @@ class DeviceEngine:
         """Waits for the device, then gives everything back. Raises TierIOError as `Cache.close` does. Twice is no error."""
         if self._memory.closed:
             return
+        # A device that has failed refuses all that it is asked for, as it does to a forked child: nothing is under way.
         with contextlib.suppress(Exception):
             # The kernels of an open step use the memory, too.
             self._mark_end()
             self._wait_for_steps()
         with contextlib.suppress(Exception):
             self._plans.close()
-        if self._zeroing is not None:
-            self._streams.ring.clear()
-        self._streams.close()
-        if self._zeroing is not None:
-            self._zeroing.zero(self._memory.bases[0], self._memory.device_bytes)
-            self._zeroing.record().wait()
+        with contextlib.suppress(Exception):
+            if self._zeroing is not None:
+                self._streams.ring.clear()
+            self._streams.finish()
+        with contextlib.suppress(Exception):
+            if self._zeroing is not None:
+                self._zeroing.zero(self._memory.bases[0], self._memory.device_bytes)
+                self._zeroing.record().wait()
         try:
             self.core.close()
         finally:
+            self._streams.close()
             self._tables.close()
             self._mover.close()
             self._attends.close()

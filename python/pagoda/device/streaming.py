@@ -206,8 +206,7 @@ class Streams:
         self._copying.record().wait()
 
     def close(self) -> None:
-        """Waits for the copies, then gives the memory back."""
-        self.finish()
+        """Gives the memory back. No copy may be under way."""
         self.ring.close()
         self._tables = self._partials = None
 
