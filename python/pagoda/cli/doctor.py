@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import sys
 import tempfile
 import time
@@ -83,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def examine(directory: Path) -> list[Finding]:
     """Looks at everything. directory: where a disk tier might be."""
-    return [_module(), _kernels(), *_gpu(), _memory(), _locked_memory(), _huge_pages(), _disk(directory)]
+    return [_module(), _kernels(), *_gpu(), _memory(), _huge_pages(), _disk(directory)]
 
 
 def calibrate(directory: Path, gpus: list[Driver]) -> list[Finding]:
@@ -211,18 +210,6 @@ def _proof() -> Finding:
 def _memory() -> Finding:
     available, total = machine.ram()
     return Finding("RAM", True, f"{format_size(available)} free of {format_size(total)}")
-
-
-def _locked_memory() -> Finding:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return Finding("pinned memory", True, "no limit")
-    return Finding(
-        "pinned memory",
-        False,
-        f"at most {format_size(soft)}",
-        "ulimit -l unlimited, for a pinned host tier (GPU only)",
-    )
 
 
 def _huge_pages() -> Finding:
