@@ -118,6 +118,12 @@ def test_a_fork_copies_nothing_that_is_pinned(cupy: Any) -> None:
     assert ctypes.string_at(arena.address, 1) == b"\1"
 
 
+def test_a_system_that_does_not_know_the_advice_has_a_host_arena(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "MADV_WIPEONFORK", 999)
+    arena = cuda.open_driver(0).host_arena(1 << 20, 1 << 16)
+    assert arena.pin(arena.address, 1)
+
+
 def test_a_cache_on_a_device_that_has_failed_can_be_closed(
     cupy: Any, copying: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,11 +165,12 @@ class _HostArena:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         try:
             self._map = mmap.mmap(-1, size, flags=flags)
-            # A fork would copy all that is pinned. Older kernels leave the copies to the parent: what is written there from
-            # then on the device would never see.
-            self._map.madvise(MADV_WIPEONFORK)
         except OSError as error:
             raise BackendUnavailable(f"host_memory = {size}: {error}") from error
+        # A fork would copy all that is pinned. Older kernels leave the copies to the parent: what is written there from then
+        # on the device would never see. gVisor does not know the advice.
+        with contextlib.suppress(OSError):
+            self._map.madvise(MADV_WIPEONFORK)
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.address = int(self._bytes.ctypes.data)
         self._pinned: set[int] = set()
