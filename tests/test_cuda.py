@@ -127,7 +127,7 @@ def test_a_system_that_does_not_know_the_advice_has_a_host_arena(cupy: Any, monk
 def test_a_cache_on_a_device_that_has_failed_can_be_closed(
     cupy: Any, copying: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever CUDA is asked for, it says no from then on; the directory is free for others."""
+    """Whatever CUDA is asked for, it says no from then on; no step stays open, and the directory is free for others."""
     disk: dict[str, Any] = {"disk": tmp_path / "kept", "disk_memory": "1MiB", "resume": True}
     cache = open_cache(zero_on_free=True, **disk)
     mirror = Mirror(cache, np.random.default_rng(0))
@@ -145,6 +145,7 @@ def test_a_cache_on_a_device_that_has_failed_can_be_closed(
         monkeypatch.setattr(place, name, failed)
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
         mirror.step([one], [1])
+    one.sequence.release()
     cache.close()
     open_cache("cpu", **disk).close()
 

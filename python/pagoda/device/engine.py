@@ -303,8 +303,9 @@ class DeviceEngine:
     def rollback(self) -> None:
         """Closes the step as if it had never been opened."""
         if self._stream is not None and self._last_step is not None:
-            # Ctrl-C may have come before the stream was made to follow.
-            self._stream.follow(self._last_step)
+            # Ctrl-C may have come before the stream was made to follow. A device that has failed says so when the step ends.
+            with contextlib.suppress(Exception):
+                self._stream.follow(self._last_step)
         try:
             self.core.rollback()
         finally:
