@@ -155,6 +155,16 @@ def test_numbers_next_to_nothing_keep_their_signs(name: str) -> None:
     assert (np.sign(again) * np.sign(x) >= 0).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("nvfp4", 6 * 2.0**-10), ("q8_0", 127 * 2.0**-25), ("q5_0", 16 * 2.0**-25), ("q4_0", 8 * 2.0**-25)],
+)
+def test_what_is_too_small_for_any_scale_is_nothing(name: str, most: float) -> None:
+    x = np.full((1, 64), most, np.float32)
+    assert not formats.decode(formats.encode(x, name), name, x.shape).any()
+    assert formats.decode(formats.encode(np.nextafter(x, np.float32(1)), name), name, x.shape).all()
+
+
 def test_what_cannot_be() -> None:
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: formats.encode(np.ones((2, 32)), "q9_0"), "name = 'q9_0'"),
