@@ -183,6 +183,31 @@ def test_many_small_terms_are_not_lost_beside_a_large_one() -> None:
     assert np.abs(out - right).max() < 5e-6
 
 
+@pytest.mark.parametrize("count", [1, 40])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-4), (np.float16, 5e-3), (ml_dtypes.bfloat16, 1e-2)])
+@pytest.mark.parametrize("v_dtype", ["f16", "bf16"])
+def test_light_rows_are_not_lost_beside_a_heavy_one_without_a_value(
+    v_dtype: str, dtype: Any, tolerance: float, count: int
+) -> None:
+    """As models have sinks: the first token takes nearly all of the weight and adds nothing, so the rest is all there is."""
+    rng = np.random.default_rng(7)
+    k = np.zeros((500, 1, 64), np.float32)
+    v = rng.uniform(1000, 2000, (500, 1, 64)).astype(np.float32)
+    v[0] = 0
+    for gap in (10, 14, 18):
+        k[0, 0, 0] = gap * 8
+        q = np.zeros((count, 4, 64), dtype)
+        q[..., 0] = 1
+        with small_cache([layer(num_kv_heads=1, head_dim=64)], k_dtype=v_dtype, v_dtype=v_dtype) as cache:
+            sequence = cache.create()
+            with cache.step([sequence], [500 - count]) as step:
+                step.append(0, k[:-count], v[:-count])
+            with cache.step([sequence], [count]) as step:
+                out = step.forward(0, q, k[-count:], v[-count:])
+        right, _ = attention(q, k, v.astype(DTYPES[v_dtype]))
+        np.testing.assert_allclose(out.astype(np.float64), right, rtol=tolerance, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_arrays_of_every_type_and_stride(dtype: Any) -> None:
     """K, V and Q may be slices of one fused array; the result has the type of Q."""

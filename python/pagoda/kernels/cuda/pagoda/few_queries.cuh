@@ -302,7 +302,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
         if (__any_sync(~0u, higher)) raise<COUNT>(highest);
 #pragma unroll
         for (int r = 0; r < 2 * COUNT; ++r) {
-            const float factor = factor_of(r), base = base_of(r);
+            const float factor = factor_of(r), base = base_of(r) - Common::LIFT;
 #pragma unroll
             for (int i = 0; i < 2 * KEYS; ++i) {
                 float& score = scores[r / 2][i / 2][i % 2 * 2 + r % 2];
@@ -453,7 +453,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
             for (int step = 4; step < WARP; step *= 2) sum[r] += __shfl_xor_sync(~0u, sum[r], step);
             if (lane < 4) {
                 out[Shape::ROWS * Shape::EXCHANGE + row] = top[r];
-                out[Shape::ROWS * Shape::EXCHANGE + Shape::ROWS + row] = sum[r];
+                out[Shape::ROWS * Shape::EXCHANGE + Shape::ROWS + row] = sum[r] / (1 << Common::LIFT);
             }
 #pragma unroll
             for (int i = 0; i < 2 * Shape::VALUES; ++i) {

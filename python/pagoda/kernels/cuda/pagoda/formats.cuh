@@ -88,6 +88,9 @@ struct F16 : Half<__half> {
     using Keys = F16;
     using Values = F16;
     static constexpr int MIN_EXPONENT = -14;
+    /// Weights of such rows are up to 2^LIFT, so that f16 has those of light rows beside a heavy one. Above is room for what the largest
+    /// of large scores is off by.
+    static constexpr int LIFT = 14;
 
     __device__ static void store(void* target, const float (&x)[8]) {
         float y[8];
@@ -100,7 +103,7 @@ struct F16 : Half<__half> {
 struct BF16 : Half<__nv_bfloat16> {
     using Keys = BF16;
     using Values = BF16;
-    static constexpr int MIN_EXPONENT = -126;
+    static constexpr int MIN_EXPONENT = -126, LIFT = 0;
 
     __device__ static void store(void* target, const float (&x)[8]) { store_pairs(target, x); }
 };

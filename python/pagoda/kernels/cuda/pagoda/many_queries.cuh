@@ -292,8 +292,8 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
             float total = 0.0f;
 #pragma unroll
             for (int n = 0; n < KEYS / 8; ++n) {
-                mine[n][i] = exp2_fast(fmaf(mine[n][i], factor, -base));
-                mine[n][i + 1] = exp2_fast(fmaf(mine[n][i + 1], factor, -base));
+                mine[n][i] = exp2_fast(fmaf(mine[n][i], factor, Common::LIFT - base));
+                mine[n][i + 1] = exp2_fast(fmaf(mine[n][i + 1], factor, Common::LIFT - base));
                 total += mine[n][i];
                 total += mine[n][i + 1];
             }
@@ -390,7 +390,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
             sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
             if (lane % 4 == 0 && first_column == 0) {
                 out[Shape::ROWS * Shape::EXCHANGE + row] = top[r];
-                out[Shape::ROWS * Shape::EXCHANGE + Shape::ROWS + row] = sum[r];
+                out[Shape::ROWS * Shape::EXCHANGE + Shape::ROWS + row] = sum[r] / (1 << Common::LIFT);
             }
 #pragma unroll
             for (int i = 0; i < Shape::WIDTH / 4; ++i) {

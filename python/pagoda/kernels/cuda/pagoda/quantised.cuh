@@ -37,13 +37,13 @@ struct Quantised {
     static constexpr bool QUANTISED = true, FOLDS = false;
 };
 
-/// By how much values are too small while they are summed.
+/// What values are multiplied with while they are summed: the unit of codes, or what their weights are.
 template <class Format>
 __device__ float unit_of_values() {
     if constexpr (Format::QUANTISED) {
         return Format::template Decoder<typename Format::Values::Element>::unit();
     } else {
-        return 1.0f;
+        return 1 << Format::Values::LIFT;
     }
 }
 

@@ -82,6 +82,8 @@ struct TensorCores : Ring<Shape_> {
     using Ring<Shape>::note;
     using KElement = typename K::Keys::Element;
     using VElement = typename V::Values::Element;
+    /// Weights are relative to so much less than the maximum: until `give` sums are 2^LIFT times too large.
+    static constexpr int LIFT = V::Values::LIFT;
     static constexpr int D = Shape::D, DV = Shape::DV, STAGES = Shape::STAGES, TEAMS = Shape::TEAMS;
 
     uint8* const q_shared;
