@@ -267,6 +267,14 @@ def test_what_f16_cannot_hold_saturates_or_is_refused() -> None:
         cache.audit()
 
 
+@pytest.mark.parametrize("value", [1e5, -1e5])
+def test_results_that_f16_cannot_hold_saturate(value: float) -> None:
+    k, v = np.zeros((30, 2, 16), np.float32), np.full((30, 2, 16), value, np.float32)
+    q = np.ones((30, 4, 16), np.float16)
+    with small_cache([layer()], k_dtype="bf16", v_dtype="bf16") as cache, cache.step([cache.create()], [30]) as step:
+        assert (step.forward(0, q, k, v) == np.copysign(65504, value)).all()
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_context_shift_rotates_queries_not_keys(interleaved: bool) -> None:
     """After `drop`, tokens before the gap are seen as if they stood right before it, though no key was touched."""

@@ -94,9 +94,10 @@ struct F16 : Half<__half> {
 
     __device__ static void store(void* target, const float (&x)[8]) {
         float y[8];
-        for (int i = 0; i < 8; ++i) y[i] = x[i] > F16_MAX ? F16_MAX : x[i] < -F16_MAX ? -F16_MAX : x[i];
+        for (int i = 0; i < 8; ++i) y[i] = saturated(x[i]);
         store_pairs(target, y);
     }
+    __device__ static float saturated(float x) { return x > F16_MAX ? F16_MAX : x < -F16_MAX ? -F16_MAX : x; }
 };
 
 /// The upper half of a binary32, rounded.
@@ -106,6 +107,7 @@ struct BF16 : Half<__nv_bfloat16> {
     static constexpr int MIN_EXPONENT = -126, LIFT = 0;
 
     __device__ static void store(void* target, const float (&x)[8]) { store_pairs(target, x); }
+    __device__ static float saturated(float x) { return x; }
 };
 
 /// In place of the format of V: V is the first elements of the stored K row.

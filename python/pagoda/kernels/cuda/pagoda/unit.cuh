@@ -285,7 +285,7 @@ struct Unit {
         if constexpr (Q::BYTES == 4) {
             *reinterpret_cast<float*>(target) = x;
         } else {
-            *reinterpret_cast<unsigned short*>(target) = static_cast<unsigned short>(Pair<typename Q::Element>::pack(x, 0.0f));
+            *reinterpret_cast<unsigned short*>(target) = static_cast<unsigned short>(Pair<typename Q::Element>::pack(Q::saturated(x), 0.0f));
         }
     }
 
