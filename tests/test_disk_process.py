@@ -888,3 +888,53 @@ def test_a_save_that_failed_keeps_its_pages_until_no_index_names_them(
         pytest.skip("no system calls can be held up")
     run(SILENT + STALE, tmp_path / "kept", "cpu", then)
     run(FOUND, tmp_path / "kept", *found)
+
+
+LOST = """
+import errno
+from silence import let, next_call
+closes()
+cache = reopened()
+mirror, tokens = mirrored(cache, 100)
+resting = mirror.create()
+mirror.step([resting], [100])
+assert cache.demote(resting.sequence, to="disk").wait(60)
+drive, files = silence("fdatasync"), []
+def fails():
+    call = next_call(drive)
+    files.append(call.file)
+    let(drive, call, errno.EIO)
+def written_by(call):
+    before = cache.stats().disk_io.bytes_written
+    call()
+    return cache.stats().disk_io.bytes_written - before
+def fails_to_save():
+    thread = threading.Thread(target=fails)
+    thread.start()
+    with pytest.raises(pagoda.TierIOError, match="syncing the pages"):
+        cache.save(tokens.sequence, "new")
+    thread.join()
+once = written_by(fails_to_save)
+assert files == ["pages"]
+answer(drive)
+assert written_by(lambda: cache.save(tokens.sequence, "new")) == once
+with pytest.raises(pagoda.TierIOError, match="6 page.s. may have been lost by a sync that failed: promote them"):
+    cache.save(resting.sequence, "resting")
+assert sorted(cache.saved()) == ["it", "new", "other"]
+assert cache.promote(resting.sequence).wait(60)
+assert written_by(lambda: cache.save(resting.sequence, "resting")) == once
+closes()
+with reopened() as cache:
+    mirror = Mirror(cache, np.random.default_rng(0))
+    loaded(mirror, "new", tokens)
+    loaded(mirror, "resting", resting)
+    mirror.look()
+print("fine")
+"""
+
+
+def test_what_a_sync_that_failed_may_have_lost_is_written_anew(tmp_path: Path) -> None:
+    """The system may count as written what it could not write: the next sync succeeds, and power takes the pages."""
+    if not silence.is_possible():
+        pytest.skip("no system calls can be held up")
+    run(SILENT + LOST, tmp_path / "kept", "cpu")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Collection
 from functools import partial
@@ -400,7 +401,13 @@ class Cache:
         ticket = self._start(partial(self.plan, sequence, "disk", keep=True))
         self._core.wait_patiently(ticket._core)
         ticket.done()
-        self._core.save(sequence.id, key, meta)
+        try:
+            self._core.save(sequence.id, key, meta)
+        except TierIOError:
+            # A sync that failed may have lost what was written before it. What memory has as well is written anew next time.
+            for group in range(len(self._groups)):
+                self._core.drop_copies("disk", group, sys.maxsize)
+            raise
 
     def load(self, key: str) -> Sequence | None:
         """A new sequence with what `save` kept under a name; None if nothing is, or it does not verify, which is logged.

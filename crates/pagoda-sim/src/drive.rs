@@ -44,6 +44,8 @@ pub(crate) struct Drive {
     pub(crate) conduct: Conduct,
     /// Whether the index may not be the latest, and name pages that have been written over, for the drive has lied.
     pub(crate) lied: bool,
+    /// Whether a sync has failed since the store was opened.
+    sync_failed: bool,
     /// The pages as they were some time ago.
     earlier: Vec<u8>,
 }
@@ -53,7 +55,7 @@ impl Drive {
     pub(crate) fn new(shape: &Shape, conduct: Conduct) -> Self {
         let disk = FaultyDisk::default();
         let (store, lane, _) = open(&disk, shape).expect("an empty disk without faults");
-        Self { disk, store, lane, conduct, lied: false, earlier: Vec::new() }
+        Self { disk, store, lane, conduct, lied: false, sync_failed: false, earlier: Vec::new() }
     }
 }
 
@@ -77,6 +79,10 @@ fn ages_the_index(event: &Event) -> bool {
     }
 }
 
+fn is_failed_sync(event: &Event) -> bool {
+    matches!(event, Event::Happened(Cause::Fault(Fault::Errno(_), Site::Sync)))
+}
+
 impl Machine {
     /// What a call that reads or writes pages came to: wrong bytes have to be noticed, and errors have to have a cause.
     pub(crate) fn judge<T>(&mut self, result: Result<T, Error>) -> Outcome<Result<T, Error>> {
@@ -95,8 +101,10 @@ impl Machine {
             Err(error) => {
                 let stale = self.drive.lied && matches!(error, Error::Corrupt { .. });
                 let broken = self.drive.lied && matches!(error, Error::Index(_));
-                ensure!(wrong || failed || stale || broken, "without a cause: {error}");
-                let typed = matches!(error, Error::Io { .. } | Error::Corrupt { .. } | Error::Index(_));
+                let unsynced = self.drive.sync_failed && matches!(error, Error::Unsynced { .. });
+                ensure!(wrong || failed || stale || broken || unsynced, "without a cause: {error}");
+                let typed =
+                    unsynced || matches!(error, Error::Io { .. } | Error::Corrupt { .. } | Error::Index(_));
                 ensure!(typed, "not what a drive can do: {error}");
                 self.tally.see(kind(error), 1);
             }
@@ -111,6 +119,7 @@ impl Machine {
             self.remember(|| format!("{events:?}, {}", if refused { "refused" } else { "not refused" }));
         }
         self.drive.lied |= events.iter().any(ages_the_index);
+        self.drive.sync_failed |= events.iter().any(is_failed_sync);
     }
 
     /// Writes blocks of memory to disk.
@@ -253,6 +262,7 @@ impl Machine {
             match result {
                 Ok((store, lane, recovered)) => {
                     (self.drive.store, self.drive.lane) = (store, lane);
+                    self.drive.sync_failed = false;
                     self.streaming = Streaming::new(&self.drive.store, &mut self.random);
                     self.drive.earlier.clear();
                     return Ok(recovered);

@@ -78,6 +78,10 @@ impl Machine {
         if self.judge(put)?.is_err() {
             self.sessions.doubtful.push(kept);
             self.forget_doubtful();
+            // As the facade does: copies that a sync may have lost are made anew.
+            for group in self.shape.group_ids() {
+                self.cache.drop_copies(Tier::Disk, group, usize::MAX);
+            }
             self.sessions.possible(&key).push(Some(save));
             return Ok(());
         }
@@ -223,10 +227,7 @@ impl Machine {
                 possible.contains(&found) || self.drive.lied,
                 "{key:?} has save {found:?}, not one of {possible:?}"
             );
-            // Where the log that was read could not be written anew, a loss of power may take lines of it that never were synced.
-            if self.drive.store.is_sure() {
-                *possible = vec![found];
-            }
+            *possible = vec![found];
             let what = if found.is_some() { "restarts: keys found" } else { "restarts: keys without a save" };
             self.tally.see(what, 1);
             self.check_key(&key)?;

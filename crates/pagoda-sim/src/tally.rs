@@ -93,6 +93,7 @@ pub(crate) fn kind(error: &Error) -> &'static str {
         Error::Io { .. } => "errors: I/O",
         Error::Corrupt { .. } => "errors: corrupt page",
         Error::Index(_) => "errors: index",
+        Error::Unsynced { .. } => "errors: lost by a sync",
         Error::Locked => "errors: locked",
         _ => "errors: other",
     }

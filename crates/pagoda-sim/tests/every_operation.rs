@@ -126,3 +126,68 @@ fn a_key_that_may_come_back_is_not_said_to_be_gone() {
     let found = open(&disk.killed()).unwrap().entries().len();
     assert!(!gone || found == 0, "it was said to be gone");
 }
+
+/// The line of a save that failed is found by the next process, whose drive is full and takes no new index: what the line was about
+/// to replace may have been written over when the power fails.
+#[test]
+fn what_a_full_drive_was_opened_with_is_there_after_a_loss_of_power() {
+    let (line, full) = (Fault::Errno(Errno::IO.raw_os_error()), Fault::Errno(Errno::NOSPC.raw_os_error()));
+    for operations in 0..2 {
+        let disk = FaultyDisk::default();
+        let store = open(&disk).unwrap();
+        write(&store, &[0, 1]).unwrap();
+        store.put(b"it", &[(GROUP, BlockId::new(0))], b"").unwrap();
+        for _ in 0..operations {
+            drop(store.lane().unwrap());
+        }
+        // The pages are synced, the line is written, and then it is not synced.
+        disk.fail(2, line);
+        store.put(b"it", &[(GROUP, BlockId::new(1))], b"").unwrap_err();
+        let disk = disk.killed();
+        let mut tried = 0;
+        let store = loop {
+            disk.fail(tried, full);
+            let store = open(&disk);
+            disk.calm();
+            match store {
+                Ok(store) if !store.is_sure() => break store,
+                _ => tried += 1,
+            }
+        };
+        let found = store.entries();
+        for block in (0..2).filter(|block| found[0].1.pages[0].block != *block) {
+            write(&store, &[block]).unwrap();
+        }
+        let store = open(&disk.power_lost(|| false)).unwrap();
+        assert_eq!(store.entries(), found);
+        read(&store, &[found[0].1.pages[0].block]).unwrap();
+    }
+}
+
+/// A system may count as written what a sync could not write, so that the next sync succeeds and does nothing about it.
+#[test]
+fn what_a_sync_has_lost_is_not_kept_before_it_is_written_anew() {
+    for operations in 0..2 {
+        let disk = FaultyDisk::default();
+        let store = open(&disk).unwrap();
+        write(&store, &[0]).unwrap();
+        store.put(b"before", &[(GROUP, BlockId::new(0))], b"").unwrap();
+        write(&store, &[1, 2]).unwrap();
+        for _ in 0..operations {
+            drop(store.lane().unwrap());
+        }
+        disk.fail(0, Fault::Errno(Errno::IO.raw_os_error()));
+        let blocks = [0, 1, 2].map(|block| (GROUP, BlockId::new(block)));
+        store.put(b"it", &blocks, b"").unwrap_err();
+        write(&store, &[2, 3]).unwrap();
+        store.put(b"since", &[(GROUP, BlockId::new(0)), (GROUP, BlockId::new(2))], b"").unwrap();
+        let refused = store.put(b"it", &blocks, b"").unwrap_err();
+        assert!(matches!(refused, Error::Unsynced { pages: 1 }), "{refused}");
+        read(&store, &[1]).unwrap();
+        write(&store, &[1]).unwrap();
+        store.put(b"it", &blocks, b"").unwrap();
+        let store = open(&disk.power_lost(|| false)).unwrap();
+        assert_eq!(store.entries().len(), 3);
+        read(&store, &[0, 1, 2]).unwrap();
+    }
+}

@@ -25,6 +25,12 @@ pub enum Error {
         /// What does not fit.
         reason: String,
     },
+    /// A sync has failed since pages were written, and may have lost them.
+    #[error("{pages} page(s) may have been lost by a sync that failed: promote them, and save again")]
+    Unsynced {
+        /// How many.
+        pages: usize,
+    },
     /// The index is not one that this program wrote.
     #[error("index: {0}")]
     Index(String),

@@ -68,7 +68,7 @@ impl Lane {
     ) -> Result<()> {
         let store = self.store.clone();
         let geometry = &store.geometry;
-        store.begin(group, blocks)?;
+        let unsynced = Some(store.begin(group, blocks)?);
         let layers = geometry.layers(group);
         let mut sums = vec![0u64; blocks.len() * layers];
         let stretches = stretches(geometry, group, blocks);
@@ -95,7 +95,8 @@ impl Lane {
         for (page, &block) in blocks.iter().enumerate() {
             let layers = Some(sums[page * layers..(page + 1) * layers].into());
             let generation = generation + page as u64;
-            pages.insert((group, block), Page { generation, sum: headers[page], layers, kept: 0 });
+            let page = Page { generation, sum: headers[page], layers, kept: 0, unsynced };
+            pages.insert((group, block), page);
         }
         Ok(())
     }

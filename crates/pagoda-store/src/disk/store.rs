@@ -37,6 +37,9 @@ pub struct Store {
     /// What the next page that is written gets.
     pub(super) generation: AtomicU64,
     zeroes: AtomicBool,
+    /// Has one sync of the pages at a time, so that each knows which ones before it have failed.
+    syncing: Mutex<()>,
+    syncs_failed: AtomicU64,
     pub(super) bytes_written: AtomicU64,
     pub(super) bytes_read: AtomicU64,
     bytes_cleared: AtomicU64,
@@ -70,6 +73,8 @@ pub(super) struct Page {
     /// How many entries of the index have it.
     pub(super) kept: u32,
 }
+    /// How many syncs had failed when it was begun; none once it is safe from a loss of power.
+    pub(super) unsynced: Option<u64>,
 
 impl Store {
     /// A store that goes when it is closed.
@@ -127,6 +132,8 @@ impl Store {
             zeroes: AtomicBool::new(false),
             bytes_written: AtomicU64::new(0),
             bytes_read: AtomicU64::new(0),
+            syncing: Mutex::default(),
+            syncs_failed: AtomicU64::new(0),
             bytes_cleared: AtomicU64::new(0),
             corrupt: AtomicU64::new(0),
         }
@@ -216,7 +223,7 @@ impl Store {
             let (generation, sum) = (page.generation, page.sum);
             records.push(Record { group: group.0, block: block.index(), generation, sum });
         }
-        self.file.sync().map_err(Error::io("syncing the pages"))?;
+        self.sync(pages)?;
         let entry = Entry { pages: records, meta: meta.to_vec() };
         let before = unless_given_up(index, wanted)?.put(key, entry.clone())?;
         let mut known = lock(&self.pages);
@@ -228,6 +235,24 @@ impl Store {
     /// Whether the next process finds what `entries` says. If not, it may find what a `put` or `delete` that failed has left, so
     /// that blocks of such a `put` must not be written to until this is so again: the next change that succeeds sees to it.
     pub fn is_sure(&self) -> bool {
+    /// Makes pages safe from a loss of power. The system may count as written what a sync could not write, so that no later one
+    /// says anything about pages from before one that failed.
+    fn sync(&self, pages: &[(GroupId, BlockId)]) -> Result<()> {
+        let _turn = lock(&self.syncing);
+        let failed = self.syncs_failed.load(Ordering::Relaxed);
+        let known = lock(&self.pages);
+        let is_lost = |at| known.get(at).is_some_and(|page| page.unsynced.is_some_and(|then| then != failed));
+        let lost = pages.iter().filter(|at| is_lost(at)).count();
+        drop(known);
+        if lost > 0 {
+            return Err(Error::Unsynced { pages: lost });
+        }
+        self.file.sync().map_err(|error| {
+            self.syncs_failed.fetch_add(1, Ordering::Relaxed);
+            Error::io("syncing the pages")(error)
+        })
+    }
+
         self.index.as_ref().is_none_or(|index| lock(index).is_sure())
     }
 
@@ -352,8 +377,8 @@ impl Store {
         corrupt(group, block, reason)
     }
 
-    /// Lets blocks be written to: until that is done nothing can be read from them.
-    pub(super) fn begin(&self, group: GroupId, blocks: &[BlockId]) -> Result<()> {
+    /// Lets blocks be written to: until that is done nothing can be read from them. Returns how many syncs have failed.
+    pub(super) fn begin(&self, group: GroupId, blocks: &[BlockId]) -> Result<u64> {
         self.wait_for_holes(group, blocks);
         let mut pages = lock(&self.pages);
         self.require_spare(&pages, group, blocks)?;
@@ -374,7 +399,7 @@ impl Store {
                 return Err(Error::invalid("block", value, limit));
             }
         }
-        Ok(())
+        Ok(self.syncs_failed.load(Ordering::Relaxed))
     }
 }
 
@@ -387,11 +412,13 @@ fn unless_given_up(index: &Mutex<Index>, wanted: impl FnOnce() -> bool) -> Resul
     Err(Error::Io { operation: "changing the index", source: std::io::ErrorKind::TimedOut.into() })
 }
 
-/// Notes that an entry has pages.
+/// Notes that an entry has pages, which are safe.
 fn keep(pages: &mut Pages, entry: &Entry) {
     for &Record { group, block, generation, sum } in &entry.pages {
-        let fresh = Page { generation, sum, layers: None, kept: 0 };
-        pages.entry((GroupId(group), BlockId::new(block))).or_insert(fresh).kept += 1;
+        let fresh = Page { generation, sum, layers: None, kept: 0, unsynced: None };
+        let page = pages.entry((GroupId(group), BlockId::new(block))).or_insert(fresh);
+        page.kept += 1;
+        page.unsynced = None;
     }
 }
 

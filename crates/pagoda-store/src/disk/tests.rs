@@ -495,8 +495,8 @@ fn an_index_of_an_impossible_age_is_refused() {
 fn an_index_that_cannot_be_written_anew_is_read_and_written_later() {
     let (disk, entries) = kept();
     let full = Fault::Errno(rustix::io::Errno::NOSPC.raw_os_error());
-    // After the lock and the index that is there.
-    disk.fail(2, full);
+    // After the lock and the index that is there, which is synced and read.
+    disk.fail(3, full);
     let (store, recovered) = open(&disk).unwrap();
     assert!(recovered.unwritten.is_some_and(|why| why.contains("No space")));
     let mut lane = store.lane().unwrap();

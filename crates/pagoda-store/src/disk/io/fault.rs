@@ -178,9 +178,17 @@ impl FaultyDisk {
         after
     }
 
-    /// The bytes of a file, to look at; what is spoilt here has no cause.
+    /// The bytes of a file, to look at; what is spoilt here has no cause, and is durable.
     pub fn with<T>(&self, name: &str, look: impl FnOnce(&mut Vec<u8>) -> T) -> T {
-        look(&mut self.0.lock().unwrap().files.get_mut(name).expect("a file of that name").live)
+        let mut state = self.0.lock().unwrap();
+        let image = state.files.get_mut(name).expect("a file of that name");
+        let before = image.live.clone();
+        let result = look(&mut image.live);
+        if image.live != before {
+            image.durable.clone_from(&image.live);
+            image.unsynced.clear();
+        }
+        result
     }
 
     /// Changes the bytes of a file where they lie, durably, and remembers why they are wrong.
@@ -329,12 +337,17 @@ impl Image {
     /// Says what was written to be durable, which it is unless that is a lie.
     fn sync(&mut self, turn: Turn) -> io::Result<()> {
         if let Some(Fault::Errno(errno)) = turn.fault {
+            // Systems may count as written what a sync could not write: then the next one, which succeeds, does not either.
+            if turn.operation.is_multiple_of(2) {
+                self.unsynced.clear();
+            }
             return Err(io::Error::from_raw_os_error(errno));
         }
         self.sync_lied = turn.lie().is_some();
         if !self.sync_lied {
-            self.durable.clone_from(&self.live);
-            self.unsynced.clear();
+            let written = std::mem::take(&mut self.unsynced);
+            written.iter().for_each(|(at, bytes)| put(&mut self.durable, *at as usize, bytes));
+            self.durable.resize(self.live.len(), 0);
         }
         Ok(())
     }
@@ -392,7 +405,16 @@ impl Directory for FaultyDisk {
         let mut state = self.0.lock().unwrap();
         let Some(len) = state.files.get(name).map(|image| image.live.len()) else { return Ok(None) };
         assert!(len as u64 <= limit);
-        let mut bytes = vec![0; len];
+        state.act(name, Site::Sync, |image, turn| {
+            let synced = image.sync(turn);
+            if synced.is_ok() && !image.sync_lied {
+                // And what memory alone had of it is gone.
+                let durable = std::mem::take(&mut image.durable);
+                image.lose(durable);
+            }
+            (synced, None)
+        })?;
+        let mut bytes = vec![0; state.files[name].live.len()];
         state.act(name, Site::IndexRead, |image, turn| {
             let (count, wrong) = image.read(0, &mut bytes, turn.whole());
             (count.map(|count| bytes.truncate(count)), wrong)

@@ -194,6 +194,9 @@ impl Directory for Folder {
         bytes.try_reserve_exact(len as usize)?;
         loop {
             let piece = (limit - bytes.len() as u64).min(IO_BYTES_MAX as u64);
+        // Another process may have written it and not come to sync it, or renamed it into its place.
+        self.pulse.ask(|| fs::fdatasync(&file).and_then(|()| fs::fsync(&self.fd)))?;
+        forget_cached(&file)?;
             let mut piece = io::Read::take(&mut file, piece);
             if self.pulse.ask(|| io::Read::read_to_end(&mut piece, &mut bytes))? == 0 {
                 return Ok(Some(bytes));
@@ -333,6 +336,17 @@ fn punch(fd: &OwnedFd, range: &Range<u64>) -> io::Result<bool> {
 #[cfg(not(target_os = "linux"))]
 fn punch(_: &OwnedFd, _: &Range<u64>) -> io::Result<bool> {
     Ok(false)
+/// Lets the system forget what it has of a file in memory: after a sync that failed that may be what the drive has not.
+#[cfg(target_os = "linux")]
+fn forget_cached(fd: impl AsFd) -> io::Result<()> {
+    Ok(fs::fadvise(fd, 0, None, fs::Advice::DontNeed)?)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn forget_cached(_: impl AsFd) -> io::Result<()> {
+    Ok(())
+}
+
 }
 
 /// A name that no other file has: the process makes each once, and `EXCL` refuses what another process left.

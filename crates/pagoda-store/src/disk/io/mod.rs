@@ -39,7 +39,7 @@ pub trait Directory: Debug + Send + Sync {
     /// The file `name`, made if it is not there, for this process alone until it is closed. Fails with `WouldBlock` if another has it.
     fn lock(&self, name: &str) -> io::Result<Arc<dyn File>>;
 
-    /// The bytes of a small file; none if it is not there. Refuses more than `limit`.
+    /// The bytes of a small file, as a loss of power leaves them from then on; none if it is not there. Refuses more than `limit`.
     fn read(&self, name: &str, limit: u64) -> io::Result<Option<Vec<u8>>>;
 
     /// The same directory, to hold on to.
