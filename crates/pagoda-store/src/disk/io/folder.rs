@@ -210,7 +210,9 @@ impl Directory for Folder {
     }
 
     fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<Arc<dyn File>> {
-        let fresh = temporary();
+        // The same name each time: what a process has left of it that was killed here goes now.
+        let fresh = format!("{name}.new");
+        let _ = self.pulse.ask(|| fs::unlinkat(&self.fd, &fresh, AtFlags::empty()));
         let fd = self.create(&fresh, OFlags::EXCL)?;
         let file = OnDisk { fd: Arc::new(fd), uring: false, locked: false, pulse: self.pulse.clone() };
         let replaced = file.write(0, bytes).and_then(|()| file.sync()).and_then(|()| {

@@ -75,6 +75,10 @@ fn what_was_acknowledged_is_there_after_kill_9_and_nothing_is_wrong() {
         }
         let (store, recovered) = open(&Folder::open(&place.0).unwrap()).unwrap();
         assert_eq!(recovered.lost, []);
+        let left = std::fs::read_dir(&place.0).unwrap().map(|file| file.unwrap());
+        let left = left.filter(|file| file.metadata().is_ok_and(|data| data.len() > 0));
+        let left: Vec<_> = left.map(|file| file.file_name()).filter(|name| name != "pages").collect();
+        assert_eq!(left, ["index"], "beside the pages");
         let mut lane = store.lane().unwrap();
         let mut there: HashMap<[u8; 2], u64> = HashMap::new();
         for (found, entry) in store.entries() {
