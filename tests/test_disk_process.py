@@ -128,6 +128,31 @@ print("fine")
         run(opens, tmp_path / "kept")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere children share it until somebody writes to it")
+def test_a_forked_child_has_nothing_of_the_memory(tmp_path: Path) -> None:
+    """A drive that reads into memory that a child shares might otherwise write to the child's copy."""
+    script = """
+cache = opened(device_memory="256MiB", host_memory="256MiB")
+mirror, tokens = mirrored(cache)
+assert cache.demote(tokens.sequence, to="disk").wait(60)
+def size():
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize"))
+def maps():
+    return sum("dc" in line.split() for line in open("/proc/self/smaps") if line.startswith("VmFlags"))
+before, ours = size(), maps()
+child = os.fork()
+if child == 0:
+    os._exit(size() > before - (512 << 20) or maps() > 0)
+assert os.waitpid(child, 0)[1] == 0
+# Two tiers, the ring, and what each thread of the disk reads into.
+assert ours >= 4, ours
+mirror.look()
+cache.close()
+print("fine")
+"""
+    run(script, tmp_path / "kept")
+
+
 def test_ctrl_c_while_the_disk_is_waited_for(tmp_path: Path) -> None:
     script = """
 signal.signal(signal.SIGALRM, signal.default_int_handler)

@@ -17,15 +17,20 @@ enum Memory {
 }
 
 impl Slab {
-    /// Reserves `bytes` of address space; huge pages are asked for, where the system has them.
+    /// Reserves `bytes` of address space, which forked children do not have on Linux; huge pages are asked for, where the system
+    /// has them.
     ///
     /// Fails when the system refuses the address space. A slab of 0 bytes reserves one page.
     pub fn new(bytes: usize) -> io::Result<Self> {
         let map = MmapRaw::from(MmapOptions::new().len(bytes.max(1)).no_reserve_swap().map_anon()?);
         #[cfg(target_os = "linux")]
-        if map.len() >= HUGE_PAGE_BYTES {
-            // Refused where huge pages are switched off: then the slab is just slower.
-            let _ = map.advise(Advice::HugePage);
+        {
+            // Of memory that a fork shares while direct I/O is under way in it, a drive may write to the child's copy (open(2)).
+            map.advise(Advice::DontFork)?;
+            if map.len() >= HUGE_PAGE_BYTES {
+                // Refused where huge pages are switched off: then the slab is just slower.
+                let _ = map.advise(Advice::HugePage);
+            }
         }
         Ok(Self(Memory::Own(map)))
     }
