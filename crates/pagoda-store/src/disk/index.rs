@@ -54,16 +54,21 @@ pub(super) struct Index {
 }
 
 impl Index {
-    /// Reads the index of `directory`, or begins one; only the holder of the directory's lock may.
+    /// Reads the index of `directory`, or begins one where there are no bytes of pages; only the holder of the directory's lock may.
     pub(super) fn open(
         directory: &dyn Directory,
         fingerprint: &Fingerprint,
         geometry: &Geometry,
+        bytes_of_pages: u64,
     ) -> Result<(Self, Recovered)> {
         let bytes = directory.read(NAME, BYTES_MAX).map_err(Error::io("reading the index"))?;
         let mut header = IndexHeader { fingerprint: *fingerprint, epoch: 0, geometry: geometry.describe() };
         let (mut entries, mut recovered) = (BTreeMap::new(), Recovered::default());
         let is_new = bytes.is_none();
+        if is_new && bytes_of_pages > 0 {
+            let why = format!("it is gone, and {bytes_of_pages} bytes of pages mean nothing without it");
+            return Err(Error::Index(format!("{why}; remove the directory to begin anew")));
+        }
         if let Some(bytes) = bytes {
             let (stored, start) = IndexHeader::parse(&bytes)?;
             let hex =

@@ -6,11 +6,12 @@ use super::hole::{Hole, Holes};
 use super::index::{Entry, Index, Recovered};
 use super::io::{Access, Directory, File};
 use super::lane::{Lane, stretches};
-use super::segment::Geometry;
+use super::segment::{Geometry, Slot};
 use super::{Error, Result};
 use pagoda_core::fence::Failure;
 use pagoda_core::ids::{BlockId, GroupId};
 use std::collections::HashMap;
+use std::iter::once;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -36,10 +37,10 @@ pub struct Store {
     budget: Option<Mutex<Budget>>,
     /// What the next page that is written gets.
     pub(super) generation: AtomicU64,
-    zeroes: AtomicBool,
     /// Has one sync of the pages at a time, so that each knows which ones before it have failed.
     syncing: Mutex<()>,
     syncs_failed: AtomicU64,
+    zeroes: AtomicBool,
     pub(super) bytes_written: AtomicU64,
     pub(super) bytes_read: AtomicU64,
     bytes_cleared: AtomicU64,
@@ -72,9 +73,9 @@ pub(super) struct Page {
     pub(super) layers: Option<Arc<[u64]>>,
     /// How many entries of the index have it.
     pub(super) kept: u32,
-}
     /// How many syncs had failed when it was begun; none once it is safe from a loss of power.
     pub(super) unsynced: Option<u64>,
+}
 
 impl Store {
     /// A store that goes when it is closed.
@@ -99,8 +100,10 @@ impl Store {
             std::io::ErrorKind::WouldBlock => Error::Locked,
             _ => Error::Io { operation: "opening the pages", source },
         })?;
-        let (index, recovered) = Index::open(directory, &fingerprint, &geometry)?;
+        let bytes = file.size().map_err(Error::io("opening the pages"))?;
+        let (index, recovered) = Index::open(directory, &fingerprint, &geometry, bytes)?;
         let mut store = Self::new(directory, geometry, fingerprint, budget, file, Some(index));
+        store.give_back_what_others_left();
         store.access.refused.extend(recovered.unwritten.iter().map(|why| format!("a new index: {why}")));
         Ok((store, recovered))
     }
@@ -129,11 +132,11 @@ impl Store {
             holes: Holes::default(),
             budget: budget.map(Mutex::new),
             generation: AtomicU64::new(epoch << EPOCH_SHIFT),
+            syncing: Mutex::default(),
+            syncs_failed: AtomicU64::new(0),
             zeroes: AtomicBool::new(false),
             bytes_written: AtomicU64::new(0),
             bytes_read: AtomicU64::new(0),
-            syncing: Mutex::default(),
-            syncs_failed: AtomicU64::new(0),
             bytes_cleared: AtomicU64::new(0),
             corrupt: AtomicU64::new(0),
         }
@@ -232,9 +235,6 @@ impl Store {
         Ok(before)
     }
 
-    /// Whether the next process finds what `entries` says. If not, it may find what a `put` or `delete` that failed has left, so
-    /// that blocks of such a `put` must not be written to until this is so again: the next change that succeeds sees to it.
-    pub fn is_sure(&self) -> bool {
     /// Makes pages safe from a loss of power. The system may count as written what a sync could not write, so that no later one
     /// says anything about pages from before one that failed.
     fn sync(&self, pages: &[(GroupId, BlockId)]) -> Result<()> {
@@ -253,6 +253,9 @@ impl Store {
         })
     }
 
+    /// Whether the next process finds what `entries` says. If not, it may find what a `put` or `delete` that failed has left, so
+    /// that blocks of such a `put` must not be written to until this is so again: the next change that succeeds sees to it.
+    pub fn is_sure(&self) -> bool {
         self.index.as_ref().is_none_or(|index| lock(index).is_sure())
     }
 
@@ -325,26 +328,40 @@ impl Store {
         cleared.map_err(Error::io(operation))
     }
 
+    /// Gives back the space of segments of which no entry of the index has a page: what processes before this one have left.
+    fn give_back_what_others_left(&self) {
+        let bytes = self.geometry.segments().0;
+        for range in
+            self.beside_what_is_kept(|slot, _| once(slot.segment * bytes..(slot.segment + 1) * bytes))
+        {
+            // A refusal leaves the space where it is, which is no error.
+            let _ = self.file.discard(range);
+        }
+    }
+
     /// From now on no bytes of pages stay in memory that they went through. Zeroes all of the file that no entry of the index
     /// has: what processes before this one have left.
     pub fn zero_on_free(&self) -> Result<()> {
         self.zeroes.store(true, Ordering::Relaxed);
+        let mut beside =
+            self.beside_what_is_kept(|slot, group| self.geometry.places(group, slot, 1)).into_iter();
+        beside.try_for_each(|range| self.file.zero(range)).map_err(Error::io("zeroing"))
+    }
+
+    /// What there is in the file beside the places of what the index keeps.
+    fn beside_what_is_kept<I: Iterator<Item = Range<u64>>>(
+        &self,
+        places: impl Fn(Slot, GroupId) -> I,
+    ) -> Vec<Range<u64>> {
         let pages = lock(&self.pages);
         let kept = pages.iter().filter(|(_, page)| page.kept > 0);
-        let places = |(group, block): (GroupId, BlockId)| {
-            self.geometry.places(group, self.geometry.slot(group, block), 1)
-        };
-        let mut kept: Vec<_> = kept.flat_map(|(&at, _)| places(at)).collect();
+        let mut kept: Vec<_> =
+            kept.flat_map(|(&(group, block), _)| places(self.geometry.slot(group, block), group)).collect();
         kept.sort_unstable_by_key(|range| range.start);
         let (bytes, count) = self.geometry.segments();
-        let mut start = 0;
-        for range in kept.into_iter().chain(std::iter::once(bytes * count..bytes * count)) {
-            if start < range.start {
-                self.file.zero(start..range.start).map_err(Error::io("zeroing"))?;
-            }
-            start = range.end;
-        }
-        Ok(())
+        let starts = once(0).chain(kept.iter().map(|range| range.end));
+        let ends = kept.iter().map(|range| range.start).chain(once(bytes * count));
+        starts.zip(ends).filter(|(start, end)| start < end).map(|(start, end)| start..end).collect()
     }
 
     /// Whether bytes have to go with their pages.
@@ -386,7 +403,7 @@ impl Store {
             lock(budget).spend(self.geometry.written_bytes(group) * blocks.len() as u64, Instant::now())?;
         }
         blocks.iter().for_each(|&block| drop(pages.remove(&(group, block))));
-        Ok(())
+        Ok(self.syncs_failed.load(Ordering::Relaxed))
     }
 
     /// Refuses blocks that are kept, or not there.
@@ -399,7 +416,7 @@ impl Store {
                 return Err(Error::invalid("block", value, limit));
             }
         }
-        Ok(self.syncs_failed.load(Ordering::Relaxed))
+        Ok(())
     }
 }
 

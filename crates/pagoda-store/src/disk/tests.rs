@@ -693,15 +693,21 @@ fn what_is_zeroed_is_nowhere_and_the_rest_as_it_was() {
     assert_eq!(readable(&disk, &entries).unwrap(), 6);
 }
 
+/// Segments of which nothing is kept give their space back when a store is opened, others' parts are zeroed where that is asked for.
 #[test]
-fn what_others_have_left_is_zeroed_and_what_is_kept_stays() {
+fn what_others_have_left_goes_and_what_is_kept_stays() {
     let (disk, entries) = kept();
     let (store, _) = open(&disk).unwrap();
-    let spare = blocks(LARGE)[6];
-    write(&mut store.lane().unwrap(), LARGE, &[(spare, 901)]).unwrap();
+    let segment = |(group, block): At| geometry().slot(group, BlockId::new(block)).segment;
+    let places: Vec<At> = entries.iter().flat_map(|(_, pages)| pages.iter().map(|page| page.0)).collect();
+    let shares = |block: &u32| places.iter().any(|&kept| segment(kept) == segment((LARGE, *block)));
+    let spare = |block: &u32| !places.contains(&(LARGE, *block));
+    let (beside, apart): (Vec<u32>, Vec<u32>) = blocks(LARGE).into_iter().filter(spare).partition(shares);
+    write(&mut store.lane().unwrap(), LARGE, &[(beside[0], 901), (apart[0], 902)]).unwrap();
     drop(store);
     let (store, _) = open(&disk).unwrap();
     assert!(is_in(&disk, "pages", LARGE, 901));
+    assert!(!is_in(&disk, "pages", LARGE, 902));
     store.zero_on_free().unwrap();
     assert!(!is_in(&disk, "pages", LARGE, 901));
     drop(store);

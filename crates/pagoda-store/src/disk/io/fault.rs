@@ -449,6 +449,10 @@ impl Directory for FaultyDisk {
 }
 
 impl File for Open {
+    fn size(&self) -> io::Result<u64> {
+        Ok(self.disk.0.lock().unwrap().files[&self.name].live.len() as u64)
+    }
+
     fn write(&self, mut offset: u64, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             let mut state = self.disk.0.lock().unwrap();

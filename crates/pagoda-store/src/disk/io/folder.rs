@@ -33,6 +33,8 @@ struct OnDisk {
     fd: Arc<OwnedFd>,
     uring: bool,
     locked: bool,
+    /// Whether others find it again.
+    named: bool,
     pulse: Arc<Pulse>,
 }
 
@@ -148,7 +150,7 @@ impl Folder {
             set_direct(&fd)?;
         }
         let (uring, pulse) = (self.access.uring, self.pulse.clone());
-        Ok(Arc::new(OnDisk { fd: Arc::new(fd), uring, locked, pulse }))
+        Ok(Arc::new(OnDisk { fd: Arc::new(fd), uring, locked, named: locked, pulse }))
     }
 }
 
@@ -192,11 +194,11 @@ impl Directory for Folder {
         }
         let (mut file, mut bytes) = (std::fs::File::from(fd), Vec::new());
         bytes.try_reserve_exact(len as usize)?;
-        loop {
-            let piece = (limit - bytes.len() as u64).min(IO_BYTES_MAX as u64);
         // Another process may have written it and not come to sync it, or renamed it into its place.
         self.pulse.ask(|| fs::fdatasync(&file).and_then(|()| fs::fsync(&self.fd)))?;
         forget_cached(&file)?;
+        loop {
+            let piece = (limit - bytes.len() as u64).min(IO_BYTES_MAX as u64);
             let mut piece = io::Read::take(&mut file, piece);
             if self.pulse.ask(|| io::Read::read_to_end(&mut piece, &mut bytes))? == 0 {
                 return Ok(Some(bytes));
@@ -214,7 +216,8 @@ impl Directory for Folder {
         let fresh = format!("{name}.new");
         let _ = self.pulse.ask(|| fs::unlinkat(&self.fd, &fresh, AtFlags::empty()));
         let fd = self.create(&fresh, OFlags::EXCL)?;
-        let file = OnDisk { fd: Arc::new(fd), uring: false, locked: false, pulse: self.pulse.clone() };
+        let (fd, pulse) = (Arc::new(fd), self.pulse.clone());
+        let file = OnDisk { fd, uring: false, locked: false, named: true, pulse };
         let replaced = file.write(0, bytes).and_then(|()| file.sync()).and_then(|()| {
             self.pulse.ask(|| fs::renameat(&self.fd, &fresh, &self.fd, name))?;
             Ok(self.pulse.ask(|| fs::fsync(&self.fd))?)
@@ -229,6 +232,10 @@ impl Directory for Folder {
 }
 
 impl File for OnDisk {
+    fn size(&self) -> io::Result<u64> {
+        Ok(fs::fstat(&*self.fd)?.st_size as u64)
+    }
+
     fn write(&self, mut offset: u64, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             let piece = &bytes[..bytes.len().min(IO_BYTES_MAX)];
@@ -243,7 +250,11 @@ impl File for OnDisk {
     }
 
     fn sync(&self) -> io::Result<()> {
-        Ok(self.pulse.ask(|| fs::fdatasync(&*self.fd))?)
+        self.pulse.ask(|| fs::fdatasync(&*self.fd))?;
+        if self.named && fs::fstat(&*self.fd)?.st_nlink == 0 {
+            return Err(io::Error::other("somebody has removed the file: nobody would find it again"));
+        }
+        Ok(())
     }
 
     fn discard(&self, range: Range<u64>) -> io::Result<()> {
@@ -279,7 +290,7 @@ impl OnDisk {
 
     /// Writes zeros over what is there of an aligned range.
     fn write_zeros(&self, range: Range<u64>) -> io::Result<()> {
-        let end = range.end.min((fs::fstat(&*self.fd)?.st_size as u64).next_multiple_of(ALIGN));
+        let end = range.end.min(self.size()?.next_multiple_of(ALIGN));
         let zeros = Slab::new(IO_BYTES_MAX)?;
         // SAFETY: the slab is this function's alone, and nobody writes to it.
         let zeros = unsafe { std::slice::from_raw_parts(zeros.base(), IO_BYTES_MAX) };
@@ -325,6 +336,17 @@ fn set_direct(_: impl AsFd) -> io::Result<()> {
     Err(io::ErrorKind::Unsupported.into())
 }
 
+/// Lets the system forget what it has of a file in memory: after a sync that failed that may be what the drive has not.
+#[cfg(target_os = "linux")]
+fn forget_cached(fd: impl AsFd) -> io::Result<()> {
+    Ok(fs::fadvise(fd, 0, None, fs::Advice::DontNeed)?)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn forget_cached(_: impl AsFd) -> io::Result<()> {
+    Ok(())
+}
+
 /// Makes a hole in a file; says whether the file system has such.
 #[cfg(target_os = "linux")]
 fn punch(fd: &OwnedFd, range: &Range<u64>) -> io::Result<bool> {
@@ -338,17 +360,6 @@ fn punch(fd: &OwnedFd, range: &Range<u64>) -> io::Result<bool> {
 #[cfg(not(target_os = "linux"))]
 fn punch(_: &OwnedFd, _: &Range<u64>) -> io::Result<bool> {
     Ok(false)
-/// Lets the system forget what it has of a file in memory: after a sync that failed that may be what the drive has not.
-#[cfg(target_os = "linux")]
-fn forget_cached(fd: impl AsFd) -> io::Result<()> {
-    Ok(fs::fadvise(fd, 0, None, fs::Advice::DontNeed)?)
-}
-
-#[cfg(not(target_os = "linux"))]
-fn forget_cached(_: impl AsFd) -> io::Result<()> {
-    Ok(())
-}
-
 }
 
 /// A name that no other file has: the process makes each once, and `EXCL` refuses what another process left.
@@ -413,7 +424,8 @@ mod tests {
         type Zero = fn(&OnDisk, Range<u64>) -> io::Result<()>;
         for zero in [<OnDisk as File>::zero as Zero, OnDisk::write_zeros] {
             let fd = Arc::new(folder.nameless().unwrap());
-            let file = OnDisk { fd: fd.clone(), uring: false, locked: false, pulse: Arc::default() };
+            let (own, pulse) = (fd.clone(), Arc::default());
+            let file = OnDisk { fd: own, uring: false, locked: false, named: false, pulse };
             let len = 3 * IO_BYTES_MAX;
             file.write(0, &vec![7; len]).unwrap();
             let range = ALIGN..len as u64 - 2 * ALIGN;

@@ -51,10 +51,13 @@ pub trait Directory: Debug + Send + Sync {
 
 /// An open file. What it was asked to write may be lost until it is synced.
 pub trait File: Debug + Send + Sync {
+    /// How long it is.
+    fn size(&self) -> io::Result<u64>;
+
     /// Writes all bytes through the cache of the system, at any offset.
     fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
 
-    /// Comes back when all that was written is safe from a loss of power.
+    /// Comes back when all that was written is safe from a loss of power. Fails where a file has lost its name.
     fn sync(&self) -> io::Result<()>;
 
     /// Gives the space of a range back. It reads as zeros from then on, or as before.

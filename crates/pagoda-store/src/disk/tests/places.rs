@@ -76,6 +76,31 @@ fn what_is_no_file_is_refused_at_once() {
 }
 
 #[test]
+fn pages_whose_index_is_gone_are_refused_and_left_alone() {
+    let kept = Kept::new();
+    let (index, aside) = (kept.file("index"), kept.file("aside"));
+    fs::rename(&index, &aside).unwrap();
+    assert!(kept.refusal().contains("it is gone, and"), "{}", kept.refusal());
+    fs::rename(&aside, &index).unwrap();
+    assert_eq!(kept.readable(&kept.open()), 8);
+    // As a process that was killed at once leaves it.
+    fs::remove_file(&index).unwrap();
+    fs::write(kept.file("pages"), b"").unwrap();
+    kept.open();
+}
+
+#[test]
+fn nothing_is_said_to_be_kept_in_files_that_were_removed() {
+    for name in ["pages", "index"] {
+        let kept = Kept::new();
+        let store = kept.open();
+        fs::remove_file(kept.file(name)).unwrap();
+        let refused = store.put(b"more", &[(LARGE, BlockId::new(kept.pages[0].0))], b"").unwrap_err();
+        assert!(refused.to_string().contains("has removed the file"), "{refused}");
+    }
+}
+
+#[test]
 fn what_others_own_is_refused() {
     if !rustix::process::geteuid().is_root() {
         return; // Nobody else can give files away.
