@@ -395,10 +395,11 @@ def test_out_of_blocks_says_how_many_and_changes_nothing() -> None:
         with pytest.raises(pagoda.OutOfBlocks, match=said) as caught:
             cache.step([a, b], [16 * 8, 16 * 4]).__enter__()
         assert (caught.value.blocks_short, caught.value.bytes_short) == (4, 4 * size)
+        assert (caught.value.tier, caught.value.layer_group, caught.value.draining) == ("device", 1, 0)
         # Both groups are short, the first one of 1 page and the other of 5.
         with pytest.raises(pagoda.OutOfBlocks, match=r"lacks 6 block.*; layer group 0 is the first") as caught:
             cache.step([a, b], [16 * 8, 16 * 5]).__enter__()
-        assert caught.value.blocks_short == 6
+        assert (caught.value.blocks_short, caught.value.layer_group) == (6, 0)
         with pytest.raises(pagoda.OutOfBlocks) as caught:
             cache.step([a, b], [1 << 30, (1 << 30) - 1]).__enter__()
         assert caught.value.blocks_short == 2 * 2 * (1 << 26) - 20

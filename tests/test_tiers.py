@@ -165,8 +165,9 @@ def test_a_full_host_tier_refuses_and_changes_nothing() -> None:
         mirror.step(batch, [500, 500])
         assert cache.demote(batch[0].sequence).wait()
         before = settled(cache)
-        with pytest.raises(pagoda.OutOfBlocks, match="tier host"):
+        with pytest.raises(pagoda.OutOfBlocks, match="tier host") as caught:
             cache.demote(batch[1].sequence)
+        assert caught.value.tier == "host"
         assert settled(cache) == before
         mirror.look()
 

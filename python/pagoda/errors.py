@@ -8,12 +8,23 @@ class PagodaError(Exception):
 class OutOfBlocks(PagodaError):
     """A tier has too few free blocks.
 
-    blocks_short, bytes_short: how many more there would have to be; for a step, of all layer groups together. draining: of
-    the group that the message names, blocks that become free when the steps and copies that may use them have ended.
+    tier: "device", "host" or "disk". layer_group: the first that is short, by its place in `Cache.stats`. blocks_short,
+    bytes_short: how many more there would have to be; for a step, of all layer groups together. draining: of that layer
+    group, blocks that become free when the steps and copies that may use them have ended.
     """
 
-    def __init__(self, message: str = "", *, blocks_short: int = 0, bytes_short: int = 0, draining: int = 0) -> None:
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        tier: str = "device",
+        layer_group: int = 0,
+        blocks_short: int = 0,
+        bytes_short: int = 0,
+        draining: int = 0,
+    ) -> None:
         super().__init__(message)
+        self.tier, self.layer_group = tier, layer_group
         self.blocks_short, self.bytes_short, self.draining = blocks_short, bytes_short, draining
 
 

@@ -7,8 +7,15 @@ use pyo3::types::{IntoPyDict, PyType};
 use std::fmt::Display;
 use std::path::Path;
 
+/// What an exception has beside its message.
+#[derive(IntoPyObjectRef)]
+enum Field {
+    Number(u64),
+    Text(String),
+}
+
 /// An exception of `pagoda.errors`, by its name there.
-fn exception(py: Python<'_>, name: &str, message: impl Display, fields: &[(&str, u64)]) -> PyErr {
+fn exception(py: Python<'_>, name: &str, message: impl Display, fields: &[(&str, Field)]) -> PyErr {
     static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
     let build = || -> PyResult<PyErr> {
         let module = MODULE.get_or_try_init(py, || py.import("pagoda.errors").map(Bound::unbind))?;
@@ -49,9 +56,14 @@ pub(crate) fn core(py: Python<'_>, error: &pagoda_core::Error) -> PyErr {
     use pagoda_core::Error;
     match error {
         Error::InvalidArgument { .. } => exception(py, "InvalidArgument", error, &[]),
-        Error::OutOfBlocks { blocks_short, bytes_short, draining, .. } => {
-            let fields =
-                [("blocks_short", *blocks_short), ("bytes_short", *bytes_short), ("draining", *draining)];
+        Error::OutOfBlocks { tier, group, blocks_short, bytes_short, draining } => {
+            let fields = [
+                ("tier", Field::Text(tier.to_string())),
+                ("layer_group", Field::Number(group.0.into())),
+                ("blocks_short", Field::Number(*blocks_short)),
+                ("bytes_short", Field::Number(*bytes_short)),
+                ("draining", Field::Number(*draining)),
+            ];
             exception(py, "OutOfBlocks", error, &fields)
         }
         Error::UseAfterRelease { .. } => exception(py, "UseAfterRelease", error, &[]),
