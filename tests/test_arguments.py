@@ -585,6 +585,36 @@ def test_what_is_taken(name: str, parameter: str, tmp_path: Path, monkeypatch: p
             call(world, **(given if label is None else given | {parameter: VALUES[label]}))
 
 
+@EVERY
+def test_integers_of_numpy_are_taken_as_others_are(
+    name: str, parameter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every int that a call takes, as an array's shape or a config has it: the same comes of it, and it is the same int."""
+    monkeypatch.chdir(tmp_path)
+    call, parameters = CALLS[name]
+    taken = [parameters[parameter].good, *(VALUES[label] for label in parameters[parameter].takes.split())]
+    for number, value in enumerate(value for value in taken if type(value) is int and value < 1 << 63):
+        results = []
+        for kind in (int, np.int64):
+            with World(tmp_path / f"{number} {kind.__name__}") as world:
+                given = {each: parameters[each].of(world) for each in parameters}
+                results.append(call(world, **(given | {parameter: kind(value)})))
+        if not isinstance(results[0], np.ndarray | pagoda.Sequence | lm.ContiguousCache):
+            assert repr(results[0]) == repr(results[1])
+
+
+def test_a_config_may_have_integers_of_numpy() -> None:
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+        "rope_theta": 5000,
+    }
+    of_numpy = {key: np.int16(value) if isinstance(value, int) else value for key, value in config.items()}
+    assert repr(pagoda.ModelSpec.from_config(of_numpy)) == repr(pagoda.ModelSpec.from_config(config))
+
+
 def test_factors_of_kernels_are_normal_numbers_of_float32() -> None:
     """Alone, by each other, and with what makes natural logarithms those of base 2."""
     normal = np.finfo(np.float32)

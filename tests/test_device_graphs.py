@@ -113,7 +113,7 @@ def test_maxima_are_declared_once_and_in_range(monkeypatch: pytest.MonkeyPatch) 
             for wrong in (0, 1 << 40, 1 << 62):
                 with pytest.raises(pagoda.InvalidArgument, match=f"{name} = {wrong}"):
                     cache.declare(**{"sequences": 1, "new_tokens": 1, "context": 1, name: wrong})
-        with pytest.raises(pagoda.InvalidArgument, match="new_tokens = 32768: an integer from 1 to 32767"):
+        with pytest.raises(pagoda.InvalidArgument, match="new_tokens = 32768: an int from 1 to 32767"):
             cache.declare(sequences=1 << 16, new_tokens=1 << 15, context=1)
 
 

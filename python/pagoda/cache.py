@@ -33,6 +33,7 @@ from pagoda import _core, placement
 from pagoda.checks import (
     SEQUENCES_MAX,
     TOKENS_MAX,
+    as_int,
     check_choice,
     check_flag,
     check_list,
@@ -197,7 +198,7 @@ class Cache:
         retention: SinkWindow | None = None,
         headroom: int | None = None,
     ) -> None:
-        threads = os.cpu_count() or 1 if threads is None else threads
+        page_size, threads = as_int(page_size), as_int(os.cpu_count() or 1 if threads is None else threads)
         check_spec("spec", spec)
         check_threads("threads", threads)
         check_page_size("page_size", page_size)

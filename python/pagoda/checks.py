@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,27 @@ FACTOR_MIN, FACTOR_MAX = 1e-18, 1e18
 """Numbers that kernels multiply with: products and quotients of two of them are normal numbers of float32."""
 
 
+def as_int(value: Any) -> Any:
+    """The int that a value stands for, as integers of NumPy do. A bool, and what stands for none, come back as they are."""
+    if isinstance(value, bool | np.bool_):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
+
+
+def as_ints(owner: Any) -> None:
+    """The same for every field of a dataclass that is being made: sums and products of integers of NumPy may overflow."""
+    for field in fields(owner):
+        if field.init:
+            object.__setattr__(owner, field.name, as_int(getattr(owner, field.name)))
+
+
 def is_number(value: object) -> bool:
-    """Whether the value is an int or a float; a bool is neither."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether the value is a float or stands for an int; a bool is neither."""
+    number = as_int(value)
+    return isinstance(number, int | float) and not isinstance(number, bool)
 
 
 def check_flag(name: str, value: bool) -> None:
@@ -71,10 +91,10 @@ def check_threads(name: str, value: int) -> None:
 
 
 def natural(name: str, value: int, low: int = 0, high: int = (1 << 63) - 1) -> int:
-    """An int, or an integer of NumPy, as an int. Raises InvalidArgument unless it is from `low` to `high`."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidArgument(f"{name} = {value!r}: an integer from {low} to {high}")
-    return int(value)
+    """The int that a value stands for. Raises InvalidArgument unless it is one, from `low` to `high`."""
+    number: int = as_int(value)
+    check_integer(name, number, low, high)
+    return number
 
 
 def token_range(name: str, value: tuple[int, int]) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypedDict
 
-from pagoda.checks import check_flag, is_number
+from pagoda.checks import as_int, check_flag, is_number
 from pagoda.errors import InvalidArgument
 from pagoda.geometry import Geometry
 from pagoda.sizes import parse_size
@@ -44,6 +44,7 @@ def disk_arguments(
     memory = parse_size(disk_memory, "disk_memory")
     per_day = None if writes_per_day is None else parse_size(writes_per_day, "disk_writes_per_day")
     check_flag("resume", resume)
+    timeout = as_int(timeout)
     if not is_number(timeout) or not TIMEOUT_MIN <= timeout <= TIMEOUT_MAX:
         raise InvalidArgument(f"disk_timeout = {timeout!r}: seconds from {TIMEOUT_MIN} to {TIMEOUT_MAX}")
     if model is not None and (not isinstance(model, str) or not model):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pagoda.checks import as_int
 from pagoda.errors import InvalidArgument
 from pagoda.rope import ProportionalScaling, Rope, scaling_from_config
 from pagoda.spec import AttentionLayer, Layer, StateLayer
@@ -49,7 +50,7 @@ class Config:
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = 1 << 31) -> int:
         """An integer key; JSON's null counts as absent."""
-        value = self.content.get(key)
+        value = as_int(self.content.get(key))
         if value is None:
             value = default
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
@@ -58,7 +59,7 @@ class Config:
 
     def number(self, key: str, default: float) -> float:
         """A finite number above 0."""
-        value = self.content.get(key)
+        value = as_int(self.content.get(key))
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
             raise InvalidArgument(f"config.{key} = {value!r}: a finite number above 0")

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from pagoda import _core
-from pagoda.checks import TOKENS_MAX, check_flag, check_integer
+from pagoda.checks import TOKENS_MAX, as_ints, check_flag, check_integer, natural
 from pagoda.device.passage import passage_bytes, stored_bytes
 from pagoda.device.ring import SLOTS, ring_slots
 from pagoda.errors import InvalidArgument
@@ -76,6 +76,7 @@ class Planner:
     """As of `Cache`: a page if None."""
 
     def __post_init__(self) -> None:
+        as_ints(self)
         check_spec("spec", self.spec)
         row_format(self.k_dtype, "k_dtype")
         row_format(self.v_dtype, "v_dtype")
@@ -93,8 +94,8 @@ class Planner:
 
     def footprint(self, tokens: int, batch: int = 1) -> Footprint:
         """The memory of a context."""
-        check_integer("tokens", tokens, 0, COUNT_MAX)
-        check_integer("batch", batch, 1, COUNT_MAX)
+        tokens = natural("tokens", tokens, 0, COUNT_MAX)
+        batch = natural("batch", batch, 1, COUNT_MAX)
         pages = -(-tokens // self.page_size)
         paged = 0
         for layer, kept in zip(self.spec.layers, self._keeps(), strict=True):
@@ -109,7 +110,7 @@ class Planner:
 
     def rings(self, device_bytes: int, *, host: bool, disk: bool, on_gpu: bool) -> Rings:
         """What a cache with these tiers has (docs/adr/0015 to 0017), on a GPU without deterministic=True."""
-        check_integer("device_bytes", device_bytes, 0, BYTES_MAX)
+        device_bytes = natural("device_bytes", device_bytes, 0, BYTES_MAX)
         for name, flag in (("host", host), ("disk", disk), ("on_gpu", on_gpu)):
             check_flag(name, flag)
         groups = group_layers(self.spec, [(self.k_dtype, self.v_dtype)] * len(self.spec.layers))
@@ -138,8 +139,8 @@ class Planner:
         """Fills the tiers in order; states stay on the device."""
         if not isinstance(footprint, Footprint):
             raise InvalidArgument(f"footprint = {footprint!r}: a Footprint")
-        for name, size in (("device_bytes", device_bytes), ("host_bytes", host_bytes), ("disk_bytes", disk_bytes)):
-            check_integer(name, size, 0, BYTES_MAX)
+        budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
+        device_bytes, host_bytes, disk_bytes = (natural(name, size, 0, BYTES_MAX) for name, size in budgets.items())
         left = footprint.paged_bytes
         room = max(0, device_bytes - footprint.state_bytes)
         parts = []
@@ -151,8 +152,8 @@ class Planner:
 
     def longest_context(self, budget_bytes: int, batch: int = 1) -> int:
         """The most tokens, in whole pages, whose memory fits a budget; 0 if none do, `TOKENS_MAX` if memory stops growing."""
-        check_integer("budget_bytes", budget_bytes, 0, BYTES_MAX)
-        check_integer("batch", batch, 1, COUNT_MAX)
+        budget_bytes = natural("budget_bytes", budget_bytes, 0, BYTES_MAX)
+        batch = natural("batch", batch, 1, COUNT_MAX)
         pages = range(1, TOKENS_MAX // self.page_size + 1)
         fit = bisect_right(
             pages, budget_bytes, key=lambda count: self.footprint(count * self.page_size, batch).total_bytes

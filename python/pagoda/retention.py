@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagoda.checks import check_choice, check_integer
+from pagoda.checks import as_ints, check_choice, check_integer
 from pagoda.errors import InvalidArgument
 from pagoda.spec import WINDOW_MAX, ModelSpec
 
@@ -26,6 +26,7 @@ class SinkWindow:
     positions: str = "original"
 
     def __post_init__(self) -> None:
+        as_ints(self)
         check_integer("sinks", self.sinks, 0, WINDOW_MAX)
         check_integer("window", self.window, 1, WINDOW_MAX)
         check_choice("positions", self.positions, ("original", "cache"))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.checks import FACTOR_MAX, check_factor, check_flag, check_integer, is_number
+from pagoda.checks import FACTOR_MAX, as_ints, check_factor, check_flag, check_integer, is_number, natural
 from pagoda.errors import InvalidArgument
 from pagoda.formats import ROW_MAX
 
@@ -32,6 +32,7 @@ class Llama3Scaling:
     original_context: int
 
     def __post_init__(self) -> None:
+        as_ints(self)
         low, high = self.low_freq_factor, self.high_freq_factor
         check_factors(factor=self.factor, low_freq_factor=low, high_freq_factor=high)
         check_integer("rope_scaling.original_context", self.original_context, 1, CONTEXT_MAX)
@@ -53,6 +54,7 @@ class LinearScaling:
     factor: float
 
     def __post_init__(self) -> None:
+        as_ints(self)
         check_factors(factor=self.factor)
 
     def apply(self, inv_freq: npt.NDArray[np.float64], theta: float, dim: int) -> npt.NDArray[np.float64]:
@@ -71,6 +73,7 @@ class ProportionalScaling:
     factor: float = 1.0
 
     def __post_init__(self) -> None:
+        as_ints(self)
         check_factors(partial=self.partial, factor=self.factor)
         if self.partial > 1:
             raise InvalidArgument(f"rope_scaling.partial = {self.partial}: at most 1")
@@ -95,6 +98,7 @@ class YarnScaling:
     magnitude: float | None = None
 
     def __post_init__(self) -> None:
+        as_ints(self)
         check_factors(factor=self.factor, beta_fast=self.beta_fast, beta_slow=self.beta_slow)
         check_integer("rope_scaling.original_context", self.original_context, 1, CONTEXT_MAX)
         check_flag("rope_scaling.truncate", self.truncate)
@@ -142,6 +146,7 @@ class Rope:
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
+        as_ints(self)
         if not is_number(self.theta) or not 1 < self.theta <= FACTOR_MAX:
             raise InvalidArgument(f"rope.theta = {self.theta!r}: a number above 1, at most {FACTOR_MAX}")
         if self.rotary_dim is not None:
@@ -154,7 +159,7 @@ class Rope:
 
     def dim_of(self, head_dim: int) -> int:
         """How many elements of a row of `head_dim` turn. Raises InvalidArgument where the row has fewer."""
-        check_integer("head_dim", head_dim, 2, ROW_MAX)
+        head_dim = natural("head_dim", head_dim, 2, ROW_MAX)
         dim = head_dim if self.rotary_dim is None else self.rotary_dim
         if dim > head_dim:
             raise InvalidArgument(f"rope.rotary_dim = {dim}: at most head_dim = {head_dim}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from pagoda.checks import as_int
 from pagoda.errors import InvalidArgument
 
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20}
@@ -30,6 +31,7 @@ def parse_tokens(value: int | str, name: str) -> int:
 
 def _parse(value: int | str, name: str, what: str, without: tuple[str, ...]) -> int:
     refusal = InvalidArgument(f"{name} = {value!r}: {what}, from 0 to {LIMIT}")
+    value = as_int(value)
     if isinstance(value, int) and not isinstance(value, bool):
         if not 0 <= value <= LIMIT:
             raise refusal

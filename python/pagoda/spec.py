@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pagoda.checks import check_factor, check_flag, check_integer, check_list, check_text
+from pagoda.checks import as_ints, check_factor, check_flag, check_integer, check_list, check_text
 from pagoda.errors import InvalidArgument
 from pagoda.formats import ROW_MAX, row_format
 from pagoda.rope import Rope
@@ -52,6 +52,7 @@ class AttentionLayer:
     k_eq_v: bool = False
 
     def __post_init__(self) -> None:
+        as_ints(self)
         check_integer("num_kv_heads", self.num_kv_heads, 1, HEADS_MAX)
         check_integer("num_q_heads", self.num_q_heads, 1, HEADS_MAX)
         if self.num_q_heads % self.num_kv_heads:
@@ -104,6 +105,7 @@ class StateLayer:
     conv_elements: int = 0
 
     def __post_init__(self) -> None:
+        as_ints(self)
         check_integer("state_elements", self.state_elements, 1, 1 << 40)
         check_integer("conv_elements", self.conv_elements, 0, 1 << 40)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.checks import TOKENS_MAX, check_integer, integers
+from pagoda.checks import TOKENS_MAX, integers, natural
 from pagoda.errors import InvalidArgument
 from pagoda.lm.arrays import to_host
 from pagoda.lm.model import LanguageModel
@@ -62,8 +62,8 @@ def generate(
     if not len(prompt) or not 0 <= prompt.min() <= prompt.max() < model.vocab_size:
         shown = f"{prompt.min()} to {prompt.max()}" if len(prompt) else "0 tokens"
         raise InvalidArgument(f"prompt = {shown}: at least one token, all from 0 to {model.vocab_size - 1}")
-    check_integer("chunk", chunk, 1, TOKENS_MAX)
-    check_integer("new_tokens", new_tokens, 0, TOKENS_MAX)
+    chunk = natural("chunk", chunk, 1, TOKENS_MAX)
+    new_tokens = natural("new_tokens", new_tokens, 0, TOKENS_MAX)
     if not isinstance(sampler, Sampler):
         raise InvalidArgument(f"sampler = {sampler!r}: a Sampler")
     ends = model.end_tokens

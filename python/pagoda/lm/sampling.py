@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.checks import FACTOR_MAX, check_integer, is_number
+from pagoda.checks import FACTOR_MAX, as_ints, check_integer, is_number
 from pagoda.errors import InvalidArgument
 
 
@@ -26,6 +26,7 @@ class Sampler:
     _rng: np.random.Generator = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        as_ints(self)
         if not is_number(self.temperature) or not 0 <= self.temperature <= FACTOR_MAX:
             raise InvalidArgument(f"temperature = {self.temperature!r}: a number from 0 to {FACTOR_MAX}")
         if self.top_k is not None:
