@@ -95,6 +95,50 @@ def test_pages_that_another_thread_has_moved_meanwhile_are_moved_from_where_they
         mirror.look()
 
 
+class Interrupted:
+    """What a cache asks of the core, with Ctrl-C when it opens a step."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def reserve(self, *given: Any) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("moment", ["before it opens", "after it ended"])
+def test_ctrl_c_in_a_step_of_one_thread_leaves_that_of_another_alone(moment: str) -> None:
+    with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=1) as cache:
+        check_steps_of_others(cache, moment)
+
+
+def check_steps_of_others(cache: pagoda.Cache, moment: str) -> None:
+    """Opens a step before, or between, what Ctrl-C has left of another and its end."""
+    mirror = Mirror(cache, np.random.default_rng(0))
+    tokens, other = mirror.create(), mirror.create()
+    mirror.step([tokens, other], [20, 20])
+    interrupted = cache.step([other.sequence], [0])
+    if moment == "after it ended":
+        interrupted.__enter__()
+        cache._core.commit()
+    with cache.step([tokens.sequence], [0]) as step:
+        if moment == "before it opens":
+            face: Any = cache
+            core, device = face._core, face._device
+            face._core = face._device = Interrupted(core)
+            with pytest.raises(KeyboardInterrupt):
+                interrupted.__enter__()
+            face._core, face._device = core, device
+        else:
+            interrupted.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+        with pytest.raises(pagoda.InvalidArgument, match="one open step"):
+            cache.step([other.sequence], [0]).__enter__()
+        assert step.cu_seqlens.tolist() == [0, 0]
+    mirror.look()
+
+
 @pytest.fixture
 def on_device(names_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A cache on an emulated device."""
@@ -103,6 +147,13 @@ def on_device(names_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     options: dict[str, Any] = {"device": "cuda", "device_memory": "1MiB", "host_memory": "1MiB"}
     with pagoda.Cache(SPEC, page_size=16, **options) as cache:
         yield cache
+
+
+@pytest.mark.parametrize("moment", ["before it opens", "after it ended"])
+def test_ctrl_c_in_a_step_of_one_thread_leaves_that_of_another_alone_on_a_device(
+    on_device: pagoda.Cache, moment: str
+) -> None:
+    check_steps_of_others(on_device, moment)
 
 
 def test_calls_on_a_device_take_turns(on_device: pagoda.Cache, monkeypatch: pytest.MonkeyPatch) -> None:

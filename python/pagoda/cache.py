@@ -16,6 +16,7 @@ This is the file to read first; sequence.py and step.py have the rest of what ca
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import sys
@@ -241,7 +242,9 @@ class Cache:
             zero_on_free=zero_on_free,
             disk=on_disk,
         )
-        self._unfinished = False
+        self._steps = itertools.count(1)
+        self._unfinished: set[int] = set()
+        """Steps that may be open though nobody will end them."""
         # Pages that a step could not attend to there do not go to disk by themselves.
         to_disk = on_disk is not None and (self._device is None or self._device.attends_to_disk)
         below = [tier for tier, there in (("host", memory[1][0] > 0), ("disk", to_disk)) if there]
@@ -475,20 +478,20 @@ class Cache:
             # The earlier error says more.
             log.warning("%s", unanswered)
 
-    def _reserve(self, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
-        if self._unfinished:
-            # A step was never ended. Its finaliser could not do that: it may run in the middle of any call.
-            with contextlib.suppress(InvalidArgument):  # It may have ended after all.
-                self._core.rollback()
-            self._unfinished = False
-        reserve = partial(self._core.reserve, batch.ids, counts)
+    def _reserve(self, number: int, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
+        for left in tuple(self._unfinished):
+            # Its finaliser could not end it: that may run in the middle of any call.
+            with contextlib.suppress(InvalidArgument):  # It may have ended after all, and another thread's be open.
+                self._core.rollback(left)
+            self._unfinished.discard(left)
+        reserve = partial(self._core.reserve, number, batch.ids, counts)
         if self._device is not None:
-            reserve = partial(self._device.reserve, batch.ids, counts, stream)
+            reserve = partial(self._device.reserve, number, batch.ids, counts, stream)
         while True:
             self._with_room(reserve, batch.ids)
             if not self._spill.may_bring_in(batch.ids):
                 return
-            self._core.rollback()
+            self._core.rollback(number)
             self._spill.bring_in(batch.ids)
 
     def _with_room(self, call: Callable[[], T], batch: npt.NDArray[np.uint64]) -> T:

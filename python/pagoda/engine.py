@@ -50,8 +50,8 @@ class Engine(Protocol):
 
     # The open step, of which there is one at most.
 
-    def reserve(self, sequences: npt.NDArray[np.uint64], new_tokens: npt.NDArray[np.int64]) -> None:
-        """Opens a step of B sequences, or raises OutOfBlocks and changes nothing."""
+    def reserve(self, number: int, sequences: npt.NDArray[np.uint64], new_tokens: npt.NDArray[np.int64]) -> None:
+        """Opens a step of B sequences, by a number that no other has, or raises OutOfBlocks and changes nothing."""
 
     def append(self, layer: int, k: Any, v: Any = None, dtype: str | None = None) -> None:
         """See `Step.append`."""
@@ -70,8 +70,8 @@ class Engine(Protocol):
     def commit(self, accepted: npt.NDArray[np.int64] | None = None) -> None:
         """Closes the step; of each sequence's new tokens the first `accepted` stay, all by default."""
 
-    def rollback(self) -> None:
-        """Closes the step as if it had never been opened."""
+    def rollback(self, number: int) -> None:
+        """Closes a step as if it had never been opened. Raises InvalidArgument unless it is the open one."""
 
     def positions(self) -> npt.NDArray[np.int64]:
         """int64 [sum(new)]: the position of every new token."""
@@ -84,6 +84,9 @@ class Engine(Protocol):
 
     def csr_table(self, layer: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """See `Table.csr`."""
+
+    def step_is_open(self) -> bool:
+        """Whether there is one."""
 
     def pages_on_disk(self) -> int:
         """Pages of its sequences that are on disk."""

@@ -87,7 +87,7 @@ class Step:
     a commit that is refused then.
     """
 
-    __slots__ = ("_began", "_cache", "_counts", "_ended", "_open", "_stream", "batch")
+    __slots__ = ("_began", "_cache", "_counts", "_ended", "_number", "_open", "_stream", "batch")
 
     def __init__(self, cache: Cache, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
         self._open = False
@@ -109,12 +109,14 @@ class Step:
         if self._open:
             raise InvalidArgument("step = open: one that is not; this one goes on")
         self._began = time.perf_counter()
+        self._number = next(self._cache._steps)
         # Set early: Ctrl-C may come as soon as the core has opened the step.
         self._open = True
         try:
-            self._cache._reserve(self.batch, self._counts, self._stream)
+            self._cache._reserve(self._number, self.batch, self._counts, self._stream)
         except BaseException as error:
-            self._cache._unfinished |= not isinstance(error, PagodaError)
+            if not isinstance(error, PagodaError):
+                self._cache._unfinished.add(self._number)
             self._open = False
             raise
         return self
@@ -131,13 +133,13 @@ class Step:
             if self._open:
                 # Ctrl-C in the middle of a commit may have ended it. The first error says more than one of the rollback.
                 with contextlib.suppress(PagodaError):
-                    self._cache._core.rollback()
+                    self._cache._core.rollback(self._number)
                 self._end()
 
     def __del__(self) -> None:
         # Ctrl-C may have come before `_open` was set.
         if getattr(self, "_open", False):
-            self._cache._unfinished = True
+            self._cache._unfinished.add(self._number)
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
@@ -246,7 +248,7 @@ class Step:
 
     def rollback(self) -> None:
         """Ends the step as if it had not been entered; an exception does so by itself."""
-        self._core.rollback()
+        self._core.rollback(self._number)
         self._end()
 
     def _end(self) -> None:

@@ -19,6 +19,8 @@ use std::ops::Range;
 /// What the open step adds to the core's own.
 #[derive(Default)]
 pub(crate) struct StepState {
+    /// Whose it is: a number that its holder chose.
+    number: u64,
     spans: Vec<SpanView>,
     /// Per layer group, then per sequence: its part of `spans`.
     ranges: Vec<Range<usize>>,
@@ -90,11 +92,13 @@ impl StepState {
 
 #[pymethods]
 impl Cache {
-    /// Opens a step; shared open pages are copied before it returns. link: what copies between a device and memory of the host.
-    #[pyo3(signature = (sequences, new_tokens, link=None))]
+    /// Opens a step, by a number that no other has; shared open pages are copied before it returns. link: what copies between a
+    /// device and memory of the host.
+    #[pyo3(signature = (number, sequences, new_tokens, link=None))]
     fn reserve(
         &self,
         py: Python<'_>,
+        number: u64,
         sequences: PyReadonlyArray1<'_, u64>,
         new_tokens: PyReadonlyArray1<'_, i64>,
         link: Link<'_, '_>,
@@ -121,6 +125,7 @@ impl Cache {
             reserved = inner.core.reserve(&batch);
         }
         reserved.map_err(|error| core(py, &error))?;
+        inner.step.number = number;
         if let Err(error) = inner.copy_shared(py, link) {
             let epoch = inner.core.rollback().map_err(|error| core(py, &error))?;
             inner.end_step(py, epoch)?;
@@ -135,6 +140,11 @@ impl Cache {
             }
         }
         Ok(())
+    }
+
+    /// Whether a step is open.
+    fn step_is_open(&self, py: Python<'_>) -> PyResult<bool> {
+        self.with(py, |inner| Ok(inner.core.step_is_open()))
     }
 
     /// Pages of the open step's sequences that are on disk.
@@ -177,9 +187,12 @@ impl Cache {
         inner.end_step(py, epoch)
     }
 
-    /// Closes the step as if it had never been opened.
-    fn rollback(&self, py: Python<'_>) -> PyResult<()> {
+    /// Closes a step as if it had never been opened; refused if it is not open, whether another is or not.
+    fn rollback(&self, py: Python<'_>, number: u64) -> PyResult<()> {
         let mut inner = self.lock(py)?;
+        if inner.step.number != number {
+            return Err(invalid(py, "step", "closed", "the open step"));
+        }
         let epoch = inner.core.rollback().map_err(|error| core(py, &error))?;
         inner.end_step(py, epoch)
     }

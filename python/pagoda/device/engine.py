@@ -189,6 +189,7 @@ class DeviceEngine:
         )
         self.by_recency, self.audit, self.isa = core.by_recency, core.audit, core.isa
         self.drop_copies, self.pages_on_disk, self.attended = core.drop_copies, core.pages_on_disk, core.attended
+        self.step_is_open = core.step_is_open
         self.forget, self.saved, self.lost, self.check_save = core.forget, core.saved, core.lost, core.check_save
 
     @in_turn
@@ -211,18 +212,22 @@ class DeviceEngine:
 
     @in_turn
     def reserve(
-        self, sequences: npt.NDArray[np.uint64], new_tokens: npt.NDArray[np.int64], stream: Stream | None = None
+        self,
+        number: int,
+        sequences: npt.NDArray[np.uint64],
+        new_tokens: npt.NDArray[np.int64],
+        stream: Stream | None = None,
     ) -> None:
         """Opens a step on a stream, the caller's current one by default; its tables are on their way when this returns."""
         if self._maxima is not None and len(new_tokens) and int(new_tokens.max()) > self._maxima.new_tokens:
             raise InvalidArgument(
                 f"new_tokens = {int(new_tokens.max())}: at most {self._maxima.new_tokens}, the maximum declared"
             )
-        self._once_more(lambda: self.core.reserve(sequences, new_tokens, self._copy_now))
+        self._once_more(lambda: self.core.reserve(number, sequences, new_tokens, self._copy_now))
         try:
             self._enter(self.caller_stream(None) if stream is None else stream)
         except BaseException:
-            self.rollback()
+            self.rollback(number)
             raise
 
     def caller_stream(self, given: object) -> Stream:
@@ -300,17 +305,18 @@ class DeviceEngine:
         self._leave()
 
     @in_turn
-    def rollback(self) -> None:
-        """Closes the step as if it had never been opened."""
+    def rollback(self, number: int) -> None:
+        """Closes a step as if it had never been opened."""
         if self._stream is not None and self._last_step is not None:
             # Ctrl-C may have come before the stream was made to follow. A device that has failed says so when the step ends.
             with contextlib.suppress(Exception):
                 self._stream.follow(self._last_step)
         try:
-            self.core.rollback()
+            self.core.rollback(number)
         finally:
-            # Also if Ctrl-C came after the core had closed the step.
-            self._leave()
+            # Also if Ctrl-C came after the core had closed the step; but another may be open.
+            if not self.core.step_is_open():
+                self._leave()
 
     @in_turn
     def plan(self, *given: Any, **options: Any) -> _core.Plan:
