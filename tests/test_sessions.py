@@ -544,6 +544,40 @@ def test_ctrl_c_at_any_instruction_of_loading_leaves_no_sequence_without_a_handl
         mirror.look()
 
 
+@pytest.mark.parametrize("move", ["demote", "prefetch"])
+def test_what_is_saved_may_be_on_the_move(tmp_path: Path, move: str) -> None:
+    """Its pages arrive first: those of the other sequence go before them, and take longer than a call."""
+    with opened(tmp_path, device_memory="32MiB", host_memory="32MiB") as cache:
+        mirror, other = Mirror(cache, np.random.default_rng(0)), cache.create()
+        with cache.step([other], [1 << 16]) as step:
+            for index in range(len(SPEC.layers)):
+                step.append(index, *[np.zeros((1 << 16, 2, 16), np.float16)] * 2)
+        tokens = mirror.create()
+        mirror.step([tokens], [100])
+        if move == "prefetch":
+            assert cache.demote(tokens.sequence).wait(60)
+        cache.demote(other)
+        getattr(cache, move)(tokens.sequence)
+        cache.save(tokens.sequence, "it")
+        load(mirror, "it", tokens)
+        mirror.look()
+
+
+def test_a_save_in_an_open_step_says_what_it_waits_for(tmp_path: Path) -> None:
+    with opened(tmp_path) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens, other = mirror.create(), mirror.create()
+        mirror.step([tokens], [100])
+        with cache.step([other.sequence], [0]), pytest.raises(pagoda.InvalidArgument, match="no step is open"):
+            cache.save(tokens.sequence, "it")
+        assert cache.saved() == {}
+        cache.save(tokens.sequence, "it")
+        # Nothing has to move any more.
+        with cache.step([other.sequence], [0]):
+            cache.save(tokens.sequence, "it")
+        mirror.look()
+
+
 def test_ctrl_c_while_a_session_is_saved_or_loaded(tmp_path: Path) -> None:
     with opened(tmp_path, **LARGE_OPTIONS) as cache:
         sequence, came = cache.create(), 0

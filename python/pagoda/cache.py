@@ -372,9 +372,10 @@ class Cache:
         """Keeps a sequence on disk under a name, in the place of what was there. It is safe from a loss of power on return.
 
         The sequence goes on as it is. Pages that are on disk already are not written again. tokens: only these; `meta`, of
-        64 MiB at most, comes back from `saved`. Raises InvalidArgument in a cache without resume=True, and while moves of its
-        pages are under way; OutOfBlocks when the disk tier is full, TierIOError when it fails or does nothing for
-        `disk_timeout` seconds, and, before any page is written, when the index has no room for another line, at 4 GiB: then
+        64 MiB at most, comes back from `saved`. Waits for moves of its pages that are under way. Raises InvalidArgument in a
+        cache without resume=True, and for full pages that are not on disk while a step is open: they arrive there between
+        steps; OutOfBlocks when the disk tier is full, TierIOError when it fails or does nothing for `disk_timeout` seconds,
+        and, before any page is written, when the index has no room for another line, at 4 GiB: then
         what was kept before stays. Only where the line that names the pages is on its way to the drive by then, the key
         changes when the drive has answered; until it has, calls with this key raise TierIOError.
         """
@@ -400,18 +401,26 @@ class Cache:
                     raise InvalidArgument(f"tokens = {tokens}: {limit}, as pages have left a window") from error
                 return self.save(part, key, meta=meta)
         self._core.check_save(sequence.id, key, len(meta))
-        self._spill.settle()
-        self._make_room_on_disk(self.plan(sequence, "disk", keep=True))
-        ticket = self._start(partial(self.plan, sequence, "disk", keep=True))
-        self._core.wait_patiently(ticket._core)
-        ticket.done()
-        try:
-            self._core.save(sequence.id, key, meta)
-        except TierIOError:
-            # A sync that failed may have lost what was written before it. What memory has as well is written anew next time.
-            for group in range(len(self._groups)):
-                self._core.drop_copies("disk", group, sys.maxsize)
-            raise
+        to_disk = partial(self.plan, sequence, "disk", keep=True)
+        while True:
+            for under_way in self._core.under_way(sequence.id):
+                self._core.wait_patiently(under_way)
+            self._make_room_on_disk(to_disk())
+            ticket = self._start(to_disk)
+            self._core.wait_patiently(ticket._core)
+            ticket.done()
+            try:
+                return self._core.save(sequence.id, key, meta)
+            except InvalidArgument:
+                # Another thread may have begun to move pages right before the plan was made.
+                moves = to_disk().copies or self._core.under_way(sequence.id)
+                if not moves or self._core.step_is_open():
+                    raise
+            except TierIOError:
+                # A sync that failed may have lost what was written before it. What memory has as well is written anew next time.
+                for group in range(len(self._groups)):
+                    self._core.drop_copies("disk", group, sys.maxsize)
+                raise
 
     def load(self, key: str) -> Sequence | None:
         """A new sequence with what `save` kept under a name; None if nothing is, or it does not verify, which is logged.

@@ -120,6 +120,9 @@ class Engine(Protocol):
     def execute(self, plan: Plan) -> Ticket:
         """Starts a plan in the background, or raises OutOfBlocks and changes nothing."""
 
+    def under_way(self, sequence: int) -> list[Ticket]:
+        """Plans under way that move pages of a sequence, to be waited for; their failures are for who started them."""
+
     def ticket_done(self, ticket: Ticket) -> bool:
         """Whether a plan's copies have arrived; raises if they failed."""
 

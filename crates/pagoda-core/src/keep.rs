@@ -75,7 +75,7 @@ impl Cache {
         let away = |page: &PageId| self.pages[*page].sealed && self.pages[*page].ready(Tier::Disk).is_none();
         let away = tables.iter().flat_map(Table::held).filter(away).count();
         if away > 0 {
-            let limit = "all sealed pages on disk: copy them there, and wait for moves under way";
+            let limit = "all sealed pages on disk: they arrive there when no step is open";
             return Err(Error::invalid("sequence", format!("{away} page(s) elsewhere"), limit));
         }
         let mut open = Vec::new();

@@ -6,6 +6,7 @@ use crate::fence::{Completion, Failure, Fence};
 use crate::ids::{BlockId, GroupId, PageId, SequenceId, TicketId, Tier};
 use crate::pages::Slot;
 use crate::step::Phase;
+use crate::table::Table;
 use std::collections::HashSet;
 use std::ops::Range;
 
@@ -214,6 +215,15 @@ impl Cache {
         });
         self.settle();
         Ok((id, completion, copies))
+    }
+
+    /// The tickets under way that move pages of a sequence.
+    pub fn moves_of(&mut self, id: SequenceId) -> Result<Vec<(TicketId, Completion)>> {
+        self.settle();
+        let held = self.sequences.get(id)?.tables.iter().flat_map(Table::held);
+        let moving: HashSet<PageId> = held.filter(|page| self.pages[*page].copies > 0).collect();
+        let touches = |ticket: &&Ticket| ticket.moves.iter().any(|m| moving.contains(&m.page));
+        Ok(self.tickets.iter().filter(touches).map(|t| (t.id, t.completion.clone())).collect())
     }
 
     /// Frees up to `pages_max` blocks of a group on `tier` that can be spared; returns how many. Their pages are read from a faster

@@ -237,6 +237,24 @@ impl Cache {
         })
     }
 
+    /// The plans under way that move pages of a sequence.
+    fn under_way(&self, py: Python<'_>, sequence: u64) -> PyResult<Vec<Py<Ticket>>> {
+        let mut inner = self.lock(py)?;
+        let moves = inner.core.moves_of(SequenceId::of_number(sequence)).map_err(|error| core(py, &error))?;
+        let ticket = |(id, completion)| match &inner.engine {
+            Engine::Device(device) => {
+                // What is not there any more has ended.
+                let ticket = device.moving.iter().find(|moving| moving.get().id == id);
+                ticket.map(|ticket| Ok(ticket.clone_ref(py)))
+            }
+            Engine::Cpu(_) => {
+                let (copies, transfers) = (Vec::new(), Vec::new());
+                Some(Py::new(py, Ticket { id, completion, copies, transfers, on_disk: Mutex::default() }))
+            }
+        };
+        moves.into_iter().filter_map(ticket).collect()
+    }
+
     /// Whether a ticket's copies have arrived; raises if they failed.
     fn ticket_done(&self, py: Python<'_>, ticket: &Ticket) -> PyResult<bool> {
         if ticket.completion.copied().is_none() {

@@ -339,6 +339,12 @@ class DeviceEngine:
         return ticket
 
     @in_turn
+    def under_way(self, sequence: int) -> list[_core.Ticket]:
+        """Plans under way that move pages of a sequence."""
+        self._poll()
+        return self.core.under_way(sequence)
+
+    @in_turn
     def ticket_done(self, ticket: _core.Ticket) -> bool:
         """Whether a ticket's copies have arrived; raises if they failed."""
         self._poll()
