@@ -132,7 +132,7 @@ for threshold in range(2, 60):
 gc.collect()
 run(1)
 cache.audit()
-print(len(cache._core.by_recency()))
+print(cache.stats().sequences)
 """
     done = run(script)
     assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr

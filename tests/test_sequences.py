@@ -143,9 +143,9 @@ def test_ctrl_c_at_any_instruction_leaves_no_sequence_without_a_handle(mirror: M
     strays = 0
     for after in count():
         came = interrupted(call, after)
-        strays += len(cache._core.by_recency()) - 1
+        strays += cache.stats().sequences - 1
         mirror.step([tokens], [1])
-        assert cache._core.by_recency() == [tokens.sequence.id]
+        assert cache.stats().sequences == 1
         if not came:
             break
     assert strays > 1, "it came between the making of a sequence and its handle"

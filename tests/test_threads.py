@@ -44,7 +44,7 @@ class Meddled:
         return meddled
 
 
-@pytest.mark.parametrize("after", ["by_recency", "free_blocks", "plan"])
+@pytest.mark.parametrize("after", ["resting", "free_blocks", "plan"])
 @pytest.mark.parametrize("meddle", ["release", "truncate", "demote"])
 def test_a_step_makes_room_whatever_other_threads_do_to_sequences_that_rest(after: str, meddle: str) -> None:
     options: dict[str, Any] = {"device_memory": "256KiB", "host_memory": "1MiB", "threads": 1, "headroom": 1000}

@@ -233,6 +233,40 @@ def test_sequences_with_nothing_to_move_are_not_looked_through_at_every_step(
         assert len(plans) < 1000, "a look at all of them is 250 plans, and there were 40 steps"
 
 
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_making_room_looks_at_what_moves_and_not_at_all_that_rest(
+    on_disk: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Hundreds have left the device: a batch that grows there plans for none of them."""
+    spec = pagoda.ModelSpec(layers=[layer()])
+    disk: dict[str, Any] = {"disk": tmp_path / "disk", "disk_memory": "16MiB"} if on_disk else {}
+    memory: dict[str, Any] = {
+        "device_memory": "512KiB" if on_disk else "128KiB",
+        "host_memory": 0 if on_disk else "4MiB",
+    }
+    with pagoda.Cache(spec, page_size=16, threads=1, **memory, **disk) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        resting = [cache.create() for _ in range(300)]
+        rows = np.zeros((16, 2, 16), np.float16)
+        for sequence in resting:
+            with cache.step([sequence], [16]) as step:
+                step.append(0, rows, rows)
+        busy = mirror.create()
+        mirror.step([busy], [3900 if on_disk else 1000])
+        plans = []
+
+        class Counting:
+            def __getattr__(self, name: str) -> Any:
+                if name == "plan":
+                    plans.append(name)
+                return getattr(cache._core, name)
+
+        monkeypatch.setattr(cache._spill, "_core", Counting())
+        for _ in range(20):
+            mirror.step([busy], [32])
+        assert 0 < len(plans) < 100, "40 pages had to leave"
+
+
 def test_memory_follows_the_context() -> None:
     """The arenas are reserved at once, but touched as they are used, and given back."""
     spec = pagoda.ModelSpec(layers=[layer(num_q_heads=8, num_kv_heads=8, head_dim=128)] * 4)

@@ -45,9 +45,6 @@ class Engine(Protocol):
     def rewind_limit(self, sequence: int) -> int:
         """The least length to truncate to, besides 0."""
 
-    def by_recency(self) -> list[int]:
-        """Sequences that are not in a step, the one that rested longest first."""
-
     # The open step, of which there is one at most.
 
     def reserve(self, number: int, sequences: npt.NDArray[np.uint64], new_tokens: npt.NDArray[np.int64]) -> None:
@@ -131,6 +128,19 @@ class Engine(Protocol):
 
     def wait_patiently(self, ticket: Ticket) -> None:
         """Sleeps until a plan's copies have ended, as long as the disk does anything, and `disk_timeout` more."""
+
+    def resting(
+        self,
+        source: str,
+        target: str,
+        group: int,
+        most: int,
+        batch: npt.NDArray[np.uint64],
+        *,
+        unshared: bool = False,
+    ) -> list[int]:
+        """Up to `most` sequences with pages that a plan would move between two tiers, the one that rested longest first; none
+        of the open step, nor of a batch. unshared: pages that no other sequence holds."""
 
     def free_blocks(self, tier: str) -> list[int]:
         """Blocks of each layer group that a tier could hand out now."""

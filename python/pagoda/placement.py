@@ -5,6 +5,8 @@ nothing; between sequences it does. So pages of a sequence stay where they are w
 back after others: then what fits comes in once, in the place of what rests, and the others are read from disk at every
 step. A page that was written to disk stays there while it is in memory again, as long as there is room, so that it is written
 once.
+
+Which sequences have pages to move the core knows, so that making room takes as long as what is moved, however many rest.
 """
 
 from __future__ import annotations
@@ -139,26 +141,32 @@ class Spill:
         """Starts moving at least one and about `blocks` pages of a layer group; returns how many blocks were free at once,
         because their pages are on disk and held by keys alone."""
         core, asked, (source, target) = self._core, max(1, blocks), pair
-        to_disk, freed = target == "disk", core.drop_copies(source, group, asked)
+        freed = core.drop_copies(source, group, asked)
         wanted = asked - freed
         if (short := wanted - core.free_blocks(target)[group]) > 0:
             core.drop_copies(target, group, short)
-        stepping = set(batch.tolist())
-        resting = [handle for handle in core.by_recency() if handle not in stepping]
         # Pages that others hold, and those of the batch, go to disk only when there is nothing else.
-        candidates = [(handle, {"unshared": True}) for handle in resting] if to_disk else []
+        if target == "disk":
+            resting = core.resting(source, target, group, wanted, batch, unshared=True)
+            wanted -= self._move_from(resting, pair, group, wanted, unshared=True)
         if not resting_only:
-            candidates += [(handle, {}) for handle in resting]
+            resting = core.resting(source, target, group, wanted, batch)
+            wanted -= self._move_from(resting, pair, group, wanted)
             # The next step of the batch appends to the others.
-            candidates += [(handle, {"sealed": True}) for handle in batch.tolist()]
-        for handle, which in candidates:
-            pages_max = min(wanted, core.free_blocks(target)[group])
+            wanted -= self._move_from(batch.tolist(), pair, group, wanted, sealed=True)
+            if wanted == asked:
+                self._resting[pair] = REST_STEPS
+        return freed
+
+    def _move_from(self, handles: list[int], pair: Pair, group: int, wanted: int, **which: bool) -> int:
+        """Starts moving up to `wanted` pages of sequences, as many as have room; returns how many."""
+        left = wanted
+        for handle in handles:
+            pages_max = min(left, self._core.free_blocks(pair[1])[group])
             if pages_max <= 0:
                 break
-            wanted -= self._move(pair, handle, group, self._under_way[pair], pages_max=pages_max, **which)
-        if wanted == asked and not resting_only:
-            self._resting[pair] = REST_STEPS
-        return freed
+            left -= self._move(pair, handle, group, self._under_way[pair], pages_max=pages_max, **which)
+        return wanted - left
 
     def _move(self, pair: Pair, handle: int, group: int, tickets: set[_core.Ticket], **options: Any) -> int:
         """Starts moving pages of a sequence; returns how many."""

@@ -52,6 +52,8 @@ class Stats:
     """Blocks of the host tier, by layer group."""
     disk: tuple[BlockCounts, ...]
     """Blocks of the disk tier, by layer group; empty without one."""
+    sequences: int
+    """Sequences that have not been released."""
     shared_pages: int
     """Pages that more than one place in the page tables refers to."""
     dead_rows: int
@@ -70,6 +72,7 @@ class Stats:
             device=tiers["device"],
             host=tiers["host"],
             disk=tiers.get("disk", ()),
+            sequences=stats["sequences"],
             shared_pages=stats["shared_pages"],
             dead_rows=stats["dead_rows"],
             moved_bytes=stats["moved_bytes"],

@@ -4,7 +4,7 @@ use crate::cache::{Cache, GroupKind};
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, BlockRef, GroupId, PageId, Tier};
 use crate::limits::TOKENS_PER_SEQUENCE_MAX;
-use crate::pages::Slot;
+use crate::pages::{Page, Slot};
 use crate::table::{Left, Sequence, Span, Table};
 use crate::work::RUN_ROWS;
 use std::collections::{HashMap, HashSet};
@@ -25,6 +25,7 @@ impl Cache {
         self.audit_blocks()?;
         self.audit_references()?;
         self.audit_copies()?;
+        self.audit_rests()?;
         self.audit_tables()
     }
 
@@ -87,6 +88,12 @@ impl Cache {
             *counts.entry(page).or_default() += count;
             require!(self.pages[page].ready(Tier::Disk).is_some(), "page {page:?} is kept, and not on disk");
         }
+        let several = |page: &Page| page.slots.iter().filter(|slot| **slot != Slot::Empty).count() > 1;
+        let on_several = self.pages.iter().filter(|(_, page)| several(page)).map(|(id, _)| id);
+        require!(
+            on_several.eq(self.pages.spread().map(|(id, _)| id)),
+            "pages on more than one tier are not those that are said to be"
+        );
         for (id, page) in self.pages.iter() {
             let (is_kept, counted) = (kept.get(&id).copied().unwrap_or(0), self.pages.kept(id));
             require!(is_kept == counted, "page {id:?} counts {counted} keeps, there are {is_kept}");
@@ -126,6 +133,28 @@ impl Cache {
             for slot in page.slots {
                 let Slot::Filling { ticket, .. } = slot else { continue };
                 require!(self.tickets.iter().any(|t| t.id == ticket), "page {id:?} waits for a dead ticket");
+            }
+        }
+        Ok(())
+    }
+
+    /// Every sequence is found by its rest, and none that will not be looked through has a page that may move.
+    fn audit_rests(&self) -> Result<()> {
+        let found: HashMap<_, _> = self.sequences.rests.from(0).map(|(rest, id)| (id, rest)).collect();
+        let ways = Tier::ALL.into_iter().flat_map(|from| Tier::ALL.map(|to| (from, to)));
+        for (id, sequence) in self.sequences.iter() {
+            let (index, rest) = (id.index, sequence.rest);
+            require!(found.get(&id) == Some(&rest), "sequence {index} is not found by its rest, {rest}");
+            for (group, (from, to)) in
+                self.group_ids().flat_map(|group| ways.clone().map(move |way| (group, way)))
+            {
+                let [first, _] = self.searched[group.index()][from.index()][to.index()];
+                // A step gives it pages, and another rest.
+                require!(
+                    rest >= first || sequence.stepping || !self.has_movable(id, (from, to), group, false),
+                    "sequence {index} has pages of group {} to move from {from} to {to}, and will not be looked through",
+                    group.0
+                );
             }
         }
         Ok(())

@@ -8,6 +8,7 @@ use crate::keep::Kept;
 use crate::limits;
 use crate::pages::Pages;
 use crate::plan::{Failed, Ticket};
+use crate::rest::Searched;
 use crate::step::Step;
 use crate::table::{Sequences, Table};
 use crate::window::Window;
@@ -86,6 +87,8 @@ pub struct Cache {
     pub(crate) kept_minted: u64,
     /// Per group: changes whenever a page changes the tier that it is read from.
     pub(crate) placement: Vec<u32>,
+    /// By group: which sequences need not be looked through for pages to move.
+    pub(crate) searched: Vec<Searched>,
     /// Bytes copied, by source and target tier.
     pub(crate) moved_bytes: [[u64; Tier::COUNT]; Tier::COUNT],
     #[cfg(feature = "broken-fences")]
@@ -138,6 +141,7 @@ impl Cache {
             kept: BTreeMap::new(),
             kept_minted: 0,
             placement: vec![0; groups.len()],
+            searched: vec![Searched::default(); groups.len()],
             moved_bytes: Default::default(),
             #[cfg(feature = "broken-fences")]
             broken: None,
@@ -147,14 +151,14 @@ impl Cache {
     /// A new, empty sequence.
     pub fn create(&mut self) -> Result<SequenceId> {
         let tables = self.placement.iter().map(|&placement| Table::new(placement)).collect();
-        self.sequences.insert(0, self.epochs.minted(), tables)
+        self.sequences.insert(0, tables)
     }
 
     /// A sequence with the same tokens, over the same pages. No byte is copied until one of the two is appended to.
     pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {
         let sequence = self.sequences.get_idle(id)?;
         let (len, tables) = (sequence.len, sequence.tables.clone());
-        let child = self.sequences.insert(len, self.epochs.minted(), tables)?;
+        let child = self.sequences.insert(len, tables)?;
         for page in self.sequences[child].tables.iter().flat_map(Table::held) {
             self.pages.add_reference(page);
         }
@@ -260,11 +264,9 @@ impl Cache {
         Ok(())
     }
 
-    /// The sequences outside of the open step, the one that rested longest first.
-    pub fn by_recency(&self) -> Vec<SequenceId> {
-        let mut idle: Vec<_> = self.sequences.iter().filter(|(_, sequence)| !sequence.stepping).collect();
-        idle.sort_by_key(|(_, sequence)| sequence.stepped);
-        idle.into_iter().map(|(id, _)| id).collect()
+    /// How many sequences there are.
+    pub fn sequence_count(&self) -> usize {
+        self.sequences.iter().count()
     }
 
     /// Block counts of one group on one tier.

@@ -7,7 +7,7 @@ use std::num::NonZeroU32;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum Tier {
-    /// VRAM, or the budgeted RAM of the CPU backend. Open pages are always here.
+    /// VRAM, or the budgeted RAM of the CPU backend. Pages are written here alone.
     Device = 0,
     /// Pinned RAM.
     Host = 1,

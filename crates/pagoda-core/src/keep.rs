@@ -119,7 +119,7 @@ impl Cache {
             return Err(Error::invalid("kept", format!("{id:?}"), "what is kept"));
         };
         let (len, mut tables, tails) = (kept.len, kept.tables.clone(), kept.tails.clone());
-        let sequence = self.sequences.insert(len, self.epochs.minted(), Vec::new())?;
+        let sequence = self.sequences.insert(len, Vec::new())?;
         let blocks = self.take_blocks(Tier::Device, tails.iter().map(|tail| tail.group));
         let blocks = blocks.inspect_err(|_| drop(self.sequences.remove(sequence)))?;
         tables.iter().flat_map(Table::held).for_each(|page| self.pages.add_reference(page));

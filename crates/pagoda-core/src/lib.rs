@@ -18,6 +18,7 @@ pub mod layout;
 pub mod limits;
 mod pages;
 pub mod plan;
+mod rest;
 pub mod step;
 mod sync;
 pub mod table;

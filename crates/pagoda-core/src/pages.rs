@@ -1,7 +1,7 @@
 //! Pages and the state of their blocks: the one source of truth about what may be read where.
 
 use crate::ids::{BlockId, BlockRef, GroupId, PageId, TicketId, Tier};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 /// What a page has on one tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,6 +64,8 @@ pub(crate) struct Pages {
     references: Vec<u32>,
     /// How often a page is kept on disk.
     kept: HashMap<PageId, u32>,
+    /// Pages with blocks on more than one tier.
+    spread: BTreeSet<PageId>,
     vacant: Vec<PageId>,
 }
 
@@ -94,7 +96,24 @@ impl Pages {
     pub(crate) fn close(&mut self, id: PageId) {
         debug_assert!(self.references(id) == 0 && self[id].copies == 0);
         self[id].slots = [Slot::Empty; Tier::COUNT];
+        self.spread.remove(&id);
         self.vacant.push(id);
+    }
+
+    /// Changes what a page has on a tier; says what it had.
+    pub(crate) fn place(&mut self, id: PageId, tier: Tier, slot: Slot) -> Slot {
+        let before = std::mem::replace(&mut self[id].slots[tier.index()], slot);
+        if self[id].slots.iter().filter(|slot| **slot != Slot::Empty).count() > 1 {
+            self.spread.insert(id);
+        } else {
+            self.spread.remove(&id);
+        }
+        before
+    }
+
+    /// Every page with blocks on more than one tier.
+    pub(crate) fn spread(&self) -> impl Iterator<Item = (PageId, &Page)> {
+        self.spread.iter().map(|&id| (id, &self[id]))
     }
 
     /// Makes every page as old as if its bytes had been reopened so often.

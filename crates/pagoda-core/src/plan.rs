@@ -97,6 +97,7 @@ pub struct BlockCopy {
 #[derive(Debug)]
 pub(crate) struct Ticket {
     pub(crate) id: TicketId,
+    pub(crate) sequence: SequenceId,
     pub(crate) completion: Completion,
     pub(crate) to: Tier,
     pub(crate) keep: bool,
@@ -142,16 +143,10 @@ impl Cache {
             // A page that a drop has split stands in the table twice.
             let candidates = indices.into_iter().filter_map(|index| table.pages[index]);
             let movable = candidates.filter(|&id| known.insert(id)).filter_map(|id| {
-                let page = &self.pages[id];
-                let from = page.fastest().map(|at| at.tier()).filter(|&from| from != to)?;
-                if only.is_some_and(|only| only != from)
-                    || (*unshared && self.pages.references(id) - self.pages.kept(id) > 1)
-                {
-                    return None;
-                }
+                let (page, from) = (&self.pages[id], self.movable(id, to, *unshared)?);
                 let bytes = if page.ready(to).is_some() { 0 } else { self.groups[group.index()].block_bytes };
                 let m = Move { page: id, generation: page.generation, group, from, bytes };
-                (page.may_move_to(to) && (page.sealed || !sealed) && page.copies == 0).then_some(m)
+                (only.is_none_or(|only| only == from) && (page.sealed || !sealed)).then_some(m)
             });
             moves.extend(movable.take(*pages_max));
         }
@@ -191,9 +186,8 @@ impl Cache {
         let id = TicketId::new(self.tickets_minted);
         let mut copies = Vec::with_capacity(blocks.len());
         for (&Move { page, group, from, bytes, .. }, block) in copied.zip(blocks) {
-            let page = &mut self.pages[page];
-            let source = page.ready(from).expect("checked above");
-            page.slots[plan.to.index()] = Slot::Filling { block, ticket: id };
+            let source = self.pages[page].ready(from).expect("checked above");
+            self.pages.place(page, plan.to, Slot::Filling { block, ticket: id });
             copies.push(BlockCopy { group, from: (from, source), to: (plan.to, block), bytes });
         }
         for m in &plan.moves {
@@ -207,6 +201,7 @@ impl Cache {
         }
         self.tickets.push(Ticket {
             id,
+            sequence: plan.sequence,
             completion: completion.clone(),
             to: plan.to,
             keep: plan.keep,
@@ -230,7 +225,7 @@ impl Cache {
     /// one, or are on disk and no sequence has them.
     pub fn drop_copies(&mut self, tier: Tier, group: GroupId, pages_max: usize) -> usize {
         self.settle();
-        let spare = self.pages.iter().filter(|&(id, page)| {
+        let spare = self.pages.spread().filter(|&(id, page)| {
             let kept = self.pages.kept(id);
             let can_be_spared = match tier {
                 Tier::Disk if kept > 0 => false,
@@ -243,8 +238,7 @@ impl Cache {
         });
         let spare: Vec<PageId> = spare.map(|(id, _)| id).take(pages_max).collect();
         for &id in &spare {
-            let slot = std::mem::replace(&mut self.pages[id].slots[tier.index()], Slot::Empty);
-            if let Slot::Ready { block } = slot {
+            if let Slot::Ready { block } = self.pages.place(id, tier, Slot::Empty) {
                 self.free_block(tier, group, block);
             }
         }
@@ -308,12 +302,11 @@ impl Cache {
             if let Slot::Filling { block, ticket: by } = self.pages[m.page].slots[ticket.to.index()]
                 && by == ticket.id
             {
-                let slot = &mut self.pages[m.page].slots[ticket.to.index()];
                 if arrived {
-                    *slot = Slot::Ready { block };
+                    self.pages.place(m.page, ticket.to, Slot::Ready { block });
                     self.moved_bytes[m.from.index()][ticket.to.index()] += m.bytes;
                 } else {
-                    *slot = Slot::Empty;
+                    self.pages.place(m.page, ticket.to, Slot::Empty);
                     self.free_block(ticket.to, m.group, block);
                 }
             }
@@ -323,16 +316,13 @@ impl Cache {
                 // An open page is in one place.
                 let stays = (ticket.keep && self.pages[m.page].sealed)
                     || (m.from == Tier::Disk && self.pages.kept(m.page) > 0);
-                if !stays {
-                    let source =
-                        std::mem::replace(&mut self.pages[m.page].slots[m.from.index()], Slot::Empty);
-                    if let Slot::Ready { block } = source {
-                        self.free_block(m.from, m.group, block);
-                    }
+                if !stays && let Slot::Ready { block } = self.pages.place(m.page, m.from, Slot::Empty) {
+                    self.free_block(m.from, m.group, block);
                 }
                 self.placement[m.group.index()] = self.placement[m.group.index()].wrapping_add(1);
             }
         }
+        self.search_anew(ticket.sequence, ticket.moves.iter().map(|m| m.page));
     }
 
     /// Forgets a page without references, once no copy touches it.

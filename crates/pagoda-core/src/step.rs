@@ -253,7 +253,7 @@ impl Cache {
             let Entry { sequence, new_tokens } = self.step.entries[index];
             let accepted = committed.map(|accepted| accepted.map_or(new_tokens, |counts| counts[index]));
             self.sequences[sequence].stepping = false;
-            self.sequences[sequence].stepped = epoch;
+            self.sequences.rest(sequence);
             self.sequences[sequence].len += u64::from(accepted.unwrap_or(0));
             for group in self.group_ids() {
                 // A reserve that failed half way has no undo for the tables it did not reach.

@@ -1,8 +1,9 @@
 //! Sequences, and per layer group the table that leads from a token to its page.
 
 use crate::error::{Error, Result};
-use crate::ids::{BlockRef, Epoch, PageId, SequenceId};
+use crate::ids::{BlockRef, PageId, SequenceId};
 use crate::limits;
+use crate::rest::Rests;
 use crate::window::Window;
 use crate::work::RUN_ROWS;
 use std::ops::Range;
@@ -403,8 +404,8 @@ pub(crate) struct Sequence {
     /// Inside the open step.
     pub(crate) stepping: bool,
     pub(crate) len: u64,
-    /// The epoch at which it last stepped.
-    pub(crate) stepped: Epoch,
+    /// The number of its rest: since its last step, or since it was made.
+    pub(crate) rest: u64,
     /// One per layer group.
     pub(crate) tables: Vec<Table>,
 }
@@ -414,23 +415,39 @@ pub(crate) struct Sequence {
 pub(crate) struct Sequences {
     slots: Vec<Sequence>,
     vacant: Vec<u32>,
+    pub(crate) rests: Rests,
 }
 
 impl Sequences {
-    pub(crate) fn insert(&mut self, len: u64, stepped: Epoch, tables: Vec<Table>) -> Result<SequenceId> {
+    pub(crate) fn insert(&mut self, len: u64, tables: Vec<Table>) -> Result<SequenceId> {
         let live = self.slots.len() - self.vacant.len();
         if live >= limits::SEQUENCES_MAX {
             return Err(Error::invalid("sequences", live + 1, format!("at most {}", limits::SEQUENCES_MAX)));
         }
         let sequence =
-            |generation| Sequence { generation, live: true, stepping: false, len, stepped, tables };
-        if let Some(index) = self.vacant.pop() {
+            |generation| Sequence { generation, live: true, stepping: false, len, rest: 0, tables };
+        let id = if let Some(index) = self.vacant.pop() {
             let generation = self.slots[index as usize].generation;
             self.slots[index as usize] = sequence(generation);
-            return Ok(SequenceId { index, generation });
-        }
-        self.slots.push(sequence(0));
-        Ok(SequenceId { index: self.slots.len() as u32 - 1, generation: 0 })
+            SequenceId { index, generation }
+        } else {
+            self.slots.push(sequence(0));
+            SequenceId { index: self.slots.len() as u32 - 1, generation: 0 }
+        };
+        self.rest(id);
+        Ok(id)
+    }
+
+    /// A sequence begins to rest: it has stepped, or was made.
+    pub(crate) fn rest(&mut self, id: SequenceId) {
+        let Self { slots, rests, .. } = self;
+        let rest = rests.begin(id, slots.len(), |rest, id| goes_on(slots, rest, id));
+        slots[id.index as usize].rest = rest;
+    }
+
+    /// Whether a rest has not ended.
+    pub(crate) fn goes_on(&self, rest: u64, id: SequenceId) -> bool {
+        goes_on(&self.slots, rest, id)
     }
 
     /// Makes a vacant slot as old as if it had been handed out so often.
@@ -474,6 +491,12 @@ impl Sequences {
         all.filter(|(_, s)| s.live)
             .map(|(index, s)| (SequenceId { index: index as u32, generation: s.generation }, s))
     }
+}
+
+fn goes_on(slots: &[Sequence], rest: u64, id: SequenceId) -> bool {
+    // No two rests have a number in common, so a later sequence in the same slot has another.
+    let slot = &slots[id.index as usize];
+    slot.live && slot.rest == rest
 }
 
 impl std::ops::Index<SequenceId> for Sequences {

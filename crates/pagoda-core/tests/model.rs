@@ -38,6 +38,7 @@ enum Op {
     Retire(u8),
     Migrate { sequence: u16, to: u8, from: u16, until: u16, keep: bool, stale: bool },
     DropCopies(u8, u8),
+    Resting { from: u8, to: u8, group: u8, unshared: bool, most: u8, other: u16 },
     Keep(u16),
     Revive(u16),
     Forget(u16),
@@ -83,6 +84,9 @@ fn ops() -> impl Strategy<Value = Op> {
             Op::Migrate { sequence, to, from, until, keep, stale }
         }),
         1 => any::<(u8, u8)>().prop_map(|(t, n)| Op::DropCopies(t, n)),
+        6 => any::<(u8, u8, u8, bool, u8, u16)>().prop_map(|(from, to, group, unshared, most, other)| {
+            Op::Resting { from, to, group, unshared, most, other }
+        }),
         3 => any::<u16>().prop_map(Op::Keep),
         2 => any::<u16>().prop_map(Op::Revive),
         1 => any::<u16>().prop_map(Op::Forget),
@@ -192,6 +196,8 @@ struct Machine {
     kept: Vec<(KeptId, Modelled)>,
     /// The batch of the open step: index in `model`, and the tokens that it appends.
     step: Option<Vec<(usize, Vec<Token>)>>,
+    /// Sequences in the order in which they last stepped or were made, some of them released.
+    rested: Vec<SequenceId>,
     next_name: u64,
     seen: Seen,
 }
@@ -213,6 +219,7 @@ struct Seen {
     refused_rewinds: u64,
     steps_over_disk: u64,
     dropped_copies: u64,
+    found_resting: u64,
     kept: u64,
     revived: u64,
     zeroed: u64,
@@ -234,6 +241,7 @@ impl Seen {
         self.refused_rewinds += other.refused_rewinds;
         self.steps_over_disk += other.steps_over_disk;
         self.dropped_copies += other.dropped_copies;
+        self.found_resting += other.found_resting;
         self.kept += other.kept;
         self.revived += other.revived;
         self.zeroed += other.zeroed;
@@ -261,6 +269,7 @@ impl Machine {
             model: Vec::new(),
             kept: Vec::new(),
             step: None,
+            rested: Vec::new(),
             next_name: 1,
             seen: Seen::default(),
         }
@@ -453,12 +462,14 @@ impl Machine {
         match *op {
             Op::Create if self.model.len() < 12 => {
                 let id = self.cache.create().unwrap();
+                self.rests(id);
                 self.model.push(Modelled { id, tokens: Vec::new(), next_position: 0, longest: 0, state: 0 });
             }
             Op::Fork(pick) if self.model.len() < 12 => {
                 let Some(index) = self.pick(pick) else { return Ok(()) };
                 let result = self.cache.fork(self.model[index].id);
                 if let Some(id) = self.expect_idle(index, result)? {
+                    self.rests(id);
                     self.model.push(Modelled { id, ..self.model[index].clone() });
                 }
             }
@@ -522,7 +533,8 @@ impl Machine {
             Op::Reserve(ref batch) => self.reserve(batch)?,
             Op::Commit(ref accepted) => self.commit(accepted.as_deref())?,
             Op::Rollback => {
-                if self.step.take().is_some() {
+                if let Some(step) = self.step.take() {
+                    step.iter().for_each(|(at, _)| self.rests(self.model[*at].id));
                     let epoch = self.cache.rollback().unwrap();
                     self.minted = epoch.0;
                     self.stream.push_back(Kernel::Retired(epoch));
@@ -554,6 +566,13 @@ impl Machine {
                     self.seen.dropped_copies += dropped as u64;
                 }
             }
+            Op::Resting { from, to, group, unshared, most, other } => {
+                let [from, to] = [from, to].map(|tier| Tier::ALL[tier as usize % Tier::COUNT]);
+                let group = GroupId(group % self.shape.groups.len() as u8);
+                if from != to && self.shape.blocks[to.index()] > 0 {
+                    self.look_through((from, to), group, unshared, usize::from(most % 4), other)?;
+                }
+            }
             Op::Keep(pick) => {
                 let Some(index) = self.pick(pick) else { return Ok(()) };
                 match self.cache.keep(self.model[index].id) {
@@ -572,6 +591,7 @@ impl Machine {
                 match self.cache.revive(id) {
                     Ok((id, copies)) => {
                         self.copy_now(&copies)?;
+                        self.rests(id);
                         self.model.push(Modelled { id, ..modelled });
                         self.seen.revived += 1;
                     }
@@ -611,6 +631,43 @@ impl Machine {
             );
             prop_assert_eq!(self.cache.token_count(sequence.id).unwrap(), sequence.tokens.len() as u64);
             prop_assert_eq!(self.cache.next_position(sequence.id).unwrap(), sequence.next_position);
+        }
+        Ok(())
+    }
+
+    /// A sequence has stepped, or was made.
+    fn rests(&mut self, id: SequenceId) {
+        self.rested.retain(|other| *other != id);
+        self.rested.push(id);
+    }
+
+    /// Those with something to move, found by making a plan for every one.
+    fn look_through(
+        &mut self,
+        way: (Tier, Tier),
+        group: GroupId,
+        unshared: bool,
+        most: usize,
+        other: u16,
+    ) -> Outcome {
+        let other = self.pick(other).map(|index| self.model[index].id);
+        let found = self.cache.resting(way, group, unshared, most, other.as_slice());
+        let mut all = Vec::new();
+        for id in self.rested.clone().into_iter().filter(|id| Some(*id) != other) {
+            let Some(index) = self.model.iter().position(|sequence| sequence.id == id) else { continue };
+            let mut selection = Selection::of(0..self.model[index].tokens.len() as u64, vec![group]);
+            (selection.from, selection.unshared) = (Some(way.0), unshared);
+            let plan = self.cache.plan(id, way.1, &selection);
+            if !self.stepping(index) && plan.is_ok_and(|plan| !plan.moves().is_empty()) {
+                all.push(id);
+            }
+        }
+        self.seen.found_resting += found.len() as u64;
+        if unshared {
+            // A page that others held when it was looked at may be overlooked.
+            prop_assert!(found.iter().all(|id| all.contains(id)));
+        } else {
+            prop_assert_eq!(&found[..], &all[..all.len().min(most)]);
         }
         Ok(())
     }
@@ -693,6 +750,7 @@ impl Machine {
             Err(Error::OutOfBlocks { tier: Tier::Device, blocks_short, .. }) => {
                 prop_assert!(blocks_short > 0);
                 self.seen.refused_steps += 1;
+                request.iter().for_each(|(id, _)| self.rests(*id));
                 prop_assert_eq!(free_before, self.free_blocks(), "a refused step changed something");
                 return Ok(());
             }
@@ -834,6 +892,7 @@ impl Machine {
         let too_many: Vec<u32> = step.iter().map(|(_, new)| new.len() as u32 + 1).collect();
         prop_assert!(step.is_empty() || self.cache.commit(Some(&too_many)).is_err());
         let epoch = self.cache.commit(counts.as_deref()).unwrap();
+        step.iter().for_each(|(at, _)| self.rests(self.model[*at].id));
         self.minted = epoch.0;
         self.stream.push_back(Kernel::Retired(epoch));
         for (index, (at, new)) in step.into_iter().enumerate() {
@@ -924,6 +983,7 @@ fn the_core_agrees_with_a_naive_model() {
         seen.past_windows,
         seen.refused_rewinds,
         seen.steps_over_disk,
+        seen.found_resting,
         seen.zeroed,
     ];
     assert!(

@@ -13,6 +13,7 @@ use crate::patience::{Apart, Stop};
 use crate::sessions::Sessions;
 use crate::step::StepState;
 use crate::tables::Tables;
+use numpy::PyReadonlyArray1;
 use pagoda_core::cache::TierMemory;
 use pagoda_core::ids::{Epoch, GroupId, SequenceId, Tier};
 use pagoda_cpu::Arenas;
@@ -232,12 +233,25 @@ impl Cache {
         self.with(py, |inner| inner.core.rewind_limit(SequenceId::of_number(sequence)))
     }
 
-    /// Sequences that are not in a step, the one that rested longest first.
-    fn by_recency(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+    /// Up to `most` sequences with pages to move, the one that rested longest first, but those of a batch.
+    #[pyo3(signature = (source, target, group, most, batch, *, unshared=false))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
+    fn resting(
+        &self,
+        py: Python<'_>,
+        source: &str,
+        target: &str,
+        group: u8,
+        most: usize,
+        batch: PyReadonlyArray1<'_, u64>,
+        unshared: bool,
+    ) -> PyResult<Vec<u64>> {
+        let way = (tier_named(py, "source", source)?, tier_named(py, "target", target)?);
+        let mut others: Vec<_> = batch.as_slice()?.iter().map(|&id| SequenceId::of_number(id)).collect();
         self.with(py, |inner| {
-            let late: Vec<_> = inner.late.iter().filter_map(|late| late.held.sequence).collect();
-            let all = inner.core.by_recency().into_iter();
-            Ok(all.filter(|id| !late.contains(id)).map(SequenceId::number).collect())
+            others.extend(inner.late.iter().filter_map(|late| late.held.sequence));
+            let found = inner.core.resting(way, GroupId(group), unshared, most, &others);
+            Ok(found.into_iter().map(SequenceId::number).collect())
         })
     }
 
@@ -279,6 +293,7 @@ impl Cache {
         }
         stats.set_item("blocks", blocks)?;
         stats.set_item("block_bytes", inner.block_bytes.clone())?;
+        stats.set_item("sequences", inner.core.sequence_count())?;
         stats.set_item("shared_pages", inner.core.shared_pages())?;
         stats.set_item("dead_rows", inner.core.dead_rows())?;
         let moved = PyDict::new(py);

@@ -579,11 +579,11 @@ impl Machine {
     /// Moves pages of the sequence that rested longest out of the device.
     fn make_room(&mut self) -> Outcome {
         let below: Vec<_> = self.shape.tiers().filter(|tier| *tier != Tier::Device).collect();
-        for id in self.cache.by_recency().into_iter().take(2) {
+        let (to, group) = (below[self.random.below(below.len())], GroupId(0));
+        for id in self.cache.resting((Tier::Device, to), group, self.random.once_in(2), 2, &[]) {
             let len = self.tokens(id)?.all.len() as u64;
             let mut selection = Selection::of(0..len, self.shape.group_ids().collect());
             selection.from = Some(Tier::Device);
-            let to = below[self.random.below(below.len())];
             let plan = self.cache.plan(id, to, &selection).map_err(|error| error.to_string())?;
             self.launch(&plan)?;
         }

@@ -187,7 +187,7 @@ class DeviceEngine:
             core.table,
             core.csr_table,
         )
-        self.by_recency, self.audit, self.isa = core.by_recency, core.audit, core.isa
+        self.resting, self.audit, self.isa = core.resting, core.audit, core.isa
         self.drop_copies, self.pages_on_disk, self.attended = core.drop_copies, core.pages_on_disk, core.attended
         self.step_is_open = core.step_is_open
         self.forget, self.saved, self.lost, self.check_save = core.forget, core.saved, core.lost, core.check_save

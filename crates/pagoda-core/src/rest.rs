@@ -1,0 +1,121 @@
+//! Which sequences rest: the order in which they last stepped, and how far that was looked through for pages that may move.
+
+use crate::cache::Cache;
+use crate::ids::{GroupId, PageId, SequenceId, Tier};
+use crate::table::Table;
+use std::collections::{HashSet, VecDeque};
+
+/// The rests of sequences, in the order of their numbers. Those that have ended are dropped now and then.
+#[derive(Debug, Default)]
+pub(crate) struct Rests {
+    begun: VecDeque<(u64, SequenceId)>,
+    last: u64,
+}
+
+impl Rests {
+    /// A sequence begins to rest, which ends the rest that it had. `goes_on` knows those that have not ended, `most` at most.
+    pub(crate) fn begin(
+        &mut self,
+        id: SequenceId,
+        most: usize,
+        goes_on: impl Fn(u64, SequenceId) -> bool,
+    ) -> u64 {
+        if self.begun.len() > 2 * most + 64 {
+            self.begun.retain(|&(rest, id)| goes_on(rest, id));
+        }
+        self.last += 1;
+        self.begun.push_back((self.last, id));
+        self.last
+    }
+
+    /// Those from number `first` on.
+    pub(crate) fn from(&self, first: u64) -> impl Iterator<Item = (u64, SequenceId)> {
+        let at = self.begun.partition_point(|&(rest, _)| rest < first);
+        self.begun.range(at..).copied()
+    }
+}
+
+/// Of a layer group, by source and target tier, and whether only pages count that one sequence holds: no sequence whose rest has a
+/// lower number has a page that may move. A page that others held when it was looked at may count as such for longer.
+pub(crate) type Searched = [[[u64; 2]; Tier::COUNT]; Tier::COUNT];
+
+impl Cache {
+    /// Sequences with pages of a group that a plan would take from one tier to another, the one that rested longest first: up to `most`
+    /// of them, none of the open step or among `others`. unshared: pages that no other sequence holds.
+    ///
+    /// What was looked through for nothing is not looked through again before it has stepped, or pages have come to that tier.
+    pub fn resting(
+        &mut self,
+        (from, to): (Tier, Tier),
+        group: GroupId,
+        unshared: bool,
+        most: usize,
+        others: &[SequenceId],
+    ) -> Vec<SequenceId> {
+        self.settle();
+        let others: HashSet<_> = others.iter().collect();
+        let first = self.searched[group.index()][from.index()][to.index()][usize::from(unshared)];
+        let (mut found, mut next) = (Vec::new(), None);
+        for (rest, id) in self.sequences.rests.from(first) {
+            if found.len() == most {
+                next = next.or(Some(rest));
+                break;
+            }
+            if !self.sequences.goes_on(rest, id) {
+                continue;
+            }
+            let is_left_out = self.sequences[id].stepping || others.contains(&id);
+            if is_left_out || self.has_movable(id, (from, to), group, unshared) {
+                next = next.or(Some(rest));
+                found.extend((!is_left_out).then_some(id));
+            }
+        }
+        let next = next.unwrap_or(self.sequences.rests.last + 1);
+        self.searched[group.index()][from.index()][to.index()][usize::from(unshared)] = next;
+        found
+    }
+
+    /// Whether a plan would take a page of a sequence from one tier to another.
+    pub(crate) fn has_movable(
+        &self,
+        id: SequenceId,
+        (from, to): (Tier, Tier),
+        group: GroupId,
+        unshared: bool,
+    ) -> bool {
+        let mut held = self.sequences[id].tables[group.index()].held();
+        held.any(|page| self.movable(page, to, unshared) == Some(from))
+    }
+
+    /// The tier that a page is read from, if a plan may take it to another one now. unshared: if no other sequence holds it.
+    pub(crate) fn movable(&self, id: PageId, to: Tier, unshared: bool) -> Option<Tier> {
+        let page = &self.pages[id];
+        let from = page.fastest().map(|at| at.tier()).filter(|&from| from != to)?;
+        let is_shared = self.pages.references(id) - self.pages.kept(id) > 1;
+        (page.may_move_to(to) && page.copies == 0 && !(unshared && is_shared)).then_some(from)
+    }
+
+    /// Pages that a sequence holds, or held, have ended to move: from where they are read now they may move again.
+    pub(crate) fn search_anew(&mut self, id: SequenceId, pages: impl Iterator<Item = PageId>) {
+        let searched = |(_, group, tier): &(PageId, GroupId, Tier)| {
+            self.searched[group.index()][tier.index()].as_flattened().iter().any(|&first| first > 0)
+        };
+        let pages = pages.map(|page| (page, &self.pages[page]));
+        let read = pages.filter_map(|(id, page)| Some((id, page.group, page.fastest()?.tier())));
+        let read: Vec<_> = read.filter(searched).collect();
+        if read.is_empty() {
+            return;
+        }
+        let holder = self.sequences.get(id).ok();
+        let tables = holder.iter().flat_map(|holder| &holder.tables);
+        let held: HashSet<PageId> = tables.flat_map(Table::held).collect();
+        let rest = holder.map_or(0, |holder| holder.rest);
+        for (page, group, tier) in read {
+            // Who else holds a page is not known.
+            let is_alone = held.contains(&page) && self.pages.references(page) - self.pages.kept(page) == 1;
+            let from = if is_alone { rest } else { 0 };
+            let searched = self.searched[group.index()][tier.index()].as_flattened_mut();
+            searched.iter_mut().for_each(|first| *first = from.min(*first));
+        }
+    }
+}
