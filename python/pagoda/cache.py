@@ -417,7 +417,7 @@ class Cache:
                 if not moves or self._core.step_is_open():
                     raise
             except TierIOError:
-                # A sync that failed may have lost what was written before it. What memory has as well is written anew next time.
+                # A sync that failed may have lost what was written before it. What memory has too is written anew next time.
                 for group in range(len(self._groups)):
                     self._core.drop_copies("disk", group, sys.maxsize)
                 raise
