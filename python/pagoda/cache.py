@@ -328,7 +328,8 @@ class Cache:
         """What moving the pages that hold tokens [start, stop) to tier `to` would copy. Changes nothing.
 
         layers: whole layer groups; all by default. keep: leave the copy that is read today where it is. A page that is not
-        full has one copy at a time and never goes to disk; a step that appends to it brings it back to the device.
+        full has one copy at a time and never goes to disk; a step that appends to it brings it back to the device. Pages that
+        another plan is moving are left out: wait for its ticket first.
         """
         check_choice("to", to, TIERS)
         check_flag("keep", keep)
