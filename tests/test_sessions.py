@@ -151,6 +151,13 @@ def test_loading_makes_room_as_a_step_does(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(cache._spill, "ahead", lambda batch: None)
         while free := min(cache._core.free_blocks("device")):
             mirror.step([mirror.create()], [16 * min(3, free)])
+        with cache.step([tokens.sequence], [1]) as step:
+            moved = cache.stats().moved_bytes
+            # No block that is left now is free before the step ends.
+            with pytest.raises(pagoda.OutOfBlocks):
+                cache.load("it")
+            step.rollback()
+        assert settled(cache).moved_bytes == moved
         found = load(mirror, "it", tokens)
         mirror.step([found], [1])
 

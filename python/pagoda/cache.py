@@ -427,8 +427,8 @@ class Cache:
         """A new sequence with what `save` kept under a name; None if nothing is, or it does not verify, which is logged.
 
         Pages come into memory, and are verified, as many as fit. Raises OutOfBlocks when the device tier has no block for the
-        last page and none can be spilled, TierIOError when the disk cannot be read, or does nothing for `disk_timeout`
-        seconds.
+        last page and none can be spilled, as while a step is open, TierIOError when the disk cannot be read, or does nothing
+        for `disk_timeout` seconds.
         """
         try:
             handle = self._with_room(partial(self._core.load, _key(key)), np.empty(0, np.uint64))

@@ -131,8 +131,11 @@ class Spill:
     def _demote_now(self, pair: Pair, blocks: int, batch: Handles, *, resting_only: bool = False) -> bool:
         """Moves at least one and about `blocks` pages of each layer group; says whether any has arrived.
 
-        resting_only: none that a sequence of the batch holds.
+        resting_only: none that a sequence of the batch holds. While a step is open blocks of pages that move stay taken: nothing
+        is moved then.
         """
+        if self._core.step_is_open():
+            return False
         groups = range(len(self._blocks[pair[0]]))
         freed = [self._demote(pair, group, blocks, batch, resting_only=resting_only) for group in groups]
         return self._settle(pair) or any(freed)
