@@ -131,8 +131,8 @@ class Spill:
     def _demote_now(self, pair: Pair, blocks: int, batch: Handles, *, resting_only: bool = False) -> bool:
         """Moves at least one and about `blocks` pages of each layer group; says whether any has arrived.
 
-        resting_only: none that a sequence of the batch holds. While a step is open blocks of pages that move stay taken: nothing
-        is moved then.
+        resting_only: none that a sequence of the batch holds. While a step is open blocks of pages that move stay taken, so
+        nothing is moved then.
         """
         if self._core.step_is_open():
             return False
