@@ -202,6 +202,20 @@ def test_spilling_takes_the_sequence_that_rested_longest() -> None:
         mirror.look()
 
 
+def counted_plans(cache: pagoda.Cache, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows with every plan that is made from now on to make room."""
+    plans: list[str] = []
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            if name == "plan":
+                plans.append(name)
+            return getattr(cache._core, name)
+
+    monkeypatch.setattr(cache._spill, "_core", Counting())
+    return plans
+
+
 @pytest.mark.usefixtures("names_the_cpu")
 def test_sequences_with_nothing_to_move_are_not_looked_through_at_every_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -218,15 +232,7 @@ def test_sequences_with_nothing_to_move_are_not_looked_through_at_every_step(
         cache._spill.settle()
         (free,) = settled(cache).device
         assert free.free < 4, "less than a 32nd: all but the open page of each is on disk"
-        plans = []
-
-        class Counting:
-            def __getattr__(self, name: str) -> Any:
-                if name == "plan":
-                    plans.append(name)
-                return getattr(cache._core, name)
-
-        monkeypatch.setattr(cache._spill, "_core", Counting())
+        plans = counted_plans(cache, monkeypatch)
         busy = mirror.create()
         for _ in range(40):
             mirror.step([busy], [1])
@@ -253,15 +259,7 @@ def test_making_room_looks_at_what_moves_and_not_at_all_that_rest(
                 step.append(0, rows, rows)
         busy = mirror.create()
         mirror.step([busy], [3900 if on_disk else 1000])
-        plans = []
-
-        class Counting:
-            def __getattr__(self, name: str) -> Any:
-                if name == "plan":
-                    plans.append(name)
-                return getattr(cache._core, name)
-
-        monkeypatch.setattr(cache._spill, "_core", Counting())
+        plans = counted_plans(cache, monkeypatch)
         for _ in range(20):
             mirror.step([busy], [32])
         assert 0 < len(plans) < 100, "40 pages had to leave"
