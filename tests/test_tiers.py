@@ -243,9 +243,12 @@ def test_sequences_with_nothing_to_move_are_not_looked_through_at_every_step(
 def test_making_room_looks_at_what_moves_and_not_at_all_that_rest(
     on_disk: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Hundreds have left the device: a batch that grows there plans for none of them."""
+    """Hundreds have left the device: a batch that grows there plans for none of them.
+
+    Nothing goes to disk by itself beside a device without a ring.
+    """
     spec = pagoda.ModelSpec(layers=[layer()])
-    disk: dict[str, Any] = {"disk": tmp_path / "disk", "disk_memory": "16MiB"} if on_disk else {}
+    disk: dict[str, Any] = {"device": "cpu", "disk": tmp_path / "disk", "disk_memory": "16MiB"} if on_disk else {}
     memory: dict[str, Any] = {
         "device_memory": "512KiB" if on_disk else "128KiB",
         "host_memory": 0 if on_disk else "4MiB",
