@@ -581,10 +581,10 @@ class World:
             return q
         pairs, interleaved = self.rope
         result = q.copy()
-        for i, frequency in enumerate(self.inv_freq):
-            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + pairs)
-            turn = (q[a] + 1j * q[b]) * np.exp(-1j * offset * frequency)
-            result[a], result[b] = turn.real, turn.imag
+        i = np.arange(pairs)
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + pairs)
+        turn = (q[a] + 1j * q[b]) * np.exp(-1j * offset * self.inv_freq)
+        result[a], result[b] = turn.real, turn.imag
         return result
 
     def compare(self, library: emulator.Library, grid: int, **options: Any) -> None:

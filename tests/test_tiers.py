@@ -173,10 +173,10 @@ def test_a_full_host_tier_refuses_and_changes_nothing() -> None:
 
 
 def test_a_context_larger_than_the_device_spills_and_is_attended_to_in_full() -> None:
-    with pagoda.Cache(SPEC, page_size=16, device_memory="256KiB", host_memory="4MiB", threads=2) as cache:
+    with pagoda.Cache(SPEC, page_size=16, device_memory="128KiB", host_memory="4MiB", threads=2) as cache:
         mirror = Mirror(cache, np.random.default_rng(1))
         tokens = mirror.create()
-        for _ in range(60):
+        for _ in range(30):
             mirror.step([tokens], [70])
         stats = cache.stats()
         assert stats.used_bytes("host") > 2 * stats.used_bytes("device")
