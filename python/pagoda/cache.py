@@ -507,10 +507,12 @@ class Cache:
     def _with_room(self, call: Callable[[], T], batch: npt.NDArray[np.uint64]) -> T:
         """Makes a call that takes blocks of the device, anew as long as room can be made for it."""
         while True:
+            drained = self._core.drained_blocks()
             try:
                 result = call()
             except OutOfBlocks as error:
-                if not self._spill.make_room(error.blocks_short, batch):
+                # Blocks of the target tier may be draining because of a drive that is slow to read, or have drained by now.
+                if not self._spill.make_room(error.blocks_short, batch) and not self._spill.drain(drained):
                     raise
                 continue
             return result
@@ -531,11 +533,11 @@ class Cache:
         """Starts moving pages, in the place of copies that nobody needs, once steps have ended that may read these."""
         while True:
             plan = partial(self._plan, sequence, to, tokens, only_from=only_from)
+            drained = self._core.drained_blocks()
             try:
                 return self._start(plan)
             except OutOfBlocks as error:
-                spared = self._spill.spare(to, error.blocks_short)
-                if not spared and not (error.draining and self._core.finish_draining()):
+                if not self._spill.spare(to, error.blocks_short) and not self._spill.drain(drained):
                     raise
 
     def _start(self, plan: Callable[[], Plan]) -> Ticket:

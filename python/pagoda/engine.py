@@ -145,11 +145,14 @@ class Engine(Protocol):
     def free_blocks(self, tier: str) -> list[int]:
         """Blocks of each layer group that a tier could hand out now."""
 
-    def finish_draining(self) -> bool:
-        """Waits for what blocks of any tier may drain for: steps, and reads ahead of need; says whether any are free again.
+    def finish_draining(self) -> None:
+        """Waits for what blocks of any tier may drain for: steps, and reads ahead of need.
 
         Raises TierIOError when the drive does nothing for `disk_timeout` seconds.
         """
+
+    def drained_blocks(self) -> int:
+        """Blocks of all tiers that have drained so far."""
 
     def drop_copies(self, tier: str, group: int, pages_max: int) -> int:
         """Frees blocks of pages that are read from a faster tier, or that keys on disk alone hold; returns how many."""

@@ -70,11 +70,12 @@ class Spill:
         """Makes room for about `blocks` blocks on the device, or below it so that there can be some; says whether it did."""
         if self.spare("device", blocks):
             return True
-        for pair in self._pairs:
-            if self._settle(pair) or self._demote_now(pair, blocks, batch):
-                return True
-        # Blocks of the target tier may be draining because of a drive that is slow to read.
-        return self._core.finish_draining()
+        return any(self._settle(pair) or self._demote_now(pair, blocks, batch) for pair in self._pairs)
+
+    def drain(self, before: int) -> bool:
+        """Waits for what blocks may drain for; says whether any have drained since there were `before` that had."""
+        self._core.finish_draining()
+        return self._core.drained_blocks() > before
 
     def spare(self, tier: str, blocks: int) -> bool:
         """Gives up copies on a tier that no sequence needs there, of at most `blocks` pages of each layer group; says whether

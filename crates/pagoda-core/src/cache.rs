@@ -384,9 +384,14 @@ impl Cache {
         Ok(taken.into_iter().map(|(_, block)| block).collect())
     }
 
-    /// Blocks of all tiers that wait for an epoch.
-    pub fn draining_blocks(&self) -> usize {
-        self.epochs.draining().count()
+    /// Whether blocks of any tier wait for an epoch.
+    pub fn is_draining(&self) -> bool {
+        self.epochs.draining().next().is_some()
+    }
+
+    /// Blocks of all tiers that have waited for an epoch, so far.
+    pub fn drained_blocks(&self) -> u64 {
+        self.epochs.drained()
     }
 
     /// Blocks of a group that wait for an epoch, or to be zeroed.

@@ -79,6 +79,7 @@ pub(crate) struct Epochs {
     minted: Epoch,
     retired: Epoch,
     draining: VecDeque<Draining>,
+    drained: u64,
 }
 
 /// A block that belongs to no page any more but may still be read.
@@ -118,7 +119,14 @@ impl Epochs {
 
     /// The next block whose epoch has retired.
     pub(crate) fn pop_retired(&mut self) -> Option<Draining> {
-        self.draining.pop_front_if(|d| d.epoch <= self.retired)
+        let block = self.draining.pop_front_if(|d| d.epoch <= self.retired)?;
+        self.drained += 1;
+        Some(block)
+    }
+
+    /// Blocks whose epoch has retired, so far.
+    pub(crate) fn drained(&self) -> u64 {
+        self.drained
     }
 
     /// Blocks still waiting.

@@ -269,12 +269,15 @@ impl Cache {
         self.freeing(py, |core| Ok(core.drop_copies(tier, GroupId(group), pages_max)))
     }
 
-    /// Waits for reads ahead of need that blocks of any tier may drain for; says whether any blocks are free again.
-    fn finish_draining(&self, py: Python<'_>) -> PyResult<bool> {
+    /// Waits for reads ahead of need that blocks of any tier may drain for.
+    fn finish_draining(&self, py: Python<'_>) -> PyResult<()> {
         let mut inner = self.lock(py)?;
-        let before = inner.core.draining_blocks();
-        inner.finish_reads(py)?;
-        Ok(inner.core.draining_blocks() < before)
+        if inner.core.is_draining() { inner.finish_reads(py) } else { Ok(()) }
+    }
+
+    /// Blocks of all tiers that have drained so far.
+    fn drained_blocks(&self, py: Python<'_>) -> PyResult<u64> {
+        Ok(self.lock(py)?.core.drained_blocks())
     }
 
     /// Block counts by tier and group, and counters.

@@ -257,13 +257,12 @@ impl Inner {
         if self.retired < self.ended { self.retire(self.ended) } else { Ok(()) }
     }
 
-    /// Waits for reads that blocks may drain for; says whether there were any.
-    pub(crate) fn finish_reads(&mut self, py: Python<'_>) -> PyResult<bool> {
-        let Self { disk: Some(disk), mover, .. } = self else { return Ok(false) };
-        let waited = py.detach(|| disk.reads.finish(mover)).map_err(|stop| stop.raise(py))?;
+    /// Waits for reads that blocks may drain for.
+    pub(crate) fn finish_reads(&mut self, py: Python<'_>) -> PyResult<()> {
+        let Self { disk: Some(disk), mover, .. } = self else { return Ok(()) };
+        py.detach(|| disk.reads.finish(mover)).map_err(|stop| stop.raise(py))?;
         self.settle().map_err(|error| core(py, &error))?;
-        self.zero(py)?;
-        Ok(waited)
+        self.zero(py)
     }
 
     /// Addresses and bytes of copies: `[from, to, bytes]` of each.

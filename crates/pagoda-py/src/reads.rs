@@ -61,15 +61,13 @@ impl Reads {
         self.ring.since()
     }
 
-    /// Waits for all reads under way; says whether there were any.
-    pub(crate) fn finish(&mut self, mover: &Mover) -> Result<bool, Stop> {
+    /// Waits for all reads under way.
+    pub(crate) fn finish(&mut self, mover: &Mover) -> Result<(), Stop> {
         let start = Instant::now();
-        let mut waited = false;
         while let Some(completion) = self.ring.under_way().cloned() {
             self.wait(mover, &completion, start)?;
-            waited = true;
         }
-        Ok(waited)
+        Ok(())
     }
 
     /// Takes a slot back.

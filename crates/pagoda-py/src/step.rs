@@ -121,7 +121,9 @@ impl Cache {
         }
         inner.zero(py)?;
         let mut reserved = inner.core.reserve(&batch);
-        if matches!(reserved, Err(Error::OutOfBlocks { draining: 1.., .. })) && inner.finish_reads(py)? {
+        if matches!(reserved, Err(Error::OutOfBlocks { draining: 1.., .. })) {
+            // Reads may have ended since the lock was taken.
+            inner.finish_reads(py)?;
             reserved = inner.core.reserve(&batch);
         }
         reserved.map_err(|error| core(py, &error))?;

@@ -189,7 +189,7 @@ class DeviceEngine:
         )
         self.resting, self.audit, self.isa = core.resting, core.audit, core.isa
         self.drop_copies, self.pages_on_disk, self.attended = core.drop_copies, core.pages_on_disk, core.attended
-        self.step_is_open = core.step_is_open
+        self.step_is_open, self.drained_blocks = core.step_is_open, core.drained_blocks
         self.forget, self.saved, self.lost, self.check_save = core.forget, core.saved, core.lost, core.check_save
 
     @in_turn
@@ -389,10 +389,10 @@ class DeviceEngine:
         return self.core.free_blocks(tier)
 
     @in_turn
-    def finish_draining(self) -> bool:
-        """Waits for what blocks of any tier may drain for; says whether any may be free again."""
-        waited = self._wait_for_steps()
-        return self.core.finish_draining() or waited
+    def finish_draining(self) -> None:
+        """Waits for what blocks of any tier may drain for."""
+        self._wait_for_steps()
+        self.core.finish_draining()
 
     @in_turn
     def stats(self) -> dict[str, Any]:
