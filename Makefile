@@ -1,6 +1,6 @@
 # One verb a chore. Every target installs what it needs into .venv; nothing else is touched.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-device test-long test-memory test-neon loom sim check format kernels bench bench-gpu clean
+.PHONY: help setup demo test test-rust test-python test-kernels test-device test-long test-memory test-neon loom sim check format kernels bench bench-gpu clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,9 @@ BIN := $(VENV)/bin
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Test suites run side by side: threads of NumPy that wait for work would take the cores of others.
-test-python test-device test-long: export OPENBLAS_NUM_THREADS := 1
+test-python test-kernels test-device test-long: export OPENBLAS_NUM_THREADS := 1
+# Of what the emulator runs and NVRTC compiles.
+KERNEL_TESTS := tests/test_kernels.py $(wildcard tests/test_device_*.py)
 # Lets tests take fences away, to show that they notice.
 FEATURES := pagoda-core/broken-fences
 # Where there is a GPU, or must be, tests of the API run on it, and elsewhere on one that is emulated.
@@ -42,7 +44,7 @@ demo: setup  ## a language model reads a long text and writes on, its pages over
 	fi && \
 	echo pagoda "$$@" && $(BIN)/pagoda "$$@"
 
-test: test-rust test-python test-device  ## every test that fits on two cores
+test: test-rust test-python test-kernels test-device  ## every test that fits on two cores
 
 test-rust:  ## the Rust tests
 	if cargo nextest --version >/dev/null 2>&1; then \
@@ -51,8 +53,11 @@ test-rust:  ## the Rust tests
 		cargo test --quiet --workspace --exclude pagoda-py --features $(FEATURES); \
 	fi
 
-test-python: setup  ## the Python tests
-	$(BIN)/python -m pytest -q -m "not long"
+test-python: setup  ## the Python tests, but those of kernels
+	$(BIN)/python -m pytest -q -m "not long" $(KERNEL_TESTS:%=--ignore=%)
+
+test-kernels: setup  ## the kernels of CUDA, compiled and in the emulator
+	$(BIN)/python -m pytest -q -m "not long" $(KERNEL_TESTS)
 
 test-device: setup  ## the tests of the API once more, on a GPU or one that is emulated
 	$(BIN)/python -m pytest -q -m "not long" --device=$(DEVICE) tests/test_attention.py tests/test_stateful.py \
