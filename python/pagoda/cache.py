@@ -537,7 +537,8 @@ class Cache:
             try:
                 return self._start(plan)
             except OutOfBlocks as error:
-                if not self._spill.spare(to, error.blocks_short) and not self._spill.drain(drained):
+                spared = self._spill.spare(to, error.blocks_short)
+                if not spared and not (error.draining and self._spill.drain(drained)):
                     raise
 
     def _start(self, plan: Callable[[], Plan]) -> Ticket:
