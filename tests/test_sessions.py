@@ -118,6 +118,14 @@ def test_what_is_kept_beside_a_sequence_has_a_limit(tmp_path: Path) -> None:
         assert cache.saved() == {"it": b"x" * (64 << 20)}
 
 
+def test_an_empty_sequence_is_kept_and_found(tmp_path: Path) -> None:
+    with opened(tmp_path) as cache, cache.create() as sequence:
+        cache.save(sequence, "empty", meta=b"new")
+        with cache.load("empty") or pytest.fail("not found") as found:
+            assert len(found) == 0
+        assert cache.load("nothing") is None
+
+
 def test_what_keys_alone_hold_makes_room_without_spill_too(tmp_path: Path) -> None:
     """Copies in memory of pages that are kept, and that no sequence has, are in nobody's way."""
     with opened(tmp_path, spill=False, device_memory="128KiB", host_memory="64KiB") as cache:

@@ -37,6 +37,10 @@ class Sequence:
     def __len__(self) -> int:
         return self._cache._core.length(self.id)
 
+    def __bool__(self) -> bool:
+        """True, an empty one too: `cache.load(key) or cache.create()` is the sequence that is kept wherever there is one."""
+        return True
+
     @property
     def rewind_limit(self) -> int:
         """The least length, besides 0, that `truncate` takes: 0 until pages have left a window."""
