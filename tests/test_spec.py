@@ -86,6 +86,91 @@ def test_config_from_content_file_and_folder(tmp_path: Path) -> None:
     assert len({spec.layers for spec in specs}) == 1
 
 
+LINEAR = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+WINDOWED = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 2}
+# What a config says, and what transformers 5.23 makes of its first and last layer: query heads, K/V heads, head size, window,
+# and of the rotation theta, the scaling and its factor. Gemma 3 was published with as little.
+SPARSE: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...]]] = {
+    "gemma3_text 4b": (
+        {"num_hidden_layers": 34, "hidden_size": 2560, "sliding_window": 1024} | LINEAR,
+        (8, 4, 256, 1024, 1e4, None),
+        (8, 4, 256, 1024, 1e4, None),
+    ),
+    "gemma3_text 12b": (
+        {"num_hidden_layers": 48, "hidden_size": 3840, "num_attention_heads": 16, "num_key_value_heads": 8} | LINEAR,
+        (16, 8, 256, 4096, 1e4, None),
+        (16, 8, 256, None, 1e6, ("LinearScaling", 8.0)),
+    ),
+    "gemma4_text": (
+        {"num_hidden_layers": 7, "hidden_size": 1536},
+        (8, 4, 256, 512, 1e4, None),
+        (8, 4, 512, None, 1e6, ("ProportionalScaling", 1.0)),
+    ),
+    "gpt_oss": (
+        {"num_hidden_layers": 24},
+        (64, 8, 64, 128, 1.5e5, ("YarnScaling", 32.0)),
+        (64, 8, 64, None, 1.5e5, ("YarnScaling", 32.0)),
+    ),
+    "qwen3": (WINDOWED | {"num_hidden_layers": 4}, (32, 32, 128, None, 1e4, None), (32, 32, 128, 512, 1e4, None)),
+    "qwen3 without a window": (
+        WINDOWED | {"num_hidden_layers": 4, "sliding_window": None},
+        (32, 32, 128, None, 1e4, None),
+        (32, 32, 128, None, 1e4, None),
+    ),
+    "qwen3_moe": (
+        WINDOWED | {"num_hidden_layers": 4, "hidden_size": 2048},
+        (32, 4, 64, 512, 1e4, None),
+        (32, 4, 64, 512, 1e4, None),
+    ),
+    "smollm3": (
+        WINDOWED | {"num_hidden_layers": 4, "hidden_size": 2048},
+        (16, 4, 128, None, 2e6, None),
+        (16, 4, 128, 512, None, None),
+    ),
+    "mistral": (
+        {"num_hidden_layers": 4, "hidden_size": 4096},
+        (32, 8, 128, 4096, 1e4, None),
+        (32, 8, 128, 4096, 1e4, None),
+    ),
+    "mistral without a window": (
+        {"num_hidden_layers": 4, "hidden_size": 4096, "num_key_value_heads": None, "sliding_window": None},
+        (32, 32, 128, None, 1e4, None),
+        (32, 32, 128, None, 1e4, None),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_keys_that_a_config_leaves_out_are_those_of_transformers(name: str) -> None:
+    content, *expected = SPARSE[name]
+    layers = ModelSpec.from_config(content | {"model_type": name.split()[0]}).attention_layers
+
+    def seen(layer: AttentionLayer) -> tuple[Any, ...]:
+        theta, scaling = (layer.rope.theta, layer.rope.scaling) if layer.rope else (None, None)
+        kind = scaling and (type(scaling).__name__, scaling.factor)
+        return layer.num_q_heads, layer.num_kv_heads, layer.head_dim, layer.window, theta, kind
+
+    assert [seen(layers[0]), seen(layers[-1])] == expected
+
+
+def test_scores_of_deepseek_grow_with_its_yarn() -> None:
+    """transformers 5.23: yarn_apply_mscale."""
+    (layer, *_) = ModelSpec.preset("deepseek-v3").attention_layers
+    assert layer.scale == pytest.approx(0.1352337788608801)
+    plain = {key: value for key, value in PRESETS["deepseek-v3"].items() if key != "rope_scaling"}
+    for content in (plain, plain | {"rope_scaling": {"type": "linear", "factor": 40, "mscale_all_dim": 0}}):
+        (layer, *_) = ModelSpec.from_config(content).attention_layers
+        assert layer.scale == pytest.approx(192**-0.5)
+    scaling = PRESETS["deepseek-v3"]["rope_scaling"] | {"mscale_all_dim": "1"}
+    with pytest.raises(InvalidArgument, match=r"mscale_all_dim.*'1'"):
+        ModelSpec.from_config(plain | {"rope_scaling": scaling})
+
+
+def test_gemma_3_may_cap_scores() -> None:
+    (layer, *_) = ModelSpec.from_config(PRESETS["gemma-3-1b"] | {"attn_logit_softcapping": 50.0}).attention_layers
+    assert layer.softcap == 50.0
+
+
 def test_shared_layers_store_nothing() -> None:
     kinds = ["sliding_attention", "full_attention"] * 3
     base = PRESETS["gemma-4-12b"] | {"num_hidden_layers": 6, "layer_types": kinds, "num_kv_shared_layers": 2}

@@ -10,7 +10,7 @@ from typing import Any
 
 from pagoda.checks import as_int
 from pagoda.errors import InvalidArgument
-from pagoda.rope import ProportionalScaling, Rope, scaling_from_config
+from pagoda.rope import ProportionalScaling, Rope, scaling_from_config, score_factor_from_config
 from pagoda.spec import AttentionLayer, Layer, StateLayer
 
 CONFIG_BYTES_MAX = 16 << 20
@@ -35,11 +35,11 @@ def read_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
 
 def layers_of(config: dict[str, Any]) -> list[Layer]:
     """The layers of a config. Raises InvalidArgument for an unknown model_type and for missing or absurd numbers."""
-    reader = Config(config)
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _FAMILIES:
         raise InvalidArgument(f"config.model_type = {kind!r}: one of {', '.join(sorted(_FAMILIES))}")
-    return _FAMILIES[kind](reader)
+    family, defaults = _FAMILIES[kind]
+    return family(Config(defaults | config))
 
 
 class Config:
@@ -57,8 +57,8 @@ class Config:
             raise InvalidArgument(f"config.{key} = {value!r}: an integer from {low} to {high}")
         return value
 
-    def number(self, key: str, default: float) -> float:
-        """A finite number above 0."""
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0; JSON's null counts as absent."""
         value = as_int(self.content.get(key))
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
@@ -93,33 +93,30 @@ class Config:
             raise InvalidArgument(f"config.layer_types = {types!r}: of {', '.join(known)}")
         return types
 
-    def rope(
-        self, layer_type: str = "full_attention", *, theta_key: str = "rope_theta", theta: float = 10000.0
-    ) -> Rope:
-        """The rotation of one kind of layer."""
-        parameters = self.content.get("rope_parameters") or self.content.get("rope_scaling") or {}
+    def rope_parameters(self, layer_type: str = "full_attention") -> dict[str, Any]:
+        """What `rope_scaling` or `rope_parameters` say of one kind of layer."""
+        parameters = self.content.get("rope_scaling") or self.content.get("rope_parameters") or {}
         if not isinstance(parameters, dict):
             raise InvalidArgument(f"config.rope_scaling = {parameters!r}: a JSON object")
         if isinstance(parameters.get(layer_type), dict):
             parameters = parameters[layer_type]
-        source = Config(
-            {
-                **self.content,
-                **({"rope_theta": parameters["rope_theta"]} if "rope_theta" in parameters else {}),
-            }
-        )
-        _, _, head_dim = self.heads
-        partial = parameters.get("partial_rotary_factor", self.content.get("partial_rotary_factor", 1.0))
-        if not isinstance(partial, int | float) or not 0 < partial <= 1:
-            raise InvalidArgument(f"config.partial_rotary_factor = {partial!r}: above 0, at most 1")
-        key = theta_key if "rope_theta" not in parameters else "rope_theta"
         # As transformers has it, where the scaling does not say what it was trained for.
         trained = self.content.get("original_max_position_embeddings", self.content.get("max_position_embeddings"))
         if parameters.get("original_max_position_embeddings") is None and trained is not None:
             parameters = {**parameters, "original_max_position_embeddings": trained}
+        return parameters
+
+    def rope(self, layer_type: str = "full_attention", *, theta_key: str = "rope_theta") -> Rope:
+        """The rotation of one kind of layer."""
+        parameters = self.rope_parameters(layer_type)
+        theta = Config(parameters).number("rope_theta", self.number(theta_key, 10000.0))
+        _, _, head_dim = self.heads
+        partial = parameters.get("partial_rotary_factor", self.content.get("partial_rotary_factor", 1.0))
+        if not isinstance(partial, int | float) or not 0 < partial <= 1:
+            raise InvalidArgument(f"config.partial_rotary_factor = {partial!r}: above 0, at most 1")
         scaling = scaling_from_config(parameters)
         rotary = None if partial == 1 or isinstance(scaling, ProportionalScaling) else int(head_dim * partial)
-        return Rope(source.number(key, theta), rotary, scaling=scaling)
+        return Rope(theta, rotary, scaling=scaling)
 
 
 def _uniform(config: Config, windows: list[int | None], **changes: Any) -> list[Layer]:
@@ -128,15 +125,20 @@ def _uniform(config: Config, windows: list[int | None], **changes: Any) -> list[
     return [AttentionLayer(queries, kv_heads, head_dim, window=window, rope=rope, **changes) for window in windows]
 
 
-def _windows(config: Config, *, default: int | None = None) -> list[int | None]:
+def _windows(config: Config) -> list[int | None]:
     """The window of each layer: by `layer_types` where there are any, of all layers otherwise."""
     types = config.layer_types()
-    window = config.content.get("sliding_window", default)
     if types is None:
-        return [window] * config.layer_count
-    if "sliding_attention" in types:
-        window = config.integer("sliding_window", default)
+        return [config.content["sliding_window"]] * config.layer_count
+    window = config.integer("sliding_window") if "sliding_attention" in types else None
     return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def _alternating(config: Config, period: int, other: str = "sliding_attention") -> list[str]:
+    """The kind of each layer: by `layer_types`, or else every so many is full attention."""
+    return config.layer_types(other) or [
+        other if (index + 1) % period else "full_attention" for index in range(config.layer_count)
+    ]
 
 
 def _llama(config: Config) -> list[Layer]:
@@ -148,43 +150,51 @@ def _mistral(config: Config) -> list[Layer]:
 
 
 def _qwen(config: Config) -> list[Layer]:
-    if config.content.get("use_sliding_window") is not True:
+    if config.content.get("use_sliding_window") is not True or config.content["sliding_window"] is None:
         return _llama(config)
     if config.layer_types() is not None:
         return _mistral(config)
     # transformers: layers from max_window_layers on are windowed.
-    first = config.integer("max_window_layers", 28, low=0)
+    first = config.integer("max_window_layers", low=0)
     window = config.integer("sliding_window")
     return _uniform(config, [window if index >= first else None for index in range(config.layer_count)])
 
 
+def _qwen_moe(config: Config) -> list[Layer]:
+    """All layers are windowed or none, whatever else the config says."""
+    return _mistral(config) if config.content.get("use_sliding_window") is True else _llama(config)
+
+
 def _smollm3(config: Config) -> list[Layer]:
-    windowed = config.content.get("use_sliding_window") is True
-    layers = _uniform(config, _windows(config) if windowed else [None] * config.layer_count)
     rotates = config.sequence("no_rope_layers", config.layer_count)
     if rotates is None:
-        interval = config.integer("no_rope_layer_interval", 4)
+        interval = config.integer("no_rope_layer_interval")
         rotates = [int((index + 1) % interval != 0) for index in range(config.layer_count)]
+    windows: list[int | None] = [None] * config.layer_count
+    if config.content.get("use_sliding_window") is True:
+        if config.layer_types() is not None:
+            windows = _windows(config)
+        else:
+            windows = [None if rotate else config.content["sliding_window"] for rotate in rotates]
     # 1 means that the layer does rotate, whatever the name says.
     return [
         layer if rotate else AttentionLayer(layer.num_q_heads, layer.num_kv_heads, layer.head_dim, window=layer.window)
-        for layer, rotate in zip(layers, rotates, strict=True)
+        for layer, rotate in zip(_uniform(config, windows), rotates, strict=True)
         if isinstance(layer, AttentionLayer)
     ]
 
 
 def _gemma3(config: Config) -> list[Layer]:
-    types = config.layer_types()
-    if types is None:
-        pattern = config.integer("sliding_window_pattern", 6)
-        count = config.layer_count
-        types = ["full_attention" if (index + 1) % pattern == 0 else "sliding_attention" for index in range(count)]
+    types = _alternating(config, config.integer("sliding_window_pattern"))
     queries, kv_heads, head_dim = config.heads
-    window = config.integer("sliding_window", 4096)
-    scale = config.number("query_pre_attn_scalar", 256.0) ** -0.5
+    window = config.integer("sliding_window")
+    scale = config.number("query_pre_attn_scalar") ** -0.5
+    capped = config.content.get("attn_logit_softcapping") is not None
+    # `rope_scaling` is of full layers, where `rope_parameters` does not say more.
+    local = Config({key: value for key, value in config.content.items() if key != "rope_scaling"})
     ropes = {
-        "full_attention": config.rope("full_attention", theta=1e6),
-        "sliding_attention": config.rope("sliding_attention", theta_key="rope_local_base_freq"),
+        "full_attention": config.rope("full_attention"),
+        "sliding_attention": local.rope("sliding_attention", theta_key="rope_local_base_freq"),
     }
     return [
         AttentionLayer(
@@ -194,6 +204,7 @@ def _gemma3(config: Config) -> list[Layer]:
             window=window if kind == "sliding_attention" else None,
             scale=scale,
             rope=ropes[kind],
+            softcap=config.number("attn_logit_softcapping") if capped else None,
         )
         for kind in types
     ]
@@ -201,15 +212,15 @@ def _gemma3(config: Config) -> list[Layer]:
 
 def _gemma4(config: Config) -> list[Layer]:
     """Full layers have heads of their own, and the last layers may read the K and V of earlier ones."""
-    config = Config({**config.content, "rope_parameters": config.content.get("rope_parameters") or _GEMMA_4_ROPES})
     count = config.layer_count
-    types = config.layer_types() or ["sliding_attention"] * count
+    # As transformers has it, the last layer is full whatever its type.
+    types = [*_alternating(config, 6)[:-1], "full_attention"]
     queries, kv_heads, head_dim = config.heads
-    window = config.integer("sliding_window", 1024)
-    full_dim = config.integer("global_head_dim", 512)
+    window = config.integer("sliding_window")
+    full_dim = config.integer("global_head_dim")
     k_eq_v = config.content.get("attention_k_eq_v") is True
     full_heads = config.integer("num_global_key_value_heads", kv_heads) if k_eq_v else kv_heads
-    shared = config.integer("num_kv_shared_layers", 0, low=0, high=count - 1)
+    shared = config.integer("num_kv_shared_layers", low=0, high=count - 1)
     owners: dict[str, int] = {}
     layers: list[Layer] = []
     for index, kind in enumerate(types):
@@ -232,33 +243,20 @@ def _gemma4(config: Config) -> list[Layer]:
     return layers
 
 
-_GEMMA_4_ROPES = {
-    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-}
-"""Of a config that names none."""
-
-
 def _gpt_oss(config: Config) -> list[Layer]:
-    types = config.layer_types()
-    if types is None:
-        types = ["sliding_attention" if index % 2 == 0 else "full_attention" for index in range(config.layer_count)]
-    window = config.integer("sliding_window", 128)
-    return _uniform(config, [window if kind == "sliding_attention" else None for kind in types], sinks=True)
+    window = config.integer("sliding_window")
+    windows = [window if kind == "sliding_attention" else None for kind in _alternating(config, 2)]
+    return _uniform(config, windows, sinks=True)
 
 
 def _gated_delta_net(config: Config) -> list[Layer]:
     """Qwen3-Next and Qwen3.5: full attention every few layers, gated delta networks between."""
-    count = config.layer_count
-    types = config.layer_types("linear_attention")
-    if types is None:
-        interval = config.integer("full_attention_interval", 4)
-        types = ["full_attention" if (index + 1) % interval == 0 else "linear_attention" for index in range(count)]
+    types = _alternating(config, config.integer("full_attention_interval"), "linear_attention")
     queries, kv_heads, head_dim = config.heads
     full = AttentionLayer(queries, kv_heads, head_dim, rope=config.rope())
     k_heads, v_heads = config.integer("linear_num_key_heads"), config.integer("linear_num_value_heads")
-    k_dim, v_dim = config.integer("linear_key_head_dim", 128), config.integer("linear_value_head_dim", 128)
-    kernel = config.integer("linear_conv_kernel_dim", 4)
+    k_dim, v_dim = config.integer("linear_key_head_dim"), config.integer("linear_value_head_dim")
+    kernel = config.integer("linear_conv_kernel_dim")
     channels = 2 * k_heads * k_dim + v_heads * v_dim
     state = StateLayer(v_heads * k_dim * v_dim, channels * (kernel - 1))
     return [full if kind == "full_attention" else state for kind in types]
@@ -269,26 +267,73 @@ def _deepseek(config: Config) -> list[Layer]:
     latent, rotated = config.integer("kv_lora_rank"), config.integer("qk_rope_head_dim")
     queries = config.integer("num_attention_heads", high=4096)
     scale = (config.integer("qk_nope_head_dim") + rotated) ** -0.5
+    scale *= score_factor_from_config(config.rope_parameters())
     layer = AttentionLayer(queries, 1, latent + rotated, latent, scale=scale, v_alias=True)
     return [layer] * config.layer_count
 
 
-_FAMILIES: dict[str, Callable[[Config], list[Layer]]] = {
-    "llama": _llama,
-    "mistral": _mistral,
-    "qwen2": _qwen,
-    "qwen3": _qwen,
-    "qwen3_moe": _qwen,
-    "qwen3_next": _gated_delta_net,
-    "qwen3_5": _gated_delta_net,
-    "qwen3_5_text": _gated_delta_net,
-    "qwen3_5_moe": _gated_delta_net,
-    "qwen3_5_moe_text": _gated_delta_net,
-    "smollm3": _smollm3,
-    "gemma3": _gemma3,
-    "gemma3_text": _gemma3,
-    "gemma4": _gemma4,
-    "gemma4_text": _gemma4,
-    "gpt_oss": _gpt_oss,
-    "deepseek_v3": _deepseek,
+def _heads(queries: int, kv_heads: int, head_dim: int | None = None) -> dict[str, Any]:
+    """`head_dim` None: hidden_size // num_attention_heads."""
+    return {"num_attention_heads": queries, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+
+
+_QWEN = _heads(32, 32) | {"sliding_window": 4096, "max_window_layers": 28}
+_GATED = {
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.25,
 }
+_GEMMA_3 = _heads(8, 4, 256) | {
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 1e6,
+}
+_GEMMA_4 = _heads(8, 4, 256) | {
+    "global_head_dim": 512,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 512,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+_FAMILIES: dict[str, tuple[Callable[[Config], list[Layer]], dict[str, Any]]] = {
+    "llama": (_llama, {"num_attention_heads": 32}),
+    "mistral": (_mistral, _heads(32, 8) | {"sliding_window": 4096}),
+    "qwen2": (_qwen, _QWEN),
+    "qwen3": (_qwen, _QWEN | {"head_dim": 128}),
+    "qwen3_moe": (_qwen_moe, _heads(32, 4) | {"sliding_window": 4096}),
+    "qwen3_next": (_gated_delta_net, _heads(16, 2, 256) | _GATED),
+    "qwen3_5": (_gated_delta_net, _heads(16, 4, 256) | _GATED),
+    "qwen3_5_text": (_gated_delta_net, _heads(16, 4, 256) | _GATED),
+    "qwen3_5_moe": (_gated_delta_net, _heads(16, 2, 256) | _GATED),
+    "qwen3_5_moe_text": (_gated_delta_net, _heads(16, 2, 256) | _GATED),
+    "smollm3": (_smollm3, _heads(16, 4) | {"sliding_window": None, "no_rope_layer_interval": 4, "rope_theta": 2e6}),
+    "gemma3": (_gemma3, _GEMMA_3),
+    "gemma3_text": (_gemma3, _GEMMA_3),
+    "gemma4": (_gemma4, _GEMMA_4),
+    "gemma4_text": (_gemma4, _GEMMA_4),
+    "gpt_oss": (
+        _gpt_oss,
+        _heads(64, 8, 64) | {"sliding_window": 128, "rope_theta": 1.5e5, "rope_parameters": _GPT_OSS_ROPE},
+    ),
+    "deepseek_v3": (
+        _deepseek,
+        {"num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128},
+    ),
+}
+"""How the layers of a family are read, and what transformers takes where a config does not have a key."""

@@ -89,7 +89,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _dense("llama", 16, 32, 8, 64, 5e5, **_llama3(32.0)),
     "llama-3.2-3b": _dense("llama", 28, 24, 8, 128, 5e5, **_llama3(32.0)),
     "mistral-7b-v0.1": _dense("mistral", 32, 32, 8, 128, 1e4, sliding_window=4096),
-    "mistral-7b-v0.3": _dense("mistral", 32, 32, 8, 128, 1e6),
+    "mistral-7b-v0.3": _dense("mistral", 32, 32, 8, 128, 1e6, sliding_window=None),
     "qwen3-0.6b": _dense("qwen3", 28, 16, 8, 128, 1e6),
     "qwen3-1.7b": _dense("qwen3", 28, 16, 8, 128, 1e6),
     "qwen3-4b": _dense("qwen3", 36, 32, 8, 128, 1e6),
@@ -123,5 +123,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 128,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
     },
 }

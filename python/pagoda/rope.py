@@ -221,3 +221,15 @@ def _magnitude_from_config(config: dict[str, Any]) -> float | None:
         return None
     factor = float(config["factor"])
     return _yarn_magnitude(factor, float(scale)) / _yarn_magnitude(factor, float(over))
+
+
+def score_factor_from_config(config: dict[str, Any]) -> float:
+    """What DeepSeek-V3 multiplies scores with for YaRN, beside the root of the head size: the square of a magnitude.
+
+    transformers: `yarn_apply_mscale`. Raises InvalidArgument as `scaling_from_config` does.
+    """
+    scaling, over = scaling_from_config(config), config.get("mscale_all_dim")
+    if not isinstance(scaling, YarnScaling) or not over:
+        return 1.0
+    check_factor("rope_scaling.mscale_all_dim", over)
+    return _yarn_magnitude(scaling.factor, over) ** 2
