@@ -25,7 +25,7 @@ def small_cache(layers: list[pagoda.AttentionLayer], **options: Any) -> pagoda.C
 
 
 @st.composite
-def layers(draw: st.DrawFn, unit: int = 8) -> pagoda.AttentionLayer:
+def layers(draw: st.DrawFn, unit: int = 8, scale_max: float = 0.5) -> pagoda.AttentionLayer:
     kv_heads = draw(st.sampled_from([1, 2, 3]))
     head_dim, v_head_dim = (unit * draw(st.integers(1, 160 // unit)) for _ in range(2))
     return layer(
@@ -35,7 +35,7 @@ def layers(draw: st.DrawFn, unit: int = 8) -> pagoda.AttentionLayer:
         v_head_dim=v_head_dim,
         v_alias=v_head_dim <= head_dim and draw(st.booleans()),
         window=draw(st.none() | st.integers(1, 150)),
-        scale=draw(st.none() | st.floats(0.01, 0.5)),
+        scale=draw(st.none() | st.floats(0.01, scale_max)),
         softcap=draw(st.none() | st.sampled_from([0.5, 5.0, 50.0])),
         sinks=draw(st.booleans()),
     )
@@ -86,7 +86,8 @@ def test_tiled_attention_matches_full_attention(
 
 
 @given(
-    layer=layers(32),
+    # Larger scales make larger errors of scores, where queries are rounded to a byte.
+    layer=layers(32, scale_max=0.1),
     page_size=st.sampled_from([8, 16, 64]),
     pair=st.sampled_from([(name, name) for name in instances.QUANTISED] + [("bf16", "q8_0"), ("q8_0", "q4_0")]),
     steps=st.lists(st.lists(st.sampled_from([0, 1, 2, 7, 15, 16, 40]), min_size=2, max_size=2), min_size=1, max_size=5),
