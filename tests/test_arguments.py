@@ -542,7 +542,7 @@ def parameters_of(name: str, call: Any) -> Iterator[str]:
     elif not issubclass(call, Exception):
         if name not in MADE_BY_CALLS:
             yield from (f"{name}.{parameter}" for parameter in inspect.signature(call).parameters)
-        for method, _ in inspect.getmembers_static(call):
+        for method in dir(call):
             if not method.startswith("_") and callable(bound := getattr(call, method)):
                 names = list(inspect.signature(bound).parameters)
                 yield from (f"{name}.{method}.{parameter}" for parameter in names if parameter != "self")
