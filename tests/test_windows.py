@@ -275,6 +275,19 @@ def test_what_a_cache_cannot_keep(options: dict[str, Any], message: str) -> None
         open_cache([layer(window=5), layer()], **options)
 
 
+def test_a_layer_sees_no_farther_than_what_its_owner_keeps() -> None:
+    """Beyond that it would see what pages happen to be left, and not what its window says."""
+    owned = [layer(), layer(kv_owner=0, window=60)]
+    for retention, limit in ((pagoda.SinkWindow(0, 59), "at most 59"), (pagoda.SinkWindow(1, 60), "none")):
+        with pytest.raises(pagoda.InvalidArgument, match=rf"layers\[1\].window = 60: {limit}"):
+            open_cache(owned, retention=retention)
+    with open_cache(owned, retention=pagoda.SinkWindow(0, 60), headroom=0) as cache:
+        mirror = Mirror(cache, np.random.default_rng(4))
+        tokens = mirror.create()
+        for count in (150, 1, 30, 1):
+            mirror.step([tokens], [count])
+
+
 def test_a_retention_that_says_nothing_is_refused() -> None:
     with pytest.raises(pagoda.InvalidArgument, match="no window of their own"):
         open_cache([layer(window=5)], retention=pagoda.SinkWindow())

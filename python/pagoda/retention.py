@@ -49,8 +49,11 @@ def keeps_by_layer(spec: ModelSpec, retention: SinkWindow | None, headroom: int)
     keeps: list[Keeps | None] = []
     for index, layer in enumerate(spec.layers):
         window, owner = getattr(layer, "window", None), getattr(layer, "kv_owner", None)
-        if window is not None and owner is not None and (keeps[owner] or (0,))[0]:
-            raise InvalidArgument(f"layers[{index}].window = {window}: none, where layer {owner} keeps sinks for it")
+        source = None if window is None or owner is None else keeps[owner]
+        if source is not None and (source[0] > 0 or window > source[1]):
+            limit = "none" if source[0] > 0 else f"at most {source[1]}"
+            why = f"as layer {owner} keeps {source[0]} sinks and {source[1]} tokens for it"
+            raise InvalidArgument(f"layers[{index}].window = {window}: {limit}, {why}")
         if window is not None:
             keeps.append((0, window, headroom, False))
         elif retention is not None:
