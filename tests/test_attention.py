@@ -184,6 +184,13 @@ def test_many_small_terms_are_not_lost_beside_a_large_one() -> None:
     assert np.abs(out - right).max() < 5e-6
 
 
+def test_the_first_step_may_have_no_sequences() -> None:
+    with small_cache([layer(), layer(kv_owner=0)]) as cache:
+        mirror = Mirror(cache, np.random.default_rng(8))
+        mirror.step([], [])
+        mirror.step([mirror.create()], [20])
+
+
 @pytest.mark.parametrize("count", [1, 40])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-4), (np.float16, 5e-3), (ml_dtypes.bfloat16, 1e-2)])
 @pytest.mark.parametrize("v_dtype", ["f16", "bf16"])

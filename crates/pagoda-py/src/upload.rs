@@ -475,9 +475,10 @@ pub(crate) fn pages_on_disk(core: &Cache, step: &StepState, placed: &PlacedLayer
     batch.map(of_sequence).sum()
 }
 
-/// The room that the open step needs.
+/// The room that the open step needs: there are tables for a step of no sequences, too.
 pub(crate) fn room(core: &Cache, step: &StepState, groups: usize) -> Room {
-    let mut room = Room { sequences: core.step_batch().len(), tokens: step.new_tokens(), ..Room::default() };
+    let sequences = core.step_batch().len().max(1);
+    let mut room = Room { sequences, tokens: step.new_tokens(), ..Room::default() };
     for group in (0..groups as u8).map(GroupId) {
         let (mut spans, mut angles) = (0, 0);
         for (index, (_, new_tokens)) in core.step_batch().enumerate() {
