@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,32 @@ def test_the_centre_stays_what_the_first_rows_said() -> None:
             out = step.forward(0, q[:1], k[:1], v[:1])
         right, _ = attention(q[:1], np.concatenate([k, k[:1]]), np.concatenate([v, v[:1]]))
         assert np.abs(out - right).max() < 0.05
+
+
+@pytest.mark.parametrize("bad", [np.nan, 1e38])
+@pytest.mark.parametrize("count", [15, 40])
+def test_rows_that_are_refused_say_nothing_of_the_centre(bad: float, count: int) -> None:
+    q, k, v = rows(100, "offset")
+    results = []
+    for refused in (False, True):
+        with pagoda.Cache(
+            pagoda.ModelSpec([SHAPE, replace(SHAPE, kv_owner=0)]),
+            k_dtype="q4_0",
+            v_dtype="q4_0",
+            checked=True,
+            device_memory="8MiB",
+            host_memory=0,
+        ) as cache:
+            if refused:
+                misfit = k[:count].copy()
+                misfit[3] = bad
+                with cache.step([cache.create()], [count]) as step:
+                    with pytest.raises(pagoda.InvalidArgument, match="k"):
+                        step.append(0, misfit, v[:count])
+                    step.rollback()
+            with cache.step([cache.create()], [100]) as step:
+                results.append([step.forward(0, q, k, v), step.attend(1, q)])
+    np.testing.assert_array_equal(results[0], results[1])
 
 
 @pytest.mark.parametrize("center", ["auto", [np.full((2, 64), 50.0)]])

@@ -75,19 +75,12 @@ impl Cache {
         let Inner { core, layers, arenas, engine, step, .. } = inner;
         let Engine::Cpu(Cpu { backend, checked, .. }) = engine else { return Err(no_kernels(py)) };
         let new_tokens = step.new_tokens();
-        if new_tokens > 0
-            && std::mem::take(&mut layers[layer].center_first)
-            && new_tokens >= CENTER_TOKENS_MIN
-        {
+        let first = new_tokens > 0 && std::mem::take(&mut layers[layer].center_first);
+        if first && new_tokens >= CENTER_TOKENS_MIN {
             let (heads, dim) = (geometry.num_kv_heads as usize, geometry.head_dim as usize);
             // SAFETY: the array was checked.
             let mean = unsafe { backend.mean(keys, new_tokens, heads, dim) };
-            let center = mean.unwrap_or_default();
-            for (at, placed) in layers.iter_mut().enumerate() {
-                if at == layer || placed.owner == Some(layer) {
-                    placed.layer.transform.center.clone_from(&center);
-                }
-            }
+            center_by(layers, layer, &mean.unwrap_or_default());
         }
         let memory = std::mem::take(&mut step.sequences);
         let tables = sequence_tables(core, step, layers[layer].group, memory);
@@ -98,6 +91,10 @@ impl Cache {
             unsafe { backend.append(&kv, keys, values, *checked) }
         });
         step.sequences = recycle(tables);
+        if first && result.is_err() {
+            layers[layer].center_first = true;
+            center_by(layers, layer, &[]);
+        }
         result.map_err(|error| cpu(py, &error))?;
         step.written[layer] = true;
         Ok(())
@@ -190,6 +187,15 @@ fn sequence_tables<'a>(
     let mut tables = recycle(memory);
     tables.extend((0..core.step_batch().len()).map(|index| step.table(core, index, group)));
     tables
+}
+
+/// What K of a layer is centred by from now on, for the layers that read it as well.
+fn center_by(layers: &mut [PlacedLayer], layer: usize, center: &[f32]) {
+    for (at, placed) in layers.iter_mut().enumerate() {
+        if at == layer || placed.owner == Some(layer) {
+            center.clone_into(&mut placed.layer.transform.center);
+        }
+    }
 }
 
 /// The same allocation, empty, for tables of another lifetime.

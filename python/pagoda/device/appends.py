@@ -32,7 +32,7 @@ class Centers:
     """
 
     def __init__(self, driver: Driver, layers: list[CoreLayer]) -> None:
-        own = {
+        self._sizes = own = {
             index: layer["num_kv_heads"] * layer["head_dim"]
             for index, layer in enumerate(layers)
             if layer["kv_owner"] is None and (layer["center_first"] or layer["center"] is not None)
@@ -60,6 +60,12 @@ class Centers:
         """So many rows are on their way to `center`. When those of a graph will be, if at all, nobody knows."""
         if tokens and not stream.capturing:
             self._first.discard(layer)
+
+    def refused(self, layer: int, stream: Stream) -> None:
+        """The rows that were on their way to `center` are refused: the next ones are the first."""
+        stream.zero(self.settled(layer), 4)
+        stream.zero(self.addresses[layer], 4 * self._sizes[layer])
+        self._first.add(layer)
 
     def settled(self, layer: int) -> int:
         """The address of the flag of a layer, which the kernel `center` sets."""
@@ -104,7 +110,8 @@ class Appends:
         call.slots, call.tokens = tables.slots, tables.tokens
         if not arrays.tokens_max:
             return
-        if self._centers.wants(layer):
+        first = self._centers.wants(layer)
+        if first:
             centering = arguments.Center(
                 k=call.k,
                 tokens=tables.tokens,
@@ -124,4 +131,9 @@ class Appends:
         blocks = min(-(-threads // APPEND_THREADS), self._blocks_max)
         stream.launch(instances.append(*kernels.stored, keys.dtype), blocks, APPEND_THREADS, call, shared_bytes=shared)
         if self._misfits is not None:
-            self._misfits.check(layer, stream)
+            try:
+                self._misfits.check(layer, stream)
+            except InvalidArgument:
+                if first:
+                    self._centers.refused(layer, stream)
+                raise
