@@ -54,6 +54,19 @@ def test_pages_go_down_three_tiers_and_come_back_unchanged(mirror: Mirror, tmp_p
     mirror.look()
 
 
+def test_tables_have_no_address_of_a_page_on_disk(tmp_path: Path) -> None:
+    with opened(tmp_path, spill=False) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [80])
+        assert cache.demote(tokens.sequence, (0, 32), to="disk").wait(60)
+        assert cache.demote(tokens.sequence, (32, 48)).wait(60)
+        with cache.step([tokens.sequence], [0]) as step:
+            table = step.table(0)
+            assert (table.block_table[0] >= 0).tolist() == [False] * 3 + [True] * 2
+            assert (table.pointers[0] != 0).tolist() == [False] * 2 + [True] * 3
+
+
 def test_demote_moves_down_and_promote_up_and_nothing_else(mirror: Mirror) -> None:
     """Of a sequence over three tiers: 4 pages of each group on disk, 6 on the host, 10 on the device."""
     tokens, cache = mirror.create(), mirror.cache

@@ -52,7 +52,7 @@ class Table:
         """int32 [B, pages]: device block of each page; -1 past the end, for pages on another tier and for those that have
         left a window. Of a layer with a window the columns begin at a multiple of 4096 tokens not far before it."""
         self.pointers: npt.NDArray[np.uint64] = arrays["pointers"]
-        """uint64 [B, pages]: address of each page's block; 0 past the end."""
+        """uint64 [B, pages]: address of each page's block; 0 past the end, for pages on disk and for those that have left."""
         self.slot_mapping: npt.NDArray[np.int64] = arrays["slot_mapping"]
         """int64 [sum(new)]: device block * page_size + row of each new token."""
 

@@ -42,8 +42,8 @@ impl GroupTable {
 
 /// `block_table` int32 and `pointers` uint64 `[B, pages]`, `slot_mapping` int64 `[sum(new)]`.
 ///
-/// Entries past a sequence's pages, and of pages that have left a window, are -1 and 0; pages that are not on the device tier
-/// are -1 in `block_table`.
+/// Entries past a sequence's pages, of pages that have left a window and of pages on disk are -1 and 0; those of pages on the
+/// host tier are -1 in `block_table`.
 pub(crate) fn export<'py>(py: Python<'py>, inner: &mut Inner, layer: usize) -> PyResult<Bound<'py, PyDict>> {
     let group = inner.layers[layer].group;
     let page_size = inner.layers[layer].layer.page_size;
@@ -78,8 +78,10 @@ pub(crate) fn export<'py>(py: Python<'py>, inner: &mut Inner, layer: usize) -> P
             let start = index * table.columns;
             for (column, at) in row.iter().enumerate().skip(clean) {
                 block_rows[start + column] = device_block(*at);
-                pointer_rows[start + column] =
-                    base[at.tier().index()] + u64::from(at.block().index()) * block_bytes;
+                pointer_rows[start + column] = match at.tier() {
+                    Tier::Disk => 0,
+                    tier => base[tier.index()] + u64::from(at.block().index()) * block_bytes,
+                };
             }
             for span in inner.core.step_spans(index, group) {
                 let left = (start + span.first_page as usize)..;
