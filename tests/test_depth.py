@@ -38,6 +38,18 @@ def test_every_model_format_and_depth_has_a_row(capsys: pytest.CaptureFixture[st
     assert "gemma-4-12b" in printed
 
 
+def test_a_folder_may_have_brackets_in_its_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 64}
+    for name in ("llama[red]", "llama[/bold]"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(small))
+        assert main(["bench", "depth", "--models", name, "--formats", "f16", "--depths", "70", "--tokens", "1"]) == 0
+        assert f"{name}, attention alone" in " ".join(capsys.readouterr().out.split())
+
+
 def test_layers_that_are_not_run_count_like_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that goes on by a second whenever it is looked at: a call of a layer takes one, as does one between two."""
     spec, options = pagoda.ModelSpec.preset("gemma-4-12b"), {"k_dtype": "f16", "v_dtype": "f16", "threads": 1}

@@ -339,6 +339,13 @@ def test_who_reads_may_go_away_and_devices_may_be_full() -> None:
     assert "Traceback" not in failed.stderr
 
 
+@pytest.mark.parametrize("errors", ["", "2>&-"])
+def test_standard_output_may_be_closed(errors: str) -> None:
+    command = f'"{sys.executable}" -m pagoda plan qwen3-8b >&- {errors}'
+    ran = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (1, "" if errors else "pagoda: standard output is closed\n")
+
+
 def test_terminals_without_blocks_get_a_plan() -> None:
     command = [sys.executable, "-m", "pagoda", "plan", "qwen3-8b"]
     ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}

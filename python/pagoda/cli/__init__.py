@@ -23,6 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for module in COMMANDS:
         module.register(commands)
     arguments = parser.parse_args(argv)
+    if sys.stdout is None:
+        print("pagoda: standard output is closed", file=sys.stderr)
+        return 1
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A model may write any character; not every terminal has all of them.
         sys.stdout.reconfigure(errors="replace")

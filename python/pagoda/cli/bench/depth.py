@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pagoda import build_info
@@ -96,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows: list[Row] = []
     with Console(stderr=True).status("") as status:
         for model, name, depth, part, options in cases:
-            status.update(f"{model}, {name}, {depth:,} tokens")
+            status.update(escape(f"{model}, {name}, {depth:,} tokens"))
             if model == SHIPPED:
                 seconds = language_model(depth, tokens, options)
             else:
@@ -125,7 +126,7 @@ def table(model: str, rows: list[Row]) -> Table:
     depths = list(dict.fromkeys(row["depth"] for row in rows))
     what = "" if model == SHIPPED else ", attention alone"
     tests = [f"tg{rows[0]['tokens']} @ d{depth}" for depth in depths]
-    result = Table("format", *tests, title=f"{model}{what}: tokens a second")
+    result = Table("format", *tests, title=escape(f"{model}{what}: tokens a second"))
     for name in dict.fromkeys(row["format"] for row in rows):
         cells = [f"{row['tokens_per_second']:,.1f} ± {row['deviation']:,.1f}" for row in rows if row["format"] == name]
         result.add_row(name, *cells)
