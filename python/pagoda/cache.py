@@ -126,6 +126,7 @@ class Cache:
     overrides them.
     center, rotate: what happens to rows before they are quantised, see `pagoda.outliers`; "auto" decides by the format. A
     deterministic cache subtracts only centres that are given: one from the first rows depends on which sequence came first.
+    With resume=True quantised K wants center=None or arrays, so that later caches know what was subtracted.
     k_norms: for each layer with `k_eq_v` the weight of K's norm [head_dim], for each other None; K is then derived from V,
     which alone is stored. `ModelSpec.storing_k` stores both.
 

@@ -39,8 +39,9 @@ Rows = Array | DeviceArray
 class Table:
     """The page table of one layer of an open step, as arrays under their usual names. Valid until the step ends.
 
-    Taking a table takes over the writing of the layer's new rows: `append` is not required any more. A layer with kv_owner
-    has the table of its owner, and no rows.
+    Taking a table takes over the writing of the layer's new rows, as docs/layout.md draws them: `append` is not required any
+    more. Other kernels know neither centres nor rotations: quantised rows want a cache with center=None and rotate=False. A
+    layer with kv_owner has the table of its owner, and no rows.
     """
 
     __slots__ = ("_layer", "_step", "block_table", "pointers", "slot_mapping")
