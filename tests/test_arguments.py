@@ -634,6 +634,19 @@ def test_the_environment_is_an_argument_too(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv(name)
 
 
+@pytest.mark.usefixtures("names_the_cpu")
+def test_the_names_of_kernels_that_a_message_gives_are_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_CPU_ISA", "sse9")
+    with pytest.raises(pagoda.InvalidArgument, match="one of") as refused:
+        pagoda.Cache(ONE)
+    names = str(refused.value).split("one of ")[1].split(", ")
+    assert {pagoda.build_info()["isa"], "scalar"} <= set(names)
+    for name in names:
+        monkeypatch.setenv("PAGODA_CPU_ISA", name)
+        with contextlib.suppress(pagoda.BackendUnavailable):  # This CPU may not have them.
+            pagoda.Cache(ONE).close()
+
+
 def test_a_list_may_be_an_array() -> None:
     """Of sequences, of layers or of numbers."""
     layers: Any = np.array([layer(k_eq_v=True)] * 2)

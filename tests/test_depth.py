@@ -38,6 +38,13 @@ def test_every_model_format_and_depth_has_a_row(capsys: pytest.CaptureFixture[st
     assert "gemma-4-12b" in printed
 
 
+def test_json_may_be_asked_for_before_the_part(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--models", "shipped", "--formats", "f16", "--depths", "70", "--tokens", "1"]
+    for order in (["bench", "--json", "depth", *arguments], ["bench", "depth", *arguments, "--json"]):
+        assert main(order) == 0
+        assert len(json.loads(capsys.readouterr().out)["depth"]) == 1
+
+
 def test_a_folder_may_have_brackets_in_its_name(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

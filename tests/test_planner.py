@@ -377,6 +377,8 @@ def test_every_option_says_what_it_is_and_what_it_is_by_default() -> None:
                 parsers.extend(action.choices.values())
             elif action.option_strings and not isinstance(action, argparse._HelpAction):
                 assert action.help, action.option_strings
-                assert action.default in (None, False) or "default" in action.help, action.option_strings
+                assert action.default in (None, False, argparse.SUPPRESS) or "default" in action.help, (
+                    action.option_strings
+                )
                 seen += 1
     assert seen > 50

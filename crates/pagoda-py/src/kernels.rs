@@ -173,7 +173,8 @@ fn no_kernels(py: Python<'_>) -> PyErr {
 pub(crate) fn isa_named(py: Python<'_>, name: &str) -> PyResult<Isa> {
     let found = Isa::ALL.into_iter().find(|isa| isa.to_string() == name);
     found.ok_or_else(|| {
-        invalid(py, "PAGODA_CPU_ISA", format_args!("{name:?}"), format_args!("one of {:?}", Isa::ALL))
+        let names = Isa::ALL.map(|isa| isa.to_string()).join(", ");
+        invalid(py, "PAGODA_CPU_ISA", format_args!("{name:?}"), format_args!("one of {names}"))
     })
 }
 

@@ -13,6 +13,7 @@ def register(commands: Commands) -> None:
         help="what calls cost through Python, and what formats cost in quality",
         description="Without a PART: what calls cost through Python, and how fast the shipped model reads and writes.",
     )
+    # Before a PART or behind it: parts have no default of their own, which would undo what is said here.
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=calls.run)
     parts = parser.add_subparsers(metavar="PART")

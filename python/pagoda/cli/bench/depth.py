@@ -65,7 +65,7 @@ def register(commands: Commands) -> None:
         help="of attention as many layers are run as fit; others count alike; %(default)s by default",
     )
     parser.add_argument("--threads", type=int, help="CPU workers; all cores by default")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
     parser.set_defaults(run=run)
 
 

@@ -91,7 +91,7 @@ def register(commands: Commands) -> None:
         "--tokens", type=int, default=4, help="tokens that are timed, after one that is not; %(default)s by default"
     )
     length.add_argument("--seconds", type=float, help="write tokens for so long instead")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
     parser.set_defaults(run=run)
 
 

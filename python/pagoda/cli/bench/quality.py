@@ -54,7 +54,7 @@ def register(commands: Commands) -> None:
         "--contexts", default="4k,32k,128k", help="tokens of the recall heads; k is 1024; %(default)s by default"
     )
     parser.add_argument("--plot", type=Path, help="draw into this file, by its suffix; needs matplotlib")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
     parser.set_defaults(run=run)
 
 
