@@ -20,7 +20,7 @@ from rich.table import Table
 
 from pagoda import _core, build_info, rates
 from pagoda.cli.console import results
-from pagoda.cli.options import Commands
+from pagoda.cli.options import Commands, directory
 from pagoda.device import cuda
 from pagoda.device.driver import Driver
 from pagoda.disk import DISK_TIMEOUT
@@ -48,7 +48,7 @@ def register(commands: Commands) -> None:
     parser = commands.add_parser("doctor", help="what this machine has and lacks")
     parser.add_argument(
         "--disk",
-        type=Path,
+        type=directory,
         default=Path(tempfile.gettempdir()),
         help="the directory to look at; by default that of temporary files, %(default)s",
     )

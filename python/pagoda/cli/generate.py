@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pagoda import device as devices
 from pagoda.cache import Cache
-from pagoda.cli.options import Commands
+from pagoda.cli.options import Commands, directory
 from pagoda.cli.view import View
 from pagoda.errors import InvalidArgument, OutOfBlocks
 from pagoda.lm import ContiguousCache, LanguageModel, Read, Sampler, generate
@@ -45,7 +45,9 @@ def register(commands: Commands) -> None:
     )
     parser.add_argument("--device-memory", default="2GiB", help="budget of the device tier; %(default)s by default")
     parser.add_argument("--host-memory", default="8GiB", help="budget of the host tier; %(default)s by default")
-    parser.add_argument("--disk", type=Path, help="a directory for a disk tier, where pages go that memory cannot hold")
+    parser.add_argument(
+        "--disk", type=directory, help="a directory for a disk tier, where pages go that memory cannot hold"
+    )
     parser.add_argument("--disk-memory", default="0", help="budget of the disk tier; %(default)s by default")
     parser.add_argument(
         "--session",

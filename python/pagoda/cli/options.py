@@ -13,6 +13,13 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What commands are added to."""
 
 
+def directory(name: str) -> Path:
+    """The type of options that name one. No name is none, where `Path` takes it for the working directory."""
+    if not name:
+        raise ValueError
+    return Path(name)
+
+
 def load_spec(model: str) -> ModelSpec:
     """A preset, or a config.json. Raises InvalidArgument, for what looks like a path as one."""
     path = Path(model)

@@ -19,7 +19,7 @@ from pagoda import build_info
 from pagoda.cache import Cache
 from pagoda.checks import TOKENS_MAX, check_threads
 from pagoda.cli.console import results
-from pagoda.cli.options import Commands, format_pair
+from pagoda.cli.options import Commands, directory, format_pair
 from pagoda.cli.plan import describe
 from pagoda.device import cuda, device_index
 from pagoda.errors import InvalidArgument
@@ -80,7 +80,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("--format", default="f16", help="row format, or a pair K/V of them; %(default)s by default")
     parser.add_argument("--device-memory", help="budget of the device tier; a tenth of the pages by default")
     parser.add_argument("--host-memory", help="of the host tier; by default what is left, as far as free RAM has room")
-    parser.add_argument("--disk", type=Path, help="a directory for the disk tier")
+    parser.add_argument("--disk", type=directory, help="a directory for the disk tier")
     parser.add_argument("--disk-memory", help="budget of the disk tier; by default what is left")
     parser.add_argument(
         "--weights", help="bytes of weights that a token reads; by default those of the model, 0 for none"
