@@ -643,6 +643,15 @@ def test_scores_beyond_a_cap(library: emulator.Library) -> None:
         assert np.isnan(out.astype(np.float32)).all(-1).sum() == np.isnan(out.astype(np.float32)).any(-1).sum() == 1
 
 
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8], *FROM_V[:2]], ids=lambda shape: shape.name)
+def test_queries_next_to_nothing(shape: Shape, library: emulator.Library) -> None:
+    """Those that f16 holds only as multiples, by which scores are divided: as all rows that are seen weigh the same."""
+    world = World(shape, [one(17, 2), one(70)])
+    for head, size in enumerate([0, 1e-38, 1e-30, 1e-20, 1e-10]):
+        world.q.array[:, head] *= size
+    world.compare(library, 3)
+
+
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64, 256])
 @pytest.mark.parametrize("window", [None, 1, 37, 100])
 def test_pages_and_windows(page_size: int, window: int | None, library: emulator.Library) -> None:

@@ -104,6 +104,9 @@ void copy_async(void* target, const void* source, size_t bytes, bool valid);
 void copy_commit();
 void copy_wait(int pending);
 
+/// Whether floats below 2^-126 are 0: on in kernels, since CuPy compiles them with -ftz=true, but for some instructions.
+void flush(bool on);
+
 /// Runs a kernel; empty, or what went wrong.
 std::string launch(dim3 grid, unsigned threads, size_t shared_bytes, uint64_t seed, const std::function<void()>& kernel);
 
@@ -175,7 +178,7 @@ T __ldcg(const T* source) { return *source; }
 template <class T>
 T __ldcs(const T* source) { return *source; }
 
-struct float2 { float x, y; };
+struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }

@@ -57,8 +57,12 @@ inline uint32 transpose(uint32 pair) {
     return turned;
 }
 
-inline float number(unsigned short bits, __half) { return __half2float(__ushort_as_half(bits)); }
-inline float number(unsigned short bits, __nv_bfloat16) { return __bfloat162float(__ushort_as_bfloat16(bits)); }
+inline double number(unsigned short bits, __half) { return __half2float(__ushort_as_half(bits)); }
+/// Also below 2^-126.
+inline double number(unsigned short bits, __nv_bfloat16) {
+    if ((bits & 0x7f80) == 0) return (bits & 0x8000 ? -0x1p-133 : 0x1p-133) * (bits & 0x7f);
+    return __bfloat162float(__ushort_as_bfloat16(bits));
+}
 
 inline unsigned short rounded(double x, __half) { return __half_as_ushort(__float2half_rn(static_cast<float>(x))); }
 inline unsigned short rounded(double x, __nv_bfloat16) {
@@ -68,7 +72,7 @@ template <class Element>
 uint32 fuse_pair(uint32 a, uint32 b, uint32 c, Element element) {
     uint32 d = 0;
     for (int shift = 0; shift < 32; shift += 16) {
-        const auto of = [&](uint32 pair) { return double(number(static_cast<unsigned short>(pair >> shift), element)); };
+        const auto of = [&](uint32 pair) { return number(static_cast<unsigned short>(pair >> shift), element); };
         d |= static_cast<uint32>(rounded(of(a) * of(b) + of(c), element)) << shift;
     }
     return d;
@@ -148,10 +152,30 @@ inline int block_here() { return blockIdx.x; }
 inline float sine_fast(float x) { return static_cast<float>(std::nearbyint(std::sin(double(x)) * 0x1p20) * 0x1p-20); }
 inline float cosine_fast(float x) { return static_cast<float>(std::nearbyint(std::cos(double(x)) * 0x1p20) * 0x1p-20); }
 inline float exp2_fast(float x) { return std::exp2(x); }
-inline float add_exact(float x, float y) { return x + y; }
-inline float subtract_exact(float x, float y) { return x - y; }
-inline float multiply_exact(float x, float y) { return x * y; }
-inline float divide_exact(float x, float y) { return x / y; }
+/// An operation, or a conversion, with which floats below 2^-126 stay. The compiler does not know what `flush` does, but leaves
+/// volatile ones in place.
+template <class Operation>
+float exact(float x, float y, Operation operation) {
+    const volatile float left = x, right = y;
+    emulator::flush(false);
+    const volatile float result = operation(float(left), float(right));
+    emulator::flush(true);
+    return result;
+}
+template <class To, class From>
+To converted(From x) {
+    const volatile From from = x;
+    emulator::flush(false);
+    const volatile To to = static_cast<To>(from);
+    emulator::flush(true);
+    return to;
+}
+inline float add_exact(float x, float y) { return exact(x, y, std::plus<float>()); }
+inline float subtract_exact(float x, float y) { return exact(x, y, std::minus<float>()); }
+inline float multiply_exact(float x, float y) { return exact(x, y, std::multiplies<float>()); }
+inline float divide_exact(float x, float y) { return exact(x, y, std::divides<float>()); }
+inline double widen_exact(float x) { return converted<double>(x); }
+inline float narrow_exact(double x) { return converted<float>(x); }
 inline float root_exact(float x) { return std::sqrt(x); }
 inline float divide_fast(float x, float y) { return x / y; }
 

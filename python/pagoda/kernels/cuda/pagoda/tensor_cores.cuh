@@ -148,11 +148,12 @@ struct TensorCores : Ring<Shape_> {
         return factor_for(largest);
     }
 
-    /// The same from the largest element that each lane has seen.
+    /// The same from the largest element that each lane has seen. At most 2^66: a scale of 1e-18 divided by that is not below 2^-126,
+    /// where -ftz makes it 0, which times the -inf of what is masked would be NaN.
     __device__ static float factor_for(float largest) {
         for (int step = WARP / 2; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
         const int exponent = 127 + 8 + 127 - static_cast<int>(__float_as_uint(largest) >> 23);
-        return __uint_as_float(static_cast<uint32>(min(exponent, 252)) << 23);
+        return __uint_as_float(static_cast<uint32>(min(exponent, 127 + 66)) << 23);
     }
 
     /// A query row for quantised K: rotated as K rows were, in the order of their elements. For a whole warp. With its factor
