@@ -138,6 +138,17 @@ def test_no_centre_of_few_rows_or_of_what_is_not_finite(kind: str) -> None:
         np.testing.assert_array_equal(held[0], held[2])
 
 
+def test_a_centre_below_all_normal_numbers(kind: str) -> None:
+    """CuPy has kernels take numbers below 2^-126 for 0."""
+    _, k, v = rows(64)
+    k = (np.abs(k) * 1e-39).astype(np.float32)
+    held = []
+    for device in ("cpu", "cuda"):
+        with cache_on(device, [SHAPE], ("int8", "int8"), center="first", rotate=False) as cache:
+            held.append(pages(cache, k, v, [40, 24], of_gpu=(device, kind) == ("cuda", "cuda")))
+    np.testing.assert_array_equal(held[0], held[1])
+
+
 def test_no_rows_are_not_the_first(kind: str) -> None:
     """A step without new tokens leaves the centre to the next."""
     _, k, v = rows(64)

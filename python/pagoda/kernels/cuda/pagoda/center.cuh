@@ -30,8 +30,8 @@ __global__ void center(const Center args) {
         const int64 at = static_cast<int64>(i % args.head_dim) * Input::BYTES;
         double sum = 0.0;
 #pragma unroll 8
-        for (int token = 0; token < tokens; ++token) sum += Input::load_one(args.k.row(token, i / args.head_dim) + at);
-        const float mean = static_cast<float>(sum / tokens);
+        for (int token = 0; token < tokens; ++token) sum += widen_exact(Input::load_one(args.k.row(token, i / args.head_dim) + at));
+        const float mean = narrow_exact(sum / tokens);
         args.center[i] = mean;
         finite &= fabsf(mean) < __uint_as_float(0x7f800000u);
     }

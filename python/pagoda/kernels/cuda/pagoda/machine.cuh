@@ -171,6 +171,18 @@ __device__ __forceinline__ float root_exact(float x) {
     return y;
 }
 
+/// A float as a double, and the float nearest to a double, in the same way.
+__device__ __forceinline__ double widen_exact(float x) {
+    double y;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float narrow_exact(double x) {
+    float y;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(y) : "d"(x));
+    return y;
+}
+
 /// x / y to 2 ulp for |y| from 2^-126 to 2^126, 0 beyond.
 __device__ __forceinline__ float divide_fast(float x, float y) { return __fdividef(x, y); }
 
