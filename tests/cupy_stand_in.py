@@ -240,7 +240,7 @@ class Runtime(ModuleType):
     def memcpy2DAsync(
         dst: int, dpitch: int, src: int, spitch: int, width: int, height: int, kind: int, stream: int
     ) -> None:
-        if width > min(dpitch, spitch):
+        if width > min(dpitch, spitch) or max(dpitch, spitch) >= 1 << 31:
             raise CUDARuntimeError(12)
         for row in range(height):
             Runtime.memcpyAsync(dst + row * dpitch, src + row * spitch, width, kind, stream)

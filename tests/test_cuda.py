@@ -227,6 +227,25 @@ def test_arrays_of_cupy(array: Any, kind: str, cupy: Any) -> None:
         cuda.open_driver(0).view("k", array)
 
 
+class Float8:
+    """A tensor of torch, of a type that its array interface has no name for."""
+
+    __module__, dtype = "torch", "torch.float8_e4m3fn"
+
+    def detach(self) -> Float8:
+        return self
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        raise KeyError(self.dtype)
+
+
+def test_a_tensor_of_a_type_without_a_name(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
+    with pytest.raises(pagoda.InvalidArgument, match=r"k = dtype torch\.float8_e4m3fn"):
+        cuda.open_driver(0).view("k", Float8())
+
+
 def test_an_array_of_another_gpu_is_refused(cupy: Any) -> None:
     with Device(1):
         array = NdArray(np.zeros((3, 2, 8), np.float16))
@@ -245,6 +264,30 @@ def test_streams_of_cupy(cupy: Any) -> None:
         assert driver.caller_stream(None)._stream is stream  # type: ignore[attr-defined]
     with pytest.raises(pagoda.InvalidArgument, match="stream = 'it'"):
         driver.caller_stream("it")
+
+
+def test_a_stream_of_another_gpu_is_refused(cupy: Any) -> None:
+    """Before a step is open on it, which could not be closed any more."""
+    with Device(1):
+        other = Stream(non_blocking=True)
+    with open_cache() as cache:
+        for stream in (other, SimpleNamespace(cuda_stream=4711, device_index=1)):
+            with pytest.raises(pagoda.InvalidArgument, match="a stream of cuda:1: of cuda:0, the device of the cache"):
+                with cache.step([cache.create()], [1], stream=stream):
+                    pass
+        for stream in (Stream(non_blocking=True), SimpleNamespace(cuda_stream=4711, device_index=0)):
+            with cache.step([cache.create()], [1], stream=stream) as step:
+                step.append(0, *[NdArray(np.ones((1, 2, 16), np.float32))] * 2)
+
+
+def test_rows_that_are_further_apart_than_a_copy_of_rows_takes(cupy: Any) -> None:
+    pitch = 1 << 31
+    source, target = np.zeros(2 * pitch + 64, np.uint8), np.zeros(3 * 64, np.uint8)
+    for row in range(3):
+        source[row * pitch :][:64] = row + 1
+    stream = cuda.open_driver(0).stream()
+    stream.copy_rows(target.ctypes.data, 64, source.ctypes.data, pitch, 64, 3)
+    np.testing.assert_array_equal(target.reshape(3, 64), np.arange(1, 4)[:, None].repeat(64, 1))
 
 
 class Torch:

@@ -35,6 +35,10 @@ NO_DEVICE, DRIVER_TOO_OLD, NOT_READY = 100, 35, 600
 """cudaErrorNoDevice, cudaErrorInsufficientDriver, cudaErrorNotReady."""
 
 
+PITCH_MAX = (1 << 31) - 1
+"""Bytes from row to row that a copy of rows takes, on every device (cudaDevAttrMaxPitch)."""
+
+
 class Lack(NamedTuple):
     """What is missing and what brings it."""
 
@@ -319,6 +323,10 @@ class _Stream:
     def copy_rows(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
         import cupy
 
+        if max(target_pitch, source_pitch) > PITCH_MAX:
+            for row in range(rows):
+                self.copy(target + row * target_pitch, source + row * source_pitch, width)
+            return
         runtime = cupy.cuda.runtime
         pitches = target, target_pitch, source, source_pitch
         with self._driver.device:
@@ -363,7 +371,11 @@ def view(name: str, array: Any, device: int) -> View:
         # Not every torch names bf16 in its array interface.
         if str(array.dtype) == "torch.bfloat16":
             kind, array = "bf16", array.view(sys.modules["torch"].int16)
-    interface = getattr(array, "__cuda_array_interface__", None)
+    try:
+        interface = getattr(array, "__cuda_array_interface__", None)
+    except KeyError as error:
+        # torch has no name for some of its types: 8-bit floats.
+        raise InvalidArgument(f"{name} = dtype {array.dtype}: one of those that array interfaces have") from error
     if interface is None:
         raise InvalidArgument(f"{name} = {type(array).__name__}: an array of CuPy or torch on the device")
     place = getattr(array, "device", None)
@@ -456,6 +468,10 @@ class CudaDriver:
             if stream.ptr or not (torch := _torch()):
                 return _Stream(stream, self)
             given = torch.cuda.current_stream(index)
+        # CuPy's word, then torch's. An address says nothing, and CuPy -1 where it does not know.
+        place = getattr(given, "device_id", getattr(given, "device_index", -1))
+        if place not in (-1, index):
+            raise InvalidArgument(f"stream = a stream of cuda:{place}: of cuda:{index}, the device of the cache")
         if isinstance(given, cupy.cuda.Stream):
             return _Stream(given, self)
         # Of torch, an ExternalStream of CuPy, or an address.
