@@ -88,6 +88,37 @@ def test_what_is_larger_than_declared_is_refused(monkeypatch: pytest.MonkeyPatch
     model.cache.audit()
 
 
+def test_a_capture_is_inside_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event that is recorded meanwhile would be one of the graph: nobody could wait for the step, now or later."""
+    model = emulated(monkeypatch, 1, 0)
+    live, cache, stream = [model.create() for _ in range(2)], model.cache, model.stream
+    model.step(live, [1, 1])
+    free = cache.stats().device
+    with stream:
+        stream.begin_capture()
+        with (
+            pytest.raises(pagoda.InvalidArgument, match="begin to capture inside"),
+            cache.step(live, [1, 1], stream=stream),
+        ):
+            pass
+        stream.end_capture()
+        with (
+            pytest.raises(pagoda.InvalidArgument, match="end the capture inside"),
+            cache.step(live, [1, 1], stream=stream) as step,
+        ):
+            stream.begin_capture()
+            model.forward(step)
+        stream.end_capture()
+        with pytest.raises(ZeroDivisionError), cache.step(live, [1, 1], stream=stream):
+            stream.begin_capture()
+            raise ZeroDivisionError
+        stream.end_capture()
+    cache.audit()
+    stream.reach(len(stream.work))
+    assert cache.stats().device == free
+    model.step(live, [1, 1])
+
+
 def test_replay_needs_maxima_and_a_layer_that_is_not_appended_to(monkeypatch: pytest.MonkeyPatch) -> None:
     model = emulated(monkeypatch, 1, 0)
     sequence = model.create()

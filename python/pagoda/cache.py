@@ -305,10 +305,10 @@ class Cache:
             with cache.step(others, ones, stream=stream) as step:
                 step.replay(graph.launch)
 
-        Capturing itself is the caller's. Graphs read pages of the host tier in place; a step that streams them allocates, and
-        raises InvalidArgument where it is captured; one with pages on disk, where a graph is replayed. Raises
-        BackendUnavailable on the CPU, where nothing is gained by it, and in a cache with checked=True, whose steps wait for
-        the device.
+        Capturing itself is the caller's, inside of one step. Graphs read pages of the host tier in place; a step that
+        streams them allocates, and raises InvalidArgument where it is captured; one with pages on disk, where a graph is
+        replayed. Raises BackendUnavailable on the CPU, where nothing is gained by it, and in a cache with checked=True,
+        whose steps wait for the device.
         """
         sequences = natural("sequences", sequences, 1, SEQUENCES_MAX)
         new_tokens = natural("new_tokens", new_tokens, 1, TOKENS_MAX // sequences)

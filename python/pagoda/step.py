@@ -239,7 +239,8 @@ class Step:
     def commit(self, accepted: Collection[int] | npt.NDArray[np.int64] | None = None) -> None:
         """Ends the step. Of each sequence's new tokens the first `accepted` stay, all by default.
 
-        Raises InvalidArgument, and leaves the step open, when a layer was not appended to or a count is too large.
+        Raises InvalidArgument, and leaves the step open, when a layer was not appended to, a count is too large, or the
+        step's stream is captured.
         """
         self._core.commit(
             None if accepted is None else integers("accepted", accepted, "a list of integers, one a sequence")

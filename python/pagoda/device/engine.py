@@ -223,9 +223,12 @@ class DeviceEngine:
             raise InvalidArgument(
                 f"new_tokens = {int(new_tokens.max())}: at most {self._maxima.new_tokens}, the maximum declared"
             )
+        chosen = self.caller_stream(None) if stream is None else stream
+        if chosen.capturing:
+            raise InvalidArgument("step: on a stream that is captured; begin to capture inside of the step")
         self._once_more(lambda: self.core.reserve(number, sequences, new_tokens, self._copy_now))
         try:
-            self._enter(self.caller_stream(None) if stream is None else stream)
+            self._enter(chosen)
         except BaseException:
             self.rollback(number)
             raise
@@ -301,6 +304,8 @@ class DeviceEngine:
     @in_turn
     def commit(self, accepted: npt.NDArray[np.int64] | None = None) -> None:
         """See `Step.commit`."""
+        if self._captured:
+            raise InvalidArgument("commit: on a stream that is captured; end the capture inside of the step")
         self.core.commit(accepted)
         self._leave()
 
@@ -310,7 +315,8 @@ class DeviceEngine:
         if self._stream is not None and self._last_step is not None:
             # Ctrl-C may have come before the stream was made to follow. A device that has failed says so when the step ends.
             with contextlib.suppress(Exception):
-                self._stream.follow(self._last_step)
+                if not self._captured:
+                    self._stream.follow(self._last_step)
         try:
             self.core.rollback(number)
         finally:
@@ -466,6 +472,11 @@ class DeviceEngine:
         assert self._stream is not None
         return self._stream
 
+    @property
+    def _captured(self) -> bool:
+        """Whether the stream of the step is captured: an event would be of the graph, and no wait for it would end well."""
+        return self._stream is not None and self._stream.capturing
+
     def _enter(self, stream: Stream) -> None:
         """Sends the tables of the open step. Raises InvalidArgument for pages on disk that have nothing to come through."""
         self._mark_end()
@@ -506,7 +517,9 @@ class DeviceEngine:
         return sum(self.core.on_disk()) if self._memory.passage else 0
 
     def _leave(self) -> None:
-        """Marks the end of the step in its stream."""
+        """Marks the end of the step in its stream; while that is captured, `_poll` does so later."""
+        if self._captured:
+            return
         self._mark_end()
         epoch = self.core.ended_epoch()
         if epoch is not None:
@@ -526,6 +539,8 @@ class DeviceEngine:
 
     def _poll(self) -> None:
         """Tells the core what has ended."""
+        if self._stream is not None and not self.core.step_is_open():
+            self._leave()
         while self._epochs and self._epochs[0][1].done():
             # In this order Ctrl-C in between makes the core hear of it twice, not never.
             self.core.retire(self._epochs[0][0])
