@@ -4,7 +4,7 @@ use super::budget::Budget;
 use super::format::{Fingerprint, Record};
 use super::hole::{Hole, Holes};
 use super::index::{Entry, Index, Recovered};
-use super::io::{Access, Directory, File};
+use super::io::{ALIGN, Access, Directory, File};
 use super::lane::{Lane, stretches};
 use super::segment::{Geometry, Slot};
 use super::{Error, Result};
@@ -331,9 +331,9 @@ impl Store {
     /// Gives back the space of segments of which no entry of the index has a page: what processes before this one have left.
     fn give_back_what_others_left(&self) {
         let bytes = self.geometry.segments().0;
-        for range in
-            self.beside_what_is_kept(|slot, _| once(slot.segment * bytes..(slot.segment + 1) * bytes))
-        {
+        let beside =
+            self.beside_what_is_kept(|slot, _| once(slot.segment * bytes..(slot.segment + 1) * bytes));
+        for range in beside.into_iter().flatten() {
             // A refusal leaves the space where it is, which is no error.
             let _ = self.file.discard(range);
         }
@@ -343,25 +343,26 @@ impl Store {
     /// has: what processes before this one have left.
     pub fn zero_on_free(&self) -> Result<()> {
         self.zeroes.store(true, Ordering::Relaxed);
-        let mut beside =
-            self.beside_what_is_kept(|slot, group| self.geometry.places(group, slot, 1)).into_iter();
-        beside.try_for_each(|range| self.file.zero(range)).map_err(Error::io("zeroing"))
+        let beside = self.beside_what_is_kept(|slot, group| self.geometry.places(group, slot, 1));
+        let zeroed = beside.and_then(|ranges| ranges.into_iter().try_for_each(|range| self.file.zero(range)));
+        zeroed.map_err(Error::io("zeroing"))
     }
 
-    /// What there is in the file beside the places of what the index keeps.
+    /// What there is in the file beside the places of what the index keeps, behind the last segment too: an earlier disk_memory may
+    /// have been larger.
     fn beside_what_is_kept<I: Iterator<Item = Range<u64>>>(
         &self,
         places: impl Fn(Slot, GroupId) -> I,
-    ) -> Vec<Range<u64>> {
+    ) -> std::io::Result<Vec<Range<u64>>> {
+        let end = self.file.size()?.next_multiple_of(ALIGN);
         let pages = lock(&self.pages);
         let kept = pages.iter().filter(|(_, page)| page.kept > 0);
         let mut kept: Vec<_> =
             kept.flat_map(|(&(group, block), _)| places(self.geometry.slot(group, block), group)).collect();
         kept.sort_unstable_by_key(|range| range.start);
-        let (bytes, count) = self.geometry.segments();
         let starts = once(0).chain(kept.iter().map(|range| range.end));
-        let ends = kept.iter().map(|range| range.start).chain(once(bytes * count));
-        starts.zip(ends).filter(|(start, end)| start < end).map(|(start, end)| start..end).collect()
+        let ends = kept.iter().map(|range| range.start).chain(once(end));
+        Ok(starts.zip(ends).filter(|(start, end)| start < end).map(|(start, end)| start..end).collect())
     }
 
     /// Whether bytes have to go with their pages.

@@ -1,7 +1,7 @@
 //! The store against a naive model: a page is the bytes that were written, or an error. Never other bytes.
 
 use super::io::fault::{Fault, FaultyDisk};
-use super::io::{Access, Directory, Folder};
+use super::io::{ALIGN, Access, Directory, Folder};
 use super::*;
 use pagoda_core::ids::{BlockId, GroupId};
 use proptest::prelude::*;
@@ -716,6 +716,28 @@ fn what_others_have_left_goes_and_what_is_kept_stays() {
     entries.iter().for_each(|(key, _)| drop(store.delete(key).unwrap()));
     store.zero_on_free().unwrap();
     assert!(disk.with("pages", |bytes| bytes.iter().all(|&byte| byte == 0)));
+}
+
+#[test]
+fn what_lies_behind_the_end_of_a_smaller_disk_memory_goes() {
+    let disk = FaultyDisk::default();
+    let opened = |segments: u64| {
+        let geometry = Geometry::new(&[vec![ALIGN]], segments * 2 * ALIGN).unwrap();
+        Store::open(&disk, geometry, FINGERPRINT, None).unwrap()
+    };
+    let store = Arc::new(opened(15).0);
+    let [low, high] = [3, 14].map(BlockId::new);
+    store.lane().unwrap().write(LARGE, &[low, high], |_, _, target| target.fill(7)).unwrap();
+    store.put(b"low", &[(LARGE, low)], b"").unwrap();
+    store.put(b"high", &[(LARGE, high)], b"").unwrap();
+    let there = || disk.with("pages", |bytes| bytes.iter().filter(|&&byte| byte == 7).count() as u64 / ALIGN);
+    assert_eq!(there(), 2);
+    drop(store);
+    let (store, recovered) = opened(8);
+    let lost: Vec<_> = recovered.lost.iter().map(|(key, _)| &key[..]).collect();
+    assert_eq!((lost, there()), (vec![&b"high"[..]], 1));
+    drop(store);
+    assert_eq!(opened(15).0.entries().len(), 1);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use rustix::fs::{CWD, FileType, Mode, mknodat};
 use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::chown;
+use std::os::unix::fs::{MetadataExt, chown};
 use std::path::Path;
 
 /// A directory with something kept, and why a store cannot be opened there.
@@ -164,4 +164,23 @@ fn files_that_grow_while_they_are_open_are_read_to_where_they_were_written() {
     assert_eq!(kept.readable(&store), 8);
     let keys: Vec<_> = store.entries().into_iter().map(|(key, _)| key).collect();
     assert_eq!(keys, [b"it".to_vec(), b"more".to_vec()]);
+}
+
+/// No file of ext4 has more than 16 TiB, which is no reason to refuse its directory, nor to leave there what nobody keeps.
+#[test]
+fn a_disk_memory_beyond_what_the_file_system_takes_is_as_good_as_any() {
+    let place = Place::new();
+    let geometry = Geometry::new(&[vec![4 << 20]], 20 << 40).unwrap();
+    let opened = || {
+        let folder = Folder::open(&place.0).unwrap();
+        Arc::new(Store::open(&folder, geometry.clone(), FINGERPRINT, None).unwrap().0)
+    };
+    let taken = || fs::metadata(place.0.join("pages")).unwrap().blocks();
+    let store = opened();
+    store.lane().unwrap().write(LARGE, &[BlockId::new(0)], |_, _, target| target.fill(7)).unwrap();
+    assert!(taken() > 0);
+    drop(store);
+    let store = opened();
+    assert!(taken() == 0 || cfg!(not(target_os = "linux")), "holes are of Linux");
+    store.zero_on_free().unwrap();
 }
