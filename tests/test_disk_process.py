@@ -478,6 +478,11 @@ with cache.create() as nothing:
             then[key] = b"3"
         with pytest.raises(pagoda.TierIOError, match="the drive has yet to answer"):
             cache.load(key)
+fresh, written = mirror.create(), cache.stats().disk_io.bytes_written
+mirror.step([fresh], [40])
+with pytest.raises(pagoda.TierIOError, match="the drive has yet to answer"):
+    cache.save(fresh.sequence, "it")
+assert cache.stats().disk_io.bytes_written == written, "no page is written for nothing"
 assert cache.saved() == SAVED
 cache.audit()
 answer(drive)

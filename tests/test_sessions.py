@@ -170,6 +170,26 @@ def test_loading_makes_room_as_a_step_does(tmp_path: Path, monkeypatch: pytest.M
         mirror.step([found], [1])
 
 
+def test_a_save_that_is_refused_keeps_what_it_has_written(tmp_path: Path) -> None:
+    """Ten full pages, and one over what may be written a day."""
+    page = 4096 + 4096
+    options = {"spec": pagoda.ModelSpec(layers=[layer()]), "disk_writes_per_day": 10 * page}
+    with opened(tmp_path, **options) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [165])
+        for _ in range(2):
+            with pytest.raises(pagoda.TierIOError, match=f"{page} bytes to write: .* disk_writes_per_day"):
+                cache.save(tokens.sequence, "it")
+            stats = cache.stats()
+            assert stats.disk_io is not None
+            assert (stats.disk[0].used, stats.disk_io.bytes_written) == (10, 10 * page)
+        mirror.truncate(tokens, 160)
+        cache.save(tokens.sequence, "it")
+        load(mirror, "it", tokens)
+        mirror.look()
+
+
 def test_a_part_of_which_pages_have_left_a_window_is_refused_by_its_name(tmp_path: Path) -> None:
     with opened(tmp_path, headroom=0) as cache:
         mirror = Mirror(cache, np.random.default_rng(0))

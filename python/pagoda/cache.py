@@ -19,7 +19,6 @@ import contextlib
 import itertools
 import logging
 import os
-import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Collection
 from functools import partial
@@ -418,11 +417,6 @@ class Cache:
                 moves = to_disk().copies or self._core.under_way(sequence.id)
                 if not moves or self._core.step_is_open():
                     raise
-            except TierIOError:
-                # A sync that failed may have lost what was written before it. What memory has too is written anew next time.
-                for group in range(len(self._groups)):
-                    self._core.drop_copies("disk", group, sys.maxsize)
-                raise
 
     def load(self, key: str) -> Sequence | None:
         """A new sequence with what `save` kept under a name; None if nothing is, or it does not verify, which is logged.

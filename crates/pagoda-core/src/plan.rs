@@ -224,6 +224,17 @@ impl Cache {
     /// Frees up to `pages_max` blocks of a group on `tier` that can be spared; returns how many. Their pages are read from a faster
     /// one, or are on disk and no sequence has them.
     pub fn drop_copies(&mut self, tier: Tier, group: GroupId, pages_max: usize) -> usize {
+        self.drop_copies_if(tier, group, pages_max, |_| true)
+    }
+
+    /// As `drop_copies`, of those blocks that are `wanted`.
+    pub fn drop_copies_if(
+        &mut self,
+        tier: Tier,
+        group: GroupId,
+        pages_max: usize,
+        wanted: impl Fn(BlockId) -> bool,
+    ) -> usize {
         self.settle();
         let spare = self.pages.spread().filter(|&(id, page)| {
             let kept = self.pages.kept(id);
@@ -234,7 +245,7 @@ impl Cache {
                 }
                 _ => page.fastest().is_some_and(|at| at.tier() < tier),
             };
-            page.group == group && page.copies == 0 && page.ready(tier).is_some() && can_be_spared
+            page.group == group && page.copies == 0 && page.ready(tier).is_some_and(&wanted) && can_be_spared
         });
         let spare: Vec<PageId> = spare.map(|(id, _)| id).take(pages_max).collect();
         for &id in &spare {

@@ -6,7 +6,7 @@ use crate::handle::Handle;
 use crate::moves::{Held, Link};
 use crate::patience::Apart;
 use pagoda_core::fence::Failure;
-use pagoda_core::ids::{KeptId, SequenceId};
+use pagoda_core::ids::{GroupId, KeptId, SequenceId, Tier};
 use pagoda_store::disk::{Error, Recovered, Store, sequence};
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
@@ -79,10 +79,11 @@ impl Sessions {
 
 #[pymethods]
 impl Cache {
-    /// Refuses a `save` that there is nothing for to keep anything in, or no room for in the index: before any page is written.
+    /// Refuses a `save` that there is nothing for to keep anything in, or no room for in the index, or whose key the drive has yet
+    /// to answer for: before any page is written.
     fn check_save(&self, py: Python<'_>, sequence: u64, key: &str, meta_bytes: usize) -> PyResult<()> {
         let inner = self.lock(py)?;
-        let store = inner.named_store(py, key)?;
+        let store = inner.answering_store(py, key)?;
         let outline =
             inner.core.outline(SequenceId::of_number(sequence)).map_err(|error| errors::core(py, &error))?;
         let (blocks, entry) = sequence::encode(&outline, &[]);
@@ -119,9 +120,14 @@ impl Cache {
         let described = inner.core.describe(kept).expect("kept right now");
         inner.let_go(Held { kept: None, ..held }).map_err(|error| errors::core(py, &error))?;
         let (blocks, entry) = sequence::encode(&described, meta);
-        inner.change(py, &store, key, Some((kept, meta.to_vec())), move |store, key, wanted| {
+        let saved = inner.change(py, &store, key, Some((kept, meta.to_vec())), move |store, key, wanted| {
             store.put_if(key, &blocks, &entry, wanted).map(drop)
-        })
+        });
+        if saved.is_err() {
+            // What memory has too is written anew next time.
+            inner.drop_lost(py, &store)?;
+        }
+        saved
     }
 
     /// A sequence with what is kept under `key`; none if nothing is.
@@ -223,6 +229,15 @@ impl Inner {
             // The caller has had an error already.
             let _ = self.end_change(change);
         }
+    }
+
+    /// Gives up copies on disk that a sync that failed may have lost, of pages that memory has as well.
+    fn drop_lost(&mut self, py: Python<'_>, store: &Store) -> PyResult<()> {
+        for group in (0..store.geometry().groups() as u8).map(GroupId) {
+            let lost = |block| store.may_have_lost(group, block);
+            self.core.drop_copies_if(Tier::Disk, group, usize::MAX, lost);
+        }
+        self.trim(py)
     }
 
     /// The store; refused while the drive has yet to answer for a key.

@@ -78,9 +78,11 @@ impl Machine {
         if self.judge(put)?.is_err() {
             self.sessions.doubtful.push(kept);
             self.forget_doubtful();
-            // As the facade does: copies that a sync may have lost are made anew.
+            // As the binding does: copies that a sync may have lost are made anew.
+            let store = &self.drive.store;
             for group in self.shape.group_ids() {
-                self.cache.drop_copies(Tier::Disk, group, usize::MAX);
+                let lost = |block| store.may_have_lost(group, block);
+                self.cache.drop_copies_if(Tier::Disk, group, usize::MAX, lost);
             }
             self.sessions.possible(&key).push(Some(save));
             return Ok(());

@@ -239,11 +239,7 @@ impl Store {
     /// says anything about pages from before one that failed.
     fn sync(&self, pages: &[(GroupId, BlockId)]) -> Result<()> {
         let _turn = lock(&self.syncing);
-        let failed = self.syncs_failed.load(Ordering::Relaxed);
-        let known = lock(&self.pages);
-        let is_lost = |at| known.get(at).is_some_and(|page| page.unsynced.is_some_and(|then| then != failed));
-        let lost = pages.iter().filter(|at| is_lost(at)).count();
-        drop(known);
+        let lost = pages.iter().filter(|&&(group, block)| self.may_have_lost(group, block)).count();
         if lost > 0 {
             return Err(Error::Unsynced { pages: lost });
         }
@@ -251,6 +247,14 @@ impl Store {
             self.syncs_failed.fetch_add(1, Ordering::Relaxed);
             Error::io("syncing the pages")(error)
         })
+    }
+
+    /// Whether a sync that failed may have lost a page.
+    pub fn may_have_lost(&self, group: GroupId, block: BlockId) -> bool {
+        let failed = self.syncs_failed.load(Ordering::Relaxed);
+        lock(&self.pages)
+            .get(&(group, block))
+            .is_some_and(|page| page.unsynced.is_some_and(|then| then != failed))
     }
 
     /// Whether the next process finds what `entries` says. If not, it may find what a `put` or `delete` that failed has left, so
