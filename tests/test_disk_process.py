@@ -865,6 +865,37 @@ def test_other_threads_go_on_while_a_cache_that_is_forgotten_waits_for_its_drive
     run(SILENT + LEFT_ALONE, tmp_path / "kept", "cpu")
 
 
+DRAINING = """
+closes()
+cache = opened(disk=sys.argv[1] + "-small", disk_memory="256KiB", spill=False)
+room = cache.stats().disk[0].free
+mirror, tokens = mirrored(cache, 16 * room)
+assert cache.demote(tokens.sequence, to="disk").wait(60)
+mirror.step([tokens], [1])
+# Both layers were read, and then again for the next step.
+soon(lambda: cache.stats().disk_io.bytes_read == 2 * 2 * 4096 * room)
+drive = silence(*PAGES)
+mirror.step([tokens], [1])
+mirror.release(tokens)
+assert cache.stats().disk[0] == pagoda.stats.BlockCounts(0, 0, room), "read for a step that never comes"
+tokens = mirror.create()
+mirror.step([tokens], [16 * room])
+threading.Timer(0.3, answer, [drive]).start()
+cache.save(tokens.sequence, "it")
+loaded(mirror, "it", tokens)
+mirror.look()
+cache.audit()
+closes()
+print("fine")
+"""
+
+
+def test_a_save_waits_for_blocks_that_drain(tmp_path: Path) -> None:
+    if not silence.is_possible():
+        pytest.skip("no system calls can be held up")
+    run(SILENT + DRAINING, tmp_path / "kept", "cpu")
+
+
 LIMITED = """
 import resource
 from datetime import timedelta

@@ -170,6 +170,29 @@ def test_loading_makes_room_as_a_step_does(tmp_path: Path, monkeypatch: pytest.M
         mirror.step([found], [1])
 
 
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_saving_gives_up_copies_that_memory_has_as_well(order: str, tmp_path: Path) -> None:
+    """Of its own pages too, which are then written anew: there is room for all of them in the end."""
+    options = {"spec": pagoda.ModelSpec(layers=[layer()]), "disk_memory": "256KiB", "spill": False}
+    with opened(tmp_path, **options) as cache:
+        room = cache.stats().disk[0].free
+        mirror = Mirror(cache, np.random.default_rng(0))
+        pair = [mirror.create(), mirror.create()]
+        mirror.step(pair, [96, 96])
+        away = mirror.create()
+        mirror.step([away], [16 * (room - 12)])
+        assert cache.demote(away.sequence, to="disk").wait(60)
+        for tokens in pair:
+            assert cache.execute(cache.plan(tokens.sequence, "disk", keep=True)).wait(60)
+        assert cache.stats().disk[0].free == 0
+        saved = pair[0 if order == "first" else 1]
+        mirror.step([saved], [70])
+        cache.save(saved.sequence, "it")
+        load(mirror, "it", saved)
+        mirror.look()
+        cache.audit()
+
+
 def test_a_save_that_is_refused_keeps_what_it_has_written(tmp_path: Path) -> None:
     """Ten full pages, and one over what may be written a day."""
     page = 4096 + 4096

@@ -406,12 +406,12 @@ class Cache:
         while True:
             for under_way in self._core.under_way(sequence.id):
                 self._core.wait_patiently(under_way)
-            self._make_room_on_disk(to_disk())
-            ticket = self._start(to_disk)
+            self._make_room_on_disk(sequence, to_disk())
+            ticket = self._once_drained(partial(self._start, to_disk))
             self._core.wait_patiently(ticket._core)
             ticket.done()
             try:
-                return self._core.save(sequence.id, key, meta)
+                return self._once_drained(partial(self._core.save, sequence.id, key, meta))
             except InvalidArgument:
                 # Another thread may have begun to move pages right before the plan was made.
                 moves = to_disk().copies or self._core.under_way(sequence.id)
@@ -546,13 +546,23 @@ class Cache:
                 if plan().copies == made.copies:
                     raise
 
-    def _make_room_on_disk(self, plan: Plan) -> None:
-        """Gives up copies of pages that memory has as well, as far as a plan and a last page of each group need."""
+    def _once_drained(self, call: Callable[[], T]) -> T:
+        """Makes a call that takes blocks, anew as long as some of their tier drain."""
+        while True:
+            drained = self._core.drained_blocks()
+            try:
+                return call()
+            except OutOfBlocks as error:
+                if not error.draining or not self._spill.drain(drained):
+                    raise
+
+    def _make_room_on_disk(self, sequence: Sequence, plan: Plan) -> None:
+        """Gives up copies of others' pages that memory has as well, as far as a plan and a last page of each group need."""
         for group in range(len(self._groups)):
             wanted = 1 + sum(copy[1] == group and copy[4] > 0 for copy in plan.copies)
             short = wanted - self._core.free_blocks("disk")[group]
             if short > 0:
-                self._core.drop_copies("disk", group, short)
+                self._core.drop_copies("disk", group, short, but_of=sequence.id)
 
     def _batch(self, name: str, sequences: Collection[Sequence]) -> Batch:
         check_list(name, sequences, "sequences")

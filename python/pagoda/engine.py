@@ -154,13 +154,17 @@ class Engine(Protocol):
     def drained_blocks(self) -> int:
         """Blocks of all tiers that have drained so far."""
 
-    def drop_copies(self, tier: str, group: int, pages_max: int) -> int:
-        """Frees blocks of pages that are read from a faster tier, or that keys on disk alone hold; returns how many."""
+    def drop_copies(self, tier: str, group: int, pages_max: int, *, but_of: int | None = None) -> int:
+        """Frees blocks of pages that are read from a faster tier, or that keys on disk alone hold; returns how many.
+
+        but_of: a sequence whose pages keep their copies.
+        """
 
     # Sequences that are kept on disk.
 
     def check_save(self, sequence: int, key: str, meta_bytes: int) -> None:
-        """Raises InvalidArgument unless sequences can be kept, TierIOError where there is no room to note one."""
+        """Raises InvalidArgument unless sequences can be kept, TierIOError where there is no room to note one or the drive has yet
+        to answer for the key."""
 
     def save(self, sequence: int, key: str, meta: bytes) -> None:
         """Keeps a sequence whose sealed pages are on disk."""

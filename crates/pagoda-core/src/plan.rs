@@ -224,16 +224,28 @@ impl Cache {
     /// Frees up to `pages_max` blocks of a group on `tier` that can be spared; returns how many. Their pages are read from a faster
     /// one, or are on disk and no sequence has them.
     pub fn drop_copies(&mut self, tier: Tier, group: GroupId, pages_max: usize) -> usize {
-        self.drop_copies_if(tier, group, pages_max, |_| true)
+        self.drop_copies_if(tier, group, pages_max, |_, _| true)
     }
 
-    /// As `drop_copies`, of those blocks that are `wanted`.
+    /// As `drop_copies`, of pages that a sequence does not hold.
+    pub fn drop_copies_of_others(
+        &mut self,
+        id: SequenceId,
+        tier: Tier,
+        group: GroupId,
+        pages_max: usize,
+    ) -> Result<usize> {
+        let held: HashSet<PageId> = self.sequences.get(id)?.tables.iter().flat_map(Table::held).collect();
+        Ok(self.drop_copies_if(tier, group, pages_max, |page, _| !held.contains(&page)))
+    }
+
+    /// As `drop_copies`, of those pages and blocks that are `wanted`.
     pub fn drop_copies_if(
         &mut self,
         tier: Tier,
         group: GroupId,
         pages_max: usize,
-        wanted: impl Fn(BlockId) -> bool,
+        wanted: impl Fn(PageId, BlockId) -> bool,
     ) -> usize {
         self.settle();
         let spare = self.pages.spread().filter(|&(id, page)| {
@@ -245,7 +257,10 @@ impl Cache {
                 }
                 _ => page.fastest().is_some_and(|at| at.tier() < tier),
             };
-            page.group == group && page.copies == 0 && page.ready(tier).is_some_and(&wanted) && can_be_spared
+            page.group == group
+                && page.copies == 0
+                && page.ready(tier).is_some_and(|block| wanted(id, block))
+                && can_be_spared
         });
         let spare: Vec<PageId> = spare.map(|(id, _)| id).take(pages_max).collect();
         for &id in &spare {

@@ -37,7 +37,7 @@ enum Op {
     Rollback,
     Retire(u8),
     Migrate { sequence: u16, to: u8, from: u16, until: u16, keep: bool, stale: bool },
-    DropCopies(u8, u8),
+    DropCopies { tier: u8, count: u8, but_of: Option<u16> },
     Resting { from: u8, to: u8, group: u8, unshared: bool, most: u8, other: u16 },
     Keep(u16),
     Revive(u16),
@@ -83,7 +83,7 @@ fn ops() -> impl Strategy<Value = Op> {
         8 => any::<(u16, u8, u16, u16, bool, bool)>().prop_map(|(sequence, to, from, until, keep, stale)| {
             Op::Migrate { sequence, to, from, until, keep, stale }
         }),
-        1 => any::<(u8, u8)>().prop_map(|(t, n)| Op::DropCopies(t, n)),
+        1 => any::<(u8, u8, Option<u16>)>().prop_map(|(tier, count, but_of)| Op::DropCopies { tier, count, but_of }),
         6 => any::<(u8, u8, u8, bool, u8, u16)>().prop_map(|(from, to, group, unshared, most, other)| {
             Op::Resting { from, to, group, unshared, most, other }
         }),
@@ -554,12 +554,25 @@ impl Machine {
                 let (a, b) = (from as u64 % count as u64, until as u64 % count as u64);
                 self.migrate(index, Tier::ALL[to as usize % Tier::COUNT], a.min(b)..a.max(b), keep, stale)?;
             }
-            Op::DropCopies(tier, count) => {
-                let (tier, groups) = (Tier::ALL[tier as usize % Tier::COUNT], self.shape.groups.len());
-                for group in (0..groups as u8).map(GroupId) {
+            Op::DropCopies { tier, count, but_of } => {
+                let (tier, pages_max) = (Tier::ALL[tier as usize % Tier::COUNT], usize::from(count % 4));
+                let spared = but_of.and_then(|pick| self.pick(pick));
+                for group in (0..self.shape.groups.len() as u8).map(GroupId) {
                     let before = self.cache.block_counts(tier, group);
-                    let dropped = self.cache.drop_copies(tier, group, usize::from(count % 4));
-                    prop_assert!(dropped <= usize::from(count % 4));
+                    let dropped = match spared.map(|index| &self.model[index]) {
+                        Some(Modelled { id, tokens, .. }) => {
+                            // A plan has no bytes to copy of a page that has a copy where it goes.
+                            let all = Selection::of(0..tokens.len() as u64, vec![group]);
+                            let moves =
+                                |cache: &Cache| cache.plan(*id, tier, &all).map(|plan| plan.moves().to_vec());
+                            let before = moves(&self.cache);
+                            let dropped = self.cache.drop_copies_of_others(*id, tier, group, pages_max);
+                            prop_assert_eq!(moves(&self.cache), before);
+                            dropped.unwrap()
+                        }
+                        None => self.cache.drop_copies(tier, group, pages_max),
+                    };
+                    prop_assert!(dropped <= pages_max);
                     // Of the device only what is kept and nobody has.
                     prop_assert!(dropped == 0 || tier > Tier::Device || !self.kept.is_empty());
                     prop_assert_eq!(self.cache.block_counts(tier, group).used, before.used - dropped as u64);

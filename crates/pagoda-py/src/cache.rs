@@ -263,10 +263,21 @@ impl Cache {
         Ok(inner.core.free_blocks(tier).collect())
     }
 
-    /// Frees blocks of a tier that can be spared; returns how many.
-    fn drop_copies(&self, py: Python<'_>, tier: &str, group: u8, pages_max: usize) -> PyResult<usize> {
-        let tier = tier_named(py, "tier", tier)?;
-        self.freeing(py, |core| Ok(core.drop_copies(tier, GroupId(group), pages_max)))
+    /// Frees blocks of a tier that can be spared, of pages that sequence `but_of` does not hold; returns how many.
+    #[pyo3(signature = (tier, group, pages_max, *, but_of=None))]
+    fn drop_copies(
+        &self,
+        py: Python<'_>,
+        tier: &str,
+        group: u8,
+        pages_max: usize,
+        but_of: Option<u64>,
+    ) -> PyResult<usize> {
+        let (tier, group) = (tier_named(py, "tier", tier)?, GroupId(group));
+        self.freeing(py, |core| match but_of.map(SequenceId::of_number) {
+            Some(id) => core.drop_copies_of_others(id, tier, group, pages_max),
+            None => Ok(core.drop_copies(tier, group, pages_max)),
+        })
     }
 
     /// Waits for reads ahead of need that blocks of any tier may drain for.

@@ -234,7 +234,7 @@ impl Inner {
     /// Gives up copies on disk that a sync that failed may have lost, of pages that memory has as well.
     fn drop_lost(&mut self, py: Python<'_>, store: &Store) -> PyResult<()> {
         for group in (0..store.geometry().groups() as u8).map(GroupId) {
-            let lost = |block| store.may_have_lost(group, block);
+            let lost = |_, block| store.may_have_lost(group, block);
             self.core.drop_copies_if(Tier::Disk, group, usize::MAX, lost);
         }
         self.trim(py)

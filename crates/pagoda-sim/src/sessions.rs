@@ -81,7 +81,7 @@ impl Machine {
             // As the binding does: copies that a sync may have lost are made anew.
             let store = &self.drive.store;
             for group in self.shape.group_ids() {
-                let lost = |block| store.may_have_lost(group, block);
+                let lost = |_, block| store.may_have_lost(group, block);
                 self.cache.drop_copies_if(Tier::Disk, group, usize::MAX, lost);
             }
             self.sessions.possible(&key).push(Some(save));
