@@ -193,8 +193,9 @@ def test_a_page_that_does_not_verify_ends_the_step_and_no_other(
         pages.seek(data.index(row))
         pages.write(b"\x00\x00")
     for _ in range(2):
-        with pytest.raises(pagoda.CorruptPage, match="layer 1 of the group does not verify"):
-            mirror.step([tokens], [1])
+        with pytest.raises(pagoda.CorruptPage, match="layer 1 of the group does not verify") as raised:
+            mirror.step([other, tokens], [0, 1])
+        assert raised.value.sequences == (tokens.sequence.id,)
     mirror.step([other], [2])
     assert len(tokens.sequence) == 480
     mirror.release(tokens)

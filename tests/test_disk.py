@@ -149,6 +149,29 @@ def test_copies_that_memory_has_make_room_on_a_full_disk(tmp_path: Path) -> None
         assert max(counts.free for counts in cache.stats().disk) < 8, "full of pages, some of them in memory as well"
 
 
+def test_an_error_names_the_sequences_that_hold_the_page(mirror: Mirror, tmp_path: Path) -> None:
+    cache, others, tokens = mirror.cache, [mirror.create(), mirror.create()], mirror.create()
+    mirror.step([*others, tokens], [160, 60, 160])
+    for each in (*others, tokens):
+        assert cache.demote(each.sequence, to="disk").wait(60)
+    twin = mirror.fork(tokens)
+    last = tokens.k[1][159].astype(np.float16)[0].tobytes()
+    with nameless(tmp_path / "pages").open("r+b") as pages:
+        pages.seek(pages.read().index(last))
+        pages.write(b"\x00\x00")
+    with pytest.raises(pagoda.CorruptPage) as raised:
+        mirror.step([*others, tokens], [0, 0, 1])
+    assert sorted(raised.value.sequences) == sorted([tokens.sequence.id, twin.sequence.id])
+    ticket = cache.promote(twin.sequence)
+    with pytest.raises(pagoda.CorruptPage) as raised:
+        ticket.wait(60)
+    assert sorted(raised.value.sequences) == sorted([tokens.sequence.id, twin.sequence.id])
+    mirror.release(tokens)
+    mirror.release(twin)
+    mirror.step(others, [1, 1])
+    mirror.look()
+
+
 def test_a_page_that_was_spoilt_is_an_error_and_no_data(mirror: Mirror, tmp_path: Path) -> None:
     tokens, other, cache = mirror.create(), mirror.create(), mirror.cache
     mirror.step([tokens, other], [160, 160])

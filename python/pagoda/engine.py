@@ -163,8 +163,10 @@ class Engine(Protocol):
     # Sequences that are kept on disk.
 
     def check_save(self, sequence: int, key: str, meta_bytes: int) -> None:
-        """Raises InvalidArgument unless sequences can be kept, TierIOError where there is no room to note one or the drive has yet
-        to answer for the key."""
+        """Raises InvalidArgument unless sequences can be kept.
+
+        Raises TierIOError where there is no room to note one, or the drive has yet to answer for the key.
+        """
 
     def save(self, sequence: int, key: str, meta: bytes) -> None:
         """Keeps a sequence whose sealed pages are on disk."""

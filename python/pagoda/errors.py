@@ -1,5 +1,7 @@
 """The exceptions of Pagoda. Every message names the argument, the value and the limit."""
 
+from collections.abc import Collection
+
 
 class PagodaError(Exception):
     """Anything that Pagoda raises on purpose."""
@@ -36,12 +38,24 @@ class UseAfterRelease(PagodaError):
     """A handle that was released."""
 
 
-class CorruptPage(PagodaError):
-    """Stored bytes do not verify."""
+class _OfPage(PagodaError):
+    def __init__(self, message: str = "", *, sequences: Collection[int] = ()) -> None:
+        super().__init__(message)
+        self.sequences = tuple(sequences)
 
 
-class TierIOError(PagodaError):
-    """A directory, its drive or a copy between tiers failed, or did not answer in time."""
+class CorruptPage(_OfPage):
+    """Stored bytes do not verify.
+
+    sequences: the `id` of every sequence that holds the page, of a step or of `Ticket.done`.
+    """
+
+
+class TierIOError(_OfPage):
+    """A directory, its drive or a copy between tiers failed, or did not answer in time.
+
+    sequences: the `id` of every sequence that holds the page which could not be copied or read, if it was a page.
+    """
 
 
 class GeometryMismatch(PagodaError):

@@ -184,7 +184,7 @@ class Step:
         names if there is one.
 
         Raises CorruptPage for a page on disk that does not verify, and TierIOError for one that cannot be read, or not in
-        time: the step can then only be rolled back.
+        time: the step can then only be rolled back. Their `sequences` are those that hold the page; the others can go on.
 
         sink_logits: float32 [num_q_heads], for a layer with sinks and only there; on a GPU an array of the device, whose
         address a captured graph keeps. Each is one more score of its head, of a token with V = 0; the log-sum-exp is

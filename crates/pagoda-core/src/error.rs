@@ -51,6 +51,8 @@ pub enum Error {
         copied: u32,
         /// Copies that were asked for.
         planned: u32,
+        /// That hold the page of the first copy that failed.
+        sequences: Vec<SequenceId>,
         /// What the link said.
         reason: String,
     },
@@ -63,6 +65,8 @@ pub enum Error {
         copied: u32,
         /// Copies that were asked for.
         planned: u32,
+        /// That hold the page.
+        sequences: Vec<SequenceId>,
         /// Which page, and what does not fit.
         reason: String,
     },

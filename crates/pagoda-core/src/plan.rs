@@ -6,7 +6,7 @@ use crate::fence::{Completion, Failure, Fence};
 use crate::ids::{BlockId, GroupId, PageId, SequenceId, TicketId, Tier};
 use crate::pages::Slot;
 use crate::step::Phase;
-use crate::table::Table;
+use crate::table::{Sequence, Table};
 use std::collections::HashSet;
 use std::ops::Range;
 
@@ -271,6 +271,16 @@ impl Cache {
         spare.len()
     }
 
+    /// The sequences that hold the page whose copy on disk a block is.
+    pub fn holders(&self, group: GroupId, block: BlockId) -> Vec<SequenceId> {
+        self.holding(group, |page| self.pages[page].ready(Tier::Disk) == Some(block))
+    }
+
+    fn holding(&self, group: GroupId, wanted: impl Fn(PageId) -> bool) -> Vec<SequenceId> {
+        let holds = |sequence: &Sequence| sequence.tables[group.index()].held().any(&wanted);
+        self.sequences.iter().filter(|(_, sequence)| holds(sequence)).map(|(id, _)| id).collect()
+    }
+
     /// What became of a ticket, if it failed. A failure is told once: here, or by `take_failure`.
     pub fn ticket_failure(&mut self, id: TicketId) -> Option<Error> {
         self.settle();
@@ -311,13 +321,14 @@ impl Cache {
     fn finish(&mut self, ticket: &Ticket, copied: u32) {
         if copied < ticket.copies {
             let (id, planned) = (ticket.id, ticket.copies);
-            let error = match ticket.completion.failure().cloned() {
-                Some(Failure::Corrupt(reason)) => Error::CorruptPage { ticket: id, copied, planned, reason },
-                Some(Failure::Io(reason)) => Error::CopyFailed { ticket: id, copied, planned, reason },
-                None => {
-                    let reason = "the copy was cut short".into();
-                    Error::CopyFailed { ticket: id, copied, planned, reason }
+            let failed = ticket.moves[copied as usize];
+            let sequences = self.holding(failed.group, |page| page == failed.page);
+            let cut_short = || Failure::Io("the copy was cut short".into());
+            let error = match ticket.completion.failure().cloned().unwrap_or_else(cut_short) {
+                Failure::Corrupt(reason) => {
+                    Error::CorruptPage { ticket: id, copied, planned, sequences, reason }
                 }
+                Failure::Io(reason) => Error::CopyFailed { ticket: id, copied, planned, sequences, reason },
             };
             self.failures.push(Failed { ticket: id, error, completion: ticket.completion.clone() });
         }

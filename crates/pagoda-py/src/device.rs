@@ -217,13 +217,13 @@ impl Cache {
     fn take_read(&self, py: Python<'_>, at: usize, wait: bool) -> PyResult<Option<(usize, usize, u64)>> {
         let mut inner = self.lock(py)?;
         inner.require_step(py)?;
-        let Inner { mover, disk, engine, closed, .. } = &mut *inner;
+        let Inner { core, mover, disk, engine, closed, .. } = &mut *inner;
         let (Engine::Device(device), Some(disk)) = (engine, disk) else { return Err(no_device(py)) };
         let mut reader = Reader { reads: &mut disk.reads, mover, ended: *closed };
         // SAFETY: pages do not move or change while the step is open. Steps retire after the reads that they have begun.
         let taken = unsafe {
             if wait {
-                py.detach(|| reader.take(at)).map_err(|stop| stop.raise(py))?
+                py.detach(|| reader.take(at)).map_err(|stop| stop.raise(py, core))?
             } else {
                 reader.take_if_read(at)
             }

@@ -1,6 +1,7 @@
 //! The one map from Rust errors to the exceptions of `pagoda.errors`.
 
 use pagoda_core::fence::Failure;
+use pagoda_core::ids::SequenceId;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{IntoPyDict, PyType};
@@ -12,6 +13,7 @@ use std::path::Path;
 enum Field {
     Number(u64),
     Text(String),
+    Numbers(Vec<u64>),
 }
 
 /// An exception of `pagoda.errors`, by its name there.
@@ -67,19 +69,23 @@ pub(crate) fn core(py: Python<'_>, error: &pagoda_core::Error) -> PyErr {
             exception(py, "OutOfBlocks", error, &fields)
         }
         Error::UseAfterRelease { .. } => exception(py, "UseAfterRelease", error, &[]),
-        Error::CopyFailed { .. } => exception(py, "TierIOError", error, &[]),
-        Error::CorruptPage { .. } => exception(py, "CorruptPage", error, &[]),
+        Error::CopyFailed { sequences, .. } => exception(py, "TierIOError", error, &holders(sequences)),
+        Error::CorruptPage { sequences, .. } => exception(py, "CorruptPage", error, &holders(sequences)),
         Error::Invariant(_) => exception(py, "InvariantError", error, &[]),
         _ => exception(py, "PagodaError", error, &[]),
     }
 }
 
-/// Why copies did not arrive that had to.
-pub(crate) fn failure(py: Python<'_>, failure: &Failure) -> PyErr {
+/// Why copies did not arrive that had to, of a page that some sequences hold.
+pub(crate) fn failure(py: Python<'_>, failure: &Failure, sequences: &[SequenceId]) -> PyErr {
     match failure {
-        Failure::Corrupt(reason) => exception(py, "CorruptPage", reason, &[]),
-        Failure::Io(reason) => exception(py, "TierIOError", reason, &[]),
+        Failure::Corrupt(reason) => exception(py, "CorruptPage", reason, &holders(sequences)),
+        Failure::Io(reason) => exception(py, "TierIOError", reason, &holders(sequences)),
     }
+}
+
+fn holders(sequences: &[SequenceId]) -> [(&'static str, Field); 1] {
+    [("sequences", Field::Numbers(sequences.iter().map(|id| id.number()).collect()))]
 }
 
 /// An error of the disk tier in a directory.

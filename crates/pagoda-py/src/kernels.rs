@@ -160,7 +160,7 @@ impl Cache {
         let attended: u64 = tables.iter().map(|table| layers[layer].layer.seen_bytes(table)).sum();
         step.sequences = recycle(tables);
         step.attended += attended;
-        result.map_err(|stop| stop.raise(py))?;
+        result.map_err(|stop| stop.raise(py, core))?;
         drop(borrowed);
         Ok((out, lse))
     }

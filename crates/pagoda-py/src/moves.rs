@@ -137,7 +137,7 @@ impl Inner {
             return Ok(());
         }
         let why = completion.failure().expect("what is waited for fails with a reason");
-        Err(Unmade(None, errors::failure(py, why)))
+        Err(Unmade(None, errors::failure(py, why, &[])))
     }
 
     /// Sleeps until copies have ended, as long as the disk does anything, and `disk_timeout` more.

@@ -17,8 +17,6 @@ const SLICE: Duration = Duration::from_millis(50);
 
 /// Why a wait for the disk ended early.
 pub(crate) enum Stop {
-    /// A read failed.
-    Read(Failure),
     /// The drive of a directory took longer than `limit` for something.
     Late { directory: PathBuf, limit: Duration, what: String },
     /// A signal handler raised.
@@ -40,11 +38,10 @@ impl Stop {
 
     pub(crate) fn raise(self, py: Python<'_>) -> PyErr {
         match self {
-            Self::Read(failure) => errors::failure(py, &failure),
             Self::Late { directory, limit, what } => {
                 let (directory, seconds) = (directory.display(), limit.as_secs_f64());
                 let reason = format!("disk = {directory}: disk_timeout = {seconds}: {what}");
-                errors::failure(py, &Failure::Io(reason))
+                errors::failure(py, &Failure::Io(reason), &[])
             }
             Self::Signal(error) => error,
         }

@@ -1,9 +1,11 @@
 //! Layers of pages on disk, read ahead of the attention over them.
 
-use crate::patience::{self, Stop};
+use crate::errors;
+use crate::patience;
 use pagoda_core::fence::Completion;
 use pagoda_core::ids::Epoch;
-use pagoda_store::{Filled, LayerOfPages, Mover, Ring};
+use pagoda_store::{Filled, LayerOfPages, Mover, Ring, Unread};
+use pyo3::prelude::*;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -24,6 +26,29 @@ pub(crate) struct Reader<'a> {
     pub(crate) mover: &'a Mover,
     /// The last step that has ended.
     pub(crate) ended: Epoch,
+}
+
+/// Why an open step does not get what it has to read.
+pub(crate) enum Stop {
+    Unread(Unread),
+    Wait(patience::Stop),
+}
+
+impl Stop {
+    pub(crate) fn raise(self, py: Python<'_>, core: &pagoda_core::Cache) -> PyErr {
+        match self {
+            Self::Unread(Unread { group, block, failure }) => {
+                errors::failure(py, &failure, &core.holders(group, block))
+            }
+            Self::Wait(stop) => stop.raise(py),
+        }
+    }
+}
+
+impl From<patience::Stop> for Stop {
+    fn from(stop: patience::Stop) -> Self {
+        Self::Wait(stop)
+    }
 }
 
 /// What was read for attention in a step.
@@ -62,7 +87,7 @@ impl Reads {
     }
 
     /// Waits for all reads under way.
-    pub(crate) fn finish(&mut self, mover: &Mover) -> Result<(), Stop> {
+    pub(crate) fn finish(&mut self, mover: &Mover) -> Result<(), patience::Stop> {
         let start = Instant::now();
         while let Some(completion) = self.ring.under_way().cloned() {
             self.wait(mover, &completion, start)?;
@@ -76,13 +101,13 @@ impl Reads {
     }
 
     /// Sleeps until a read has ended, from `start` on as long as may be.
-    fn wait(&mut self, mover: &Mover, completion: &Completion, start: Instant) -> Result<(), Stop> {
+    fn wait(&mut self, mover: &Mover, completion: &Completion, start: Instant) -> Result<(), patience::Stop> {
         let (began, waiter) = (Instant::now(), mover.waiter());
         let left = self.timeout.saturating_sub(start.elapsed());
         let waited = patience::until(left, |slice| waiter.wait(completion, slice));
         self.traffic.waited += began.elapsed();
-        let late = || Stop::late(&self.directory, self.timeout, "a read took longer");
-        if waited.map_err(Stop::Signal)? { Ok(()) } else { Err(late()) }
+        let late = || patience::Stop::late(&self.directory, self.timeout, "a read took longer");
+        if waited.map_err(patience::Stop::Signal)? { Ok(()) } else { Err(late()) }
     }
 }
 
@@ -128,7 +153,7 @@ impl Reader<'_> {
         }
         let completion = self.reads.ring.next().expect("begun").clone();
         self.reads.wait(self.mover, &completion, start)?;
-        let filled = self.reads.ring.take().map_err(Stop::Read)?;
+        let filled = self.reads.ring.take().map_err(Stop::Unread)?;
         self.reads.traffic.bytes += filled.stride * self.reads.what[at].blocks.len() as u64;
         // SAFETY: as the caller promises.
         unsafe { self.read_ahead(at + 1) };

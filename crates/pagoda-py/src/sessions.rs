@@ -247,7 +247,7 @@ impl Inner {
             let directory = store.directory().display();
             let reason =
                 format!("disk = {directory}: {key:?}: the drive has yet to answer an earlier save or forget");
-            return Err(errors::failure(py, &Failure::Io(reason)));
+            return Err(errors::failure(py, &Failure::Io(reason), &[]));
         }
         Ok(store)
     }

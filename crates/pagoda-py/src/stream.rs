@@ -2,8 +2,7 @@
 
 use crate::errors::cpu;
 use crate::layers::PlacedLayer;
-use crate::patience;
-use crate::reads::{Reader, Reads};
+use crate::reads::{self, Reader, Reads};
 use crate::step::StepState;
 use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::work;
@@ -35,14 +34,14 @@ struct Pass {
 /// Why attention ended early.
 pub(crate) enum Stop {
     Backend(pagoda_cpu::Error),
-    Disk(patience::Stop),
+    Disk(reads::Stop),
 }
 
 impl Stop {
-    pub(crate) fn raise(self, py: Python<'_>) -> PyErr {
+    pub(crate) fn raise(self, py: Python<'_>, core: &pagoda_core::Cache) -> PyErr {
         match self {
             Self::Backend(error) => cpu(py, &error),
-            Self::Disk(stop) => stop.raise(py),
+            Self::Disk(stop) => stop.raise(py, core),
         }
     }
 }

@@ -6,7 +6,7 @@ use crate::memory::Place;
 use crate::shape::WORD;
 use pagoda_core::Error;
 use pagoda_core::fence::{Completion, Failure};
-use pagoda_core::ids::{SequenceId, TicketId, Tier};
+use pagoda_core::ids::{TicketId, Tier};
 use pagoda_core::plan::{BlockCopy, Plan};
 use std::ops::Range;
 
@@ -16,7 +16,6 @@ const DISK_PAGES: usize = 16;
 /// The copies of one plan.
 pub(crate) struct Job {
     id: TicketId,
-    sequence: SequenceId,
     completion: Completion,
     copies: Vec<BlockCopy>,
     parts: Vec<Part>,
@@ -37,7 +36,6 @@ struct Part {
 /// A failure that the core has to tell of.
 pub(crate) struct Owed {
     id: TicketId,
-    sequence: SequenceId,
     copied: u32,
     corrupt: bool,
 }
@@ -84,8 +82,7 @@ impl Machine {
                 );
                 if !copies.is_empty() {
                     let (parts, behind) = (cut(&copies), self.minted);
-                    let sequence = plan.sequence;
-                    self.jobs.push(Job { id, sequence, completion, copies, parts, behind, age: 0 });
+                    self.jobs.push(Job { id, completion, copies, parts, behind, age: 0 });
                 }
                 Ok(true)
             }
@@ -192,7 +189,7 @@ impl Machine {
                 self.advance_part(job, part, usize::MAX / 2, false)?;
             }
         }
-        let Job { id, sequence, completion, copies, parts, age, .. } = self.jobs.swap_remove(job);
+        let Job { id, completion, copies, parts, age, .. } = self.jobs.swap_remove(job);
         self.tally.see("faults of links: copies that take 50 operations and more", u64::from(age > 50));
         let mut copied = 0;
         let mut failure = None;
@@ -220,7 +217,7 @@ impl Machine {
             None => completion.finish(copied),
             Some(failure) => {
                 let corrupt = matches!(failure, Failure::Corrupt(_));
-                self.owed.push(Owed { id, sequence, copied, corrupt });
+                self.owed.push(Owed { id, copied, corrupt });
                 completion.fail(copied, failure);
             }
         }
@@ -231,9 +228,9 @@ impl Machine {
     /// The core tells of each failure once, and of nothing else.
     pub(crate) fn hear_failures(&mut self) -> Outcome {
         while let Some(error) = self.cache.take_failure() {
-            let (ticket, said, corrupt) = match &error {
-                Error::CopyFailed { ticket, copied, .. } => (*ticket, *copied, false),
-                Error::CorruptPage { ticket, copied, .. } => (*ticket, *copied, true),
+            let (ticket, said, holders, corrupt) = match &error {
+                Error::CopyFailed { ticket, copied, sequences, .. } => (*ticket, *copied, sequences, false),
+                Error::CorruptPage { ticket, copied, sequences, .. } => (*ticket, *copied, sequences, true),
                 other => return Err(format!("{other} is no failure of a copy")),
             };
             let Some(at) = self.owed.iter().position(|owed| owed.id == ticket) else {
@@ -247,7 +244,7 @@ impl Machine {
             );
             self.tally.see(if corrupt { "told: corrupt pages" } else { "told: failed copies" }, 1);
             if corrupt {
-                self.doomed.push(owed.sequence);
+                self.doomed.extend(holders);
             }
         }
         Ok(())

@@ -11,7 +11,7 @@ use pagoda_core::ids::{BlockId, Epoch, GroupId, SequenceId};
 use pagoda_store::by_hand::ByHand;
 use pagoda_store::disk::Store;
 use pagoda_store::disk::io::ALIGN;
-use pagoda_store::{LayerOfPages, Ring};
+use pagoda_store::{LayerOfPages, Ring, Unread};
 use std::sync::Arc;
 
 /// The ring of a cache, and what the open step has to read through it.
@@ -149,10 +149,16 @@ impl Machine {
                 self.read_ahead();
                 Ok(Passed::Over)
             }
-            Err(failure) => {
+            Err(Unread { group, block, failure }) => {
                 self.tally.see("refused: steps whose pages cannot be read", 1);
+                let (reading, holders) =
+                    (self.streaming.passes[at].sequence, self.cache.holders(group, block));
+                ensure!(
+                    holders.contains(&reading),
+                    "{reading} is not of {holders:?} with {block:?} of {group:?}"
+                );
                 if let Failure::Corrupt(_) = failure {
-                    self.doomed.push(self.streaming.passes[at].sequence);
+                    self.doomed.extend(holders);
                 }
                 self.give_up()?;
                 Ok(Passed::End)

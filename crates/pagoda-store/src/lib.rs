@@ -11,5 +11,5 @@ mod slab;
 #[cfg(any(test, feature = "faults"))]
 pub use mover::by_hand;
 pub use mover::{LayerOfPages, Mover, Place, Transfer, Waiter};
-pub use ring::{Filled, Ring};
+pub use ring::{Filled, Ring, Unread};
 pub use slab::Slab;

@@ -4,7 +4,7 @@ use crate::disk::{Geometry, Store};
 use crate::mover::{LayerOfPages, Mover};
 use crate::slab::Slab;
 use pagoda_core::fence::{Completion, Failure};
-use pagoda_core::ids::{Epoch, GroupId};
+use pagoda_core::ids::{BlockId, Epoch, GroupId};
 use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
@@ -54,6 +54,17 @@ pub struct Filled {
     pub address: *mut u8,
     /// Bytes from one page to the next.
     pub stride: u64,
+}
+
+/// Why a slot has nothing.
+#[derive(Debug)]
+pub struct Unread {
+    /// The layer group of the first page that could not be read,
+    pub group: GroupId,
+    /// and its block on disk.
+    pub block: BlockId,
+    /// What became of it.
+    pub failure: Failure,
 }
 
 impl Ring {
@@ -139,13 +150,14 @@ impl Ring {
     ///
     /// # Panics
     /// When there is none, or it has not ended.
-    pub fn take(&mut self) -> Result<Filled, Failure> {
+    pub fn take(&mut self) -> Result<Filled, Unread> {
         let Reading { slot, what, completion, .. } =
             self.ahead.pop_front().expect("a read that was waited for");
         let copied = completion.copied().expect("a read that has ended");
         if copied as usize != what.blocks.len() {
             self.give(slot, &what);
-            return Err(completion.failure().expect("a read that fails says why").clone());
+            let failure = completion.failure().expect("a read that fails says why").clone();
+            return Err(Unread { group: what.group, block: what.blocks[copied as usize], failure });
         }
         let address = self.slab.base().wrapping_add(self.range(slot).start as usize);
         let stride = self.store.geometry().stored_run(what.group, what.layer);
@@ -490,10 +502,11 @@ mod tests {
         world.ahead(&[what(0, 0..20), what(1, 0..20)], 0);
         world.quiet();
         let failures: Vec<_> = (0..2).filter_map(|_| world.ring.take().err()).collect();
-        assert!(
-            matches!(&failures[..], [Failure::Io(reason)] if reason.contains("os error 5")),
-            "{failures:?}"
-        );
+        let [Unread { group: GROUP, block, failure: Failure::Io(reason) }] = &failures[..] else {
+            panic!("{failures:?}")
+        };
+        assert_eq!(*block, BlockId::new(0));
+        assert!(reason.contains("os error 5"), "{reason}");
         world.ahead(&[what(0, 0..20)], 0);
         world.check(1, &what(0, 0..20));
     }
