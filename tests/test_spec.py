@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pagoda.errors import InvalidArgument
-from pagoda.hf_config import layers_of
+from pagoda.families import layers_of
 from pagoda.presets import PRESETS
 from pagoda.rope import Llama3Scaling, ProportionalScaling, Rope, YarnScaling
 from pagoda.spec import AttentionLayer, ModelSpec, StateLayer
@@ -140,6 +140,115 @@ SPARSE: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...]]] = {
 }
 
 
+class Seen(NamedTuple):
+    """What is seen of a layer; by default, what most layers have."""
+
+    window: int | None = None
+    theta: float | None = 1e4
+    turned: float = 1.0
+    """The share of a row that is rotated."""
+    interleaved: bool = False
+    scale: float = 128**-0.5
+    softcap: float | None = None
+
+
+FIXED = Seen(theta=None)
+LATENT = Seen(theta=None, scale=192**-0.5)
+# The same of families: what a config says beside the size of rows, heads and head size, the first layer and the last. Pairs
+# are interleaved where the code of transformers (`rotate_half`, or complex numbers) has them so.
+FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, int, int], Seen, Seen]] = {
+    "cohere2": ({"hidden_size": 8192}, (64, 64, 128), Seen(4096, interleaved=True), FIXED),
+    "deepseek_v2": ({}, (32, 1, 576), LATENT, LATENT),
+    "ernie4_5": (
+        {"hidden_size": 1024},
+        (16, 2, 128),
+        Seen(theta=5e5, interleaved=True),
+        Seen(theta=5e5, interleaved=True),
+    ),
+    "exaone4": ({"hidden_size": 4096}, (32, 32, 128), Seen(4096), FIXED),
+    "exaone4 without a window": ({"hidden_size": 4096, "sliding_window": None}, (32, 32, 128), Seen(), Seen()),
+    "gemma": ({}, (16, 16, 256), Seen(scale=1 / 16), Seen(scale=1 / 16)),
+    "gemma2": ({}, (8, 4, 256), Seen(4096, scale=1 / 16, softcap=50.0), Seen(scale=1 / 16, softcap=50.0)),
+    "glm": ({}, (32, 2, 128), Seen(turned=0.5, interleaved=True), Seen(turned=0.5, interleaved=True)),
+    "glm4": ({}, (32, 2, 128), Seen(turned=0.5, interleaved=True), Seen(turned=0.5, interleaved=True)),
+    "glm4_moe": ({"hidden_size": 12288}, (96, 8, 128), Seen(turned=0.5), Seen(turned=0.5)),
+    "granite": ({"hidden_size": 4096}, (32, 32, 128), Seen(scale=1.0), Seen(scale=1.0)),
+    "granite 8b": (
+        {"hidden_size": 4096, "attention_multiplier": 0.0078125},
+        (32, 32, 128),
+        Seen(scale=1 / 128),
+        Seen(scale=1 / 128),
+    ),
+    "kimi_k2": ({}, (128, 1, 576), LATENT, LATENT),
+    "minimax_m2": ({}, (48, 8, 128), Seen(theta=5e6), Seen(theta=5e6)),
+    "minimax_m2 as published": (
+        {"rotary_dim": 64},
+        (48, 8, 128),
+        Seen(theta=5e6, turned=0.5),
+        Seen(theta=5e6, turned=0.5),
+    ),
+    "ministral": ({"hidden_size": 4096}, (32, 8, 128), Seen(4096), Seen(4096)),
+    "ministral3": ({}, (32, 8, 128), Seen(theta=1e6), Seen(theta=1e6)),
+    "mixtral": ({"hidden_size": 4096}, (32, 8, 128), Seen(theta=1e6), Seen(theta=1e6)),
+    "olmo2": ({"hidden_size": 4096}, (32, 32, 128), Seen(), Seen()),
+    "olmo3": ({"hidden_size": 4096}, (32, 32, 128), Seen(4096, 5e5), Seen(theta=5e5)),
+    "phi3": (
+        {"hidden_size": 3072, "partial_rotary_factor": 0.75, "sliding_window": 2047},
+        (32, 32, 96),
+        Seen(2047, turned=0.75, scale=96**-0.5),
+        Seen(2047, turned=0.75, scale=96**-0.5),
+    ),
+    "qwen2_moe": ({"hidden_size": 2048}, (16, 16, 128), Seen(), Seen()),
+    "qwen2_moe with a window": (
+        {"hidden_size": 2048, "use_sliding_window": True, "max_window_layers": 1},
+        (16, 16, 128),
+        Seen(4096),
+        Seen(),
+    ),
+    "seed_oss": ({}, (80, 8, 128), Seen(), Seen()),
+    "starcoder2": ({"hidden_size": 3072}, (24, 2, 128), Seen(), Seen()),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_attend_as_in_transformers(name: str) -> None:
+    content, heads, *expected = FAMILIES[name]
+    layers = ModelSpec.from_config(content | {"model_type": name.split()[0], "num_hidden_layers": 4}).attention_layers
+
+    def seen(layer: AttentionLayer) -> Seen:
+        rope = layer.rope
+        share, interleaved = (rope.dim_of(layer.head_dim) / layer.head_dim, rope.interleaved) if rope else (1, False)
+        scale = layer.head_dim**-0.5 if layer.scale is None else layer.scale
+        return Seen(layer.window, rope.theta if rope else None, share, interleaved, scale, layer.softcap)
+
+    assert len(layers) == 4
+    assert {(layer.num_q_heads, layer.num_kv_heads, layer.head_dim) for layer in layers} == {heads}
+    for layer, other in zip((layers[0], layers[-1]), expected, strict=True):
+        assert seen(layer)._replace(scale=0.0) == other._replace(scale=0.0)
+        assert seen(layer).scale == pytest.approx(other.scale)
+
+
+def test_layers_by_turns_of_families_that_have_two_kinds() -> None:
+    def windowed(kind: str, **content: Any) -> list[int]:
+        config = {"model_type": kind, "num_hidden_layers": 8, "hidden_size": 4096, **content}
+        return [index for index, layer in enumerate(ModelSpec.from_config(config).attention_layers) if layer.window]
+
+    assert windowed("gemma2") == [0, 2, 4, 6]
+    assert windowed("qwen2_moe", use_sliding_window=True, max_window_layers=5) == [0, 2, 4]
+    assert windowed("olmo3") == windowed("cohere2") == windowed("exaone4") == [0, 1, 2, 4, 5, 6]
+    assert windowed("cohere2", sliding_window_pattern=2) == [0, 2, 4, 6]
+    types = ["full_attention"] * 3 + ["sliding_attention"] * 5
+    for kind in ("gemma2", "olmo3", "cohere2", "exaone4", "ministral"):
+        assert windowed(kind, layer_types=types) == [3, 4, 5, 6, 7]
+
+
+def test_a_scaling_of_olmo_3_is_of_full_layers() -> None:
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    config = {"model_type": "olmo3", "num_hidden_layers": 4, "hidden_size": 4096, "rope_scaling": scaling}
+    scaled = [layer.rope and layer.rope.scaling for layer in ModelSpec.from_config(config).attention_layers]
+    assert scaled == [None, None, None, YarnScaling(8.0, 8192)]
+
+
 @pytest.mark.parametrize("name", SPARSE)
 def test_keys_that_a_config_leaves_out_are_those_of_transformers(name: str) -> None:
     content, *expected = SPARSE[name]
@@ -184,9 +293,14 @@ HOSTILE: st.SearchStrategy[Any] = st.sampled_from(
 )
 
 
-@given(name=st.sampled_from(sorted(PRESETS)), data=st.data())
+COMPLETE = PRESETS | {
+    name: content | {"model_type": name.split()[0], "num_hidden_layers": 4} for name, (content, *_) in FAMILIES.items()
+}
+
+
+@given(name=st.sampled_from(sorted(COMPLETE)), data=st.data())
 def test_hostile_configs_are_refused_by_name(name: str, data: st.DataObject) -> None:
-    config = dict(PRESETS[name])
+    config = dict(COMPLETE[name])
     key = data.draw(st.sampled_from(sorted(config)))
     config[key] = data.draw(HOSTILE)
     try:

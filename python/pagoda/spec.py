@@ -156,7 +156,8 @@ class ModelSpec:
     @classmethod
     def from_config(cls, config: str | Path | dict[str, Any], *, name: str = "") -> ModelSpec:
         """The geometry in a Hugging Face config.json: its path, its folder's, or its content. Raises InvalidArgument."""
-        from pagoda.hf_config import layers_of, read_config
+        from pagoda.families import layers_of
+        from pagoda.hf_config import read_config
 
         check_text("name", name)
         content = read_config(config)
