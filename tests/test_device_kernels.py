@@ -186,6 +186,12 @@ SHAPES = [
     Shape("FromV", "Q8_0", "F32", 512, 512, "columns"),
     Shape("FromV", "Nvfp4", "F16", 64, 64, "wide"),
     Shape("FromV", "Q4_0", "F32", 64, 64, "prefill"),
+    Shape("Q5_0", "Q5_0", "BF16", 128, 128, "few"),
+    Shape("Q5_0", "Q5_0", "F32", 96, 160),
+    Shape("Q8_0", "Q5_0", "F16", 64, 32, "few"),
+    Shape("Q5_0", "PartOfK", "F32", 96, 64, "deterministic"),
+    Shape("Q5_0", "Q4_0", "BF16", 32, 64, "stacked"),
+    Shape("FromV", "Q5_0", "F32", 64, 64, "wide"),
 ]
 FROM_V = [shape for shape in SHAPES if shape.k_from_v]
 FOLDED = [
@@ -198,6 +204,7 @@ BY_SHARE = [SHAPES[1], SHAPES[9], SHAPES[23], SHAPES[24]]
 """Decoding and prefill, of 16-bit rows and of quantised ones."""
 APPENDS = [("F16", "F16", "F32"), ("BF16", "F32", "F16"), ("F32", "F16", "BF16"), ("BF16", "F16", "F32")]
 APPENDS += [("Q8_0", "Q4_0", "F32"), ("Fp8E4m3", "F16", "BF16"), ("BF16", "Int8", "F16"), ("F16", "Mxfp4", "F32")]
+APPENDS += [("Q5_0", "Q4_0", "BF16")]
 
 
 def append_kernel(formats: tuple[str, ...]) -> str:

@@ -264,18 +264,12 @@ def test_what_does_not_fit_is_refused_where_it_is_checked() -> None:
                     step.append(0, *changed)
 
 
-@pytest.mark.parametrize(
-    ("pair", "named"),
-    [
-        (("q5_0", "f16"), "q5_0, f16: a device stores f32, f16, bf16, fp8_e4m3, int8, q8_0, q4_0, mxfp4, nvfp4 so far"),
-        (("f16", "q5_0"), "f16, q5_0: a device stores"),
-        (("f32", "q8_0"), "f32, q8_0: on a device f32 goes with f32, f16, bf16 only"),
-    ],
-)
-def test_what_a_device_does_not_store(pair: tuple[str, str], named: str) -> None:
+@pytest.mark.parametrize("pair", [("f32", "q8_0"), ("q5_0", "f32")])
+def test_what_a_device_does_not_store(pair: tuple[str, str]) -> None:
+    named = f"{', '.join(pair)}: on a device f32 goes with f32, f16, bf16 only"
     with pytest.raises(pagoda.BackendUnavailable, match=named):
         cache_on("cuda", [SHAPE], pair)
-    assert set(instances.NAMES) | set(instances.QUANTISED) <= set(formats.FORMATS)
+    assert set(instances.NAMES) | set(instances.QUANTISED) == set(formats.FORMATS)
 
 
 def test_a_graph_takes_the_centre_once(kind: str) -> None:

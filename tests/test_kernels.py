@@ -41,7 +41,7 @@ def test_make_kernels_does_what_models_ask_for() -> None:
 
     for arch, shared in compile_kernels.SHARED_MAX.items():
         kernels = set(compile_kernels.every(arch))
-        assert len(kernels) <= 640
+        assert len(kernels) <= 720
         for (v, q), mode in product((("bf16", "bf16"), ("q8_0", "bf16"), ("f16", "f32")), compile_kernels.MODES):
             assert instances.attend(instances.FROM_V, v, q, 512, 512, 16, mode, shared << 10).kernel in kernels
         for half in ("f16", "bf16"):
@@ -173,6 +173,7 @@ def test_python_knows_the_shapes_of_kernels() -> None:
     """Threads, rows, shared memory and partial results, computed in Python, are those of the templates."""
     formats = [("f16", "f16", "f32"), ("bf16", "bf16", "f16"), ("bf16", "f16", "bf16"), ("f32", "f16", "f16")]
     quantised = [("q8_0", "q8_0", "bf16"), ("fp8_e4m3", "q4_0", "f32"), ("q4_0", "f16", "f16"), ("bf16", "int8", "f16")]
+    quantised += [("q5_0", "q5_0", "bf16")]
     sizes = [(64, 64), (72, 40), (128, 128), (256, 256), (200, 136)]
     modes = ["decode", "verify", "prefill", "decode-deterministic", "prefill-deterministic"]
     chosen = [
@@ -183,13 +184,16 @@ def test_python_knows_the_shapes_of_kernels() -> None:
         instances.attend(*types, *dims, 4, mode, 99 << 10)
         for types, dims, mode in product(quantised, [(64, 64), (96, 160), (256, 256), (320, 512)], modes)
     ]
-    chosen += [instances.attend("q8_0", instances.PART_OF_K, "bf16", 576, 512, 16, mode, 99 << 10) for mode in modes]
+    chosen += [
+        instances.attend(k, instances.PART_OF_K, "bf16", 576, 512, 16, mode, 99 << 10)
+        for k, mode in product(("q8_0", "q5_0"), modes)
+    ]
     chosen += [instances.attend("f16", "bf16", "f16", 576, 512, 4, mode, 227 << 10) for mode in modes]
     chosen += [instances.attend("bf16", instances.PART_OF_K, "f16", 576, 512, 4, mode, 99 << 10) for mode in modes]
     chosen += [instances.attend("f32", instances.PART_OF_K, "f16", 72, 40, 4, "decode", 99 << 10)]
     chosen += [
         instances.attend(instances.FROM_V, v, q, dim, dim, 4, mode, 227 << 10)
-        for v, q, dim, mode in product(("f32", "bf16", "q4_0"), ("f32", "bf16"), (64, 512), modes)
+        for v, q, dim, mode in product(("f32", "bf16", "q5_0", "q4_0"), ("f32", "bf16"), (64, 512), modes)
     ]
     chosen += [instances.attend("f16", "f16", q, 256, 256, 128, "decode", 227 << 10) for q in ("f16", "f32")]
     chosen += [

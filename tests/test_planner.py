@@ -304,7 +304,7 @@ def test_command_says_whether_k_is_stored(capsys: pytest.CaptureFixture[str]) ->
         ["plan", "qwen3-8b", "--page-size", "100"],
         ["plan", "qwen3-8b", "--device-memory", "0"],
         ["plan", "qwen3-8b", "--device-memory", ""],
-        ["plan", "qwen3-8b", "--cache-type-v", "q5_0", "--device", "cuda"],
+        ["plan", "qwen3-8b", "--cache-type-k", "f32", "--cache-type-v", "q5_0", "--device", "cuda"],
         ["plan", ""],
     ],
 )

@@ -48,6 +48,7 @@ QUANTISED = (
     *((name, name) for name in instances.QUANTISED),
     ("f16", "q8_0"),
     ("bf16", "q8_0"),
+    ("q8_0", "q5_0"),
     ("q8_0", "q4_0"),
     ("fp8_e4m3", "q4_0"),
 )
@@ -114,11 +115,12 @@ def covering(arch: str) -> list[Kernel]:
         (("f16", "int8", "f32"), (256, 256)),
         (("q8_0", "q4_0", "f32"), (512, 512)),
     ]
-    derived = [((instances.FROM_V, v, q), DERIVED) for v, q in (("bf16", "bf16"), ("f16", "f32"), ("q8_0", "bf16"))]
+    derived = [((instances.FROM_V, v, q), DERIVED) for v, q in (("bf16", "bf16"), ("f16", "f32"), ("q5_0", "bf16"))]
     many = [(("f16", "f16", "f32"), (256, 256)), (("bf16", instances.PART_OF_K, "bf16"), (576, 512))]
     attends = [
         *_fitting(arch, layers, [4], [mode for mode in MODES if mode != "verify"]),
         *_fitting(arch, quantised, [4], ("decode", "prefill")),
+        *_fitting(arch, [(("q5_0", "q5_0", "bf16"), (128, 128))], [4], ["decode"]),
         *_fitting(
             arch, [(("bf16", "bf16", "bf16"), (256, 256)), (("q4_0", "q4_0", "bf16"), (128, 128))], [4], ["verify"]
         ),

@@ -113,23 +113,43 @@ struct Encoder<Q8_0> {
     }
 };
 
+/// The code of a block's element `x`, one a lane: from 0 to 2 HALF - 1, HALF for 0. Writes their scale, which brings the largest to -HALF.
+template <int HALF>
+__device__ uint32 symmetric_code(float x, uint8* scale_there) {
+    const float mine = limited(x, HALF * F16_MAX);
+    const uint32 largest = __reduce_max_sync(~0u, magnitude(mine));
+    // The first of the largest, with its sign.
+    const int who = __ffs(static_cast<int>(__ballot_sync(~0u, magnitude(mine) == largest))) - 1;
+    const float most = __shfl_sync(~0u, mine, who);
+    const float scale = largest > INFINITE ? not_a_number() : divide_exact(largest == 0 ? 0.0f : most, -HALF);
+    const float inverse = magnitude(scale) == 0 ? 0.0f : divide_exact(1.0f, scale);
+    if (lane_of_warp() == 0) put_scale(scale_there, scale);
+    // Truncation of what is above 0 rounds to nearest. NaN becomes 0.
+    const float code = add_exact(multiply_exact(mine, inverse), HALF + 0.5f);
+    return code >= 2 * HALF - 1 ? 2 * HALF - 1 : code > 0.0f ? static_cast<uint32>(code) : 0;
+}
+
+template <>
+struct Encoder<Q5_0> {
+    __device__ static float limit() { return 16.0f * F16_MAX; }
+    __device__ static void store(const float* x, int dim, uint8* row, uint8* scales) {
+        const int lane = lane_of_warp();
+        for (int block = 0; block < dim / Q5_0::BLOCK; ++block) {
+            const uint32 code = symmetric_code<16>(x[block * WARP + lane], scales + 2 * block);
+            put_nibbles(row + block * 16, code & 15);
+            const uint32 fifths = __ballot_sync(~0u, code > 15);
+            if (lane == 0) reinterpret_cast<uint32*>(row + dim / 2)[block] = fifths;
+        }
+    }
+};
+
 template <>
 struct Encoder<Q4_0> {
     __device__ static float limit() { return 8.0f * F16_MAX; }
     __device__ static void store(const float* x, int dim, uint8* row, uint8* scales) {
         const int lane = lane_of_warp();
         for (int block = 0; block < dim / Q4_0::BLOCK; ++block) {
-            const float mine = limited(x[block * WARP + lane], limit());
-            const uint32 largest = __reduce_max_sync(~0u, magnitude(mine));
-            // The first of the largest, with its sign.
-            const int who = __ffs(static_cast<int>(__ballot_sync(~0u, magnitude(mine) == largest))) - 1;
-            const float most = __shfl_sync(~0u, mine, who);
-            const float scale = largest > INFINITE ? not_a_number() : divide_exact(largest == 0 ? 0.0f : most, -8.0f);
-            const float inverse = magnitude(scale) == 0 ? 0.0f : divide_exact(1.0f, scale);
-            // Truncation of what is above 0 rounds to nearest. NaN becomes 0.
-            const float code = add_exact(multiply_exact(mine, inverse), 8.5f);
-            put_nibbles(row + block * 16, code >= 15.0f ? 15 : code > 0.0f ? static_cast<uint32>(code) : 0);
-            if (lane == 0) put_scale(scales + 2 * block, scale);
+            put_nibbles(row + block * 16, symmetric_code<8>(x[block * WARP + lane], scales + 2 * block));
         }
     }
 };

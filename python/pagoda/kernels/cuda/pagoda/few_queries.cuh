@@ -211,7 +211,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
     template <int COUNT>
     __device__ void score_codes(Scores<COUNT>& scores, const uint8* keys) const {
         // What is loaded at once, two chunks, has one scale or whole blocks.
-        constexpr int CHUNKS = D * K::BITS / 128, PARTS = 8 / K::BITS, BLOCK = K::BLOCK == 0 ? D : K::BLOCK;
+        constexpr int PARTS = K::PARTS, CHUNKS = D / STEP / PARTS, BLOCK = K::BLOCK == 0 ? D : K::BLOCK;
         const typename K::template Decoder<KElement> decoder;
         uint32 pairs[COUNT][Shape::Q_SPLITS][4];
 #pragma unroll
@@ -223,8 +223,14 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
             for (int i = 0; i < COUNT * 4; ++i) scores[i / 4][n][i % 4] = bias[i / 4 * 2 + i % 2];
 #pragma unroll
             for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
-                uint32 words[4];
-                load_matrix(words, keys + ((n * 16 + lane % 16) * Shape::K_STRIDE + chunk + lane / 16) * 16);
+                uint32 codes[4];
+                load_matrix(codes, keys + ((n * 16 + lane % 16) * Shape::K_STRIDE + chunk + lane / 16) * 16);
+                typename K::Word words[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const uint8* const row = keys + (n * 16 + i % 2 * 8 + lane / 4) * Shape::K_STRIDE * 16;
+                    words[i] = K::template along<D>(codes[i], row, chunk + i / 2, lane % 4);
+                }
 #pragma unroll
                 for (int i = 0; i < 2 * PARTS; ++i) {
                     // An odd number of chunks: the last load has brought bytes that are not of the row.
@@ -380,7 +386,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
     /// The same for quantised V: weights take the scales. Codes are finite; CAREFUL: where a weight is 0 the scale may be anything.
     template <int COUNT, bool CAREFUL>
     __device__ void accumulate_codes(const Scores<COUNT>& weights, const uint8* rows_of_v) {
-        constexpr int CHUNKS = DV / (128 / V::BITS), PARTS = 8 / V::BITS, BLOCK = V::BLOCK == 0 ? DV : V::BLOCK;
+        constexpr int PARTS = V::PARTS, CHUNKS = DV / STEP / PARTS, BLOCK = V::BLOCK == 0 ? DV : V::BLOCK;
         constexpr int SCALED = Shape::V_IN_K ? D : DV, SCALE_BYTES = V::scale_bytes(SCALED);
         const typename V::template Decoder<VElement> decoder;
 #pragma unroll
@@ -391,8 +397,14 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
             Weights b[COUNT];
 #pragma unroll
             for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
-                uint32 words[4];
-                load_matrix_transposed(words, rows_of_v + ((n * 16 + lane % 16) * Shape::V_STRIDE + chunk + lane / 16) * 16);
+                uint32 codes[4];
+                load_matrix_transposed(codes, rows_of_v + ((n * 16 + lane % 16) * Shape::V_STRIDE + chunk + lane / 16) * 16);
+                typename V::Word words[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const uint8* const row = rows_of_v + (n * 16 + i % 2 * 8 + lane % 4 * 2) * Shape::V_STRIDE * 16;
+                    words[i] = V::template across<SCALED>(codes[i], row, row + Shape::V_STRIDE * 16, chunk + i / 2, lane / 4);
+                }
 #pragma unroll
                 for (int i = 0; i < 2 * PARTS; ++i) {
                     // As in score_codes.

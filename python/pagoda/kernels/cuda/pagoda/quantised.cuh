@@ -26,7 +26,10 @@ __device__ constexpr int column_at(int place) { return place / 16 * 16 + place %
 __device__ constexpr int place_of(int element) { return element / 16 * 16 + element % 2 * 8 + element % 16 / 4 * 2 + element % 4 / 2; }
 
 /// What all quantised formats have. Each also has:
-/// BITS: of a code, 8 or 4. BLOCK: elements that share a scale; 0 where all of a row do.
+/// BITS: of a row for each element. PARTS: codes, or parts of codes, that a byte holds. BLOCK: elements that share a scale; 0 where all of
+/// a row do.
+/// Word: what a decoder takes. along(codes, row, chunk, lane) makes it of word `lane` of a chunk of 16 bytes of a row of DIM elements, and
+/// across(codes, row, next, chunk, lane) of bytes 2 * lane and the next of such chunks of two rows.
 /// Decoder<Element>: pair(word, step, odd) is what the word stands for in that step, without the scale; any codes are finite.
 /// SCALE_BYTES: of a scale; scale_of(bits) is what those stand for that end in it.
 /// FOLDS: whether any code times any scale is exact in Keys, in units of theirs, and in Values.
@@ -34,7 +37,17 @@ __device__ constexpr int place_of(int element) { return element / 16 * 16 + elem
 struct Quantised {
     using Keys = F16;
     using Values = BF16;
+    using Word = uint32;
     static constexpr bool QUANTISED = true, FOLDS = false;
+
+    template <int DIM>
+    __device__ static Word along(uint32 codes, const uint8*, int, int) {
+        return codes;
+    }
+    template <int DIM>
+    __device__ static Word across(uint32 codes, const uint8*, const uint8*, int, int) {
+        return codes;
+    }
 };
 
 /// What values are multiplied with while they are summed: the unit of codes, or what their weights are.
@@ -138,6 +151,43 @@ struct NibbleDecoder<__nv_bfloat16> {
     }
 };
 
+/// Bytes that are 16 more than their numbers: 4 bits of each lie together with those of the next step, and the fifth apart.
+struct FiveBits {
+    uint32 steps[2];
+
+    FiveBits() = default;
+    /// The fifth bits of the first step are the 4 lowest of `fifths`, those of the second 4 from bit 16 on.
+    __device__ FiveBits(uint32 halves, uint32 fifths) : steps{join(halves, fifths), join(halves >> 4, fifths >> 16)} {}
+
+    /// Bit i of `fifths` becomes bit 4 of byte i: there, no other bit and power of two meet.
+    __device__ static uint32 join(uint32 halves, uint32 fifths) {
+        return (halves & 0x0f0f0f0fu) | ((fifths & 0xf) * 0x02040810u & 0x10101010u);
+    }
+    __device__ uint32 pair(int step, int odd) const { return __byte_perm(steps[step], 0, odd ? 0x4341 : 0x4240); }
+};
+
+template <class Element>
+struct FiveBitDecoder;
+
+template <>
+struct FiveBitDecoder<__half> {
+    const uint32 offset = held(twice(0x8010));
+
+    __device__ static float unit() { return F16_LEAST; }
+    __device__ uint32 pair(const FiveBits& word, int step, int odd) const { return add_pair(word.pair(step, odd), offset, __half()); }
+};
+
+template <>
+struct FiveBitDecoder<__nv_bfloat16> {
+    const uint32 scale = held(twice(0x7f00)), offset = held(twice(0xbe80));
+
+    __device__ static float unit() { return 0.015625f; }
+    __device__ uint32 pair(const FiveBits& word, int step, int odd) const {
+        // 0xbe80 is -16 units.
+        return fuse_pair(word.pair(step, odd), scale, offset, __nv_bfloat16());
+    }
+};
+
 /// Bytes that are E4M3. Exponent and fraction are moved to where the element has them, which gives the number times a power of
 /// two; subnormal ones come out right. NaN is 480 then: a row with one has a scale that is NaN.
 template <class Element>
@@ -192,31 +242,53 @@ struct E2m1Decoder<__nv_bfloat16> {
 };
 
 struct Fp8E4m3 : RowScale {
-    static constexpr int BITS = 8;
+    static constexpr int BITS = 8, PARTS = 1;
     template <class Element>
     using Decoder = E4m3Decoder<Element>;
 };
 
 struct Int8 : RowScale {
-    static constexpr int BITS = 8;
+    static constexpr int BITS = 8, PARTS = 1;
     template <class Element>
     using Decoder = IntegerDecoder<Element>;
 };
 
 struct Q8_0 : BlockScales {
-    static constexpr int BITS = 8;
+    static constexpr int BITS = 8, PARTS = 1;
     template <class Element>
     using Decoder = IntegerDecoder<Element>;
 };
 
+/// The fifth bits of a row follow its halves of bytes: 32 bits for each 32 elements, in their order.
+struct Q5_0 : BlockScales {
+    using Word = FiveBits;
+    static constexpr int BITS = 5, PARTS = 2;
+    template <class Element>
+    using Decoder = FiveBitDecoder<Element>;
+
+    template <int DIM>
+    __device__ static Word along(uint32 codes, const uint8* row, int chunk, int lane) {
+        return {codes, fifths<DIM>(row, chunk) >> 4 * lane};
+    }
+    template <int DIM>
+    __device__ static Word across(uint32 codes, const uint8* row, const uint8* next, int chunk, int lane) {
+        const uint32 low = fifths<DIM>(row, chunk) >> 2 * lane, high = fifths<DIM>(next, chunk) >> 2 * lane;
+        return {codes, (low & twice(3)) | (high & twice(3)) << 2};
+    }
+    template <int DIM>
+    __device__ static uint32 fifths(const uint8* row, int chunk) {
+        return reinterpret_cast<const uint32*>(row + DIM / 2)[chunk];
+    }
+};
+
 struct Q4_0 : BlockScales {
-    static constexpr int BITS = 4;
+    static constexpr int BITS = 4, PARTS = 2;
     template <class Element>
     using Decoder = NibbleDecoder<Element>;
 };
 
 struct E2m1 : Quantised {
-    static constexpr int BITS = 4, UNIT = 32;
+    static constexpr int BITS = 4, PARTS = 2, UNIT = 32;
     template <class Element>
     using Decoder = E2m1Decoder<Element>;
 };
@@ -261,21 +333,25 @@ struct DecodedRows<Format, As, DIM, ROWS, true> {
     /// By THREADS threads. From row to row there are FROM pieces of 16 bytes, and scales of STORED elements.
     template <int THREADS, int FROM, int STORED>
     __device__ static void decode(uint8* target, const uint8* rows, const uint8* scales) {
-        constexpr int PIECES = DIM * Format::BITS / 128, STEPS = 8 / Format::BITS;
+        constexpr int STEPS = Format::PARTS, PIECES = DIM / STEP / STEPS;
         using Element = typename As::Element;
         const typename Format::template Decoder<Element> decoder;
 #pragma unroll 1
         for (int i = thread_here() % THREADS; i < ROWS * PIECES; i += THREADS) {
             // Eight threads at a time have eight rows.
             const int row = i / 8 / PIECES * 8 + i % 8, piece = i / 8 % PIECES;
-            const uint4 codes = *reinterpret_cast<const uint4*>(rows + (row * FROM + piece) * 16);
+            const uint8* const stored = rows + row * FROM * 16;
+            const uint4 codes = *reinterpret_cast<const uint4*>(stored + piece * 16);
+            const typename Format::Word words[4] = {
+                Format::template along<STORED>(codes.x, stored, piece, 0), Format::template along<STORED>(codes.y, stored, piece, 1),
+                Format::template along<STORED>(codes.z, stored, piece, 2), Format::template along<STORED>(codes.w, stored, piece, 3)};
             uint4* const elements = reinterpret_cast<uint4*>(target + (row * STRIDE + piece * STEPS * 2) * 16);
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
 #pragma unroll
                 for (int odd = 0; odd < 2; ++odd) {
-                    uint4 four = make_uint4(decoder.pair(codes.x, step, odd), decoder.pair(codes.y, step, odd),
-                                            decoder.pair(codes.z, step, odd), decoder.pair(codes.w, step, odd));
+                    uint4 four = make_uint4(decoder.pair(words[0], step, odd), decoder.pair(words[1], step, odd),
+                                            decoder.pair(words[2], step, odd), decoder.pair(words[3], step, odd));
                     if constexpr (!SCALED) {
                         static_assert(Format::BLOCK == STEP, "a step has one scale");
                         const float scale = scale_at<Format>(scales + row * Format::scale_bytes(STORED), piece * STEPS + step);

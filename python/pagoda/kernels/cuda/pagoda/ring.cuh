@@ -122,7 +122,9 @@ struct Ring : Unit<Shape_> {
     /// zeros where none of its rows is real.
     template <int ROWS, int ROW_BYTES, int STRIDE>
     __device__ void copy_strip(uint8* target, const uint8* page, const Strip& strip, const Extent& here) const {
-        constexpr int ALL = ROWS * ROW_BYTES, BYTES = ALL % 16 == 0 ? 16 : 8, ROUND = Shape::TEAM * BYTES;
+        // What is copied at once stays together.
+        constexpr int ALL = ROWS * ROW_BYTES, WHOLE = ROW_BYTES == STRIDE ? ALL : ROW_BYTES;
+        constexpr int BYTES = WHOLE % 16 == 0 ? 16 : WHOLE % 8 == 0 ? 8 : 4, ROUND = Shape::TEAM * BYTES;
         const uint8* const source = page + strip.offset + this->kv_head() * strip.head_stride + static_cast<int64>(here.first) * ROW_BYTES;
         // What follows from the thread is kept only where it is little and used often.
         if (here.whole(ROWS)) {

@@ -30,8 +30,8 @@ struct TensorShape {
     /// Elements of a K row with zeros behind it, for whole steps of 16.
     static constexpr int DEPTH = (D + 15) / 16 * 16;
     /// From row to row, in pieces of 16 bytes. Odd, so that eight rows lie in different banks.
-    static constexpr int Q_STRIDE = (DEPTH / 8) | 1, K_STRIDE = K::BITS == 0 ? 0 : (DEPTH * K::BITS / 128) | 1;
-    static constexpr int V_STRIDE = V_IN_K ? K_STRIDE : (DV * V::BITS / 128) | 1;
+    static constexpr int Q_STRIDE = (DEPTH / 8) | 1, K_STRIDE = K::BITS == 0 ? 0 : (DEPTH * K::BITS + 127) / 128 | 1;
+    static constexpr int V_STRIDE = V_IN_K ? K_STRIDE : (DV * V::BITS + 127) / 128 | 1;
     static constexpr int Q_SPLITS = Splits<Q, typename K::Keys>::COUNT;
     /// Weights are as exact as queries are: 16-bit queries are content with 16-bit weights.
     static constexpr int P_SPLITS = Q::BYTES == 4 || V::QUANTISED ? Splits<Q, typename V::Values>::COUNT : 1;
