@@ -98,6 +98,9 @@ class NullDriver:
     def memory(self, size: int) -> NullMemory:
         return NullMemory(size, False)
 
+    def give_back(self) -> None:
+        pass
+
     def pinned(self, size: int) -> NullMemory:
         return NullMemory(size, True)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import sys
+import weakref
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -19,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 DEVICES = 2
+DEVICE_BYTES = 64 << 20
+"""Memory of all devices together."""
 STATIC_SHARED_BYTES = 48 << 10
 """Dynamic shared memory of a launch, unless a kernel has been allowed more."""
 
@@ -137,10 +140,7 @@ class Event:
 
 
 class Memory:
-    """Bytes that nobody has written to, as CuPy's pool hands them out: whoever had them may still be writing."""
-
-    reused: ClassVar[list[Memory]] = []
-    """Those that nobody has waited for."""
+    """Bytes that nobody has written to."""
 
     def __init__(self, size: int) -> None:
         if type(size) is not int or size <= 0:
@@ -148,7 +148,68 @@ class Memory:
         # Not zero on a device either.
         self.array = np.full(size + 512, 0xFF, np.uint8)
         self.ptr = -(-self.array.ctypes.data // 512) * 512
-        Memory.reused.append(self)
+
+
+class Block:
+    """Memory of the device, and the pieces of it that somebody has: bytes by where they begin."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.memory, self.pieces = size, Memory(size), dict[int, int]()
+
+    def gap(self, size: int) -> tuple[int, int] | None:
+        """The smallest gap that so many bytes fit: its bytes, and where it begins."""
+        starts = [0, *(start + length for start, length in sorted(self.pieces.items()))]
+        ends = [*sorted(self.pieces), self.size]
+        gaps = [(end - start, start) for start, end in zip(starts, ends, strict=True)]
+        return min((gap for gap in gaps if gap[0] >= size), default=None)
+
+
+class MemoryPointer:
+    """A piece of a block, as long as this lives."""
+
+    def __init__(self, block: Block, start: int, size: int) -> None:
+        block.pieces[start] = size
+        self.ptr = block.memory.ptr + start
+        weakref.finalize(self, block.pieces.pop, start)
+
+
+class MemoryPool:
+    """What nobody has any more stays here, and whoever wants less is given a piece. Blocks go back to the device whole."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.reused = set[int]()
+        """Where memory lies that nobody has waited for: whoever had it may still be writing."""
+
+    def alloc(self, size: int) -> MemoryPointer:
+        if type(size) is not int or size <= 0:
+            raise TypeError(f"size = {size!r}")
+        size = -(-size // 512) * 512
+        found = [(*gap, number) for number, block in enumerate(self.blocks) if (gap := block.gap(size))]
+        if found:
+            _, start, number = min(found)
+            block = self.blocks[number]
+        else:
+            if self.held + size > DEVICE_BYTES:
+                self.free_all_blocks()
+            if self.held + size > DEVICE_BYTES:
+                raise OutOfMemoryError(f"{size} bytes beside {self.held}")
+            start, block = 0, Block(size)
+            self.blocks.append(block)
+        piece = MemoryPointer(block, start, size)
+        ctypes.memset(piece.ptr, 0xFF, size)
+        self.reused.add(piece.ptr)
+        return piece
+
+    @property
+    def held(self) -> int:
+        return sum(block.size for block in self.blocks)
+
+    def free_all_blocks(self) -> None:
+        self.blocks = [block for block in self.blocks if block.pieces]
+
+
+pool = MemoryPool()
 
 
 def alloc_pinned_memory(size: int) -> Any:
@@ -216,11 +277,11 @@ class Runtime(ModuleType):
 
     @staticmethod
     def deviceSynchronize() -> None:
-        Memory.reused.clear()
+        pool.reused.clear()
 
     @staticmethod
     def memset(ptr: int, value: int, size: int) -> None:
-        assert all(memory.ptr != ptr for memory in Memory.reused), "kernels of its last owner may still write there"
+        assert ptr not in pool.reused, "kernels of its last owner may still write there"
         ctypes.memset(ptr, value, size)
 
     @staticmethod
@@ -316,7 +377,7 @@ def install(monkeypatch: Any) -> Any:
         Stream=Stream,
         Event=Event,
         get_current_stream=get_current_stream,
-        alloc=Memory,
+        alloc=pool.alloc,
         alloc_pinned_memory=alloc_pinned_memory,
         PinnedMemory=PinnedMemory,
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
@@ -325,8 +386,10 @@ def install(monkeypatch: Any) -> Any:
     )
     cupy: Any = ModuleType("cupy")
     cupy.cuda, cupy.RawModule, cupy.empty, cupy.float32 = cuda, RawModule, empty, np.float32
+    cupy.get_default_memory_pool = lambda: pool
     registered.clear()
-    Memory.reused.clear()
+    pool.blocks.clear()
+    pool.reused.clear()
     on_default.clear()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     return cupy

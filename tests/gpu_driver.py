@@ -128,6 +128,9 @@ class CopyingDriver:
     def memory(self, size: int) -> Memory:
         return self._inner.memory(size)
 
+    def give_back(self) -> None:
+        self._inner.give_back()
+
     def pinned(self, size: int) -> Pinned:
         return self._inner.pinned(size)
 

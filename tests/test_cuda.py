@@ -161,6 +161,15 @@ def test_arrays_of_the_device_go_in_and_one_comes_out(cupy: Any) -> None:
     np.testing.assert_allclose(out.hidden[:, 0, 0], [1, 2], rtol=1e-6)
 
 
+def test_memory_of_a_closed_cache_is_free_whoever_asks_first(copying: None) -> None:
+    """CuPy's pool would give the next one a piece of it, and a second cache would find too little in one."""
+    others = []
+    for _ in range(2):
+        with open_cache(device_memory=cupy_stand_in.DEVICE_BYTES * 5 // 8):
+            pass
+        others.append(cuda.open_driver(0).memory(cupy_stand_in.DEVICE_BYTES // 8))
+
+
 def test_what_measures_a_gpu_runs_on_it(cupy: Any) -> None:
     driver = cuda.open_driver(0)
     assert driver.name == "0000:00:00.0"

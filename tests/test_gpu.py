@@ -595,6 +595,13 @@ def test_the_size_from_which_the_copy_engine_is_faster() -> None:
     assert size in {1 << shift for shift in range(14, 22)}
 
 
+def test_memory_of_a_closed_cache_is_free() -> None:
+    driver = open_gpu(0)
+    with open_cache(device_memory="1GiB"):
+        held = driver.free_bytes
+    assert driver.free_bytes >= held + (1 << 30)
+
+
 @pytest.mark.parametrize("declared", [True, False])
 def test_steps_allocate_no_device_memory(cp: Any, declared: bool) -> None:
     rng = np.random.default_rng(9)

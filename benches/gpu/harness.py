@@ -147,7 +147,6 @@ class Filled:
         self.cache.close()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        cupy.get_default_memory_pool().free_all_blocks()
 
     def calls(self) -> list[Callable[[], object]]:
         """Attention of each layer."""

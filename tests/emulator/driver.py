@@ -286,6 +286,9 @@ class EmulatedDriver:
         self.refuse_in_graphs()
         return Memory(size, 0, self.guarded)
 
+    def give_back(self) -> None:
+        """There is no pool."""
+
     def pinned(self, size: int) -> Memory:
         self.refuse_in_graphs()
         return Memory(size, emulator.POISON, self.guarded)

@@ -416,6 +416,16 @@ class CudaDriver:
         with self.device:
             return _Memory(size)
 
+    def give_back(self) -> None:
+        """Else it stays in CuPy's pool, which cuts pieces off for others: it would not be whole when it is wanted again."""
+        import cupy
+
+        runtime = cupy.cuda.runtime
+        # Refused alone by a device that has failed, and to a forked child.
+        with contextlib.suppress(runtime.CUDARuntimeError), self.device:
+            runtime.deviceSynchronize()
+            cupy.get_default_memory_pool().free_all_blocks()
+
     def pinned(self, size: int) -> _Pinned:
         """Bytes of the host."""
         with self.device:

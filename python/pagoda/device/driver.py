@@ -151,6 +151,9 @@ class Driver(Protocol):
     def memory(self, size: int) -> Memory:
         """Zeroed bytes of the device. Raises BackendUnavailable where it has too few."""
 
+    def give_back(self) -> None:
+        """Makes memory of the device that nobody has any more free for everybody."""
+
     @property
     def copy_engine_bytes(self) -> int:
         """The size from which on runs of bytes are copied faster by the copy engine than by a kernel."""

@@ -19,6 +19,7 @@ class CacheMemory:
     def __init__(
         self, driver: Driver, tiers: list[tuple[int, int]], beside: PassageBytes | None, *, zeroes: bool
     ) -> None:
+        self._driver = driver
         (self.device_bytes, _), (host_bytes, extent_bytes) = tiers
         # No block lies across a border between extents, so none lies across one between pieces of pinned memory.
         self.host: HostArena | None = driver.host_arena(host_bytes, extent_bytes) if host_bytes else None
@@ -64,3 +65,4 @@ class CacheMemory:
         if self.passage is not None:
             self.passage.close()
         self._device = self.host = self.passage = None
+        self._driver.give_back()
