@@ -267,7 +267,7 @@ def test_streams_of_cupy(cupy: Any) -> None:
     driver = cuda.open_driver(0)
     stream = Stream(non_blocking=True)
     assert driver.caller_stream(stream)._stream is stream  # type: ignore[attr-defined]
-    assert driver.caller_stream(4711)._stream.ptr == 4711  # type: ignore[attr-defined]
+    assert driver.caller_stream(4712)._stream.ptr == 4712  # type: ignore[attr-defined]
     assert driver.caller_stream(None)._stream.ptr == 0  # type: ignore[attr-defined]
     with stream:
         assert driver.caller_stream(None)._stream is stream  # type: ignore[attr-defined]
@@ -280,11 +280,11 @@ def test_a_stream_of_another_gpu_is_refused(cupy: Any) -> None:
     with Device(1):
         other = Stream(non_blocking=True)
     with open_cache() as cache:
-        for stream in (other, SimpleNamespace(cuda_stream=4711, device_index=1)):
+        for stream in (other, SimpleNamespace(cuda_stream=4712, device_index=1)):
             with pytest.raises(pagoda.InvalidArgument, match="a stream of cuda:1: of cuda:0, the device of the cache"):
                 with cache.step([cache.create()], [1], stream=stream):
                     pass
-        for stream in (Stream(non_blocking=True), SimpleNamespace(cuda_stream=4711, device_index=0)):
+        for stream in (Stream(non_blocking=True), SimpleNamespace(cuda_stream=4712, device_index=0)):
             with cache.step([cache.create()], [1], stream=stream) as step:
                 step.append(0, *[NdArray(np.ones((1, 2, 16), np.float32))] * 2)
 
@@ -300,7 +300,7 @@ def test_rows_that_are_further_apart_than_a_copy_of_rows_takes(cupy: Any) -> Non
 
 
 class Torch:
-    """Streams of torch. An external one at address 0 is a new one, as torch makes it."""
+    """Streams of torch. An external one at address 0 is a new one, as torch makes it, and there is none at an odd address."""
 
     def __init__(self, *, initialized: bool) -> None:
         self.now = SimpleNamespace(cuda_stream=0)
@@ -308,9 +308,14 @@ class Torch:
             is_initialized=lambda: initialized,
             current_stream=lambda device: self.now,
             default_stream=lambda device: SimpleNamespace(cuda_stream=0),
-            ExternalStream=lambda address, device: SimpleNamespace(cuda_stream=address or 9999),
+            ExternalStream=self._external,
             stream=self._stream,
         )
+
+    def _external(self, address: int, device: int) -> Any:
+        if address % 2:
+            raise RuntimeError(f"invalid StreamId{address}")
+        return SimpleNamespace(cuda_stream=address or 9999)
 
     @contextlib.contextmanager
     def _stream(self, stream: Any) -> Iterator[None]:
@@ -323,7 +328,7 @@ def test_steps_are_on_the_stream_of_torch(cupy: Any, monkeypatch: pytest.MonkeyP
     torch = Torch(initialized=True)
     monkeypatch.setitem(sys.modules, "torch", torch)
     driver = cuda.open_driver(0)
-    for address in (0, 4711):
+    for address in (0, 4712):
         torch.now = SimpleNamespace(cuda_stream=address)
         stream = driver.caller_stream(None)
         torch.now = SimpleNamespace(cuda_stream=17)
@@ -331,7 +336,17 @@ def test_steps_are_on_the_stream_of_torch(cupy: Any, monkeypatch: pytest.MonkeyP
             assert torch.now.cuda_stream == address
             assert cupy_stand_in.get_current_stream().ptr == address
         assert torch.now.cuda_stream == 17
-    assert driver.caller_stream(SimpleNamespace(cuda_stream=4711))._stream.ptr == 4711  # type: ignore[attr-defined]
+    assert driver.caller_stream(SimpleNamespace(cuda_stream=4712))._stream.ptr == 4712  # type: ignore[attr-defined]
+
+
+def test_the_default_stream_has_two_addresses(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0, and 1: cudaStreamLegacy."""
+    torch = Torch(initialized=True)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    for address in (0, 1):
+        torch.now = SimpleNamespace(cuda_stream=17)
+        with cuda.open_driver(0).caller_stream(address).current():
+            assert torch.now.cuda_stream == 0
 
 
 def test_a_torch_without_a_gpu_is_left_alone(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,8 @@ INSTALL = 'pip install "pagoda-kv[cuda13]" (or [cuda12])'
 NO_DEVICE, DRIVER_TOO_OLD, NOT_READY = 100, 35, 600
 """cudaErrorNoDevice, cudaErrorInsufficientDriver, cudaErrorNotReady."""
 
+DEFAULT_STREAM = (0, 1)
+"""Its addresses: none, and cudaStreamLegacy."""
 
 PITCH_MAX = (1 << 31) - 1
 """Bytes from row to row that a copy of rows takes, on every device (cudaDevAttrMaxPitch)."""
@@ -302,8 +304,9 @@ class _Stream:
             every.enter_context(self._stream)
             if torch := _torch():
                 index, address = self._driver.device.id, self._stream.ptr
-                # torch would take an external stream at address 0 for a new one.
-                stream = torch.cuda.ExternalStream(address, index) if address else torch.cuda.default_stream(index)
+                # torch takes an external stream at address 0 for a new one, and none at 1.
+                default = address in DEFAULT_STREAM
+                stream = torch.cuda.default_stream(index) if default else torch.cuda.ExternalStream(address, index)
                 every.enter_context(torch.cuda.stream(stream))
             return every.pop_all()
 
