@@ -109,8 +109,8 @@ def test_pages_are_byte_for_byte_those_of_the_cpu(
 ) -> None:
     """In order and in rounding nothing differs, whatever the numbers, as they are or centred and rotated."""
     k, v = odd_rows(64, 96), odd_rows(64, 64)[::-1]
-    if center is not None or set(pair) & {"f16", "bf16"}:
-        # NaN of 16 bits, and what a rotation makes of infinities, may carry other bits.
+    if set(pair) & {"f16", "bf16"}:
+        # NaN of 16 bits may carry other bits.
         k, v = (np.where(np.abs(x) < 1e30, x, np.float32(1)) for x in (k, v))
     with np.errstate(over="ignore"):
         k, v = k.astype(given), v.astype(given)

@@ -313,14 +313,12 @@ pub(crate) const fn e4m3(code: u8) -> f32 {
     if code & 0x80 == 0 { value } else { -value }
 }
 
-/// The E4M3 nearest to `x`, ties to even; 448 for what is above.
+/// The E4M3 nearest to `x`, ties to even; 448 for what is above. NaN has no sign: each machine gives it another.
 #[inline(always)]
 pub(crate) fn to_e4m3(x: f32) -> u8 {
     let sign = (x.to_bits() >> 24 & 0x80) as u8;
     let magnitude = x.abs();
-    let code = if x.is_nan() {
-        E4M3_NAN
-    } else if magnitude >= E4M3_MAX {
+    let code = if magnitude >= E4M3_MAX {
         0x7e
     } else if magnitude < 1.0 / 64.0 {
         // Multiples of 2^-9. The next one up is the first normal number.
@@ -329,7 +327,7 @@ pub(crate) fn to_e4m3(x: f32) -> u8 {
         let bits = magnitude.to_bits();
         ((bits + 0x7_ffff + (bits >> 20 & 1)) >> 20).wrapping_sub(120 << 3) as u8
     };
-    sign | code
+    if x.is_nan() { E4M3_NAN } else { sign | code }
 }
 
 /// The E2M1 nearest to `x`, ties to the even code; 6 for what is above. NaN becomes 0.

@@ -153,14 +153,14 @@ inline float sine_fast(float x) { return static_cast<float>(std::nearbyint(std::
 inline float cosine_fast(float x) { return static_cast<float>(std::nearbyint(std::cos(double(x)) * 0x1p20) * 0x1p-20); }
 inline float exp2_fast(float x) { return std::exp2(x); }
 /// An operation, or a conversion, with which floats below 2^-126 stay. The compiler does not know what `flush` does, but leaves
-/// volatile ones in place.
+/// volatile ones in place. What becomes NaN has the bits that it has on a GPU: none of an operand, its sign neither.
 template <class Operation>
 float exact(float x, float y, Operation operation) {
     const volatile float left = x, right = y;
     emulator::flush(false);
     const volatile float result = operation(float(left), float(right));
     emulator::flush(true);
-    return result;
+    return result == result ? result : __uint_as_float(0x7fffffffu);
 }
 template <class To, class From>
 To converted(From x) {

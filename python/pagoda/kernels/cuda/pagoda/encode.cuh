@@ -19,10 +19,10 @@ __device__ inline uint32 magnitude(float x) { return __float_as_uint(x) & 0x7fff
 /// Infinities and what is larger than `limit` become it; NaN stays.
 __device__ inline float limited(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
 
-/// The E4M3 nearest to `x`, ties to even; 448 for what is above.
+/// The E4M3 nearest to `x`, ties to even; 448 for what is above. NaN has no sign: each machine gives it another.
 __device__ inline uint32 to_e4m3(float x) {
     const uint32 bits = magnitude(x), sign = __float_as_uint(x) >> 24 & 0x80;
-    if (bits > INFINITE) return sign | 0x7f;
+    if (bits > INFINITE) return 0x7f;
     const float size = __uint_as_float(bits);
     if (size >= E4M3_MAX) return sign | 0x7e;
     // Multiples of 2^-9. The next one up is the first normal number.
@@ -73,9 +73,7 @@ __device__ void store_row(const float* x, int dim, uint8* row, uint8* scales, fl
     const float scale = largest > INFINITE ? not_a_number() : divide_exact(__uint_as_float(largest), most);
     if (lane == 0) *reinterpret_cast<float*>(scales) = scale;
     for (int e = lane; e < dim; e += WARP) {
-        const float mine = limited(x[e], limit);
-        // NaN keeps its sign.
-        const float quotient = magnitude(mine) > INFINITE ? mine : divide_exact(mine, scale);
+        const float quotient = divide_exact(limited(x[e], limit), scale);
         row[e] = magnitude(scale) == 0 ? 0 : code(quotient);
     }
 }
