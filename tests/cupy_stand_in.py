@@ -23,7 +23,7 @@ DEVICES = 2
 DEVICE_BYTES = 64 << 20
 """Memory of all devices together."""
 STATIC_SHARED_BYTES = 48 << 10
-"""Dynamic shared memory of a launch, unless a kernel has been allowed more."""
+"""Dynamic shared memory of a launch, unless a kernel has been allowed more or less."""
 
 
 class CUDARuntimeError(RuntimeError):
@@ -322,7 +322,7 @@ class RawKernel:
         (value,) = args
         assert isinstance(value, np.ndarray)
         assert value.size == 1, "CuPy passes arrays of one element by value, and no others"
-        if shared_mem > max(STATIC_SHARED_BYTES, self.max_dynamic_shared_size_bytes):
+        if shared_mem > self.max_dynamic_shared_size_bytes:
             raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
         size = value.nbytes
         arguments: Any = type("Arguments", (ctypes.Structure,), {"_fields_": [("bytes", ctypes.c_uint8 * size)]})
