@@ -552,12 +552,21 @@ drive = silence(*PAGES)
 mirror.step([tokens], [300])
 ticket = cache.demote(tokens.sequence, to="disk")
 assert not ticket.wait(0.1)
+assert not ticket.done()
+child = os.fork()
+if child == 0:
+    with pytest.raises(pagoda.UseAfterRelease, match="another process"):
+        ticket.done()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
 if sys.argv[3] == "dropped":
     del mirror, tokens, ticket, cache
     gc.collect()
     assert not is_free()
 else:
     ended()
+    with pytest.raises(pagoda.UseAfterRelease, match="cache: closed"):
+        ticket.done()
 answer(drive)
 soon(is_free)
 with opened(**device) as cache:

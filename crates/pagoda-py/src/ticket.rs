@@ -257,10 +257,10 @@ impl Cache {
 
     /// Whether a ticket's copies have arrived; raises if they failed.
     fn ticket_done(&self, py: Python<'_>, ticket: &Ticket) -> PyResult<bool> {
+        let mut inner = self.lock(py)?;
         if ticket.completion.copied().is_none() {
             return Ok(false);
         }
-        let mut inner = self.lock(py)?;
         // A failure is reported once, so nothing that may raise comes before this.
         if let Some(error) = inner.core.ticket_failure(ticket.id) {
             return Err(core(py, &error));
