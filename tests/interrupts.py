@@ -14,8 +14,14 @@ from types import FrameType
 from typing import Any
 
 
-def interrupted(call: Callable[[], Any], after: int) -> bool:
-    """Makes a call in which Ctrl-C comes after so many instructions of the package; says whether that was before its end."""
+def ctrl_c() -> None:
+    """What Python's handler of it does."""
+    raise KeyboardInterrupt
+
+
+def interrupted(call: Callable[[], Any], after: int, handler: Callable[[], object] = ctrl_c) -> bool:
+    """Makes a call in which Ctrl-C, or another signal, comes after so many instructions of the package; says whether Ctrl-C
+    came before its end."""
     left = after
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -28,7 +34,8 @@ def interrupted(call: Callable[[], Any], after: int) -> bool:
             return trace
         left -= event == "opcode"
         if left < 0:
-            raise KeyboardInterrupt
+            sys.settrace(None)
+            handler()
         return trace
 
     before = sys.gettrace()

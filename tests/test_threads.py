@@ -7,6 +7,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Any
 
 import emulator
@@ -14,6 +16,7 @@ import numpy as np
 import pagoda
 import pytest
 from emulator.driver import EmulatedDriver
+from interrupts import interrupted
 from mirror import Mirror, layer
 from pagoda.device import cuda
 
@@ -189,6 +192,71 @@ def test_calls_on_a_device_take_turns(on_device: pagoda.Cache, monkeypatch: pyte
     mirror.look()
 
 
+@pytest.mark.parametrize("ask", ["stats", "demote"])
+def test_a_handler_that_calls_a_cache_in_the_middle_of_a_call_on_a_device_is_refused(
+    on_device: pagoda.Cache, ask: str
+) -> None:
+    """At any instruction: it gets an answer or that error, and the call that it interrupted goes on as if nothing were."""
+    mirror = Mirror(on_device, np.random.default_rng(0))
+    tokens, other = mirror.create(), mirror.create()
+    mirror.step([tokens, other], [40, 40])
+    rows, q = np.zeros((1, 2, 16), np.float32), np.ones((1, 4, 16), np.float32)
+    answers: list[str | None] = []
+
+    def work() -> None:
+        assert on_device.demote(tokens.sequence).wait()
+        assert on_device.promote(tokens.sequence).wait()
+        with on_device.step([tokens.sequence], [1]) as step:
+            for index in range(len(SPEC.layers)):
+                step.forward(index, q, rows, rows)
+            step.commit(accepted=[0])
+
+    def handler() -> None:
+        answers.append(None)
+        try:
+            on_device.stats() if ask == "stats" else on_device.demote(other.sequence)
+        except pagoda.InvalidArgument as error:
+            answers[-1] = str(error)
+
+    for after in count(0, 37):
+        before = len(answers)
+        assert not interrupted(work, after, handler)
+        if len(answers) == before:
+            break
+    assert set(answers) == {None, "cache: in use by the call that this signal or finaliser has interrupted"}
+    mirror.look()
+
+
+def test_what_interrupts_a_call_waits_for_no_other_threads_turn_on_a_device(
+    on_device: pagoda.Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That turn may wait for this call, here one that makes its error, in the middle of which a finaliser may run."""
+    engine: Any = on_device._device
+    sequence, refused = on_device.create(), list[str]()
+    has_turn, ended = threading.Event(), threading.Event()
+
+    def wait() -> bool:
+        has_turn.set()
+        return ended.wait(20)
+
+    def finalise(*_: object) -> None:
+        monkeypatch.undo()
+        try:
+            on_device.stats()
+        except pagoda.InvalidArgument as error:
+            refused.append(str(error))
+
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(engine.core.in_turn, wait)
+        assert has_turn.wait(60)
+        monkeypatch.setattr(pagoda.InvalidArgument, "__init__", finalise, raising=False)
+        with pytest.raises(pagoda.InvalidArgument):
+            sequence.truncate(1)
+        ended.set()
+        assert other.result(60)
+    assert "this signal or finaliser has interrupted" in refused[0]
+
+
 def test_who_waits_for_a_copy_on_a_device_lets_others_go_on(
     on_device: pagoda.Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,11 +292,10 @@ def test_a_fork_in_another_threads_turn_leaves_a_child_whose_calls_are_refused(o
     has_turn, forked = threading.Event(), threading.Event()
 
     def take() -> None:
-        with engine._turn:
-            has_turn.set()
-            assert forked.wait(60)
+        has_turn.set()
+        assert forked.wait(60)
 
-    other = threading.Thread(target=take)
+    other = threading.Thread(target=engine.core.in_turn, args=(take,))
     other.start()
     assert has_turn.wait(60)
     child = os.fork()
@@ -247,19 +314,18 @@ def test_a_fork_in_another_threads_turn_leaves_a_child_whose_calls_are_refused(o
 
 
 def test_a_step_is_on_the_stream_that_it_was_given(on_device: pagoda.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever stream another thread has asked for meanwhile, whose step is refused."""
+    """Whatever stream another thread's step has been on meanwhile."""
     mirror = Mirror(on_device, np.random.default_rng(0))
     tokens, other = mirror.create(), mirror.create()
     engine: Any = on_device._device
-    once_more, given = engine._once_more, engine.caller_stream(None)
+    reserve, given = engine.reserve, engine.caller_stream(None)
 
-    def meddled(call: Callable[[], Any]) -> Any:
-        result = once_more(call)
+    def meddled(*asked: Any) -> None:
         monkeypatch.undo()
-        with pytest.raises(pagoda.InvalidArgument, match="one open step"):
-            on_device.step([other.sequence], [1], stream=type(given)(engine._driver)).__enter__()
-        return result
+        with on_device.step([other.sequence], [0], stream=type(given)(engine._driver)):
+            assert engine._stream is not given
+        reserve(*asked)
 
-    monkeypatch.setattr(engine, "_once_more", meddled)
+    monkeypatch.setattr(engine, "reserve", meddled)
     with on_device.step([tokens.sequence], [0]):
         assert engine._stream is given

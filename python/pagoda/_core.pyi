@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, ParamSpec, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +10,8 @@ import numpy.typing as npt
 from pagoda.disk import DiskArguments
 from pagoda.geometry import CoreLayer
 
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
 _Link = Callable[[npt.NDArray[np.uint64]], None]
 
 __version__: str
@@ -184,6 +186,7 @@ class Cache:
     def close(self) -> None: ...
 
     # The rest is for `pagoda.device`, of a cache that was given a device.
+    def in_turn(self, call: Callable[_P, _T], *given: _P.args, **options: _P.kwargs) -> _T: ...
     def place_tables(
         self, groups: Sequence[dict[str, Any]], works: Sequence[dict[str, Any]], angles: Sequence[dict[str, Any]]
     ) -> None: ...

@@ -34,6 +34,8 @@ pub(crate) const MEMORY_TIERS: [Tier; 2] = [Tier::Device, Tier::Host];
 pub(crate) struct Cache {
     /// None once it is closed.
     pub(crate) inner: Mutex<Option<ManuallyDrop<Inner>>>,
+    /// The turns of calls that ask it several times.
+    pub(crate) turns: Mutex<()>,
     pub(crate) abandoned: Abandoned,
     /// The process that made it: threads and memory do not survive a fork.
     pub(crate) process: u64,
@@ -193,7 +195,8 @@ impl Cache {
             retired: Epoch::default(),
         };
         let inner = Mutex::new(Some(ManuallyDrop::new(inner)));
-        Ok(Self { inner, abandoned: Abandoned::default(), process: fork::process() })
+        let (turns, abandoned) = (Mutex::default(), Abandoned::default());
+        Ok(Self { inner, turns, abandoned, process: fork::process() })
     }
 
     /// A new, empty sequence.

@@ -5,18 +5,26 @@ use crate::errors::{core, invalid_because, released};
 use crate::fork;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
+use pyo3::types::{PyDict, PyTuple};
 use std::cell::RefCell;
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
-use std::sync::{MutexGuard, TryLockError};
+use std::sync::{LockResult, Mutex, MutexGuard, PoisonError, TryLockError};
 
 /// An open cache, in the turn of one call.
-pub(crate) struct Locked<'a>(Turn<'a>);
+pub(crate) struct Locked<'a>(Turn<'a, Option<ManuallyDrop<Inner>>>);
 
-/// The turn of a call, whether the cache is open or not.
-struct Turn<'a>(MutexGuard<'a, Option<ManuallyDrop<Inner>>>);
+/// The turn of a call, and what it has meanwhile: a cache, whether it is open or not.
+struct Turn<'a, T>(MutexGuard<'a, T>);
 
-impl Drop for Turn<'_> {
+impl<'a, T> Turn<'a, T> {
+    fn begin(lock: &Mutex<T>, guard: MutexGuard<'a, T>) -> Self {
+        TURNS.with_borrow_mut(|turns| turns.push(address(lock)));
+        Self(guard)
+    }
+}
+
+impl<T> Drop for Turn<'_, T> {
     fn drop(&mut self) {
         TURNS.with_borrow_mut(Vec::pop);
     }
@@ -44,16 +52,11 @@ impl Cache {
             return Err(released(py, "cache: made by another process; open one after the fork"));
         }
         self.require_elsewhere(py)?;
-        let guard = match self.inner.try_lock() {
-            Err(TryLockError::WouldBlock) => self.inner.lock_py_attached(py).ok(),
-            tried => tried.ok(),
-        };
-        let Some(guard) = guard else {
+        let Ok(guard) = wait_for(&self.inner, py) else {
             let what = "a call of the cache has panicked, and what it had begun is half done; close it";
             return Err(core(py, &pagoda_core::Error::Invariant(what.into())));
         };
-        TURNS.with_borrow_mut(|turns| turns.push(self.address()));
-        let mut turn = Turn(guard);
+        let mut turn = Turn::begin(&self.inner, guard);
         match turn.0.as_mut() {
             None => return Err(released(py, "cache: closed")),
             Some(inner) => inner.settle().map_err(|error| core(py, &error))?,
@@ -64,17 +67,7 @@ impl Cache {
     /// Refuses calls of what Python runs in the middle of this thread's turn, signal handlers while it waits for the disk and
     /// finalisers while it makes objects: they would wait for themselves.
     pub(crate) fn require_elsewhere(&self, py: Python<'_>) -> PyResult<()> {
-        if TURNS.with_borrow(|turns| turns.contains(&self.address())) {
-            return Err(invalid_because(
-                py,
-                "cache: in use by the call that this signal or finaliser has interrupted",
-            ));
-        }
-        Ok(())
-    }
-
-    fn address(&self) -> usize {
-        std::ptr::from_ref(self).addr()
+        refuse_in_turn_of(&self.inner, py)
     }
 
     /// Runs a call of the core.
@@ -87,7 +80,52 @@ impl Cache {
     }
 }
 
+#[pymethods]
+impl Cache {
+    /// Makes a call that asks the cache several times, in a turn around theirs: no other such call comes in between. In a forked
+    /// child it is the cache that refuses.
+    #[pyo3(signature = (call, *given, **options))]
+    fn in_turn<'py>(
+        &self,
+        call: &Bound<'py, PyAny>,
+        given: &Bound<'py, PyTuple>,
+        options: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = call.py();
+        if self.process != fork::process() {
+            return call.call(given, options);
+        }
+        self.require_elsewhere(py)?;
+        refuse_in_turn_of(&self.turns, py)?;
+        let guard = wait_for(&self.turns, py).unwrap_or_else(PoisonError::into_inner);
+        let _turn = Turn::begin(&self.turns, guard);
+        call.call(given, options)
+    }
+}
+
+fn wait_for<'a, T>(lock: &'a Mutex<T>, py: Python<'_>) -> LockResult<MutexGuard<'a, T>> {
+    match lock.try_lock() {
+        Ok(guard) => Ok(guard),
+        Err(TryLockError::WouldBlock) => lock.lock_py_attached(py),
+        Err(TryLockError::Poisoned(guard)) => Err(guard),
+    }
+}
+
+fn refuse_in_turn_of<T>(lock: &Mutex<T>, py: Python<'_>) -> PyResult<()> {
+    if TURNS.with_borrow(|turns| turns.contains(&address(lock))) {
+        return Err(invalid_because(
+            py,
+            "cache: in use by the call that this signal or finaliser has interrupted",
+        ));
+    }
+    Ok(())
+}
+
+fn address<T>(lock: &Mutex<T>) -> usize {
+    std::ptr::from_ref(lock).addr()
+}
+
 thread_local! {
-    /// The addresses of the caches whose turns this thread has: one, and others that have interrupted it.
+    /// The addresses of the locks whose turns this thread has, each taken in the turns before it or by what has interrupted them.
     static TURNS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -57,27 +54,14 @@ SPANS_DECLARED = 8
 """Spans of a sequence that there is room for once maxima are declared: `drop` leaves one more each time, sinks are one."""
 
 
-_ENGINES: weakref.WeakSet[DeviceEngine] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    """Whoever had a turn is not there to end it. What a child calls is the core's to refuse."""
-    for engine in _ENGINES:
-        engine._turn = contextlib.nullcontext()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
 def in_turn(
     call: Callable[Concatenate[DeviceEngine, P], T],
 ) -> Callable[Concatenate[DeviceEngine, P], T]:
-    """A call during which no other thread's of the same engine goes on."""
+    """A call during which no other of the same engine goes on: none of other threads, nor of what interrupts it."""
 
     @functools.wraps(call)
     def in_its_turn(engine: DeviceEngine, /, *given: P.args, **options: P.kwargs) -> T:
-        with engine._turn:
-            return call(engine, *given, **options)
+        return engine.core.in_turn(call, engine, *given, **options)
 
     return in_its_turn
 
@@ -105,9 +89,6 @@ class DeviceEngine:
         routes: Routes | None = None,
         isa: str | None = None,
     ) -> None:
-        # A handler of signals may call in the middle of a call of its thread.
-        self._turn: contextlib.AbstractContextManager[object] = threading.RLock()
-        _ENGINES.add(self)
         layers, page_size, layouts = geometry.layers, geometry.page_size, geometry.layouts
         self._driver, self._layers, self._page_size, self._deterministic = driver, layers, page_size, deterministic
         kernels = [
@@ -230,7 +211,7 @@ class DeviceEngine:
         try:
             self._enter(chosen)
         except BaseException:
-            self.rollback(number)
+            self._roll_back(number)
             raise
 
     def caller_stream(self, given: object) -> Stream:
@@ -312,6 +293,9 @@ class DeviceEngine:
     @in_turn
     def rollback(self, number: int) -> None:
         """Closes a step as if it had never been opened."""
+        self._roll_back(number)
+
+    def _roll_back(self, number: int) -> None:
         if self._stream is not None and self._last_step is not None:
             # Ctrl-C may have come before the stream was made to follow. A device that has failed says so when the step ends.
             with contextlib.suppress(Exception):
@@ -338,7 +322,9 @@ class DeviceEngine:
         try:
             self._plans.advance()
         except BackendUnavailable:
-            self.wait(ticket, FOREVER)
+            while (rest := self._plans.waits_for(ticket)) is not None:
+                rest.wait()
+                self._plans.advance()
             with contextlib.suppress(PagodaError):  # Told by the exception that goes on.
                 self.core.ticket_done(ticket)
             raise
