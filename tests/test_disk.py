@@ -358,6 +358,33 @@ def test_a_cache_without_a_host_tier_spills_to_disk(tmp_path: Path) -> None:
         assert stats.used_bytes("disk") > 128 << 10
 
 
+def test_who_holds_a_ticket_that_failed_is_told_whenever_they_ask(tmp_path: Path) -> None:
+    """Inside a step too, which may be another thread's. Where nobody holds it the next step is told, once."""
+    with opened(tmp_path, spill=False, disk_writes_per_day="20KiB") as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens, forgotten, other = (mirror.create() for _ in range(3))
+        mirror.step([tokens, forgotten], [160, 160])
+        with cache.step([other.sequence], [0]):
+            ticket, dropped = (cache.demote(one.sequence, to="disk") for one in (tokens, forgotten))
+            asked = (ticket.wait, ticket.done) * 2
+            for ask in asked:
+                with pytest.raises(pagoda.TierIOError, match=r"failed after \d of 20 copies") as error:
+                    ask()
+                assert error.value.sequences == (tokens.sequence.id,)
+            assert cache._core.wait(dropped._core, 60)
+            del dropped
+            with pytest.raises(pagoda.InvalidArgument, match="one open step"):
+                cache.step([tokens.sequence], [0]).__enter__()
+        with pytest.raises(pagoda.TierIOError, match="failed after") as error:
+            cache.step([tokens.sequence], [0]).__enter__()
+        assert error.value.sequences == (forgotten.sequence.id,)
+        mirror.look()
+        for ask in asked:
+            with pytest.raises(pagoda.TierIOError, match=r"failed after \d of 20 copies"):
+                ask()
+        mirror.look()
+
+
 def test_no_more_is_written_a_day_than_allowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     disk: dict[str, Any] = {"disk": tmp_path / "pages", "disk_memory": "32MiB", "disk_writes_per_day": "100KiB"}
     with pagoda.Cache(SPEC, page_size=16, **OPTIONS, host_memory="64KiB", **disk) as cache:

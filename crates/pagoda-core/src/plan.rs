@@ -104,6 +104,8 @@ pub(crate) struct Ticket {
     /// Moves that copy, in the order of the `BlockCopy`s; then moves that only drop their source.
     pub(crate) moves: Vec<Move>,
     pub(crate) copies: u32,
+    /// Whether its failure has been noted.
+    pub(crate) failed: bool,
 }
 
 /// A plan that came to nothing, or not to all.
@@ -207,6 +209,7 @@ impl Cache {
             keep: plan.keep,
             moves: plan.moves.clone(),
             copies: copies.len() as u32,
+            failed: false,
         });
         self.settle();
         Ok((id, completion, copies))
@@ -295,43 +298,50 @@ impl Cache {
         Some(self.failures.remove(at).error)
     }
 
-    /// Lets finished copies take effect. Does nothing inside a step: its tables stay as they were handed out.
+    /// Lets finished copies take effect. Inside a step, whose tables stay as they were handed out, only notes which have failed.
     pub(crate) fn settle(&mut self) {
-        if self.step.phase != Phase::Closed && self.keeps(Fence::Step) {
-            return;
-        }
+        let inside = self.step.phase != Phase::Closed && self.keeps(Fence::Step);
         let mut at = 0;
         while at < self.tickets.len() {
             let ticket = &self.tickets[at];
             let copied =
                 if self.keeps(Fence::Completion) { ticket.completion.copied() } else { Some(ticket.copies) };
-            match copied {
-                Some(copied) => {
+            if let Some(copied) = copied {
+                self.note_failure(at, copied);
+                if !inside {
                     let ticket = self.tickets.swap_remove(at);
                     self.finish(&ticket, copied);
+                    continue;
                 }
-                None => at += 1,
             }
+            at += 1;
+        }
+        if inside {
+            return;
         }
         while let Some(block) = self.epochs.pop_retired() {
             self.give_block(block.tier, block.group, block.block);
         }
     }
 
-    fn finish(&mut self, ticket: &Ticket, copied: u32) {
-        if copied < ticket.copies {
-            let (id, planned) = (ticket.id, ticket.copies);
-            let failed = ticket.moves[copied as usize];
-            let sequences = self.holding(failed.group, |page| page == failed.page);
-            let cut_short = || Failure::Io("the copy was cut short".into());
-            let error = match ticket.completion.failure().cloned().unwrap_or_else(cut_short) {
-                Failure::Corrupt(reason) => {
-                    Error::CorruptPage { ticket: id, copied, planned, sequences, reason }
-                }
-                Failure::Io(reason) => Error::CopyFailed { ticket: id, copied, planned, sequences, reason },
-            };
-            self.failures.push(Failed { ticket: id, error, completion: ticket.completion.clone() });
+    fn note_failure(&mut self, at: usize, copied: u32) {
+        let ticket = &self.tickets[at];
+        if ticket.failed || copied >= ticket.copies {
+            return;
         }
+        let (id, planned, completion) = (ticket.id, ticket.copies, ticket.completion.clone());
+        let failed = ticket.moves[copied as usize];
+        let sequences = self.holding(failed.group, |page| page == failed.page);
+        let cut_short = || Failure::Io("the copy was cut short".into());
+        let error = match completion.failure().cloned().unwrap_or_else(cut_short) {
+            Failure::Corrupt(reason) => Error::CorruptPage { ticket: id, copied, planned, sequences, reason },
+            Failure::Io(reason) => Error::CopyFailed { ticket: id, copied, planned, sequences, reason },
+        };
+        self.failures.push(Failed { ticket: id, error, completion });
+        self.tickets[at].failed = true;
+    }
+
+    fn finish(&mut self, ticket: &Ticket, copied: u32) {
         for (index, m) in ticket.moves.iter().enumerate() {
             let index = index as u32;
             let arrived = index < copied || index >= ticket.copies;

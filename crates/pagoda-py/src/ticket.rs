@@ -11,7 +11,7 @@ use pagoda_store::Waiter;
 use pagoda_store::disk::Store;
 use pyo3::prelude::*;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 /// What to move; see `pagoda.Plan`.
@@ -46,6 +46,14 @@ pub(crate) struct Ticket {
     pub(crate) transfers: Vec<u64>,
     /// Those that threads of the disk have been given, by the number of the first.
     pub(crate) on_disk: Mutex<HashMap<usize, Completion>>,
+    /// What the core has told of it.
+    failure: OnceLock<pagoda_core::Error>,
+}
+
+impl Ticket {
+    fn new(id: TicketId, completion: Completion, copies: Vec<BlockCopy>, transfers: Vec<u64>) -> Self {
+        Self { id, completion, copies, transfers, on_disk: Mutex::default(), failure: OnceLock::new() }
+    }
 }
 
 #[pymethods]
@@ -163,7 +171,7 @@ impl Cache {
             Engine::Cpu(_) => {}
             Engine::Device(_) => transfers = inner.addresses(&copies),
         }
-        let ticket = Py::new(py, Ticket { id, completion, copies, transfers, on_disk: Mutex::default() })?;
+        let ticket = Py::new(py, Ticket::new(id, completion, copies, transfers))?;
         if let Engine::Device(device) = &mut inner.engine
             && !is_empty
         {
@@ -247,10 +255,7 @@ impl Cache {
                 let ticket = device.moving.iter().find(|moving| moving.get().id == id);
                 ticket.map(|ticket| Ok(ticket.clone_ref(py)))
             }
-            Engine::Cpu(_) => {
-                let (copies, transfers) = (Vec::new(), Vec::new());
-                Some(Py::new(py, Ticket { id, completion, copies, transfers, on_disk: Mutex::default() }))
-            }
+            Engine::Cpu(_) => Some(Py::new(py, Ticket::new(id, completion, Vec::new(), Vec::new()))),
         };
         moves.into_iter().filter_map(ticket).collect()
     }
@@ -263,7 +268,10 @@ impl Cache {
         }
         // A failure is reported once, so nothing that may raise comes before this.
         if let Some(error) = inner.core.ticket_failure(ticket.id) {
-            return Err(core(py, &error));
+            let _ = ticket.failure.set(error);
+        }
+        if let Some(error) = ticket.failure.get() {
+            return Err(core(py, error));
         }
         inner.trim(py)?;
         Ok(true)
