@@ -99,15 +99,17 @@ def test_pages_that_another_thread_has_moved_meanwhile_are_moved_from_where_they
 
 
 class Interrupted:
-    """What a cache asks of the core, with Ctrl-C when it opens a step."""
+    """What a cache asks of the core, with Ctrl-C when it opens a step: before it does, or as soon as it has."""
 
-    def __init__(self, core: Any) -> None:
-        self._core = core
+    def __init__(self, core: Any, opens: bool = False) -> None:
+        self._core, self._opens = core, opens
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._core, name)
 
     def reserve(self, *given: Any) -> None:
+        if self._opens:
+            self._core.reserve(*given)
         raise KeyboardInterrupt
 
 
@@ -140,6 +142,16 @@ def check_steps_of_others(cache: pagoda.Cache, moment: str) -> None:
             cache.step([other.sequence], [0]).__enter__()
         assert step.cu_seqlens.tolist() == [0, 0]
     mirror.look()
+
+
+def test_ctrl_c_as_a_step_opens_is_what_blocks_around_it_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They release sequences that are in it."""
+    with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=1) as cache:
+        monkeypatch.setattr(cache, "_core", Interrupted(cache._core, opens=True))
+        with pytest.raises(KeyboardInterrupt), cache.create() as sequence, cache.step([sequence], [1]):
+            pytest.fail("entered")
+        assert cache.stats().sequences == 0
+        cache.audit()
 
 
 @pytest.fixture

@@ -484,11 +484,8 @@ class Cache:
             log.warning("%s", unanswered)
 
     def _reserve(self, number: int, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
-        for left in tuple(self._unfinished):
-            # Its finaliser could not end it: that may run in the middle of any call.
-            with contextlib.suppress(InvalidArgument):  # It may have ended after all, and another thread's be open.
-                self._core.rollback(left)
-            self._unfinished.discard(left)
+        # Their finalisers could not end them: those may run in the middle of any call.
+        self._end_unfinished()
         reserve = partial(self._core.reserve, number, batch.ids, counts)
         if self._device is not None:
             reserve = partial(self._device.reserve, number, batch.ids, counts, stream)
@@ -498,6 +495,12 @@ class Cache:
                 return
             self._core.rollback(number)
             self._spill.bring_in(batch.ids)
+
+    def _end_unfinished(self) -> None:
+        for left in tuple(self._unfinished):
+            with contextlib.suppress(InvalidArgument):  # It may have ended after all, and another thread's be open.
+                self._core.rollback(left)
+            self._unfinished.discard(left)
 
     def _with_room(self, call: Callable[[], T], batch: npt.NDArray[np.uint64]) -> T:
         """Makes a call that takes blocks of the device, anew as long as room can be made for it."""

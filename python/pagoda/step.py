@@ -118,6 +118,9 @@ class Step:
         except BaseException as error:
             if not isinstance(error, PagodaError):
                 self._cache._unfinished.add(self._number)
+                # At once, if nothing comes in between: blocks around this one may be about to release its sequences.
+                with contextlib.suppress(PagodaError):
+                    self._cache._end_unfinished()
             self._open = False
             raise
         return self
