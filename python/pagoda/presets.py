@@ -44,6 +44,11 @@ def _llama3(factor: float) -> dict[str, Any]:
     }
 
 
+def _gemma2(layers: int, heads: int, kv_heads: int, head_dim: int, scalar: int) -> dict[str, Any]:
+    scores = {"query_pre_attn_scalar": scalar, "attn_logit_softcapping": 50.0}
+    return _dense("gemma2", layers, heads, kv_heads, head_dim, 1e4, sliding_window=4096, **scores)
+
+
 def _gemma3(layers: int, heads: int, kv_heads: int, head_dim: int, window: int, scalar: int) -> dict[str, Any]:
     scaling = {} if layers == 26 else {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     local = {"sliding_window": window, "query_pre_attn_scalar": scalar, "rope_local_base_freq": 10000.0}
@@ -63,6 +68,25 @@ def _gemma4(layers: int, heads: int, kv_heads: int, full_kv_heads: int) -> dict[
         "sliding_window": 1024,
         "layer_types": kinds,
         "attention_k_eq_v": True,
+    }
+
+
+def _deepseek3(kind: str, heads: int, theta: float, **yarn: float) -> dict[str, Any]:
+    return {
+        "model_type": kind,
+        "num_hidden_layers": 61,
+        "num_attention_heads": heads,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "rope_theta": theta,
+        "rope_scaling": {
+            "type": "yarn",
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            **yarn,
+        },
     }
 
 
@@ -90,6 +114,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama-3.2-3b": _dense("llama", 28, 24, 8, 128, 5e5, **_llama3(32.0)),
     "mistral-7b-v0.1": _dense("mistral", 32, 32, 8, 128, 1e4, sliding_window=4096),
     "mistral-7b-v0.3": _dense("mistral", 32, 32, 8, 128, 1e6, sliding_window=None),
+    "mixtral-8x7b": _dense("mixtral", 32, 32, 8, 128, 1e6, sliding_window=None),
     "qwen3-0.6b": _dense("qwen3", 28, 16, 8, 128, 1e6),
     "qwen3-1.7b": _dense("qwen3", 28, 16, 8, 128, 1e6),
     "qwen3-4b": _dense("qwen3", 36, 32, 8, 128, 1e6),
@@ -103,6 +128,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3.5-9b": _qwen35("qwen3_5_text", 32, 16, 4, 32),
     "qwen3.5-27b": _qwen35("qwen3_5_text", 64, 24, 4, 48),
     "qwen3.5-35b-a3b": _qwen35("qwen3_5_moe_text", 40, 16, 2, 32),
+    "gemma-2-2b": _gemma2(26, 8, 4, 256, 256),
+    "gemma-2-9b": _gemma2(42, 16, 8, 256, 224),
+    "gemma-2-27b": _gemma2(46, 32, 16, 128, 144),
     "gemma-3-1b": _gemma3(26, 4, 1, 256, 512, 256),
     "gemma-3-4b": _gemma3(34, 8, 4, 256, 1024, 256),
     "gemma-3-12b": _gemma3(48, 16, 8, 256, 1024, 256),
@@ -116,21 +144,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "smollm2-360m": _dense("llama", 32, 15, 5, 64, 1e5),
     "smollm2-1.7b": _dense("llama", 24, 32, 32, 64, 1.3e5),
     "smollm3-3b": _dense("smollm3", 36, 16, 4, 128, 5e6, no_rope_layer_interval=4),
-    "deepseek-v3": {
-        "model_type": "deepseek_v3",
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 40,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-        },
-    },
+    "minimax-m2": _dense("minimax_m2", 62, 48, 8, 128, 5e6, rotary_dim=64),
+    "deepseek-v3": _deepseek3("deepseek_v3", 128, 1e4, factor=40, beta_fast=32, beta_slow=1),
+    "kimi-k2-instruct-0905": _deepseek3("kimi_k2", 64, 5e4, factor=64, beta_fast=1, beta_slow=1),
 }
