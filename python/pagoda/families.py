@@ -7,11 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from pagoda.errors import InvalidArgument
-from pagoda.hf_config import Config
+from pagoda.hf_config import FULL, LINEAR, WINDOWED, Config
 from pagoda.rope import Rope, score_factor_from_config
 from pagoda.spec import AttentionLayer, Layer, StateLayer
-
-FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def layers_of(config: dict[str, Any]) -> list[Layer]:
@@ -101,20 +99,21 @@ def _smollm3(config: Config) -> list[Layer]:
     return _attention(config, windows, [rope if rotate else None for rotate in rotates])
 
 
-def _cohere2(config: Config) -> list[Layer]:
+def _rotating_in_windows(config: Config, types: list[str], rope: Rope) -> list[Layer]:
     """Windowed layers alone rotate."""
-    types = _alternating(config, config.integer("sliding_window_pattern"))
-    rope = replace(config.rope(), interleaved=True)
     return _attention(config, _windows(config, types), [rope if kind == WINDOWED else None for kind in types])
+
+
+def _cohere2(config: Config) -> list[Layer]:
+    types = _alternating(config, config.integer("sliding_window_pattern"))
+    return _rotating_in_windows(config, types, replace(config.rope(), interleaved=True))
 
 
 def _exaone4(config: Config) -> list[Layer]:
-    """Windowed layers alone rotate, where there are any."""
     if config.content["sliding_window"] is None:
         return _llama(config)
     types = config.layer_types() or _alternating(config, config.integer("sliding_window_pattern"))
-    rope = config.rope()
-    return _attention(config, _windows(config, types), [rope if kind == WINDOWED else None for kind in types])
+    return _rotating_in_windows(config, types, config.rope())
 
 
 def _interleaved(config: Config) -> list[Layer]:
@@ -134,15 +133,14 @@ def _granite(config: Config) -> list[Layer]:
     return _llama(config, scale=config.number("attention_multiplier"))
 
 
-def _softcap(config: Config) -> float | None:
-    key = "attn_logit_softcapping"
-    return None if config.content.get(key) is None else config.number(key)
+def _gemma_scores(config: Config) -> dict[str, Any]:
+    cap = "attn_logit_softcapping"
+    softcap = None if config.content.get(cap) is None else config.number(cap)
+    return {"scale": config.number("query_pre_attn_scalar") ** -0.5, "softcap": softcap}
 
 
 def _gemma2(config: Config) -> list[Layer]:
-    windows = _windows(config, _alternating(config, 2))
-    scale = config.number("query_pre_attn_scalar") ** -0.5
-    return _attention(config, windows, scale=scale, softcap=_softcap(config))
+    return _attention(config, _windows(config, _alternating(config, 2)), **_gemma_scores(config))
 
 
 def _ropes(config: Config, types: list[str], theta_key: str) -> list[Rope]:
@@ -155,8 +153,7 @@ def _ropes(config: Config, types: list[str], theta_key: str) -> list[Rope]:
 def _gemma3(config: Config) -> list[Layer]:
     types = _alternating(config, config.integer("sliding_window_pattern"))
     ropes = _ropes(config, types, "rope_local_base_freq")
-    scale = config.number("query_pre_attn_scalar") ** -0.5
-    return _attention(config, _windows(config, types), ropes, scale=scale, softcap=_softcap(config))
+    return _attention(config, _windows(config, types), ropes, **_gemma_scores(config))
 
 
 def _olmo3(config: Config) -> list[Layer]:

@@ -13,6 +13,9 @@ from pagoda.rope import ProportionalScaling, Rope, scaling_from_config
 
 CONFIG_BYTES_MAX = 16 << 20
 
+FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+"""Kinds of layers."""
+
 
 def read_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
     """The content of a config.json, given as content, file or folder; of a multimodal model, its text part."""
@@ -74,15 +77,15 @@ class Config:
         head_dim = self.integer("head_dim", high=4096) if own else self.integer("hidden_size") // queries
         return queries, self.integer("num_key_value_heads", queries, high=4096), head_dim
 
-    def layer_types(self, other: str = "sliding_attention") -> list[str] | None:
+    def layer_types(self, other: str = WINDOWED) -> list[str] | None:
         """The entry of each layer in `layer_types`: full attention, or the other kind that the family has."""
         types = self.sequence("layer_types", self.layer_count)
-        known = ("full_attention", other)
+        known = (FULL, other)
         if any(kind not in known for kind in types or ()):
             raise InvalidArgument(f"config.layer_types = {types!r}: of {', '.join(known)}")
         return types
 
-    def rope_parameters(self, layer_type: str = "full_attention") -> dict[str, Any]:
+    def rope_parameters(self, layer_type: str = FULL) -> dict[str, Any]:
         """What `rope_scaling` or `rope_parameters` say of one kind of layer."""
         parameters = self.content.get("rope_scaling") or self.content.get("rope_parameters") or {}
         if not isinstance(parameters, dict):
@@ -95,7 +98,7 @@ class Config:
             parameters = {**parameters, "original_max_position_embeddings": trained}
         return parameters
 
-    def rope(self, layer_type: str = "full_attention", *, theta_key: str = "rope_theta") -> Rope:
+    def rope(self, layer_type: str = FULL, *, theta_key: str = "rope_theta") -> Rope:
         """The rotation of one kind of layer."""
         parameters = self.rope_parameters(layer_type)
         theta = Config(parameters).number("rope_theta", self.number(theta_key, 10000.0))
