@@ -124,7 +124,7 @@ pub(crate) enum Target<'a> {
     Parts { ends: &'a [usize], parts: *mut f32 },
 }
 
-/// The values, maxima and weight sums of some query rows.
+/// The values of some query rows, what their weights are relative to, and the sums of these.
 struct State<'a> {
     values: &'a mut [f32],
     max: &'a mut [f32],
@@ -277,9 +277,17 @@ impl Batch {
         (self.heads.start + index / self.tiles.len(), self.tiles.start + index % self.tiles.len())
     }
 
-    fn lines(&self, plane: &Plane, index: usize) -> Lines<'_> {
+    /// Where the rows of a cell lie.
+    fn lines_of(&self, plane: &Plane, index: usize) -> Lines<'_> {
         let (head, tile) = self.cell(index);
         self.pages[tile - self.tiles.start].lines(plane, head)
+    }
+
+    /// Where the rows of the first cells lie; of the last, if there are not so many.
+    fn lines<'a>(&'a self, plane: &Plane, lines: &mut [Lines<'a>]) {
+        for (index, lines) in lines.iter_mut().enumerate() {
+            *lines = self.lines_of(plane, index.min(self.len() - 1));
+        }
     }
 }
 
@@ -319,7 +327,7 @@ impl Call<'_> {
             codes,
             scores: scores.take(cells(group.queries) * head_rows * TILE),
             biases: biases.take(rows),
-            decay: decay.take(head_rows),
+            decay: decay.take(cells(group.queries) * head_rows),
             derived: derived.take(layer.derived.as_ref().map_or(0, |derived| derived.scratch(head_rows))),
         };
         // SAFETY: as the caller promises.
@@ -389,6 +397,32 @@ impl Call<'_> {
         };
         // SAFETY: the kernels are for this CPU, and both states have the same rows.
         unsafe { (self.kernels.fold)(&mut args) }
+    }
+
+    /// The rows of a tile that a query of a group sees.
+    fn seen(&self, group: &Group, piece: &Piece<'_>, tile: usize, query: usize) -> Range<usize> {
+        let first = piece.origin + (tile * TILE) as isize;
+        let stored = piece.rows.start.saturating_sub(tile * TILE)..(piece.rows.end - tile * TILE).min(TILE);
+        let end = (group.position + query + 1) as isize - first;
+        let high = end.min(stored.end as isize);
+        let window = self.kv.layer.window.filter(|_| piece.span.sight == Sight::Window);
+        let start = window.map_or(isize::MIN, |window| end - window as isize);
+        start.max(stored.start as isize) as usize..high.max(0) as usize
+    }
+
+    /// The queries of a group, together if they see the same rows of a tile, and those rows; without queries that see none.
+    fn sights(
+        &self,
+        group: &Group,
+        piece: &Piece<'_>,
+        tile: usize,
+    ) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
+        let queries = group.queries;
+        let seen = move |query| self.seen(group, piece, tile, query);
+        // At the diagonal every query has its own rows, so that later tokens do not even count as 0.
+        let step = if seen(0) == seen(queries - 1) { queries } else { 1 };
+        let sights = (0..queries).step_by(step).map(move |query| (query..query + step, seen(query)));
+        sights.filter(|(_, seen)| !seen.is_empty())
     }
 
     /// Writes the rows of a group.
@@ -605,31 +639,31 @@ impl Pass<'_> {
         let piece_shift = TILE.min(layer.page_size as usize).ilog2();
         let count = batch.len();
         // In the order in which memory is read; values that are part of K are read with it.
+        let mut lines = [Lines::NOWHERE; 2 * CELLS + LATER];
+        batch.lines(&keys, &mut lines[..count]);
         let read = if layer.geometry.v_format.is_some() { 2 * count } else { count };
-        let lines = |index: usize| match index {
-            _ if index < count => batch.lines(&keys, index),
-            _ if index < read => batch.lines(&values, index - count),
-            _ => next.lines(&keys, (index - read).min(next.len() - 1)),
-        };
+        batch.lines(&values, &mut lines[count..read]);
         let later = LATER.min(count);
+        next.lines(&keys, &mut lines[read..2 * count + later]);
         for index in 0..count {
             let (head, tile) = batch.cell(index);
-            let chunk = Chunk {
-                here: lines(index),
-                next: lines(index + 1),
-                later: lines(index + later),
-                piece_shift,
-            };
+            let (here, next, later) = (lines[index], lines[index + 1], lines[index + later]);
             // SAFETY: as the caller promises.
-            unsafe { self.score(piece, tile, head, index, &chunk) };
+            unsafe { self.score(piece, tile, head, index, &Chunk { here, next, later, piece_shift }) };
+        }
+        // All of them before the first value: the CPU goes on with the next while a sum is added up.
+        for index in 0..count {
+            let (head, tile) = batch.cell(index);
+            // SAFETY: as the caller promises.
+            unsafe { self.weigh(piece, tile, head, index, state) };
         }
         for index in 0..count {
             let (head, tile) = batch.cell(index);
-            let at = count + index;
-            let here = batch.lines(&values, index);
-            let chunk = Chunk { here, next: lines(at + 1), later: lines(at + later), piece_shift };
+            let here = batch.lines_of(&values, index);
+            let (next, later) = (lines[count + index + 1], lines[count + index + later]);
+            let chunk = Chunk { here, next, later, piece_shift };
             // SAFETY: as the caller promises.
-            unsafe { self.weigh(piece, tile, head, index, &chunk, state) };
+            unsafe { self.accumulate(piece, tile, head, index, &chunk, state) };
         }
     }
 
@@ -650,17 +684,6 @@ impl Pass<'_> {
         pages
     }
 
-    /// The rows of a tile that a query sees.
-    fn seen(&self, piece: &Piece<'_>, tile: usize, query: usize) -> Range<usize> {
-        let first = piece.origin + (tile * TILE) as isize;
-        let stored = piece.rows.start.saturating_sub(tile * TILE)..(piece.rows.end - tile * TILE).min(TILE);
-        let end = (self.group.position + query + 1) as isize - first;
-        let high = end.min(stored.end as isize);
-        let window = self.call.kv.layer.window.filter(|_| piece.span.sight == Sight::Window);
-        let start = window.map_or(isize::MIN, |window| end - window as isize);
-        start.max(stored.start as isize) as usize..high.max(0) as usize
-    }
-
     /// The scores of one tile and head, into cell `cell` of the scratch.
     unsafe fn score(&mut self, piece: &Piece<'_>, tile: usize, head: usize, cell: usize, keys: &Chunk<'_>) {
         let layer = self.call.kv.layer;
@@ -676,8 +699,8 @@ impl Pass<'_> {
             count: rows,
             size: row_size(&layer.layout.k, layer.geometry.head_dim),
             keys,
-            low: self.seen(piece, tile, 0).start,
-            high: self.seen(piece, tile, self.group.queries - 1).end,
+            low: self.call.seen(self.group, piece, tile, 0).start,
+            high: self.call.seen(self.group, piece, tile, self.group.queries - 1).end,
             scores: self.scores[cell * rows * TILE..][..rows * TILE].as_mut_ptr(),
         };
         let (kernels, format) = (self.call.kernels, layer.geometry.k_format);
@@ -690,8 +713,39 @@ impl Pass<'_> {
         }
     }
 
-    /// The softmax and the values of one tile and head, from cell `cell` of the scratch.
+    /// The softmax of one tile and head, in cell `cell` of the scratch.
     unsafe fn weigh(
+        &mut self,
+        piece: &Piece<'_>,
+        tile: usize,
+        head: usize,
+        cell: usize,
+        state: &mut State<'_>,
+    ) {
+        let (call, group, layer) = (self.call, self.group, self.call.kv.layer);
+        let rows = group.queries * layer.group();
+        for (queries, seen) in call.sights(group, piece, tile) {
+            let part = queries.start * layer.group()..queries.end * layer.group();
+            let first = (head - group.heads.start) * rows;
+            let state_part = first + part.start..first + part.end;
+            let part = cell * rows + part.start..cell * rows + part.end;
+            let mut softmax = Softmax {
+                scores: &mut self.scores[part.start * TILE..part.end * TILE],
+                cap: layer.softcap.map(|cap| cap * LOG2_E as f32),
+                low: seen.start,
+                high: seen.end,
+                bias: &self.biases[state_part.clone()],
+                max: &mut state.max[state_part.clone()],
+                sum: &mut state.sum[state_part],
+                decay: &mut self.decay[part],
+            };
+            // SAFETY: the kernels are for this CPU.
+            unsafe { (call.kernels.softmax)(&mut softmax) };
+        }
+    }
+
+    /// Adds the values of one tile and head, with the weights in cell `cell` of the scratch.
+    unsafe fn accumulate(
         &mut self,
         piece: &Piece<'_>,
         tile: usize,
@@ -700,76 +754,31 @@ impl Pass<'_> {
         values: &Chunk<'_>,
         state: &mut State<'_>,
     ) {
-        let queries = self.group.queries;
-        if self.seen(piece, tile, 0) == self.seen(piece, tile, queries - 1) {
-            // SAFETY: as the caller promises.
-            unsafe { self.weigh_queries(0..queries, self.seen(piece, tile, 0), head, cell, values, state) };
-            return;
-        }
-        // At the diagonal every query has its own rows, so that later tokens do not even count as 0.
-        for query in 0..queries {
-            // SAFETY: as the caller promises.
-            unsafe {
-                self.weigh_queries(
-                    query..query + 1,
-                    self.seen(piece, tile, query),
-                    head,
-                    cell,
-                    values,
-                    state,
-                );
-            }
-        }
-    }
-
-    /// The part of `weigh` that belongs to some queries, which see the same rows.
-    unsafe fn weigh_queries(
-        &mut self,
-        queries: Range<usize>,
-        seen: Range<usize>,
-        head: usize,
-        cell: usize,
-        values: &Chunk<'_>,
-        state: &mut State<'_>,
-    ) {
-        if seen.is_empty() {
-            return;
-        }
-        let Call { kernels, kv: PagedKv { layer, .. }, .. } = *self.call;
-        let rows = self.group.queries * layer.group();
+        let (call, group, layer) = (self.call, self.group, self.call.kv.layer);
+        let rows = group.queries * layer.group();
         let stride = value_stride(layer);
-        let part = queries.start * layer.group()..queries.end * layer.group();
-        let first = (head - self.group.heads.start) * rows;
-        let state_part = first + part.start..first + part.end;
-        let scores = &mut self.scores[cell * rows * TILE..][..rows * TILE];
-        let mut softmax = Softmax {
-            scores: &mut scores[part.start * TILE..part.end * TILE],
-            cap: layer.softcap.map(|cap| cap * LOG2_E as f32),
-            low: seen.start,
-            high: seen.end,
-            bias: &self.biases[state_part.clone()],
-            max: &mut state.max[state_part.clone()],
-            sum: &mut state.sum[state_part.clone()],
-            decay: &mut self.decay[part.clone()],
-        };
-        // SAFETY: the kernels are for this CPU.
-        unsafe { (kernels.softmax)(&mut softmax) };
         let LayerGeometry { head_dim, v_head_dim, v_format, .. } = layer.geometry;
         let stored_dim = if v_format.is_some() { v_head_dim } else { head_dim };
-        let accumulate = Accumulate {
-            weights: softmax.scores.as_mut_ptr(),
-            decay: Some(softmax.decay.as_ptr()),
-            values: state.values[state_part.start * stride..state_part.end * stride].as_mut_ptr(),
-            stride,
-            count: part.len(),
-            dim: layer.geometry.v_head_dim as usize,
-            size: row_size(&layer.layout.v, stored_dim),
-            chunk: values,
-            low: seen.start,
-            high: seen.end,
-            prefetch: part.start == 0 && layer.geometry.v_format.is_some(),
-        };
-        // SAFETY: the tile holds the rows `low..high`, and the state has the rows of the part.
-        unsafe { (self.call.values.accumulate)(&accumulate) };
+        for (queries, seen) in call.sights(group, piece, tile) {
+            let part = queries.start * layer.group()..queries.end * layer.group();
+            let first = (head - group.heads.start) * rows;
+            let state_part = first + part.start..first + part.end;
+            let accumulate = Accumulate {
+                weights: self.scores[(cell * rows + part.start) * TILE..(cell * rows + part.end) * TILE]
+                    .as_mut_ptr(),
+                decay: Some(self.decay[cell * rows + part.start..].as_ptr()),
+                values: state.values[state_part.start * stride..state_part.end * stride].as_mut_ptr(),
+                stride,
+                count: part.len(),
+                dim: v_head_dim as usize,
+                size: row_size(&layer.layout.v, stored_dim),
+                chunk: values,
+                low: seen.start,
+                high: seen.end,
+                prefetch: part.start == 0 && v_format.is_some(),
+            };
+            // SAFETY: the tile holds the rows `low..high`, and the state has the rows of the part.
+            unsafe { (call.values.accumulate)(&accumulate) };
+        }
     }
 }

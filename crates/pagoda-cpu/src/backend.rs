@@ -129,9 +129,9 @@ impl Backend {
     }
 
     /// As [`attend`](Self::attend), but over the tokens before `ends[i]` of sequence i, and leaves parts of results for whoever goes
-    /// over the rest: floats `[sum(new_tokens), num_q_heads, v_head_dim + 2]`, the sum of the values weighted by 2^(score - maximum),
-    /// the maximum, and the sum of these weights, where scores are in base 2. Where a query sees nothing that is 0, `-inf` and 0. Blocks
-    /// that no page before the ends lies in are not read.
+    /// over the rest: floats `[sum(new_tokens), num_q_heads, v_head_dim + 2]`, the sum of the values weighted by 2^(score - base),
+    /// that base, which no score is far above, and the sum of these weights, where scores are in base 2. Where a query sees nothing
+    /// that is 0, `-inf` and 0. Blocks that no page before the ends lies in are not read.
     ///
     /// # Safety
     /// As for `attend`, of the pages before the ends; `parts` has the floats, which overlap nothing.

@@ -16,6 +16,11 @@ use crate::stored::{Row, Stored};
 
 /// Pages that a tile touches at most: the smallest page holds 8 tokens.
 pub(crate) const PIECES: usize = TILE / 8;
+/// Vectors that are reduced to a number each at once.
+const QUAD: usize = 4;
+/// How far a score may be above what weights are relative to, in powers of two. That does not follow every maximum: weights
+/// need not wait for that of their tile then.
+const RISE: f32 = 8.0;
 /// Query rows up to which reading the tile is what takes time.
 const FEW_ROWS: usize = 8;
 
@@ -49,6 +54,10 @@ pub(crate) struct Lines<'a> {
     pub(crate) rows: usize,
     /// Where their scales do, for formats with scales.
     pub(crate) scales: usize,
+}
+
+impl Lines<'_> {
+    pub(crate) const NOWHERE: Self = Self { blocks: &[std::ptr::null(); PIECES], rows: 0, scales: 0 };
 }
 
 /// The K or V rows of one head in one tile.
@@ -234,7 +243,7 @@ unsafe fn score_rows<S: Simd, F: Stored, const Q: usize, const R: usize>(args: &
 
 /// Arguments of [`softmax`]: scores of some query rows become weights.
 pub(crate) struct Softmax<'a> {
-    /// `[count][TILE]`: base-2 logarithms in (with `cap` parts of it), weights relative to the new maximum out.
+    /// `[count][TILE]`: base-2 logarithms in (with `cap` parts of it), weights out.
     pub(crate) scores: &'a mut [f32],
     /// Scores are `cap * tanh(score)` in truth.
     pub(crate) cap: Option<f32>,
@@ -243,7 +252,7 @@ pub(crate) struct Softmax<'a> {
     pub(crate) high: usize,
     /// What is to be added to all scores of a row.
     pub(crate) bias: &'a [f32],
-    /// The running maximum of every row.
+    /// What the weights of every row are relative to: no score so far was more than [`RISE`] above.
     pub(crate) max: &'a mut [f32],
     /// The running sum of weights of every row.
     pub(crate) sum: &'a mut [f32],
@@ -257,9 +266,9 @@ pub(crate) unsafe fn softmax<S: Simd>(args: &mut Softmax<'_>) {
     let mut row = 0;
     // SAFETY: the caller has the instruction set.
     unsafe {
-        while args.max.len() - row >= 4 {
-            softmax_rows::<S, 4>(args, row);
-            row += 4;
+        while args.max.len() - row >= QUAD {
+            softmax_rows::<S, QUAD>(args, row);
+            row += QUAD;
         }
         while row < args.max.len() {
             softmax_rows::<S, 1>(args, row);
@@ -288,38 +297,58 @@ unsafe fn softmax_rows<S: Simd, const R: usize>(args: &mut Softmax<'_>, row: usi
         }
     }
     let scores = scores.as_mut_ptr();
-    // What the scores are relative to, and the maxima before, relative to that, as vectors.
-    let (mut base, mut decay) = ([0.0; R], [0.0; ALIGN]);
+    let (max, sum) = (&mut args.max[row..][..R], &mut args.sum[row..][..R]);
+    let decay = &mut args.decay[row..][..R];
+    // Of as many rows as are reduced at once, whatever `R`.
+    let (mut top, mut total) = ([0.0; QUAD], [0.0; QUAD]);
     // SAFETY: the caller has the instruction set, and a row of scores is TILE long.
     unsafe {
-        for r in 0..R {
-            // Several chains, so that no maximum and no sum waits for the one before.
-            let mut tops = [S::splat(f32::NEG_INFINITY); 4];
+        // Several chains a row, so that no maximum and no sum waits for the one before.
+        let mut tops = [S::splat(f32::NEG_INFINITY); QUAD];
+        for (r, top) in tops[..R].iter_mut().enumerate() {
+            let mut chains = [*top; 4];
             for i in 0..TILE / S::LANES {
-                tops[i % 4] = S::max(tops[i % 4], S::load(scores.add(r * TILE + i * S::LANES)));
+                let score = S::load(scores.add(r * TILE + i * S::LANES));
+                chains[i % 4] = if i < 4 { score } else { S::max(chains[i % 4], score) };
             }
-            let top = S::max_lane(S::max(S::max(tops[0], tops[1]), S::max(tops[2], tops[3]))) + bias[r];
-            let max = args.max[row + r];
-            let top = if max > top { max } else { top };
-            // Where everything is -inf so far, every weight is exp2(-inf - 0) = 0.
-            base[r] = if top == f32::NEG_INFINITY { 0.0 } else { top };
-            decay[r] = max - base[r];
-            args.max[row + r] = top;
+            *top = S::max(S::max(chains[0], chains[1]), S::max(chains[2], chains[3]));
         }
-        for lanes in decay[..R.next_multiple_of(S::LANES)].chunks_exact_mut(S::LANES) {
-            S::store(lanes.as_mut_ptr(), exp2::<S>(S::load(lanes.as_ptr())));
-        }
+        S::max_quad(tops, top.as_mut_ptr());
+        decay.fill(1.0);
         for r in 0..R {
-            let mut totals = [S::splat(0.0); 4];
+            top[r] += bias[r];
+        }
+        if (0..R).any(|r| top[r] > max[r] + RISE) {
+            rise(&top, max, decay);
+        }
+        let mut totals = [S::splat(0.0); QUAD];
+        for (r, total) in totals[..R].iter_mut().enumerate() {
+            // Where everything is -inf so far, every weight is exp2(-inf - 0) = 0.
+            let base = if max[r] == f32::NEG_INFINITY { 0.0 } else { max[r] };
+            let mut chains = [*total; 4];
             for i in 0..TILE / S::LANES {
                 let p = scores.add(r * TILE + i * S::LANES);
-                let weight = exp2::<S>(S::sub(S::load(p), S::splat(base[r] - bias[r])));
+                let weight = exp2::<S>(S::sub(S::load(p), S::splat(base - bias[r])));
                 S::store(p, weight);
-                totals[i % 4] = S::add(totals[i % 4], weight);
+                chains[i % 4] = if i < 4 { weight } else { S::add(chains[i % 4], weight) };
             }
-            let total = S::sum_lanes(S::add(S::add(totals[0], totals[1]), S::add(totals[2], totals[3])));
-            args.decay[row + r] = decay[r];
-            args.sum[row + r] = args.sum[row + r] * decay[r] + total;
+            *total = S::add(S::add(chains[0], chains[1]), S::add(chains[2], chains[3]));
+        }
+        S::sum_quads([totals], total.as_mut_ptr(), 0);
+        for r in 0..R {
+            sum[r] = sum[r] * decay[r] + total[r];
+        }
+    }
+}
+
+/// Raises what the weights of rows are relative to, where a score of a tile is too far above it.
+#[cold]
+#[inline(never)]
+fn rise(top: &[f32; QUAD], max: &mut [f32], decay: &mut [f32]) {
+    for ((&top, max), decay) in top.iter().zip(max).zip(decay) {
+        if top > *max + RISE {
+            *decay = (*max - top).exp2();
+            *max = top;
         }
     }
 }
@@ -517,7 +546,7 @@ pub(crate) unsafe fn fold<S: Simd>(args: &mut Fold<'_>) {
     }
 }
 
-/// `2^v` for `v <= 0`, NaN for NaN. The polynomial is within 2^-25 of `2^f` on [-1/2, 1/2] and exact at 0.
+/// `2^v` for `v <= RISE`, NaN for NaN. The polynomial is within 2^-25 of `2^f` on [-1/2, 1/2] and exact at 0.
 #[inline(always)]
 unsafe fn exp2<S: Simd>(v: S::V) -> S::V {
     const COEFFICIENTS: [f32; 7] =
@@ -575,7 +604,113 @@ unsafe fn exp2_one<S: Simd>(x: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::samples::Random;
+    use crate::simd::Isa;
     use crate::simd::scalar::Scalar;
+
+    /// What tiles of scores come to: the weights and the factors of each, what they are relative to in the end, and their sums.
+    struct Weighed {
+        weights: Vec<Vec<f32>>,
+        decays: Vec<Vec<f32>>,
+        max: Vec<f32>,
+        sum: Vec<f32>,
+    }
+
+    fn weigh(isa: Isa, tiles: &[Vec<f32>], bias: &[f32]) -> Weighed {
+        let rows = bias.len();
+        let (mut max, mut sum) = (vec![f32::NEG_INFINITY; rows], vec![0.0; rows]);
+        let (mut weights, mut decays) = (Vec::new(), Vec::new());
+        for tile in tiles {
+            let (mut scores, mut decay) = (tile.clone(), vec![f32::NAN; rows]);
+            let mut softmax = Softmax {
+                scores: &mut scores,
+                cap: None,
+                low: 0,
+                high: TILE,
+                bias,
+                max: &mut max,
+                sum: &mut sum,
+                decay: &mut decay,
+            };
+            // SAFETY: the instruction set is supported, and a row of scores is TILE long.
+            unsafe { (isa.kernels().expect("supported").softmax)(&mut softmax) };
+            weights.push(scores);
+            decays.push(decay);
+        }
+        Weighed { weights, decays, max, sum }
+    }
+
+    /// Rows of scores that rise from tile to tile: not at all, little by little, by more than [`RISE`], from nothing.
+    fn rising(random: &mut Random, rows: usize) -> Vec<Vec<f32>> {
+        let steps: Vec<f32> = (0..rows).map(|_| random.pick(&[0.0, 0.7, 3.0, 9.0, 20.0, -5.0])).collect();
+        let dark: Vec<usize> = (0..rows).map(|_| random.below(3)).collect();
+        let row = |random: &mut Random, t: usize, r: usize| -> Vec<f32> {
+            let base = t as f32 * steps[r];
+            (0..TILE)
+                .map(|_| if t < dark[r] { f32::NEG_INFINITY } else { base + 2.0 * random.float() })
+                .collect()
+        };
+        (0..8).map(|t| (0..rows).flat_map(|r| row(random, t, r)).collect()).collect()
+    }
+
+    #[test]
+    fn weights_are_those_of_the_definition_however_scores_rise() {
+        let mut random = Random(7);
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+            for _ in 0..50 {
+                let rows = random.pick(&[1, 2, 4, 5, 8]);
+                let tiles = rising(&mut random, rows);
+                let bias: Vec<f32> = (0..rows).map(|_| 3.0 * random.float()).collect();
+                let Weighed { weights, decays, max, sum } = weigh(isa, &tiles, &bias);
+                for r in 0..rows {
+                    let scores = |tile: &[f32]| -> Vec<f64> {
+                        tile[r * TILE..][..TILE].iter().map(|&x| f64::from(x) + f64::from(bias[r])).collect()
+                    };
+                    let (mut kept, mut total) = (1.0, 0.0);
+                    for t in (0..tiles.len()).rev() {
+                        for (weight, score) in weights[t][r * TILE..][..TILE].iter().zip(scores(&tiles[t])) {
+                            assert!(*weight <= RISE.exp2(), "{isa}: {weight}");
+                            let right = (score - f64::from(max[r])).exp2();
+                            let is = f64::from(*weight) * kept;
+                            assert!(
+                                (is - right).abs() <= 3e-5 * right + 1e-37,
+                                "{isa} row {r} tile {t}: {is}, not {right}"
+                            );
+                            total += right;
+                        }
+                        kept *= f64::from(decays[t][r]);
+                    }
+                    assert!(
+                        (f64::from(sum[r]) - total).abs() <= 1e-5 * total,
+                        "{isa}: {}, not {total}",
+                        sum[r]
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_row_has_the_same_weights_beside_any_others() {
+        let mut random = Random(8);
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+            for _ in 0..50 {
+                let tiles = rising(&mut random, 4);
+                let bias: Vec<f32> = (0..4).map(|_| 3.0 * random.float()).collect();
+                let Weighed { weights, decays, max, sum } = weigh(isa, &tiles, &bias);
+                for r in 0..4 {
+                    let alone: Vec<Vec<f32>> =
+                        tiles.iter().map(|tile| tile[r * TILE..][..TILE].to_vec()).collect();
+                    let one = weigh(isa, &alone, &bias[r..r + 1]);
+                    for t in 0..tiles.len() {
+                        assert_eq!(weights[t][r * TILE..][..TILE], one.weights[t], "{isa} row {r} tile {t}");
+                        assert_eq!(decays[t][r], one.decays[t][0], "{isa} row {r} tile {t}");
+                    }
+                    assert_eq!((max[r], sum[r]), (one.max[0], one.sum[0]), "{isa} row {r}");
+                }
+            }
+        }
+    }
 
     #[test]
     fn tanh_is_right_to_4e_7() {

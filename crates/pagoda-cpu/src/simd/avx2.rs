@@ -99,21 +99,17 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    unsafe fn max_lane(v: __m256) -> f32 {
+    unsafe fn max_quad(v: [__m256; 4], out: *mut f32) {
         // SAFETY: see the impl.
         unsafe {
-            let v = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
-            let v = _mm_max_ps(v, _mm_movehl_ps(v, v));
-            _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)))
-        }
-    }
-    #[inline(always)]
-    unsafe fn sum_lanes(v: __m256) -> f32 {
-        // SAFETY: see the impl.
-        unsafe {
-            let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
-            let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
-            _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
+            let mut halves = [_mm_setzero_ps(); 4];
+            for i in 0..4 {
+                halves[i] = _mm_max_ps(_mm256_castps256_ps128(v[i]), _mm256_extractf128_ps::<1>(v[i]));
+            }
+            let [a, b, c, d] = halves;
+            let ab = _mm_max_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
+            let cd = _mm_max_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
+            _mm_storeu_ps(out, _mm_max_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
         }
     }
     #[inline(always)]

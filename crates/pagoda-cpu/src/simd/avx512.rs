@@ -3,6 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::Simd;
+use super::avx2::Avx2;
 
 /// AVX-512 F, BW, DQ and VL.
 pub(crate) struct Avx512;
@@ -115,14 +116,15 @@ impl Simd for Avx512 {
         unsafe { _mm512_scalef_ps(v, n) }
     }
     #[inline(always)]
-    unsafe fn max_lane(v: __m512) -> f32 {
+    unsafe fn max_quad(v: [__m512; 4], out: *mut f32) {
         // SAFETY: see the impl.
-        unsafe { _mm512_reduce_max_ps(v) }
-    }
-    #[inline(always)]
-    unsafe fn sum_lanes(v: __m512) -> f32 {
-        // SAFETY: see the impl.
-        unsafe { _mm512_reduce_add_ps(v) }
+        unsafe {
+            let mut halves = [_mm256_setzero_ps(); 4];
+            for i in 0..4 {
+                halves[i] = _mm256_max_ps(_mm512_castps512_ps256(v[i]), _mm512_extractf32x8_ps::<1>(v[i]));
+            }
+            Avx2::max_quad(halves, out);
+        }
     }
     #[inline(always)]
     unsafe fn sum_quads<const R: usize>(v: [[__m512; 4]; R], out: *mut f32, stride: usize) {

@@ -245,12 +245,10 @@ pub(crate) trait Simd {
     unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
     /// Nearest integers, ties to even.
     unsafe fn round(v: Self::V) -> Self::V;
-    /// `v * 2^n` for integers `n` in -200..=0.
+    /// `v * 2^n` for integers `n` in -200..=8.
     unsafe fn scale(v: Self::V, n: Self::V) -> Self::V;
-    /// The largest lane.
-    unsafe fn max_lane(v: Self::V) -> f32;
-    /// The sum of the lanes.
-    unsafe fn sum_lanes(v: Self::V) -> f32;
+    /// Writes the largest lanes of four vectors.
+    unsafe fn max_quad(v: [Self::V; 4], out: *mut f32);
     /// Writes the lane sums of `v[r][0..4]` to `out + r * stride`, added in an order that does not depend on `R`.
     unsafe fn sum_quads<const R: usize>(v: [[Self::V; 4]; R], out: *mut f32, stride: usize);
     /// Whether every lane has a magnitude below `bound`.

@@ -85,14 +85,9 @@ impl Simd for Neon {
         }
     }
     #[inline(always)]
-    unsafe fn max_lane(v: float32x4_t) -> f32 {
+    unsafe fn max_quad(v: [float32x4_t; 4], out: *mut f32) {
         // SAFETY: see the impl.
-        unsafe { vmaxvq_f32(v) }
-    }
-    #[inline(always)]
-    unsafe fn sum_lanes(v: float32x4_t) -> f32 {
-        // SAFETY: see the impl.
-        unsafe { vaddvq_f32(v) }
+        unsafe { vst1q_f32(out, vpmaxq_f32(vpmaxq_f32(v[0], v[1]), vpmaxq_f32(v[2], v[3]))) }
     }
     #[inline(always)]
     unsafe fn sum_quads<const R: usize>(v: [[float32x4_t; 4]; R], out: *mut f32, stride: usize) {

@@ -83,12 +83,10 @@ impl Simd for Scalar {
         })
     }
     #[inline(always)]
-    unsafe fn max_lane(v: V) -> f32 {
-        reduce(v, greater)
-    }
-    #[inline(always)]
-    unsafe fn sum_lanes(v: V) -> f32 {
-        reduce(v, |a, b| a + b)
+    unsafe fn max_quad(v: [V; 4], out: *mut f32) {
+        let all = v.map(|v| reduce(v, greater));
+        // SAFETY: the caller has room for 4 elements.
+        unsafe { out.cast::<[f32; 4]>().write_unaligned(all) };
     }
     #[inline(always)]
     unsafe fn sum_quads<const R: usize>(v: [[V; 4]; R], out: *mut f32, stride: usize) {
