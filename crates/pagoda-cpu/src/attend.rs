@@ -410,7 +410,8 @@ impl Call<'_> {
         start.max(stored.start as isize) as usize..high.max(0) as usize
     }
 
-    /// The queries of a group, together if they see the same rows of a tile, and those rows; without queries that see none.
+    /// The query rows of a group for one head, query by query, or together if they see the same rows of a tile; and those that they
+    /// see, if there are any.
     fn sights(
         &self,
         group: &Group,
@@ -421,7 +422,9 @@ impl Call<'_> {
         let seen = move |query| self.seen(group, piece, tile, query);
         // At the diagonal every query has its own rows, so that later tokens do not even count as 0.
         let step = if seen(0) == seen(queries - 1) { queries } else { 1 };
-        let sights = (0..queries).step_by(step).map(move |query| (query..query + step, seen(query)));
+        let size = self.kv.layer.group();
+        let sights =
+            (0..queries).step_by(step).map(move |query| (query * size..(query + step) * size, seen(query)));
         sights.filter(|(_, seen)| !seen.is_empty())
     }
 
@@ -724,8 +727,7 @@ impl Pass<'_> {
     ) {
         let (call, group, layer) = (self.call, self.group, self.call.kv.layer);
         let rows = group.queries * layer.group();
-        for (queries, seen) in call.sights(group, piece, tile) {
-            let part = queries.start * layer.group()..queries.end * layer.group();
+        for (part, seen) in call.sights(group, piece, tile) {
             let first = (head - group.heads.start) * rows;
             let state_part = first + part.start..first + part.end;
             let part = cell * rows + part.start..cell * rows + part.end;
@@ -759,8 +761,7 @@ impl Pass<'_> {
         let stride = value_stride(layer);
         let LayerGeometry { head_dim, v_head_dim, v_format, .. } = layer.geometry;
         let stored_dim = if v_format.is_some() { v_head_dim } else { head_dim };
-        for (queries, seen) in call.sights(group, piece, tile) {
-            let part = queries.start * layer.group()..queries.end * layer.group();
+        for (part, seen) in call.sights(group, piece, tile) {
             let first = (head - group.heads.start) * rows;
             let state_part = first + part.start..first + part.end;
             let accumulate = Accumulate {

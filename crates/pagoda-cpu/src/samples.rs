@@ -38,6 +38,6 @@ pub(crate) fn read(
         }
     }
     let here = Lines { blocks: &blocks, rows: before, scales: before + page * size.bytes };
-    let next = Lines { blocks: &[std::ptr::null(); PIECES], rows: 0, scales: 0 };
+    let next = Lines::NOWHERE;
     with(&Chunk { here, next, later: next, piece_shift: page.ilog2() });
 }
