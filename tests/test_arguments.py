@@ -254,6 +254,10 @@ CALLS: Calls = {
     "Rope.dim_of": (plain(rope.Rope().dim_of), {"head_dim": P(16)}),
     "Rope.inv_freq": (plain(rope.Rope().inv_freq), {"head_dim": P(16)}),
     "LinearScaling": (plain(rope.LinearScaling), {"factor": FACTOR}),
+    "LongRopeScaling": (
+        plain(rope.LongRopeScaling),
+        {"factors": P((1.0, 2.0), "(2,1)"), "attention_factor": FACTOR},
+    ),
     "ProportionalScaling": (plain(rope.ProportionalScaling), {"partial": P(0.5, "0.5 1"), "factor": FACTOR}),
     "Llama3Scaling": (
         plain(rope.Llama3Scaling),

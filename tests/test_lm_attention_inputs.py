@@ -69,6 +69,12 @@ def yarn(pair: int) -> float:
     return frequency / 4 * stretched + frequency * (1 - stretched)
 
 
+def longrope(pair: int) -> float:
+    """https://arxiv.org/abs/2402.13753: each pair by a factor of its own."""
+    return float(THETA ** (-2 * pair / DIM)) / (1 + pair)
+
+
+LONG = {"rope_type": "longrope", "factor": 4.0, "long_factor": [1.0 + pair for pair in range(DIM // 2)]}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OLD = {"original_max_position_embeddings": 64}
 SCALINGS: dict[str, tuple[Any, Any, float]] = {
@@ -76,6 +82,7 @@ SCALINGS: dict[str, tuple[Any, Any, float]] = {
     "linear": ({"rope_type": "linear", "factor": 4.0}, linear, 1.0),
     "llama3": (LLAMA3 | OLD, llama3, 1.0),
     "yarn": ({"rope_type": "yarn", "factor": 4.0} | OLD, yarn, 0.1 * np.log(4.0) + 1),
+    "longrope": (LONG | OLD | {"max_position_embeddings": 256}, longrope, np.sqrt(1 + np.log(4.0) / np.log(64.0))),
 }
 
 

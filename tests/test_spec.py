@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pagoda.errors import InvalidArgument
 from pagoda.families import layers_of
 from pagoda.presets import PRESETS
-from pagoda.rope import Llama3Scaling, ProportionalScaling, Rope, YarnScaling
+from pagoda.rope import Llama3Scaling, LongRopeScaling, ProportionalScaling, Rope, YarnScaling
 from pagoda.spec import AttentionLayer, ModelSpec, StateLayer
 
 # name: full-attention bytes a token, windowed bytes a token, window, recurrent bytes a sequence; all in 16 bits.
@@ -211,6 +211,16 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, int, int], Seen, Seen]] = {
         Seen(4096),
         Seen(),
     ),
+    "qwen2_vl": ({"hidden_size": 8192}, (64, 8, 128), Seen(theta=1e6), Seen(theta=1e6)),
+    "qwen2_5_vl": ({"hidden_size": 8192}, (64, 8, 128), Seen(theta=1e6), Seen(theta=1e6)),
+    "qwen2_5_vl_text with a window": (
+        {"hidden_size": 8192, "use_sliding_window": True, "max_window_layers": 1},
+        (64, 8, 128),
+        Seen(theta=1e6),
+        Seen(4096, theta=1e6),
+    ),
+    "qwen3_vl": ({}, (32, 32, 128), Seen(theta=5e5), Seen(theta=5e5)),
+    "qwen3_vl_moe": ({"hidden_size": 2048}, (16, 16, 128), Seen(theta=5e5), Seen(theta=5e5)),
     "seed_oss": ({}, (80, 8, 128), Seen(), Seen()),
     "starcoder2": ({"hidden_size": 3072}, (24, 2, 128), Seen(), Seen()),
 }
@@ -262,6 +272,7 @@ def test_keys_that_a_config_leaves_out_are_those_of_transformers(name: str) -> N
 
     def seen(layer: AttentionLayer) -> tuple[Any, ...]:
         theta, scaling = (layer.rope.theta, layer.rope.scaling) if layer.rope else (None, None)
+        assert not isinstance(scaling, LongRopeScaling)
         kind = scaling and (type(scaling).__name__, scaling.factor)
         return layer.num_q_heads, layer.num_kv_heads, layer.head_dim, layer.window, theta, kind
 
@@ -410,6 +421,12 @@ SCALINGS: dict[str, dict[str, Any]] = {
     },
     "yarn": {"factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0, "beta_slow": 1.0},
     "proportional": {"factor": 8.0, "partial_rotary_factor": 0.5},
+    "longrope": {
+        "long_factor": [1.0, 2.0, *[50.0] * 62],
+        "short_factor": [1.0] * 64,
+        "original_max_position_embeddings": 4096,
+        "max_position_embeddings": 131072,
+    },
 }
 
 
@@ -465,6 +482,58 @@ def test_yarn_says_what_it_was_trained_for_and_how_far_rows_grow() -> None:
     assert scaling(trained).attention_factor == pytest.approx(1.138629436)
     assert scaling(trained, attention_factor=1.25).attention_factor == 1.25
     assert scaling(trained, mscale=0.5, mscale_all_dim=1.0).attention_factor == pytest.approx(1.069314718 / 1.138629436)
+
+
+# Phi-4-mini as published, but for the factors.
+PHI: dict[str, Any] = {
+    "model_type": "phi3",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "hidden_size": 3072,
+    "partial_rotary_factor": 0.75,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "rope_scaling": {"type": "longrope", "long_factor": [1.5] * 24 + [60.0] * 24, "short_factor": [1.25] * 48},
+}
+
+
+def rope_of(config: dict[str, Any], **scaling: Any) -> Rope:
+    (layer, *_) = ModelSpec.from_config(config | {"rope_scaling": config["rope_scaling"] | scaling}).attention_layers
+    assert layer.rope is not None
+    return layer.rope
+
+
+def test_long_contexts_have_factors_of_their_own() -> None:
+    """https://arxiv.org/abs/2402.13753, and transformers 5.23: `_compute_longrope_parameters`."""
+    plain = 10000.0 ** (-np.arange(48) / 48)
+    np.testing.assert_allclose(rope_of(PHI).inv_freq(128), plain / ([1.5] * 24 + [60.0] * 24), rtol=1e-6)
+    # What Phi-3's own code has for 128K tokens after 4K.
+    assert rope_of(PHI).attention_factor == pytest.approx(1.1902380714238083)
+    assert rope_of(PHI, type="su") == rope_of(PHI)
+    assert rope_of(PHI, factor=64.0).attention_factor == pytest.approx(np.sqrt(1.5))
+    assert rope_of(PHI, attention_factor=1.25).attention_factor == 1.25
+    short = rope_of(PHI | {"max_position_embeddings": 4096})
+    np.testing.assert_allclose(short.inv_freq(128), plain / 1.25, rtol=1e-6)
+    assert short.attention_factor == 1
+
+
+def test_long_contexts_have_a_factor_for_each_pair() -> None:
+    with pytest.raises(InvalidArgument, match=r"rope_scaling\.factors = 47 numbers: 48, one a pair"):
+        rope_of(PHI, long_factor=[1.0] * 47)
+    with pytest.raises(InvalidArgument, match=r"rope_scaling\.factors\[1\] = nan"):
+        rope_of(PHI, long_factor=[1.0, float("nan")] * 24)
+    with pytest.raises(InvalidArgument, match=r"rope_scaling\.factors = \[2\.0\]: a tuple"):
+        LongRopeScaling([2.0])  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="original_max_position_embeddings"):
+        rope_of({key: value for key, value in PHI.items() if "max_position" not in key})
+
+
+@pytest.mark.parametrize("scaling", [{"type": "mrope"}, {"rope_type": "default", "mrope_interleaved": True}])
+def test_positions_of_three_numbers_turn_as_fast_as_one(scaling: dict[str, Any]) -> None:
+    """Where all three move alike, as a context shift moves them, rows turn as those of text do."""
+    config = {"model_type": "qwen2_5_vl", "num_hidden_layers": 1, "hidden_size": 8192, "rope_scaling": scaling}
+    assert rope_of(config, mrope_section=[16, 24, 24]) == Rope(1e6)
 
 
 @pytest.mark.parametrize(("kind", "other"), [("mistral", "linear_attention"), ("qwen3_5_text", "sliding_attention")])

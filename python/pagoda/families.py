@@ -227,6 +227,7 @@ def _heads(queries: int, kv_heads: int, head_dim: int | None = None) -> dict[str
 
 
 _QWEN = _heads(32, 32) | {"sliding_window": 4096, "max_window_layers": 28}
+_QWEN_VL = _heads(64, 8) | {"sliding_window": 4096, "max_window_layers": 80, "rope_theta": 1e6}
 _GATED = {
     "full_attention_interval": 4,
     "linear_num_key_heads": 16,
@@ -307,7 +308,11 @@ _FAMILIES: dict[str, tuple[Callable[[Config], list[Layer]], dict[str, Any]]] = {
     "olmo3": (_olmo3, {"num_attention_heads": 32, "sliding_window": 4096, "rope_theta": 5e5}),
     "phi3": (_mistral, {"num_attention_heads": 32} | _UNWINDOWED),
     "qwen2": (_qwen, _QWEN),
+    "qwen2_5_vl": (_qwen, _QWEN_VL),
+    "qwen2_5_vl_text": (_qwen, _QWEN_VL),
     "qwen2_moe": (_qwen2_moe, _heads(16, 16) | {"sliding_window": 4096, "max_window_layers": 28}),
+    "qwen2_vl": (_qwen, _QWEN_VL),
+    "qwen2_vl_text": (_qwen, _QWEN_VL),
     "qwen3": (_qwen, _QWEN | {"head_dim": 128}),
     "qwen3_5": (_gated_delta_net, _heads(16, 4, 256) | _GATED),
     "qwen3_5_moe": (_gated_delta_net, _heads(16, 2, 256) | _GATED),
@@ -315,6 +320,10 @@ _FAMILIES: dict[str, tuple[Callable[[Config], list[Layer]], dict[str, Any]]] = {
     "qwen3_5_text": (_gated_delta_net, _heads(16, 4, 256) | _GATED),
     "qwen3_moe": (_qwen3_moe, _heads(32, 4) | {"sliding_window": 4096}),
     "qwen3_next": (_gated_delta_net, _heads(16, 2, 256) | _GATED),
+    "qwen3_vl": (_llama, _heads(32, 32, 128) | {"rope_theta": 5e5}),
+    "qwen3_vl_moe": (_llama, _heads(16, 16) | {"rope_theta": 5e5}),
+    "qwen3_vl_moe_text": (_llama, _heads(16, 16) | {"rope_theta": 5e5}),
+    "qwen3_vl_text": (_llama, _heads(32, 32, 128) | {"rope_theta": 5e5}),
     "seed_oss": (_llama, _heads(80, 8, 128)),
     "smollm3": (_smollm3, _heads(16, 4) | _UNWINDOWED | {"no_rope_layer_interval": 4, "rope_theta": 2e6}),
     "starcoder2": (_mistral, _heads(24, 2) | _UNWINDOWED),

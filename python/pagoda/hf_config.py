@@ -93,9 +93,11 @@ class Config:
         if isinstance(parameters.get(layer_type), dict):
             parameters = parameters[layer_type]
         # As transformers has it, where the scaling does not say what it was trained for.
-        trained = self.content.get("original_max_position_embeddings", self.content.get("max_position_embeddings"))
-        if parameters.get("original_max_position_embeddings") is None and trained is not None:
-            parameters = {**parameters, "original_max_position_embeddings": trained}
+        context = self.content.get("max_position_embeddings")
+        trained = self.content.get("original_max_position_embeddings", context)
+        for key, value in (("max_position_embeddings", context), ("original_max_position_embeddings", trained)):
+            if parameters.get(key) is None and value is not None:
+                parameters = {**parameters, key: value}
         return parameters
 
     def rope(self, layer_type: str = FULL, *, theta_key: str = "rope_theta") -> Rope:

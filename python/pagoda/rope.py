@@ -129,7 +129,31 @@ def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-Scaling = Llama3Scaling | LinearScaling | ProportionalScaling | YarnScaling
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """Divides the frequency of each pair by a factor of its own (LongRoPE, https://arxiv.org/abs/2402.13753; Phi-3).
+
+    factors: one a pair. attention_factor: what cosines and sines are multiplied with.
+    """
+
+    factors: tuple[float, ...]
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        as_ints(self)
+        if not isinstance(self.factors, tuple):
+            raise InvalidArgument(f"rope_scaling.factors = {self.factors!r}: a tuple of numbers")
+        check_factors(**{f"factors[{pair}]": factor for pair, factor in enumerate(self.factors)})
+        check_factors(attention_factor=self.attention_factor)
+
+    def apply(self, inv_freq: npt.NDArray[np.float64], theta: float, dim: int) -> npt.NDArray[np.float64]:
+        """The scaled frequencies. Raises InvalidArgument unless there are as many factors."""
+        if len(self.factors) != len(inv_freq):
+            raise InvalidArgument(f"rope_scaling.factors = {len(self.factors)} numbers: {len(inv_freq)}, one a pair")
+        return inv_freq / np.array(self.factors, np.float64)
+
+
+Scaling = Llama3Scaling | LinearScaling | LongRopeScaling | ProportionalScaling | YarnScaling
 
 
 @dataclass(frozen=True)
@@ -166,16 +190,28 @@ class Rope:
         return dim
 
     def inv_freq(self, head_dim: int) -> npt.NDArray[np.float32]:
-        """float32 [rotary_dim / 2]: radians a position for each pair of a row of `head_dim` elements."""
+        """float32 [rotary_dim / 2]: radians a position for each pair of a row of `head_dim` elements.
+
+        Raises InvalidArgument where the row has fewer, or the scaling is of another number of pairs.
+        """
         dim = self.dim_of(head_dim)
         inv_freq: npt.NDArray[np.float64] = self.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
         if self.scaling is not None:
             inv_freq = self.scaling.apply(inv_freq, self.theta, dim)
         return inv_freq.astype(np.float32)
 
+    @property
+    def attention_factor(self) -> float:
+        """What cosines and sines are multiplied with."""
+        return self.scaling.attention_factor if isinstance(self.scaling, LongRopeScaling | YarnScaling) else 1.0
+
 
 def scaling_from_config(config: dict[str, Any]) -> Scaling | None:
-    """The scaling in a Hugging Face `rope_scaling` or `rope_parameters`. Raises InvalidArgument for other types."""
+    """The scaling in a Hugging Face `rope_scaling` or `rope_parameters`. Raises InvalidArgument for other types.
+
+    Of the factors of LongRoPE it takes those for max_position_embeddings. Positions of three numbers (mrope: images) have no
+    other frequencies.
+    """
     kind = config.get("rope_type", config.get("type", "default"))
     try:
         if kind == "linear":
@@ -198,13 +234,16 @@ def scaling_from_config(config: dict[str, Any]) -> Scaling | None:
                 config.get("truncate", True),
                 _magnitude_from_config(config),
             )
+        if kind in ("longrope", "su"):
+            return _longrope_from_config(config)
     except InvalidArgument:
         raise
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise InvalidArgument(f"rope_scaling = {config!r}: {kind} scaling with its numbers ({error!r})") from error
-    if kind == "default":
+    if kind in ("default", "mrope"):
         return None
-    raise InvalidArgument(f"rope_scaling.rope_type = {kind!r}: default, linear, llama3, proportional or yarn")
+    kinds = "default, linear, llama3, longrope, mrope, proportional or yarn"
+    raise InvalidArgument(f"rope_scaling.rope_type = {kind!r}: {kinds}")
 
 
 def _whole(number: Any) -> Any:
@@ -221,6 +260,18 @@ def _magnitude_from_config(config: dict[str, Any]) -> float | None:
         return None
     factor = float(config["factor"])
     return _yarn_magnitude(factor, float(scale)) / _yarn_magnitude(factor, float(over))
+
+
+def _longrope_from_config(config: dict[str, Any]) -> LongRopeScaling:
+    """transformers: `_compute_longrope_parameters`, for sequences of max_position_embeddings."""
+    original = config["original_max_position_embeddings"]
+    stretch = config["max_position_embeddings"] / original
+    factors = tuple(config["long_factor" if stretch > 1 else "short_factor"])
+    if config.get("attention_factor") is not None:
+        return LongRopeScaling(factors, config["attention_factor"])
+    factor = stretch if config.get("factor") is None else config["factor"]
+    check_factors(factor=factor)
+    return LongRopeScaling(factors, math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0)
 
 
 def score_factor_from_config(config: dict[str, Any]) -> float:

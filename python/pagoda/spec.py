@@ -71,7 +71,7 @@ class AttentionLayer:
         if self.rope is not None:
             if not isinstance(self.rope, Rope):
                 raise InvalidArgument(f"rope = {self.rope!r}: None or a Rope")
-            self.rope.dim_of(self.head_dim)
+            self.rope.inv_freq(self.head_dim)
         if self.kv_owner is not None:
             check_integer("kv_owner", self.kv_owner, 0, LAYERS_MAX)
         if self.v_alias and self.v_dim > self.head_dim:

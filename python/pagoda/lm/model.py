@@ -20,7 +20,7 @@ from pagoda.hf_config import Config, read_config
 from pagoda.lm.arrays import Library, library
 from pagoda.lm.checkpoint import Checkpoint
 from pagoda.lm.tokenizer import Tokenizer, load_tokenizer
-from pagoda.rope import Rope, YarnScaling
+from pagoda.rope import Rope
 from pagoda.spec import AttentionLayer, ModelSpec
 
 Float32 = npt.NDArray[np.float32]
@@ -200,11 +200,10 @@ class LanguageModel:
         """Cosines and sines [tokens, 1, pairs]. Angles are formed in float64: at position 10^6 float32 is off by a tenth."""
         if rope is None:
             return None
-        factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
         angles = positions[:, None, None] * rope.inv_freq(head_dim).astype(np.float64)
         np.remainder(angles, 2 * math.pi, out=angles)
         small = angles.astype(np.float32)
-        cos, sin = (self._xp.asarray(turn(small) * np.float32(factor)) for turn in (np.cos, np.sin))
+        cos, sin = (self._xp.asarray(turn(small) * np.float32(rope.attention_factor)) for turn in (np.cos, np.sin))
         return cos, sin
 
     def _block(self, checkpoint: Checkpoint, index: int, layer: AttentionLayer) -> Block:
