@@ -228,7 +228,11 @@ def rotated(rows: Array, rope: pagoda.Rope, positions: int | Array) -> Array:
 def derived(v: Array, weight: Array | None, rope: pagoda.Rope | None, positions: Array) -> Array:
     """K of a layer with k_eq_v, of stored V at some positions, in float64."""
     k = v * np.asarray(weight, np.float64)
-    return k if rope is None else rotated(k, rope, positions[:, None, None])
+    if rope is None:
+        return k
+    k = rotated(k, rope, positions[:, None, None])
+    k[..., : rope.dim_of(k.shape[-1])] *= rope.attention_factor
+    return k
 
 
 def settled(cache: pagoda.Cache) -> Stats:

@@ -16,7 +16,7 @@ from mirror import derived, through, tolerance_of
 from pagoda.attention.reference import attention
 from pagoda.formats import FORMATS
 from pagoda.kernels import instances
-from pagoda.rope import ProportionalScaling, Rope
+from pagoda.rope import ProportionalScaling, Rope, YarnScaling
 
 Array = npt.NDArray[Any]
 
@@ -31,6 +31,7 @@ ROPES = [
     Rope(theta=100.0, interleaved=True),
     Rope(theta=50.0, rotary_dim=24),
     Rope(theta=1e4, scaling=ProportionalScaling(0.25)),
+    Rope(theta=100.0, rotary_dim=24, scaling=YarnScaling(4.0, 64)),
 ]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypedDict
 
+import numpy as np
 import numpy.typing as npt
 
 from pagoda.checks import check_list, finite
@@ -136,7 +137,7 @@ def _formats(index: int, layer: AttentionLayer, k_dtype: str, v_dtype: str) -> t
 
 
 def _norms(spec: ModelSpec, k_norms: Sequence[npt.NDArray[Any] | None] | None) -> list[list[float] | None]:
-    """The weight of each layer that derives K from V and stores V."""
+    """The weight of each layer that derives K from V and stores V, with the factor by which its rotation scales."""
     if k_norms is not None:
         check_list("k_norms", k_norms, "an array or None for each layer")
     given = [None] * len(spec.layers) if k_norms is None else list(k_norms)
@@ -154,7 +155,10 @@ def _norms(spec: ModelSpec, k_norms: Sequence[npt.NDArray[Any] | None] | None) -
         why = f", as layers[{index}] has k_eq_v; or store K, ModelSpec.storing_k()"
         if weight is None:
             raise InvalidArgument(f"k_norms[{index}] = None: finite numbers [{layer.head_dim}]{why}")
-        norms.append(finite(f"k_norms[{index}]", weight, (layer.head_dim,), why))
+        norm = np.array(finite(f"k_norms[{index}]", weight, (layer.head_dim,), why))
+        if layer.rope is not None:
+            norm[: layer.rope.dim_of(layer.head_dim)] *= layer.rope.attention_factor
+        norms.append(norm.tolist())
     return norms
 
 
