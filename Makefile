@@ -10,7 +10,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Test suites run side by side: threads of NumPy that wait for work would take the cores of others.
 test-python test-kernels test-device test-long: export OPENBLAS_NUM_THREADS := 1
 # Of what the emulator runs and NVRTC compiles.
-KERNEL_TESTS := tests/test_kernels.py $(wildcard tests/test_device_*.py)
+KERNEL_TESTS := tests/test_kernels.py tests/test_ptx.py $(wildcard tests/test_device_*.py)
 # Lets tests take fences away, to show that they notice.
 FEATURES := pagoda-core/broken-fences
 # Where there is a GPU, or must be, tests of the API run on it, and elsewhere on one that is emulated.
@@ -63,6 +63,7 @@ test-device: setup  ## the tests of the API once more, on a GPU or one that is e
 	$(BIN)/python -m pytest -q -m "not long" --device=$(DEVICE) tests/test_attention.py tests/test_stateful.py \
 		tests/test_sequences.py tests/test_derived_keys.py tests/test_tiers.py tests/test_errors.py tests/test_arguments.py \
 		tests/test_disk.py tests/test_sessions.py tests/test_zeroing.py $(if $(GPU),tests/test_device_quantised.py)
+	$(if $(GPU),,$(BIN)/python -m pytest -q --device=ptx tests/test_stateful.py)
 	$(if $(GPU),,$(BIN)/python -m pytest -q --device=streamed tests/test_stateful.py)
 	$(if $(GPU),,$(BIN)/python -m pytest -q --device=divided tests/test_stateful.py)
 

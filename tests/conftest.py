@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import emulator
 import hypothesis
 import pytest
-from emulator.driver import EmulatedDriver
+from emulator.driver import EmulatedDriver, of_ptx, of_sources
 from gpu_driver import CopyingDriver
 from pagoda import device, rates
 from pagoda.cli import main
@@ -23,10 +23,10 @@ hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max
 hypothesis.settings.register_profile("device", deadline=None, print_blob=True, max_examples=12, stateful_step_count=25)
 hypothesis.settings.load_profile(os.environ.get("PAGODA_HYPOTHESIS", "default"))
 
-DEVICES = ["cpu", "emulated", "streamed", "divided", "copied", "cuda"]
-"""What `--device` may be. emulated: kernels run on the CPU, and arrays of NumPy are arrays of the device. streamed: the same
-with a ring so small that every cache has one. divided: and with a part for the CPU. cuda: a GPU, which arrays are copied to
-and from. copied: the emulated device in the place of the GPU."""
+DEVICES = ["cpu", "emulated", "ptx", "streamed", "divided", "copied", "cuda"]
+"""What `--device` may be. emulated: kernels run on the CPU, and arrays of NumPy are arrays of the device. ptx: the same, of
+kernels as NVRTC compiles them. streamed: emulated, with a ring so small that every cache has one. divided: and with a part
+for the CPU. cuda: a GPU, which arrays are copied to and from. copied: the emulated device in the place of the GPU."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,7 +64,7 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     def open_driver(index: int) -> Driver:
         if kind == "cuda":
             return CopyingDriver(open_gpu(index))
-        emulated.append(EmulatedDriver(seed=index))
+        emulated.append(EmulatedDriver(seed=index, compile=of_ptx if kind == "ptx" else of_sources))
         return CopyingDriver(emulated[-1]) if kind == "copied" else emulated[-1]
 
     if kind in ("streamed", "divided"):
@@ -104,7 +104,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 @pytest.fixture
 def emulated(request: pytest.FixtureRequest) -> bool:
     """Whether caches are on an emulated device: attention takes it a thousand times as long."""
-    return request.config.getoption("--device") in ("emulated", "streamed", "divided")
+    return request.config.getoption("--device") in ("emulated", "ptx", "streamed", "divided")
 
 
 @pytest.fixture

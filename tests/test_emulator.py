@@ -1,4 +1,7 @@
-"""The emulator itself: what it computes, and that it notices what the tests of the kernels rely on it to notice."""
+"""The emulator itself: what it computes, and that it notices what the tests of the kernels rely on it to notice.
+
+What a GPU defines is the same in both of its ways, from sources and from the instructions of NVRTC.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from emulator import EmulatorError, Guarded
+from emulator import EmulatorError, Guarded, ptx
 
 Array = npt.NDArray[Any]
 
@@ -276,6 +279,12 @@ def library() -> emulator.Library:
     return emulator.compile(SOURCE, KERNELS)
 
 
+@pytest.fixture(scope="module", params=[emulator, ptx], ids=["sources", "ptx"])
+def either(request: pytest.FixtureRequest) -> emulator.Library:
+    compiled: emulator.Library = request.param.compile(SOURCE, KERNELS)
+    return compiled
+
+
 def filled(values: Array) -> Guarded:
     array = Guarded(values.shape, values.dtype)
     array.array[...] = values
@@ -289,28 +298,28 @@ def arguments(
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("int", np.int32), ("float", np.float32), ("long", np.int64)])
-def test_shuffles(name: str, dtype: Any, library: emulator.Library) -> None:
+def test_shuffles(name: str, dtype: Any, either: emulator.Library) -> None:
     lanes = np.arange(32)
     a = filled((lanes * 1000003 - 77).astype(dtype) * np.asarray(4294967297 if name == "long" else 1, dtype))
     right = [a.array[lanes ^ step] for step in (1, 2, 4, 8, 16)] + [a.array[(lanes * 5 + 3) % 32], a.array[[7] * 32]]
     for seed in SEEDS:
         out = Guarded((7, 32), dtype)
-        library.launch(f"shuffles_{name}", 1, 32, arguments(a=a, out=out), seed=seed)
+        either.launch(f"shuffles_{name}", 1, 32, arguments(a=a, out=out), seed=seed)
         np.testing.assert_array_equal(out.array, right)
         out.check()
 
 
-def test_ballots(library: emulator.Library) -> None:
+def test_ballots(either: emulator.Library) -> None:
     a = filled(np.random.default_rng(0).integers(0, 3, (32, 32)).astype(np.int32))
     right = ((a.array != 0) @ (1 << np.arange(32, dtype=np.uint64))).astype(np.uint32)
     for seed in SEEDS:
         out = Guarded((32, 32), np.uint32)
-        library.launch("ballots", 1, 32, arguments(a=a, out=out), seed=seed)
+        either.launch("ballots", 1, 32, arguments(a=a, out=out), seed=seed)
         np.testing.assert_array_equal(out.array, np.repeat(right[:, None], 32, 1))
 
 
 @pytest.mark.parametrize("staying", [4, 3, 1])
-def test_barriers_are_counted(staying: int, library: emulator.Library) -> None:
+def test_barriers_are_counted(staying: int, either: emulator.Library) -> None:
     """Warps make different numbers of shuffles, and those that have left are not waited for."""
     right = sum(
         sum(range(warp * 32, warp * 32 + 32)) + 32 * round for warp in range(staying) for round in range(warp + 1)
@@ -318,7 +327,7 @@ def test_barriers_are_counted(staying: int, library: emulator.Library) -> None:
     for seed in SEEDS:
         out = Guarded(128, np.int32)
         out.array[:] = -1
-        library.launch("uneven", 1, 128, arguments(out=out, n=staying), shared_bytes=16, seed=seed)
+        either.launch("uneven", 1, 128, arguments(out=out, n=staying), shared_bytes=16, seed=seed)
         np.testing.assert_array_equal(out.array, [right] * (staying * 32) + [-1] * (128 - staying * 32))
 
 
@@ -329,8 +338,8 @@ def reduced(library: emulator.Library, name: str, seed: int) -> bool:
     return bool(np.array_equal(out.array, a.array.reshape(5, 128).sum(1)))
 
 
-def test_block_reduction(library: emulator.Library) -> None:
-    assert all(reduced(library, "reduce", seed) for seed in SEEDS)
+def test_block_reduction(either: emulator.Library) -> None:
+    assert all(reduced(either, "reduce", seed) for seed in SEEDS)
 
 
 def test_a_missing_barrier_is_noticed(library: emulator.Library) -> None:
@@ -356,20 +365,20 @@ def test_the_seed_decides_the_order(library: emulator.Library) -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_load_matrix(transposed: bool, library: emulator.Library) -> None:
+def test_load_matrix(transposed: bool, either: emulator.Library) -> None:
     a = filled(np.random.default_rng(0).integers(0, 65536, (4, 8, 8)).astype(np.uint16))
     b, out = Guarded((4, 8, 8), np.uint16), Guarded((4, 32, 2), np.uint16)
     # PTX manual, ldmatrix: thread t of 32 holds row t / 4, elements 2 (t % 4) and the next.
     right = (a.array.transpose(0, 2, 1) if transposed else a.array).reshape(4, 32, 2)
     for seed in SEEDS:
         name = "matrices_transposed" if transposed else "matrices"
-        library.launch(name, 1, 32, arguments(a=a, b=b, out=out), shared_bytes=1024, seed=seed)
+        either.launch(name, 1, 32, arguments(a=a, b=b, out=out), shared_bytes=1024, seed=seed)
         np.testing.assert_array_equal(out.array, right)
 
 
 @pytest.mark.parametrize("kind", HALVES)
 @pytest.mark.parametrize("turned", [False, True])
-def test_multiply_add(kind: str, turned: bool, library: emulator.Library) -> None:
+def test_multiply_add(kind: str, turned: bool, either: emulator.Library) -> None:
     rng = np.random.default_rng(0)
     left, right = (rng.standard_normal((16, 16)).astype(HALVES[kind]) for _ in range(2))
     start = rng.standard_normal((16, 16)).astype(np.float32)
@@ -378,7 +387,7 @@ def test_multiply_add(kind: str, turned: bool, library: emulator.Library) -> Non
     for seed in SEEDS:
         out = filled(start)
         name = f"turned{kind}" if turned else f"product{kind}"
-        library.launch(name, 1, 32, arguments(a=a, b=b, out=out), shared_bytes=1024, seed=seed)
+        either.launch(name, 1, 32, arguments(a=a, b=b, out=out), shared_bytes=1024, seed=seed)
         np.testing.assert_allclose(out.array, expected, rtol=0, atol=2e-6)
 
 
@@ -421,39 +430,39 @@ def copied(library: emulator.Library, name: str, seed: int, groups: int = 4) -> 
     return out.array, np.roll(right, -1, 1)
 
 
-def test_copies_arrive(library: emulator.Library) -> None:
+def test_copies_arrive(either: emulator.Library) -> None:
     for seed in SEEDS:
-        out, right = copied(library, "copies", seed)
+        out, right = copied(either, "copies", seed)
         np.testing.assert_array_equal(out, right)
-        out, right = copied(library, "copies_pending", seed)
+        out, right = copied(either, "copies_pending", seed)
         np.testing.assert_array_equal(out[:2], right[:2])
         assert (out[2:] == emulator.POISON).all()
 
 
-def test_copies_arrive_no_earlier(library: emulator.Library) -> None:
+def test_copies_arrive_no_earlier(either: emulator.Library) -> None:
     for seed in SEEDS:
-        assert (copied(library, "copies_without_wait", seed)[0] == emulator.POISON).all()
+        assert (copied(either, "copies_without_wait", seed)[0] == emulator.POISON).all()
 
 
 def test_a_missing_barrier_after_copies_is_noticed(library: emulator.Library) -> None:
     assert any((out != right).any() for out, right in (copied(library, "copies_without_barrier", s) for s in SEEDS))
 
 
-def test_lanes_of_different_masks(library: emulator.Library) -> None:
+def test_lanes_of_different_masks(either: emulator.Library) -> None:
     lanes = np.arange(32)
     for seed in SEEDS:
         out = Guarded(32, np.int32)
-        library.launch("halves", 1, 32, arguments(out=out), seed=seed)
+        either.launch("halves", 1, 32, arguments(out=out), seed=seed)
         np.testing.assert_array_equal(out.array, np.where(lanes < 16, 120, 376))
-        library.launch("ahead", 1, 32, arguments(out=out), seed=seed)
+        either.launch("ahead", 1, 32, arguments(out=out), seed=seed)
         np.testing.assert_array_equal(out.array, lanes ^ 16)
 
 
 @pytest.mark.parametrize("name", ["crooked_copy", "crooked_row"])
 @pytest.mark.parametrize("at", [-16, 512, 512 + 4096])
-def test_rows_outside_shared_memory(name: str, at: int, library: emulator.Library) -> None:
+def test_rows_outside_shared_memory(name: str, at: int, either: emulator.Library) -> None:
     with pytest.raises(EmulatorError, match=f"byte {at} is outside the 512 of shared memory"):
-        library.launch(name, 1, 32, arguments(a=Guarded(16, np.uint8), n=at), shared_bytes=512)
+        either.launch(name, 1, 32, arguments(a=Guarded(16, np.uint8), n=at), shared_bytes=512)
 
 
 FAILURES = {
@@ -487,27 +496,27 @@ def test_the_emulator_works_after_a_failure(library: emulator.Library) -> None:
     assert reduced(library, "reduce", 0)
 
 
-def test_a_barrier_that_half_a_warp_misses(library: emulator.Library) -> None:
+def test_a_barrier_that_half_a_warp_misses(either: emulator.Library) -> None:
     for seed in SEEDS:
         for missing in (1, 31):
             with pytest.raises(EmulatorError, match="wait at barriers that others do not reach"):
-                library.launch("a_warp_waits_for_the_block", 1, 64, arguments(n=missing), seed=seed)
-        library.launch("a_warp_waits_for_the_block", 1, 64, arguments(n=0), seed=seed)
+                either.launch("a_warp_waits_for_the_block", 1, 64, arguments(n=missing), seed=seed)
+        either.launch("a_warp_waits_for_the_block", 1, 64, arguments(n=0), seed=seed)
 
 
-def test_shared_memory_is_poisoned_for_every_block(library: emulator.Library) -> None:
+def test_shared_memory_is_poisoned_for_every_block(either: emulator.Library) -> None:
     out = Guarded(32, np.uint8)
     out.array[:] = 0
-    library.launch("poison", 5, 32, arguments(out=out), shared_bytes=32)
+    either.launch("poison", 5, 32, arguments(out=out), shared_bytes=32)
     assert (out.array == emulator.POISON).all()
 
 
 @pytest.mark.parametrize("at", [-1, -emulator.CANARY, 100, 100 + emulator.CANARY - 1])
-def test_canaries(at: int, library: emulator.Library) -> None:
+def test_canaries(at: int, either: emulator.Library) -> None:
     out = Guarded(100, np.uint8)
-    library.launch("past_array", 1, 32, arguments(out=out, n=50))
+    either.launch("past_array", 1, 32, arguments(out=out, n=50))
     out.check()
-    library.launch("past_array", 1, 32, arguments(out=out, n=at))
+    either.launch("past_array", 1, 32, arguments(out=out, n=at))
     with pytest.raises(EmulatorError, match=f"wrote {at} bytes"):
         out.check()
 
@@ -533,9 +542,9 @@ def test_address_sanitizer_finds_reads_outside_of_arrays(at: int, outside: bool)
     assert ("AddressSanitizer: use-after-poison" in done.stderr) == outside, done.stderr
 
 
-def test_arguments_of_another_size(library: emulator.Library) -> None:
+def test_arguments_of_another_size(either: emulator.Library) -> None:
     with pytest.raises(EmulatorError, match="4 bytes, not 32"):
-        library.launch("poison", 1, 32, type("Other", (ctypes.Structure,), {"_fields_": [("x", ctypes.c_int)]})())
+        either.launch("poison", 1, 32, type("Other", (ctypes.Structure,), {"_fields_": [("x", ctypes.c_int)]})())
 
 
 def test_what_does_not_compile_is_said() -> None:
@@ -543,10 +552,10 @@ def test_what_does_not_compile_is_said() -> None:
         emulator.compile("struct Arguments {};", {"kernel": "no_such_kernel"})
 
 
-def test_widening(library: emulator.Library) -> None:
+def test_widening(either: emulator.Library) -> None:
     """All 16-bit numbers, of both formats."""
     out = Guarded((2, 65536), np.float32)
-    library.launch("widen", 1, 128, arguments(out=out))
+    either.launch("widen", 1, 128, arguments(out=out))
     bits = np.arange(65536, dtype=np.uint16)
     for values, dtype in zip(out.array, HALVES.values(), strict=True):
         right = bits.view(dtype).astype(np.float32)
@@ -555,7 +564,7 @@ def test_widening(library: emulator.Library) -> None:
         np.testing.assert_array_equal(values.view(np.uint32)[numbers], right.view(np.uint32)[numbers])
 
 
-def test_narrowing(library: emulator.Library) -> None:
+def test_narrowing(either: emulator.Library) -> None:
     """Ties, what overflows, subnormal numbers and random bits."""
     rng = np.random.default_rng(0)
     parts = [rng.integers(0, 1 << 32, 200_000, np.uint64).astype(np.uint32).view(np.float32)]
@@ -569,7 +578,7 @@ def test_narrowing(library: emulator.Library) -> None:
         parts.append(np.array([0, -0.0, np.inf, -np.inf, np.nan, 65519.996, 65520, 3.4e38, 1e-45], np.float32))
         a = filled(np.concatenate(parts))
         out = Guarded((2, len(a.array)), np.uint16)
-        library.launch("narrow", 1, 128, arguments(a=a, out=out, n=len(a.array)))
+        either.launch("narrow", 1, 128, arguments(a=a, out=out, n=len(a.array)))
         for bits, dtype in zip(out.array, HALVES.values(), strict=True):
             right = a.array.astype(dtype)
             nan = np.isnan(a.array)

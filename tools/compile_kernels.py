@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from pagoda.errors import BackendUnavailable
 from pagoda.kernels import instances, loader
@@ -149,22 +150,56 @@ def compile_for(arch: str, kernel: Kernel) -> Compiled:
     """Compiles a kernel with the options that CuPy gives. Raises KernelCompileError."""
     from cuda.bindings import nvrtc
 
-    _, program = nvrtc.nvrtcCreateProgram(loader.program(kernel.header).encode(), kernel.header.encode(), 0, [], [])
-    nvrtc.nvrtcAddNameExpression(program, kernel.expression.encode())
-    includes = [f"-I{path}" for path in (loader.SOURCES, toolkit_headers())]
-    options = [f"--gpu-architecture={arch}", *OPTIONS, *includes, "--ptxas-options=-v"]
+    try:
+        program, log = _program(arch, loader.program(kernel.header), [kernel.expression], loader.SOURCES)
+    except loader.KernelCompileError as error:
+        message = loader.explain(kernel, str(error), arch, nvrtc.nvrtcVersion()[1:])
+        raise loader.KernelCompileError(message) from None
+    (name,) = _lowered(program, [kernel.expression])
+    pattern = rf"entry function '{name}'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
+    found = re.search(pattern, log, re.S)
+    assert found is not None, log
+    stores, loads, registers = map(int, found.groups())
+    return Compiled(kernel.expression, arch, registers, stores + loads, int(nvrtc.nvrtcGetCUBINSize(program)[1]))
+
+
+def ptx(arch: str, source: str, kernels: list[str], device_code: Path) -> tuple[str, list[str]]:
+    """The instructions of kernels, and their names there. device_code: the folder that `source` includes from."""
+    from cuda.bindings import nvrtc
+
+    program, _ = _program(arch, source, kernels, device_code)
+    text = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
+    nvrtc.nvrtcGetPTX(program, text)
+    return text.decode().rstrip("\0"), _lowered(program, kernels)
+
+
+def _program(arch: str, source: str, kernels: list[str], device_code: Path) -> tuple[Any, str]:
+    """What NVRTC makes of kernels, and what it says. Raises KernelCompileError."""
+    from cuda.bindings import nvrtc
+
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], [])
+    for kernel in kernels:
+        nvrtc.nvrtcAddNameExpression(program, kernel.encode())
+    options = [
+        f"--gpu-architecture={arch}",
+        *OPTIONS,
+        f"-I{device_code}",
+        f"-I{toolkit_headers()}",
+        "--ptxas-options=-v",
+    ]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
     nvrtc.nvrtcGetProgramLog(program, log)
     text = log.decode().rstrip("\0")
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise loader.KernelCompileError(loader.explain(kernel, text, arch, nvrtc.nvrtcVersion()[1:]))
-    name = nvrtc.nvrtcGetLoweredName(program, kernel.expression.encode())[1].decode()
-    pattern = rf"entry function '{name}'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
-    found = re.search(pattern, text, re.S)
-    assert found is not None, text
-    stores, loads, registers = map(int, found.groups())
-    return Compiled(kernel.expression, arch, registers, stores + loads, int(nvrtc.nvrtcGetCUBINSize(program)[1]))
+        raise loader.KernelCompileError(text)
+    return program, text
+
+
+def _lowered(program: Any, kernels: list[str]) -> list[str]:
+    from cuda.bindings import nvrtc
+
+    return [nvrtc.nvrtcGetLoweredName(program, kernel.encode())[1].decode() for kernel in kernels]
 
 
 def toolkit_headers() -> Path:

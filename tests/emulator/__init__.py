@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,21 @@ class EmulatorError(Exception):
 
 
 class Library:
-    """Compiled kernels and constants."""
+    """Compiled kernels and constants, of one program or several."""
 
     def __init__(self, path: Path) -> None:
-        self._library = ctypes.CDLL(str(path))
+        self._programs: list[ctypes.CDLL] = []
+        self.add(path)
+
+    def add(self, path: Path) -> None:
+        """Another program."""
+        self._programs.append(ctypes.CDLL(str(path)))
 
     def launch(
         self, name: str, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0, seed: int = 0
     ) -> None:
         """Runs a kernel to its end. Raises EmulatorError."""
-        function = getattr(self._library, f"launch_{name}")
+        function = self._function(f"launch_{name}")
         function.restype = ctypes.c_char_p
         function.argtypes = [
             ctypes.c_uint,
@@ -65,9 +70,12 @@ class Library:
 
     def constant(self, name: str) -> int:
         """The value of a constant."""
-        function = getattr(self._library, f"constant_{name}")
+        function = self._function(f"constant_{name}")
         function.restype = ctypes.c_longlong
         return int(function())
+
+    def _function(self, name: str) -> Any:
+        return next(getattr(program, name) for program in self._programs if hasattr(program, name))
 
 
 def require() -> None:
@@ -86,66 +94,58 @@ def compile(
     device_code: Path = DEVICE_CODE,
 ) -> Library:
     """Compiles kernels, each a template instance that takes one struct, and constants. The result is kept on disk."""
-    require()
-    text = f"{source}\n{LAUNCHER}"
     for name, kernel in kernels.items():
-        text += f"LAUNCHER({name}, ({kernel}))\n"
-    for name, constant in (constants or {}).items():
-        text += f'extern "C" long long constant_{name}() {{ return {constant}; }}\n'
-    machine = _emulator()
-    known = [machine.name, *_contents(device_code)]
-    return Library(_built("so", text, known, [f"-I{device_code}", "-include", "emulator.h", "-shared", str(machine)]))
+        source += f"\nLAUNCHER({name}, ({kernel}))"
+    source = with_constants(source, constants or {})
+    return Library(program(source, contents(device_code), [f"-I{device_code}"]))
 
 
-def _emulator() -> Path:
-    """The emulator's own object file: to compile it takes as long as a kernel."""
-    return _built("o", (HERE / "emulator.cpp").read_text(), _contents(INCLUDE), ["-c"])
+def with_constants(source: str, constants: Mapping[str, str]) -> str:
+    """A source, and functions that return constants."""
+    functions = [f'extern "C" long long constant_{name}() {{ return {value}; }}' for name, value in constants.items()]
+    return "\n".join([source, *functions])
 
 
-def _contents(folder: Path) -> list[str]:
+def program(source: str, known: list[str], options: list[str]) -> Path:
+    """A program of C++ that says LAUNCHER(name, (kernel)) for each kernel. known: what it reads, besides the emulator."""
+    require()
+    # The emulator's own object file: to compile it takes as long as a kernel.
+    machine = _built("o", (HERE / "emulator.cpp").read_text(), contents(INCLUDE), ["-c"])
+    options = [*options, "-include", "emulator.h", "-include", "launcher.h", "-shared", str(machine)]
+    return _built("so", source, [machine.name, *known], options)
+
+
+def contents(folder: Path) -> list[str]:
     """The name and text of every file, the same wherever the folder lies."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return [part for path in files for part in (str(path.relative_to(folder)), path.read_text())]
 
 
-def _built(suffix: str, program: str, known: list[str], arguments: list[str]) -> Path:
-    """What g++ makes of a program, kept on disk by a hash of it, of FLAGS and of what else is known. Raises EmulatorError."""
+def _built(suffix: str, source: str, known: list[str], options: list[str]) -> Path:
+    """What g++ makes of a program, which it reads with what is known. Raises EmulatorError."""
+
+    def build(path: Path) -> None:
+        command = ["g++", *FLAGS, f"-I{INCLUDE}", "-x", "c++", "-", "-x", "none", *options, "-o", str(path)]
+        done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise EmulatorError(done.stderr[:4000])
+
+    # Folders go by their contents.
+    flags = [option for option in (*FLAGS, *options) if not option.startswith("-I")]
+    return kept(suffix, [source, *known, *flags], build)
+
+
+def kept(suffix: str, inputs: list[str], make: Callable[[Path], None]) -> Path:
+    """A file that stays on disk, under a hash of what it is made of."""
     folder = Path(tempfile.gettempdir()) / f"pagoda-emulator-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    key = hashlib.sha256("\0".join([program, *known, *FLAGS]).encode())
-    path = folder / f"{key.hexdigest()[:32]}.{suffix}"
+    path = folder / f"{hashlib.sha256(chr(0).join(inputs).encode()).hexdigest()[:32]}.{suffix}"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             result = Path(scratch, path.name)
-            command = ["g++", *FLAGS, f"-I{INCLUDE}", "-x", "c++", "-", "-x", "none", *arguments, "-o", str(result)]
-            done = subprocess.run(command, input=program, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise EmulatorError(done.stderr[:4000])
+            make(result)
             result.replace(path)
     return path
-
-
-LAUNCHER = r"""
-#include <string>
-template <class Arguments>
-const char* launch(void (*kernel)(Arguments), unsigned grid, unsigned threads, size_t shared, uint64_t seed,
-                   const void* arguments, size_t bytes) {
-    static std::string error;
-    error = bytes == sizeof(Arguments) ? "" : "arguments have " + std::to_string(bytes) + " bytes, not " +
-                                                  std::to_string(sizeof(Arguments));
-    if (error.empty()) {
-        error = emulator::launch({grid}, threads, shared, seed,
-                                 [&] { kernel(*static_cast<const Arguments*>(arguments)); });
-    }
-    return error.empty() ? nullptr : error.c_str();
-}
-#define UNWRAP(...) __VA_ARGS__
-#define LAUNCHER(name, kernel)                                                                                  \
-    extern "C" const char* launch_##name(unsigned grid, unsigned threads, size_t shared, uint64_t seed,         \
-                                         const void* arguments, size_t bytes) {                                 \
-        return launch(UNWRAP kernel, grid, threads, shared, seed, arguments, bytes);                            \
-    }
-"""
 
 
 class Guarded:

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, TypeVar
 
 import ml_dtypes
@@ -25,6 +26,7 @@ from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.kernels.instances import Kernel
 
 import emulator
+from emulator import ptx
 
 TYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16", np.dtype(np.uint16): "u16"}
 TYPES[np.dtype(ml_dtypes.bfloat16)] = "bf16"
@@ -43,13 +45,20 @@ def numpy_empty(shape: tuple[int, ...], like: Any, dtype: str | None = None) -> 
     return np.empty(shape, np.float32 if dtype else like.dtype)
 
 
-_LIBRARIES: dict[Kernel, emulator.Library] = {}
+@cache
+def of_sources(kernel: Kernel) -> emulator.Library:
+    """A library with one kernel, `kernel`."""
+    return emulator.compile(_include(kernel), {"kernel": kernel.expression})
 
 
-def _library(kernel: Kernel) -> emulator.Library:
-    if kernel not in _LIBRARIES:
-        _LIBRARIES[kernel] = emulator.compile(f"#include <pagoda/{kernel.header}>", {"kernel": kernel.expression})
-    return _LIBRARIES[kernel]
+@cache
+def of_ptx(kernel: Kernel) -> emulator.Library:
+    """The same by way of NVRTC."""
+    return ptx.compile(_include(kernel), {"kernel": kernel.expression})
+
+
+def _include(kernel: Kernel) -> str:
+    return f"#include <pagoda/{kernel.header}>"
 
 
 PAGE_BYTES = 4096
@@ -198,7 +207,7 @@ class Stream:
     ) -> None:
         call = type(arguments).from_buffer_copy(arguments)
         seed = self.driver.random.randrange(1 << 30)
-        library = _library(kernel)
+        library = self.driver.compile(kernel)
         work = self.work if self.captured is None else self.captured
         work.append(lambda: library.launch("kernel", grid, threads, call, shared_bytes=shared_bytes, seed=seed))
 
@@ -245,7 +254,7 @@ class Graph:
 
 
 class EmulatedDriver:
-    """One device."""
+    """One device. compile: gives it kernels."""
 
     name = "emulated"
     multiprocessors = 3
@@ -256,8 +265,8 @@ class EmulatedDriver:
     ring_bytes = 0
     """All that is on the host goes through the ring, where there is one."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, seed: int = 0, compile: Callable[[Kernel], emulator.Library] = of_sources) -> None:
+        self.random, self.compile = random.Random(seed), compile
         # Threads may wait for it at once.
         self.turn = threading.RLock()
         self.streams: list[Stream] = []

@@ -101,6 +101,62 @@ void block_barrier() {
     } else {
         wait_at(block->barrier);
     }
+    ++current->block_phase;
+    ++current->warp_phase;
+}
+
+void warp_barrier(unsigned mask) {
+    meet("__syncwarp", mask, nullptr, 0);
+    if (mask == ~0u) ++current->warp_phase;
+}
+
+void touch(const void* at, size_t bytes, bool writes) {
+    const int self = current->index, warp = self / LANES, block_phase = current->block_phase, warp_phase = current->warp_phase;
+    const auto first = static_cast<size_t>(static_cast<const unsigned char*>(at) - block->shared);
+    for (size_t byte = first; byte < first + bytes; ++byte) {
+        Touched& touched = block->touched[byte];
+        const bool written = touched.writer != Touched::NOBODY && touched.writer != self &&
+                             (touched.writer / LANES == warp ? touched.write_warp_phase == warp_phase
+                                                             : touched.write_block_phase == block_phase);
+        const bool read = touched.reading_warp != Touched::NOBODY && touched.read_block_phase == block_phase &&
+                          (touched.reading_warp != warp || (touched.reader != self && touched.read_warp_phase == warp_phase));
+        if (written || (writes && read)) {
+            fail("byte " + std::to_string(byte) + " of shared memory is " + (writes ? "written" : "read") +
+                 " with no barrier behind " +
+                 (written ? "what thread " + std::to_string(touched.writer) + " wrote" : "those that read it"));
+        }
+        if (writes) {
+            touched = {self, block_phase, warp_phase};
+        } else if (touched.reading_warp == Touched::NOBODY || touched.read_block_phase != block_phase) {
+            touched.reading_warp = warp, touched.reader = self;
+        } else if (touched.reading_warp != warp) {
+            touched.reading_warp = Touched::SEVERAL;
+        } else if (touched.read_warp_phase != warp_phase) {
+            touched.reader = self;
+        } else if (touched.reader != self) {
+            touched.reader = Touched::SEVERAL;
+        }
+        if (!writes) touched.read_block_phase = block_phase, touched.read_warp_phase = warp_phase;
+    }
+}
+
+void wrote_globally() {
+    current->wrote = current->block_phase;
+    current->wrote_since = true;
+}
+
+void fence() {
+    current->fenced = current->block_phase;
+    current->wrote_since = false;
+}
+
+void publish() {
+    for (const Fiber& fiber : block->fibers) {
+        if (&fiber == current ? fiber.wrote_since : fiber.wrote >= current->fenced) {
+            fail("an atomic operation publishes what thread " + std::to_string(fiber.index) +
+                 " wrote, with no barrier and fence between");
+        }
+    }
 }
 
 const Offer* meet(const char* name, unsigned mask, const void* data, size_t bytes, void (*finish)(Offer*)) {
@@ -179,6 +235,7 @@ void check_row(const char* name, const void* row, size_t bytes) {
 void copy_async(void* target, const void* source, size_t bytes, bool valid) {
     check_row("cp.async", target, bytes);
     if (valid && reinterpret_cast<uintptr_t>(source) % bytes) fail("cp.async: not aligned to " + std::to_string(bytes) + " bytes");
+    touch(target, bytes, true);
     std::memset(target, POISON, bytes);
     current->copies.push_back({static_cast<unsigned char*>(target), static_cast<const unsigned char*>(source), bytes, valid, current->group});
 }
@@ -191,7 +248,10 @@ void copy_wait(int pending) {
     for (const Copy& copy : copies) {
         if (copy.group >= current->group - pending) {
             copies[kept++] = copy;
-        } else if (copy.valid) {
+            continue;
+        }
+        touch(copy.target, copy.bytes, true);
+        if (copy.valid) {
             std::memcpy(copy.target, copy.source, copy.bytes);
         } else {
             std::memset(copy.target, 0, copy.bytes);
@@ -234,6 +294,7 @@ void run_block(unsigned threads, size_t shared_bytes) {
     now.shared = static_cast<unsigned char*>(std::aligned_alloc(128, (shared_bytes + CANARY_BYTES + 127) / 128 * 128));
     std::memset(now.shared, POISON, shared_bytes);
     for (size_t i = 0; i < CANARY_BYTES; ++i) now.shared[shared_bytes + i] = static_cast<unsigned char>(i * 7 + 13);
+    now.touched.resize(shared_bytes);
     now.fibers.resize(threads);
     now.warps.resize((threads + LANES - 1) / LANES);
     now.alive = static_cast<int>(threads);

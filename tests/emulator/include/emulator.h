@@ -55,6 +55,18 @@ struct Fiber {
     int group = 0;
     /// The collective that this thread was in last, and may still be reading.
     struct Meeting* last = nullptr;
+    /// Barriers of the block that this thread has passed, and those of its warp as well.
+    int block_phase = 0, warp_phase = 0;
+    /// The first of these when this thread last wrote to global memory, and when it was last at a fence; whether it wrote since.
+    int wrote = -1, fenced = -1;
+    bool wrote_since = false;
+};
+
+/// Who has last written to a byte of shared memory, and who has read it since, as far as no barrier lies between.
+struct Touched {
+    static constexpr int NOBODY = -1, SEVERAL = -2;
+    int writer = NOBODY, write_block_phase = 0, write_warp_phase = 0;
+    int reading_warp = NOBODY, reader = NOBODY, read_block_phase = 0, read_warp_phase = 0;
 };
 
 /// What a lane brings to a collective.
@@ -83,6 +95,8 @@ struct Block {
     Barrier barrier;
     unsigned char* shared = nullptr;
     size_t shared_bytes = 0;
+    /// Of each byte of shared memory.
+    std::vector<Touched> touched;
     int alive = 0;
     /// Whether all threads that have come to a `__syncthreads_and` so far say yes.
     bool agreed = true;
@@ -93,8 +107,17 @@ extern Fiber* current;
 extern dim3 block_index, block_size, grid_size;
 
 void block_barrier();
+void warp_barrier(unsigned mask);
 /// Meets the lanes of `mask`, all in the same collective; returns what they brought, after `finish` has seen it once.
 const Offer* meet(const char* name, unsigned mask, const void* data, size_t bytes, void (*finish)(Offer*) = nullptr);
+/// Notes that this thread reads or writes shared memory. Fails if another has written there, or read what is overwritten, and no
+/// barrier lies between: warps advance as they like, and so do lanes but for `__syncwarp`.
+void touch(const void* at, size_t bytes, bool writes);
+/// Notes that this thread writes to global memory, or is at a fence. Before an atomic operation publishes to other blocks what
+/// this one wrote, a barrier has to come and then a fence: fails otherwise.
+void wrote_globally();
+void fence();
+void publish();
 /// Fails unless so many bytes of shared memory, aligned to as many, are there.
 void check_row(const char* name, const void* row, size_t bytes = 16);
 
@@ -137,7 +160,7 @@ inline bool __syncthreads_and(int predicate) {
     __syncthreads();
     return agreed;
 }
-inline void __syncwarp(unsigned mask = ~0u) { emulator::meet("__syncwarp", mask, nullptr, 0); }
+inline void __syncwarp(unsigned mask = ~0u) { emulator::warp_barrier(mask); }
 inline void __threadfence() {}
 template <class T>
 T __shfl_sync(unsigned mask, T value, int lane, int = 32) { return emulator::shuffle("__shfl_sync", mask, value, lane & 31); }

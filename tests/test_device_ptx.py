@@ -1,0 +1,87 @@
+"""The kernels of cuda/ as NVRTC compiles them, instruction by instruction, against formulas in float64.
+
+tests/test_device_kernels.py goes into the corners, from sources. Here are the assembly in them, CUDA's headers and what the
+compiler makes of both; and shared memory is watched, as compute-sanitizer's racecheck does on a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import emulator
+import pytest
+from emulator import EmulatorError, ptx
+from pagoda.kernels.arguments import Division, Sight
+from test_device_kernels import APPENDS, LENGTHS, SHAPES
+from world import Common, Sequence, Shape, Span, World, check_append, compiled, one
+
+AT_ONCE = [SHAPES[number] for number in (1, 9, 13, 18, 19, 24, 30, 34, 38, 46)]
+"""Every engine, and most formats; the other shapes take a compiler some minutes."""
+
+
+def batch(shape: Shape) -> list[Sequence]:
+    """Sequences of one span and of several, which moved, and which every query sees."""
+    pieces = [Span(0, 21, 500, position=7), Span(5, 70, 40, position=5 << 30), Span(3, 100, position=(5 << 30) + 150)]
+    sinks = Sequence([Span(0, 21, 30, Sight.TRAILING, 60, 4), Span(5, 70, position=400)], 2)
+    return [one(200, 5), one(90), one(70, 2), sinks, Sequence(pieces, 40 if shape.rows > 16 else 4)]
+
+
+def check(shape: Shape, library: emulator.Library, seed: int) -> None:
+    """All that a kernel is asked for, over few tokens."""
+    options: dict[str, Any] = {"rope": (min(32, shape.dim // 2), False), "page_size": 8, "seed": seed}
+    options |= {"group": 4, "sets": 2, "kv_heads": 1 if shape.dim > 256 else 2}
+    commons = [Common([1, 2], 0, 32)]
+    world = World(shape, batch(shape), softcap=3.0, sinks=True, commons=commons, **options)
+    world.compare(library, 3, stops=[64, 130], seed=seed)
+    World(shape, batch(shape), window=37, **options).compare(library, 5, seed=seed)
+    for division in (Division.RUNS, Division.UNITS):
+        World(shape, batch(shape)[:2], **options).compare(library, 2, division=division, seed=seed)
+
+
+@pytest.mark.parametrize(
+    "shape", [pytest.param(one, id=one.name, marks=[] if one in AT_ONCE else pytest.mark.long) for one in SHAPES]
+)
+def test_attention(shape: Shape) -> None:
+    library = compiled([shape], [], ptx.compile)
+    World(shape, LENGTHS[:3] if shape.dim > 256 else LENGTHS, group=2).compare(library, 5)
+    for seed in range(2):
+        check(shape, library, seed)
+
+
+def test_append() -> None:
+    library = compiled([], APPENDS, ptx.compile)
+    for formats in APPENDS:
+        for page_size in (8, 64):
+            check_append(formats, page_size, library)
+
+
+BROKEN = {
+    "halves of b are exchanged": ("machine.cuh", r"\{%8, %9\}", "{%9, %8}"),
+    "rows and columns are exchanged": ("machine.cuh", r"x4\.trans", "x4"),
+    "copies of what is not there": ("machine.cuh", "16, %2;", "16, 16;"),
+    "no barrier of a warp after copies": ("tensor_cores.cuh", r"team_barrier<Shape::WARPS>\(\);", ""),
+    "no barrier before results": ("tensor_cores.cuh", r"(copy_wait<0>\(\);)\s*__syncthreads\(\);", r"\1"),
+    "no barrier behind results": ("tensor_cores.cuh", r"(give\(\);)\s*__syncthreads\(\);", r"\1"),
+    "no barrier before queries": ("tensor_cores.cuh", r"(load_queries\(.*\{)\s*__syncthreads\(\);", r"\1"),
+    "no barrier before parts are published": ("unit.cuh", r"(is_last\(.*\{)\s*__syncthreads\(\);", r"\1"),
+    "no fence before that": ("unit.cuh", r"__threadfence\(\);(\s*const bool last)", r"\1"),
+}
+"""Patterns of the sources and what comes in their place: what kernels from sources do not show, or only at times."""
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_what_is_broken_is_noticed(broken: str, tmp_path: Path) -> None:
+    name, pattern, new = BROKEN[broken]
+    folder = tmp_path / "cuda"
+    shutil.copytree(emulator.DEVICE_CODE, folder)
+    text = (folder / "pagoda" / name).read_text()
+    assert re.search(pattern, text)
+    (folder / "pagoda" / name).write_text(re.sub(pattern, new, text))
+    # Queries that are in registers already are nobody's to overwrite.
+    shape = SHAPES[38 if broken == "no barrier before queries" else 1]
+    library = compiled([shape], [], ptx.compile, device_code=folder)
+    with pytest.raises((AssertionError, EmulatorError)):
+        check(shape, library, 0)

@@ -1,0 +1,593 @@
+"""A cache as kernels of attention see it, made by hand: pages, tables, work lists, and what has to come out.
+
+Pages lie in random places on two tiers, rows that no query sees are NaN, table entries past the end point nowhere, and every
+array that a kernel may write lies between canaries.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import emulator
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from emulator import Guarded
+from pagoda import _core
+from pagoda.device.derived import turns_of
+from pagoda.kernels import arguments, instances
+from pagoda.kernels.arguments import Division, Sight
+
+Array = npt.NDArray[Any]
+
+TILE, RUN_TILES = 64, 64
+DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+QUANTISED = {name: ours for ours, name in instances.QUANTISED.items()}
+"""Formats of quantised rows, as the CPU's codec has them: tests/test_formats.py holds that against others."""
+NOWHERE = 0xBFFFFFF0
+"""A table entry of the disk tier, which has no memory."""
+
+
+def stored(rows: Array, kind: str) -> tuple[Array, Array, Array]:
+    """Rows [n, dim] in a format: their bytes and those of their scales, and the numbers that they stand for."""
+    if kind in QUANTISED:
+        name, dim = QUANTISED[kind], rows.shape[1]
+        data, scales = _core.encode_rows(np.ascontiguousarray(rows, np.float32), name)
+        return data, scales, _core.decode_rows(data, scales, name, dim).astype(np.float64)
+    limit = 65504 if kind == "F16" else np.inf
+    plain = np.clip(rows.astype(np.float32), -limit, limit).astype(DTYPES[kind])
+    return plain.view(np.uint8), np.zeros((len(rows), 0), np.uint8), plain.astype(np.float64)
+
+
+@dataclass
+class Plane:
+    """K or V of a layer inside a block: where rows and scales begin, and the bytes of one of each."""
+
+    offset: int
+    page_size: int
+    heads: int
+    row_bytes: int
+    scale_bytes: int
+
+    @classmethod
+    def of(cls, kind: str, dim: int, offset: int, page_size: int, heads: int) -> Plane:
+        data, scales, _ = stored(np.zeros((1, dim), np.float32), kind)
+        return cls(offset, page_size, heads, data.shape[1], scales.shape[1])
+
+    @property
+    def scales(self) -> int:
+        return self.offset + self.page_size * self.heads * self.row_bytes
+
+    @property
+    def end(self) -> int:
+        """Strips begin at multiples of 16; only scales may end elsewhere."""
+        return -(-(self.scales + self.page_size * self.heads * self.scale_bytes) // 16) * 16
+
+    @property
+    def argument(self) -> arguments.Plane:
+        strips = (self.offset, self.page_size * self.row_bytes), (self.scales, self.page_size * self.scale_bytes)
+        return arguments.Plane(*(arguments.Strip(*strip) for strip in strips))
+
+    def write(self, block: Array, head: int, row: int, data: Array, scales: Array) -> None:
+        """A row and its scales into the bytes of a block."""
+        place = head * self.page_size + row
+        for start, part in (
+            (self.offset + place * self.row_bytes, data),
+            (self.scales + place * self.scale_bytes, scales),
+        ):
+            block[start : start + len(part)] = part
+
+
+@dataclass
+class Shape:
+    """One instance of a kernel: formats, head sizes, and how an engine cuts its work."""
+
+    k: str
+    v: str
+    q: str
+    dim: int
+    v_dim: int
+    engine: str = "decode"
+    """"cores", or one of CUTS."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.k}_{self.v}_{self.q}_{self.dim}_{self.v_dim}_{self.engine}".replace(" ", "_")
+
+    @property
+    def type(self) -> str:
+        formats = f"pagoda::{self.k}, pagoda::{self.v}, pagoda::{self.q}, {self.dim}, {self.v_dim}"
+        if self.engine == "cores":
+            return f"pagoda::CudaCores<pagoda::CoreShape<{formats}, 16>>"
+        name = "Few" if self.engine in FEW else "Many"
+        return f"pagoda::{name}Queries<pagoda::{name}Shape<{formats}, {CUTS[self.engine]}>>"
+
+    @property
+    def rows(self) -> int:
+        rows = {"few": 8, "prefill": 64, "stacked": 128, "stacked columns": 32, "wide": 64, "wide columns": 64}
+        return rows.get(self.engine, 16)
+
+    @property
+    def v_in_k(self) -> bool:
+        return self.v == "PartOfK"
+
+    @property
+    def k_from_v(self) -> bool:
+        return self.k == "FromV"
+
+
+FEW = {"few": "1, 3", "decode": "2, 3"}
+"""Blocks of queries, and stages."""
+
+CUTS = FEW | {
+    "prefill": "4, 1, 1, 2",
+    "stacked": "4, 1, 2, 2",
+    "deterministic": "1, 1, 1, 2",
+    "columns": "4, 4, 1, 2",
+    "stacked columns": "4, 4, 2, 2",
+    "wide": "8, 2, 1, 2",
+    "wide columns": "8, 4, 2, 2",
+}
+"""And for many queries warps, columns, stack and stages: engines on tensor cores."""
+
+
+def append_kernel(formats: tuple[str, ...]) -> str:
+    name = "append_rows" if set(formats) & set(QUANTISED) else "append"
+    return f"pagoda::{name}<{', '.join(f'pagoda::{name}' for name in formats)}>"
+
+
+def compiled(
+    shapes: list[Shape],
+    appends: list[tuple[str, str, str]],
+    compile: Callable[..., emulator.Library] = emulator.compile,
+    **options: Any,
+) -> emulator.Library:
+    """Kernels for attention of shapes, and for appending rows in formats, under their names; and their constants."""
+    kernels, constants = {}, {}
+    for shape in shapes:
+        kernels[shape.name] = f"pagoda::attend<{shape.type}>"
+        for constant in ("SHARED_BYTES", "THREADS", "PARTIAL"):
+            constants[f"{shape.name}_{constant}"] = f"{shape.type}::Shape::{constant}"
+    for formats in appends:
+        kernels["_".join(formats)] = append_kernel(formats)
+    for name in ("Rows", "Plane", "Pages", "Append", "Attend", "Center", "Span", "QueryBlock"):
+        constants[f"sizeof_{name}"] = f"sizeof(pagoda::{name})"
+    source = "#include <pagoda/append_rows.cuh>\n#include <pagoda/attend.cuh>\n#include <pagoda/center.cuh>"
+    return compile(source, kernels, constants, **options)
+
+
+@dataclass
+class Span:
+    skip: int
+    count: int
+    offset: int = 0
+    sight: Sight = Sight.IN_WINDOW
+    start: int = 0
+    """Of a span that trails: queries behind this place see it nearer."""
+    position: int = 0
+    """That its first token was stored with, where keys are made from values."""
+
+    def offset_for(self, position: int) -> int:
+        return self.offset + (max(0, position - self.start) if self.sight == Sight.TRAILING else 0)
+
+
+@dataclass
+class Sequence:
+    """Spans of stored tokens; the last `new` tokens are the queries."""
+
+    spans: list[Span]
+    new: int = 1
+
+    @property
+    def length(self) -> int:
+        return sum(span.count for span in self.spans)
+
+
+def one(count: int, new: int = 1) -> Sequence:
+    return Sequence([Span(0, count)], new)
+
+
+@dataclass
+class Common:
+    """Whole pages, tokens [low, high), that several sequences of one span hold."""
+
+    members: list[int]
+    low: int
+    high: int
+
+
+@dataclass
+class World:
+    """A cache of two layers in two arenas, filled with random rows, and the tables of a step."""
+
+    shape: Shape
+    sequences: list[Sequence]
+    kv_heads: int = 2
+    group: int = 3
+    sets: int = 1
+    page_size: int = 16
+    window: int | None = None
+    rope: tuple[int, bool] | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    seed: int = 0
+    commons: list[Common] = field(default_factory=list)
+    keep: list[Guarded] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng([self.seed, len(self.sequences)])
+        page, heads = self.page_size, self.kv_heads
+        # Of the second layer, behind as many bytes of the first.
+        k, v = self.shape.k, self.shape.k if self.shape.v_in_k else self.shape.v
+        # The rows that are stored: of K and V, of K alone, or of V alone.
+        self.kinds = [] if self.shape.k_from_v else [(k, self.shape.dim)]
+        self.kinds += [] if self.shape.v_in_k else [(v, self.shape.v_dim)]
+        layer_bytes = 0
+        for kind, dim in self.kinds:
+            layer_bytes = Plane.of(kind, dim, layer_bytes, page, heads).end
+        self.block_bytes = 2 * layer_bytes
+        self.k_plane = self.v_plane = Plane.of(*self.kinds[0], layer_bytes, page, heads)
+        if len(self.kinds) > 1:
+            self.v_plane = Plane.of(*self.kinds[1], self.k_plane.end, page, heads)
+        self.inv_freq = 10000.0 ** -(np.arange(self.rope[0]) / self.rope[0]) if self.rope else np.zeros(0)
+        self.key_weight = np.random.default_rng(self.seed).uniform(-2, 2, self.shape.dim).astype(np.float32)
+        pages = [[-(-(span.skip + span.count) // page) for span in sequence.spans] for sequence in self.sequences]
+        self.place_pages([sum(counts) for counts in pages], rng)
+        self.keys: list[Array] = []
+        self.values: list[Array] = []
+        spans, starts = [], [0]
+        for index, sequence in enumerate(self.sequences):
+            self.keys.append(np.zeros((sequence.length, heads, self.shape.dim)))
+            self.values.append(np.zeros((sequence.length, heads, self.shape.v_dim)))
+            page_index = before = 0
+            # What a sequence holds does not depend on the others.
+            content = np.random.default_rng([self.seed, index, 1])
+            for span, count in zip(sequence.spans, pages[index], strict=True):
+                self.write_rows(index, span, page_index, before, content)
+                spans.append([page_index, span.skip, span.count, before, span.offset, span.position, span.sight])
+                page_index += count
+                before += span.count
+            starts.append(len(spans))
+        self.share_common_pages()
+        offsets, token = [span[4] for span in spans], 0
+        for index, sequence in enumerate(self.sequences):
+            for number, span in enumerate(sequence.spans):
+                if span.sight == Sight.TRAILING:
+                    spans[starts[index] + number][4] = len(offsets) - token
+                    queries = range(sequence.length - sequence.new, sequence.length)
+                    offsets += [span.offset_for(position) for position in queries]
+            token += sequence.new
+        angles = np.array(offsets)[:, None] * self.inv_freq
+        self.angles = self.filled(np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32))
+        self.spans = self.filled(np.array([tuple(span) for span in spans], arguments.SPAN))
+        self.span_starts = self.filled(np.array(starts, np.int32))
+        self.tokens = sum(sequence.new for sequence in self.sequences)
+        q_heads = heads * self.group
+        q = rng.standard_normal((self.tokens, q_heads, self.shape.dim)).astype(DTYPES[self.shape.q])
+        self.q = self.filled(q)
+        self.sink_logits = self.filled(rng.normal(0, 2, q_heads).astype(np.float32))
+
+    def place_pages(self, counts: list[int], rng: np.random.Generator) -> None:
+        """Gives each page of each sequence a block of its own, anywhere in the arenas."""
+        blocks = sum(counts) + 3
+        self.arenas = [self.guarded((blocks * self.block_bytes,), np.uint8) for _ in range(2)]
+        places = [tier << 30 | block for tier in range(2) for block in range(blocks)]
+        order = rng.permutation(len(places))
+        self.table = self.guarded((len(self.sequences), max(counts, default=0) + 5), np.uint32)
+        self.table.array[:] = NOWHERE
+        at = 0
+        for row, count in zip(self.table.array, counts, strict=True):
+            row[:count] = [places[place] for place in order[at : at + count]]
+            at += count
+
+    def write_rows(self, index: int, span: Span, page_index: int, before: int, content: np.random.Generator) -> None:
+        """Random rows for a span of a sequence, into its blocks and, as they are stored, into `keys` and `values`."""
+        page, keys, values = self.page_size, self.keys[index], self.values[index]
+        planes = [self.k_plane, self.v_plane][-len(self.kinds) :]
+        for t in range(span.count):
+            if self.holder(index, before + t) != index:
+                continue
+            row = span.skip + t
+            tier, block = divmod(int(self.table.array[index, page_index + row // page]), 1 << 30)
+            place = self.arenas[tier].array[block * self.block_bytes :]
+            rows = [stored(content.standard_normal((self.kv_heads, dim)), kind) for kind, dim in self.kinds]
+            values[before + t] = rows[-1][2][:, : self.shape.v_dim]
+            if self.shape.k_from_v:
+                made = values[before + t] * self.key_weight
+                keys[before + t] = [self.turned(key, -(span.position + t)) for key in made]
+            else:
+                keys[before + t] = rows[0][2]
+            for plane, (data, scales, _) in zip(planes, rows, strict=True):
+                for head in range(self.kv_heads):
+                    plane.write(place, head, row % page, data[head], scales[head])
+
+    def share_common_pages(self) -> None:
+        """Members of a common prefix have the pages of the first of them."""
+        for common in self.commons:
+            first, *others = common.members
+            pages = slice(common.low // self.page_size, common.high // self.page_size)
+            tokens = slice(common.low, common.high)
+            for other in others:
+                self.table.array[other, pages] = self.table.array[first, pages]
+                self.keys[other][tokens] = self.keys[first][tokens]
+                self.values[other][tokens] = self.values[first][tokens]
+
+    @property
+    def set_heads(self) -> int:
+        """Query heads of a unit."""
+        return self.group // self.sets
+
+    def guarded(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Guarded:
+        array = Guarded(shape, dtype)
+        self.keep.append(array)
+        return array
+
+    def filled(self, values: Array) -> Guarded:
+        array = self.guarded(values.shape, values.dtype)
+        array.array[...] = values
+        return array
+
+    def holder(self, index: int, token: int) -> int:
+        """The first of the sequences that hold a token's page."""
+        held = [c.members[0] for c in self.commons if index in c.members and c.low <= token < c.high]
+        return held[0] if held else index
+
+    def common_work(self, rows: int) -> tuple[Array, Array, Array]:
+        """Blocks, prefix and members of what goes over common pages."""
+        blocks, prefix = [], [0]
+        members: list[int] = []
+        tokens = np.cumsum([0, *(sequence.new for sequence in self.sequences)])
+        for common in self.commons:
+            start = len(members)
+            members += [token for m in common.members for token in range(tokens[m], tokens[m + 1])]
+            for first in range(start, len(members), rows // self.set_heads):
+                queries = min(rows // self.set_heads, len(members) - first)
+                position, seen = common.high - 1, (0, common.low, common.high)
+                block = (common.members[0], first, queries, position, *seen, 0, 0, first)
+                blocks.append(block)
+                prefix.append(prefix[-1] + len({t // TILE for t in range(common.low, common.high)}))
+        return np.array(blocks, arguments.QUERY_BLOCK), np.array(prefix, np.int32), np.array(members, np.int32)
+
+    def work(self, by_runs: bool, tokens: range, carried: dict[int, int]) -> tuple[Array, Array, Array]:
+        """What `pagoda_core::work::WorkList` makes of the batch, as far as a launch goes over some tokens: blocks, prefix,
+        rows of parts. carried: the part of each block, by its first query, if an earlier launch has left one."""
+        blocks, prefix, token = [], [0], 0
+        part_rows: list[int] = []
+        members = self.common_work(self.shape.rows)[2].tolist()
+        most = self.shape.rows // self.set_heads
+        for index, sequence in enumerate(self.sequences):
+            for first in range(0, sequence.new, most):
+                queries = min(most, sequence.new - first)
+                position = sequence.length - sequence.new + first
+                low = 0 if self.window is None else max(0, position + 1 - self.window)
+                query, high = token + first, position + queries
+                parts = [i for i, member in enumerate(members) if member == query]
+                low = max([low, *(common.high for common in self.commons if index in common.members)])
+                units, before = set(), 0
+                for number, span in enumerate(sequence.spans):
+                    first_seen = before if span.sight else max(low, before)
+                    seen = range(first_seen, min(high, before + span.count))
+                    unit = TILE * RUN_TILES if by_runs else TILE
+                    units |= {(number, (t - before + span.skip) // unit) for t in seen if t in tokens}
+                    before += span.count
+                if not units:
+                    continue
+                parts = [carried[query]] if query in carried else parts
+                target = -1 if high <= tokens.stop else len(members) + query
+                if target == carried.get(query):
+                    target += self.tokens
+                carried[query] = target
+                seen = range(max(low, tokens.start), min(high, tokens.stop))
+                axis = position, tokens.start, seen.start, seen.stop
+                blocks.append((index, query, queries, *axis, len(part_rows), len(parts), target))
+                part_rows += parts
+                prefix.append(prefix[-1] + len(units))
+            token += sequence.new
+        return (
+            np.array(blocks, arguments.QUERY_BLOCK),
+            np.array(prefix, np.int32),
+            np.array(part_rows, np.int32),
+        )
+
+    def pages(self) -> arguments.Pages:
+        bases = (ctypes.c_void_p * 3)(self.arenas[0].address, self.arenas[1].address, None)
+        return arguments.Pages(
+            self.table.address,
+            self.table.array.shape[1],
+            bases,
+            (ctypes.c_int64 * 3)(self.block_bytes, self.block_bytes, 0),
+            int(math.log2(self.page_size)),
+            self.span_starts.address,
+            self.spans.address,
+        )
+
+    def attend(
+        self,
+        library: emulator.Library,
+        grid: int,
+        *,
+        division: Division = Division.TILES,
+        seed: int = 0,
+        stops: Iterable[int] = (),
+    ) -> tuple[Array, Array]:
+        """Output and log-sum-exp of the kernel. stops: tokens at which one launch stops, and the next goes on."""
+        heads = self.kv_heads * self.group
+        out = self.guarded((self.tokens, heads, self.shape.v_dim), DTYPES[self.shape.q])
+        lse = self.guarded((self.tokens, heads), np.float32)
+
+        def rows(array: Guarded) -> arguments.Rows:
+            return arguments.Rows(array.address, array.array.strides[0], array.array.strides[1])
+
+        call = arguments.Attend(
+            pages=self.pages(),
+            k_plane=self.k_plane.argument,
+            v_plane=self.v_plane.argument,
+            q=rows(self.q),
+            out=rows(out),
+            lse=lse.address,
+            sets=self.kv_heads * self.sets,
+            group=self.set_heads,
+            set_shift=int(math.log2(self.sets)),
+            window=1 << 30 if self.window is None else self.window,
+            division=division,
+            scale=self.shape.dim**-0.5 * (math.log2(math.e) if self.softcap is None else 1 / self.softcap),
+            softcap=0.0 if self.softcap is None else self.softcap * math.log2(math.e),
+            sinks=self.sink_logits.address if self.sinks else None,
+            angles=self.angles.address if self.rope else None,
+            rotary_pairs=self.rope[0] if self.rope else 0,
+            interleaved=self.rope[1] if self.rope else 0,
+        )
+        if self.shape.k_from_v:
+            call.key_weight = self.filled(self.key_weight).address
+            call.turns = self.filled(turns_of(self.inv_freq.tolist())).address if self.rope else None
+        blocks, prefix, members = self.common_work(self.shape.rows)
+        rows_of_parts = len(members) + 2 * self.tokens
+        call.parts = self.guarded((rows_of_parts, heads, self.shape.v_dim + 2), np.float32).address
+        if self.commons:
+            call.members = self.filled(members).address
+            self.launch(library, call, blocks, prefix, grid, seed)
+            call.members = None
+        carried: dict[int, int] = {}
+        for start, stop in pairwise([0, *stops, 1 << 30]):
+            blocks, prefix, part_rows = self.work(division != Division.TILES, range(start, stop), carried)
+            call.part_rows = self.filled(part_rows).address
+            self.launch(library, call, blocks, prefix, grid, seed)
+        return out.array, lse.array
+
+    def launch(
+        self, library: emulator.Library, call: arguments.Attend, blocks: Array, prefix: Array, grid: int, seed: int
+    ) -> None:
+        name = self.shape.name
+        threads = library.constant(f"{name}_THREADS")
+        partial = library.constant(f"{name}_PARTIAL")
+        slots = 2 * grid if call.division == Division.TILES else int(prefix[-1]) * self.kv_heads * self.sets
+        if call.division == Division.UNITS:
+            slots, partial = grid, 2 * self.shape.rows * self.shape.v_dim
+        call.partials = self.guarded((slots, partial), np.float32).address
+        pending = self.filled(np.zeros(len(blocks) * self.kv_heads * self.sets, np.int32))
+        call.pending = pending.address
+        call.blocks, call.prefix = self.filled(blocks).address, self.filled(prefix).address
+        call.block_count = self.filled(np.array([len(blocks)], np.int32)).address
+        options = {"shared_bytes": library.constant(f"{name}_SHARED_BYTES"), "seed": seed}
+        library.launch(name, grid, threads, call, **options)
+        for array in self.keep:
+            array.check()
+        assert not pending.array.any(), "counters are as they were, for the next launch"
+
+    def expected(self) -> tuple[Array, Array]:
+        """Output and log-sum-exp in float64."""
+        heads = self.kv_heads * self.group
+        out = np.zeros((self.tokens, heads, self.shape.v_dim))
+        lse = np.full((self.tokens, heads), -np.inf)
+        token = 0
+        for sequence, keys, values in zip(self.sequences, self.keys, self.values, strict=True):
+            spans = [span for span in sequence.spans for _ in range(span.count)]
+            for position in range(sequence.length - sequence.new, sequence.length):
+                first = 0 if self.window is None else max(0, position + 1 - self.window)
+                seen = [t for t in range(position + 1) if t >= first or spans[t].sight]
+                for head in range(heads):
+                    q = self.q.array[token, head].astype(np.float64)
+                    turned = np.stack([self.turned(q, spans[t].offset_for(position)) for t in seen])
+                    k = keys[seen, head // self.group].astype(np.float64)
+                    scores = (turned * k).sum(1) * self.shape.dim**-0.5
+                    if self.softcap is not None:
+                        scores = self.softcap * np.tanh(scores / self.softcap)
+                    weights = np.exp(scores - scores.max())
+                    sink = math.exp(self.sink_logits.array[head] - scores.max()) if self.sinks else 0.0
+                    v = values[seen, head // self.group].astype(np.float64)
+                    out[token, head] = weights @ v / (weights.sum() + sink)
+                    lse[token, head] = scores.max() + np.log(weights.sum())
+                token += 1
+        return out, lse
+
+    def turned(self, q: Array, offset: int) -> Array:
+        """A query rotated back by `offset` positions."""
+        if not self.rope or offset == 0:
+            return q
+        pairs, interleaved = self.rope
+        result = q.copy()
+        i = np.arange(pairs)
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + pairs)
+        turn = (q[a] + 1j * q[b]) * np.exp(-1j * offset * self.inv_freq)
+        result[a], result[b] = turn.real, turn.imag
+        return result
+
+    def compare(self, library: emulator.Library, grid: int, **options: Any) -> None:
+        out, lse = self.attend(library, grid, **options)
+        right, right_lse = self.expected()
+        # Float queries get float accuracy; 16-bit ones that of their own type.
+        tolerance = {"F32": 3e-5, "F16": 2e-3, "BF16": 2e-2}[self.shape.q]
+        # To 16-bit queries keys that are made from values are f16.
+        of_scores = 4 if self.shape.k_from_v else 10
+        np.testing.assert_allclose(out.astype(np.float64), right, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(lse, right_lse, rtol=0, atol=max(1e-4, tolerance / of_scores))
+
+
+def check_append(formats: tuple[str, str, str], page_size: int, library: emulator.Library) -> None:
+    """Appends rows to pages in random order, and compares every byte."""
+    rng = np.random.default_rng(0)
+    k_kind, v_kind = formats[:2]
+    given = DTYPES[formats[2]]
+    quantised = bool(set(formats) & set(QUANTISED))
+    tokens, heads, blocks = 37, 3, 9
+    dim, v_dim = (96, 64) if quantised else (40, 24)
+    k_plane = Plane.of(k_kind, dim, 32, page_size, heads)
+    v_plane = Plane.of(v_kind, v_dim, k_plane.end, page_size, heads)
+    block_bytes = v_plane.end
+    arena = Guarded((blocks, block_bytes), np.uint8)
+    # Columns of one array, as a fused projection gives them.
+    fused = Guarded((tokens, heads, dim + v_dim + 3), given)
+    with np.errstate(over="ignore"):
+        fused.array[...] = (rng.standard_normal(fused.array.shape) * 1000).astype(given)
+    fused.array[3, 1, 5] = np.nan
+    fused.array[4, 1, 6] = np.inf
+    fused.array[5, 2, 7] = np.asarray(65519.0).astype(given)
+    slots = Guarded(tokens, np.int64)
+    slots.array[:] = rng.permutation(blocks * page_size)[:tokens]
+    slots.array[[0, 9]] = -1
+    count = Guarded(1, np.int32)
+    count.array[:] = tokens
+    misfit = Guarded(1, np.int32)
+    misfit.array[:] = 0
+    strides = fused.array.strides
+    rows = [arguments.Rows(fused.address + at * strides[2], strides[0], strides[1]) for at in (0, dim)]
+    call = arguments.Append(
+        k=rows[0],
+        v=rows[1],
+        slots=slots.address,
+        tokens=count.address,
+        kv_heads=heads,
+        head_dim=dim,
+        v_head_dim=v_dim,
+        base=arena.address,
+        block_bytes=block_bytes,
+        page_shift=int(math.log2(page_size)),
+        k_plane=k_plane.argument,
+        v_plane=v_plane.argument,
+        misfit=misfit.address,
+    )
+    shared = 3 * 4 * dim if quantised else 0
+    library.launch("_".join(formats), 3, 96, call, shared_bytes=shared)
+    for array in (arena, fused, slots, misfit):
+        array.check()
+    right = np.full((blocks, block_bytes), 0xFF, np.uint8)
+    for token, slot in enumerate(slots.array):
+        for head in range(heads):
+            for plane, kind, part in ((k_plane, k_kind, slice(0, dim)), (v_plane, v_kind, slice(dim, dim + v_dim))):
+                row = fused.array[token, head, part].astype(np.float32)
+                data, scales, _ = stored(row[None], kind)
+                if slot >= 0:
+                    plane.write(right[slot // page_size], head, slot % page_size, data[0], scales[0])
+    wrong = np.flatnonzero(arena.array != right)
+    # NaN may carry other bits, but in scales.
+    assert len(wrong) <= 4 * (not set(formats[:2]) <= set(QUANTISED)), wrong
+    assert misfit.array[0] == 1
+    fused.array[3, 1, 5] = fused.array[4, 1, 6] = 1
+    misfit.array[:] = 0
+    library.launch("_".join(formats), 1, 32, call, shared_bytes=shared)
+    assert misfit.array[0] == 0
