@@ -227,13 +227,14 @@ impl Ring {
 }
 
 impl Reading {
-    /// Whether this is of these pages, and they are still what they were; they are while a step has them.
+    /// Whether this is of these pages, and they are still what they were; they are while a step has them. What failed when no step
+    /// needed it is read again.
     fn is_of(&mut self, what: &LayerOfPages, store: &Store, step: Epoch) -> bool {
         if self.what != *what || self.same == step {
             return self.what == *what;
         }
         self.same = step;
-        self.generations == store.generations(what.group, &what.blocks)
+        self.completion.failure().is_none() && self.generations == store.generations(what.group, &what.blocks)
     }
 }
 
@@ -509,5 +510,17 @@ mod tests {
         assert!(reason.contains("os error 5"), "{reason}");
         world.ahead(&[what(0, 0..20)], 0);
         world.check(1, &what(0, 0..20));
+    }
+
+    #[test]
+    fn a_read_ahead_that_failed_is_no_error_of_the_next_step() {
+        let mut world = world();
+        world.write(1, 0..20);
+        world.disk.fail(0, Fault::Errno(5));
+        world.ahead(&[what(0, 0..20), what(1, 0..20)], 0);
+        world.quiet();
+        world.ahead(&[what(0, 0..20), what(1, 0..20)], 1);
+        world.check(1, &what(0, 0..20));
+        world.check(1, &what(1, 0..20));
     }
 }
