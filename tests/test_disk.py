@@ -14,7 +14,7 @@ import numpy as np
 import pagoda
 import pytest
 from interrupts import alarms
-from mirror import Mirror, layer, nameless, settled
+from mirror import Mirror, Tokens, layer, nameless, settled
 
 SPEC = pagoda.ModelSpec(layers=[layer(), layer(), layer(window=40)])
 OPTIONS: dict[str, Any] = {"device_memory": "256KiB", "threads": 2, "headroom": 1000}
@@ -149,16 +149,21 @@ def test_copies_that_memory_has_make_room_on_a_full_disk(tmp_path: Path) -> None
         assert max(counts.free for counts in cache.stats().disk) < 8, "full of pages, some of them in memory as well"
 
 
+def spoil(directory: Path, tokens: Tokens, token: int) -> None:
+    """Changes a token's K on disk, in the second layer."""
+    row = tokens.k[1][token].astype(np.float16)[0].tobytes()
+    with nameless(directory).open("r+b") as pages:
+        pages.seek(pages.read().index(row))
+        pages.write(b"\x00\x00")
+
+
 def test_an_error_names_the_sequences_that_hold_the_page(mirror: Mirror, tmp_path: Path) -> None:
     cache, others, tokens = mirror.cache, [mirror.create(), mirror.create()], mirror.create()
     mirror.step([*others, tokens], [160, 60, 160])
     for each in (*others, tokens):
         assert cache.demote(each.sequence, to="disk").wait(60)
     twin = mirror.fork(tokens)
-    last = tokens.k[1][159].astype(np.float16)[0].tobytes()
-    with nameless(tmp_path / "pages").open("r+b") as pages:
-        pages.seek(pages.read().index(last))
-        pages.write(b"\x00\x00")
+    spoil(tmp_path / "pages", tokens, 159)
     with pytest.raises(pagoda.CorruptPage) as raised:
         mirror.step([*others, tokens], [0, 0, 1])
     assert sorted(raised.value.sequences) == sorted([tokens.sequence.id, twin.sequence.id])
@@ -170,6 +175,33 @@ def test_an_error_names_the_sequences_that_hold_the_page(mirror: Mirror, tmp_pat
     mirror.release(twin)
     mirror.step(others, [1, 1])
     mirror.look()
+
+
+def test_an_error_of_a_copy_that_is_waited_for_names_the_sequences_that_hold_the_page(
+    mirror: Mirror, tmp_path: Path
+) -> None:
+    """Of an open page that a step copies from disk, and of one that cannot be saved."""
+    cache, other, tokens = mirror.cache, mirror.create(), mirror.create()
+    mirror.step([other, tokens], [40, 64])
+    assert cache.demote(tokens.sequence, to="disk").wait(60)
+    mirror.truncate(tokens, 40)
+    twin = mirror.fork(tokens)
+    spoil(tmp_path / "pages", tokens, 39)
+    with pytest.raises(pagoda.CorruptPage) as raised:
+        mirror.step([other, tokens], [1, 1])
+    assert sorted(raised.value.sequences) == sorted([tokens.sequence.id, twin.sequence.id])
+    mirror.step([other], [1])
+    page = 2 * 4096
+    options = OPTIONS | {"disk": tmp_path / "kept", "disk_memory": "1MiB", "resume": True}
+    with pagoda.Cache(pagoda.ModelSpec(layers=[layer()]), page_size=16, **options, disk_writes_per_day=page) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [20])
+        twin = mirror.fork(tokens)
+        with pytest.raises(pagoda.TierIOError, match="disk_writes_per_day") as failed:
+            cache.save(tokens.sequence, "it")
+        assert sorted(failed.value.sequences) == sorted([tokens.sequence.id, twin.sequence.id])
+        cache.audit()
 
 
 def test_a_page_that_was_spoilt_is_an_error_and_no_data(mirror: Mirror, tmp_path: Path) -> None:

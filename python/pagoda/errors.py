@@ -47,7 +47,7 @@ class _OfPage(PagodaError):
 class CorruptPage(_OfPage):
     """Stored bytes do not verify.
 
-    sequences: the `id` of every sequence that holds the page, of a step or of `Ticket.done`.
+    sequences: the `id` of every sequence that holds the page.
     """
 
 

@@ -274,9 +274,9 @@ impl Cache {
         spare.len()
     }
 
-    /// The sequences that hold the page whose copy on disk a block is.
-    pub fn holders(&self, group: GroupId, block: BlockId) -> Vec<SequenceId> {
-        self.holding(group, |page| self.pages[page].ready(Tier::Disk) == Some(block))
+    /// The sequences that hold the page whose bytes a block has.
+    pub fn holders(&self, group: GroupId, (tier, block): (Tier, BlockId)) -> Vec<SequenceId> {
+        self.holding(group, |page| self.pages[page].ready(tier) == Some(block))
     }
 
     fn holding(&self, group: GroupId, wanted: impl Fn(PageId) -> bool) -> Vec<SequenceId> {

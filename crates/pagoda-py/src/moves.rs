@@ -7,7 +7,7 @@ use crate::errors::{self, core};
 use crate::kernels::Cpu;
 use crate::patience;
 use numpy::PyArray1;
-use pagoda_core::fence::Completion;
+use pagoda_core::fence::{Completion, Failure};
 use pagoda_core::ids::{BlockId, Epoch, GroupId, KeptId, SequenceId, Tier};
 use pagoda_core::plan::BlockCopy;
 use pagoda_store::{Place, Slab, Transfer};
@@ -35,12 +35,28 @@ pub(crate) struct Late {
     pub(crate) held: Held,
 }
 
-/// Why copies have not been made: those that go on all the same, if it is that nobody waits any more.
-struct Unmade(Option<Completion>, PyErr);
+/// Why copies have not been made.
+pub(crate) enum Unmade {
+    /// The copy of a page of a layer group failed, which is read there.
+    Failed(Failure, GroupId, (Tier, BlockId)),
+    /// Nobody waits any more for those that go on all the same.
+    Late(Completion, PyErr),
+    /// Another error came before them.
+    Stopped(PyErr),
+}
+
+impl Unmade {
+    pub(crate) fn raise(self, py: Python<'_>, core: &pagoda_core::Cache) -> PyErr {
+        match self {
+            Self::Failed(failure, group, from) => errors::failure(py, &failure, &core.holders(group, from)),
+            Self::Late(_, error) | Self::Stopped(error) => error,
+        }
+    }
+}
 
 impl From<PyErr> for Unmade {
     fn from(error: PyErr) -> Self {
-        Self(None, error)
+        Self::Stopped(error)
     }
 }
 
@@ -65,24 +81,23 @@ impl Inner {
         copies: &[BlockCopy],
         held: Held,
         link: Link<'_, '_>,
-    ) -> PyResult<()> {
+    ) -> Result<(), Unmade> {
         let made = self.try_copies(py, copies, link);
-        if !matches!(made, Err(Unmade(Some(_), _))) {
-            self.zero_stage();
-        }
-        let Err(Unmade(late, error)) = made else { return Ok(()) };
-        if let Some(completion) = late {
+        if let Err(Unmade::Late(completion, _)) = &made {
             let since = held.sequence.is_none().then_some(self.closed);
-            self.late.push(Late { completion, since, held });
-        } else {
+            self.late.push(Late { completion: completion.clone(), since, held });
+            return made;
+        }
+        self.zero_stage();
+        if made.is_err() {
             self.let_go(held).map_err(|error| core(py, &error))?;
         }
-        Err(error)
+        made
     }
 
     fn try_copies(&self, py: Python<'_>, copies: &[BlockCopy], link: Link<'_, '_>) -> Result<(), Unmade> {
         let (Engine::Device(device), Some(link)) = (&self.engine, link) else {
-            return self.move_now(py, copies.iter().map(|copy| self.transfer(copy)).collect());
+            return self.move_now(py, copies, copies.iter().map(|copy| self.transfer(copy)).collect());
         };
         // Late copies go through the same part of the stage.
         for Late { completion, .. } in &self.late {
@@ -105,7 +120,7 @@ impl Inner {
                 if !down.is_empty() {
                     link.call1((PyArray1::from_vec(py, down),))?;
                 }
-                self.move_now(py, transfers)?;
+                self.move_now(py, part, transfers)?;
                 if !up.is_empty() {
                     link.call1((PyArray1::from_vec(py, up),))?;
                 }
@@ -124,20 +139,19 @@ impl Inner {
         Transfer { from: staged(from, copy.from.0), to: staged(to, copy.to.0), bytes }
     }
 
-    /// Copies in memory, to disk and from there, and waits.
-    fn move_now(&self, py: Python<'_>, transfers: Vec<Transfer>) -> Result<(), Unmade> {
-        let (count, completion) = (transfers.len() as u32, Completion::new());
+    /// Makes the transfers of some copies, in memory, to disk and from there, and waits.
+    fn move_now(&self, py: Python<'_>, copies: &[BlockCopy], transfers: Vec<Transfer>) -> Result<(), Unmade> {
+        let completion = Completion::new();
         // SAFETY: the core has given the targets to whoever asked for these copies, and they are held until these have ended;
         // sources are Ready, or open pages that are held, so that they are copied before anybody appends to them.
         unsafe { self.mover.send(transfers, completion.clone()) };
         if let Err(error) = self.wait_for_disk(py, &completion) {
-            return Err(Unmade(Some(completion), error));
+            return Err(Unmade::Late(completion, error));
         }
-        if completion.copied() == Some(count) {
-            return Ok(());
-        }
+        let copied = completion.copied().expect("what is waited for has ended");
+        let Some(failed) = copies.get(copied as usize) else { return Ok(()) };
         let why = completion.failure().expect("what is waited for fails with a reason");
-        Err(Unmade(None, errors::failure(py, why, &[])))
+        Err(Unmade::Failed(why.clone(), failed.group, failed.from))
     }
 
     /// Sleeps until copies have ended, as long as the disk does anything, and `disk_timeout` more.
@@ -171,7 +185,7 @@ impl Inner {
     }
 
     /// Makes the copies of shared open pages that come before the open step's first append; for a device those from disk alone.
-    pub(crate) fn copy_shared(&mut self, py: Python<'_>, link: Link<'_, '_>) -> PyResult<()> {
+    pub(crate) fn copy_shared(&mut self, py: Python<'_>, link: Link<'_, '_>) -> Result<(), Unmade> {
         // A truncated page may be on disk: it went there when it was full.
         let copies = self.core.step_copies().iter().copied();
         let (from_disk, others): (Vec<_>, Vec<_>) = copies.partition(|copy| copy.from.0 == Tier::Disk);

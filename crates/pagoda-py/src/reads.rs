@@ -3,7 +3,7 @@
 use crate::errors;
 use crate::patience;
 use pagoda_core::fence::Completion;
-use pagoda_core::ids::Epoch;
+use pagoda_core::ids::{Epoch, Tier};
 use pagoda_store::{Filled, LayerOfPages, Mover, Ring, Unread};
 use pyo3::prelude::*;
 use std::path::{Path, PathBuf};
@@ -38,7 +38,7 @@ impl Stop {
     pub(crate) fn raise(self, py: Python<'_>, core: &pagoda_core::Cache) -> PyErr {
         match self {
             Self::Unread(Unread { group, block, failure }) => {
-                errors::failure(py, &failure, &core.holders(group, block))
+                errors::failure(py, &failure, &core.holders(group, (Tier::Disk, block)))
             }
             Self::Wait(stop) => stop.raise(py),
         }

@@ -116,7 +116,7 @@ impl Cache {
             }
         };
         held.kept = Some(kept);
-        inner.copy_now(py, &copies, held, link)?;
+        inner.copy_now(py, &copies, held, link).map_err(|unmade| unmade.raise(py, &inner.core))?;
         let described = inner.core.describe(kept).expect("kept right now");
         inner.let_go(Held { kept: None, ..held }).map_err(|error| errors::core(py, &error))?;
         let (blocks, entry) = sequence::encode(&described, meta);
@@ -139,7 +139,8 @@ impl Cache {
         let Some(&(kept, _)) = inner.sessions.kept.get(key) else { return Ok(None) };
         inner.zero(py)?;
         let (id, copies) = inner.core.revive(kept).map_err(|error| errors::core(py, &error))?;
-        inner.copy_now(py, &copies, Held { sequence: Some(id), kept: None }, link)?;
+        let held = Held { sequence: Some(id), kept: None };
+        inner.copy_now(py, &copies, held, link).map_err(|unmade| unmade.raise(py, &inner.core))?;
         Ok(Some(Handle::new(id, &self.abandoned)))
     }
 

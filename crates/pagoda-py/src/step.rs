@@ -128,10 +128,10 @@ impl Cache {
         }
         reserved.map_err(|error| core(py, &error))?;
         inner.step.number = number;
-        if let Err(error) = inner.copy_shared(py, link) {
+        if let Err(unmade) = inner.copy_shared(py, link) {
             let epoch = inner.core.rollback().map_err(|error| core(py, &error))?;
             inner.end_step(py, epoch)?;
-            return Err(error);
+            return Err(unmade.raise(py, &inner.core));
         }
         let Inner { core, layers, step, block_bytes, engine, disk, .. } = &mut *inner;
         step.enter(core, block_bytes.len(), layers);

@@ -7,7 +7,7 @@ use crate::memory::Place;
 use crate::random::Random;
 use pagoda_core::Cache;
 use pagoda_core::fence::Failure;
-use pagoda_core::ids::{BlockId, Epoch, GroupId, SequenceId};
+use pagoda_core::ids::{BlockId, Epoch, GroupId, SequenceId, Tier};
 use pagoda_store::by_hand::ByHand;
 use pagoda_store::disk::Store;
 use pagoda_store::disk::io::ALIGN;
@@ -152,7 +152,7 @@ impl Machine {
             Err(Unread { group, block, failure }) => {
                 self.tally.see("refused: steps whose pages cannot be read", 1);
                 let (reading, holders) =
-                    (self.streaming.passes[at].sequence, self.cache.holders(group, block));
+                    (self.streaming.passes[at].sequence, self.cache.holders(group, (Tier::Disk, block)));
                 ensure!(
                     holders.contains(&reading),
                     "{reading} is not of {holders:?} with {block:?} of {group:?}"
