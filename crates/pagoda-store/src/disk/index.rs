@@ -113,7 +113,6 @@ impl Index {
             let line = Line::Put { key: key.clone(), pages: pages.clone(), meta: meta.clone() };
             fresh.extend(line.to_bytes(self.header.epoch, fresh.len() as u64));
         }
-        self.file = None;
         self.file = Some(self.directory.replace(NAME, &fresh).map_err(Error::io("writing the index"))?);
         self.end = fresh.len() as u64;
         self.limit = BYTES_MAX.min(2 * self.end + SPARE_BYTES);
@@ -164,8 +163,15 @@ impl Index {
 
     fn append(&mut self, line: &Line) -> Result<()> {
         let mut bytes = line.to_bytes(self.header.epoch, self.end);
-        if self.file.is_none() || self.end + bytes.len() as u64 > self.limit {
-            self.rewrite()?;
+        let end = self.end + bytes.len() as u64;
+        if self.file.is_none() || end > self.limit {
+            let rewritten = self.rewrite();
+            if self.file.is_none() || end > BYTES_MAX {
+                rewritten?;
+            } else if rewritten.is_err() {
+                // The log that is there says the same, and goes on: the drive may have no room for another.
+                self.limit = BYTES_MAX.min(end + SPARE_BYTES);
+            }
             bytes = line.to_bytes(self.header.epoch, self.end);
         }
         let file = self.file.clone().expect("written anew if there was none");

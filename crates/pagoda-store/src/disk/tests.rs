@@ -607,6 +607,45 @@ fn an_index_does_not_grow_with_what_is_kept_no_more() {
     read(&mut lane, group, &[(block, name)], layers(group)).unwrap();
 }
 
+/// A long log goes on as it is where the drive has no room for a new one, so that keys can be forgotten.
+#[test]
+fn a_log_that_cannot_be_written_anew_goes_on_as_far_as_it_may() {
+    let (disk, entries) = kept();
+    let (store, _) = open(&disk).unwrap();
+    let len = || disk.with("index", |bytes| bytes.len());
+    // Up to where the next line has the log written anew.
+    let line = |store: &Store, meta: usize| store.put(b"again", &[], &vec![7; meta]).unwrap();
+    let most = 2 * len() + (1 << 20);
+    line(&store, 0);
+    let shortest = len() - (most - (1 << 20)) / 2;
+    line(&store, most - len() - shortest);
+    assert_eq!(len(), most);
+    disk.fail(0, Fault::Errno(rustix::io::Errno::NOSPC.raw_os_error()));
+    assert!(store.delete(b"again").unwrap().is_some());
+    assert!(store.is_sure());
+    assert!(len() > most);
+    line(&store, 0);
+    store.delete(b"again").unwrap();
+    assert_eq!(readable(&disk.power_lost(|| false), &entries).unwrap(), 6, "nothing else is left");
+    // Nobody reads more than 8 MiB.
+    for key in 0..4 {
+        store.put(&[key], &[], &[7; 1 << 20]).unwrap();
+    }
+    drop(store);
+    let (store, _) = open(&disk).unwrap();
+    while len() < 6 << 20 {
+        line(&store, 1 << 20);
+    }
+    line(&store, (8 << 20) - len() - shortest);
+    assert_eq!(len(), 8 << 20);
+    disk.fail(0, Fault::Errno(rustix::io::Errno::NOSPC.raw_os_error()));
+    assert!(store.delete(b"again").unwrap_err().to_string().contains("No space"));
+    assert!(store.is_sure());
+    assert!(store.delete(b"again").unwrap().is_some());
+    let (store, _) = open(&disk.power_lost(|| false)).unwrap();
+    assert_eq!(store.entries().len(), entries.len() + 4);
+}
+
 #[test]
 fn two_at_once_are_refused() {
     let (disk, _) = kept();
