@@ -237,14 +237,16 @@ print("fine")
     run(script, tmp_path / "kept")
 
 
+def small_drive(place: Path) -> list[str]:
+    """What runs a command that has a drive of 1 MiB in this place."""
+    mount = ["unshare", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs "$0" && exec "$@"']
+    if shutil.which("unshare") is None or subprocess.run([*mount, str(place), "true"], capture_output=True).returncode:
+        pytest.skip("no drive of its own can be mounted")
+    return [*mount, str(place)]
+
+
 def test_a_drive_that_is_full_and_has_space_again(tmp_path: Path) -> None:
     """On a drive of 1 MiB: what cannot be written stays where it is, what is there is read, and later writing goes on."""
-    mount = ["unshare", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs "$0" && exec "$@"']
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*mount, str(tmp_path), "true"], capture_output=True).returncode
-    ):
-        pytest.skip("no drive of its own can be mounted")
     script = """
 cache = opened()
 mirror, small = mirrored(cache, 200)
@@ -275,7 +277,36 @@ with opened() as cache:
     mirror.look()
 print("fine")
 """
-    run(script, tmp_path / "kept", before=[*mount, str(tmp_path)])
+    run(script, tmp_path / "kept", before=small_drive(tmp_path))
+
+
+def test_a_drive_that_was_full_is_used_as_fast_as_before(tmp_path: Path) -> None:
+    """What it can do is found out when its directory is opened, whether or not there is room to try that by writing."""
+    script = """
+from pathlib import Path
+def ways(cache):
+    disk = cache.stats().disk_io
+    return disk.direct, disk.io_uring, [why for why in disk.refused if "index" not in why]
+with opened() as cache:
+    small = mirrored(cache, 50)[1]
+    cache.save(small.sequence, "small")
+    before = ways(cache)
+filling = Path(sys.argv[1]).parent / "filling"
+for left in (0, 1):
+    with filling.open("ab", buffering=0) as file:
+        with pytest.raises(OSError, match="No space left"):
+            while file.write(bytes(4096)):
+                pass
+        file.truncate(file.tell() - 4096 * left)
+    with opened() as cache:
+        assert ways(cache) == before
+        loaded(Mirror(cache, np.random.default_rng(1)), "small", small)
+        filling.unlink()
+        cache.save(mirrored(cache, 200)[1].sequence, "large")
+        cache.forget("large")
+print("fine")
+"""
+    run(script, tmp_path / "kept", before=small_drive(tmp_path))
 
 
 GROWTH = """

@@ -6,7 +6,7 @@ use crate::Slab;
 use crate::disk::Error;
 use rustix::fs::{self, AtFlags, FlockOperation, Mode, OFlags};
 use std::fmt;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -96,7 +96,7 @@ impl Folder {
     /// Tries what is fastest with a real, aligned write and read, and remembers what does not work.
     fn probe(&mut self) -> io::Result<()> {
         let fd = Arc::new(self.nameless()?);
-        match set_direct(&fd).and_then(|()| self.round_trip(&mut Psync(fd.clone()))) {
+        match set_direct(&fd).and_then(|()| self.round_trip(&fd, &mut Psync(fd.clone()))) {
             Ok(()) => self.access.direct = true,
             Err(error) => self.access.refused.push(format!("O_DIRECT: {error}")),
         }
@@ -104,7 +104,7 @@ impl Folder {
         if self.access.direct {
             set_direct(&fd)?;
         }
-        match ring(fd).and_then(|mut lane| self.round_trip(&mut *lane)) {
+        match ring(fd.clone()).and_then(|mut lane| self.round_trip(&fd, &mut *lane)) {
             Ok(()) => self.access.uring = true,
             Err(error) => self.access.refused.push(format!("io_uring: {error}")),
         }
@@ -118,23 +118,34 @@ impl Folder {
         Ok(fd)
     }
 
-    /// Writes two aligned pieces and reads them back.
-    fn round_trip(&self, lane: &mut dyn Lane) -> io::Result<()> {
+    /// Writes two aligned pieces and reads them back; on a full drive, which takes none, reads what nobody has written.
+    fn round_trip(&self, file: &OwnedFd, lane: &mut dyn Lane) -> io::Result<()> {
         let piece = ALIGN as usize;
         let memory = Slab::new(4 * piece)?;
         // SAFETY: the slab is this function's alone and lives to its end.
         let bytes = unsafe { std::slice::from_raw_parts_mut(memory.base(), 4 * piece) };
-        for (index, byte) in bytes[..2 * piece].iter_mut().enumerate() {
+        for (index, byte) in bytes.iter_mut().enumerate() {
             *byte = (index % 251) as u8;
         }
         let (written, read) = bytes.split_at_mut(2 * piece);
-        for (kind, side) in [(Kind::Write, &mut *written), (Kind::Read, &mut *read)] {
-            let ops = side.chunks_mut(piece).enumerate();
-            let mut ops: Vec<_> = ops.map(|(at, side)| Op::new(kind, (at * piece) as u64, side)).collect();
-            self.pulse.ask(|| lane.run(&mut ops));
-            ops.into_iter().try_for_each(Op::outcome)?;
+        match self.run(lane, Kind::Write, written) {
+            Err(error) if matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded) => {
+                // There may have been room for the first one.
+                self.pulse.ask(|| fs::ftruncate(file, 0).and_then(|()| fs::ftruncate(file, 2 * ALIGN)))?;
+                written.fill(0);
+            }
+            other => other?,
         }
+        self.run(lane, Kind::Read, read)?;
         if written == read { Ok(()) } else { Err(io::Error::other("what was written is not what was read")) }
+    }
+
+    /// Writes aligned pieces to the beginning of a file, or reads them.
+    fn run(&self, lane: &mut dyn Lane, kind: Kind, bytes: &mut [u8]) -> io::Result<()> {
+        let pieces = (0..).step_by(ALIGN as usize).zip(bytes.chunks_mut(ALIGN as usize));
+        let mut ops: Vec<_> = pieces.map(|(at, piece)| Op::new(kind, at, piece)).collect();
+        self.pulse.ask(|| lane.run(&mut ops));
+        ops.into_iter().try_for_each(Op::outcome)
     }
 
     /// A new file that has lost its name already.
@@ -240,7 +251,7 @@ impl File for OnDisk {
         while !bytes.is_empty() {
             let piece = &bytes[..bytes.len().min(IO_BYTES_MAX)];
             match self.pulse.ask(|| rustix::io::pwrite(&*self.fd, piece, offset)) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(0) => return Err(ErrorKind::WriteZero.into()),
                 Ok(count) => (offset, bytes) = (offset + count as u64, &bytes[count..]),
                 Err(rustix::io::Errno::INTR) => {}
                 Err(errno) => return Err(errno.into()),
@@ -322,7 +333,7 @@ fn ring(fd: Arc<OwnedFd>) -> io::Result<Box<dyn Lane>> {
 
 #[cfg(not(target_os = "linux"))]
 fn ring(_: Arc<OwnedFd>) -> io::Result<Box<dyn Lane>> {
-    Err(io::ErrorKind::Unsupported.into())
+    Err(ErrorKind::Unsupported.into())
 }
 
 #[cfg(target_os = "linux")]
@@ -333,7 +344,7 @@ fn set_direct(fd: impl AsFd) -> io::Result<()> {
 
 #[cfg(not(target_os = "linux"))]
 fn set_direct(_: impl AsFd) -> io::Result<()> {
-    Err(io::ErrorKind::Unsupported.into())
+    Err(ErrorKind::Unsupported.into())
 }
 
 /// Lets the system forget what it has of a file in memory: after a sync that failed that may be what the drive has not.
