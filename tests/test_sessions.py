@@ -213,6 +213,29 @@ def test_a_save_that_is_refused_keeps_what_it_has_written(tmp_path: Path) -> Non
         mirror.look()
 
 
+def test_what_earlier_caches_have_written_counts_for_the_day(tmp_path: Path) -> None:
+    """Of a cache that was closed, what it has written; the next one may write the rest."""
+    page = 4096 + 4096
+    options = {"spec": pagoda.ModelSpec(layers=[layer()]), "disk_writes_per_day": 10 * page + page // 2}
+    with opened(tmp_path, **options) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [16 * 7])
+        cache.save(tokens.sequence, "it")
+    for pages, fits in ((4, False), (3, True), (1, False)):
+        with opened(tmp_path, **options) as cache:
+            mirror = Mirror(cache, np.random.default_rng(0))
+            found = load(mirror, "it", tokens)
+            mirror.step([found], [16 * pages])
+            if fits:
+                cache.save(found.sequence, "it")
+                tokens = found
+            else:
+                with pytest.raises(pagoda.TierIOError, match=r"bytes to write: .* disk_writes_per_day"):
+                    cache.save(found.sequence, "it")
+            mirror.look()
+
+
 def test_a_part_of_which_pages_have_left_a_window_is_refused_by_its_name(tmp_path: Path) -> None:
     with opened(tmp_path, headroom=0) as cache:
         mirror = Mirror(cache, np.random.default_rng(0))

@@ -138,7 +138,8 @@ class Cache:
 
     disk, disk_memory: a directory for a third tier, and the bytes that it may take there. The directory is made if only its
     last part is missing, and nobody else may write to it. Pages have checksums that are verified whenever they are read.
-    disk_writes_per_day: bytes that this cache may write there a day.
+    disk_writes_per_day: bytes of pages that may be written there a day. With resume=True what earlier caches with such a
+    limit have written counts as well. The index of what `save` keeps comes on top.
     disk_timeout: seconds that `attend` waits for a read, and other calls for a disk that does nothing, opening the directory
     included, before they raise TierIOError. I/O under way then goes on; until it has ended its memory is not used again, and
     no other cache can open the directory.

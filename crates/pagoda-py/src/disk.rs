@@ -16,7 +16,7 @@ use std::collections::HashSet;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, SystemTime};
 
 /// Where pages go, as a dict.
 #[derive(FromPyObject)]
@@ -118,7 +118,7 @@ pub(crate) fn open(
 ) -> PyResult<Opened> {
     let opened = ask(py, &disk.path.clone(), disk.timeout, move |pulse| {
         let folder = Folder::open_watched(&disk.path, pulse)?;
-        let budget = disk.writes_per_day.map(|bytes| Budget::new(bytes, Instant::now()));
+        let budget = disk.writes_per_day.map(|bytes| Budget::new(bytes, SystemTime::now()));
         let (store, recovered) = if disk.resume {
             Store::open(&folder, geometry, disk.fingerprint, budget)?
         } else {

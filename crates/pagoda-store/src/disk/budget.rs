@@ -1,52 +1,179 @@
 //! How much may be written a day: flash wears out.
 
+use super::format::{Fields, sum};
+use super::io::Directory;
 use super::{Error, Result};
-use std::time::Instant;
+use std::io;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const DAY_SECONDS: f64 = 86_400.0;
 
+const NAME: &str = "written";
+
+/// Bytes of a note: what counts as written, when, and the checksum of both.
+const NOTE_BYTES: u64 = 24;
+
+/// Into so many notes the writes of a day go. Each is made ahead of what it counts, so a process that is killed may seem to have
+/// written as much more.
+const NOTES_PER_DAY: f64 = 64.0;
+
 /// A day's writes may come at once; from then on they may go on at the rate at which a day passes.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub struct Budget {
     per_day: u64,
     spent: f64,
-    at: Instant,
+    at: SystemTime,
+    /// Where others find what was spent, and how much they find.
+    directory: Option<Box<dyn Directory>>,
+    noted: f64,
 }
 
 impl Budget {
     /// `per_day` bytes at once, and as many again as each day passes: never more than two days' worth in 24 hours.
-    pub fn new(per_day: u64, now: Instant) -> Self {
-        Self { per_day, spent: 0.0, at: now }
+    pub fn new(per_day: u64, now: SystemTime) -> Self {
+        Self { per_day, spent: 0.0, at: now, directory: None, noted: 0.0 }
+    }
+
+    /// Goes on from what another budget has noted in a directory, and notes there what is spent; only the holder of the directory's
+    /// lock may.
+    pub(super) fn noted_in(mut self, directory: &dyn Directory) -> io::Result<Self> {
+        // A note that does not verify says nothing.
+        if let Some((spent, at)) = directory.read(NAME, NOTE_BYTES)?.and_then(|note| read_note(&note)) {
+            let now = std::mem::replace(&mut self.at, at);
+            (self.spent, self.noted) = (spent, spent);
+            self.pass(now);
+        }
+        self.directory = Some(directory.share()?);
+        Ok(self)
     }
 
     /// Takes `bytes` from what may be written at `now`.
-    pub(super) fn spend(&mut self, bytes: u64, now: Instant) -> Result<()> {
-        let passed = now.saturating_duration_since(self.at).as_secs_f64();
-        let spent = (self.spent - self.per_day as f64 * passed / DAY_SECONDS).max(0.0);
-        let left = (self.per_day as f64 - spent) as u64;
+    pub(super) fn spend(&mut self, bytes: u64, now: SystemTime) -> Result<()> {
+        self.pass(now);
+        let left = (self.per_day as f64 - self.spent) as u64;
         if bytes > left {
             return Err(Error::OverBudget { wanted: bytes, left, per_day: self.per_day });
         }
-        (self.spent, self.at) = (spent + bytes as f64, now);
+        let spent = self.spent + bytes as f64;
+        if spent > self.noted {
+            self.note(spent + self.per_day as f64 / NOTES_PER_DAY)?;
+        }
+        self.spent = spent;
         Ok(())
     }
+
+    /// Notes no more than what was spent.
+    pub(super) fn settle(&mut self, now: SystemTime) -> Result<()> {
+        self.pass(now);
+        self.note(self.spent)
+    }
+
+    /// Lets the time go by until `now`. A clock that is set back stands still once.
+    fn pass(&mut self, now: SystemTime) {
+        let passed = now.duration_since(self.at).unwrap_or_default().as_secs_f64();
+        let back = self.per_day as f64 * passed / DAY_SECONDS;
+        (self.spent, self.noted) = ((self.spent - back).max(0.0), (self.noted - back).max(0.0));
+        self.at = now;
+    }
+
+    fn note(&mut self, spent: f64) -> Result<()> {
+        if let Some(directory) = &self.directory {
+            let note = note(spent, self.at);
+            directory.replace(NAME, &note).map_err(Error::io("noting what is written"))?;
+            self.noted = spent;
+        }
+        Ok(())
+    }
+}
+
+fn note(spent: f64, at: SystemTime) -> Vec<u8> {
+    let since = at.duration_since(UNIX_EPOCH).unwrap_or_default();
+    let mut bytes = [(spent.ceil() as u64).to_le_bytes(), (since.as_nanos() as u64).to_le_bytes()].concat();
+    bytes.extend(sum(&bytes).to_le_bytes());
+    bytes
+}
+
+fn read_note(bytes: &[u8]) -> Option<(f64, SystemTime)> {
+    let mut fields = Fields(bytes);
+    let (spent, since, stored) = (fields.u64()?, fields.u64()?, fields.u64()?);
+    let at = UNIX_EPOCH.checked_add(Duration::from_nanos(since))?;
+    (stored == sum(&bytes[..16])).then_some((spent as f64, at))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Duration;
+    use crate::disk::io::fault::{Fault, FaultyDisk};
+
+    const DAY: u64 = 86_400;
+
+    fn at(seconds: u64) -> SystemTime {
+        UNIX_EPOCH + Duration::from_secs(seconds)
+    }
+
+    /// Whether so many bytes are left at a time, and not one more.
+    fn is_left(budget: &mut Budget, bytes: u64, now: SystemTime) -> bool {
+        let refused = budget.spend(u64::MAX, now).unwrap_err();
+        matches!(refused, Error::OverBudget { left, .. } if left == bytes)
+    }
 
     #[test]
     fn a_day_s_worth_at_once_then_at_the_rate_of_a_day() {
-        let start = Instant::now();
-        let at = |seconds| start + Duration::from_secs(seconds);
-        let mut budget = Budget::new(86_400, start);
-        budget.spend(86_400, start).unwrap();
+        let mut budget = Budget::new(DAY, at(0));
+        budget.spend(86_400, at(0)).unwrap();
         assert!(matches!(budget.spend(11, at(10)), Err(Error::OverBudget { wanted: 11, left: 10, .. })));
         budget.spend(10, at(10)).unwrap();
         assert!(budget.spend(1, at(10)).is_err());
-        budget.spend(86_400, at(10 + 86_400)).unwrap();
-        assert!(budget.spend(1, at(10 + 86_400)).is_err(), "what was not used does not pile up");
+        budget.spend(86_400, at(10 + DAY)).unwrap();
+        assert!(budget.spend(1, at(10 + DAY)).is_err(), "what was not used does not pile up");
+    }
+
+    #[test]
+    fn a_clock_that_is_set_back_gives_nothing_and_takes_nothing() {
+        let mut budget = Budget::new(DAY, at(DAY));
+        budget.spend(DAY, at(DAY)).unwrap();
+        assert!(is_left(&mut budget, 0, at(100)));
+        assert!(is_left(&mut budget, 50, at(150)));
+    }
+
+    #[test]
+    fn the_next_budget_of_a_directory_goes_on_from_what_was_noted() {
+        let disk = FaultyDisk::default();
+        let opened = |now| Budget::new(DAY, at(now)).noted_in(&disk).unwrap();
+        let mut budget = opened(0);
+        budget.spend(1000, at(0)).unwrap();
+        let ahead = DAY / 64;
+        assert!(is_left(&mut opened(0), DAY - 1000 - ahead, at(0)), "as if it had been killed");
+        let before = disk.operations();
+        budget.spend(ahead, at(0)).unwrap();
+        assert_eq!(disk.operations(), before, "that much was noted");
+        budget.spend(1, at(0)).unwrap();
+        assert!(disk.operations() > before);
+        budget.settle(at(500)).unwrap();
+        assert!(is_left(&mut opened(500), DAY - 1001 - ahead + 500, at(500)));
+        assert!(is_left(&mut opened(0), DAY - 1001 - ahead + 500, at(0)), "a clock that was set back");
+        assert!(is_left(&mut opened(DAY), DAY, at(DAY)));
+        let mut less = Budget::new(DAY / 100, at(500)).noted_in(&disk).unwrap();
+        assert!(is_left(&mut less, 0, at(500)));
+    }
+
+    #[test]
+    fn what_cannot_be_noted_is_not_written_and_what_does_not_verify_is_no_note() {
+        let disk = FaultyDisk::default();
+        let opened = || Budget::new(DAY, at(0)).noted_in(&disk).unwrap();
+        let mut budget = opened();
+        disk.fail(0, Fault::Errno(28));
+        assert!(budget.spend(1000, at(0)).unwrap_err().to_string().contains("noting what is written"));
+        assert!(is_left(&mut budget, DAY, at(0)));
+        budget.spend(1000, at(0)).unwrap();
+        budget.settle(at(0)).unwrap();
+        assert!(is_left(&mut opened(), DAY - 1000, at(0)));
+        for bit in 0..8 * NOTE_BYTES as usize {
+            disk.with(NAME, |bytes| bytes[bit / 8] ^= 1 << (bit % 8));
+            assert!(is_left(&mut opened(), DAY, at(0)));
+            disk.with(NAME, |bytes| bytes[bit / 8] ^= 1 << (bit % 8));
+        }
+        disk.with(NAME, |bytes| bytes.truncate(23));
+        assert!(is_left(&mut opened(), DAY, at(0)));
     }
 }

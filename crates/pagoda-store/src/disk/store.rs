@@ -16,7 +16,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::SystemTime;
 
 const PAGES: &str = "pages";
 
@@ -102,6 +102,8 @@ impl Store {
         })?;
         let bytes = file.size().map_err(Error::io("opening the pages"))?;
         let (index, recovered) = Index::open(directory, &fingerprint, &geometry, bytes)?;
+        let budget = budget.map(|budget| budget.noted_in(directory)).transpose();
+        let budget = budget.map_err(Error::io("reading what was written"))?;
         let mut store = Self::new(directory, geometry, fingerprint, budget, file, Some(index));
         store.give_back_what_others_left();
         store.access.refused.extend(recovered.unwritten.iter().map(|why| format!("a new index: {why}")));
@@ -232,6 +234,11 @@ impl Store {
         let mut known = lock(&self.pages);
         keep(&mut known, &entry);
         before.iter().for_each(|before| unkeep(&mut known, before));
+        drop(known);
+        if let Some(budget) = &self.budget {
+            // A refusal leaves more noted than was written, which is no error.
+            let _ = lock(budget).settle(SystemTime::now());
+        }
         Ok(before)
     }
 
@@ -402,11 +409,12 @@ impl Store {
     /// Lets blocks be written to: until that is done nothing can be read from them. Returns how many syncs have failed.
     pub(super) fn begin(&self, group: GroupId, blocks: &[BlockId]) -> Result<u64> {
         self.wait_for_holes(group, blocks);
+        if let Some(budget) = &self.budget {
+            let bytes = self.geometry.written_bytes(group) * blocks.len() as u64;
+            lock(budget).spend(bytes, SystemTime::now())?;
+        }
         let mut pages = lock(&self.pages);
         self.require_spare(&pages, group, blocks)?;
-        if let Some(budget) = &self.budget {
-            lock(budget).spend(self.geometry.written_bytes(group) * blocks.len() as u64, Instant::now())?;
-        }
         blocks.iter().for_each(|&block| drop(pages.remove(&(group, block))));
         Ok(self.syncs_failed.load(Ordering::Relaxed))
     }

@@ -783,13 +783,29 @@ fn what_lies_behind_the_end_of_a_smaller_disk_memory_goes() {
 fn a_write_over_budget_is_refused_before_anything_is_lost() {
     let disk = FaultyDisk::default();
     let page = geometry().written_bytes(LARGE);
-    let budget = Budget::new(2 * page, std::time::Instant::now());
+    let budget = Budget::new(2 * page, std::time::SystemTime::now());
     let store = Arc::new(Store::scratch(&disk, geometry(), FINGERPRINT, Some(budget)).unwrap());
     let mut lane = store.lane().unwrap();
     write(&mut lane, LARGE, &[(0, 1), (1, 2)]).unwrap();
     let refused = write(&mut lane, LARGE, &[(0, 3)]).unwrap_err();
     assert!(matches!(refused, Error::OverBudget { wanted, .. } if wanted == page), "{refused}");
     read(&mut lane, LARGE, &[(0, 1), (1, 2)], 0..3).unwrap();
+}
+
+#[test]
+fn what_was_written_before_a_kill_counts_for_the_next_store() {
+    let disk = FaultyDisk::default();
+    let page = geometry().written_bytes(LARGE);
+    let opened = |disk: &FaultyDisk| {
+        let budget = Budget::new(3 * page, std::time::SystemTime::now());
+        Arc::new(Store::open(disk, geometry(), FINGERPRINT, Some(budget)).unwrap().0)
+    };
+    let store = opened(&disk);
+    write(&mut store.lane().unwrap(), LARGE, &[(0, 1), (1, 2)]).unwrap();
+    let refused = write(&mut opened(&disk.killed()).lane().unwrap(), LARGE, &[(2, 3)]).unwrap_err();
+    assert!(matches!(refused, Error::OverBudget { left, .. } if left > page / 2), "{refused}");
+    store.put(b"it", &[(LARGE, BlockId::new(0)), (LARGE, BlockId::new(1))], b"").unwrap();
+    write(&mut opened(&disk.killed()).lane().unwrap(), LARGE, &[(2, 3)]).unwrap();
 }
 
 #[test]

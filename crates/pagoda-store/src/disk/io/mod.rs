@@ -45,7 +45,7 @@ pub trait Directory: Debug + Send + Sync {
     /// The same directory, to hold on to.
     fn share(&self) -> io::Result<Box<dyn Directory>>;
 
-    /// Puts a file with these bytes in the place of `name`, at once and for good; one caller at a time.
+    /// Puts a file with these bytes in the place of `name`, at once and for good; one caller at a time for each.
     fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<Arc<dyn File>>;
 }
 
