@@ -59,7 +59,7 @@ class TierIOError(_OfPage):
 
 
 class GeometryMismatch(PagodaError):
-    """Stored pages are of another model or format."""
+    """Stored pages are of another model, format or disk_memory."""
 
 
 class BackendUnavailable(PagodaError):

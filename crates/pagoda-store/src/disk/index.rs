@@ -92,6 +92,7 @@ impl Index {
                 };
                 offset = end;
             }
+            require_memory(&entries, geometry, bytes_of_pages)?;
             recovered.torn_bytes = (bytes.len() - offset) as u64;
             recovered.lost = remove_impossible(&mut entries, geometry);
             header.epoch = stored.epoch + 1;
@@ -185,6 +186,27 @@ impl Index {
         self.end += bytes.len() as u64;
         Ok(())
     }
+}
+
+/// Refuses an arena that is smaller than one that something was kept in.
+fn require_memory(
+    entries: &BTreeMap<Vec<u8>, Entry>,
+    geometry: &Geometry,
+    bytes_of_pages: u64,
+) -> Result<()> {
+    let pages = entries.values().flat_map(|entry| &entry.pages);
+    let segments = pages.filter_map(|page| geometry.segment_of(page.group, page.block));
+    // What lies behind the end of the file as well was never there.
+    let end = segments.filter(|segment| segment.start < bytes_of_pages).map(|segment| segment.end).max();
+    let (bytes, count) = geometry.segments();
+    if let Some(end) = end
+        && end > bytes * count
+    {
+        let (what, arguments) = ("the end of what is kept", "disk_memory");
+        let (stored, wanted) = (format!("{end} bytes"), format!("{} bytes", bytes * count));
+        return Err(Error::Mismatch { what, arguments, stored, wanted });
+    }
+    Ok(())
 }
 
 /// Takes out entries with pages outside of the file, or in blocks that newer pages were written to.

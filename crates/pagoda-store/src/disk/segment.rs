@@ -142,6 +142,14 @@ impl Geometry {
         start.checked_add(shape.block_bytes).is_some_and(|end| end <= arena && !crosses(end))
     }
 
+    /// Where in the file the segment lies that a block of any arena like this one would be in.
+    pub(super) fn segment_of(&self, group: u8, block: u32) -> Option<Range<u64>> {
+        let shape = self.groups.get(usize::from(group))?;
+        let segment = u64::from(block).checked_mul(shape.block_bytes)? / self.extent_bytes;
+        let start = segment.checked_mul(self.segment_bytes)?;
+        Some(start..start.checked_add(self.segment_bytes)?)
+    }
+
     pub(super) fn slot(&self, group: GroupId, block: BlockId) -> Slot {
         let (size, index) = (self.groups[group.index()].block_bytes, u64::from(block.index()));
         let segment = index * size / self.extent_bytes;

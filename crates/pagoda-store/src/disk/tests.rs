@@ -758,13 +758,13 @@ fn what_others_have_left_goes_and_what_is_kept_stays() {
 }
 
 #[test]
-fn what_lies_behind_the_end_of_a_smaller_disk_memory_goes() {
+fn a_smaller_disk_memory_is_refused_while_something_is_kept_behind_its_end_and_what_else_is_there_goes() {
     let disk = FaultyDisk::default();
     let opened = |segments: u64| {
         let geometry = Geometry::new(&[vec![ALIGN]], segments * 2 * ALIGN).unwrap();
-        Store::open(&disk, geometry, FINGERPRINT, None).unwrap()
+        Store::open(&disk, geometry, FINGERPRINT, None)
     };
-    let store = Arc::new(opened(15).0);
+    let store = Arc::new(opened(15).unwrap().0);
     let [low, high] = [3, 14].map(BlockId::new);
     store.lane().unwrap().write(LARGE, &[low, high], |_, _, target| target.fill(7)).unwrap();
     store.put(b"low", &[(LARGE, low)], b"").unwrap();
@@ -772,11 +772,15 @@ fn what_lies_behind_the_end_of_a_smaller_disk_memory_goes() {
     let there = || disk.with("pages", |bytes| bytes.iter().filter(|&&byte| byte == 7).count() as u64 / ALIGN);
     assert_eq!(there(), 2);
     drop(store);
-    let (store, recovered) = opened(8);
-    let lost: Vec<_> = recovered.lost.iter().map(|(key, _)| &key[..]).collect();
-    assert_eq!((lost, there()), (vec![&b"high"[..]], 1));
+    let Err(refused) = opened(14) else { panic!("it is kept in the last segment of 15") };
+    assert!(matches!(refused, Error::Mismatch { arguments: "disk_memory", .. }), "{refused}");
+    assert!(refused.to_string().contains("122880 bytes on disk, and 114688 bytes here"), "{refused}");
+    let (store, recovered) = opened(15).unwrap();
+    assert_eq!((recovered.lost.len(), there()), (0, 2));
+    store.delete(b"high").unwrap();
     drop(store);
-    assert_eq!(opened(15).0.entries().len(), 1);
+    assert_eq!((opened(8).unwrap().1.lost.len(), there()), (0, 1));
+    assert_eq!(opened(15).unwrap().0.entries().len(), 1);
 }
 
 #[test]
