@@ -644,6 +644,67 @@ def test_what_is_saved_may_be_on_the_move(tmp_path: Path, move: str) -> None:
         mirror.look()
 
 
+class Meddled:
+    """The core of a cache, with something done before a call and something after one that was refused."""
+
+    def __init__(self, core: Any, before: Callable[[], object], refused: Callable[[], object]) -> None:
+        self._real, self._before, self._refused = core, before, refused
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def plan(self, *arguments: Any, **options: Any) -> Any:
+        self._before()
+        return self._real.plan(*arguments, **options)
+
+    def save(self, *arguments: Any) -> Any:
+        try:
+            return self._real.save(*arguments)
+        except pagoda.InvalidArgument:
+            self._refused()
+            raise
+
+
+def test_pages_that_arrive_right_after_they_were_missed_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread begins to move the only page right before it would be planned, and its copy takes longer than a call."""
+    with opened(tmp_path, **LARGE_OPTIONS) as cache:
+        sequence, core, moves = cache.create(), cache._core, count()
+        grown(sequence, 2048, 1.0)
+
+        def demote() -> None:
+            if next(moves) == 0:
+                core.execute(core.plan(sequence.id, "disk", None, [0], only_from="device"))
+
+        def arrive() -> None:
+            for ticket in core.under_way(sequence.id):
+                core.wait_patiently(ticket)
+
+        monkeypatch.setattr(cache, "_core", Meddled(core, demote, arrive))
+        cache.save(sequence, "it")
+        found = cache.load("it")
+        assert found is not None
+        assert mean(found) == pytest.approx(2048 / 2049)
+
+
+def test_what_is_refused_for_good_is_not_asked_for_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though pages are in memory that are on disk as well: they would only lose a copy."""
+
+    def refuse(*_: Any) -> None:
+        raise pagoda.InvalidArgument("refused")
+
+    with opened(tmp_path) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [100])
+        core = Meddled(cache._core, int, int)
+        core.save = refuse  # type: ignore[method-assign]
+        monkeypatch.setattr(cache, "_core", core)
+        with pytest.raises(pagoda.InvalidArgument, match="refused"):
+            cache.save(tokens.sequence, "it")
+
+
 def test_a_save_in_an_open_step_says_what_it_waits_for(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
         mirror = Mirror(cache, np.random.default_rng(0))

@@ -405,6 +405,7 @@ class Cache:
                 return self.save(part, key, meta=meta)
         self._core.check_save(sequence.id, key, len(meta))
         to_disk = partial(self.plan, sequence, "disk", keep=True)
+        all_there = False
         while True:
             for under_way in self._core.under_way(sequence.id):
                 self._core.wait_patiently(under_way)
@@ -415,10 +416,10 @@ class Cache:
             try:
                 return self._once_drained(partial(self._core.save, sequence.id, key, meta))
             except InvalidArgument:
-                # Another thread may have begun to move pages right before the plan was made.
-                moves = to_disk().copies or self._core.under_way(sequence.id)
-                if not moves or self._core.step_is_open():
+                # Another thread may have begun to move pages right before the plan was made; by now they may have arrived.
+                if all_there or self._core.step_is_open():
                     raise
+                all_there = not (self._core.under_way(sequence.id) or to_disk().bytes)
 
     def load(self, key: str) -> Sequence | None:
         """A new sequence with what `save` kept under a name; None if nothing is, or it does not verify, which is logged.
