@@ -127,7 +127,7 @@ def check_steps_of_others(cache: pagoda.Cache, moment: str) -> None:
     interrupted = cache.step([other.sequence], [0])
     if moment == "after it ended":
         interrupted.__enter__()
-        cache._core.commit()
+        cache._core.commit(interrupted._number)
     with cache.step([tokens.sequence], [0]) as step:
         if moment == "before it opens":
             face: Any = cache
@@ -154,6 +154,80 @@ def test_ctrl_c_as_a_step_opens_is_what_blocks_around_it_see(monkeypatch: pytest
         cache.audit()
 
 
+class Overtaken:
+    """What a cache asks of the core, with something that another thread does while one call waits for its turn, once."""
+
+    def __init__(self, core: Any, call: str, meddle: Callable[[], object]) -> None:
+        self._core, self._call, self._meddle = core, call, meddle
+        self.overtaken = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._call and not self.overtaken:
+            self.overtaken = True
+            other = threading.Thread(target=self._meddle)
+            other.start()
+            other.join()
+        return getattr(self._core, name)
+
+
+STEP_CALLS = ["append", "attend", "positions", "cu_seqlens", "table", "csr_table", "commit", "rollback"]
+
+
+@pytest.mark.parametrize("call", STEP_CALLS)
+def test_a_call_that_waits_until_its_step_has_ended_is_none_of_the_next_step(call: str) -> None:
+    with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=1) as cache:
+        check_overtaken(cache, call)
+
+
+def check_overtaken(cache: pagoda.Cache, call: str) -> None:
+    """Makes a call of a step that another thread ends meanwhile, to open one that could take the call and must not."""
+    if call == "replay":
+        cache.declare(sequences=2, new_tokens=20, context=64)
+    mirror = Mirror(cache, np.random.default_rng(0))
+    tokens, other = mirror.create(), mirror.create()
+    mirror.step([tokens, other], [20, 20])
+    old, new = cache.step([tokens.sequence], [1]), cache.step([other.sequence], [1])
+    k, q = np.ones((1, 2, 16), np.float32), np.ones((1, 4, 16), np.float32)
+    launched = []
+
+    def append(step: pagoda.Step) -> None:
+        for index in range(len(SPEC.layers)):
+            step.append(index, k, k)
+
+    def overtake() -> None:
+        old.rollback()
+        new.__enter__()
+        if call not in ("append", "replay"):
+            append(new)
+
+    old.__enter__()
+    table = old.table(0) if call == "csr_table" else None
+    calls: dict[str, Callable[[], object]] = {
+        "append": lambda: old.append(0, k, k),
+        "attend": lambda: old.attend(0, q),
+        "positions": lambda: old.positions,
+        "cu_seqlens": lambda: old.cu_seqlens,
+        "table": lambda: old.table(0),
+        "csr_table": lambda: table and table.csr,
+        "replay": lambda: old.replay(lambda: launched.append(1)),
+        "commit": old.commit,
+        "rollback": old.rollback,
+    }
+    face: Any = cache
+    core, device = face._core, face._device
+    overtaken: Any = Overtaken(core, call, overtake)
+    face._core, face._device = overtaken, device and overtaken
+    with pytest.raises(pagoda.InvalidArgument, match="step = closed"):
+        calls[call]()
+    face._core, face._device = core, device
+    assert overtaken.overtaken
+    assert not launched
+    if call in ("append", "replay"):
+        append(new)
+    new.commit(accepted=[0])
+    mirror.look()
+
+
 @pytest.fixture
 def on_device(names_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A cache on an emulated device."""
@@ -169,6 +243,13 @@ def test_ctrl_c_in_a_step_of_one_thread_leaves_that_of_another_alone_on_a_device
     on_device: pagoda.Cache, moment: str
 ) -> None:
     check_steps_of_others(on_device, moment)
+
+
+@pytest.mark.parametrize("call", [*STEP_CALLS, "replay"])
+def test_a_call_that_waits_until_its_step_has_ended_is_none_of_the_next_step_on_a_device(
+    on_device: pagoda.Cache, call: str
+) -> None:
+    check_overtaken(on_device, call)
 
 
 def test_calls_on_a_device_take_turns(on_device: pagoda.Cache, monkeypatch: pytest.MonkeyPatch) -> None:

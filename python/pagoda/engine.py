@@ -45,16 +45,17 @@ class Engine(Protocol):
     def rewind_limit(self, sequence: int) -> int:
         """The least length to truncate to, besides 0."""
 
-    # The open step, of which there is one at most.
+    # The open step, of which there is one at most. Its calls name it: those of a step that has ended raise InvalidArgument.
 
     def reserve(self, number: int, sequences: npt.NDArray[np.uint64], new_tokens: npt.NDArray[np.int64]) -> None:
         """Opens a step of B sequences, by a number that no other has, or raises OutOfBlocks and changes nothing."""
 
-    def append(self, layer: int, k: Any, v: Any = None, dtype: str | None = None) -> None:
+    def append(self, number: int, layer: int, k: Any, v: Any = None, dtype: str | None = None) -> None:
         """See `Step.append`."""
 
     def attend(
         self,
+        number: int,
         layer: int,
         q: Any,
         out: Any = None,
@@ -64,22 +65,24 @@ class Engine(Protocol):
     ) -> tuple[Any, Any]:
         """See `Step.attend`; the results, and the log-sum-exp or None."""
 
-    def commit(self, accepted: npt.NDArray[np.int64] | None = None) -> None:
+    def commit(self, number: int, accepted: npt.NDArray[np.int64] | None = None) -> None:
         """Closes the step; of each sequence's new tokens the first `accepted` stay, all by default."""
 
     def rollback(self, number: int) -> None:
-        """Closes a step as if it had never been opened. Raises InvalidArgument unless it is the open one."""
+        """Closes the step as if it had never been opened."""
 
-    def positions(self) -> npt.NDArray[np.int64]:
+    def positions(self, number: int) -> npt.NDArray[np.int64]:
         """int64 [sum(new)]: the position of every new token."""
 
-    def cu_seqlens(self) -> npt.NDArray[np.int32]:
+    def cu_seqlens(self, number: int) -> npt.NDArray[np.int32]:
         """int32 [B + 1]: where each sequence's new tokens begin."""
 
-    def table(self, layer: int) -> dict[str, npt.NDArray[Any]]:
+    def table(self, number: int, layer: int) -> dict[str, npt.NDArray[Any]]:
         """The arrays of `Table`, by name; from then on writing the layer's rows is the caller's."""
 
-    def csr_table(self, layer: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    def csr_table(
+        self, number: int, layer: int
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """See `Table.csr`."""
 
     def step_is_open(self) -> bool:

@@ -48,7 +48,7 @@ class Table:
 
     def __init__(self, step: Step, layer: int) -> None:
         self._step, self._layer = step, layer
-        arrays = step._core.table(layer)
+        arrays = step._core.table(step._number, layer)
         self.block_table: npt.NDArray[np.int32] = arrays["block_table"]
         """int32 [B, pages]: device block of each page; -1 past the end, for pages on another tier and for those that have
         left a window. Of a layer with a window the columns begin at a multiple of 4096 tokens not far before it."""
@@ -63,7 +63,7 @@ class Table:
 
         Raises InvalidArgument where that form cannot say what the table says: dropped tokens, pages off the device.
         """
-        return self._step._core.csr_table(self._layer)
+        return self._step._core.csr_table(self._step._number, self._layer)
 
     @property
     def kv_indptr(self) -> npt.NDArray[np.int32]:
@@ -148,12 +148,12 @@ class Step:
     @property
     def positions(self) -> npt.NDArray[np.int64]:
         """int64 [sum(new)]: the positions to rotate the new queries and keys with."""
-        return self._core.positions()
+        return self._core.positions(self._number)
 
     @property
     def cu_seqlens(self) -> npt.NDArray[np.int32]:
         """int32 [B + 1]: where each sequence's new tokens begin."""
-        return self._core.cu_seqlens()
+        return self._core.cu_seqlens(self._number)
 
     def table(self, layer: int) -> Table:
         """The page table of a layer, for kernels that are not ours; of a layer with kv_owner, that of its owner."""
@@ -167,7 +167,7 @@ class Step:
         No v for a layer with v_alias, no k for one with k_eq_v. Rounds to nearest even; what f16 cannot hold is stored as
         +-65504, or raises InvalidArgument in a cache with checked=True.
         """
-        self._core.append(natural("layer", layer), k, v, dtype)
+        self._core.append(self._number, natural("layer", layer), k, v, dtype)
 
     def attend(
         self,
@@ -194,7 +194,8 @@ class Step:
         without it.
         """
         check_flag("return_lse", return_lse)
-        out, lse = self._core.attend(natural("layer", layer), q, out, return_lse, dtype, sink_logits)
+        layer = natural("layer", layer)
+        out, lse = self._core.attend(self._number, layer, q, out, return_lse, dtype, sink_logits)
         return (out, lse) if return_lse else out
 
     def forward(
@@ -237,7 +238,7 @@ class Step:
         if self._cache._device is None:
             raise BackendUnavailable("replay: graphs are of GPUs; this cache is on the CPU")
         self._check_open()
-        self._cache._device.replay(launch)
+        self._cache._device.replay(self._number, launch)
 
     def commit(self, accepted: Collection[int] | npt.NDArray[np.int64] | None = None) -> None:
         """Ends the step. Of each sequence's new tokens the first `accepted` stay, all by default.
@@ -245,9 +246,9 @@ class Step:
         Raises InvalidArgument, and leaves the step open, when a layer was not appended to, a count is too large, or the
         step's stream is captured.
         """
-        self._core.commit(
-            None if accepted is None else integers("accepted", accepted, "a list of integers, one a sequence")
-        )
+        if accepted is not None:
+            accepted = integers("accepted", accepted, "a list of integers, one a sequence")
+        self._core.commit(self._number, accepted)
         self._end()
         self._cache._spill.ahead(self.batch.ids)
 

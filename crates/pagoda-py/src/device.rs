@@ -90,7 +90,7 @@ impl Cache {
         call: impl FnOnce(&mut Upload, &pagoda_core::Cache, &StepState, &[PlacedLayer]) -> T,
     ) -> PyResult<T> {
         let mut inner = self.lock(py)?;
-        inner.require_step(py)?;
+        inner.require_open(py)?;
         let Inner { core, step, layers, engine, .. } = &mut *inner;
         let Engine::Device(Device { upload, .. }) = engine else { return Err(no_device(py)) };
         Ok(call(upload, core, step, layers))
@@ -124,7 +124,7 @@ impl Cache {
     /// The room that the tables of the open step need.
     fn table_room(&self, py: Python<'_>) -> PyResult<Room> {
         let inner = self.lock(py)?;
-        inner.require_step(py)?;
+        inner.require_open(py)?;
         Ok(room(&inner.core, &inner.step, inner.block_bytes.len()))
     }
 
@@ -165,7 +165,7 @@ impl Cache {
         groups: Vec<StreamArguments>,
     ) -> PyResult<(usize, u64, Vec<StreamedGroup<'py>>)> {
         let mut inner = self.lock(py)?;
-        inner.require_step(py)?;
+        inner.require_open(py)?;
         let Inner { core, step, layers, disk, engine, .. } = &mut *inner;
         let Engine::Device(Device { upload, .. }) = engine else { return Err(no_device(py)) };
         let streamed = upload.stream(py, core, step, layers, &groups);
@@ -190,10 +190,17 @@ impl Cache {
         Ok(PyArray1::from_vec(py, transfers))
     }
 
-    /// Refuses unless the open step may append to the layer now.
-    fn check_append(&self, py: Python<'_>, layer: usize, has_keys: bool, has_values: bool) -> PyResult<()> {
+    /// Refuses unless the step may append to the layer now.
+    fn check_append(
+        &self,
+        py: Python<'_>,
+        number: u64,
+        layer: usize,
+        has_keys: bool,
+        has_values: bool,
+    ) -> PyResult<()> {
         let inner = self.lock(py)?;
-        inner.require_step(py)?;
+        inner.require_step(py, number)?;
         require_rows(py, &inner.owning_layer(py, layer)?.layer, has_keys, has_values)?;
         inner.require_unwritten(py, layer)
     }
@@ -204,10 +211,10 @@ impl Cache {
         Ok(())
     }
 
-    /// Refuses unless the open step may attend over the layer now.
-    fn check_attend(&self, py: Python<'_>, layer: usize, has_sinks: bool) -> PyResult<()> {
+    /// Refuses unless the step may attend over the layer now.
+    fn check_attend(&self, py: Python<'_>, number: u64, layer: usize, has_sinks: bool) -> PyResult<()> {
         let inner = self.lock(py)?;
-        inner.require_step(py)?;
+        inner.require_step(py, number)?;
         require_sinks(py, inner.layer(py, layer)?, has_sinks)?;
         inner.require_written(py, layer)
     }
@@ -216,7 +223,7 @@ impl Cache {
     /// page and the bytes from one to the next. None if its read has not ended yet; with `wait` if all slots are taken.
     fn take_read(&self, py: Python<'_>, at: usize, wait: bool) -> PyResult<Option<(usize, usize, u64)>> {
         let mut inner = self.lock(py)?;
-        inner.require_step(py)?;
+        inner.require_open(py)?;
         let Inner { core, mover, disk, engine, closed, .. } = &mut *inner;
         let (Engine::Device(device), Some(disk)) = (engine, disk) else { return Err(no_device(py)) };
         let mut reader = Reader { reads: &mut disk.reads, mover, ended: *closed };

@@ -48,17 +48,18 @@ impl Cpu {
 #[pymethods]
 impl Cache {
     /// Writes K and V of the new tokens of one layer; no V where it is part of K, no K where it is derived from V.
-    #[pyo3(signature = (layer, k=None, v=None, dtype=None))]
+    #[pyo3(signature = (number, layer, k=None, v=None, dtype=None))]
     fn append(
         &self,
         py: Python<'_>,
+        number: u64,
         layer: usize,
         k: Option<&Bound<'_, PyAny>>,
         v: Option<&Bound<'_, PyAny>>,
         dtype: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let inner = &mut *self.lock(py)?;
-        inner.require_step(py)?;
+        inner.require_step(py, number)?;
         let placed = inner.owning_layer(py, layer)?;
         let are_bf16 = integers_are_bf16(py, dtype)?;
         let k = k.map(|k| array("k", k)).transpose()?;
@@ -101,9 +102,11 @@ impl Cache {
     }
 
     /// Attention of the new tokens of one layer, into `out` or a new array; and the log-sum-exp, if it is wanted.
-    #[pyo3(signature = (layer, q, out=None, return_lse=false, dtype=None, sink_logits=None))]
+    #[pyo3(signature = (number, layer, q, out=None, return_lse=false, dtype=None, sink_logits=None))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     fn attend<'py>(
         &self,
+        number: u64,
         layer: usize,
         q: &Bound<'py, PyAny>,
         out: Option<&Bound<'py, PyAny>>,
@@ -113,7 +116,7 @@ impl Cache {
     ) -> PyResult<Attended<'py>> {
         let py = q.py();
         let inner = &mut *self.lock(py)?;
-        inner.require_step(py)?;
+        inner.require_step(py, number)?;
         let placed = inner.layer(py, layer)?;
         let are_bf16 = integers_are_bf16(py, dtype)?;
         let heads = placed.layer.num_q_heads as usize;

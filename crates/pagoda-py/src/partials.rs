@@ -73,7 +73,7 @@ impl Partials {
     ) -> PyResult<u64> {
         let py = q.py();
         let inner = cache.lock(py)?;
-        inner.require_step(py)?;
+        inner.require_open(py)?;
         let placed = inner.layer(py, layer)?;
         inner.require_written(py, layer)?;
         let begins = begins.as_slice()?;

@@ -164,8 +164,13 @@ impl Cache {
     }
 
     /// Closes the step; of each sequence's new tokens the first `accepted` stay.
-    #[pyo3(signature = (accepted=None))]
-    fn commit(&self, py: Python<'_>, accepted: Option<PyReadonlyArray1<'_, i64>>) -> PyResult<()> {
+    #[pyo3(signature = (number, accepted=None))]
+    fn commit(
+        &self,
+        py: Python<'_>,
+        number: u64,
+        accepted: Option<PyReadonlyArray1<'_, i64>>,
+    ) -> PyResult<()> {
         let accepted = match &accepted {
             None => None,
             Some(counts) => {
@@ -176,7 +181,7 @@ impl Cache {
             }
         };
         let mut inner = self.lock(py)?;
-        inner.require_step(py)?;
+        inner.require_step(py, number)?;
         if let Some(layer) = inner.step.written.iter().position(|&written| !written) {
             return Err(invalid(
                 py,
@@ -189,20 +194,18 @@ impl Cache {
         inner.end_step(py, epoch)
     }
 
-    /// Closes a step as if it had never been opened; refused if it is not open, whether another is or not.
+    /// Closes the step as if it had never been opened.
     fn rollback(&self, py: Python<'_>, number: u64) -> PyResult<()> {
         let mut inner = self.lock(py)?;
-        if inner.step.number != number {
-            return Err(invalid(py, "step", "closed", "the open step"));
-        }
+        inner.require_step(py, number)?;
         let epoch = inner.core.rollback().map_err(|error| core(py, &error))?;
         inner.end_step(py, epoch)
     }
 
     /// int64 `[sum(new)]`: the position of every new token.
-    fn positions<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+    fn positions<'py>(&self, py: Python<'py>, number: u64) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let inner = self.lock(py)?;
-        inner.require_step(py)?;
+        inner.require_step(py, number)?;
         let of_sequence = |(sequence, new_tokens)| {
             let start = inner.core.next_position(sequence).map_err(|error| core(py, &error))? as i64;
             Ok(start..start + i64::from(new_tokens))
@@ -212,16 +215,16 @@ impl Cache {
     }
 
     /// int32 `[B + 1]`: where each sequence's new tokens begin.
-    fn cu_seqlens<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+    fn cu_seqlens<'py>(&self, py: Python<'py>, number: u64) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let inner = self.lock(py)?;
-        inner.require_step(py)?;
+        inner.require_step(py, number)?;
         Ok(PyArray1::from_iter(py, inner.step.bounds().iter().map(|&bound| bound as i32)))
     }
 
     /// The tables of one layer as arrays; from then on writing the layer's rows is the caller's.
-    fn table<'py>(&self, py: Python<'py>, layer: usize) -> PyResult<Bound<'py, PyDict>> {
+    fn table<'py>(&self, py: Python<'py>, number: u64, layer: usize) -> PyResult<Bound<'py, PyDict>> {
         let mut inner = self.lock(py)?;
-        inner.require_step(py)?;
+        inner.require_step(py, number)?;
         inner.layer(py, layer)?;
         let table = tables::export(py, &mut inner, layer)?;
         inner.step.written[layer] = true;
@@ -229,9 +232,9 @@ impl Cache {
     }
 
     /// `(kv_indptr, kv_indices, kv_last_page_len)` of one layer, int32, where they can be expressed.
-    fn csr_table<'py>(&self, py: Python<'py>, layer: usize) -> PyResult<tables::Csr<'py>> {
+    fn csr_table<'py>(&self, py: Python<'py>, number: u64, layer: usize) -> PyResult<tables::Csr<'py>> {
         let inner = self.lock(py)?;
-        inner.require_step(py)?;
+        inner.require_step(py, number)?;
         inner.layer(py, layer)?;
         tables::csr(py, &inner, layer)
     }
@@ -273,10 +276,19 @@ impl Inner {
         Ok(())
     }
 
-    pub(crate) fn require_step(&self, py: Python<'_>) -> PyResult<()> {
-        if self.core.step_is_open() {
-            return Ok(());
-        }
-        Err(invalid_because(py, "step = closed: an open step; reserve first"))
+    /// Refuses calls of a step unless it is the open one: it may have ended, and another been opened, while they waited for
+    /// their turn.
+    pub(crate) fn require_step(&self, py: Python<'_>, number: u64) -> PyResult<()> {
+        self.require_open(py)?;
+        if self.step.number == number { Ok(()) } else { Err(closed(py)) }
     }
+
+    /// Refuses unless a step is open.
+    pub(crate) fn require_open(&self, py: Python<'_>) -> PyResult<()> {
+        if self.core.step_is_open() { Ok(()) } else { Err(closed(py)) }
+    }
+}
+
+fn closed(py: Python<'_>) -> PyErr {
+    invalid_because(py, "step = closed: an open step; enter it with `with`")
 }

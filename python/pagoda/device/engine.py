@@ -209,7 +209,7 @@ class DeviceEngine:
             raise InvalidArgument("step: on a stream that is captured; begin to capture inside of the step")
         self._once_more(lambda: self.core.reserve(number, sequences, new_tokens, self._copy_now))
         try:
-            self._enter(chosen)
+            self._enter(number, chosen)
         except BaseException:
             self._roll_back(number)
             raise
@@ -219,9 +219,9 @@ class DeviceEngine:
         return self._driver.caller_stream(given)
 
     @in_turn
-    def append(self, layer: int, k: Any = None, v: Any = None, dtype: str | None = None) -> None:
+    def append(self, number: int, layer: int, k: Any = None, v: Any = None, dtype: str | None = None) -> None:
         """See `Step.append`."""
-        self.core.check_append(layer, k is not None, v is not None)
+        self.core.check_append(number, layer, k is not None, v is not None)
         shape = self._layers[layer]
         heads = shape["num_kv_heads"]
         # A layer whose keys are derived from V stores values in the place of K.
@@ -238,6 +238,7 @@ class DeviceEngine:
     @in_turn
     def attend(
         self,
+        number: int,
         layer: int,
         q: Any,
         out: Any = None,
@@ -246,7 +247,7 @@ class DeviceEngine:
         sink_logits: Any = None,
     ) -> tuple[Any, Any]:
         """See `Step.attend`."""
-        self.core.check_attend(layer, sink_logits is not None)
+        self.core.check_attend(number, layer, sink_logits is not None)
         shape, arrays, lse = self._layers[layer], self._arrays, None
         heads, dim = shape["num_q_heads"], shape["v_head_dim"]
         queries = arrays.rows("q", q, (heads, shape["head_dim"]), dtype)
@@ -262,19 +263,19 @@ class DeviceEngine:
         return out, lse
 
     @in_turn
-    def replay(self, launch: Callable[[], object]) -> None:
+    def replay(self, number: int, launch: Callable[[], object]) -> None:
         """See `Step.replay`."""
         if self._maxima is None:
             raise InvalidArgument("replay: maxima declared first, by Cache.declare")
-        if on_disk := self._on_disk():
-            raise InvalidArgument(
-                f"replay: {on_disk} pages of this step are on disk; a graph reads none there, promote them"
-            )
         storing = [layer for layer, shape in enumerate(self._layers) if shape["kv_owner"] is None]
         for layer in storing:
             shape = self._layers[layer]
             derives = shape["k_norm"] is not None
-            self.core.check_append(layer, not derives, derives or not shape["v_alias"])
+            self.core.check_append(number, layer, not derives, derives or not shape["v_alias"])
+        if on_disk := self._on_disk():
+            raise InvalidArgument(
+                f"replay: {on_disk} pages of this step are on disk; a graph reads none there, promote them"
+            )
         with contextlib.nullcontext() if self._stream is None else self._stream.current():
             launch()
         for layer in storing:
@@ -283,16 +284,16 @@ class DeviceEngine:
             self._streams.read_in_place(layer)
 
     @in_turn
-    def commit(self, accepted: npt.NDArray[np.int64] | None = None) -> None:
+    def commit(self, number: int, accepted: npt.NDArray[np.int64] | None = None) -> None:
         """See `Step.commit`."""
         if self._captured:
             raise InvalidArgument("commit: on a stream that is captured; end the capture inside of the step")
-        self.core.commit(accepted)
+        self.core.commit(number, accepted)
         self._leave()
 
     @in_turn
     def rollback(self, number: int) -> None:
-        """Closes a step as if it had never been opened."""
+        """Closes the step as if it had never been opened."""
         self._roll_back(number)
 
     def _roll_back(self, number: int) -> None:
@@ -463,7 +464,7 @@ class DeviceEngine:
         """Whether the stream of the step is captured: an event would be of the graph, and no wait for it would end well."""
         return self._stream is not None and self._stream.capturing
 
-    def _enter(self, stream: Stream) -> None:
+    def _enter(self, number: int, stream: Stream) -> None:
         """Sends the tables of the open step. Raises InvalidArgument for pages on disk that have nothing to come through."""
         self._mark_end()
         self._stream = stream
@@ -471,7 +472,7 @@ class DeviceEngine:
             self._now.follow(self._last_step)
         if self._zeroed is not None:
             self._now.follow(self._zeroed)
-        bounds = self.core.cu_seqlens()
+        bounds = self.core.cu_seqlens(number)
         counts, tokens = bounds[1:] - bounds[:-1], int(bounds[-1])
         tokens_max = tokens if self._maxima is None else self._maxima.tokens
         self._arrays.tokens, self._arrays.tokens_max = tokens, tokens_max
@@ -489,7 +490,7 @@ class DeviceEngine:
                     f"device_memory = {self._device_memory}: at least {self._enough_for_disk} bytes for steps over pages on "
                     f"disk; this one has {on_disk} there: promote them"
                 )
-            more = self._streams.plan()
+            more = self._streams.plan(bounds)
             if not self._streams.fits(more):
                 self._wait_for_steps()
                 self._streams.grow(more)

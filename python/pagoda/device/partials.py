@@ -93,10 +93,14 @@ class Partials:
         most = {"memory": float(pages["divisible"] * page_bytes)}
         return self._routes.over(self._row_bytes[group]).divide(pages["pages"] * page_bytes, costs, most)
 
-    def ask(self, stream: Stream, layer: int, q: View, begins: npt.NDArray[np.uint32]) -> Asked:
-        """Has the queries copied to the host that the CPU computes a part for: of sequences where `begins` is not 0."""
-        bounds = self._core.cu_seqlens().tolist()
-        tokens = [token for place in np.flatnonzero(begins) for token in range(bounds[place], bounds[place + 1])]
+    def ask(
+        self, stream: Stream, layer: int, q: View, begins: npt.NDArray[np.uint32], bounds: npt.NDArray[np.int32]
+    ) -> Asked:
+        """Has the queries copied to the host that the CPU computes a part for: of sequences where `begins` is not 0.
+
+        bounds: where the new tokens of each sequence begin.
+        """
+        tokens = [token for place in np.flatnonzero(begins) for token in range(*bounds[place : place + 2])]
         (heads, dim), size = q.shape[1:], q.itemsize
         row = heads * dim * size
         pinned = self._queries.take(len(tokens) * row)

@@ -94,6 +94,7 @@ class Streams:
         self._groups: dict[int, GroupPasses] = {}
         self._order: list[tuple[int, int]] = []
         self._items: dict[tuple[int, int], int] = {}
+        self._bounds = np.zeros(1, np.int32)
         self.traffic = Traffic()
 
     @property
@@ -101,9 +102,12 @@ class Streams:
         """Whether a step may go over pages in passes."""
         return bool(self.ring) or self._partials is not None
 
-    def plan(self) -> int:
-        """Divides the work of each group of the step that was staged; returns how many words more there are."""
-        self.traffic = Traffic()
+    def plan(self, bounds: npt.NDArray[np.int32]) -> int:
+        """Divides the work of each group of the step that was staged; returns how many words more there are.
+
+        bounds: where the new tokens of each sequence begin, and where the last one's end.
+        """
+        self.traffic, self._bounds = Traffic(), bounds
         self._pages, self._placed = self._core.host_pages(), []
         self._on_disk = self._core.on_disk() if self._reads else [0] * len(self._pages)
         ways = [self._way(group, pages) for group, pages in enumerate(self._pages)]
@@ -167,7 +171,7 @@ class Streams:
         self.traffic.mapped += passes.in_place * self._runs[layer].bytes
         if self._partials is None or not passes.begins.any():
             return None
-        return self._partials.ask(stream, layer, q, passes.begins)
+        return self._partials.ask(stream, layer, q, passes.begins, self._bounds)
 
     def answer(self, asked: Asked, stream: Stream, parts: int) -> None:
         """Has the CPU do its part, and sends what it comes to. parts: where parts of results are on the device."""
