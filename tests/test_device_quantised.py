@@ -160,6 +160,23 @@ def test_no_rows_are_not_the_first(kind: str) -> None:
         np.testing.assert_array_equal(held[0], held[1])
 
 
+@pytest.mark.parametrize("how", ["rolled back", "released"])
+def test_an_empty_cache_is_centred_by_what_comes_next(how: str, kind: str) -> None:
+    """Whatever came before and has gone: the bytes are those of a new cache."""
+    _, k, v = rows(64)
+    held = []
+    for device, warm in (("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)):
+        with cache_on(device, [SHAPE], PAIRS[0], center="first", rotate=False) as cache:
+            if warm:
+                with cache.create() as scratch, cache.step([scratch], [40]) as step:
+                    step.append(0, np.zeros_like(k[:40]), v[:40])
+                    if how == "rolled back":
+                        step.rollback()
+            held.append(pages(cache, k, v, [40, 24], of_gpu=(device, kind) == ("cuda", "cuda")))
+    for other in held[1:]:
+        np.testing.assert_array_equal(other, held[0])
+
+
 ROPE = pagoda.Rope(theta=50.0)
 LAYERS = {
     "plain": [SHAPE],
@@ -273,39 +290,73 @@ def test_what_a_device_does_not_store(pair: tuple[str, str]) -> None:
 
 
 def test_a_graph_takes_the_centre_once(kind: str) -> None:
-    """A step that is captured may be the first: what is replayed does not take the centre anew."""
+    """A step that is captured may be the first: what is replayed takes the centre of no cache that is not empty again."""
     if kind != "emulated":
         pytest.skip("graphs of NumPy arrays are emulated ones")
     shape = layer(num_q_heads=2, num_kv_heads=1, head_dim=32)
     q, k, v = rows(48, layer(num_q_heads=2, num_kv_heads=1, head_dim=64))
     q, k, v = (x[..., 8:40].copy() for x in (q, k, v))
     k[24:] += 30
-    outs = []
+    outs: list[list[Array]] = [[], []]
     for replayed in (False, True):
         with cache_on("cuda", [shape], ("q8_0", "q8_0")) as cache:
             stream: Any = cache._device.caller_stream(None)  # type: ignore[union-attr]
             cache.declare(sequences=1, new_tokens=24, context=64)
-            sequence = cache.create()
             given = [np.zeros((24, *x.shape[1:]), np.float32) for x in (q, k, v)]
             out = np.zeros_like(given[0])
             launch: Callable[[], object] | None = None
-            for part in (slice(0, 24), slice(24, 48)):
-                for array, rest in zip(given, (q, k, v), strict=True):
-                    array[:] = rest[part]
-                with cache.step([sequence], [24]) as step:
-                    if replayed and launch is not None:
-                        step.replay(launch)
-                        continue
-                    if replayed:
-                        stream.begin_capture()
-                    step.append(0, given[1], given[2])
-                    step.attend(0, given[0], out=out)
-                    if replayed:
-                        graph = stream.end_capture()
-                        launch = graph.launch
-                        graph.launch()
-            outs.append(out.copy())
+            for offset in (0, -300):
+                with cache.create() as sequence:
+                    for part in (slice(0, 24), slice(24, 48)):
+                        for array, rest in zip(given, (q, k + offset, v), strict=True):
+                            array[:] = rest[part]
+                        with cache.step([sequence], [24]) as step:
+                            if replayed and launch is not None:
+                                step.replay(launch)
+                            else:
+                                if replayed:
+                                    stream.begin_capture()
+                                step.append(0, given[1], given[2])
+                                step.attend(0, given[0], out=out)
+                                if replayed:
+                                    launch = stream.end_capture().launch
+                                    launch()
+                        outs[replayed].append(out.copy())
     np.testing.assert_array_equal(outs[0], outs[1])
+
+
+def test_a_graph_without_the_centre_leaves_it_as_it_was(kind: str) -> None:
+    """One that was captured over stored rows: those that it stores in an empty cache are centred by what came before."""
+    if kind != "emulated":
+        pytest.skip("graphs of NumPy arrays are emulated ones")
+    shape = layer(num_q_heads=2, num_kv_heads=1, head_dim=32)
+    q, k, v = (np.ascontiguousarray(x[..., 32:64]) for x in rows(48, layer(num_q_heads=2, num_kv_heads=1, head_dim=64)))
+    with cache_on("cuda", [shape], ("q8_0", "q8_0")) as cache:
+        stream: Any = cache._device.caller_stream(None)  # type: ignore[union-attr]
+        cache.declare(sequences=1, new_tokens=24, context=64)
+        given = [x[:24].copy() for x in (q, k, v)]
+        out = np.zeros_like(given[0])
+        with cache.create() as scratch:
+            with cache.step([scratch], [24]) as step:
+                step.forward(0, *given, out=out)
+            with cache.step([scratch], [24]) as step:
+                stream.begin_capture()
+                step.forward(0, *given, out=out)
+                graph = stream.end_capture()
+                step.rollback()
+        sequence = cache.create()
+        given[1] += 5
+        with cache.step([sequence], [24]) as step:
+            step.replay(graph.launch)
+        # Rows that come later are centred by the same.
+        with cache.step([sequence], [24]) as step:
+            last = step.forward(0, q[24:], k[24:] + 5, v[24:])
+    center = [k[:24].mean(0, np.float64)]
+    with cache_on("cuda", [shape], ("q8_0", "q8_0"), center=center) as cache:
+        sequence = cache.create()
+        for part, found in ((slice(0, 24), out), (slice(24, 48), last)):
+            with cache.step([sequence], [24]) as step:
+                np.testing.assert_array_equal(step.forward(0, q[part], k[part] + 5, v[part]), found)
 
 
 def test_a_graph_that_was_never_launched_takes_no_centre(kind: str) -> None:

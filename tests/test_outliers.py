@@ -108,6 +108,98 @@ def test_the_centre_stays_what_the_first_rows_said() -> None:
         assert np.abs(out - right).max() < 0.05
 
 
+def forward(cache: pagoda.Cache, sequence: pagoda.Sequence, rows: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+    q, k, v = rows
+    with cache.step([sequence], [len(q)]) as step:
+        out, lse = step.forward(0, q, k, v, return_lse=True)
+    return out, lse
+
+
+def warm_up(cache: pagoda.Cache, how: str, tokens: int = 100) -> None:
+    """What engines do before they serve: a step over zeros, or over noise far off, that leaves nothing."""
+    q, k, v = rows(tokens, "")
+    k = k - 200 if how == "noise, released" else np.zeros_like(k)
+    scratch = cache.create()
+    with cache.step([scratch], [tokens]) as step:
+        step.forward(0, q, k, v)
+        if how == "rolled back":
+            step.rollback()
+        elif how == "accepted nothing":
+            step.commit(accepted=[0])
+    if how == "truncated":
+        scratch.truncate(0)
+    elif "released" in how:
+        scratch.release()
+
+
+WARM_UPS = ["rolled back", "accepted nothing", "truncated", "released", "noise, released", "let go of"]
+
+
+@pytest.mark.parametrize("how", WARM_UPS)
+def test_what_has_left_nothing_says_nothing_of_the_centre(how: str) -> None:
+    """Not of rows whose constant offset costs q4_0 much where it is not taken off."""
+    given = rows(300, "offset")
+    right, _ = attention(*given)
+    errors = {}
+    for center in ("first", None):
+        for warm in (False, True):
+            with pagoda.Cache(
+                pagoda.ModelSpec([SHAPE]), k_dtype="q4_0", v_dtype="f16", center=center, device_memory="8MiB"
+            ) as cache:
+                if warm:
+                    warm_up(cache, how)
+                out, _ = forward(cache, cache.create(), given)
+            errors[center, warm] = float(np.sqrt(np.mean((out - right) ** 2)))
+    assert errors["first", False] < errors[None, False] / 4
+    assert errors["first", True] == errors["first", False]
+    assert errors[None, True] == errors[None, False]
+
+
+@pytest.mark.parametrize("left", ["a fork", "a token", "a page on the host"])
+def test_the_centre_stays_as_long_as_a_page_does(left: str) -> None:
+    """Its rows would mean something else without it: the log-sum-exp says so, which a wrong centre shifts."""
+    q, k, v = rows(200, "offset")
+    with pagoda.Cache(
+        pagoda.ModelSpec([SHAPE]), k_dtype="int8", v_dtype="f16", page_size=16, device_memory="8MiB", host_memory="8MiB"
+    ) as cache:
+        sequence, held = cache.create(), 100
+        forward(cache, sequence, (q[:100], k[:100], v[:100]))
+        if left == "a fork":
+            fork = sequence.fork()
+            sequence.release()
+            sequence = fork
+        elif left == "a token":
+            held = 1
+            sequence.truncate(1)
+        else:
+            held = 16
+            sequence.truncate(16)
+            cache.demote(sequence).wait()
+        # The first rows since of another sequence, and of another mean.
+        forward(cache, cache.create(), (q[100:], k[100:] - 200, v[100:]))
+        out, lse = forward(cache, sequence, (q[100:], k[100:], v[100:]))
+    right = attention(q[100:], np.concatenate([k[:held], k[100:]]), np.concatenate([v[:held], v[100:]]))
+    np.testing.assert_allclose(out, right[0], atol=0.1)
+    np.testing.assert_allclose(lse, right[1], atol=0.1)
+
+
+def test_few_rows_leave_the_centre_as_it_was() -> None:
+    """Those of a cache that is empty again are better off with what others have said than with nothing."""
+    q, k, v = rows(300, "offset")
+    right, _ = attention(q, k, v)
+    errors = []
+    for before in (False, True):
+        with pagoda.Cache(pagoda.ModelSpec([SHAPE]), k_dtype="q4_0", v_dtype="f16", device_memory="8MiB") as cache:
+            if before:
+                with cache.create() as other:
+                    forward(cache, other, rows(100, "offset", seed=1))
+            sequence = cache.create()
+            parts = [forward(cache, sequence, (q[part], k[part], v[part])) for part in (slice(0, 5), slice(5, 300))]
+            out = np.concatenate([out for out, _ in parts])
+        errors.append(float(np.sqrt(np.mean((out - right) ** 2))))
+    assert errors[1] < errors[0] / 4
+
+
 @pytest.mark.parametrize("bad", [np.nan, 1e38])
 @pytest.mark.parametrize("count", [15, 40])
 def test_rows_that_are_refused_say_nothing_of_the_centre(bad: float, count: int) -> None:

@@ -32,8 +32,9 @@ class CoreOutliers(TypedDict):
 class Outliers:
     """The choice of a cache.
 
-    center: "first" takes the mean of the first K rows that a layer is given (16 or more), for the life of the cache;
-    or an array [num_kv_heads, head_dim] for each layer, such as the bias of the K projection, or None; or None for all.
+    center: "first" takes the mean of the first K rows that a layer is given, those of a step of 16 tokens or more in an empty
+    cache. It stays as long as any sequence has tokens: when all are gone, also as a warm-up's are, the next first rows count.
+    Or an array [num_kv_heads, head_dim] for each layer, such as the bias of the K projection, or None; or None for all.
     "auto": "first", but None where results are to be deterministic, as "first" depends on what came first.
     rotate: whether rows are. "auto": by the format. Raises InvalidArgument.
     """

@@ -269,6 +269,12 @@ impl Cache {
         self.sequences.iter().count()
     }
 
+    /// Whether no row is left of any sequence, nor of what is kept on disk. Pages that copies under way touch still count.
+    pub fn is_empty(&mut self) -> bool {
+        self.settle();
+        self.pages.is_empty() && self.kept.is_empty()
+    }
+
     /// Block counts of one group on one tier.
     pub fn block_counts(&mut self, tier: Tier, group: GroupId) -> BlockCounts {
         self.settle();
@@ -458,6 +464,41 @@ mod tests {
         cache.audit().unwrap();
         cache.reserve(&[(a, most - 1), (b, 1)]).unwrap();
         cache.rollback().unwrap();
+    }
+
+    #[test]
+    fn a_cache_is_empty_when_nobody_holds_a_row() {
+        let group = Group { block_bytes: 64, kind: GroupKind::Paged { page_size: 4 }, window: None };
+        let memory = TierMemory { bytes: 1 << 12, extent_bytes: 1 << 8 };
+        let mut cache = Cache::new(&[group], [memory; 3]).unwrap();
+        let sequence = cache.create().unwrap();
+        assert!(cache.is_empty());
+        cache.reserve(&[(sequence, 9)]).unwrap();
+        assert!(!cache.is_empty());
+        cache.rollback().unwrap();
+        assert!(cache.is_empty());
+        // A fork holds pages, and copies do for a while. The blocks may still drain.
+        cache.reserve(&[(sequence, 9)]).unwrap();
+        cache.commit(None).unwrap();
+        let fork = cache.fork(sequence).unwrap();
+        cache.release(sequence).unwrap();
+        assert!(!cache.is_empty());
+        let plan = cache.plan(fork, Tier::Host, &Selection::of(0..4, vec![GroupId(0)])).unwrap();
+        let (_, completion, copies) = cache.execute(&plan).unwrap();
+        cache.truncate(fork, 0).unwrap();
+        assert!(!cache.is_empty());
+        completion.finish(copies.len() as u32);
+        assert!(cache.is_empty());
+        assert!(cache.block_counts(Tier::Device, GroupId(0)).draining > 0);
+        // Of what is kept here, no page is full.
+        cache.reserve(&[(fork, 3)]).unwrap();
+        cache.commit(None).unwrap();
+        let (kept, _) = cache.keep(fork).unwrap();
+        cache.release(fork).unwrap();
+        assert!(!cache.is_empty());
+        cache.forget(kept);
+        assert!(cache.is_empty());
+        cache.audit().unwrap();
     }
 
     /// A page is moved once, however often the selection, or the table, has it.

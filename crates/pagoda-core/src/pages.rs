@@ -156,6 +156,11 @@ impl Pages {
         self.kept.get(&id).copied().unwrap_or(0)
     }
 
+    /// Whether there is none, not even one that nobody refers to and a copy touches.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.vacant.len() == self.pages.len()
+    }
+
     /// Every page that holds a block.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (PageId, &Page)> {
         let all = self.pages.iter().enumerate().map(|(index, page)| (PageId::new(index as u32), page));

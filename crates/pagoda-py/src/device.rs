@@ -205,6 +205,11 @@ impl Cache {
         inner.require_unwritten(py, layer)
     }
 
+    /// Whether the open step's rows say what K is centred by, of layers where rows do.
+    fn step_centers(&self, py: Python<'_>) -> PyResult<bool> {
+        self.with(py, |inner| Ok(inner.step.centers))
+    }
+
     /// The layer's new rows are on their way.
     fn appended(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
         self.lock(py)?.step.written[layer] = true;

@@ -75,12 +75,11 @@ impl Cache {
         inner.require_unwritten(py, layer)?;
         let Inner { core, layers, arenas, engine, step, .. } = inner;
         let Engine::Cpu(Cpu { backend, checked, .. }) = engine else { return Err(no_kernels(py)) };
-        let new_tokens = step.new_tokens();
-        let first = new_tokens > 0 && std::mem::take(&mut layers[layer].center_first);
-        if first && new_tokens >= CENTER_TOKENS_MIN {
+        let centers = step.centers && layers[layer].center_first;
+        if centers {
             let (heads, dim) = (geometry.num_kv_heads as usize, geometry.head_dim as usize);
             // SAFETY: the array was checked.
-            let mean = unsafe { backend.mean(keys, new_tokens, heads, dim) };
+            let mean = unsafe { backend.mean(keys, step.new_tokens(), heads, dim) };
             center_by(layers, layer, &mean.unwrap_or_default());
         }
         let memory = std::mem::take(&mut step.sequences);
@@ -92,8 +91,7 @@ impl Cache {
             unsafe { backend.append(&kv, keys, values, *checked) }
         });
         step.sequences = recycle(tables);
-        if first && result.is_err() {
-            layers[layer].center_first = true;
+        if centers && result.is_err() {
             center_by(layers, layer, &[]);
         }
         result.map_err(|error| cpu(py, &error))?;
@@ -207,9 +205,6 @@ fn recycle<'a>(mut tables: Vec<SequenceTable<'_>>) -> Vec<SequenceTable<'a>> {
     tables.clear();
     tables.into_iter().map(|_| unreachable!("cleared")).collect()
 }
-
-/// Rows that are enough to say what K is centred by; after fewer it is not.
-const CENTER_TOKENS_MIN: usize = 16;
 
 /// Whether the caller says that 16-bit integers are bits of bfloat16.
 pub(crate) fn integers_are_bf16(py: Python<'_>, dtype: Option<&Bound<'_, PyAny>>) -> PyResult<bool> {

@@ -42,7 +42,7 @@ pub(crate) struct PlacedLayer {
     pub(crate) layer: Layer,
     /// Which of the group's layers it is, or the one whose K and V it reads.
     pub(crate) member: usize,
-    /// Whether the first rows of K will say what all are centred by.
+    /// Whether the first rows of K say what all are centred by.
     pub(crate) center_first: bool,
     /// Whether a logit for each query head joins the softmax.
     pub(crate) sinks: bool,

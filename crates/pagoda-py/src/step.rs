@@ -16,6 +16,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::ops::Range;
 
+/// Rows that are enough to say what K is centred by.
+const CENTER_TOKENS_MIN: usize = 16;
+
 /// What the open step adds to the core's own.
 #[derive(Default)]
 pub(crate) struct StepState {
@@ -26,6 +29,8 @@ pub(crate) struct StepState {
     ranges: Vec<Range<usize>>,
     /// Where each sequence's new tokens begin, and where the last one's end.
     bounds: Vec<u32>,
+    /// Whether its rows say what K is centred by, where rows do: they are the first in an empty cache, and enough.
+    pub(crate) centers: bool,
     /// Bytes of the rows that were attended to.
     pub(crate) attended: u64,
     /// Per layer: whether its rows of the new tokens are written, or the caller does so through the tables, or it has none.
@@ -120,6 +125,7 @@ impl Cache {
             batch.push((SequenceId::of_number(sequence), count));
         }
         inner.zero(py)?;
+        let was_empty = inner.core.is_empty();
         let mut reserved = inner.core.reserve(&batch);
         if matches!(reserved, Err(Error::OutOfBlocks { draining: 1.., .. })) {
             // Reads may have ended since the lock was taken.
@@ -135,6 +141,7 @@ impl Cache {
         }
         let Inner { core, layers, step, block_bytes, engine, disk, .. } = &mut *inner;
         step.enter(core, block_bytes.len(), layers);
+        step.centers = was_empty && step.new_tokens() >= CENTER_TOKENS_MIN;
         if let Some(disk) = disk {
             disk.reads.traffic = Traffic::default();
             if let Engine::Cpu(cpu) = engine {

@@ -26,7 +26,7 @@ pub(crate) struct GroupPlaces {
     spans: u64,
     /// int64 `[tokens]`.
     slots: u64,
-    /// One int32: the number of new tokens.
+    /// Two int32: the number of new tokens, and of those whose rows say what K is centred by, all or none.
     tokens: u64,
 }
 
@@ -302,7 +302,8 @@ impl Upload {
         }
         self.run(self.groups[group].slots, first..self.words.len());
         let first = self.words.len();
-        self.words.push(step.new_tokens() as u32);
+        let tokens = step.new_tokens() as u32;
+        self.words.extend([tokens, if step.centers { tokens } else { 0 }]);
         self.run(self.groups[group].tokens, first..self.words.len());
     }
 

@@ -26,9 +26,9 @@ CENTER_THREADS = 512
 
 
 class Centers:
-    """What the K rows of each layer are centred by, on the device; zeros where the first rows have yet to say.
+    """What the K rows of each layer are centred by, on the device; zeros where no rows have said it yet.
 
-    addresses: of each layer that has a centre, its own or that of its owner.
+    addresses: of each layer that has a centre, its own or that of its owner. first: the layers whose first rows say it.
     """
 
     def __init__(self, driver: Driver, layers: list[CoreLayer]) -> None:
@@ -37,14 +37,12 @@ class Centers:
             for index, layer in enumerate(layers)
             if layer["kv_owner"] is None and (layer["center_first"] or layer["center"] is not None)
         }
-        self._first = {index for index in own if layers[index]["center_first"]}
-        starts = dict(zip(own, accumulate([len(layers), *own.values()]), strict=False))
-        words = len(layers) + sum(own.values())
-        numbers = np.zeros(words, np.float32)
+        self.first = {index for index in own if layers[index]["center_first"]}
+        starts = dict(zip(own, accumulate(own.values(), initial=0), strict=False))
+        numbers = np.zeros(sum(own.values()), np.float32)
         for index, start in starts.items():
-            if index not in self._first:
+            if index not in self.first:
                 numbers[start : start + own[index]] = layers[index]["center"]
-        # Whether the centre of each layer is settled, and the centres.
         self._memory = send(driver, numbers)
         self.addresses = {
             index: self._memory.address + 4 * starts[owner]
@@ -52,24 +50,9 @@ class Centers:
             if owner in own
         }
 
-    def wants(self, layer: int) -> bool:
-        """Whether the layer takes its centre from the first rows, and may have none yet."""
-        return layer in self._first
-
-    def given(self, layer: int, tokens: int, stream: Stream) -> None:
-        """So many rows are on their way to `center`. When those of a graph will be, if at all, nobody knows."""
-        if tokens and not stream.capturing:
-            self._first.discard(layer)
-
     def refused(self, layer: int, stream: Stream) -> None:
-        """The rows that were on their way to `center` are refused: the next ones are the first."""
-        stream.zero(self.settled(layer), 4)
+        """The rows that were on their way to `center` are refused."""
         stream.zero(self.addresses[layer], 4 * self._sizes[layer])
-        self._first.add(layer)
-
-    def settled(self, layer: int) -> int:
-        """The address of the flag of a layer, which the kernel `center` sets."""
-        return self._memory.address + 4 * layer
 
 
 class Misfits:
@@ -98,7 +81,12 @@ class Appends:
         self, driver: Driver, layers: Sequence[LayerKernels], centers: Centers, misfits: Misfits | None
     ) -> None:
         self._layers, self._centers, self._misfits = layers, centers, misfits
+        self._first: set[int] = set()
         self._blocks_max = 4 * driver.multiprocessors
+
+    def enter(self, *, centers: bool) -> None:
+        """A step begins. centers: whether its rows say what K is centred by."""
+        self._first = self._centers.first if centers else set()
 
     def append(self, layer: int, keys: View, values: View, tables: GroupTables, arrays: Arrays, stream: Stream) -> None:
         """Writes K and V of the new tokens of one layer. values: keys once more where V is a part of K. arrays: of the step;
@@ -110,18 +98,16 @@ class Appends:
         call.slots, call.tokens = tables.slots, tables.tokens
         if not arrays.tokens_max:
             return
-        first = self._centers.wants(layer)
+        first = layer in self._first
         if first:
             centering = arguments.Center(
                 k=call.k,
-                tokens=tables.tokens,
+                tokens=tables.centering,
                 kv_heads=call.kv_heads,
                 head_dim=call.head_dim,
                 center=call.center,
-                settled=self._centers.settled(layer),
             )
             stream.launch(instances.center(keys.dtype), 1, CENTER_THREADS, centering)
-            self._centers.given(layer, arrays.tokens, stream)
         # A warp writes a row; where nothing is quantised, a thread writes 8 elements.
         rows, shared = arrays.tokens_max * call.kv_heads, 0
         if any(name in instances.QUANTISED for name in kernels.stored):

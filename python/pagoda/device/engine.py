@@ -476,6 +476,8 @@ class DeviceEngine:
         counts, tokens = bounds[1:] - bounds[:-1], int(bounds[-1])
         tokens_max = tokens if self._maxima is None else self._maxima.tokens
         self._arrays.tokens, self._arrays.tokens_max = tokens, tokens_max
+        centers = self.core.step_centers()
+        self._appends.enter(centers=centers)
         self._attends.enter(counts, tokens_max)
         if not self._tables.fits():
             self._wait_for_steps()
@@ -490,7 +492,7 @@ class DeviceEngine:
                     f"device_memory = {self._device_memory}: at least {self._enough_for_disk} bytes for steps over pages on "
                     f"disk; this one has {on_disk} there: promote them"
                 )
-            more = self._streams.plan(bounds)
+            more = self._streams.plan(bounds, centers=centers)
             if not self._streams.fits(more):
                 self._wait_for_steps()
                 self._streams.grow(more)

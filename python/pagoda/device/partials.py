@@ -78,7 +78,8 @@ class Partials:
         self._row_bytes = {layer["group"]: _row_bytes(layer) for layer in layers}
         self._cpu = _core.Partials(routes.threads, isa)
         owners = enumerate(owners_of(layers))
-        self._untold = {index: centers[index] for index, owner in owners if layers[owner]["center_first"]}
+        self._centers = {index: centers[index] for index, owner in owners if layers[owner]["center_first"]}
+        self._untold = set(self._centers)
         self._queries, self._parts, self._center, self._runs = (Buffer(driver) for _ in range(4))
 
     def divide(self, group: int, pages: dict[str, int], page_bytes: int, *, ring: bool) -> dict[str, float]:
@@ -92,6 +93,10 @@ class Partials:
             costs["memory"] = -(-pages["new_tokens"] * heads // READER_ROWS)
         most = {"memory": float(pages["divisible"] * page_bytes)}
         return self._routes.over(self._row_bytes[group]).divide(pages["pages"] * page_bytes, costs, most)
+
+    def forget_centers(self) -> None:
+        """Those that come from the first rows may be others from now on."""
+        self._untold = set(self._centers)
 
     def ask(
         self, stream: Stream, layer: int, q: View, begins: npt.NDArray[np.uint32], bounds: npt.NDArray[np.int32]
@@ -116,7 +121,7 @@ class Partials:
             target += len(run) * row
         if layer in self._untold:
             center = self._center.take(4 * self._center_length(layer))
-            stream.copy(center.address, self._untold[layer], 4 * self._center_length(layer))
+            stream.copy(center.address, self._centers[layer], 4 * self._center_length(layer))
         queries = pinned.array[: len(tokens) * row].view(ELEMENTS[q.dtype]).reshape(-1, heads, dim)
         return Asked(layer, begins, tokens, queries, q.dtype, stream.record())
 
@@ -128,7 +133,7 @@ class Partials:
             length = self._center_length(asked.layer)
             center = self._center.take(4 * length).array[: 4 * length].view(np.float32)
             self._cpu.center(self._core, asked.layer, center)
-            del self._untold[asked.layer]
+            self._untold.remove(asked.layer)
         layer = self._layers[asked.layer]
         heads, dim, tokens = layer["num_q_heads"], layer["v_head_dim"] + 2, asked.tokens
         row = 4 * heads * dim

@@ -102,12 +102,15 @@ class Streams:
         """Whether a step may go over pages in passes."""
         return bool(self.ring) or self._partials is not None
 
-    def plan(self, bounds: npt.NDArray[np.int32]) -> int:
+    def plan(self, bounds: npt.NDArray[np.int32], *, centers: bool) -> int:
         """Divides the work of each group of the step that was staged; returns how many words more there are.
 
-        bounds: where the new tokens of each sequence begin, and where the last one's end.
+        bounds: where the new tokens of each sequence begin, and where the last one's end. centers: whether their rows say
+        what K is centred by.
         """
         self.traffic, self._bounds = Traffic(), bounds
+        if centers and self._partials is not None:
+            self._partials.forget_centers()
         self._pages, self._placed = self._core.host_pages(), []
         self._on_disk = self._core.on_disk() if self._reads else [0] * len(self._pages)
         ways = [self._way(group, pages) for group, pages in enumerate(self._pages)]

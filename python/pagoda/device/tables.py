@@ -74,6 +74,11 @@ class GroupTables:
     slots: int
     tokens: int
 
+    @property
+    def centering(self) -> int:
+        """Where behind `tokens` the number of those is whose rows say what K is centred by."""
+        return self.tokens + 4
+
 
 @dataclass
 class ListTables:
@@ -223,7 +228,7 @@ class StepTables:
                 span_starts=carve.take(4 * (room.sequences + 1)),
                 spans=carve.take(arguments.SPAN.itemsize * room.spans),
                 slots=carve.take(8 * room.tokens),
-                tokens=carve.take(4),
+                tokens=carve.take(8),
             )
             for _ in range(1 + max(shape["group"] for shape in self._layers))
         ]

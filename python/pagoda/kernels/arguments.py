@@ -103,7 +103,6 @@ class Center(ctypes.Structure):
         ("kv_heads", ctypes.c_int),
         ("head_dim", ctypes.c_int),
         ("center", ctypes.c_void_p),
-        ("settled", ctypes.c_void_p),
     ]
 
 

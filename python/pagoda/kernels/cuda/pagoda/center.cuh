@@ -1,4 +1,4 @@
-// What K rows are centred by where nobody has said: the mean of the first rows that a layer is given.
+// What K rows are centred by where nobody has said: the mean of the first rows that an empty cache is given.
 #pragma once
 
 #include <pagoda/formats.cuh>
@@ -6,27 +6,22 @@
 
 namespace pagoda {
 
-/// Fewer rows say nothing: there is no centre then.
-constexpr int CENTER_TOKENS_MIN = 16;
-
 struct Center {
     Rows k;
-    /// How many there are, on the device.
+    /// How many there are, on the device; 0 where other rows came first: the centre stays what it is when a graph is replayed then.
     const int* tokens;
     int kv_heads, head_dim;
-    /// [kv_heads, head_dim], zeros before.
+    /// [kv_heads, head_dim].
     float* center;
-    /// 0 before the first rows, 1 from then on: a graph that has been captured with it does nothing when it is replayed.
-    int* settled;
 };
 
 /// Means of all elements over the tokens, added in order and in double as on the CPU; zeros if one is not finite. One thread block.
 template <class Input>
 __global__ void center(const Center args) {
     const int tokens = *args.tokens, all = args.kv_heads * args.head_dim;
-    const bool wanted = *args.settled == 0 && tokens >= CENTER_TOKENS_MIN;
+    if (tokens == 0) return;
     int finite = 1;
-    for (int i = threadIdx.x; wanted && i < all; i += blockDim.x) {
+    for (int i = threadIdx.x; i < all; i += blockDim.x) {
         const int64 at = static_cast<int64>(i % args.head_dim) * Input::BYTES;
         double sum = 0.0;
 #pragma unroll 8
@@ -35,10 +30,8 @@ __global__ void center(const Center args) {
         args.center[i] = mean;
         finite &= fabsf(mean) < __uint_as_float(0x7f800000u);
     }
-    // All have seen what was settled before it changes.
     finite = __syncthreads_and(finite);
-    for (int i = threadIdx.x; wanted && !finite && i < all; i += blockDim.x) args.center[i] = 0.0f;
-    if (threadIdx.x == 0 && tokens > 0) *args.settled = 1;
+    for (int i = threadIdx.x; !finite && i < all; i += blockDim.x) args.center[i] = 0.0f;
 }
 
 }  // namespace pagoda
