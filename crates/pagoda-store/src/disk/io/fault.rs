@@ -113,13 +113,23 @@ struct Image {
     right: Vec<u8>,
     /// Why `live` is not `right`, by multiples of `ALIGN`.
     causes: BTreeMap<u64, Cause>,
-    /// What a loss of power certainly leaves.
+    /// What a loss of power certainly leaves, and what it leaves of a drive that never fails.
     durable: Vec<u8>,
+    right_durable: Vec<u8>,
     /// What was written since.
-    unsynced: Vec<(u64, Vec<u8>)>,
+    unsynced: Vec<Written>,
     /// Whether a sync has said that it made them durable.
     sync_lied: bool,
     locked: bool,
+}
+
+/// A write: where its bytes went, and which, and what it claims to have written.
+#[derive(Clone, Debug)]
+struct Written {
+    at: usize,
+    bytes: Vec<u8>,
+    offset: usize,
+    claimed: Vec<u8>,
 }
 
 /// A file, or a lane of it.
@@ -165,15 +175,19 @@ impl FaultyDisk {
     pub fn power_lost(&self, mut survives: impl FnMut() -> bool) -> Self {
         let after = self.killed();
         for image in after.0.lock().unwrap().files.values_mut() {
-            let mut bytes = std::mem::take(&mut image.durable);
-            for (offset, written) in std::mem::take(&mut image.unsynced) {
-                for (index, sector) in written.chunks(512).enumerate() {
-                    if survives() {
-                        put(&mut bytes, offset as usize + index * 512, sector);
+            for Written { at, bytes, offset, claimed } in std::mem::take(&mut image.unsynced) {
+                for start in (0..bytes.len().max(claimed.len())).step_by(SECTOR) {
+                    let survives = survives();
+                    let sector = |bytes: &[u8]| bytes.chunks(SECTOR).nth(start / SECTOR).map(<[u8]>::to_vec);
+                    if let Some(sector) = sector(&bytes).filter(|_| survives) {
+                        put(&mut image.durable, at + start, &sector);
+                    }
+                    if let Some(sector) = sector(&claimed).filter(|_| survives || image.sync_lied) {
+                        put(&mut image.right_durable, offset + start, &sector);
                     }
                 }
             }
-            image.lose(bytes);
+            image.lose();
         }
         after
     }
@@ -185,8 +199,7 @@ impl FaultyDisk {
         let before = image.live.clone();
         let result = look(&mut image.live);
         if image.live != before {
-            image.durable.clone_from(&image.live);
-            image.unsynced.clear();
+            image.be_durable();
         }
         result
     }
@@ -204,8 +217,13 @@ impl FaultyDisk {
         for (at, (old, new)) in before.chunks(unit).zip(image.live.chunks(unit)).enumerate() {
             if old != new {
                 image.causes.insert(at as u64, cause);
-                if let Some(durable) = image.durable.get_mut(at * unit..at * unit + new.len()) {
-                    durable.copy_from_slice(new);
+                let unsynced = image.unsynced.iter_mut().map(|written| (written.at, &mut written.bytes));
+                for (start, bytes) in unsynced.chain([(0, &mut image.durable)]) {
+                    for (place, byte) in (at * unit..).zip(new) {
+                        if let Some(held) = place.checked_sub(start).and_then(|place| bytes.get_mut(place)) {
+                            *held = *byte;
+                        }
+                    }
                 }
             }
         }
@@ -253,6 +271,9 @@ fn put(bytes: &mut Vec<u8>, offset: usize, written: &[u8]) {
     bytes[offset..offset + written.len()].copy_from_slice(written);
 }
 
+/// What a drive writes whole or not at all.
+const SECTOR: usize = 512;
+
 /// The multiples of `ALIGN` that a range touches.
 fn units(offset: u64, bytes: usize) -> Range<u64> {
     offset / ALIGN..(offset + bytes as u64).div_ceil(ALIGN)
@@ -291,11 +312,17 @@ impl Image {
             Some(Fault::Misdirected) => at += ALIGN,
         }
         let claimed = if turn.fault == Some(Fault::Short) { kept.len() } else { bytes.len() };
-        put(&mut self.live, at as usize, &kept);
-        put(&mut self.right, offset as usize, &bytes[..claimed]);
+        let written = Written {
+            at: at as usize,
+            bytes: kept,
+            offset: offset as usize,
+            claimed: bytes[..claimed].to_vec(),
+        };
+        put(&mut self.live, written.at, &written.bytes);
+        put(&mut self.right, written.offset, &written.claimed);
         // A file is as long as it was said to be, whatever became of its bytes.
         self.live.resize(self.live.len().max(self.right.len()), 0);
-        let touched = units(offset, claimed).chain(units(at, kept.len()));
+        let touched = units(offset, claimed).chain(units(at, written.bytes.len()));
         match turn.lie() {
             Some(lie) => self.causes.extend(touched.map(|unit| (unit, lie))),
             // What was wrong there has been written over; lines of the index go on in the middle of a unit.
@@ -304,7 +331,7 @@ impl Image {
             }),
             None => {}
         }
-        self.unsynced.push((at, kept));
+        self.unsynced.push(written);
         Ok(claimed)
     }
 
@@ -345,31 +372,35 @@ impl Image {
         }
         self.sync_lied = turn.lie().is_some();
         if !self.sync_lied {
-            let written = std::mem::take(&mut self.unsynced);
-            written.iter().for_each(|(at, bytes)| put(&mut self.durable, *at as usize, bytes));
+            for Written { at, bytes, offset, claimed } in std::mem::take(&mut self.unsynced) {
+                put(&mut self.durable, at, &bytes);
+                put(&mut self.right_durable, offset, &claimed);
+            }
             self.durable.resize(self.live.len(), 0);
         }
         Ok(())
     }
 
-    /// Power was lost, and these bytes are what is left. What was wrong before stays so; what is missing is wrong if it was
-    /// said to be durable.
-    fn lose(&mut self, mut left: Vec<u8>) {
+    /// All that was written is durable.
+    fn be_durable(&mut self) {
+        self.unsynced.clear();
+        self.durable.clone_from(&self.live);
+        self.right_durable.clone_from(&self.right);
+    }
+
+    /// What is durable is what is left.
+    fn lose(&mut self) {
+        let len = self.durable.len().max(self.right_durable.len());
+        self.durable.resize(len, 0);
+        self.right_durable.resize(len, 0);
         if self.sync_lied {
-            left.resize(left.len().max(self.right.len()), 0);
-        }
-        let mut right = left.clone();
-        for ((right, claimed), was) in right.iter_mut().zip(&self.right).zip(&self.live) {
-            if self.sync_lied || was != claimed {
-                *right = *claimed;
-            }
-        }
-        if self.sync_lied {
-            for unit in units(0, right.len()) {
+            for unit in units(0, len) {
                 self.causes.entry(unit).or_insert(Cause::Fault(Fault::Lost, Site::Sync));
             }
         }
-        (self.durable, self.live, self.right, self.sync_lied) = (left.clone(), left, right, false);
+        self.live.clone_from(&self.durable);
+        self.right.clone_from(&self.right_durable);
+        self.sync_lied = false;
     }
 }
 
@@ -409,8 +440,7 @@ impl Directory for FaultyDisk {
             let synced = image.sync(turn);
             if synced.is_ok() && !image.sync_lied {
                 // And what memory alone had of it is gone.
-                let durable = std::mem::take(&mut image.durable);
-                image.lose(durable);
+                image.lose();
             }
             (synced, None)
         })?;
@@ -434,8 +464,7 @@ impl Directory for FaultyDisk {
             let mut fresh = Image::default();
             let result = fresh.write(0, bytes, turn.whole());
             if result.is_ok() {
-                fresh.durable.clone_from(&fresh.live);
-                fresh.unsynced.clear();
+                fresh.be_durable();
                 *image = fresh;
             }
             (result, None)
@@ -526,6 +555,46 @@ impl Drop for Open {
             && let Some(image) = self.disk.0.lock().unwrap().files.get_mut(&self.name)
         {
             image.locked = false;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{ALIGN, Cause, Directory, Event, Fault, FaultyDisk, Kind, Lane, Op};
+
+    fn run(lane: &mut dyn Lane, kind: Kind, offset: u64, bytes: &mut [u8]) {
+        let mut ops = [Op::new(kind, offset, bytes)];
+        lane.run(&mut ops);
+        ops.into_iter().try_for_each(Op::outcome).unwrap();
+    }
+
+    /// Also after a loss of power, which undoes what was not durable: whatever was wrong is said to be, and nothing else.
+    #[test]
+    fn wrong_bytes_stay_wrong_until_they_are_written_over() {
+        let unit = ALIGN as usize;
+        let disk = FaultyDisk::default();
+        let file = disk.lock("pages").unwrap();
+        let mut lane = file.lane().unwrap();
+        // One bit of the second unit, in a byte that both have; then both are swapped before a sync, which makes that durable.
+        let mut first = vec![3; unit];
+        run(&mut *lane, Kind::Write, 0, &mut first);
+        disk.fail(0, Fault::Flip);
+        let mut second = first.clone();
+        second[0] = 4;
+        run(&mut *lane, Kind::Write, ALIGN, &mut second);
+        disk.spoil("pages", "swapped", |bytes| bytes.rotate_left(unit));
+        file.sync().unwrap();
+        run(&mut *lane, Kind::Write, 2 * ALIGN, &mut [5; ALIGN as usize]);
+        for disk in [disk.killed(), disk.power_lost(|| false), disk.power_lost(|| true)] {
+            let mut lane = disk.lock("pages").unwrap().lane().unwrap();
+            let mut wrong = |unit: u64| {
+                run(&mut *lane, Kind::Read, unit * ALIGN, &mut [0; ALIGN as usize]);
+                disk.events()
+            };
+            let swapped = [Event::WrongBytes(Cause::Spoilt("swapped"))];
+            assert_eq!((wrong(0), wrong(1)), (swapped.to_vec(), swapped.to_vec()));
+            assert_eq!(wrong(2), []);
         }
     }
 }
