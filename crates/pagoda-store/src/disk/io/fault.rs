@@ -111,7 +111,7 @@ struct Image {
     live: Vec<u8>,
     /// What a drive that never fails would hold.
     right: Vec<u8>,
-    /// Why `live` is not `right`, by multiples of `ALIGN`.
+    /// Why `live` is not `right` where it is not, by multiples of `ALIGN`: what went wrong there last.
     causes: BTreeMap<u64, Cause>,
     /// What a loss of power certainly leaves, and what it leaves of a drive that never fails.
     durable: Vec<u8>,
@@ -322,14 +322,9 @@ impl Image {
         put(&mut self.right, written.offset, &written.claimed);
         // A file is as long as it was said to be, whatever became of its bytes.
         self.live.resize(self.live.len().max(self.right.len()), 0);
-        let touched = units(offset, claimed).chain(units(at, written.bytes.len()));
-        match turn.lie() {
-            Some(lie) => self.causes.extend(touched.map(|unit| (unit, lie))),
-            // What was wrong there has been written over; lines of the index go on in the middle of a unit.
-            None if offset.is_multiple_of(ALIGN) => touched.for_each(|unit| {
-                self.causes.remove(&unit);
-            }),
-            None => {}
+        if let Some(lie) = turn.lie() {
+            let touched = units(offset, claimed).chain(units(at, written.bytes.len()));
+            self.causes.extend(touched.map(|unit| (unit, lie)));
         }
         self.unsynced.push(written);
         Ok(claimed)
