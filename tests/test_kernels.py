@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from importlib.metadata import version
 from itertools import product
@@ -10,14 +9,12 @@ from pathlib import Path
 
 import emulator
 import pytest
+from emulator import ptx
 from pagoda.errors import BackendUnavailable
 from pagoda.kernels import instances, loader
 from pagoda.kernels.instances import Kernel
 
-NVRTC = all(importlib.util.find_spec(name) for name in ("cuda", "nvidia")) and importlib.util.find_spec("nvidia.cu13")
-
-
-needs_nvrtc = pytest.mark.skipif(not NVRTC, reason="the wheels of NVRTC are not installed")
+needs_nvrtc = pytest.mark.skipif(not ptx.NVRTC, reason="the wheels of NVRTC are not installed")
 
 
 @needs_nvrtc

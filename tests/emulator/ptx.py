@@ -7,18 +7,18 @@ instruction that it has not does not compile.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-
-import pytest
 
 import emulator
 
 ARCH = "compute_90"
+
+NVRTC = all(find_spec(name) for name in ("cuda", "nvidia")) and find_spec("nvidia.cu13") is not None
+"""Whether the wheels of NVRTC and of CUDA's headers are installed."""
 
 REGISTERS = {".pred": "pred", ".b16": "u16", ".b32": "u32", ".u32": "u32", ".f32": "u32", ".b64": "u64", ".f64": "u64"}
 """Registers are bits, whatever these mean."""
@@ -37,10 +37,8 @@ SPACES = {"shared": "Shared", "param": "Param", "global": "Global"}
 def require() -> None:
     """Skips a test where NVRTC is missing, or a compiler; with PAGODA_REQUIRE_EMULATOR=1 it fails."""
     emulator.require()
-    if not (importlib.util.find_spec("cuda") and importlib.util.find_spec("nvidia.cu13")):
-        if os.environ.get("PAGODA_REQUIRE_EMULATOR") == "1":
-            pytest.fail("the wheels of NVRTC are not installed")
-        pytest.skip("the wheels of NVRTC are not installed")
+    if not NVRTC:
+        emulator.lack("the wheels of NVRTC are not installed")
 
 
 def compile(
