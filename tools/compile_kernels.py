@@ -16,9 +16,10 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -168,9 +169,8 @@ def ptx(arch: str, source: str, kernels: list[str], device_code: Path) -> tuple[
     from cuda.bindings import nvrtc
 
     program, _ = _program(arch, source, kernels, device_code)
-    text = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
-    nvrtc.nvrtcGetPTX(program, text)
-    return text.decode().rstrip("\0"), _lowered(program, kernels)
+    text = _written(partial(nvrtc.nvrtcGetPTX, program), nvrtc.nvrtcGetPTXSize(program)[1])
+    return text, _lowered(program, kernels)
 
 
 def _program(arch: str, source: str, kernels: list[str], device_code: Path) -> tuple[Any, str]:
@@ -188,12 +188,18 @@ def _program(arch: str, source: str, kernels: list[str], device_code: Path) -> t
         "--ptxas-options=-v",
     ]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
-    nvrtc.nvrtcGetProgramLog(program, log)
-    text = log.decode().rstrip("\0")
+    log = _written(partial(nvrtc.nvrtcGetProgramLog, program), nvrtc.nvrtcGetProgramLogSize(program)[1])
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise loader.KernelCompileError(text)
-    return program, text
+        raise loader.KernelCompileError(log)
+    return program, log
+
+
+def _written(write: Callable[[bytes], object], size: int) -> str:
+    """The text of so many bytes that NVRTC writes, zero at the end included."""
+    # It writes into an object that others must not have; those of one byte Python has once for all.
+    text = bytes(size + 1)
+    write(text)
+    return text.rstrip(b"\0").decode()
 
 
 def _lowered(program: Any, kernels: list[str]) -> list[str]:
