@@ -685,6 +685,7 @@ def test_pages_that_arrive_right_after_they_were_missed_are_saved(
         cache.save(sequence, "it")
         found = cache.load("it")
         assert found is not None
+        assert cache.promote(found).wait(60)
         assert mean(found) == pytest.approx(2048 / 2049)
 
 
