@@ -170,8 +170,8 @@ class Cache:
     InvalidArgument, and so does changing a sequence that is in it.
 
     Raises InvalidArgument (also a ValueError) for what does not fit together, BackendUnavailable for what is not there,
-    GeometryMismatch for a directory of another model or another disk_memory, TierIOError for one that cannot be used or that
-    another cache has open.
+    GeometryMismatch for a directory of another model, or where a disk_memory does not go with what is kept there, TierIOError
+    for one that cannot be used or that another cache has open.
     """
 
     def __init__(
