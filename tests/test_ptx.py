@@ -43,6 +43,25 @@ def signed(x: Array) -> Array:
     return x.astype(np.uint32).view(np.int32).astype(np.int64)
 
 
+def low(x: Array, count: int) -> Array:
+    """So many bits, as an integer with a sign."""
+    sign = 1 << count - 1
+    return (x + sign & 2 * sign - 1) - sign
+
+
+def high(a: Array, b: Array) -> Array:
+    """The upper half of a product."""
+    return (a.astype(np.uint64) * b.astype(np.uint64) >> np.uint64(32)).astype(np.int64)
+
+
+def differ(a: Array, b: Array) -> Array:
+    return np.not_equal(flushed(f32(a)), flushed(f32(b)))
+
+
+def unordered(a: Array, b: Array) -> Array:
+    return np.isnan(f32(a)) | np.isnan(f32(b))
+
+
 def towards_0(a: Array, b: Array) -> Array:
     """Sums of floats, cut off."""
     result = []
@@ -114,6 +133,10 @@ CASES = [
     Case("shr.u32 %rd, %ra, %rc;", lambda a, b, c: np.where(c < 32, a >> np.minimum(c, 31), 0)),
     Case("shr.s32 %rd, %ra, %rc;", lambda a, b, c: signed(a) >> np.minimum(c, 31)),
     Case("mul.hi.s32 %rd, %ra, %rb;", lambda a, b, c: signed(a) * signed(b) >> 32),
+    Case("mul.hi.u32 %rd, %ra, %rb;", lambda a, b, c: high(a, b)),
+    Case(
+        "dp2a.lo.u32.u32 %rd, %ra, %rb, %rc;", lambda a, b, c: (a & 0xFFFF) * (b & 255) + (a >> 16) * (b >> 8 & 255) + c
+    ),
     Case("mad.lo.s32 %rd, %ra, %rb, %rc;", lambda a, b, c: (signed(a) * signed(b) & 0xFFFFFFFF) + c),
     Case("max.s32 %rd, %ra, %rb;", lambda a, b, c: np.maximum(signed(a), signed(b))),
     Case("brev.b32 %rd, %ra;", lambda a, b, c: np.array([int(f"{x:032b}"[::-1], 2) for x in a])),
@@ -131,6 +154,23 @@ CASES = [
     Case("cvt.rzi.ftz.u32.f32 %rd, %ra;", lambda a, b, c: cut_off(a, 0, (1 << 32) - 1)),
     Case("fma.rn.f16x2 %rd, %ra, %rb, %re;", lambda a, b, c: pairs(np.float16)(a, b, a ^ b)),
     Case("fma.rn.bf16x2 %rd, %ra, %rb, %rf;", lambda a, b, c: pairs(ml_dtypes.bfloat16)(a, b, a * 0)),
+    *(
+        Case(f"cvt.u16.u32 %ha, %ra; cvt.u16.u32 %hb, %rb; {text}", expected)
+        for text, expected in {
+            "mul.hi.s16 %hd, %ha, %hb; cvt.s32.s16 %rd, %hd;": lambda a, b, c: low(a, 16) * low(b, 16) >> 16,
+            "mul.hi.u16 %hd, %ha, %hb; cvt.u32.u16 %rd, %hd;": lambda a, b, c: (a & 0xFFFF) * (b & 0xFFFF) >> 16,
+            "mul.wide.s16 %rd, %ha, %hb;": lambda a, b, c: low(a, 16) * low(b, 16),
+            "sub.s16 %hd, %ha, %hb; shr.s16 %hd, %hd, 3; cvt.s32.s16 %rd, %hd;": lambda a, b, c: low(a - b, 16) >> 3,
+            "add.s16 %hd, %ha, %hb; shr.u16 %hd, %hd, 3; cvt.s32.s16 %rd, %hd;": lambda a, b, c: (a + b & 0xFFFF) >> 3,
+            "cvt.s16.s8 %hd, %ha; cvt.s32.s16 %rd, %hd;": lambda a, b, c: low(a, 8),
+            "setp.ne.b16 %p, %ha, 0; selp.b32 %rd, 1, 0, %p;": lambda a, b, c: low(a, 16) != 0,
+        }.items()
+    ),
+    Case("cvt.s8.s32 %rd, %ra;", lambda a, b, c: low(a, 8)),
+    Case("mul.wide.u32 %d, %ra, %rb; mov.b64 {_, %rd}, %d;", lambda a, b, c: high(a, b)),
+    Case("mul.wide.u32 %d, %ra, %rb; mov.b64 {%rd, _}, %d;", lambda a, b, c: a * b),
+    Case("setp.ne.ftz.f32 %p, %ra, %rb; selp.u32 %rd, 1, 0, %p;", lambda a, b, c: differ(a, b) & ~unordered(a, b)),
+    Case("setp.neu.ftz.f32 %p, %ra, %rb; selp.u32 %rd, 1, 0, %p;", lambda a, b, c: differ(a, b)),
     Case(
         "setp.leu.ftz.f32 %p, %ra, %rb; selp.u32 %rd, 1, 0, %p;", lambda a, b, c: ~(flushed(f32(a)) > flushed(f32(b)))
     ),
@@ -160,7 +200,8 @@ def test_instructions() -> None:
     for i, case in enumerate(CASES):
         lines += [case.text, f"st.global.u32 [%to+{4 * THREADS * i}], %rd;"]
     registers = [f".reg .b32 %r{name};" for name in "abcdef"]
-    registers += [f".reg .b64 %{name};" for name in ("from", "to", "at")] + [".reg .pred %p;"]
+    registers += [f".reg .b64 %{name};" for name in ("from", "to", "at", "d")]
+    registers += [*(f".reg .b16 %h{name};" for name in "abd"), ".reg .pred %p;"]
     text = ".entry all(\n.param .align 8 .b8 given[16]\n)\n{\n" + "\n".join([*registers, *lines, "ret;"]) + "\n}"
     library = emulator.Library(emulator.program(ptx.translated(text, {"all": "all"}), [], []))
 

@@ -47,15 +47,16 @@ def compile(
     constants: Mapping[str, str] | None = None,
     *,
     device_code: Path = emulator.DEVICE_CODE,
+    arch: str = ARCH,
 ) -> emulator.Library:
-    """As `emulator.compile`, by way of NVRTC."""
+    """As `emulator.compile`, by way of NVRTC. arch: the virtual architecture that it compiles for."""
     require()
     import compile_kernels
 
-    known = [version("nvidia-cuda-nvrtc"), ARCH, *compile_kernels.OPTIONS, *emulator.contents(device_code)]
+    known = [version("nvidia-cuda-nvrtc"), arch, *compile_kernels.OPTIONS, *emulator.contents(device_code)]
 
     def write(path: Path) -> None:
-        text, names = compile_kernels.ptx(ARCH, source, list(kernels.values()), device_code)
+        text, names = compile_kernels.ptx(arch, source, list(kernels.values()), device_code)
         path.write_text(translated(text, dict(zip(kernels, names, strict=True))))
 
     own = Path(__file__).read_text()
@@ -114,10 +115,9 @@ def _statement(text: str, symbols: Mapping[str, str]) -> str:
     assert instruction is not None, text
     guard, opcode, rest = instruction.groups()
     operands = [_operand(operand, symbols) for operand in re.findall(r"\[[^\]]*\]|[^\s,{}|]+", rest)]
-    condition = f"if ({_name(guard)}) " if guard else ""
-    # Halves of a register are put together; nobody takes it apart.
-    assert opcode[:4] != "mov." or rest[0] != "{", text
-    return condition + _call(opcode, operands)
+    if opcode[:4] == "mov." and rest[0] == "{":
+        opcode = "unpack"
+    return (f"if ({_name(guard)}) " if guard else "") + _call(opcode, operands)
 
 
 def _call(opcode: str, operands: list[str]) -> str:

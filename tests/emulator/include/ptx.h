@@ -17,6 +17,7 @@ using u8 = uint8_t;
 using u16 = uint16_t;
 using u32 = uint32_t;
 using u64 = uint64_t;
+using s8 = int8_t;
 using s16 = int16_t;
 using s32 = int32_t;
 using s64 = int64_t;
@@ -92,18 +93,28 @@ T here(T value) {
     }
 
 // Integers. Those that wrap do so whether they are signed or not.
+PTX_BINARY(add_s16, u16, u16, a + b)
 PTX_BINARY(add_s32, u32, u32, a + b)
 PTX_BINARY(add_u32, u32, u32, a + b)
 PTX_BINARY(add_s64, u64, u64, a + b)
+PTX_BINARY(sub_s16, u16, u16, a - b)
 PTX_BINARY(sub_s32, u32, u32, a - b)
 PTX_BINARY(sub_s64, u64, u64, a - b)
+PTX_BINARY(mul_lo_s16, u16, u16, static_cast<u32>(a) * b)
 PTX_BINARY(mul_lo_s32, u32, u32, a * b)
 PTX_BINARY(mul_lo_s64, u64, u64, a * b)
+PTX_BINARY(mul_hi_s16, s16, s16, static_cast<s32>(a) * b >> 16)
+PTX_BINARY(mul_hi_u16, u16, u16, static_cast<u32>(a) * b >> 16)
 PTX_BINARY(mul_hi_s32, s32, s32, static_cast<s64>(a) * b >> 32)
+PTX_BINARY(mul_hi_u32, u32, u32, static_cast<u64>(a) * b >> 32)
+PTX_BINARY(mul_wide_s16, s32, s16, static_cast<s32>(a) * b)
+PTX_BINARY(mul_wide_u16, u32, u16, static_cast<u32>(a) * b)
 PTX_BINARY(mul_wide_s32, s64, s32, static_cast<s64>(a) * b)
 PTX_BINARY(mul_wide_u32, u64, u32, static_cast<u64>(a) * b)
-PTX_BINARY(mul_wide_u16, u32, u16, static_cast<u32>(a) * b)
 PTX_TERNARY(mad_lo_s32, u32, u32, a * b + c)
+PTX_TERNARY(mad_lo_s64, u64, u64, a * b + c)
+/// Two numbers of 16 bits by the lower two bytes.
+PTX_TERNARY(dp2a_lo_u32_u32, u32, u32, (a & 0xffff) * (b & 255) + (a >> 16) * (b >> 8 & 255) + c)
 PTX_UNARY(neg_s32, u32, u32, 0 - a)
 PTX_UNARY(neg_s64, u64, u64, 0 - a)
 PTX_BINARY(min_s32, s32, s32, std::min(a, b))
@@ -146,8 +157,10 @@ PTX_UNARY(not_pred, bool, bool, !a)
 PTX_SHIFT(shl_b16, u16, a << b, 0)
 PTX_SHIFT(shl_b32, u32, a << b, 0)
 PTX_SHIFT(shl_b64, u64, a << b, 0)
+PTX_SHIFT(shr_u16, u16, a >> b, 0)
 PTX_SHIFT(shr_u32, u32, a >> b, 0)
 PTX_SHIFT(shr_u64, u64, a >> b, 0)
+PTX_SHIFT(shr_s16, s16, a >> b, a < 0 ? -1 : 0)
 PTX_SHIFT(shr_s32, s32, a >> b, a < 0 ? -1 : 0)
 PTX_SHIFT(shr_s64, s64, a >> b, a < 0 ? -1 : 0)
 
@@ -210,15 +223,22 @@ PTX_COMPARE(u64)
 PTX_BINARY(setp_eq_b16, bool, u16, a == b)
 PTX_BINARY(setp_eq_b32, bool, u32, a == b)
 PTX_BINARY(setp_eq_b64, bool, u64, a == b)
+PTX_BINARY(setp_ne_b16, bool, u16, a != b)
+PTX_BINARY(setp_ne_b32, bool, u32, a != b)
+PTX_BINARY(setp_ne_b64, bool, u64, a != b)
 
 // Floats.
 PTX_BINARY(setp_eq_ftz_f32, bool, f32, a == b)
+PTX_BINARY(setp_ne_ftz_f32, bool, f32, a < b || a > b)
 PTX_BINARY(setp_lt_ftz_f32, bool, f32, a < b)
 PTX_BINARY(setp_le_ftz_f32, bool, f32, a <= b)
 PTX_BINARY(setp_gt_ftz_f32, bool, f32, a > b)
 PTX_BINARY(setp_ge_ftz_f32, bool, f32, a >= b)
+PTX_BINARY(setp_neu_ftz_f32, bool, f32, a != b)
 PTX_BINARY(setp_leu_ftz_f32, bool, f32, !(a > b))
 PTX_BINARY(setp_ltu_ftz_f32, bool, f32, !(a >= b))
+PTX_BINARY(setp_geu_ftz_f32, bool, f32, !(a < b))
+PTX_BINARY(setp_gtu_ftz_f32, bool, f32, !(a <= b))
 PTX_BINARY(setp_num_ftz_f32, bool, f32, a == a && b == b)
 PTX_BINARY(add_ftz_f32, f32, f32, a + b)
 PTX_BINARY(sub_ftz_f32, f32, f32, a - b)
@@ -268,6 +288,9 @@ inline f32 added_towards_0(f32 a, f32 b) {
 PTX_BINARY(add_rz_ftz_f32, f32, f32, added_towards_0(a, b))
 
 // Conversions.
+PTX_UNARY(cvt_s8_s32, s8, s32, a)
+PTX_UNARY(cvt_s16_s8, s16, s8, a)
+PTX_UNARY(cvt_s32_s16, s32, s16, a)
 PTX_UNARY(cvt_s64_s32, s64, s32, a)
 PTX_UNARY(cvt_u64_u32, u64, u32, a)
 PTX_UNARY(cvt_u32_u64, u32, u64, a)
@@ -358,7 +381,23 @@ PTX_BINARY(add_rn_f16x2, u32, u32, fused<F16>(a, 0x3c003c00u, b))
 /// A register, or two halves of one.
 template <class D, class A>
 void mov(D& d, A a) { d = static_cast<D>(a); }
-inline void mov(u32& d, u16 low, u16 high) { d = low | static_cast<u32>(high) << 16; }
+template <class D, class Half>
+void mov(D& d, Half low, Half high) {
+    static_assert(sizeof(D) == 2 * sizeof(Half));
+    d = low | static_cast<D>(high) << 8 * sizeof(Half);
+}
+template <class Low, class High, class A>
+void unpack(Low& low, High& high, A a) {
+    using Half = std::conditional_t<sizeof(A) == 8, u32, u16>;
+    low = static_cast<Half>(a);
+    high = static_cast<Half>(a >> 8 * sizeof(Half));
+}
+/// In the place of a half that nobody wants.
+struct Nowhere {
+    template <class Half>
+    void operator=(Half) {}
+};
+inline Nowhere _;
 
 // Memory.
 struct Global {};
@@ -411,6 +450,7 @@ inline void atom_global_add_u32(u32& d, u64 address, u32 a) {
     const u32 sum = d + a;
     std::memcpy(at, &sum, sizeof sum);
 }
+inline void atom_relaxed_gpu_global_add_u32(u32& d, u64 address, u32 a) { atom_global_add_u32(d, address, a); }
 inline void membar_gl() { emulator::fence(); }
 inline void cp_async_cg_shared_global(u32 target, u64 source, int bytes, u32 from_source) {
     if (from_source != 0 && from_source != static_cast<u32>(bytes)) fail("cp.async of a part");
