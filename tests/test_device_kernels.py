@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from pagoda.kernels import arguments
 from pagoda.kernels.arguments import Division, Sight
-from world import Common, Sequence, Shape, Span, World, check_append, compiled, one
+from world import TILE, Common, Sequence, Shape, Span, World, check_append, compiled, one
 
 SHAPES = [
     Shape("F16", "F16", "F32", 128, 128),
@@ -294,6 +294,28 @@ def test_common_pages_are_read_once(commons: list[Common], shape: Shape, library
         World(shape, batch, commons=commons).compare(library, grid, seed=grid)
 
 
+@pytest.mark.parametrize("shape", [*BY_SHARE, SHAPES[12]], ids=lambda shape: shape.name)
+def test_sums_are_put_aside(shape: Shape, library: emulator.Library) -> None:
+    """After every tile of a team, or every other: of units that a thread block does alone, ends, or begins."""
+    batch = [one(300), one(700, 20 if shape.rows > 16 else 2), one(5), one(260, 2)]
+    for grid, stretch in ((1, 1), (3, 2), (7, 1)):
+        World(shape, batch, sinks=True).compare(library, grid, stretch=stretch, seed=grid)
+        World(shape, batch, group=2, window=190).compare(library, grid, stretch=stretch, stops=[130, 450], seed=grid)
+    commons = [Common([0, 1, 3], 0, 208)]
+    World(shape, batch, commons=commons).compare(library, 2, stretch=1)
+
+
+def test_long_sums_lose_little(library: emulator.Library) -> None:
+    """Tensor cores cut sums off: what that takes from a result grows with the rows that are added up at once."""
+    world = World(SHAPES[8], [one(16384)], kv_heads=1, group=1, mean=1.0)
+    right, _ = world.expected()
+
+    def lost(stretch: int) -> float:
+        return float(np.abs(world.attend(library, 1, stretch=stretch)[0] / right - 1).max())
+
+    assert lost(16) < 16 * TILE * 1.4e-8 < 1e-4 < lost(256)
+
+
 @pytest.mark.parametrize("grid", [1, 3, 20])
 def test_whole_units(grid: int, library: emulator.Library) -> None:
     batch = [one(130, 3), one(5), one(9000), one(64, 2)]
@@ -367,6 +389,14 @@ BROKEN = {
     "no cap for few": ("few_queries.cuh", "if (args.softcap > 0.0f) cap<COUNT>(scores);", ""),
     "parts stay behind": ("unit.cuh", "block().target >= 0", "args.members != nullptr"),
     "what every query sees twice": ("tables.cuh", "span.always() ? from : low", "span.always() ? from * 0 : low"),
+    "nothing put aside": ("unit.cuh", "if (begun) {", "if (begun && args.stretch > 1) {"),
+    "maxima before sums were read": (
+        "unit.cuh",
+        "// Not before all threads have read what sums of a row were relative to.\n        __syncthreads();",
+        "",
+    ),
+    "what a unit begins with in every part": ("unit.cuh", "} else if (whole) {", "} else if (whole || args.stretch > 0) {"),
+    "sums of two units in one place": ("attend.cuh", "block_here()) + now.begins", "block_here())"),
     "common parts of other queries": ("unit.cuh", "args.part_rows[block().first_part + i]", "0"),
 }
 
@@ -472,4 +502,4 @@ def test_what_is_broken_is_noticed(broken: str, tmp_path: Path) -> None:
                     options: dict[str, Any] = {"softcap": 3.0, "sinks": True, "commons": commons, "group": 4, "sets": 2}
                     options["rope"] = (32, False) if broken in BROKEN_KEYS else None
                     world = World(shape, batch, page_size=page_size, seed=seed, **options)
-                    world.compare(library, 3, seed=seed, stops=[64, 130])
+                    world.compare(library, 3, seed=seed, stops=[64, 130], stretch=1 if seed % 2 else 1 << 30)

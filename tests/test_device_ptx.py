@@ -37,7 +37,7 @@ def check(shape: Shape, library: emulator.Library, seed: int) -> None:
     commons = [Common([1, 2], 0, 32)]
     world = World(shape, batch(shape), softcap=3.0, sinks=True, commons=commons, **options)
     world.compare(library, 3, stops=[64, 130], seed=seed)
-    World(shape, batch(shape), window=37, **options).compare(library, 5, seed=seed)
+    World(shape, batch(shape), window=37, **options).compare(library, 5, stretch=1, seed=seed)
     for division in (Division.RUNS, Division.UNITS):
         World(shape, batch(shape)[:2], **options).compare(library, 2, division=division, seed=seed)
 

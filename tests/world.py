@@ -217,6 +217,8 @@ class World:
     sinks: bool = False
     seed: int = 0
     commons: list[Common] = field(default_factory=list)
+    mean: float = 0.0
+    """Of what is stored."""
     keep: list[Guarded] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -295,7 +297,7 @@ class World:
             row = span.skip + t
             tier, block = divmod(int(self.table.array[index, page_index + row // page]), 1 << 30)
             place = self.arenas[tier].array[block * self.block_bytes :]
-            rows = [stored(content.standard_normal((self.kv_heads, dim)), kind) for kind, dim in self.kinds]
+            rows = [stored(content.normal(self.mean, 1, (self.kv_heads, dim)), kind) for kind, dim in self.kinds]
             values[before + t] = rows[-1][2][:, : self.shape.v_dim]
             if self.shape.k_from_v:
                 made = values[before + t] * self.key_weight
@@ -412,10 +414,12 @@ class World:
         grid: int,
         *,
         division: Division = Division.TILES,
+        stretch: int = 1 << 30,
         seed: int = 0,
         stops: Iterable[int] = (),
     ) -> tuple[Array, Array]:
-        """Output and log-sum-exp of the kernel. stops: tokens at which one launch stops, and the next goes on."""
+        """Output and log-sum-exp of the kernel. stretch: tiles that a team adds up at once. stops: tokens at which one launch
+        stops, and the next goes on."""
         heads = self.kv_heads * self.group
         out = self.guarded((self.tokens, heads, self.shape.v_dim), DTYPES[self.shape.q])
         lse = self.guarded((self.tokens, heads), np.float32)
@@ -435,6 +439,7 @@ class World:
             set_shift=int(math.log2(self.sets)),
             window=1 << 30 if self.window is None else self.window,
             division=division,
+            stretch=stretch,
             scale=self.shape.dim**-0.5 * (math.log2(math.e) if self.softcap is None else 1 / self.softcap),
             softcap=0.0 if self.softcap is None else self.softcap * math.log2(math.e),
             sinks=self.sink_logits.address if self.sinks else None,
@@ -465,9 +470,7 @@ class World:
         name = self.shape.name
         threads = library.constant(f"{name}_THREADS")
         partial = library.constant(f"{name}_PARTIAL")
-        slots = 2 * grid if call.division == Division.TILES else int(prefix[-1]) * self.kv_heads * self.sets
-        if call.division == Division.UNITS:
-            slots, partial = grid, 2 * self.shape.rows * self.shape.v_dim
+        slots = int(prefix[-1]) * self.kv_heads * self.sets if call.division == Division.RUNS else 2 * grid
         call.partials = self.guarded((slots, partial), np.float32).address
         pending = self.filled(np.zeros(len(blocks) * self.kv_heads * self.sets, np.int32))
         call.pending = pending.address

@@ -23,6 +23,10 @@ from pagoda.geometry import RUN_ROWS
 from pagoda.kernels import arguments, instances
 from pagoda.kernels.arguments import Attend, Division
 
+STRETCH = 128
+"""Tiles that a team of warps adds up at most before its sums are put aside: tensor cores that cut sums off take up to 1.4e-8 of
+them with each row."""
+
 BROUGHT = 2
 """The tier, to kernels, of what has been brought from the host for a launch."""
 
@@ -108,6 +112,7 @@ class Attends:
         call.lse, call.sinks, call.angles = lse, sinks, self._tables.angles.get(layer)
         call.partials, call.pending = self._scratch.partials, self._scratch.counters
         call.parts = self._scratch.parts or None
+        call.stretch = STRETCH
         if streamed is not None:
             self._in_passes(layer, queries, kinds, call, streamed, stream)
             return
@@ -211,9 +216,7 @@ class Attends:
         shape = kernels.shape
         sets, room = shape["num_kv_heads"] * chosen.sets, self._tables.room
         floats, units, rows = 2 * self._grid(chosen) * chosen.partial, work.blocks_max * sets, 0
-        if self._deterministic and prefill:
-            floats = self._grid(chosen) * 2 * chosen.rows * chosen.v_dim
-        elif self._deterministic:
+        if self._deterministic and not prefill:
             runs = room.columns * self._page_size // RUN_ROWS + room.spans + 1
             floats = work.blocks_max * runs * sets * chosen.partial
         any_step = self._maxima is not None

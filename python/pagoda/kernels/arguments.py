@@ -127,6 +127,7 @@ class Attend(ctypes.Structure):
         ("set_shift", ctypes.c_int),
         ("window", ctypes.c_int),
         ("division", ctypes.c_int),
+        ("stretch", ctypes.c_int),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("sinks", ctypes.c_void_p),

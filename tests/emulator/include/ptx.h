@@ -92,47 +92,39 @@ T here(T value) {
         put(d, static_cast<To>(result));      \
     }
 
-// Integers. Those that wrap do so whether they are signed or not.
-PTX_BINARY(add_s16, u16, u16, a + b)
-PTX_BINARY(add_s32, u32, u32, a + b)
-PTX_BINARY(add_u32, u32, u32, a + b)
-PTX_BINARY(add_s64, u64, u64, a + b)
-PTX_BINARY(sub_s16, u16, u16, a - b)
-PTX_BINARY(sub_s32, u32, u32, a - b)
-PTX_BINARY(sub_s64, u64, u64, a - b)
-PTX_BINARY(mul_lo_s16, u16, u16, static_cast<u32>(a) * b)
-PTX_BINARY(mul_lo_s32, u32, u32, a * b)
-PTX_BINARY(mul_lo_s64, u64, u64, a * b)
-PTX_BINARY(mul_hi_s16, s16, s16, static_cast<s32>(a) * b >> 16)
-PTX_BINARY(mul_hi_u16, u16, u16, static_cast<u32>(a) * b >> 16)
-PTX_BINARY(mul_hi_s32, s32, s32, static_cast<s64>(a) * b >> 32)
-PTX_BINARY(mul_hi_u32, u32, u32, static_cast<u64>(a) * b >> 32)
-PTX_BINARY(mul_wide_s16, s32, s16, static_cast<s32>(a) * b)
-PTX_BINARY(mul_wide_u16, u32, u16, static_cast<u32>(a) * b)
-PTX_BINARY(mul_wide_s32, s64, s32, static_cast<s64>(a) * b)
-PTX_BINARY(mul_wide_u32, u64, u32, static_cast<u64>(a) * b)
-PTX_TERNARY(mad_lo_s32, u32, u32, a * b + c)
-PTX_TERNARY(mad_lo_s64, u64, u64, a * b + c)
-/// Two numbers of 16 bits by the lower two bytes.
-PTX_TERNARY(dp2a_lo_u32_u32, u32, u32, (a & 0xffff) * (b & 255) + (a >> 16) * (b >> 8 & 255) + c)
-PTX_UNARY(neg_s32, u32, u32, 0 - a)
-PTX_UNARY(neg_s64, u64, u64, 0 - a)
-PTX_BINARY(min_s32, s32, s32, std::min(a, b))
-PTX_BINARY(min_s64, s64, s64, std::min(a, b))
-PTX_BINARY(max_s32, s32, s32, std::max(a, b))
-PTX_BINARY(max_u32, u32, u32, std::max(a, b))
-
 /// What no integer divides by, PTX leaves open.
 template <class T>
 T divisor(T x) {
     if (x == 0) fail("division by 0");
     return x;
 }
-PTX_BINARY(div_s32, s32, s32, static_cast<s64>(a) / divisor(b))
-PTX_BINARY(div_u32, u32, u32, a / divisor(b))
-PTX_BINARY(div_s64, s64, s64, a / divisor(b))
-PTX_BINARY(rem_s32, s32, s32, static_cast<s64>(a) % divisor(b))
-PTX_BINARY(rem_u32, u32, u32, a % divisor(b))
+
+// Integers, with twice as many bits where a product needs them. Those that wrap do so whether they are signed or not.
+__extension__ using s128 = __int128;
+__extension__ using u128 = unsigned __int128;
+#define PTX_INTEGER(type, Unsigned, Wide)                                               \
+    PTX_BINARY(add_##type, Unsigned, Unsigned, a + b)                                   \
+    PTX_BINARY(sub_##type, Unsigned, Unsigned, a - b)                                   \
+    PTX_UNARY(neg_##type, Unsigned, Unsigned, 0 - a)                                    \
+    PTX_BINARY(mul_lo_##type, Unsigned, Unsigned, static_cast<u64>(a) * b)              \
+    PTX_BINARY(mul_hi_##type, type, type, static_cast<Wide>(a) * b >> 8 * sizeof a)     \
+    PTX_TERNARY(mad_lo_##type, Unsigned, Unsigned, static_cast<u64>(a) * b + c)         \
+    PTX_BINARY(div_##type, type, type, static_cast<Wide>(a) / divisor(b))               \
+    PTX_BINARY(rem_##type, type, type, static_cast<Wide>(a) % divisor(b))               \
+    PTX_BINARY(min_##type, type, type, std::min(a, b))                                  \
+    PTX_BINARY(max_##type, type, type, std::max(a, b))
+PTX_INTEGER(s16, u16, s32)
+PTX_INTEGER(u16, u16, u32)
+PTX_INTEGER(s32, u32, s64)
+PTX_INTEGER(u32, u32, u64)
+PTX_INTEGER(s64, u64, s128)
+PTX_INTEGER(u64, u64, u128)
+PTX_BINARY(mul_wide_s16, s32, s16, static_cast<s32>(a) * b)
+PTX_BINARY(mul_wide_u16, u32, u16, static_cast<u32>(a) * b)
+PTX_BINARY(mul_wide_s32, s64, s32, static_cast<s64>(a) * b)
+PTX_BINARY(mul_wide_u32, u64, u32, static_cast<u64>(a) * b)
+/// Two numbers of 16 bits by the lower two bytes.
+PTX_TERNARY(dp2a_lo_u32_u32, u32, u32, (a & 0xffff) * (b & 255) + (a >> 16) * (b >> 8 & 255) + c)
 
 #define PTX_LOGIC(type)                          \
     PTX_BINARY(and_##type, type, type, a & b)    \
@@ -142,6 +134,7 @@ PTX_LOGIC(b16)
 PTX_LOGIC(b32)
 PTX_LOGIC(b64)
 PTX_LOGIC(pred)
+PTX_UNARY(not_b16, u16, u16, ~a)
 PTX_UNARY(not_b32, u32, u32, ~a)
 PTX_UNARY(not_b64, u64, u64, ~a)
 PTX_UNARY(not_pred, bool, bool, !a)
@@ -204,42 +197,47 @@ PTX_SELECT(b16)
 PTX_SELECT(b32)
 PTX_SELECT(b64)
 PTX_SELECT(f32)
+PTX_SELECT(s16)
+PTX_SELECT(s32)
+PTX_SELECT(s64)
 PTX_SELECT(u16)
 PTX_SELECT(u32)
 PTX_SELECT(u64)
 
-#define PTX_COMPARE(type)                         \
+#define PTX_EQUAL(type)                            \
     PTX_BINARY(setp_eq_##type, bool, type, a == b) \
-    PTX_BINARY(setp_ne_##type, bool, type, a != b) \
+    PTX_BINARY(setp_ne_##type, bool, type, a != b)
+#define PTX_COMPARE(type)                          \
+    PTX_EQUAL(type)                                \
     PTX_BINARY(setp_lt_##type, bool, type, a < b)  \
     PTX_BINARY(setp_le_##type, bool, type, a <= b) \
     PTX_BINARY(setp_gt_##type, bool, type, a > b)  \
     PTX_BINARY(setp_ge_##type, bool, type, a >= b)
+PTX_EQUAL(b16)
+PTX_EQUAL(b32)
+PTX_EQUAL(b64)
 PTX_COMPARE(s16)
+PTX_COMPARE(u16)
 PTX_COMPARE(s32)
 PTX_COMPARE(u32)
 PTX_COMPARE(s64)
 PTX_COMPARE(u64)
-PTX_BINARY(setp_eq_b16, bool, u16, a == b)
-PTX_BINARY(setp_eq_b32, bool, u32, a == b)
-PTX_BINARY(setp_eq_b64, bool, u64, a == b)
-PTX_BINARY(setp_ne_b16, bool, u16, a != b)
-PTX_BINARY(setp_ne_b32, bool, u32, a != b)
-PTX_BINARY(setp_ne_b64, bool, u64, a != b)
 
-// Floats.
+// Floats. A comparison that ends in u is true of NaN.
 PTX_BINARY(setp_eq_ftz_f32, bool, f32, a == b)
 PTX_BINARY(setp_ne_ftz_f32, bool, f32, a < b || a > b)
 PTX_BINARY(setp_lt_ftz_f32, bool, f32, a < b)
 PTX_BINARY(setp_le_ftz_f32, bool, f32, a <= b)
 PTX_BINARY(setp_gt_ftz_f32, bool, f32, a > b)
 PTX_BINARY(setp_ge_ftz_f32, bool, f32, a >= b)
+PTX_BINARY(setp_equ_ftz_f32, bool, f32, !(a < b || a > b))
 PTX_BINARY(setp_neu_ftz_f32, bool, f32, a != b)
-PTX_BINARY(setp_leu_ftz_f32, bool, f32, !(a > b))
 PTX_BINARY(setp_ltu_ftz_f32, bool, f32, !(a >= b))
-PTX_BINARY(setp_geu_ftz_f32, bool, f32, !(a < b))
+PTX_BINARY(setp_leu_ftz_f32, bool, f32, !(a > b))
 PTX_BINARY(setp_gtu_ftz_f32, bool, f32, !(a <= b))
+PTX_BINARY(setp_geu_ftz_f32, bool, f32, !(a < b))
 PTX_BINARY(setp_num_ftz_f32, bool, f32, a == a && b == b)
+PTX_BINARY(setp_nan_ftz_f32, bool, f32, a != a || b != b)
 PTX_BINARY(add_ftz_f32, f32, f32, a + b)
 PTX_BINARY(sub_ftz_f32, f32, f32, a - b)
 PTX_BINARY(mul_ftz_f32, f32, f32, a * b)
@@ -288,15 +286,18 @@ inline f32 added_towards_0(f32 a, f32 b) {
 PTX_BINARY(add_rz_ftz_f32, f32, f32, added_towards_0(a, b))
 
 // Conversions.
-PTX_UNARY(cvt_s8_s32, s8, s32, a)
-PTX_UNARY(cvt_s16_s8, s16, s8, a)
-PTX_UNARY(cvt_s32_s16, s32, s16, a)
-PTX_UNARY(cvt_s64_s32, s64, s32, a)
-PTX_UNARY(cvt_u64_u32, u64, u32, a)
-PTX_UNARY(cvt_u32_u64, u32, u64, a)
-PTX_UNARY(cvt_u32_u16, u32, u16, a)
-PTX_UNARY(cvt_u16_u32, u16, u32, a)
-PTX_UNARY(cvt_u16_u64, u16, u64, a)
+#define PTX_CONVERT_FROM(type, From) PTX_UNARY(cvt_##type##_##From, type, From, a)
+#define PTX_CONVERT(type)                                                                                 \
+    PTX_CONVERT_FROM(type, s8) PTX_CONVERT_FROM(type, s16) PTX_CONVERT_FROM(type, s32) PTX_CONVERT_FROM(type, s64) \
+    PTX_CONVERT_FROM(type, u8) PTX_CONVERT_FROM(type, u16) PTX_CONVERT_FROM(type, u32) PTX_CONVERT_FROM(type, u64)
+PTX_CONVERT(s8)
+PTX_CONVERT(s16)
+PTX_CONVERT(s32)
+PTX_CONVERT(s64)
+PTX_CONVERT(u8)
+PTX_CONVERT(u16)
+PTX_CONVERT(u32)
+PTX_CONVERT(u64)
 /// An address of global memory is the same without its space.
 PTX_UNARY(cvta_to_global_u64, u64, u64, a)
 PTX_UNARY(cvt_rn_f32_s32, f32, s32, a)

@@ -43,10 +43,16 @@ __device__ inline int64 share_start(const Attend& args, int blocks, int64 all, i
 }
 
 /// What a thread block is at: the part [at, end) of all work that is left of its share, of that `count` of the unit at `place`.
+/// `begins`: its part of the unit is the first; `begun`: it has put aside some of that part.
 struct Progress {
     int64 at, end, all, grid;
     Place place;
     int count;
+    bool begins, begun;
+
+    __device__ int64 unit_end() const { return place.start + place.work; }
+    /// Where its part of the unit ends.
+    __device__ int64 part_end() const { return min(unit_end(), end); }
 };
 static_assert(sizeof(Progress) <= KEPT_BYTES, "it is kept in shared memory while a unit is worked on: registers are short");
 
@@ -54,22 +60,21 @@ static_assert(sizeof(Progress) <= KEPT_BYTES, "it is kept in shared memory while
 template <class Engine>
 __device__ void finish(const Attend& args, const Engine& engine, const Progress& now) {
     const Place place = now.place;
-    const int first = static_cast<int>(now.at - place.start), unit = place.block * args.sets + place.set;
-    if (now.count == place.work) {
-        engine.write_all();
-    } else if (args.division == UNITS) {
-        engine.add_run(first == 0, first + 1 == place.work);
-    } else {
-        // Each run has a partial result, or each thread block two: of the unit that its share begins in, and of one that begins there.
-        const bool runs = args.division == RUNS;
-        const int slots = runs ? 1 : 2;
-        // The thread block whose share holds `x` is the last that begins at or before it.
-        const auto owner = [=](int64 x) { return runs ? x : ((x + 1) * now.grid - 1) / now.all; };
-        const int64 first_owner = owner(place.start), last_owner = owner(place.start + place.work - 1);
-        const int parts = static_cast<int>(last_owner - first_owner + 1);
-        engine.write_partial(runs ? now.at : 2 * static_cast<int64>(block_here()) + (first == 0));
-        if (engine.is_last(unit, parts)) engine.merge(parts, slots * first_owner, slots);
-    }
+    const int64 stop = now.at + now.count;
+    // Each run has a slot for partial results, or each thread block two: of the unit that its share begins in, and of those that begin there.
+    const bool runs = args.division == RUNS;
+    const int slots = runs ? 1 : 2;
+    float* const slot = engine.slot(runs ? now.at : 2 * static_cast<int64>(block_here()) + now.begins);
+    const int64 part_end = runs ? stop : now.part_end();
+    const bool whole = now.begins && part_end == now.unit_end();
+    const bool done = stop == part_end;
+    engine.take_in(slot, whole, now.begun, done);
+    if (whole || !done) return;
+    // The thread block whose share holds `x` is the last that begins at or before it.
+    const auto owner = [=](int64 x) { return runs ? x : ((x + 1) * now.grid - 1) / now.all; };
+    const int64 first_owner = owner(place.start), last_owner = owner(now.unit_end() - 1);
+    const int parts = static_cast<int>(last_owner - first_owner + 1), unit = place.block * args.sets + place.set;
+    if (engine.is_last(unit, parts)) engine.merge(parts, slots * first_owner, slots);
 }
 
 /// Grid: any number of thread blocks, in one dimension, with Engine::Shape::THREADS threads and SHARED_BYTES of shared memory.
@@ -84,12 +89,14 @@ __global__ void __launch_bounds__(Engine::Shape::THREADS, Engine::BLOCKS) attend
     now.at = share_start(args, blocks, now.all, block_here(), now.grid);
     now.end = share_start(args, blocks, now.all, block_here() + 1, now.grid);
     Progress* const kept = reinterpret_cast<Progress*>(shared_memory() + Engine::Shape::SHARED_BYTES - KEPT_BYTES);
+    now.begun = false;
     Engine engine(args);
     while (now.at < now.end) {
         now.place = Place::of(args, *args.block_count, now.at);
         const int first = static_cast<int>(now.at - now.place.start);
-        const int64 left = min(static_cast<int64>(now.place.work - first), now.end - now.at);
-        now.count = args.division == TILES ? static_cast<int>(left) : 1;
+        const int64 stretch = static_cast<int64>(args.stretch) * Engine::Shape::TEAMS;
+        now.count = args.division == TILES ? static_cast<int>(min(now.part_end() - now.at, stretch)) : 1;
+        if (!now.begun) now.begins = first == 0;
         if (threadIdx.x == 0) *kept = now;
         engine.index = now.place.block;
         engine.set = now.place.set;
@@ -99,6 +106,8 @@ __global__ void __launch_bounds__(Engine::Shape::THREADS, Engine::BLOCKS) attend
         finish(args, engine, now);
         __syncthreads();
         now.at += now.count;
+        // Runs with partial results of their own do not go on.
+        now.begun = args.division != RUNS && now.at < now.part_end();
     }
 }
 

@@ -54,7 +54,7 @@ enum Division : int {
     TILES,
     /// In runs of RUN_TILES tiles, each with a partial result of its own.
     RUNS,
-    /// As RUNS, but a thread block does all runs of a unit, one after the other: the same numbers, without partial results.
+    /// As RUNS, but a thread block does all runs of a unit, one after the other: the same numbers, in the memory of two.
     UNITS,
 };
 
@@ -80,6 +80,8 @@ struct Attend {
     /// Tokens that a query sees at most, itself included.
     int window;
     Division division;
+    /// In tiles: what a team adds up at most before its sums are put aside. Tensor cores cut sums off, a little of them for each row.
+    int stretch;
     /// What products q k are multiplied with; above 0. Scores are base-2 logarithms: log2(e) is a factor of `softcap`, or of `scale`
     /// where there is none.
     float scale;
@@ -98,7 +100,7 @@ struct Attend {
     /// with each position, in units of 2^-64.
     const float* key_weight;
     const uint64* turns;
-    /// By division [2 * grid][PARTIAL], [runs][PARTIAL], or [grid][2 * ROWS * V_DIM]; and [blocks * sets], 0 before and after.
+    /// [2 * grid][PARTIAL], or [runs][PARTIAL] where these have one each; and [blocks * sets], 0 before and after.
     float* partials;
     int* pending;
 };
@@ -289,22 +291,43 @@ struct Unit {
         }
     }
 
-    /// Writes the output of a unit that this thread block has done alone.
-    __device__ void write_all() const {
-        for (int i = first_value(); i < rows * DV; i += ROUND) {
-            Sum sum = before(i / DV, i % DV);
-            sum.add(result(i / DV, i % DV));
-            write(i / DV, i % DV, sum);
+    /// What has just been done, behind what has been put aside in a slot, if anything has, or else behind what the unit begins with, if
+    /// the thread block does all of it.
+    __device__ Sum so_far(const float* slot, bool whole, bool begun, int i) const {
+        const int row = i / DV, column = i % DV;
+        Sum sum;
+        if (begun) {
+            const float* const tops = slot + Shape::ROWS * DV + row;
+            sum = {*reinterpret_cast<const float4*>(slot + i), tops[0], tops[Shape::ROWS]};
+        } else if (whole) {
+            sum = before(row, column);
         }
+        sum.add(result(row, column));
+        return sum;
     }
 
-    __device__ void write_partial(int64 slot) const {
-        float *partial = args.partials + slot * Shape::PARTIAL, *tops = partial + Shape::ROWS * DV;
+    __device__ float* slot(int64 index) const { return args.partials + index * Shape::PARTIAL; }
+
+    /// Takes in what has just been done: writes the output if the unit is done, by this thread block alone, or else puts everything so far
+    /// aside in a slot.
+    __device__ void take_in(float* slot, bool whole, bool begun, bool done) const {
+        const auto put_top = [&](int row, const Sum& sum) {
+            float* const tops = slot + Shape::ROWS * DV + row;
+            tops[0] = sum.top, tops[Shape::ROWS] = sum.total;
+        };
         for (int i = first_value(); i < rows * DV; i += ROUND) {
-            const Sum sum = result(i / DV, i % DV);
-            *reinterpret_cast<float4*>(partial + i) = sum.value;
-            if (i % DV == 0) tops[i / DV] = sum.top, tops[Shape::ROWS + i / DV] = sum.total;
+            const Sum sum = so_far(slot, whole, begun, i);
+            if (whole && done) {
+                write(i / DV, i % DV, sum);
+            } else {
+                *reinterpret_cast<float4*>(slot + i) = sum.value;
+                if (!begun && i % DV == 0) put_top(i / DV, sum);
+            }
         }
+        if (!begun || (whole && done)) return;
+        // Not before all threads have read what sums of a row were relative to.
+        __syncthreads();
+        for (int row = thread_here(); row < rows; row += Shape::THREADS) put_top(row, so_far(slot, whole, begun, row * DV));
     }
 
     /// Merges `count` partial results in order. Each is the first of so many `slots`, from `start` on, but the one that begins the unit the
@@ -328,21 +351,6 @@ struct Unit {
                 for (int k = 0; k < AHEAD; ++k) sum.add(parts[k]);
             }
             write(i / DV, i % DV, sum);
-        }
-    }
-
-    /// Adds the run that has just been done to those before, as `merge` would; writes the output after the last. A thread
-    /// meets only values of its own in memory.
-    __device__ void add_run(bool first, bool last) const {
-        Sum* const sums = reinterpret_cast<Sum*>(args.partials) + static_cast<int64>(block_here()) * (Shape::ROWS * DV / Sum::COLUMNS);
-        for (int i = first_value(); i < rows * DV; i += ROUND) {
-            Sum sum = first ? before(i / DV, i % DV) : sums[i / Sum::COLUMNS];
-            sum.add(result(i / DV, i % DV));
-            if (last) {
-                write(i / DV, i % DV, sum);
-            } else {
-                sums[i / Sum::COLUMNS] = sum;
-            }
         }
     }
 
