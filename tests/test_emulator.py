@@ -100,11 +100,13 @@ __global__ void order(Arguments args) {
     }
 }
 
+// 16 rows of `a` and then of `b`, of 32 bytes.
+template <int STRIDE>
 __device__ void fill(const Arguments& args) {
-    uint32* shared = reinterpret_cast<uint32*>(shared_memory());
     for (int i = lane(); i < 128; i += WARP) {
-        shared[i] = static_cast<const uint32*>(args.a)[i];
-        shared[128 + i] = static_cast<const uint32*>(args.b)[i];
+        uint8* const target = shared_memory() + i / 8 * STRIDE + i % 8 * 4;
+        *reinterpret_cast<uint32*>(target) = static_cast<const uint32*>(args.a)[i];
+        *reinterpret_cast<uint32*>(target + 16 * STRIDE) = static_cast<const uint32*>(args.b)[i];
     }
     __syncwarp();
 }
@@ -112,7 +114,7 @@ __device__ void fill(const Arguments& args) {
 // Lane l names row l, 16 bytes.
 template <bool TRANSPOSED>
 __global__ void matrices(Arguments args) {
-    fill(args);
+    fill<32>(args);
     uint32 r[4];
     if (TRANSPOSED) load_matrix_transposed(r, shared_memory() + 16 * lane());
     else load_matrix(r, shared_memory() + 16 * lane());
@@ -122,14 +124,15 @@ __global__ void matrices(Arguments args) {
 // out [16, 16] += a [16, 16] b [16, 16]; `TURNED`: b is [n, k].
 template <class T, bool TURNED>
 __global__ void product(Arguments args) {
-    fill(args);
+    constexpr int STRIDE = 48;
+    fill<STRIDE>(args);
     const int matrix = lane() / 8, row = lane() % 8;
     const uint8* left = shared_memory();
-    const uint8* right = left + 512;
+    const uint8* right = left + 16 * STRIDE;
     uint32 a[4], b[4];
-    load_matrix(a, left + (matrix % 2 * 8 + row) * 32 + matrix / 2 * 16);
-    if (TURNED) load_matrix(b, right + (matrix / 2 * 8 + row) * 32 + matrix % 2 * 16);
-    else load_matrix_transposed(b, right + (matrix % 2 * 8 + row) * 32 + matrix / 2 * 16);
+    load_matrix(a, left + (matrix % 2 * 8 + row) * STRIDE + matrix / 2 * 16);
+    if (TURNED) load_matrix(b, right + (matrix / 2 * 8 + row) * STRIDE + matrix % 2 * 16);
+    else load_matrix_transposed(b, right + (matrix % 2 * 8 + row) * STRIDE + matrix / 2 * 16);
     float* out = static_cast<float*>(args.out);
     for (int half = 0; half < 2; ++half) {
         float d[4];
@@ -387,7 +390,7 @@ def test_multiply_add(kind: str, turned: bool, either: emulator.Library) -> None
     for seed in SEEDS:
         out = filled(start)
         name = f"turned{kind}" if turned else f"product{kind}"
-        either.launch(name, 1, 32, arguments(a=a, b=b, out=out), shared_bytes=1024, seed=seed)
+        either.launch(name, 1, 32, arguments(a=a, b=b, out=out), shared_bytes=1536, seed=seed)
         np.testing.assert_allclose(out.array, expected, rtol=0, atol=2e-6)
 
 
@@ -416,7 +419,7 @@ def test_sums_of_products_are_cut_off(
     expected = np.full((16, 16), start, np.float32)
     expected[3, 5] = sum_
     a, b, out = (filled(x) for x in (left.view(np.uint16), right.view(np.uint16), np.full_like(expected, start)))
-    library.launch(f"product{kind}", 1, 32, arguments(a=a, b=b, out=out), shared_bytes=1024, seed=0)
+    library.launch(f"product{kind}", 1, 32, arguments(a=a, b=b, out=out), shared_bytes=1536, seed=0)
     np.testing.assert_array_equal(out.array, expected)
 
 

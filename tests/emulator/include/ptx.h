@@ -521,6 +521,12 @@ inline void redux_sync_max_u32(u32& d, u32 a, u32 mask) {
 
 // Matrices. Lanes 8 i to 8 i + 7 name the rows of matrix i, and lane l gets two elements of row l / 4 of each, or of column
 // l / 4.
+/// Fails where the eight rows of a matrix, of 16 bytes, are not in different banks, 128 bytes in all: they would be read one after the other.
+inline void check_banks(const u64* rows) {
+    u32 banks = 0;
+    for (size_t i = 0; i < 8; ++i) banks |= 1u << rows[i] / 16 % 8;
+    if (banks != 0xff) fail("ldmatrix: two rows in the same banks");
+}
 template <bool TRANSPOSED>
 void load_matrices(u32& d0, u32& d1, u32& d2, u32& d3, u32 row) {
     const unsigned char* mine = place<Shared, u8>(row, 16);
@@ -529,6 +535,7 @@ void load_matrices(u32& d0, u32& d1, u32& d2, u32& d3, u32 row) {
     u32* const to[4] = {&d0, &d1, &d2, &d3};
     const size_t lane = static_cast<size_t>(emulator::lane()), own = lane / 4, pair = lane % 4 * 2;
     for (size_t matrix = 0; matrix < 4; ++matrix) {
+        check_banks(&rows[8 * matrix]);
         u16 two[2];
         for (size_t i = 0; i < 2; ++i) {
             const size_t at = TRANSPOSED ? pair + i : own, element = TRANSPOSED ? own : pair + i;
