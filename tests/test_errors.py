@@ -398,6 +398,9 @@ def test_out_of_blocks_says_how_many_and_changes_nothing() -> None:
             pagoda.InvalidArgument, match="new_tokens = 4294967294: at most 2147483647 of all sequences"
         ):
             cache.step([a, b], [(1 << 31) - 1] * 2).__enter__()
+        for count in (-1, 1 << 32):
+            with pytest.raises(pagoda.InvalidArgument, match=rf"new_tokens = {count}: from 0 to 2147483647$"):
+                cache.step([a, b], [1, count]).__enter__()
         assert settled(cache) == before
         cache.audit()
 

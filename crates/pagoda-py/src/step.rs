@@ -10,6 +10,7 @@ use crate::tables;
 use numpy::{PyArray1, PyReadonlyArray1};
 use pagoda_core::Error;
 use pagoda_core::ids::{GroupId, SequenceId};
+use pagoda_core::limits::TOKENS_PER_STEP_MAX;
 use pagoda_core::table::SpanView;
 use pagoda_cpu::SequenceTable;
 use pyo3::prelude::*;
@@ -121,7 +122,8 @@ impl Cache {
         }
         let mut batch = Vec::with_capacity(sequences.len());
         for (&sequence, count) in sequences.iter().zip(counts) {
-            let count = count.map_err(|count| invalid(py, "new_tokens", count, "from 0 to 4294967295"))?;
+            let limit = format_args!("from 0 to {TOKENS_PER_STEP_MAX}");
+            let count = count.map_err(|count| invalid(py, "new_tokens", count, limit))?;
             batch.push((SequenceId::of_number(sequence), count));
         }
         inner.zero(py)?;
@@ -182,7 +184,8 @@ impl Cache {
             None => None,
             Some(counts) => {
                 let counts = counts.as_slice()?.iter().map(|&count| {
-                    u32::try_from(count).map_err(|_| invalid(py, "accepted", count, "from 0 to 4294967295"))
+                    let limit = format_args!("from 0 to {TOKENS_PER_STEP_MAX}");
+                    u32::try_from(count).map_err(|_| invalid(py, "accepted", count, limit))
                 });
                 Some(counts.collect::<PyResult<Vec<u32>>>()?)
             }
