@@ -23,7 +23,7 @@ WINDOW_MAX = (1 << 31) - 1
 class AttentionLayer:
     """One attention layer.
 
-    num_q_heads, num_kv_heads: query heads are a multiple of K/V heads.
+    num_q_heads, num_kv_heads: query heads are a multiple of K/V heads; a cache takes up to 128 on each.
     head_dim, v_head_dim: elements of a K and of a V row (the same by default), multiples of 8.
     window: a query sees the last so many tokens, itself included; a cache lets go of older ones.
     scale: what dot products are multiplied with, from 1e-18 to 1e18; head_dim**-0.5 by default.
