@@ -10,7 +10,7 @@ def register(commands: Commands) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "bench",
-        help="what calls cost through Python, and what formats cost in quality",
+        help="what calls cost through Python, tokens a second, and what formats cost in quality",
         description="Without a PART: what calls cost through Python, and how fast the shipped model reads and writes.",
     )
     # Before a PART or behind it: parts have no default of their own, which would undo what is said here.
