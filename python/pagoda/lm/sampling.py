@@ -38,18 +38,14 @@ class Sampler:
 
     def pick(self, logits: npt.NDArray[np.float32]) -> int:
         """The next token, from float32 [vocab] logits. Raises InvalidArgument for NaN, and when none is finite."""
-        _check(logits)
-        top = logits.max(initial=-np.inf)
-        if not math.isfinite(top):
-            raise InvalidArgument(f"logits: the highest is {top}; a finite number was expected")
-        if self.temperature == 0:
-            return int(np.argmax(logits))
         ids, probabilities = self.distribution(logits)
         return int(self._rng.choice(ids, p=probabilities))
 
     def distribution(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """The tokens that `pick` draws from, likeliest first, and their probabilities."""
+        """The tokens that `pick` draws from, likeliest first, and their probabilities. Raises as `pick` does."""
         _check(logits)
+        if self.temperature == 0:
+            return np.array([np.argmax(logits)]), np.ones(1)
         order = np.argsort(-logits, kind="stable")[: self.top_k]
         scaled = logits[order].astype(np.float64)
         # A difference first: a temperature near 0 would overflow the logits themselves.
@@ -65,3 +61,6 @@ class Sampler:
 def _check(logits: npt.NDArray[np.float32]) -> None:
     if not isinstance(logits, np.ndarray) or logits.ndim != 1 or logits.dtype.kind != "f":
         raise InvalidArgument(f"logits = {type(logits).__name__}: an array of floats [vocab]")
+    top = logits.max(initial=-np.inf)
+    if not math.isfinite(top):
+        raise InvalidArgument(f"logits: the highest is {top}; a finite number was expected")
