@@ -263,7 +263,7 @@ def test_sinks_follow_a_window_that_was_cut() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"headroom": -1}, "headroom = -1"),
+        ({"headroom": -1}, "headroom = -1: an int from 0 to 2147483647"),
         ({"headroom": 1.5}, "headroom = 1.5"),
         ({"headroom": 1 << 31}, "headroom = 2147483648"),
         ({"retention": "all"}, "retention = 'all'"),

@@ -170,8 +170,8 @@ class Cache:
     InvalidArgument, and so does changing a sequence that is in it.
 
     Raises InvalidArgument (also a ValueError) for what does not fit together, BackendUnavailable for what is not there,
-    GeometryMismatch for a directory of another model, or where a disk_memory does not go with what is kept there, TierIOError
-    for one that cannot be used or that another cache has open.
+    GeometryMismatch for a directory of another model, or where a disk_memory does not go with what is kept there, CorruptPage
+    for one whose index is broken or gone, TierIOError for one that cannot be used or that another cache has open.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Cache:
         for name, flag in flags.items():
             check_flag(name, flag)
         self.spec, self.page_size, self.deterministic = spec, page_size, deterministic
-        self.retention, self.headroom = retention, page_size if headroom is None else natural("headroom", headroom)
+        self.retention, self.headroom = retention, as_int(page_size if headroom is None else headroom)
         self.dtypes = formats_by_layer(k_dtype, v_dtype, len(spec.layers))
         """Row formats of K and V of each layer."""
         self._groups = group_layers(spec, self.dtypes)
