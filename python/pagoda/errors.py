@@ -45,9 +45,9 @@ class _OfPage(PagodaError):
 
 
 class CorruptPage(_OfPage):
-    """Stored bytes do not verify.
+    """Stored bytes do not verify, or the index of a directory is broken or gone.
 
-    sequences: the `id` of every sequence that holds the page.
+    sequences: the `id` of every sequence that holds the page, if it was a page.
     """
 
 
