@@ -395,7 +395,11 @@ BROKEN = {
         "// Not before all threads have read what sums of a row were relative to.\n        __syncthreads();",
         "",
     ),
-    "what a unit begins with in every part": ("unit.cuh", "} else if (whole) {", "} else if (whole || args.stretch > 0) {"),
+    "what a unit begins with in every part": (
+        "unit.cuh",
+        "} else if (whole) {",
+        "} else if (whole || args.stretch > 0) {",
+    ),
     "sums of two units in one place": ("attend.cuh", "block_here()) + now.begins", "block_here())"),
     "common parts of other queries": ("unit.cuh", "args.part_rows[block().first_part + i]", "0"),
 }

@@ -183,8 +183,8 @@ class Step:
 
         q: [sum(new), num_q_heads, head_dim] in the types of `append`. Returns [sum(new), num_q_heads, v_head_dim] in q's
         type and library, in `out` if given; what f16 cannot hold is +-65504. With return_lse a pair with the float32 natural
-        log-sum-exp [sum(new), num_q_heads]. A query that sees nothing gets 0 and -inf. `append` comes first, of the layer that kv_owner
-        names if there is one.
+        log-sum-exp [sum(new), num_q_heads]. A query that sees nothing gets 0 and -inf. `append` comes first, of the layer
+        that kv_owner names if there is one.
 
         Raises CorruptPage for a page on disk that does not verify, and TierIOError for one that cannot be read, or not in
         time: the step can then only be rolled back. Their `sequences` are those that hold the page; the others can go on.

@@ -24,8 +24,8 @@ from pagoda.kernels import arguments, instances
 from pagoda.kernels.arguments import Attend, Division
 
 STRETCH = 128
-"""Tiles that a team of warps adds up at most before its sums are put aside: tensor cores that cut sums off take up to 1.4e-8 of
-them with each row."""
+"""Tiles that a team of warps adds up at most before its sums are put aside: tensor cores that cut sums off take up to 1.4e-8
+of them with each row."""
 
 BROUGHT = 2
 """The tier, to kernels, of what has been brought from the host for a launch."""
