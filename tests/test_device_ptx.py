@@ -1,8 +1,8 @@
 """The kernels of cuda/ as NVRTC compiles them, instruction by instruction, against formulas in float64.
 
 tests/test_device_kernels.py goes into the corners, from sources. Here are the assembly in them, CUDA's headers and what the
-compiler makes of both; and shared memory is watched, as compute-sanitizer's racecheck does on a GPU. Fragments of matrices lie in
-banks that do not conflict.
+compiler makes of both; and shared memory is watched, as compute-sanitizer's racecheck does on a GPU, and for rows of matrices
+that lie in the same banks.
 """
 
 from __future__ import annotations
