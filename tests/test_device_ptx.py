@@ -19,7 +19,7 @@ from pagoda.kernels.arguments import Division, Sight
 from test_device_kernels import APPENDS, LENGTHS, SHAPES
 from world import Common, Sequence, Shape, Span, World, check_append, compiled, one
 
-AT_ONCE = {"compute_90": (1, 9, 18, 19, 30, 38, 46), "compute_120": (13, 24, 34)}
+AT_ONCE = {ptx.ARCH: (1, 9, 18, 19, 30, 38, 46), "compute_120": (13, 24, 34)}
 """Numbers of shapes by architecture: from compute_100 on NVRTC writes other instructions. Every engine, and most formats; all
 shapes take a compiler some minutes."""
 

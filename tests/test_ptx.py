@@ -39,12 +39,8 @@ def bits(x: Array) -> Array:
     return np.where(np.isnan(x), NAN, x.astype(np.float32).view(np.uint32))
 
 
-def signed(x: Array) -> Array:
-    return x.astype(np.uint32).view(np.int32).astype(np.int64)
-
-
-def low(x: Array, count: int) -> Array:
-    """So many bits, as an integer with a sign."""
+def signed(x: Array, count: int = 32) -> Array:
+    """The lowest bits, as an integer with a sign."""
     sign = 1 << count - 1
     return (x + sign & 2 * sign - 1) - sign
 
@@ -157,16 +153,16 @@ CASES = [
     *(
         Case(f"cvt.u16.u32 %ha, %ra; cvt.u16.u32 %hb, %rb; {text}", expected)
         for text, expected in {
-            "mul.hi.s16 %hd, %ha, %hb; cvt.s32.s16 %rd, %hd;": lambda a, b, c: low(a, 16) * low(b, 16) >> 16,
+            "mul.hi.s16 %hd, %ha, %hb; cvt.s32.s16 %rd, %hd;": lambda a, b, c: signed(a, 16) * signed(b, 16) >> 16,
             "mul.hi.u16 %hd, %ha, %hb; cvt.u32.u16 %rd, %hd;": lambda a, b, c: (a & 0xFFFF) * (b & 0xFFFF) >> 16,
-            "mul.wide.s16 %rd, %ha, %hb;": lambda a, b, c: low(a, 16) * low(b, 16),
-            "sub.s16 %hd, %ha, %hb; shr.s16 %hd, %hd, 3; cvt.s32.s16 %rd, %hd;": lambda a, b, c: low(a - b, 16) >> 3,
+            "mul.wide.s16 %rd, %ha, %hb;": lambda a, b, c: signed(a, 16) * signed(b, 16),
+            "sub.s16 %hd, %ha, %hb; shr.s16 %hd, %hd, 3; cvt.s32.s16 %rd, %hd;": lambda a, b, c: signed(a - b, 16) >> 3,
             "add.s16 %hd, %ha, %hb; shr.u16 %hd, %hd, 3; cvt.s32.s16 %rd, %hd;": lambda a, b, c: (a + b & 0xFFFF) >> 3,
-            "cvt.s16.s8 %hd, %ha; cvt.s32.s16 %rd, %hd;": lambda a, b, c: low(a, 8),
-            "setp.ne.b16 %p, %ha, 0; selp.b32 %rd, 1, 0, %p;": lambda a, b, c: low(a, 16) != 0,
+            "cvt.s16.s8 %hd, %ha; cvt.s32.s16 %rd, %hd;": lambda a, b, c: signed(a, 8),
+            "setp.ne.b16 %p, %ha, 0; selp.b32 %rd, 1, 0, %p;": lambda a, b, c: signed(a, 16) != 0,
         }.items()
     ),
-    Case("cvt.s8.s32 %rd, %ra;", lambda a, b, c: low(a, 8)),
+    Case("cvt.s8.s32 %rd, %ra;", lambda a, b, c: signed(a, 8)),
     Case("mul.wide.u32 %d, %ra, %rb; mov.b64 {_, %rd}, %d;", lambda a, b, c: high(a, b)),
     Case("mul.wide.u32 %d, %ra, %rb; mov.b64 {%rd, _}, %d;", lambda a, b, c: a * b),
     Case("setp.ne.ftz.f32 %p, %ra, %rb; selp.u32 %rd, 1, 0, %p;", lambda a, b, c: differ(a, b) & ~unordered(a, b)),

@@ -521,7 +521,8 @@ inline void redux_sync_max_u32(u32& d, u32 a, u32 mask) {
 
 // Matrices. Lanes 8 i to 8 i + 7 name the rows of matrix i, and lane l gets two elements of row l / 4 of each, or of column
 // l / 4.
-/// Fails where the eight rows of a matrix, of 16 bytes, are not in different banks, 128 bytes in all: they would be read one after the other.
+
+/// Fails where two of the eight rows of a matrix, of 16 bytes each, are in the same banks, and would be read one after the other.
 inline void check_banks(const u64* rows) {
     u32 banks = 0;
     for (size_t i = 0; i < 8; ++i) banks |= 1u << rows[i] / 16 % 8;

@@ -291,22 +291,27 @@ struct Unit {
         }
     }
 
+    __device__ float* slot(int64 index) const { return args.partials + index * Shape::PARTIAL; }
+
+    /// Values of the partial result in a slot, from L2: other thread blocks may have written it.
+    __device__ static Sum kept(const float* slot, int i) {
+        const float* const tops = slot + Shape::ROWS * DV + i / DV;
+        return {__ldcg(reinterpret_cast<const float4*>(slot + i)), __ldcg(tops), __ldcg(tops + Shape::ROWS)};
+    }
+
     /// What has just been done, behind what has been put aside in a slot, if anything has, or else behind what the unit begins with, if
     /// the thread block does all of it.
     __device__ Sum so_far(const float* slot, bool whole, bool begun, int i) const {
         const int row = i / DV, column = i % DV;
         Sum sum;
         if (begun) {
-            const float* const tops = slot + Shape::ROWS * DV + row;
-            sum = {*reinterpret_cast<const float4*>(slot + i), tops[0], tops[Shape::ROWS]};
+            sum = kept(slot, i);
         } else if (whole) {
             sum = before(row, column);
         }
         sum.add(result(row, column));
         return sum;
     }
-
-    __device__ float* slot(int64 index) const { return args.partials + index * Shape::PARTIAL; }
 
     /// Takes in what has just been done: writes the output if the unit is done, by this thread block alone, or else puts everything so far
     /// aside in a slot.
@@ -335,8 +340,6 @@ struct Unit {
     __device__ void merge(int count, int64 start, int slots) const {
         constexpr int AHEAD = 8;
         for (int i = first_value(); i < rows * DV; i += ROUND) {
-            const float* const partials = args.partials + start * Shape::PARTIAL + i;
-            const float* const tops = partials - i + Shape::ROWS * DV + i / DV;
             Sum sum = before(i / DV, i % DV);
             for (int first = 0; first < count; first += AHEAD) {
                 Sum parts[AHEAD];
@@ -344,8 +347,7 @@ struct Unit {
                 for (int k = 0; k < AHEAD; ++k) {
                     // Past the last there is nothing, and nothing is added.
                     if (first + k >= count) continue;
-                    const int64 at = static_cast<int64>(first + k == 0 ? slots - 1 : (first + k) * slots) * Shape::PARTIAL;
-                    parts[k] = {__ldcg(reinterpret_cast<const float4*>(partials + at)), __ldcg(tops + at), __ldcg(tops + at + Shape::ROWS)};
+                    parts[k] = kept(slot(start + (first + k == 0 ? slots - 1 : (first + k) * slots)), i);
                 }
 #pragma unroll
                 for (int k = 0; k < AHEAD; ++k) sum.add(parts[k]);
