@@ -11,7 +11,7 @@ use pagoda_core::work::{Piece, RUN_TILES, TILE, pieces};
 
 use crate::backend::Backend;
 use crate::integers::{QueryStep, STEP};
-use crate::kernel::{ALIGN, Accumulate, Chunk, Fold, Lines, PIECES, RowSize, Score, Softmax};
+use crate::kernel::{ALIGN, Accumulate, Chunk, Fold, Lines, PIECES, RowSize, STREAMS, Score, Softmax};
 use crate::layer::{Layer, PagedKv};
 use crate::plan::{Group, Item, Plan, state_floats, value_stride};
 use crate::rows::{Element, Rows, RowsMut};
@@ -228,8 +228,8 @@ pub(crate) unsafe fn attend(
 /// read faster than short ones by turns.
 const CELLS: usize = 8;
 
-/// How many cells ahead rows are asked for from memory: one is less time than memory takes where rows are small.
-const LATER: usize = 2;
+/// A batch and those after it that are asked for meanwhile: with two cells each, they are as many as streams.
+const BATCHES: usize = 3;
 
 /// Cells of a batch: fewer where there are more queries, so that scores stay in the cache.
 fn cells(queries: usize) -> usize {
@@ -256,7 +256,6 @@ impl TilePages {
 }
 
 /// Tiles of one page and some heads whose K is read in one go, and then their V.
-#[derive(Clone)]
 struct Batch {
     tiles: Range<usize>,
     heads: Range<usize>,
@@ -283,11 +282,11 @@ impl Batch {
         self.pages[tile - self.tiles.start].lines(plane, head)
     }
 
-    /// Where the rows of the first cells lie; of the last, if there are not so many.
-    fn lines<'a>(&'a self, plane: &Plane, lines: &mut [Lines<'a>]) {
-        for (index, lines) in lines.iter_mut().enumerate() {
-            *lines = self.lines_of(plane, index.min(self.len() - 1));
-        }
+    /// What is read, in order; values that are part of K are read with it.
+    fn reads<'a>(&'a self, layer: &'a Layer) -> impl Iterator<Item = Lines<'a>> {
+        let values = if layer.geometry.v_format.is_some() { self.len() } else { 0 };
+        let keys = (0..self.len()).map(|index| self.lines_of(&layer.layout.k, index));
+        keys.chain((0..values).map(|index| self.lines_of(&layer.layout.v, index)))
     }
 }
 
@@ -601,25 +600,27 @@ impl Pass<'_> {
 
     /// Goes over a run of tiles in batches, pages outside: the K of a batch is one stream, then its V is.
     unsafe fn tiles(&mut self, piece: &Piece<'_>, tiles: Range<usize>, state: &mut State<'_>) {
-        let heads = self.group.heads.clone();
-        let (mut batch, mut next) = (&mut Batch::NONE.clone(), &mut Batch::NONE.clone());
-        self.fill(batch, piece, tiles.clone(), heads.start);
-        loop {
-            let (tile, head) = if batch.heads.end < heads.end {
-                (batch.tiles.start, batch.heads.end)
-            } else {
-                (batch.tiles.end, heads.start)
-            };
-            let last = tile == tiles.end;
-            if !last {
-                self.fill(next, piece, tile..tiles.end, head);
-            }
+        let mut batches = [const { Batch::NONE }; BATCHES];
+        let [mut here, mut next, mut later] = batches.each_mut();
+        self.fill(here, piece, tiles.clone(), self.group.heads.start);
+        self.follow(next, here, piece, tiles.end);
+        while !here.tiles.is_empty() {
+            self.follow(later, next, piece, tiles.end);
             // SAFETY: as the caller promises.
-            unsafe { self.batch(piece, batch, if last { batch } else { next }, state) };
-            if last {
-                return;
-            }
-            std::mem::swap(&mut batch, &mut next);
+            unsafe { self.batch(piece, [here, next, later], state) };
+            (here, next, later) = (next, later, here);
+        }
+    }
+
+    /// What comes after a batch: nothing, if it was the last.
+    fn follow(&self, batch: &mut Batch, before: &Batch, piece: &Piece<'_>, end: usize) {
+        let heads = &self.group.heads;
+        if before.heads.end < heads.end {
+            self.fill(batch, piece, before.tiles.start..end, before.heads.end);
+        } else if before.tiles.end < end {
+            self.fill(batch, piece, before.tiles.end..end, heads.start);
+        } else {
+            (batch.tiles, batch.heads) = (end..end, heads.end..heads.end);
         }
     }
 
@@ -635,24 +636,25 @@ impl Pass<'_> {
         }
     }
 
-    /// One batch, before `next`.
-    unsafe fn batch(&mut self, piece: &Piece<'_>, batch: &Batch, next: &Batch, state: &mut State<'_>) {
+    /// The first of some batches that follow each other.
+    unsafe fn batch(&mut self, piece: &Piece<'_>, batches: [&Batch; BATCHES], state: &mut State<'_>) {
         let layer = self.call.kv.layer;
-        let (keys, values) = (layer.layout.k, layer.layout.v);
         let piece_shift = TILE.min(layer.page_size as usize).ilog2();
-        let count = batch.len();
-        // In the order in which memory is read; values that are part of K are read with it.
-        let mut lines = [Lines::NOWHERE; 2 * CELLS + LATER];
-        batch.lines(&keys, &mut lines[..count]);
-        let read = if layer.geometry.v_format.is_some() { 2 * count } else { count };
-        batch.lines(&values, &mut lines[count..read]);
-        let later = LATER.min(count);
-        next.lines(&keys, &mut lines[read..2 * count + later]);
-        for index in 0..count {
+        let (batch, count) = (batches[0], batches[0].len());
+        let mut reads = [Lines::NOWHERE; 2 * CELLS + STREAMS];
+        let mut last = Lines::NOWHERE;
+        let mut all = batches.iter().flat_map(|batch| batch.reads(layer));
+        for lines in &mut reads[..2 * count + STREAMS] {
+            // Nothing comes after the last: it is asked for again.
+            last = all.next().unwrap_or(last);
+            *lines = last;
+        }
+        let ahead = |index: usize| std::array::from_fn(|i| reads[index + 1 + i]);
+        for (index, &here) in reads[..count].iter().enumerate() {
             let (head, tile) = batch.cell(index);
-            let (here, next, later) = (lines[index], lines[index + 1], lines[index + later]);
+            let chunk = Chunk { here, ahead: ahead(index), piece_shift };
             // SAFETY: as the caller promises.
-            unsafe { self.score(piece, tile, head, index, &Chunk { here, next, later, piece_shift }) };
+            unsafe { self.score(piece, tile, head, index, &chunk) };
         }
         // All of them before the first value: the CPU goes on with the next while a sum is added up.
         for index in 0..count {
@@ -662,9 +664,8 @@ impl Pass<'_> {
         }
         for index in 0..count {
             let (head, tile) = batch.cell(index);
-            let here = batch.lines_of(&values, index);
-            let (next, later) = (lines[count + index + 1], lines[count + index + later]);
-            let chunk = Chunk { here, next, later, piece_shift };
+            let here = batch.lines_of(&layer.layout.v, index);
+            let chunk = Chunk { here, ahead: ahead(count + index), piece_shift };
             // SAFETY: as the caller promises.
             unsafe { self.accumulate(piece, tile, head, index, &chunk, state) };
         }

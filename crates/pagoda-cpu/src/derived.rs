@@ -9,7 +9,7 @@
 use pagoda_core::layout::RowFormat;
 use pagoda_core::work::{RUN_TILES, TILE};
 
-use crate::kernel::{ALIGN, Chunk, Lines, PIECES, RowSize, Score, lead};
+use crate::kernel::{ALIGN, Chunk, Lines, PIECES, RowSize, STREAMS, Score, lead};
 use crate::layer::HEAD_DIM_MAX;
 use crate::rope::Rope;
 use crate::simd::{Kernels, Simd};
@@ -88,7 +88,7 @@ impl DerivedKeys {
         }
         let blocks = [keys.as_ptr().cast(); PIECES];
         let lines = Lines { blocks: &blocks, rows: 0, scales: 0 };
-        let made = Chunk { here: lines, next: lines, later: lines, piece_shift: ROWS.ilog2() };
+        let made = Chunk { here: lines, ahead: [lines; STREAMS], piece_shift: ROWS.ilog2() };
         for first in (args.low / ROWS * ROWS..args.high).step_by(ROWS) {
             let derive = Derive {
                 values: args.keys,

@@ -42,6 +42,13 @@ const fn step<F: Stored>(rows: usize) -> usize {
     }
 }
 
+/// Bytes of a cache line.
+pub(crate) const LINE: usize = 64;
+/// Places from which lines are asked for by turns.
+pub(crate) const STREAMS: usize = 4;
+/// Rows that are asked for in each of them while a tile is read.
+const STREAM_ROWS: usize = TILE / STREAMS;
+
 /// Rows of scratch start at multiples of this many floats.
 pub(crate) const ALIGN: usize = 16;
 
@@ -63,10 +70,8 @@ impl Lines<'_> {
 /// The K or V rows of one head in one tile.
 pub(crate) struct Chunk<'a> {
     pub(crate) here: Lines<'a>,
-    /// What will be read next, to be prefetched when there is less left here than that lies ahead.
-    pub(crate) next: Lines<'a>,
-    /// What will be read after that, most often.
-    pub(crate) later: Lines<'a>,
+    /// What will be read after that, in order: to be prefetched.
+    pub(crate) ahead: [Lines<'a>; STREAMS],
     /// Rows of a piece, as a power of two.
     pub(crate) piece_shift: u32,
 }
@@ -86,12 +91,15 @@ impl Chunk<'_> {
     #[inline(always)]
     pub(crate) fn ahead(&self, t: usize, size: RowSize, lead: usize) -> Row {
         let t = t + (lead / size.bytes).min(TILE);
-        if t < TILE { self.find(&self.here, t, size) } else { self.find(&self.next, t - TILE, size) }
+        if t < TILE { self.find(&self.here, t, size) } else { self.find(&self.ahead[0], t - TILE, size) }
     }
-    /// Row `t` of the tile that will be read later.
+    /// What to ask for while this is read, of each of the next tiles: the last part of the nearest, the first of the farthest,
+    /// so that all parts of a tile have been asked for when its turn comes. The parts have as many rows each, which lie
+    /// one after the other where pages have.
     #[inline(always)]
-    pub(crate) fn row_of_later(&self, t: usize, size: RowSize) -> Row {
-        self.find(&self.later, t, size)
+    pub(crate) fn streams(&self, size: RowSize) -> Streams {
+        let first = |i: usize| self.find(&self.ahead[i], (STREAMS - 1 - i) * STREAM_ROWS, size);
+        Streams(std::array::from_fn(first))
     }
     #[inline(always)]
     fn find(&self, lines: &Lines<'_>, t: usize, size: RowSize) -> Row {
@@ -101,6 +109,18 @@ impl Chunk<'_> {
             scales: block.wrapping_add(lines.scales + place * size.scale_bytes),
             dim: size.dim,
         }
+    }
+}
+
+/// Rows in several places, to be asked for by turns. A CPU fetches ahead by itself what is asked for in order, but never across
+/// 4 KiB and some 20 lines at most: it fetches from several such places at once (docs/benchmarks/2026-11-25-cpu-intel.md).
+pub(crate) struct Streams(pub(crate) [Row; STREAMS]);
+
+impl Streams {
+    /// Line `n` of all.
+    #[inline(always)]
+    pub(crate) fn line(&self, n: usize) -> *const u8 {
+        self.0[n % STREAMS].data.wrapping_add(n / STREAMS * LINE)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::kernel::{Chunk, Lines, PIECES, RowSize};
+use crate::kernel::{Chunk, Lines, PIECES, RowSize, STREAMS};
 
 /// A linear congruential generator.
 pub(crate) struct Random(pub(crate) u64);
@@ -39,5 +39,5 @@ pub(crate) fn read(
     }
     let here = Lines { blocks: &blocks, rows: before, scales: before + page * size.bytes };
     let next = Lines::NOWHERE;
-    with(&Chunk { here, next, later: next, piece_shift: page.ilog2() });
+    with(&Chunk { here, ahead: [next; STREAMS], piece_shift: page.ilog2() });
 }

@@ -12,8 +12,8 @@ use std::mem::MaybeUninit;
 use pagoda_core::work::TILE;
 
 use super::{Codes, QUAD, QueryStep, STEP, code_max};
-use crate::kernel::{Accumulate, RowSize, Score};
-use crate::simd::dot::{COLUMNS, Cache, Dot, LANES};
+use crate::kernel::{Accumulate, LINE, RowSize, Score, Streams};
+use crate::simd::dot::{COLUMNS, Dot, LANES};
 use crate::stored::Row;
 
 /// Products with one byte that are added up before sums are settled.
@@ -27,22 +27,27 @@ pub(crate) fn quantise<S: Dot, C: Codes>(row: &[f32], steps: &mut [QueryStep]) {
     super::quantise(row, C::zero::<S>(), C::BYTES, S::SHORTS, C::SCALES, steps);
 }
 
-/// Asks for a part of 16 rows: of the bytes that they have for a step.
+/// Asks for part `part` of what lies ahead, of parts of so many bytes.
 #[inline(always)]
-unsafe fn prefetch<S: Dot, C: Codes>(rows: *const u8, part: usize, parts: usize, to: Cache) {
-    let bytes = LANES * C::STEP_BYTES / parts;
-    for line in (0..bytes).step_by(64) {
+unsafe fn prefetch<S: Dot>(ahead: &Streams, part: usize, bytes: usize) {
+    // As many lines every time, where that is so.
+    let (first, count) = if bytes.is_multiple_of(LINE) {
+        (part * (bytes / LINE), bytes / LINE)
+    } else {
+        (part * bytes / LINE, (part + 1) * bytes / LINE - part * bytes / LINE)
+    };
+    for line in first..first + count {
         // SAFETY: a prefetch never faults.
-        unsafe { S::prefetch(rows.wrapping_add(part * bytes + line), to) };
+        unsafe { S::prefetch(ahead.line(line)) };
     }
 }
 
 /// Asks for the scales of 16 rows.
 #[inline(always)]
 unsafe fn prefetch_scales<S: Dot>(scales: *const u8, size: RowSize) {
-    for line in (0..LANES * size.scale_bytes).step_by(64) {
+    for line in (0..LANES * size.scale_bytes).step_by(LINE) {
         // SAFETY: a prefetch never faults.
-        unsafe { S::prefetch(scales.wrapping_add(line), Cache::L2) };
+        unsafe { S::prefetch(scales.wrapping_add(line)) };
     }
 }
 
@@ -114,6 +119,7 @@ unsafe fn score_blocks<S: Dot, C: Codes, const R: usize, const STEPS: usize, con
     // SAFETY: 16 rows lie within a page; `codes` and `scores` are as large as `Score` says.
     unsafe {
         let queries = args.codes.add(row * steps);
+        let ahead = args.keys.streams(size);
         for first in (args.low / LANES * LANES..args.high).step_by(B * LANES) {
             let mut firsts = [first; B];
             for (b, block) in firsts.iter_mut().enumerate() {
@@ -123,13 +129,9 @@ unsafe fn score_blocks<S: Dot, C: Codes, const R: usize, const STEPS: usize, con
                 }
             }
             let keys = firsts.map(|first| args.keys.row(first, size));
-            // The next blocks, which L1 has room for; it misses those of this step all at once otherwise, and an L1 that waits for
-            // so many lines drops what else it is asked for.
-            let next = firsts.map(|first| args.keys.ahead(first, size, B * LANES * size.bytes));
-            let later = firsts.map(|first| args.keys.row_of_later(first, size));
             if row == 0 {
-                for later in later {
-                    prefetch_scales::<S>(later.scales, size);
+                for ahead in ahead.0.iter().skip(first / LANES).take(B) {
+                    prefetch_scales::<S>(ahead.scales, size);
                 }
             }
             let mut scores = [[S::floats(0.0); R]; B];
@@ -146,11 +148,8 @@ unsafe fn score_blocks<S: Dot, C: Codes, const R: usize, const STEPS: usize, con
                     for i in part * COLUMNS / C::SCALES..(part + 1) * COLUMNS / C::SCALES {
                         // Evenly: what is asked for in bursts is not fetched.
                         if row == 0 && i % 2 == 0 {
-                            let at = step * LANES * C::STEP_BYTES;
-                            for (next, later) in next.iter().zip(&later) {
-                                prefetch::<S, C>(next.data.wrapping_add(at), i / 2, STEP / 8, Cache::L1);
-                                prefetch::<S, C>(later.data.wrapping_add(at), i / 2, STEP / 8, Cache::L2);
-                            }
+                            let part = (first / (B * LANES) * steps + step) * COLUMNS + i;
+                            prefetch::<S>(&ahead, part / 2, B * LANES * C::STEP_BYTES / (COLUMNS / 2));
                         }
                         for r in 0..R {
                             let query = &*queries.add(r * steps + step);
@@ -262,14 +261,12 @@ unsafe fn accumulate_rows<S: Dot, C: Codes, const R: usize, const STEPS: usize>(
     let steps = if STEPS == 0 { args.dim / STEP } else { STEPS };
     let blocks = args.low / LANES..args.high.div_ceil(LANES);
     let rows: [Row; TILE / LANES] = std::array::from_fn(|i| args.chunk.row(i * LANES, size));
-    let later = std::array::from_fn(|i| args.chunk.row_of_later(i * LANES, size));
-    // Once; no branch is as cheap as to ask for what is there.
-    let later: [Row; TILE / LANES] = if args.prefetch && row == 0 { later } else { rows };
+    let ahead = (args.prefetch && row == 0).then(|| args.chunk.streams(size));
     let seen = (u64::MAX >> (TILE - args.high)) & (u64::MAX << args.low);
     // SAFETY: as the caller promises; 16 rows lie within a page, and pages without a row that is seen are not read.
     unsafe {
-        for block in blocks.clone() {
-            prefetch_scales::<S>(later[block].scales, size);
+        for ahead in ahead.iter().flat_map(|ahead| &ahead.0) {
+            prefetch_scales::<S>(ahead.scales, size);
         }
         let mut weights = MaybeUninit::<Weights<R>>::uninit();
         let weights = weights.as_mut_ptr();
@@ -287,7 +284,7 @@ unsafe fn accumulate_rows<S: Dot, C: Codes, const R: usize, const STEPS: usize>(
                 }
                 Weights::fill::<S, C>(weights, args.weights.add(row * TILE), &scales, count);
             }
-            let this = Columns { args, row, size, step, part, rows: &rows, later: &later, weights };
+            let this = Columns { args, row, size, step, part, rows: &rows, ahead: ahead.as_ref(), weights };
             if S::MANY_REGISTERS {
                 this.add::<S, C, 2>(0);
             } else {
@@ -307,7 +304,8 @@ struct Columns<'a, const R: usize> {
     /// Which of the scales that `weights` are of is the first of the step.
     part: usize,
     rows: &'a [Row; TILE / LANES],
-    later: &'a [Row; TILE / LANES],
+    /// What to ask for, if anything.
+    ahead: Option<&'a Streams>,
     weights: *const Weights<R>,
 }
 
@@ -315,23 +313,22 @@ impl<const R: usize> Columns<'_, R> {
     /// Adds to the values of `H` halves of the step.
     #[inline(always)]
     unsafe fn add<S: Dot, C: Codes, const H: usize>(&self, half: usize) {
-        let Self { args, row, size, step, part, rows, later, weights } = *self;
+        let Self { args, row, size, step, part, rows, ahead, weights } = *self;
         let part_of = |h: usize| part + (half + h) * C::SCALES / 2;
         // SAFETY: as the caller promises.
         unsafe {
             let mut sums = [[S::begin(0, C::BYTES); H]; R];
             for block in args.low / LANES..args.high.div_ceil(LANES) {
-                let later = later[block].data.wrapping_add(step * LANES * C::STEP_BYTES);
                 for quad in 0..LANES / QUAD {
                     let first = rows[block].data.wrapping_add(quad * QUAD * size.bytes);
                     let mut codes = [C::words::<S>(first, size, step, half); H];
                     for h in 1..H {
                         codes[h] = C::words::<S>(first, size, step, half + h);
                     }
-                    if half == 0 {
-                        prefetch::<S, C>(later, quad, LANES / QUAD, Cache::L2);
-                    }
                     let word = block * (LANES / QUAD) + quad;
+                    if let Some(ahead) = ahead.filter(|_| half == 0) {
+                        prefetch::<S>(ahead, step * (TILE / QUAD) + word, QUAD * C::STEP_BYTES);
+                    }
                     for r in 0..R {
                         for h in 0..H {
                             let words = &(*weights).words[part_of(h)][r];

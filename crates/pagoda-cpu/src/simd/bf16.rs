@@ -15,7 +15,7 @@ use super::{PRODUCT_ROWS, Simd};
 use crate::codec::e4m3;
 use crate::integers::QueryStep;
 use crate::kernel::{Accumulate, Score, scale_rows};
-use crate::stored::{Fp8E4m3, Row};
+use crate::stored::Fp8E4m3;
 
 /// Codes that become numbers at once: a cache line. Rows are as many such long.
 pub(super) const CODES: usize = 64;
@@ -144,9 +144,9 @@ unsafe fn score_rows<const R: usize>(args: &Score<'_>, row: usize) -> usize {
         let words = |r: usize, step: usize| {
             _mm512_loadu_si512((&raw const (*queries.add(r * steps + step)).words).cast())
         };
+        let ahead = args.keys.streams(size);
         for first in (args.low / ROWS * ROWS..args.high).step_by(ROWS) {
             let keys = args.keys.row(first, size);
-            let later = args.keys.row_of_later(first, size);
             let mut sums = [[_mm512_setzero_ps(); ROWS]; R];
             for c in 0..size.dim / CODES {
                 for i in 0..ROWS {
@@ -158,7 +158,7 @@ unsafe fn score_rows<const R: usize>(args: &Score<'_>, row: usize) -> usize {
                         }
                     }
                     if row == 0 {
-                        Avx512::prefetch(later.data.wrapping_add((ROWS * c + i) * CODES));
+                        Avx512::prefetch(ahead.line(first * (size.dim / CODES) + ROWS * c + i));
                     }
                 }
             }
@@ -186,6 +186,7 @@ unsafe fn accumulate_rows<const R: usize>(args: &Accumulate<'_>, row: usize) -> 
     // SAFETY: as the caller promises; 16 rows lie within a page, and those that are not seen are not read.
     unsafe {
         let tables = Tables::load();
+        let ahead = args.chunk.streams(size);
         // Of two tokens in a word; 0 of those that are not seen.
         let mut weights = [[0u32; TILE / 2]; R];
         for (r, weights) in weights.iter_mut().enumerate() {
@@ -199,17 +200,14 @@ unsafe fn accumulate_rows<const R: usize>(args: &Accumulate<'_>, row: usize) -> 
             let mut sums = [[_mm512_setzero_ps(); 4]; R];
             for block in low / PRODUCT_ROWS..high.div_ceil(PRODUCT_ROWS) {
                 let rows = args.chunk.row(block * PRODUCT_ROWS, size);
-                let later = args.chunk.row_of_later(block * PRODUCT_ROWS, size);
-                let codes_of = |row: Row, t: usize| {
-                    size.after(row, t - block * PRODUCT_ROWS).data.wrapping_add(c * CODES)
-                };
                 let first = (block * PRODUCT_ROWS).max(low / 2 * 2);
                 for t in (first..((block + 1) * PRODUCT_ROWS).min(high)).step_by(2) {
                     let codes = |t: usize| {
                         if t < low || t >= high {
                             return _mm512_setzero_si512();
                         }
-                        _mm512_loadu_si512(codes_of(rows, t).cast())
+                        let row = size.after(rows, t - block * PRODUCT_ROWS);
+                        _mm512_loadu_si512(row.data.add(c * CODES).cast())
                     };
                     let (a, b) = (tables.decode(codes(t)), tables.decode(codes(t + 1)));
                     let pairs = [
@@ -219,8 +217,8 @@ unsafe fn accumulate_rows<const R: usize>(args: &Accumulate<'_>, row: usize) -> 
                         _mm512_unpackhi_epi16(a[1], b[1]),
                     ];
                     if args.prefetch && row == 0 {
-                        Avx512::prefetch(codes_of(later, t));
-                        Avx512::prefetch(codes_of(later, t + 1));
+                        Avx512::prefetch(ahead.line(c * TILE + t));
+                        Avx512::prefetch(ahead.line(c * TILE + t + 1));
                     }
                     for r in 0..R {
                         let weight = _mm512_set1_epi32(weights[r][t / 2] as i32);

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{COLUMNS, Cache, Dot, LANES, column};
+use super::{COLUMNS, Dot, LANES, column};
 use crate::integers::{QUAD, STEP};
 use crate::simd::avx512::e4m3;
 
@@ -440,13 +440,8 @@ impl Dot for Vnni512 {
     }
 
     #[inline(always)]
-    unsafe fn prefetch(p: *const u8, to: Cache) {
+    unsafe fn prefetch(p: *const u8) {
         // SAFETY: a prefetch never faults.
-        unsafe {
-            match to {
-                Cache::L1 => _mm_prefetch::<_MM_HINT_T0>(p.cast()),
-                Cache::L2 => _mm_prefetch::<_MM_HINT_T1>(p.cast()),
-            }
-        }
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
 }

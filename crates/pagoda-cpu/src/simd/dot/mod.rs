@@ -98,7 +98,7 @@ pub(crate) trait Dot {
     unsafe fn half_e4m3_scales(scales: *const u8, stride: usize, index: usize) -> Self::Floats;
 
     /// Asks for the cache line of `p`, which need not be mapped.
-    unsafe fn prefetch(p: *const u8, to: Cache);
+    unsafe fn prefetch(p: *const u8);
 }
 
 /// Of 16 rows of bytes, number `index` of each.
@@ -106,11 +106,4 @@ pub(crate) trait Dot {
 unsafe fn column(rows: *const u8, stride: usize, index: usize) -> [u8; LANES] {
     // SAFETY: the caller has 16 rows.
     std::array::from_fn(|t| unsafe { *rows.wrapping_add(t * stride + index) })
-}
-
-/// Where a line is asked to be. L1 has fewer misses under way than memory takes to be busy: what memory still has goes to L2.
-#[derive(Clone, Copy)]
-pub(crate) enum Cache {
-    L1,
-    L2,
 }

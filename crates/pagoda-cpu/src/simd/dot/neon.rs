@@ -3,7 +3,7 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
-use super::{COLUMNS, Cache, Dot, LANES, column};
+use super::{COLUMNS, Dot, LANES, column};
 use crate::simd::Simd;
 use crate::simd::neon::Neon;
 
@@ -417,17 +417,8 @@ impl Dot for NeonDot {
     }
 
     #[inline(always)]
-    unsafe fn prefetch(p: *const u8, to: Cache) {
+    unsafe fn prefetch(p: *const u8) {
         // SAFETY: a prefetch never faults.
-        unsafe {
-            match to {
-                Cache::L1 => {
-                    asm!("prfm pldl1keep, [{p}]", p = in(reg) p, options(nostack, preserves_flags, readonly));
-                }
-                Cache::L2 => {
-                    asm!("prfm pldl2keep, [{p}]", p = in(reg) p, options(nostack, preserves_flags, readonly));
-                }
-            }
-        }
+        unsafe { asm!("prfm pldl1keep, [{p}]", p = in(reg) p, options(nostack, preserves_flags, readonly)) };
     }
 }
