@@ -9,7 +9,7 @@
 use pagoda_core::layout::RowFormat;
 use pagoda_core::work::{RUN_TILES, TILE};
 
-use crate::kernel::{ALIGN, Chunk, Lines, PIECES, RowSize, STREAMS, Score, lead};
+use crate::kernel::{ALIGN, Chunk, LINE, Lines, PIECES, RowSize, STREAMS, Score, lead};
 use crate::layer::HEAD_DIM_MAX;
 use crate::rope::Rope;
 use crate::simd::{Kernels, Simd};
@@ -211,8 +211,8 @@ pub(crate) unsafe fn derive<S: Simd, F: Stored>(args: &Derive<'_>) {
                 weighted(i, c, F::load::<S>(size.after(values, i), c * S::LANES));
                 // In order, and evenly: what is asked for in bursts is not fetched.
                 let asked = (ROWS * c + i + 1) * vector;
-                if asked.is_multiple_of(64) {
-                    S::prefetch(ahead.data.wrapping_add(asked - 64));
+                if asked.is_multiple_of(LINE) {
+                    S::prefetch(ahead.data.wrapping_add(asked - LINE));
                 }
             }
         }

@@ -238,8 +238,8 @@ unsafe fn score_rows<S: Simd, F: Stored, const Q: usize, const R: usize>(args: &
                     }
                     // In order, and evenly: what is asked for in bursts is not fetched.
                     let asked = (4 * Q * c + i + 1) * vector;
-                    if row == 0 && asked.is_multiple_of(64) {
-                        S::prefetch(ahead.wrapping_add(asked - 64));
+                    if row == 0 && asked.is_multiple_of(LINE) {
+                        S::prefetch(ahead.wrapping_add(asked - LINE));
                     }
                 }
             }
@@ -505,7 +505,7 @@ unsafe fn accumulate_block<S: Simd, F: Stored, const R: usize, const C: usize, c
                     }
                 }
                 if prefetch {
-                    for line in (0..C * vector).step_by(64) {
+                    for line in (0..C * vector).step_by(LINE) {
                         S::prefetch(ahead.wrapping_add(line));
                     }
                 }

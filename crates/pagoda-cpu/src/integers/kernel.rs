@@ -30,7 +30,7 @@ pub(crate) fn quantise<S: Dot, C: Codes>(row: &[f32], steps: &mut [QueryStep]) {
 /// Asks for part `part` of what lies ahead, of parts of so many bytes.
 #[inline(always)]
 unsafe fn prefetch<S: Dot>(ahead: &Streams, part: usize, bytes: usize) {
-    // As many lines every time, where that is so.
+    // As many lines every time, where that is so: a loop that does not know is a twentieth of the time in the cache.
     let (first, count) = if bytes.is_multiple_of(LINE) {
         (part * (bytes / LINE), bytes / LINE)
     } else {
