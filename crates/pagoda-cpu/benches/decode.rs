@@ -1,7 +1,7 @@
 //! How close decode attention comes to the read bandwidth of the machine, and prefill to its arithmetic.
 //!
 //! `cargo bench -p pagoda-cpu --bench decode -- [threads=1,2] [formats=f16,bf16,f32] [contexts=4096,32768,131072]
-//! [pages=64,256] [shapes=32/8x128,8/2x256] [cached=4/1x128,4/1x256,1/1x128,8/1x128] [samples=9]
+//! [pages=64,256] [shapes=32/8x128,8/2x256] [cached=4/1x128,4/1x256,1/1x128,8/1x128] [samples=9] [isa=avx2]
 //! [sections=decode,formats,cached,order,small,append,prefill]`
 //!
 //! One query token, batch 1. Layers are rotated over at least 512 MiB, so that every call finds cold caches. Every
@@ -258,7 +258,7 @@ fn decode(options: &Options, samples: usize) {
     println!("decode: KV GB/s | sequential read GB/s | ratio (threads x page size), shuffled pages");
     let pages = options.numbers("pages", "64,256");
     for threads in options.numbers("threads", "1,2") {
-        let backend = Backend::new(threads, false, isa(options)).expect("supported");
+        let backend = Backend::new(threads, false, Some(isa(options))).expect("supported");
         for shape_word in options.words("shapes", "32/8x128,8/2x256") {
             for format_word in options.words("formats", "f16,bf16,f32") {
                 for context in options.numbers("contexts", "4096,32768,131072") {
@@ -289,7 +289,7 @@ fn formats(options: &Options, samples: usize) {
         "formats: tokens a second, over those of the first format | KV GB/s (pages of 64, shuffled; medians)"
     );
     for threads in options.numbers("threads", "1,2") {
-        let backend = Backend::new(threads, false, isa(options)).expect("supported");
+        let backend = Backend::new(threads, false, Some(isa(options))).expect("supported");
         for shape_word in options.words("shapes", "32/8x128,8/2x256") {
             for context in options.numbers("contexts", "32768,131072") {
                 let words = options.words("formats", "f16,int8,q8_0,q5_0,q4_0,mxfp4");
@@ -325,7 +325,7 @@ fn cached(options: &Options, samples: usize) {
         "cached: ns a token and K/V head, where memory is not read (one thread; the least of {} calls)",
         40 * samples
     );
-    let backend = Backend::new(1, false, isa(options)).expect("supported");
+    let backend = Backend::new(1, false, Some(isa(options))).expect("supported");
     for shape_word in options.words("cached", "4/1x128,4/1x256,1/1x128,8/1x128") {
         let shape = shape(&shape_word);
         let stored = (64 << 10) / shape.dim as usize;
@@ -362,7 +362,7 @@ fn order(options: &Options, samples: usize) {
     println!(
         "order: KV GB/s with one page for all | pages in order | shuffled (f16, 32/8x128, 32768, 1 thread)"
     );
-    let backend = Backend::new(1, false, isa(options)).expect("supported");
+    let backend = Backend::new(1, false, Some(isa(options))).expect("supported");
     for page in options.numbers("pages", "64,256") {
         let rates = [(4096, false), (page, false), (page, true)].map(|(page, shuffled)| {
             let mut cache = Cache::new(shape("32/8x128"), RowFormat::F16, 32768, page, shuffled, 1, COLD);
@@ -385,7 +385,7 @@ fn order(options: &Options, samples: usize) {
 fn small(options: &Options) {
     println!("small: microseconds of a call (median of 2000)");
     for threads in options.numbers("threads", "1,2") {
-        let backend = Backend::new(threads, false, isa(options)).expect("supported");
+        let backend = Backend::new(threads, false, Some(isa(options))).expect("supported");
         for context in [1, 64, 512] {
             let mut cache = Cache::new(shape("32/8x128"), RowFormat::F16, context, 64, false, 1, COLD);
             let times = (0..2000).map(|_| {
@@ -402,7 +402,7 @@ fn small(options: &Options) {
 /// Nanoseconds that one thread takes for a row of K or V on its way into a page, of 64 tokens; rotated or as they come.
 fn append(options: &Options) {
     println!("append: ns a row of 128, f32 to a format, as it is | rotated (the least of 500 calls)");
-    let backend = Backend::new(1, false, isa(options)).expect("supported");
+    let backend = Backend::new(1, false, Some(isa(options))).expect("supported");
     for word in options.words("formats", "f32,f16,fp8e4m3,int8,q8_0,q5_0,q4_0,mxfp4,nvfp4") {
         let mut cache = Cache::new(shape("8/8x128"), format(&word), 64, 64, false, 64, 1);
         print!("  {word:>7}:");
@@ -425,7 +425,7 @@ fn prefill(options: &Options) {
     );
     for threads in options.numbers("threads", "1,2") {
         for deterministic in [false, true] {
-            let backend = Backend::new(threads, deterministic, isa(options)).expect("supported");
+            let backend = Backend::new(threads, deterministic, Some(isa(options))).expect("supported");
             let (context, new) = (32768usize, 2048usize);
             let mut cache = Cache::new(shape("32/8x128"), RowFormat::F16, context, 64, true, new, COLD);
             let start = Instant::now();
@@ -439,15 +439,17 @@ fn prefill(options: &Options) {
 }
 
 /// The instruction set to use.
-fn isa(options: &Options) -> Option<Isa> {
-    let word = &options.words("isa", "best")[0];
-    Isa::ALL.into_iter().find(|isa| isa.to_string() == *word)
+fn isa(options: &Options) -> Isa {
+    let best = Isa::detect().to_string();
+    let word = &options.words("isa", &best)[0];
+    let named = Isa::ALL.into_iter().find(|isa| isa.to_string() == *word);
+    named.unwrap_or_else(|| panic!("{word} is not an instruction set: one of {:?}", Isa::ALL))
 }
 
 fn main() {
     let options = Options(std::env::args().collect());
     let samples = options.numbers("samples", "9")[0];
-    println!("{} on {} cores", Isa::detect(), std::thread::available_parallelism().map_or(1, Into::into));
+    println!("{} on {} cores", isa(&options), std::thread::available_parallelism().map_or(1, Into::into));
     for section in options.words("sections", "decode,formats,cached,order,small,append,prefill") {
         match section.as_str() {
             "decode" => decode(&options, samples),

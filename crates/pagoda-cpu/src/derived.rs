@@ -9,7 +9,7 @@
 use pagoda_core::layout::RowFormat;
 use pagoda_core::work::{RUN_TILES, TILE};
 
-use crate::kernel::{ALIGN, Chunk, LINE, Lines, PIECES, RowSize, STREAMS, Score, lead};
+use crate::kernel::{ALIGN, Chunk, Lines, PIECES, RowSize, STREAMS, Score};
 use crate::layer::HEAD_DIM_MAX;
 use crate::rope::Rope;
 use crate::simd::{Kernels, Simd};
@@ -196,7 +196,7 @@ pub(crate) unsafe fn derive<S: Simd, F: Stored>(args: &Derive<'_>) {
     // SAFETY: as the caller promises; keys and weight are whole vectors long.
     unsafe {
         let values = args.values.row(args.first, size);
-        let ahead = args.values.ahead(args.first, size, lead::<F>());
+        let mut ahead = args.values.lines_ahead(args.first, size);
         let mut scales = [1.0; ROWS];
         if F::ROW_SCALE {
             scales = std::array::from_fn(|i| F::row_scale(size.after(values, i)));
@@ -207,13 +207,9 @@ pub(crate) unsafe fn derive<S: Simd, F: Stored>(args: &Derive<'_>) {
             S::store(args.keys.add(i * args.stride + at), S::mul(S::load(args.weight.add(at)), value));
         };
         for c in 0..chunks {
+            ahead.ask::<S>(ROWS * vector);
             for i in 0..ROWS {
                 weighted(i, c, F::load::<S>(size.after(values, i), c * S::LANES));
-                // In order, and evenly: what is asked for in bursts is not fetched.
-                let asked = (ROWS * c + i + 1) * vector;
-                if asked.is_multiple_of(LINE) {
-                    S::prefetch(ahead.data.wrapping_add(asked - LINE));
-                }
             }
         }
         if !size.dim.is_multiple_of(S::LANES) {

@@ -24,12 +24,6 @@ const RISE: f32 = 8.0;
 /// Query rows up to which reading the tile is what takes time.
 const FEW_ROWS: usize = 8;
 
-/// How many bytes ahead of the rows in work later ones are asked for: far enough for memory, near enough to be in the
-/// cache still when their turn comes. Measured, as are the steps (docs/benchmarks).
-pub(crate) const fn lead<F: Stored>() -> usize {
-    if F::BITS == 32 { 6 << 10 } else { 16 << 10 }
-}
-
 /// Bytes of V rows that are worked on at once. Rows that do not fit the registers are read several times: a few at once,
 /// they stay in the L1 cache. Many query rows lose more by coming back to their accumulators.
 const fn step<F: Stored>(rows: usize) -> usize {
@@ -87,19 +81,22 @@ impl Chunk<'_> {
     pub(crate) fn row(&self, t: usize, size: RowSize) -> Row {
         self.find(&self.here, t, size)
     }
-    /// The row that is read `lead` bytes after row `t`, at most a tile later.
+    /// What to ask for while this is read from row `t` on, of each of the next tiles: the last part of the nearest, the first of
+    /// the farthest, so that all parts of a tile have been asked for when its turn comes. The parts have as many rows each,
+    /// which lie one after the other as far as pages go.
     #[inline(always)]
-    pub(crate) fn ahead(&self, t: usize, size: RowSize, lead: usize) -> Row {
-        let t = t + (lead / size.bytes).min(TILE);
-        if t < TILE { self.find(&self.here, t, size) } else { self.find(&self.ahead[0], t - TILE, size) }
+    pub(crate) fn streams(&self, t: usize, size: RowSize) -> Streams {
+        let before = ((t / STREAMS) >> self.piece_shift) << self.piece_shift;
+        Streams(std::array::from_fn(|i| {
+            let row = self.find(&self.ahead[i], (STREAMS - 1 - i) * STREAM_ROWS + before, size);
+            Row { data: row.data.wrapping_sub(before * size.bytes), ..row }
+        }))
     }
-    /// What to ask for while this is read, of each of the next tiles: the last part of the nearest, the first of the farthest,
-    /// so that all parts of a tile have been asked for when its turn comes. The parts have as many rows each, which lie
-    /// one after the other where pages have.
+    /// The lines of that, in order.
     #[inline(always)]
-    pub(crate) fn streams(&self, size: RowSize) -> Streams {
-        let first = |i: usize| self.find(&self.ahead[i], (STREAMS - 1 - i) * STREAM_ROWS, size);
-        Streams(std::array::from_fn(first))
+    pub(crate) fn lines_ahead(&self, t: usize, size: RowSize) -> StreamLines {
+        let (streams, asked) = (self.streams(t, size), t * size.bytes);
+        StreamLines { next: std::array::from_fn(|i| streams.line(asked / LINE + i)), owed: asked % LINE }
     }
     #[inline(always)]
     fn find(&self, lines: &Lines<'_>, t: usize, size: RowSize) -> Row {
@@ -121,6 +118,34 @@ impl Streams {
     #[inline(always)]
     pub(crate) fn line(&self, n: usize) -> *const u8 {
         self.0[n % STREAMS].data.wrapping_add(n / STREAMS * LINE)
+    }
+}
+
+/// The lines of [`Streams`] in order. Cheaper than to find each by its number, where that is not known when this is compiled.
+pub(crate) struct StreamLines {
+    /// The next one, and those after it.
+    next: [*const u8; STREAMS],
+    /// Bytes since the last one.
+    owed: usize,
+}
+
+impl StreamLines {
+    /// Asks for the lines of so many more bytes.
+    #[inline(always)]
+    pub(crate) unsafe fn ask<S: Simd>(&mut self, bytes: usize) {
+        // As many every time, where that is so: a loop that does not know takes longer.
+        let mut lines = bytes / LINE;
+        if !bytes.is_multiple_of(LINE) {
+            self.owed += bytes;
+            lines = self.owed / LINE;
+            self.owed %= LINE;
+        }
+        for _ in 0..lines {
+            let [next, second, third, fourth] = self.next;
+            self.next = [second, third, fourth, next.wrapping_add(LINE)];
+            // SAFETY: a prefetch never faults.
+            unsafe { S::prefetch(next) };
+        }
     }
 }
 
@@ -219,14 +244,20 @@ unsafe fn score_rows<S: Simd, F: Stored, const Q: usize, const R: usize>(args: &
     let vector = S::LANES * F::BITS / 8;
     let chunks = size.dim / S::LANES;
     let has_half = !size.dim.is_multiple_of(S::LANES);
+    // Vectors that are read for each time that something is asked for.
+    let asks = (LINE / vector).min(4 * Q);
     // SAFETY: blocks of 8 rows lie within a page; `queries` and `scores` are as large as `Score` says.
     unsafe {
         let queries = args.queries.add(row * args.stride);
         let scores = args.scores.add(row * TILE);
         let mut t = args.low & !7;
+        let mut ahead = args.keys.lines_ahead(t, size);
         while t < args.high {
+            // Where pages have 8 tokens, the others begin.
+            if t == TILE / 2 {
+                ahead = args.keys.lines_ahead(t, size);
+            }
             let keys = args.keys.row(t, size);
-            let ahead = args.keys.ahead(t, size, lead::<F>()).data;
             let mut sums = [[[S::splat(0.0); 4]; R]; Q];
             for c in 0..chunks {
                 let query: [S::V; R] =
@@ -236,10 +267,9 @@ unsafe fn score_rows<S: Simd, F: Stored, const Q: usize, const R: usize>(args: &
                     for r in 0..R {
                         sums[i / 4][r][i % 4] = S::fma(query[r], key, sums[i / 4][r][i % 4]);
                     }
-                    // In order, and evenly: what is asked for in bursts is not fetched.
-                    let asked = (4 * Q * c + i + 1) * vector;
-                    if row == 0 && asked.is_multiple_of(LINE) {
-                        S::prefetch(ahead.wrapping_add(asked - LINE));
+                    // Evenly: lines that are asked for in bursts come later.
+                    if row == 0 && (i + 1).is_multiple_of(asks) {
+                        ahead.ask::<S>(asks * vector);
                     }
                 }
             }
@@ -404,35 +434,39 @@ pub(crate) unsafe fn accumulate<S: Simd, F: Stored>(args: &Accumulate<'_>) {
     unsafe { scale_rows::<S, F>(args.chunk, args.size, args.low..args.high, args.weights, args.count) };
     let step = (step::<F>(args.count) * 8 / (args.dim * F::BITS)).next_power_of_two().clamp(2, TILE);
     let mut low = args.low;
+    let mut ahead = args.chunk.lines_ahead(low, args.size);
     while low < args.high {
+        if low == TILE / 2 {
+            ahead = args.chunk.lines_ahead(low, args.size);
+        }
         let high = args.high.min((low / step + 1) * step);
         let decay = args.decay.filter(|_| low == args.low);
         // SAFETY: as the caller promises.
-        unsafe { accumulate_step::<S, F>(&Accumulate { low, high, decay, ..*args }) };
+        unsafe { accumulate_step::<S, F>(&Accumulate { low, high, decay, ..*args }, &mut ahead) };
         low = high;
     }
 }
 
 /// Some consecutive rows of [`accumulate`].
 #[inline(always)]
-unsafe fn accumulate_step<S: Simd, F: Stored>(args: &Accumulate<'_>) {
+unsafe fn accumulate_step<S: Simd, F: Stored>(args: &Accumulate<'_>, ahead: &mut StreamLines) {
     let mut row = 0;
     // SAFETY: as the caller promises; every block gets as many query rows as there are.
     unsafe {
         while S::ROWS == 4 && args.count - row >= 4 {
-            accumulate_rows::<S, F, 4, 4>(args, row);
+            accumulate_rows::<S, F, 4, 4>(args, row, ahead);
             row += 4;
         }
         while args.count - row >= 2 {
             if S::ROWS == 4 {
-                accumulate_rows::<S, F, 2, 8>(args, row);
+                accumulate_rows::<S, F, 2, 8>(args, row, ahead);
             } else {
-                accumulate_rows::<S, F, 2, 4>(args, row);
+                accumulate_rows::<S, F, 2, 4>(args, row, ahead);
             }
             row += 2;
         }
         if row < args.count {
-            accumulate_rows::<S, F, 1, 8>(args, row);
+            accumulate_rows::<S, F, 1, 8>(args, row, ahead);
         }
     }
 }
@@ -442,29 +476,30 @@ unsafe fn accumulate_step<S: Simd, F: Stored>(args: &Accumulate<'_>) {
 unsafe fn accumulate_rows<S: Simd, F: Stored, const R: usize, const C: usize>(
     args: &Accumulate<'_>,
     row: usize,
+    ahead: &mut StreamLines,
 ) {
     let chunks = args.dim / S::LANES;
     let mut c = 0;
     // SAFETY: as the caller promises; blocks cover the vectors of a row, the last of which may be a half.
     unsafe {
         while chunks - c >= C {
-            accumulate_block::<S, F, R, C, false>(args, row, c);
+            accumulate_block::<S, F, R, C, false>(args, row, c, ahead);
             c += C;
         }
         if C > 4 && chunks - c >= 4 {
-            accumulate_block::<S, F, R, 4, false>(args, row, c);
+            accumulate_block::<S, F, R, 4, false>(args, row, c, ahead);
             c += 4;
         }
         if chunks - c >= 2 {
-            accumulate_block::<S, F, R, 2, false>(args, row, c);
+            accumulate_block::<S, F, R, 2, false>(args, row, c, ahead);
             c += 2;
         }
         if c < chunks {
-            accumulate_block::<S, F, R, 1, false>(args, row, c);
+            accumulate_block::<S, F, R, 1, false>(args, row, c, ahead);
             c += 1;
         }
         if !args.dim.is_multiple_of(S::LANES) {
-            accumulate_block::<S, F, R, 1, true>(args, row, c);
+            accumulate_block::<S, F, R, 1, true>(args, row, c, ahead);
         }
     }
 }
@@ -475,6 +510,7 @@ unsafe fn accumulate_block<S: Simd, F: Stored, const R: usize, const C: usize, c
     args: &Accumulate<'_>,
     row: usize,
     c: usize,
+    ahead: &mut StreamLines,
 ) {
     let (size, vector) = (args.size, S::LANES * F::BITS / 8);
     let prefetch = args.prefetch && row == 0;
@@ -490,9 +526,6 @@ unsafe fn accumulate_block<S: Simd, F: Stored, const R: usize, const C: usize, c
         while low < args.high {
             let high = args.high.min(((low >> args.chunk.piece_shift) + 1) << args.chunk.piece_shift);
             let mut stored = args.chunk.row(low, size);
-            // The blocks of a row share what lies ahead by size, not by column: it is asked for in order.
-            let ahead = args.chunk.ahead(low, size, lead::<F>()).data;
-            let mut ahead = ahead.wrapping_add((high - low) * c * vector);
             for t in low..high {
                 let v: [S::V; C] = std::array::from_fn(|i| {
                     let first = (c + i) * S::LANES;
@@ -505,12 +538,9 @@ unsafe fn accumulate_block<S: Simd, F: Stored, const R: usize, const C: usize, c
                     }
                 }
                 if prefetch {
-                    for line in (0..C * vector).step_by(LINE) {
-                        S::prefetch(ahead.wrapping_add(line));
-                    }
+                    ahead.ask::<S>(C * vector);
                 }
                 stored = size.after(stored, 1);
-                ahead = ahead.wrapping_add(C * vector);
             }
             low = high;
         }

@@ -119,7 +119,7 @@ unsafe fn score_blocks<S: Dot, C: Codes, const R: usize, const STEPS: usize, con
     // SAFETY: 16 rows lie within a page; `codes` and `scores` are as large as `Score` says.
     unsafe {
         let queries = args.codes.add(row * steps);
-        let ahead = args.keys.streams(size);
+        let ahead = args.keys.streams(0, size);
         for first in (args.low / LANES * LANES..args.high).step_by(B * LANES) {
             let mut firsts = [first; B];
             for (b, block) in firsts.iter_mut().enumerate() {
@@ -261,7 +261,7 @@ unsafe fn accumulate_rows<S: Dot, C: Codes, const R: usize, const STEPS: usize>(
     let steps = if STEPS == 0 { args.dim / STEP } else { STEPS };
     let blocks = args.low / LANES..args.high.div_ceil(LANES);
     let rows: [Row; TILE / LANES] = std::array::from_fn(|i| args.chunk.row(i * LANES, size));
-    let ahead = (args.prefetch && row == 0).then(|| args.chunk.streams(size));
+    let ahead = (args.prefetch && row == 0).then(|| args.chunk.streams(0, size));
     let seen = (u64::MAX >> (TILE - args.high)) & (u64::MAX << args.low);
     // SAFETY: as the caller promises; 16 rows lie within a page, and pages without a row that is seen are not read.
     unsafe {
