@@ -147,9 +147,9 @@ unsafe fn score_blocks<S: Dot, C: Codes, const R: usize, const STEPS: usize, con
                     }
                     for i in part * COLUMNS / C::SCALES..(part + 1) * COLUMNS / C::SCALES {
                         // Evenly: what is asked for in bursts is not fetched.
-                        if row == 0 && i % 2 == 0 {
+                        if row == 0 {
                             let part = (first / (B * LANES) * steps + step) * COLUMNS + i;
-                            prefetch::<S>(&ahead, part / 2, B * LANES * C::STEP_BYTES / (COLUMNS / 2));
+                            prefetch::<S>(&ahead, part, B * LANES * C::STEP_BYTES / COLUMNS);
                         }
                         for r in 0..R {
                             let query = &*queries.add(r * steps + step);
