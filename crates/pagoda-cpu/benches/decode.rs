@@ -421,19 +421,22 @@ fn append(options: &Options) {
 
 fn prefill(options: &Options) {
     println!(
-        "prefill: GFLOP/s of 2048 new tokens at the end of 32768 (f16, 32/8x128; 4 flop a query, key and element)"
+        "prefill: GFLOP/s of 2048 new tokens at the end of 32768 (32/8x128; 4 flop a query, key and element)"
     );
+    let (context, new) = (32768usize, 2048usize);
+    let seen = new as f64 * (context as f64 - (new as f64 - 1.0) / 2.0);
     for threads in options.numbers("threads", "1,2") {
-        for deterministic in [false, true] {
-            let backend = Backend::new(threads, deterministic, Some(isa(options))).expect("supported");
-            let (context, new) = (32768usize, 2048usize);
-            let mut cache = Cache::new(shape("32/8x128"), RowFormat::F16, context, 64, true, new, COLD);
-            let start = Instant::now();
-            cache.attend(&backend, new as u32);
-            let seconds = start.elapsed().as_secs_f64();
-            let seen = new as f64 * (context as f64 - (new as f64 - 1.0) / 2.0);
-            let rate = seen * 32.0 * 128.0 * 4.0 / seconds / 1e9;
-            println!("{threads}T deterministic={deterministic}: {rate:6.1} GFLOP/s, {seconds:.2} s");
+        for word in options.words("formats", "f16") {
+            let mut cache = Cache::new(shape("32/8x128"), format(&word), context, 64, true, new, COLD);
+            print!("{threads}T {word:>5}:");
+            for deterministic in [false, true] {
+                let backend = Backend::new(threads, deterministic, Some(isa(options))).expect("supported");
+                let start = Instant::now();
+                cache.attend(&backend, new as u32);
+                let rate = seen * 32.0 * 128.0 * 4.0 / start.elapsed().as_secs_f64() / 1e9;
+                print!("  deterministic={deterministic} {rate:6.1}");
+            }
+            println!();
         }
     }
 }
