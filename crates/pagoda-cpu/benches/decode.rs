@@ -258,7 +258,7 @@ fn decode(options: &Options, samples: usize) {
     println!("decode: KV GB/s | sequential read GB/s | ratio (threads x page size), shuffled pages");
     let pages = options.numbers("pages", "64,256");
     for threads in options.numbers("threads", "1,2") {
-        let backend = Backend::new(threads, false, Some(isa(options))).expect("supported");
+        let backend = backend(options, threads, false);
         for shape_word in options.words("shapes", "32/8x128,8/2x256") {
             for format_word in options.words("formats", "f16,bf16,f32") {
                 for context in options.numbers("contexts", "4096,32768,131072") {
@@ -289,7 +289,7 @@ fn formats(options: &Options, samples: usize) {
         "formats: tokens a second, over those of the first format | KV GB/s (pages of 64, shuffled; medians)"
     );
     for threads in options.numbers("threads", "1,2") {
-        let backend = Backend::new(threads, false, Some(isa(options))).expect("supported");
+        let backend = backend(options, threads, false);
         for shape_word in options.words("shapes", "32/8x128,8/2x256") {
             for context in options.numbers("contexts", "32768,131072") {
                 let words = options.words("formats", "f16,int8,q8_0,q5_0,q4_0,mxfp4");
@@ -325,7 +325,7 @@ fn cached(options: &Options, samples: usize) {
         "cached: ns a token and K/V head, where memory is not read (one thread; the least of {} calls)",
         40 * samples
     );
-    let backend = Backend::new(1, false, Some(isa(options))).expect("supported");
+    let backend = backend(options, 1, false);
     for shape_word in options.words("cached", "4/1x128,4/1x256,1/1x128,8/1x128") {
         let shape = shape(&shape_word);
         let stored = (64 << 10) / shape.dim as usize;
@@ -362,7 +362,7 @@ fn order(options: &Options, samples: usize) {
     println!(
         "order: KV GB/s with one page for all | pages in order | shuffled (f16, 32/8x128, 32768, 1 thread)"
     );
-    let backend = Backend::new(1, false, Some(isa(options))).expect("supported");
+    let backend = backend(options, 1, false);
     for page in options.numbers("pages", "64,256") {
         let rates = [(4096, false), (page, false), (page, true)].map(|(page, shuffled)| {
             let mut cache = Cache::new(shape("32/8x128"), RowFormat::F16, 32768, page, shuffled, 1, COLD);
@@ -385,7 +385,7 @@ fn order(options: &Options, samples: usize) {
 fn small(options: &Options) {
     println!("small: microseconds of a call (median of 2000)");
     for threads in options.numbers("threads", "1,2") {
-        let backend = Backend::new(threads, false, Some(isa(options))).expect("supported");
+        let backend = backend(options, threads, false);
         for context in [1, 64, 512] {
             let mut cache = Cache::new(shape("32/8x128"), RowFormat::F16, context, 64, false, 1, COLD);
             let times = (0..2000).map(|_| {
@@ -402,7 +402,7 @@ fn small(options: &Options) {
 /// Nanoseconds that one thread takes for a row of K or V on its way into a page, of 64 tokens; rotated or as they come.
 fn append(options: &Options) {
     println!("append: ns a row of 128, f32 to a format, as it is | rotated (the least of 500 calls)");
-    let backend = Backend::new(1, false, Some(isa(options))).expect("supported");
+    let backend = backend(options, 1, false);
     for word in options.words("formats", "f32,f16,fp8e4m3,int8,q8_0,q5_0,q4_0,mxfp4,nvfp4") {
         let mut cache = Cache::new(shape("8/8x128"), format(&word), 64, 64, false, 64, 1);
         print!("  {word:>7}:");
@@ -430,7 +430,7 @@ fn prefill(options: &Options) {
             let mut cache = Cache::new(shape("32/8x128"), format(&word), context, 64, true, new, COLD);
             print!("{threads}T {word:>5}:");
             for deterministic in [false, true] {
-                let backend = Backend::new(threads, deterministic, Some(isa(options))).expect("supported");
+                let backend = backend(options, threads, deterministic);
                 let start = Instant::now();
                 cache.attend(&backend, new as u32);
                 let rate = seen * 32.0 * 128.0 * 4.0 / start.elapsed().as_secs_f64() / 1e9;
@@ -447,6 +447,11 @@ fn isa(options: &Options) -> Isa {
     let word = &options.words("isa", &best)[0];
     let named = Isa::ALL.into_iter().find(|isa| isa.to_string() == *word);
     named.unwrap_or_else(|| panic!("{word} is not an instruction set: one of {:?}", Isa::ALL))
+}
+
+/// A backend with that instruction set.
+fn backend(options: &Options, threads: usize, deterministic: bool) -> Backend {
+    Backend::new(threads, deterministic, Some(isa(options))).expect("supported")
 }
 
 fn main() {

@@ -436,6 +436,7 @@ pub(crate) unsafe fn accumulate<S: Simd, F: Stored>(args: &Accumulate<'_>) {
     let mut low = args.low;
     let mut ahead = args.chunk.lines_ahead(low, args.size);
     while low < args.high {
+        // As where it is scored.
         if low == TILE / 2 {
             ahead = args.chunk.lines_ahead(low, args.size);
         }
