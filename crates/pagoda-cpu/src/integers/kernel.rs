@@ -213,8 +213,8 @@ impl<const R: usize> Weights<R> {
                 for r in 0..R {
                     for i in 0..TILE / LANES {
                         let weight = S::load(weights.add(r * TILE + i * LANES));
-                        most[part][r] =
-                            S::larger(most[part][r], S::magnitudes(S::mul(weight, scales[part][i])));
+                        let product = S::mul(weight, scales[part][i]);
+                        most[part][r] = S::larger(most[part][r], S::magnitudes(product));
                     }
                 }
             }
@@ -236,9 +236,8 @@ impl<const R: usize> Weights<R> {
                     for i in 0..TILE / LANES {
                         let weight = S::load(weights.add(r * TILE + i * LANES));
                         codes[i] = S::to_integers(S::mul(S::mul(weight, scales[part][i]), inverse));
-                        sums[part][r] = S::add(sums[part][r], codes[i]);
                     }
-                    S::pack(codes, C::BYTES, &mut (*this).words[part][r]);
+                    sums[part][r] = S::pack(codes, C::BYTES, &mut (*this).words[part][r]);
                 }
             }
             let mut start = S::sums(sums);
@@ -318,6 +317,11 @@ impl<const R: usize> Columns<'_, R> {
         // SAFETY: as the caller promises.
         unsafe {
             let mut sums = [[S::begin(0, C::BYTES); H]; R];
+            for r in 0..R {
+                for h in 0..H {
+                    sums[r][h] = S::begin((*weights).start[part_of(h)][r], C::BYTES);
+                }
+            }
             for block in args.low / LANES..args.high.div_ceil(LANES) {
                 for quad in 0..LANES / QUAD {
                     let first = rows[block].data.wrapping_add(quad * QUAD * size.bytes);
@@ -346,10 +350,9 @@ impl<const R: usize> Columns<'_, R> {
             for r in 0..R {
                 let decay = S::floats(args.decay.map_or(1.0, |decay| *decay.add(row + r)));
                 for h in 0..H {
-                    let start = S::integers((*weights).start[part_of(h)][r]);
                     let scale = S::floats((*weights).scale[part_of(h)][r]);
-                    let sum = S::add(S::in_order(S::total(sums[r][h], C::BYTES)), start);
-                    let sum = S::mul(S::to_floats(sum), scale);
+                    let sum = S::to_floats(S::in_order(S::total(sums[r][h], C::BYTES)));
+                    let sum = S::mul(sum, scale);
                     let first = step * STEP + (half + h) * LANES;
                     let values = args.values.add((row + r) * args.stride + first);
                     S::store(values, S::fma(decay, S::load(values), sum));

@@ -30,7 +30,7 @@ use crate::rows::Element;
 pub enum Isa {
     /// [`Avx512Vnni`](Self::Avx512Vnni) with the dot products of BF16, for rows of fp8_e4m3.
     Avx512Bf16,
-    /// [`Avx512`](Self::Avx512) with the dot products of VNNI, which VBMI and BITALG prepare.
+    /// [`Avx512`](Self::Avx512) with the dot products of VNNI, which VBMI, BITALG and GFNI prepare.
     Avx512Vnni,
     /// AVX-512 F, BW, DQ and VL.
     Avx512,
@@ -77,6 +77,7 @@ impl Isa {
                 is_x86_feature_detected!("avx512vnni")
                     && is_x86_feature_detected!("avx512vbmi")
                     && is_x86_feature_detected!("avx512bitalg")
+                    && is_x86_feature_detected!("gfni")
                     && Self::Avx512.is_supported()
             }
             #[cfg(target_arch = "x86_64")]
@@ -423,7 +424,7 @@ macro_rules! products {
     };
 }
 
-products!(#[cfg(target_arch = "x86_64")] mod avx512vnni_products, dot::avx512::Vnni512, "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,avx512bitalg,avx2,fma");
+products!(#[cfg(target_arch = "x86_64")] mod avx512vnni_products, dot::avx512::Vnni512, "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,avx512bitalg,gfni,avx2,fma");
 products!(#[cfg(target_arch = "x86_64")] mod avxvnni_products, dot::avx2::Dot256<true>, "avxvnni,avx2,fma,f16c");
 products!(#[cfg(target_arch = "x86_64")] mod avx2madd_products, dot::avx2::Dot256<false>, "avx2,fma,f16c");
 products!(#[cfg(target_arch = "aarch64")] mod neondot_products, dot::neon::NeonDot, "neon,dotprod");

@@ -189,11 +189,6 @@ impl<const VNNI: bool> Dot for Dot256<VNNI> {
         unsafe { both!(_mm256_cvtps_epi32, v) }
     }
     #[inline(always)]
-    unsafe fn add(a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] {
-        // SAFETY: see the impl.
-        unsafe { both!(_mm256_add_epi32, a, b) }
-    }
-    #[inline(always)]
     unsafe fn larger(a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] {
         // SAFETY: see the impl.
         unsafe { both!(_mm256_max_epi32, a, b) }
@@ -209,9 +204,12 @@ impl<const VNNI: bool> Dot for Dot256<VNNI> {
         unsafe { reduce!(v, _mm256_max_epi32, _mm_max_epi32) }
     }
     #[inline(always)]
-    unsafe fn pack(numbers: [[__m256i; 2]; 4], bytes: usize, words: &mut [[i32; LANES]; 2]) {
+    unsafe fn pack(numbers: [[__m256i; 2]; 4], bytes: usize, words: &mut [[i32; LANES]; 2]) -> [__m256i; 2] {
         // SAFETY: see the impl.
         unsafe {
+            let ab = both!(_mm256_add_epi32, numbers[0], numbers[1]);
+            let cd = both!(_mm256_add_epi32, numbers[2], numbers[3]);
+            let sum = both!(_mm256_add_epi32, ab, cd);
             // Of 16 numbers, 0 to 3 and 8 to 11 in one part and the others in the other.
             let [a, b, c, d] = [
                 _mm256_packs_epi32(numbers[0][0], numbers[0][1]),
@@ -226,7 +224,7 @@ impl<const VNNI: bool> Dot for Dot256<VNNI> {
                     let quads = _mm256_permutevar8x32_epi32(quads, order);
                     _mm256_storeu_si256(words[0].as_mut_ptr().add(8 * i).cast(), quads);
                 }
-                return;
+                return sum;
             }
             let order = _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7);
             for (i, quads) in [a, b, c, d].into_iter().enumerate() {
@@ -238,6 +236,7 @@ impl<const VNNI: bool> Dot for Dot256<VNNI> {
                 _mm_storeu_si128(first, _mm256_castsi256_si128(quads));
                 _mm_storeu_si128(second, _mm256_extracti128_si256::<1>(quads));
             }
+            sum
         }
     }
 

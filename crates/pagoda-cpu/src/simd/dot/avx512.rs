@@ -6,7 +6,7 @@ use super::{COLUMNS, Dot, LANES, column};
 use crate::integers::{QUAD, STEP};
 use crate::simd::avx512::e4m3;
 
-/// AVX-512 F, BW, DQ, VL, VNNI, VBMI and BITALG.
+/// AVX-512 F, BW, DQ, VL, VNNI, VBMI, BITALG and GFNI.
 pub(crate) struct Vnni512;
 
 /// An array of vectors, without closures: those that are not inlined pass vectors through memory.
@@ -75,8 +75,11 @@ unsafe fn transpose(v: [__m512i; 4]) -> [__m512i; 4] {
 unsafe fn nibbles(v: __m512i, half: usize) -> __m512i {
     // SAFETY: the caller has AVX-512.
     unsafe {
-        let v = if half == 0 { v } else { _mm512_srli_epi16::<4>(v) };
-        _mm512_and_si512(v, _mm512_set1_epi8(15))
+        if half == 0 {
+            return _mm512_and_si512(v, _mm512_set1_epi8(15));
+        }
+        // A product of bits: row `i` of the matrix says which bits make bit `i` of the result.
+        _mm512_gf2p8affine_epi64_epi8::<0>(v, _mm512_set1_epi64(0x1020_4080_0000_0000))
     }
 }
 
@@ -182,11 +185,6 @@ impl Dot for Vnni512 {
         unsafe { _mm512_cvtps_epi32(v) }
     }
     #[inline(always)]
-    unsafe fn add(a: __m512i, b: __m512i) -> __m512i {
-        // SAFETY: see the impl.
-        unsafe { _mm512_add_epi32(a, b) }
-    }
-    #[inline(always)]
     unsafe fn larger(a: __m512i, b: __m512i) -> __m512i {
         // SAFETY: see the impl.
         unsafe { _mm512_max_epi32(a, b) }
@@ -202,7 +200,7 @@ impl Dot for Vnni512 {
         unsafe { reduce(v, |a, b| _mm512_max_epi32(a, b)) }
     }
     #[inline(always)]
-    unsafe fn pack(numbers: [__m512i; 4], bytes: usize, words: &mut [[i32; LANES]; 2]) {
+    unsafe fn pack(numbers: [__m512i; 4], bytes: usize, words: &mut [[i32; LANES]; 2]) -> __m512i {
         /// Where the lower byte of a number lies after two vectors have been packed to one, twice.
         const LOW: [u8; 64] = {
             let mut index = [0; 64];
@@ -218,19 +216,24 @@ impl Dot for Vnni512 {
         // SAFETY: see the impl.
         unsafe {
             let (a, b) = (_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d));
-            let high = if bytes == 1 {
+            let (zeros, ones) = (_mm512_setzero_si512(), _mm512_set1_epi16(1));
+            let (high, sum) = if bytes == 1 {
                 // Of four vectors packed to one the words lie four apart.
                 let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-                _mm512_permutexvar_epi32(order, _mm512_packs_epi16(a, b))
+                let all = _mm512_packs_epi16(a, b);
+                (_mm512_permutexvar_epi32(order, all), _mm512_dpbusd_epi32(zeros, _mm512_set1_epi8(1), all))
             } else {
+                let sum = _mm512_dpwssd_epi32(_mm512_madd_epi16(a, ones), b, ones);
                 let order = _mm512_loadu_si512(LOW.as_ptr().cast());
                 let low = _mm512_permutex2var_epi8(a, order, b);
                 _mm512_storeu_si512(words[1].as_mut_ptr().cast(), low);
                 let half = _mm512_set1_epi16(128);
                 let (a, b) = (_mm512_add_epi16(a, half), _mm512_add_epi16(b, half));
-                _mm512_permutex2var_epi8(a, _mm512_add_epi8(order, _mm512_set1_epi8(1)), b)
+                let high = _mm512_add_epi8(order, _mm512_set1_epi8(1));
+                (_mm512_permutex2var_epi8(a, high, b), sum)
             };
             _mm512_storeu_si512(words[0].as_mut_ptr().cast(), high);
+            sum
         }
     }
 

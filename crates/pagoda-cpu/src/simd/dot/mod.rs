@@ -46,15 +46,14 @@ pub(crate) trait Dot {
     unsafe fn to_floats(v: Self::Words) -> Self::Floats;
     /// Nearest integers, ties to even.
     unsafe fn to_integers(v: Self::Floats) -> Self::Words;
-    unsafe fn add(a: Self::Words, b: Self::Words) -> Self::Words;
     /// The larger, signed.
     unsafe fn larger(a: Self::Words, b: Self::Words) -> Self::Words;
     /// The sums of vectors, that of `v[i][j]` at `4 * i + j`.
     unsafe fn sums(v: [[Self::Words; 4]; 4]) -> [i32; LANES];
     /// The largest lanes of vectors likewise.
     unsafe fn largest(v: [[Self::Words; 4]; 4]) -> [i32; LANES];
-    /// Writes [`words`](crate::integers::words) of 64 numbers.
-    unsafe fn pack(numbers: [Self::Words; 4], bytes: usize, words: &mut [[i32; LANES]; 2]);
+    /// Writes [`words`](crate::integers::words) of 64 numbers, and gives numbers that have the same sum.
+    unsafe fn pack(numbers: [Self::Words; 4], bytes: usize, words: &mut [[i32; LANES]; 2]) -> Self::Words;
 
     /// Sums that begin with a number.
     unsafe fn begin(start: i32, bytes: usize) -> [Self::Words; 2];

@@ -211,11 +211,6 @@ impl Dot for NeonDot {
         unsafe { four!(|I| vcvtnq_s32_f32(v[I])) }
     }
     #[inline(always)]
-    unsafe fn add(a: [int32x4_t; 4], b: [int32x4_t; 4]) -> [int32x4_t; 4] {
-        // SAFETY: see the impl.
-        unsafe { four!(|I| vaddq_s32(a[I], b[I])) }
-    }
-    #[inline(always)]
     unsafe fn larger(a: [int32x4_t; 4], b: [int32x4_t; 4]) -> [int32x4_t; 4] {
         // SAFETY: see the impl.
         unsafe { four!(|I| vmaxq_s32(a[I], b[I])) }
@@ -231,7 +226,11 @@ impl Dot for NeonDot {
         unsafe { reduce!(v, vmaxq_s32, vpmaxq_s32) }
     }
     #[inline(always)]
-    unsafe fn pack(numbers: [[int32x4_t; 4]; 4], bytes: usize, words: &mut [[i32; LANES]; 2]) {
+    unsafe fn pack(
+        numbers: [[int32x4_t; 4]; 4],
+        bytes: usize,
+        words: &mut [[i32; LANES]; 2],
+    ) -> [int32x4_t; 4] {
         for (i, [a, b, c, d]) in numbers.into_iter().enumerate() {
             // SAFETY: see the impl.
             unsafe {
@@ -250,6 +249,9 @@ impl Dot for NeonDot {
                 vst1q_s32(words[1].as_mut_ptr().add(4 * i), low);
             }
         }
+        let [a, b, c, d] = numbers;
+        // SAFETY: see the impl.
+        unsafe { four!(|I| vaddq_s32(vaddq_s32(a[I], b[I]), vaddq_s32(c[I], d[I]))) }
     }
 
     /// Products with high bytes, or the only ones, and with low bytes.
