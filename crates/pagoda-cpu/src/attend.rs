@@ -5,11 +5,12 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use pagoda_core::layout::{LayerGeometry, Plane, Strip};
+use pagoda_core::layout::{LayerGeometry, Plane, RowFormat, Strip};
 use pagoda_core::table::{Sight, SpanView};
 use pagoda_core::work::{Piece, RUN_TILES, TILE, pieces};
 
 use crate::backend::Backend;
+use crate::decoded::{self, MANY};
 use crate::integers::{QueryStep, STEP};
 use crate::kernel::{ALIGN, Accumulate, Chunk, Fold, Lines, PIECES, RowSize, STREAMS, Score, Softmax};
 use crate::layer::{Layer, PagedKv};
@@ -55,8 +56,8 @@ struct Worker {
     state: Floats,
     /// That of the present run, if it is not the first.
     run: Floats,
-    /// Keys that are not stored, and queries turned for them.
-    derived: Floats,
+    /// Rows of a tile as floats, or keys that are not stored and queries turned for them.
+    decoded: Floats,
     /// Cosines and sines.
     angles: Vec<(f32, f32)>,
 }
@@ -152,6 +153,8 @@ struct Call<'a> {
     /// Those that read rows of K, and of V.
     keys: &'static RowKernels,
     values: &'static RowKernels,
+    /// Whether many query rows take tiles that are decoded for them, of K and of V.
+    decodes: [bool; 2],
     kv: PagedKv<'a>,
     queries: Rows,
     target: Target<'a>,
@@ -193,13 +196,21 @@ pub(crate) unsafe fn attend(
     let carried = part.map(|part| part.carried.0.take(plan.carried).as_mut_ptr());
     let layer = kv.layer;
     let LayerGeometry { head_dim, v_head_dim, k_format, .. } = layer.geometry;
+    let v_format = layer.geometry.v_rows();
+    let keys = match layer.derived {
+        Some(_) => kernels.float_rows(k_format),
+        None => kernels.rows(k_format, head_dim, layer.page_size),
+    };
+    let values = kernels.rows(v_format, v_head_dim, layer.page_size);
+    // Products of integers are faster still, those of bfloat16 are not.
+    let decodes = |rows: &RowKernels, format| {
+        !deterministic && (rows.quantise.is_none() || format == RowFormat::Fp8E4m3)
+    };
     let call = Call {
         kernels,
-        keys: match layer.derived {
-            Some(_) => kernels.float_rows(k_format),
-            None => kernels.rows(k_format, head_dim, layer.page_size),
-        },
-        values: kernels.rows(layer.geometry.v_rows(), v_head_dim, layer.page_size),
+        keys,
+        values,
+        decodes: [decodes(keys, k_format) && layer.derived.is_none(), decodes(values, v_format)],
         kv: *kv,
         queries,
         target,
@@ -304,7 +315,7 @@ impl Call<'_> {
     unsafe fn item(&self, item: &Item, worker: &mut Worker) {
         let (group, layer) = (&self.plan.groups[item.group], self.kv.layer);
         let (rows, floats) = self.size(group);
-        let Worker { queries, codes, scores, biases, decay, state, run, derived, angles } = worker;
+        let Worker { queries, codes, scores, biases, decay, state, run, decoded, angles } = worker;
         let is_part = group.parts > 1 || self.carried.is_some();
         let mut state = if is_part {
             // SAFETY: it is this item's.
@@ -327,7 +338,7 @@ impl Call<'_> {
             scores: scores.take(cells(group.queries) * head_rows * TILE),
             biases: biases.take(rows),
             decay: decay.take(cells(group.queries) * head_rows),
-            derived: derived.take(layer.derived.as_ref().map_or(0, |derived| derived.scratch(head_rows))),
+            decoded: decoded.take(self.decoded(head_rows)),
         };
         // SAFETY: as the caller promises.
         unsafe { pass.runs(&item.tiles, &mut state, &mut run, angles) };
@@ -342,6 +353,18 @@ impl Call<'_> {
             // SAFETY: as the caller promises; groups have disjoint rows.
             unsafe { self.finish(group, &mut state) };
         }
+    }
+
+    /// Whether so many query rows of a head take K that is decoded for them.
+    fn decodes_keys(&self, rows: usize) -> bool {
+        rows >= MANY && self.decodes[0]
+    }
+
+    /// Floats that a tile is decoded to for so many query rows of a head.
+    fn decoded(&self, rows: usize) -> usize {
+        let LayerGeometry { head_dim, v_head_dim, .. } = self.kv.layer.geometry;
+        let derived = self.kv.layer.derived.as_ref().map_or(0, |derived| derived.scratch(rows));
+        if rows < MANY { derived } else { derived.max(decoded::scratch(head_dim.max(v_head_dim) as usize)) }
     }
 
     /// Query rows of a group, and floats of their state.
@@ -508,7 +531,7 @@ struct Pass<'a> {
     scores: &'a mut [f32],
     biases: &'a mut [f32],
     decay: &'a mut [f32],
-    derived: &'a mut [f32],
+    decoded: &'a mut [f32],
 }
 
 impl Pass<'_> {
@@ -524,6 +547,8 @@ impl Pass<'_> {
         let rows = self.queries.chunks_exact_mut(dim.next_multiple_of(ALIGN));
         let rows = rows.zip(&mut *self.biases);
         let mut codes = self.codes.chunks_exact_mut((dim / STEP).max(1));
+        let decodes = self.call.decodes_keys(self.group.queries * layer.group());
+        let quantise = self.call.keys.quantise.filter(|_| !decodes);
         for ((row, bias), (token, head)) in rows.zip(group_rows(self.group, layer.group())) {
             // SAFETY: `queries` has a row for every query and head.
             unsafe { load(source.row(token, head), row.as_mut_ptr().cast(), dim) };
@@ -544,7 +569,7 @@ impl Pass<'_> {
             if layer.transform.rotate_k {
                 rotate(&mut row[..dim]);
             }
-            if let Some(quantise) = self.call.keys.quantise {
+            if let Some(quantise) = quantise {
                 // SAFETY: the kernels are for this CPU.
                 unsafe { quantise(&row[..dim], codes.next().expect("integers of every row")) };
             }
@@ -711,7 +736,8 @@ impl Pass<'_> {
         // SAFETY: the tile holds the rows `low..high`, and the scratch is as large as the kernel wants.
         unsafe {
             match &layer.derived {
-                Some(derived) => derived.score(kernels, format, &score, tile, self.derived),
+                Some(derived) => derived.score(kernels, format, &score, tile, self.decoded),
+                None if self.call.decodes_keys(rows) => decoded::score(kernels, format, &score, self.decoded),
                 None => (self.call.keys.score)(&score),
             }
         }
@@ -780,7 +806,13 @@ impl Pass<'_> {
                 prefetch: part.start == 0 && v_format.is_some(),
             };
             // SAFETY: the tile holds the rows `low..high`, and the state has the rows of the part.
-            unsafe { (call.values.accumulate)(&accumulate) };
+            unsafe {
+                if part.len() >= MANY && call.decodes[1] {
+                    decoded::accumulate(call.kernels, layer.geometry.v_rows(), &accumulate, self.decoded);
+                } else {
+                    (call.values.accumulate)(&accumulate);
+                }
+            };
         }
     }
 }

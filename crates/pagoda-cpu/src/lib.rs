@@ -9,6 +9,7 @@ mod attend;
 mod backend;
 mod codec;
 mod convert;
+mod decoded;
 mod derived;
 mod integers;
 mod kernel;

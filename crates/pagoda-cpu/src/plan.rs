@@ -13,7 +13,7 @@ use crate::kernel::ALIGN;
 use crate::layer::{Layer, PagedKv, SequenceTable};
 
 /// Query rows of a K/V head that go through a tile together.
-const ROWS: usize = 64;
+const ROWS: usize = 128;
 /// Query rows of all K/V heads of a group, where a group has several.
 const GROUP_ROWS: usize = 128;
 /// Fewer tiles than this are not worth a merge.

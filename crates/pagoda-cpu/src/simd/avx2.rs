@@ -3,6 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::Simd;
+use crate::kernel::ALIGN;
 
 /// AVX2, FMA and F16C.
 pub(crate) struct Avx2;
@@ -96,6 +97,30 @@ impl Simd for Avx2 {
             let n = _mm256_cvtps_epi32(n);
             let half = _mm256_srai_epi32::<1>(n);
             _mm256_mul_ps(_mm256_mul_ps(v, power(half)), power(_mm256_sub_epi32(n, half)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn transpose(v: &mut [__m256; ALIGN]) {
+        // SAFETY: see the impl.
+        unsafe {
+            // In every 128 bits, four numbers of one column.
+            for rows in v[..8].as_chunks_mut::<4>().0 {
+                let [a, b, c, d] = *rows;
+                let wide = |v| _mm256_castps_pd(v);
+                let (ab, cd) = (wide(_mm256_unpacklo_ps(a, b)), wide(_mm256_unpacklo_ps(c, d)));
+                let (ef, gh) = (wide(_mm256_unpackhi_ps(a, b)), wide(_mm256_unpackhi_ps(c, d)));
+                *rows = [
+                    _mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd)),
+                    _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd)),
+                    _mm256_castpd_ps(_mm256_unpacklo_pd(ef, gh)),
+                    _mm256_castpd_ps(_mm256_unpackhi_pd(ef, gh)),
+                ];
+            }
+            for i in 0..4 {
+                let (a, b) = (v[i], v[i + 4]);
+                v[i] = _mm256_permute2f128_ps::<0x20>(a, b);
+                v[i + 4] = _mm256_permute2f128_ps::<0x31>(a, b);
+            }
         }
     }
     #[inline(always)]

@@ -4,6 +4,7 @@ use std::arch::x86_64::*;
 
 use super::Simd;
 use super::avx2::Avx2;
+use crate::kernel::ALIGN;
 
 /// AVX-512 F, BW, DQ and VL.
 pub(crate) struct Avx512;
@@ -114,6 +115,37 @@ impl Simd for Avx512 {
     unsafe fn scale(v: __m512, n: __m512) -> __m512 {
         // SAFETY: see the impl.
         unsafe { _mm512_scalef_ps(v, n) }
+    }
+    #[inline(always)]
+    unsafe fn transpose(v: &mut [__m512; ALIGN]) {
+        // SAFETY: see the impl.
+        unsafe {
+            // In every 128 bits, four numbers of one column.
+            for rows in v.as_chunks_mut::<4>().0 {
+                let [a, b, c, d] = *rows;
+                let wide = |v| _mm512_castps_pd(v);
+                let (ab, cd) = (wide(_mm512_unpacklo_ps(a, b)), wide(_mm512_unpacklo_ps(c, d)));
+                let (ef, gh) = (wide(_mm512_unpackhi_ps(a, b)), wide(_mm512_unpackhi_ps(c, d)));
+                *rows = [
+                    _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)),
+                    _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)),
+                    _mm512_castpd_ps(_mm512_unpacklo_pd(ef, gh)),
+                    _mm512_castpd_ps(_mm512_unpackhi_pd(ef, gh)),
+                ];
+            }
+            // Those four of all rows.
+            for i in 0..4 {
+                let [a, b, c, d] = [v[i], v[i + 4], v[i + 8], v[i + 12]];
+                let even_ab = _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b);
+                let even_cd = _mm512_shuffle_f32x4::<0b10_00_10_00>(c, d);
+                let odd_ab = _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b);
+                let odd_cd = _mm512_shuffle_f32x4::<0b11_01_11_01>(c, d);
+                v[i] = _mm512_shuffle_f32x4::<0b10_00_10_00>(even_ab, even_cd);
+                v[i + 4] = _mm512_shuffle_f32x4::<0b10_00_10_00>(odd_ab, odd_cd);
+                v[i + 8] = _mm512_shuffle_f32x4::<0b11_01_11_01>(even_ab, even_cd);
+                v[i + 12] = _mm512_shuffle_f32x4::<0b11_01_11_01>(odd_ab, odd_cd);
+            }
+        }
     }
     #[inline(always)]
     unsafe fn max_quad(v: [__m512; 4], out: *mut f32) {

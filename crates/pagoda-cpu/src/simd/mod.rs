@@ -19,9 +19,10 @@ use std::fmt;
 
 use pagoda_core::layout::RowFormat;
 
+use crate::decoded::{self, Decode, Decoders, Multiply};
 use crate::derived::{self, Derive, Turn};
 use crate::integers::{QueryStep, STEP};
-use crate::kernel::{self, Accumulate, Fold, Score, Softmax};
+use crate::kernel::{self, ALIGN, Accumulate, Fold, Score, Softmax};
 use crate::rows::Element;
 
 /// An instruction set that attention can run on. Those with dot products of integers multiply rows that are stored as such so
@@ -186,16 +187,23 @@ type ProductKernels = fn(RowFormat, usize) -> Option<&'static RowKernels>;
 /// See [`ProductKernels`].
 const PRODUCT_ROWS: usize = 16;
 
+/// Kernels that read stored rows of one format as floats.
+struct FloatKernels {
+    rows: RowKernels,
+    derive: unsafe fn(&Derive<'_>),
+    decoders: Decoders,
+}
+
 /// The kernels of one instruction set.
 pub(crate) struct Kernels {
     convert: [[Convert; 3]; 3],
-    rows: [RowKernels; RowFormat::ALL.len()],
-    derive: [unsafe fn(&Derive<'_>); RowFormat::ALL.len()],
+    floats: [FloatKernels; RowFormat::ALL.len()],
     products: ProductKernels,
     pub(crate) encode: Encode,
     pub(crate) softmax: unsafe fn(&mut Softmax<'_>),
     pub(crate) fold: unsafe fn(&mut Fold<'_>),
     pub(crate) turn: unsafe fn(&Turn),
+    pub(crate) multiply: unsafe fn(&Multiply<'_>),
 }
 
 impl Kernels {
@@ -213,12 +221,17 @@ impl Kernels {
 
     /// Reads rows as floats.
     pub(crate) fn float_rows(&self, format: RowFormat) -> &RowKernels {
-        &self.rows[format as usize]
+        &self.floats[format as usize].rows
     }
 
     /// Makes keys of rows.
     pub(crate) fn derive(&self, format: RowFormat) -> unsafe fn(&Derive<'_>) {
-        self.derive[format as usize]
+        self.floats[format as usize].derive
+    }
+
+    /// Decodes rows.
+    pub(crate) fn decoders(&self, format: RowFormat) -> &Decoders {
+        &self.floats[format as usize].decoders
     }
 }
 
@@ -248,6 +261,8 @@ pub(crate) trait Simd {
     unsafe fn round(v: Self::V) -> Self::V;
     /// `v * 2^n` for integers `n` in -200..=8.
     unsafe fn scale(v: Self::V, n: Self::V) -> Self::V;
+    /// Of as many vectors as there are lanes, lane `i` of vector `j` to lane `j` of vector `i`; those behind them are left alone.
+    unsafe fn transpose(v: &mut [Self::V; ALIGN]);
     /// Writes the largest lanes of four vectors.
     unsafe fn max_quad(v: [Self::V; 4], out: *mut f32);
     /// Writes the lane sums of `v[r][0..4]` to `out + r * stride`, added in an order that does not depend on `R`.
@@ -323,6 +338,21 @@ macro_rules! kernels {
                 unsafe { derived::derive::<$simd, F>(args) }
             }
             $(#[target_feature(enable = $features)])?
+            unsafe fn columns<F: Stored>(args: &Decode<'_>) {
+                // SAFETY: as the caller promises.
+                unsafe { decoded::columns::<$simd, F>(args) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn rows<F: Stored>(args: &Decode<'_>) {
+                // SAFETY: as the caller promises.
+                unsafe { decoded::rows::<$simd, F>(args) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn multiply(args: &Multiply<'_>) {
+                // SAFETY: as the caller promises.
+                unsafe { decoded::multiply::<$simd>(args) }
+            }
+            $(#[target_feature(enable = $features)])?
             unsafe fn turn(args: &Turn) {
                 // SAFETY: as the caller promises.
                 unsafe { derived::turn::<$simd>(args) }
@@ -339,39 +369,32 @@ macro_rules! kernels {
                     [convert::<F16, F32>, convert::<F16, F16>, convert::<F16, Bf16>],
                     [convert::<Bf16, F32>, convert::<Bf16, F16>, convert::<Bf16, Bf16>],
                 ],
-                rows: [
-                    rows::<F32>(),
-                    rows::<F16>(),
-                    rows::<Bf16>(),
-                    rows::<Fp8E4m3>(),
-                    rows::<Int8>(),
-                    rows::<Q8_0>(),
-                    rows::<Q5_0>(),
-                    rows::<Q4_0>(),
-                    rows::<Mxfp4>(),
-                    rows::<Nvfp4>(),
-                ],
-                derive: [
-                    derive::<F32>,
-                    derive::<F16>,
-                    derive::<Bf16>,
-                    derive::<Fp8E4m3>,
-                    derive::<Int8>,
-                    derive::<Q8_0>,
-                    derive::<Q5_0>,
-                    derive::<Q4_0>,
-                    derive::<Mxfp4>,
-                    derive::<Nvfp4>,
+                floats: [
+                    floats::<F32>(),
+                    floats::<F16>(),
+                    floats::<Bf16>(),
+                    floats::<Fp8E4m3>(),
+                    floats::<Int8>(),
+                    floats::<Q8_0>(),
+                    floats::<Q5_0>(),
+                    floats::<Q4_0>(),
+                    floats::<Mxfp4>(),
+                    floats::<Nvfp4>(),
                 ],
                 products: |_, _| None,
                 encode,
                 softmax,
                 fold,
                 turn,
+                multiply,
             };
 
-            const fn rows<F: Stored>() -> RowKernels {
-                RowKernels { score: score::<F>, accumulate: accumulate::<F>, quantise: None }
+            const fn floats<F: Stored>() -> FloatKernels {
+                FloatKernels {
+                    rows: RowKernels { score: score::<F>, accumulate: accumulate::<F>, quantise: None },
+                    derive: derive::<F>,
+                    decoders: Decoders { columns: columns::<F>, rows: rows::<F> },
+                }
             }
         }
     };

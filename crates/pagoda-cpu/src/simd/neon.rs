@@ -3,6 +3,7 @@
 use std::arch::aarch64::*;
 
 use super::Simd;
+use crate::kernel::ALIGN;
 
 /// Advanced SIMD.
 pub(crate) struct Neon;
@@ -82,6 +83,19 @@ impl Simd for Neon {
             let n = vcvtq_s32_f32(n);
             let half = vshrq_n_s32::<1>(n);
             vmulq_f32(vmulq_f32(v, power(half)), power(vsubq_s32(n, half)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn transpose(v: &mut [float32x4_t; ALIGN]) {
+        // SAFETY: see the impl.
+        unsafe {
+            let wide = |v| vreinterpretq_f64_f32(v);
+            let (ab, cd) = (wide(vtrn1q_f32(v[0], v[1])), wide(vtrn1q_f32(v[2], v[3])));
+            let (ef, gh) = (wide(vtrn2q_f32(v[0], v[1])), wide(vtrn2q_f32(v[2], v[3])));
+            v[0] = vreinterpretq_f32_f64(vtrn1q_f64(ab, cd));
+            v[1] = vreinterpretq_f32_f64(vtrn1q_f64(ef, gh));
+            v[2] = vreinterpretq_f32_f64(vtrn2q_f64(ab, cd));
+            v[3] = vreinterpretq_f32_f64(vtrn2q_f64(ef, gh));
         }
     }
     #[inline(always)]

@@ -5,6 +5,7 @@ use std::array::from_fn;
 use super::Simd;
 use crate::codec::e4m3;
 use crate::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+use crate::kernel::ALIGN;
 
 /// Portable Rust.
 pub(crate) struct Scalar;
@@ -81,6 +82,13 @@ impl Simd for Scalar {
             let power = |n: i32| f32::from_bits((n.wrapping_add(127) as u32) << 23);
             v[i] * power(half) * power(n - half)
         })
+    }
+    #[inline(always)]
+    unsafe fn transpose(v: &mut [V; ALIGN]) {
+        let rows = *v;
+        for (j, column) in v[..8].iter_mut().enumerate() {
+            *column = from_fn(|i| rows[i][j]);
+        }
     }
     #[inline(always)]
     unsafe fn max_quad(v: [V; 4], out: *mut f32) {
