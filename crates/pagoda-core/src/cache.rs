@@ -501,6 +501,25 @@ mod tests {
         cache.audit().unwrap();
     }
 
+    /// A page that a sequence was truncated into is reopened by the step that writes there, not by one that is refused.
+    #[test]
+    fn a_refused_step_leaves_plans_and_truncated_pages_as_they_were() {
+        let mut cache = cache();
+        let sequence = cache.create().unwrap();
+        cache.reserve(&[(sequence, 4)]).unwrap();
+        let epoch = cache.commit(None).unwrap();
+        cache.retire(epoch).unwrap();
+        cache.truncate(sequence, 2).unwrap();
+        let mut sealed = Selection::of(0..2, vec![GroupId(0)]);
+        sealed.sealed = true;
+        let plan = cache.plan(sequence, Tier::Host, &sealed).unwrap();
+        assert_eq!(plan.moves().len(), 1);
+        assert!(matches!(cache.reserve(&[(sequence, 1 << 20)]), Err(Error::OutOfBlocks { .. })));
+        cache.audit().unwrap();
+        assert_eq!(cache.plan(sequence, Tier::Host, &sealed).unwrap(), plan);
+        cache.execute(&plan).unwrap();
+    }
+
     /// A page is moved once, however often the selection, or the table, has it.
     #[test]
     fn a_plan_has_each_page_once() {

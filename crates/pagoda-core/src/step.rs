@@ -45,6 +45,8 @@ pub(crate) struct Undo {
     pub(crate) pages: u32,
     /// The tail page that a copy has taken the place of. It keeps its reference until the step ends.
     pub(crate) replaced: Option<PageId>,
+    /// The tail page that is to be written to in place behind what it holds no more, and what it held.
+    reopened: Option<(PageId, u32)>,
 }
 
 impl Cache {
@@ -97,7 +99,8 @@ impl Cache {
             for group in self.group_ids() {
                 self.refresh_row(sequence, group);
                 let table = &self.sequences[sequence].tables[group.index()];
-                self.step.undo.push(Undo { pages: table.pages.len() as u32, replaced: None });
+                let pages = table.pages.len() as u32;
+                self.step.undo.push(Undo { pages, replaced: None, reopened: None });
                 if new_tokens > 0 {
                     match self.groups[group.index()].kind {
                         GroupKind::Paged { page_size } => self.extend(sequence, group, new_tokens, page_size),
@@ -134,8 +137,9 @@ impl Cache {
         if sole && page.copies == 0 && page.only_on_device() {
             if page.fill != used {
                 page.generation = page.generation.wrapping_add(1);
-                page.fill = used;
+                let fill = std::mem::replace(&mut page.fill, used);
                 page.sealed = false;
+                self.step.undo.last_mut().expect("pushed by enter").reopened = Some((tail, fill));
             }
             return;
         }
@@ -343,6 +347,13 @@ impl Cache {
             table.row[last] = at;
             table.version = table.version.wrapping_add(1);
             self.release_page(copy);
+        }
+        if let Some((tail, fill)) = before.reopened.filter(|_| self.step.phase == Phase::Entering) {
+            // No kernel has seen it: it is what it was, and plans for it are good.
+            let page_size = self.groups[group.index()].page_size();
+            let page = &mut self.pages[tail];
+            page.generation = page.generation.wrapping_sub(1);
+            (page.fill, page.sealed) = (fill, fill == page_size);
         }
     }
 
