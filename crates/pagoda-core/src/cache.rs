@@ -520,6 +520,33 @@ mod tests {
         cache.execute(&plan).unwrap();
     }
 
+    /// What moves to disk is nowhere else, also if a copy between the two was left behind.
+    #[test]
+    fn a_page_that_moves_down_leaves_all_tiers_above() {
+        let group = Group { block_bytes: 64, kind: GroupKind::Paged { page_size: 4 }, window: None };
+        let memory = TierMemory { bytes: 1 << 12, extent_bytes: 1 << 8 };
+        let mut cache = Cache::new(&[group], [memory; 3]).unwrap();
+        let sequence = cache.create().unwrap();
+        cache.reserve(&[(sequence, 4)]).unwrap();
+        let epoch = cache.commit(None).unwrap();
+        cache.retire(epoch).unwrap();
+        for (to, keep, used) in [
+            (Tier::Host, true, [1, 1, 0]),
+            (Tier::Disk, false, [0, 0, 1]),
+            (Tier::Host, true, [0, 1, 1]),
+            (Tier::Device, true, [1, 1, 1]),
+            (Tier::Disk, true, [1, 1, 1]),
+            (Tier::Disk, false, [0, 0, 1]),
+        ] {
+            let selection = Selection { keep, ..Selection::of(0..4, vec![GroupId(0)]) };
+            let plan = cache.plan(sequence, to, &selection).unwrap();
+            let (_, completion, copies) = cache.execute(&plan).unwrap();
+            completion.finish(copies.len() as u32);
+            cache.audit().unwrap();
+            assert_eq!(Tier::ALL.map(|tier| cache.block_counts(tier, GroupId(0)).used), used, "{to} {keep}");
+        }
+    }
+
     /// A page is moved once, however often the selection, or the table, has it.
     #[test]
     fn a_plan_has_each_page_once() {
