@@ -69,7 +69,10 @@ impl Geometry {
         let aim = SEGMENT_BLOCKS.max(SEGMENT_BYTES / with(1).2);
         let blocks = (fewest..=aim).rev().find(|&n| with(n).2 * count * SEGMENTS_MIN <= budget);
         let (groups, extent_bytes, segment_bytes) = with(blocks.unwrap_or(fewest));
-        let most = segment_bytes.saturating_mul(EXTENTS_MAX).min(ARENA_BYTES_MAX);
+        // As many segments as have numbers for the blocks of each group.
+        let numbered = |runs| ((BLOCKS_PER_GROUP_MAX + 1).saturating_mul(block(runs)) - 1) / extent_bytes;
+        let segments_max = runs.iter().map(numbered).min().unwrap_or(0).min(EXTENTS_MAX);
+        let most = segment_bytes.saturating_mul(segments_max).min(ARENA_BYTES_MAX);
         if budget > most {
             return Err(Error::invalid("disk_memory", budget, format!("at most {most} bytes")));
         }
@@ -234,6 +237,21 @@ mod tests {
     use super::*;
     use pagoda_core::extents::Arena;
     use proptest::prelude::*;
+
+    /// Where a group has small blocks beside large ones, their numbers run out before those of extents do.
+    #[test]
+    fn a_budget_has_no_more_blocks_than_numbers() {
+        let runs = [vec![1 << 10], vec![4 << 20]];
+        let Err(Error::Invalid { argument: "disk_memory", limit, .. }) = Geometry::new(&runs, 16 << 40)
+        else {
+            panic!("an arena that the core refuses")
+        };
+        let most = limit.split(' ').nth(2).unwrap().parse::<u64>().unwrap();
+        let memory = Geometry::new(&runs, most).unwrap().arena();
+        let arena = |bytes| Arena::new(bytes, memory.extent_bytes, &[1 << 10, 4 << 20]);
+        assert!(arena(memory.bytes).is_ok());
+        assert!(arena(memory.bytes + memory.extent_bytes).is_err());
+    }
 
     proptest! {
         /// Every block that the core's allocator can hand out has bytes of its own, inside of the budget.
