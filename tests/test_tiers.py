@@ -289,6 +289,23 @@ def test_memory_follows_the_context() -> None:
         assert process.memory_info().rss - empty < 0.25 * grown
 
 
+def test_a_step_that_could_never_be_served_moves_no_page(tmp_path: Path) -> None:
+    memory: dict[str, Any] = {
+        "device_memory": "64KiB",
+        "host_memory": "16KiB",
+        "disk": tmp_path / "pages",
+        "disk_memory": "4MiB",
+    }
+    with pagoda.Cache(pagoda.ModelSpec(layers=[layer()]), page_size=16, threads=1, **memory) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [300])
+        before = [cache.stats().used_bytes(tier) for tier in ("device", "host", "disk")]
+        with pytest.raises(pagoda.OutOfBlocks), cache.step([cache.create()], [10_000]):
+            pass
+        assert [cache.stats().used_bytes(tier) for tier in ("device", "host", "disk")] == before
+
+
 def test_a_cache_that_nobody_holds_gives_its_memory_back() -> None:
     """No reference cycle keeps it alive until the garbage collector comes."""
     gone = weakref.ref(cache := pagoda.Cache(SPEC, threads=1))

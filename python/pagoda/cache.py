@@ -429,7 +429,7 @@ class Cache:
         for `disk_timeout` seconds.
         """
         try:
-            handle = self._with_room(partial(self._core.load, _key(key)), np.empty(0, np.uint64))
+            handle = self._with_room(partial(self._core.load, _key(key)), np.empty(0, np.uint64), np.empty(0, np.int64))
             if handle is None:
                 return None
             sequence = Sequence(self, handle)
@@ -493,7 +493,7 @@ class Cache:
         if self._device is not None:
             reserve = partial(self._device.reserve, number, batch.ids, counts, stream)
         while True:
-            self._with_room(reserve, batch.ids)
+            self._with_room(reserve, batch.ids, counts)
             if not self._spill.may_bring_in(batch.ids):
                 return
             self._core.rollback(number)
@@ -505,13 +505,16 @@ class Cache:
                 self._core.rollback(left)
             self._unfinished.discard(left)
 
-    def _with_room(self, call: Callable[[], T], batch: npt.NDArray[np.uint64]) -> T:
+    def _with_room(self, call: Callable[[], T], batch: npt.NDArray[np.uint64], new_tokens: npt.NDArray[np.int64]) -> T:
         """Makes a call that takes blocks of the device, anew as long as room can be made for it."""
         while True:
             drained = self._core.drained_blocks()
             try:
                 result = call()
             except OutOfBlocks as error:
+                # No page moves for a step whose whole pages alone are more than there could ever be room for.
+                if not self._spill.can_hold(int((new_tokens // self.page_size).sum())):
+                    raise
                 # Blocks of the target tier may be draining because of a drive that is slow to read, or have drained by now.
                 if not self._spill.make_room(error.blocks_short, batch) and not self._spill.drain(drained):
                     raise

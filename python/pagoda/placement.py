@@ -72,6 +72,10 @@ class Spill:
             return True
         return any(self._settle(pair) or self._demote_now(pair, blocks, batch) for pair in self._pairs)
 
+    def can_hold(self, blocks: int) -> bool:
+        """Whether the device has so many blocks of each layer group, were all else gone from there."""
+        return all(blocks <= whole for whole in self._blocks.get("device", []))
+
     def drain(self, before: int) -> bool:
         """Waits for what blocks may drain for; says whether any have drained since there were `before` that had."""
         self._core.finish_draining()
