@@ -18,7 +18,7 @@ import pagoda
 import pytest
 from emulator.driver import CallerStream, EmulatedDriver, HostArena, Stream
 from interrupts import alarms, interrupted
-from mirror import Mirror, Tokens, layer, nameless
+from mirror import Mirror, Tokens, layer, nameless, settled
 from pagoda import _core
 from pagoda.device import passage
 from pagoda.device.plans import Nothing, Plans
@@ -201,6 +201,28 @@ def test_a_page_that_does_not_verify_ends_the_step_and_no_other(
     mirror.release(tokens)
     mirror.look()
     cache.close()
+
+
+def test_a_step_that_ends_with_a_copy_that_failed_gives_its_blocks_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had taken all blocks there are, for the next one to have."""
+    with with_disk(monkeypatch, tmp_path, RestlessDriver(3), [layer()], device_memory="512KiB", spill=False) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        cut, other = mirror.create(), cache.create()
+        mirror.step([cut], [16])
+        cache.demote(cut.sequence, to="disk").wait()
+        mirror.truncate(cut, 3)
+        free = settled(cache).device[0].free
+        with nameless(tmp_path / "pages").open("r+b") as pages:
+            size = len(pages.read())
+            pages.seek(0)
+            pages.write(bytes(size))
+        for _ in range(2):
+            with pytest.raises(pagoda.CorruptPage), cache.step([cut.sequence, other], [1, 16 * (free - 1)]):
+                pass
+        with cache.step([other], [16 * free]) as step:
+            step.rollback()
 
 
 @pytest.mark.parametrize("held", [True, False])

@@ -207,7 +207,13 @@ class DeviceEngine:
         chosen = self.caller_stream(None) if stream is None else stream
         if chosen.capturing:
             raise InvalidArgument("step: on a stream that is captured; begin to capture inside of the step")
-        self._once_more(lambda: self.core.reserve(number, sequences, new_tokens, self._copy_now))
+        try:
+            self._once_more(lambda: self.core.reserve(number, sequences, new_tokens, self._copy_now))
+        except BaseException:
+            # A step of which a copy has failed has ended: what it was to have drains as if it had been one.
+            if self._stream is None:
+                self._note_epoch()
+            raise
         try:
             self._enter(number, chosen)
         except BaseException:
@@ -510,15 +516,19 @@ class DeviceEngine:
         if self._captured:
             return
         self._mark_end()
+        self._note_epoch()
+        with contextlib.suppress(BackendUnavailable):  # Of copies, whose tickets tell: the step has ended.
+            self._poll()
+
+    def _note_epoch(self) -> None:
+        """Notes the epoch of the step that ended last, which retires when all that was launched has ended."""
         epoch = self.core.ended_epoch()
         if epoch is not None:
             if self._last_step is None:
-                # Ctrl-C came before anything was launched.
+                # Nothing was launched: Ctrl-C came before that, or a copy has failed.
                 self.core.retire(epoch)
             else:
                 self._epochs.append((epoch, self._streams.behind(self._last_step)))
-        with contextlib.suppress(BackendUnavailable):  # Of copies, whose tickets tell: the step has ended.
-            self._poll()
 
     def _mark_end(self) -> None:
         """Marks the end of what was launched in a step, unless that is done."""
