@@ -520,6 +520,23 @@ mod tests {
         cache.execute(&plan).unwrap();
     }
 
+    /// Who has rested longest is the same after a call that names a sequence twice.
+    #[test]
+    fn wrong_arguments_leave_sequences_at_rest() {
+        let mut cache = cache();
+        let [first, second] = [0; 2].map(|_| cache.create().unwrap());
+        for sequence in [first, second] {
+            cache.reserve(&[(sequence, 4)]).unwrap();
+            cache.commit(None).unwrap();
+        }
+        let resting =
+            |cache: &mut Cache| cache.resting((Tier::Device, Tier::Host), GroupId(0), false, 2, &[]);
+        assert_eq!(resting(&mut cache), [first, second]);
+        assert!(matches!(cache.reserve(&[(first, 1), (first, 1)]), Err(Error::InvalidArgument { .. })));
+        assert_eq!(resting(&mut cache), [first, second]);
+        cache.audit().unwrap();
+    }
+
     /// What moves to disk is nowhere else, also if a copy between the two was left behind.
     #[test]
     fn a_page_that_moves_down_leaves_all_tiers_above() {

@@ -252,12 +252,16 @@ impl Cache {
         // A step that was refused ran no kernel: its blocks need not drain.
         let epoch = if self.step.phase == Phase::Open { self.epochs.mint() } else { self.epochs.minted() };
         let mut undo = std::mem::take(&mut self.step.undo);
+        // Wrong arguments are no step: whose turn it is to make room stays as it was.
+        let has_begun = !undo.is_empty();
         let mut undone = undo.drain(..);
         for index in 0..self.step.entries.len() {
             let Entry { sequence, new_tokens } = self.step.entries[index];
             let accepted = committed.map(|accepted| accepted.map_or(new_tokens, |counts| counts[index]));
             self.sequences[sequence].stepping = false;
-            self.sequences.rest(sequence);
+            if has_begun {
+                self.sequences.rest(sequence);
+            }
             self.sequences[sequence].len += u64::from(accepted.unwrap_or(0));
             for group in self.group_ids() {
                 // A reserve that failed half way has no undo for the tables it did not reach.
