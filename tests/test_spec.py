@@ -292,6 +292,15 @@ def test_scores_of_deepseek_grow_with_its_yarn() -> None:
         ModelSpec.from_config(plain | {"rope_scaling": scaling})
 
 
+@pytest.mark.parametrize(
+    ("name", "scalar"),
+    # gemma-2-9b had 224 until https://github.com/huggingface/transformers/issues/31891.
+    {"gemma-2-2b": 256, "gemma-2-9b": 256, "gemma-2-27b": 144, "gemma-3-12b": 256, "gemma-3-27b": 168}.items(),
+)
+def test_gemma_scales_scores_by_the_scalar_that_was_published(name: str, scalar: int) -> None:
+    assert {layer.scale for layer in ModelSpec.preset(name).attention_layers} == {scalar**-0.5}
+
+
 def test_gemma_3_may_cap_scores() -> None:
     (layer, *_) = ModelSpec.from_config(PRESETS["gemma-3-1b"] | {"attn_logit_softcapping": 50.0}).attention_layers
     assert layer.softcap == 50.0

@@ -129,7 +129,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3.5-27b": _qwen35("qwen3_5_text", 64, 24, 4, 48),
     "qwen3.5-35b-a3b": _qwen35("qwen3_5_moe_text", 40, 16, 2, 32),
     "gemma-2-2b": _gemma2(26, 8, 4, 256, 256),
-    "gemma-2-9b": _gemma2(42, 16, 8, 256, 224),
+    "gemma-2-9b": _gemma2(42, 16, 8, 256, 256),
     "gemma-2-27b": _gemma2(46, 32, 16, 128, 144),
     "gemma-3-1b": _gemma3(26, 4, 1, 256, 512, 256),
     "gemma-3-4b": _gemma3(34, 8, 4, 256, 1024, 256),
