@@ -306,6 +306,16 @@ def test_gemma_3_may_cap_scores() -> None:
     assert layer.softcap == 50.0
 
 
+@pytest.mark.parametrize(("kind", "both_ways"), [("gemma3_text", True), ("gemma4_text", "all")])
+def test_models_that_see_both_ways_are_refused(kind: str, both_ways: bool | str) -> None:
+    """EmbeddingGemma; transformers 5.24 gives its layers windows of 257 tokens each way, where the config says 512."""
+    config = {"model_type": kind, "num_hidden_layers": 24, "use_bidirectional_attention": both_ways}
+    with pytest.raises(InvalidArgument, match=r"config\.use_bidirectional_attention = (True|'all'): false"):
+        ModelSpec.from_config(config)
+    for causal in (False, None, "vision"):
+        assert len(ModelSpec.from_config(config | {"use_bidirectional_attention": causal}).layers) == 24
+
+
 def test_shared_layers_store_nothing() -> None:
     kinds = ["sliding_attention", "full_attention"] * 3
     base = PRESETS["gemma-4-12b"] | {"num_hidden_layers": 6, "layer_types": kinds, "num_kv_shared_layers": 2}

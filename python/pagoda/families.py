@@ -139,6 +139,13 @@ def _gemma_scores(config: Config) -> dict[str, Any]:
     return {"scale": config.number("query_pre_attn_scalar") ** -0.5, "softcap": softcap}
 
 
+def _require_causal(config: Config) -> None:
+    """Embedding models see both ways, and half a window each way: no cache computes that. "vision" is of images alone."""
+    both_ways = config.content.get("use_bidirectional_attention")
+    if both_ways not in (None, False, "vision"):
+        raise InvalidArgument(f"config.use_bidirectional_attention = {both_ways!r}: false, as attention is causal")
+
+
 def _gemma2(config: Config) -> list[Layer]:
     return _attention(config, _windows(config, _alternating(config, 2)), **_gemma_scores(config))
 
@@ -151,6 +158,7 @@ def _ropes(config: Config, types: list[str], theta_key: str) -> list[Rope]:
 
 
 def _gemma3(config: Config) -> list[Layer]:
+    _require_causal(config)
     types = _alternating(config, config.integer("sliding_window_pattern"))
     ropes = _ropes(config, types, "rope_local_base_freq")
     return _attention(config, _windows(config, types), ropes, **_gemma_scores(config))
@@ -163,6 +171,7 @@ def _olmo3(config: Config) -> list[Layer]:
 
 def _gemma4(config: Config) -> list[Layer]:
     """Full layers have heads of their own, and the last layers may read the K and V of earlier ones."""
+    _require_causal(config)
     count = config.layer_count
     # As transformers has it, the last layer is full whatever its type.
     types = [*_alternating(config, 6)[:-1], FULL]
