@@ -535,6 +535,9 @@ def test_long_contexts_have_factors_of_their_own() -> None:
     short = rope_of(PHI | {"max_position_embeddings": 4096})
     np.testing.assert_allclose(short.inv_freq(128), plain / 1.25, rtol=1e-6)
     assert short.attention_factor == 1
+    # A context that a config does not name is that of its family.
+    unnamed = {key: value for key, value in PHI.items() if key != "original_max_position_embeddings"}
+    assert rope_of(unnamed) == rope_of(PHI)
 
 
 def test_long_contexts_have_a_factor_for_each_pair() -> None:

@@ -315,7 +315,7 @@ _FAMILIES: dict[str, tuple[Callable[[Config], list[Layer]], dict[str, Any]]] = {
     "mixtral": (_mistral, _heads(32, 8) | _UNWINDOWED | {"rope_theta": 1e6}),
     "olmo2": (_llama, {"num_attention_heads": 32}),
     "olmo3": (_olmo3, {"num_attention_heads": 32, "sliding_window": 4096, "rope_theta": 5e5}),
-    "phi3": (_mistral, {"num_attention_heads": 32} | _UNWINDOWED),
+    "phi3": (_mistral, {"num_attention_heads": 32, "original_max_position_embeddings": 4096} | _UNWINDOWED),
     "qwen2": (_qwen, _QWEN),
     "qwen2_5_vl": (_qwen, _QWEN_VL),
     "qwen2_5_vl_text": (_qwen, _QWEN_VL),
