@@ -363,11 +363,13 @@ impl Cache {
                 // An open page is in one place.
                 let stays = (ticket.keep && self.pages[m.page].sealed)
                     || (m.from == Tier::Disk && self.pages.kept(m.page) > 0);
-                // On its way down it leaves the tiers in between as well.
-                let behind = ticket.to.index().max(m.from.index() + 1);
-                for &tier in Tier::ALL[m.from.index()..behind].iter().filter(|_| !stays) {
-                    if let Slot::Ready { block } = self.pages.place(m.page, tier, Slot::Empty) {
-                        self.free_block(tier, m.group, block);
+                if !stays {
+                    // On its way down it leaves the tiers in between as well.
+                    let behind = ticket.to.index().max(m.from.index() + 1);
+                    for &tier in &Tier::ALL[m.from.index()..behind] {
+                        if let Slot::Ready { block } = self.pages.place(m.page, tier, Slot::Empty) {
+                            self.free_block(tier, m.group, block);
+                        }
                     }
                 }
                 self.placement[m.group.index()] = self.placement[m.group.index()].wrapping_add(1);

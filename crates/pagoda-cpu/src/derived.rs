@@ -80,7 +80,7 @@ impl DerivedKeys {
         scratch: &mut [f32],
     ) {
         let stride = self.weight.len();
-        let (queries, keys) = scratch.split_at_mut(args.count * stride);
+        let (queries, keys) = scratch[..self.scratch(args.count)].split_at_mut(args.count * stride);
         // SAFETY: as the caller promises; query rows are as long as keys, and aligned alike.
         unsafe { queries.as_mut_ptr().copy_from_nonoverlapping(args.queries, queries.len()) };
         if let Some(turns) = &self.turns {

@@ -2,7 +2,8 @@
 //!
 //! A tile is [`TILE`] stored rows of one K/V head. How many query rows share a register block never changes the
 //! order in which a number is added to another: a score is summed lane by lane over the row and then over the
-//! lanes, a value lane takes the tokens one after the other. So decode and prefill agree to the last bit.
+//! lanes, a value lane takes the tokens one after the other. So decode and prefill agree to the last bit, where many query rows
+//! do not have a tile [decoded](crate::decoded) for them.
 
 use std::f32::consts::LN_2;
 
