@@ -17,8 +17,8 @@ use crate::stored::{Row, Stored};
 /// Query rows from which on this is faster.
 pub(crate) const MANY: usize = 24;
 
-/// Rows of `left` that are gone over between two prefetches.
-const STRIDE: usize = 16;
+/// Products that are added up one after the other: longer sums would be less exact. After them something is asked for.
+const STRETCH: usize = 32;
 
 /// Floats of scratch memory for rows of up to `dim` elements.
 pub(crate) fn scratch(dim: usize) -> usize {
@@ -194,11 +194,11 @@ pub(crate) struct Multiply<'a> {
     prefetch: bool,
 }
 
-/// Multiplies; every sum goes over `depth` in order.
+/// Multiplies; every sum goes over `depth` in order, stretch by stretch.
 #[inline(always)]
 pub(crate) unsafe fn multiply<S: Simd>(args: &Multiply<'_>) {
     let vectors = args.columns / S::LANES;
-    let steps = vectors.div_ceil(S::ROWS) * args.rows.div_ceil(4) * args.depth.div_ceil(STRIDE);
+    let steps = vectors.div_ceil(S::ROWS) * args.rows.div_ceil(4) * args.depth.div_ceil(STRETCH);
     let share = if args.prefetch { (TILE / 2 * args.size.bytes).div_ceil(steps) } else { 0 };
     let mut ahead = args.chunk.lines_ahead(TILE / 2, args.size);
     let mut c = 0;
@@ -255,18 +255,10 @@ unsafe fn multiply_block<S: Simd, const R: usize, const C: usize>(
         let left = args.left.add(row * args.left_stride);
         let right = args.right.add(c * S::LANES);
         let out = args.out.add(row * args.out_stride + c * S::LANES);
-        let mut sums = [[S::splat(0.0); C]; R];
-        if let Some(decay) = args.decay {
-            for r in 0..R {
-                let decay = S::splat(*decay.add(row + r));
-                for i in 0..C {
-                    sums[r][i] = S::mul(decay, S::load(out.add(r * args.out_stride + i * S::LANES)));
-                }
-            }
-        }
-        for first in (0..args.depth).step_by(STRIDE) {
+        for first in (0..args.depth).step_by(STRETCH) {
             ahead.ask::<S>(share);
-            for k in first..args.depth.min(first + STRIDE) {
+            let mut sums = [[S::splat(0.0); C]; R];
+            for k in first..args.depth.min(first + STRETCH) {
                 let mut vectors = [S::splat(0.0); C];
                 for i in 0..C {
                     vectors[i] = S::load(right.add(k * args.right_stride + i * S::LANES));
@@ -278,10 +270,16 @@ unsafe fn multiply_block<S: Simd, const R: usize, const C: usize>(
                     }
                 }
             }
-        }
-        for r in 0..R {
-            for i in 0..C {
-                S::store(out.add(r * args.out_stride + i * S::LANES), sums[r][i]);
+            for r in 0..R {
+                let decay = if first == 0 { args.decay.map(|decay| *decay.add(row + r)) } else { Some(1.0) };
+                for i in 0..C {
+                    let out = out.add(r * args.out_stride + i * S::LANES);
+                    let sum = match decay {
+                        Some(decay) => S::fma(S::splat(decay), S::load(out), sums[r][i]),
+                        None => sums[r][i],
+                    };
+                    S::store(out, sum);
+                }
             }
         }
     }
