@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,9 @@ from pagoda.spec import AttentionLayer, ModelSpec
 
 EXTENT_BYTES = 32 << 20
 """The size of an extent that is aimed at: memory is given back in such pieces."""
+
+EXTENT_GROWTH = 4
+"""How much larger than aimed at an extent may be, so that no block of any group lies across its borders."""
 
 TIER_BYTES_MAX, EXTENTS_MAX, BLOCKS_MAX = 1 << 48, 1 << 20, 1 << 30
 """The largest arena, its extents, and a group's blocks in it: `limits` of the core."""
@@ -245,19 +249,23 @@ def tier_memory(layouts: list[BlockLayout], device_bytes: int, host_bytes: int) 
 
     An extent holds whole blocks of the largest group, about `EXTENT_BYTES` of them, but few enough that every group can
     have some; two at least where blocks of others do not fill one of them, since they may lie across the borders of extents:
-    so each extent holds a block of any group. Raises InvalidArgument when a budget cannot hold one block of each group.
+    so each extent holds a block of any group. It holds up to `EXTENT_GROWTH` times as many where then nothing is lost at the
+    borders (docs/layout.md). Raises InvalidArgument when a budget cannot hold one block of each group.
     """
     sizes = [layout.block_bytes for layout in layouts]
     largest, groups = max(sizes), len(sizes)
-    fewest = 1 if all(largest % size == 0 for size in sizes) else 2
+    period = math.lcm(*sizes) // largest
+    fewest = min(2, period)
     memory = []
-    per_extent_most = max(fewest, EXTENT_BYTES // largest)
+    aim = max(fewest, EXTENT_BYTES // largest)
     least = largest * fewest * groups
-    most = min(TIER_BYTES_MAX, EXTENTS_MAX * per_extent_most * largest, BLOCKS_MAX * min(sizes))
+    most = min(TIER_BYTES_MAX, EXTENTS_MAX * aim * largest, BLOCKS_MAX * min(sizes))
     for name, budget in (("device_memory", device_bytes), ("host_memory", host_bytes)):
         if budget > most or (budget < least and (budget > 0 or name == "device_memory")):
             limit = f"from {least} bytes, one page of each of {groups} layer group(s), to {most}"
             raise InvalidArgument(f"{name} = {budget}: {limit}")
-        per_extent = max(fewest, min(per_extent_most, budget // (largest * groups * 8)))
-        memory.append((budget, largest * per_extent))
+        room = budget // (largest * groups * 8)
+        count = max(fewest, min(aim, room))
+        whole = -(-count // period) * period
+        memory.append((budget, largest * (whole if whole <= min(EXTENT_GROWTH * aim, room) else count)))
     return memory

@@ -67,8 +67,9 @@ class Rings:
 class Planner:
     """Reckons for one model, row formats and page size. Raises InvalidArgument for unknown formats and bad numbers.
 
-    What blocks of several sizes lose at the borders of extents (docs/layout.md) is not counted: a cache of Gemma-3-27B
-    in f16 holds 8 percent less than `split` and `longest_context` say, one of Gemma-3-4B 4, of most models nothing or 1 to 2.
+    The last extent that a layer group holds of a tier is counted as if others could fill it up: a cache of a model with
+    several groups holds up to an extent, mostly 32 MiB, less for each group and tier. What blocks of several sizes lose
+    at the borders of extents of small tiers (docs/layout.md) is not counted either.
     """
 
     spec: ModelSpec
