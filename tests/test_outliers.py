@@ -226,6 +226,25 @@ def test_rows_that_are_refused_say_nothing_of_the_centre(bad: float, count: int)
     np.testing.assert_array_equal(results[0], results[1])
 
 
+def test_rows_that_are_refused_leave_the_centre_as_it_was() -> None:
+    """Few rows take what was said before, as they do where nothing was refused in between."""
+    q, k, v = rows(40, "offset")
+    misfit = k.copy()
+    misfit[3] = np.nan
+    results = []
+    for refused in (False, True):
+        with pagoda.Cache(pagoda.ModelSpec([SHAPE]), k_dtype="q4_0", checked=True, device_memory="8MiB") as cache:
+            with cache.create() as other:
+                forward(cache, other, rows(100, "offset", seed=1))
+            if refused:
+                with cache.step([cache.create()], [40]) as step:
+                    with pytest.raises(pagoda.InvalidArgument, match="k"):
+                        step.append(0, misfit, v)
+                    step.rollback()
+            results.append(forward(cache, cache.create(), (q[:5], k[:5], v[:5]))[0])
+    np.testing.assert_array_equal(results[0], results[1])
+
+
 @pytest.mark.parametrize("center", ["auto", [np.full((2, 64), 50.0)]])
 @pytest.mark.parametrize("k_dtype", ["int8", "q4_0"])
 def test_deterministic_bits_do_not_depend_on_what_came_first(k_dtype: str, center: Any) -> None:

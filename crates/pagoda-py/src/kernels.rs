@@ -76,6 +76,7 @@ impl Cache {
         let Inner { core, layers, arenas, engine, step, .. } = inner;
         let Engine::Cpu(Cpu { backend, checked, .. }) = engine else { return Err(no_kernels(py)) };
         let centers = step.centers && layers[layer].center_first;
+        let before = centers.then(|| layers[layer].layer.transform.center.clone());
         if centers {
             let (heads, dim) = (geometry.num_kv_heads as usize, geometry.head_dim as usize);
             // SAFETY: the array was checked.
@@ -91,8 +92,8 @@ impl Cache {
             unsafe { backend.append(&kv, keys, values, *checked) }
         });
         step.sequences = recycle(tables);
-        if centers && result.is_err() {
-            center_by(layers, layer, &[]);
+        if let (Some(before), Err(_)) = (before, &result) {
+            center_by(layers, layer, &before);
         }
         result.map_err(|error| cpu(py, &error))?;
         step.written[layer] = true;
