@@ -12,10 +12,8 @@ use pagoda_core::work::{RUN_TILES, pieces};
 use crate::kernel::ALIGN;
 use crate::layer::{Layer, PagedKv, SequenceTable};
 
-/// Query rows of a K/V head that go through a tile together.
+/// Query rows of a group: those of one K/V head, which go through a tile together, or of several heads that have few.
 const ROWS: usize = 128;
-/// Query rows of all K/V heads of a group, where a group has several.
-const GROUP_ROWS: usize = 128;
 /// Fewer tiles than this are not worth a merge.
 const ITEM_TILES: usize = 8;
 /// Items per thread, so that a slow thread does not hold up the others.
@@ -144,7 +142,7 @@ impl Plan {
         let kv_heads = layer.geometry.num_kv_heads as usize;
         let rows = block.queries * layer.group();
         // All heads of a page are read together where reading is what takes time: they are one stream.
-        let most = if block.alone { (GROUP_ROWS / rows).clamp(1, kv_heads) } else { 1 };
+        let most = if block.alone { (ROWS / rows).clamp(1, kv_heads) } else { 1 };
         let cuts = wanted.div_ceil(kv_heads.div_ceil(most));
         let parts = match (cuts, deterministic) {
             _ if part.is_some() => runs(kv.sequences, block, part).count(),
