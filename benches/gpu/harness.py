@@ -39,6 +39,8 @@ REPEATS = 30
 
 def seconds(calls: Collection[Callable[[], object]], repeats: int = REPEATS) -> float:
     """Of one call on the device: the median over replays of a graph of all of them, which are run once before."""
+    # STREAM does not wait for the stream that their arrays were made on.
+    torch.cuda.synchronize()
     with torch.cuda.stream(STREAM):
         for call in calls:
             call()

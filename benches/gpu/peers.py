@@ -75,7 +75,6 @@ def flashinfer(filled: Filled, pages: Pages) -> Calls:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
         starts = pages.starts_q.cpu()
         wrapper.plan(starts, pages.indptr, pages.indices, pages.last, *shape, causal=True, **types)
-    torch.cuda.synchronize()
     return [lambda layer=layer: wrapper.run(filled.q, tuple(layer), out=out) for layer in pages.layers], out
 
 
