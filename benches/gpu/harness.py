@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable, Collection
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +54,15 @@ def seconds(calls: Collection[Callable[[], object]], repeats: int = REPEATS) -> 
 
 
 def median_of(launch: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Seconds of the device between before and after `launch`."""
-    times = []
+    """Seconds of the device for `launch`, from the end of one to that of the next: the host is ahead, so that what a launch
+    takes it is not counted."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 4)]
     with torch.cuda.stream(STREAM):
-        for repeat in range(repeats + 3):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+        for event in events:
             launch()
-            end.record()
-            end.synchronize()
-            if repeat >= 3:
-                times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+            event.record()
+    events[-1].synchronize()
+    return statistics.median(start.elapsed_time(end) / 1e3 for start, end in pairwise(events[3:]))
 
 
 @lru_cache(maxsize=1)
