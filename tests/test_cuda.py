@@ -289,6 +289,23 @@ def test_a_stream_of_another_gpu_is_refused(cupy: Any) -> None:
                 step.append(0, *[NdArray(np.ones((1, 2, 16), np.float32))] * 2)
 
 
+def test_a_capture_that_has_failed_is_one_until_it_is_ended(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA refuses inside of a capture makes it invalid; CuPy raises where it is asked. The refusal is what is told."""
+
+    def invalid(stream: Stream) -> bool:
+        raise RuntimeError("the stream was capturing, but an error has invalidated the capture sequence")
+
+    with open_cache() as cache, monkeypatch.context() as captured:
+        with pytest.raises(ZeroDivisionError):
+            with cache.step([cache.create()], [1]):
+                captured.setattr(Stream, "is_capturing", invalid)
+                captured.setattr(Event, "record", lambda *_: pytest.fail("an event of the graph"))
+                raise ZeroDivisionError
+        captured.undo()
+        with cache.step([cache.create()], [1]) as step:
+            step.append(0, *[NdArray(np.ones((1, 2, 16), np.float32))] * 2)
+
+
 def test_rows_that_are_further_apart_than_a_copy_of_rows_takes(cupy: Any) -> None:
     pitch = 1 << 31
     source, target = np.zeros(2 * pitch + 64, np.uint8), np.zeros(3 * 64, np.uint8)

@@ -337,8 +337,16 @@ class _Stream:
 
     @property
     def capturing(self) -> bool:
+        import cupy
+
         with self._driver.device:
-            return bool(self._stream.is_capturing())
+            try:
+                return bool(self._stream.is_capturing())
+            except cupy.cuda.runtime.CUDARuntimeError:
+                raise
+            except RuntimeError:
+                # So says CuPy of a capture that an error has made invalid, which goes on until somebody ends it.
+                return True
 
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
