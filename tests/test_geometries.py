@@ -180,14 +180,15 @@ def test_blocks_of_several_sizes_leave_no_memory_between_them(dtype: str) -> Non
     memory, several = 8 << 30, 0
     for name in sorted(PRESETS):
         spec = pagoda.ModelSpec.preset(name).storing_k()
-        if not all(isinstance(layer, AttentionLayer) for layer in spec.layers):
+        layers = [layer for layer in spec.layers if isinstance(layer, AttentionLayer)]
+        if len(layers) < len(spec.layers):
             continue
         with pagoda.Cache(
             spec, k_dtype=dtype, v_dtype=dtype, center=None, device_memory=memory, host_memory=0, threads=1
         ) as cache:
             free = cache.stats().device
             for counts, group in zip(free, spec.groups, strict=True):
-                token = sum(spec.layers[layer].bytes_per_token(dtype, dtype) for layer in group.layers)
+                token = sum(layers[layer].bytes_per_token(dtype, dtype) for layer in group.layers)
                 assert counts.free * token * cache.page_size >= 0.98 * memory, (name, counts)
         several += len(free) > 1
     assert several >= 10
