@@ -2,7 +2,7 @@
 //!
 //! `cargo bench -p pagoda-cpu --bench decode -- [threads=1,2] [formats=f16,bf16,f32] [contexts=4096,32768,131072]
 //! [pages=64,256] [shapes=32/8x128,8/2x256] [cached=4/1x128,4/1x256,1/1x128,8/1x128] [samples=9] [isa=avx2]
-//! [sections=decode,formats,cached,order,small,append,prefill]`
+//! [sections=decode,formats,cached,order,small,append,peaked,prefill]`
 //!
 //! One query token, batch 1. Layers are rotated over at least 512 MiB, so that every call finds cold caches. Every
 //! sample of attention is bracketed by sequential reads of the same memory with as many threads; the ratio is the
@@ -419,6 +419,36 @@ fn append(options: &Options) {
     }
 }
 
+/// Scores further and further apart, so that most weights are next to nothing: that must not take longer.
+fn peaked(options: &Options, samples: usize) {
+    println!(
+        "peaked: ms of a call, and how many times as long it takes with larger queries (32/8x128, 8192, 1 thread; least)"
+    );
+    let backend = backend(options, 1, false);
+    for word in options.words("formats", "f16,bf16,q8_0,q4_0") {
+        let mut cache = Cache::new(shape("32/8x128"), format(&word), 8192, 64, true, 1, COLD);
+        let mut first = None;
+        print!("  {word:>7}:");
+        for factor in [1, 30, 60, 100, 200, 1000, 10_000] {
+            let queries = cache.queries.clone();
+            cache.queries.iter_mut().for_each(|x| *x *= factor as f32);
+            let times = (0..10 * samples).map(|_| {
+                let start = Instant::now();
+                cache.attend(&backend, 1);
+                start.elapsed().as_secs_f64() * 1e3
+            });
+            let least = times.fold(f64::MAX, f64::min);
+            match first {
+                None => print!(" {least:.2} ms"),
+                Some(first) => print!("  {factor}x: {:.2}", least / first),
+            }
+            first = first.or(Some(least));
+            cache.queries = queries;
+        }
+        println!();
+    }
+}
+
 fn prefill(options: &Options) {
     println!(
         "prefill: GFLOP/s of 2048 new tokens at the end of 32768 (32/8x128; 4 flop a query, key and element)"
@@ -458,7 +488,7 @@ fn main() {
     let options = Options(std::env::args().collect());
     let samples = options.numbers("samples", "9")[0];
     println!("{} on {} cores", isa(&options), std::thread::available_parallelism().map_or(1, Into::into));
-    for section in options.words("sections", "decode,formats,cached,order,small,append,prefill") {
+    for section in options.words("sections", "decode,formats,cached,order,small,append,peaked,prefill") {
         match section.as_str() {
             "decode" => decode(&options, samples),
             "formats" => formats(&options, samples),
@@ -466,6 +496,7 @@ fn main() {
             "order" => order(&options, samples),
             "small" => small(&options),
             "append" => append(&options),
+            "peaked" => peaked(&options, samples),
             "prefill" => prefill(&options),
             _ => panic!("{section} is not a section"),
         }

@@ -598,22 +598,27 @@ pub(crate) unsafe fn fold<S: Simd>(args: &mut Fold<'_>) {
     }
 }
 
-/// `2^v` for `v <= RISE`, NaN for NaN. The polynomial is within 2^-25 of `2^f` on [-1/2, 1/2] and exact at 0.
+/// Where [`exp2`] ends, as a power of two.
+const LEAST: f32 = -64.0;
+
+/// `2^v - 2^LEAST` for `v <= RISE`, and 0 from `LEAST` down; NaN for NaN. Beside a weight of 1, which every sum has, `2^30`
+/// weights of that size are `2^-34`; and subnormal ones would take arithmetic tens of times as long. The polynomial is within 2^-25
+/// of `2^f` on [-1/2, 1/2] and exact at 0.
 #[inline(always)]
 unsafe fn exp2<S: Simd>(v: S::V) -> S::V {
     const COEFFICIENTS: [f32; 7] =
         [1.0, LN_2, 0.240_226_48, 0.055_503_324, 0.009_618_437, 0.001_339_887_4, 0.000_153_533_62];
     // SAFETY: the caller has the instruction set.
     unsafe {
-        // 2^-200 is 0; `max` returns its second argument if it is NaN.
-        let v = S::max(S::splat(-200.0), v);
+        // `max` returns its second argument if it is NaN.
+        let v = S::max(S::splat(LEAST), v);
         let n = S::round(v);
         let f = S::sub(v, n);
         let mut p = S::splat(COEFFICIENTS[6]);
         for &c in COEFFICIENTS[..6].iter().rev() {
             p = S::fma(p, f, S::splat(c));
         }
-        S::scale(p, n)
+        S::sub(S::scale(p, n), S::splat(LEAST.exp2()))
     }
 }
 
@@ -725,7 +730,7 @@ mod tests {
                             let right = (score - f64::from(max[r])).exp2();
                             let is = f64::from(*weight) * kept;
                             assert!(
-                                (is - right).abs() <= 3e-5 * right + 1e-37,
+                                (is - right).abs() <= 3e-5 * right + f64::from(LEAST).exp2(),
                                 "{isa} row {r} tile {t}: {is}, not {right}"
                             );
                             total += right;
@@ -739,6 +744,30 @@ mod tests {
                     );
                 }
             }
+        }
+    }
+
+    #[test]
+    fn weights_next_to_nothing_are_nothing() {
+        // From 0 to far beyond what a float can be, and closer together where weights end.
+        let scores: Vec<f32> = (0..128u8).map(f32::from).map(|i| -3.0 * i).collect();
+        let close: Vec<f32> = (0..64u8).map(f32::from).map(|i| LEAST + 0.1 - i / 256.0).collect();
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+            let tiles = [
+                scores[..TILE].to_vec(),
+                scores[TILE..].to_vec(),
+                close.clone(),
+                vec![f32::NEG_INFINITY; TILE],
+            ];
+            let Weighed { weights, sum, .. } = weigh(isa, &tiles, &[0.0]);
+            for (&weight, &score) in weights.iter().flatten().zip(tiles.iter().flatten()) {
+                assert!(weight == 0.0 || weight.is_normal(), "{isa}: {weight:e}");
+                assert_eq!(weight == 0.0, score <= LEAST, "{isa}: 2^{score} is {weight:e}");
+                let right = f64::from(score).exp2();
+                assert!((f64::from(weight) - right).abs() <= 3e-7 * right + f64::from(LEAST).exp2());
+            }
+            let right: f64 = tiles.iter().flatten().map(|&score| f64::from(score).exp2()).sum();
+            assert!((f64::from(sum[0]) - right).abs() <= 1e-7 * right, "{isa}: {}", sum[0]);
         }
     }
 

@@ -93,11 +93,7 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn scale(v: __m256, n: __m256) -> __m256 {
         // SAFETY: see the impl.
-        unsafe {
-            let n = _mm256_cvtps_epi32(n);
-            let half = _mm256_srai_epi32::<1>(n);
-            _mm256_mul_ps(_mm256_mul_ps(v, power(half)), power(_mm256_sub_epi32(n, half)))
-        }
+        unsafe { _mm256_mul_ps(v, power(_mm256_cvtps_epi32(n))) }
     }
     #[inline(always)]
     unsafe fn transpose(v: &mut [__m256; ALIGN]) {

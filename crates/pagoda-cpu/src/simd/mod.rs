@@ -259,7 +259,7 @@ pub(crate) trait Simd {
     unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
     /// Nearest integers, ties to even.
     unsafe fn round(v: Self::V) -> Self::V;
-    /// `v * 2^n` for integers `n` in -200..=8.
+    /// `v * 2^n` for integers `n` in -64..=8.
     unsafe fn scale(v: Self::V, n: Self::V) -> Self::V;
     /// Of as many vectors as there are lanes, lane `i` of vector `j` to lane `j` of vector `i`; those behind them are left alone.
     unsafe fn transpose(v: &mut [Self::V; ALIGN]);

@@ -79,11 +79,7 @@ impl Simd for Neon {
     #[inline(always)]
     unsafe fn scale(v: float32x4_t, n: float32x4_t) -> float32x4_t {
         // SAFETY: see the impl.
-        unsafe {
-            let n = vcvtq_s32_f32(n);
-            let half = vshrq_n_s32::<1>(n);
-            vmulq_f32(vmulq_f32(v, power(half)), power(vsubq_s32(n, half)))
-        }
+        unsafe { vmulq_f32(v, power(vcvtq_s32_f32(n))) }
     }
     #[inline(always)]
     unsafe fn transpose(v: &mut [float32x4_t; ALIGN]) {

@@ -76,12 +76,7 @@ impl Simd for Scalar {
     }
     #[inline(always)]
     unsafe fn scale(v: V, n: V) -> V {
-        from_fn(|i| {
-            let n = n[i] as i32;
-            let half = n >> 1;
-            let power = |n: i32| f32::from_bits((n.wrapping_add(127) as u32) << 23);
-            v[i] * power(half) * power(n - half)
-        })
+        from_fn(|i| v[i] * f32::from_bits(((n[i] as i32 + 127) as u32) << 23))
     }
     #[inline(always)]
     unsafe fn transpose(v: &mut [V; ALIGN]) {
