@@ -235,3 +235,19 @@ def test_a_directory_without_a_name_is_not_the_working_directory(
         main([*command, "--disk", ""])
     assert "argument --disk: invalid directory value: ''" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_nowhere_to_write_is_no_matter_of_other_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in a container whose file system is read-only."""
+
+    def fail() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    assert main(["plan", "qwen3-8b"]) == 0
+    assert main(["doctor", "--disk", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == "pagoda: [Errno 2] No usable temporary directory found\n"

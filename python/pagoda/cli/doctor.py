@@ -49,8 +49,7 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "--disk",
         type=directory,
-        default=Path(tempfile.gettempdir()),
-        help="the directory to look at; by default that of temporary files, %(default)s",
+        help="the directory to look at; by default that of temporary files",
     )
     parser.add_argument(
         "--calibrate",
@@ -64,11 +63,13 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the findings."""
-    findings = examine(arguments.disk)
+    # Only this command looks for one: where nothing can be written to there is none, and the others want none.
+    disk = arguments.disk or Path(tempfile.gettempdir())
+    findings = examine(disk)
     if arguments.calibrate:
         fine = any(finding.what == "GPU kernels" and finding.fine for finding in findings)
         # The device that a kernel was run on.
-        findings += calibrate(arguments.disk, [cuda.open_driver(0)] if fine else [])
+        findings += calibrate(disk, [cuda.open_driver(0)] if fine else [])
     if arguments.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
         return 0
