@@ -316,7 +316,21 @@ def test_doctor_sees_the_module(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     findings = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert pagoda.__version__ in findings["module"]["found"]
-    assert findings["CPU kernels"]["found"].startswith(pagoda.build_info()["isa"])
+    isa = os.environ.get("PAGODA_CPU_ISA", pagoda.build_info()["isa"])
+    assert findings["CPU kernels"]["found"].startswith(f"{isa} of ")
+
+
+def test_what_is_said_of_the_cpu_is_what_caches_compute_with(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGODA_CPU_ISA", "scalar")
+    bench = ["bench", "depth", "--models", "shipped", "--formats", "f16", "--depths", "64", "--tokens", "1", "--json"]
+    assert main(bench) == 0
+    assert json.loads(capsys.readouterr().out)["build"]["isa"] == "scalar"
+    assert main(["doctor", "--json"]) == 0
+    findings = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert findings["CPU kernels"]["found"].startswith("scalar of ")
+    assert not findings["CPU kernels"]["fine"]
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./folder", "missing.json"])

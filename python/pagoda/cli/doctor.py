@@ -125,10 +125,12 @@ def _module() -> Finding:
 
 
 def _kernels() -> Finding:
-    info = build_info()
+    info = machine.build()
+    found = f"{info['isa']} of {', '.join(info['isas'])}, {os.cpu_count()} cores"
+    if info["isa"] != build_info()["isa"]:
+        return Finding("CPU kernels", False, found, "unset PAGODA_CPU_ISA: this CPU has better ones")
     fine = info["isa"] != "scalar"
-    remedy = "" if fine else "attention is slow on CPUs without AVX2 or NEON"
-    return Finding("CPU kernels", fine, f"{info['isa']} of {', '.join(info['isas'])}, {os.cpu_count()} cores", remedy)
+    return Finding("CPU kernels", fine, found, "" if fine else "attention is slow on CPUs without AVX2 or NEON")
 
 
 def _gpu() -> list[Finding]:

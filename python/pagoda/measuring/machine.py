@@ -1,4 +1,4 @@
-"""The memory of this machine and of this process."""
+"""The memory of this machine and of this process, and the kernels of its caches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import os
 import resource
 import sys
 from pathlib import Path
+from typing import Any
+
+from pagoda import build_info
 
 
 def ram() -> tuple[int, int]:
@@ -31,3 +34,9 @@ def resident() -> int:
     if not statm.exists():
         return peak_resident()
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def build() -> dict[str, Any]:
+    """`pagoda.build_info`, where "isa" is what caches compute with: PAGODA_CPU_ISA in the environment may name another."""
+    info = build_info()
+    return info | {"isa": os.environ.get("PAGODA_CPU_ISA", info["isa"])}

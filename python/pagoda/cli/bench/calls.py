@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from pagoda import build_info
 from pagoda.cache import Cache
 from pagoda.cli.console import results
 from pagoda.lm import ContiguousCache, LanguageModel, Sampler, generate
+from pagoda.measuring import machine
 from pagoda.models import SHIPPED_MODEL, SHIPPED_TEXT
 from pagoda.spec import AttentionLayer, ModelSpec
 
@@ -27,9 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures and prints."""
     figures = {**bookkeeping(), **language_model()}
     if arguments.json:
-        print(json.dumps({"build": build_info(), "figures": figures}, indent=2))
+        print(json.dumps({"build": machine.build(), "figures": figures}, indent=2))
         return 0
-    table = Table("what", "median", title=f"{build_info()['isa']}, one caller")
+    table = Table("what", "median", title=f"{machine.build()['isa']}, one caller")
     for what, figure in figures.items():
         table.add_row(what, f"{figure:,.2f}")
     results().print(table)

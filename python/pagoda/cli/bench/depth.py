@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pagoda import build_info
 from pagoda.cache import Cache, Sequence
 from pagoda.checks import TOKENS_MAX, check_threads
 from pagoda.cli.console import results
@@ -114,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
                 }
             )
     if arguments.json:
-        print(json.dumps({"build": build_info(), "depth": rows}, indent=2))
+        print(json.dumps({"build": machine.build(), "depth": rows}, indent=2))
         return 0
     for model in specs:
         results().print(table(model, [row for row in rows if row["model"] == model]))

@@ -15,7 +15,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from pagoda import build_info
 from pagoda.cache import Cache
 from pagoda.checks import TOKENS_MAX, check_threads
 from pagoda.cli.console import results
@@ -160,7 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
             planned = plan_of(planner, context + 1 + most, budget, on_gpu=on_gpu)
             rows.append(row | against(rates, row) | {"planned_bytes": planned})
     document = {
-        "build": build_info(),
+        "build": machine.build(),
         "model": arguments.model,
         "format": arguments.format,
         "device": arguments.device,

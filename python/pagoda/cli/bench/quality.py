@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pagoda import build_info
 from pagoda.cache import Cache
 from pagoda.cli.console import results
 from pagoda.cli.options import Commands, format_pair
@@ -70,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         plot.check_path(arguments.plot)
     with Console(stderr=True).status("") as status:
-        report: Row = {"build": build_info(), **measure(caches, heads, status.update)}
+        report: Row = {"build": machine.build(), **measure(caches, heads, status.update)}
     if arguments.plot is not None:
         plot.draw(report, arguments.plot)
     if arguments.json:
