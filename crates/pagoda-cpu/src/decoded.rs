@@ -198,14 +198,15 @@ pub(crate) struct Multiply<'a> {
 #[inline(always)]
 pub(crate) unsafe fn multiply<S: Simd>(args: &Multiply<'_>) {
     let vectors = args.columns / S::LANES;
-    let steps = vectors.div_ceil(S::ROWS) * args.rows.div_ceil(4) * args.depth.div_ceil(STRETCH);
+    let most = S::ROWS.min(4);
+    let steps = vectors.div_ceil(most) * args.rows.div_ceil(4) * args.depth.div_ceil(STRETCH);
     let share = if args.prefetch { (TILE / 2 * args.size.bytes).div_ceil(steps) } else { 0 };
     let mut ahead = args.chunk.lines_ahead(TILE / 2, args.size);
     let mut c = 0;
     // SAFETY: as the caller promises; every block gets as many vectors as there are.
     unsafe {
         // The vectors of `right` that one block of rows reads are in the L1 cache for the next.
-        while S::ROWS == 4 && vectors - c >= 4 {
+        while most == 4 && vectors - c >= 4 {
             multiply_vectors::<S, 4>(args, c, &mut ahead, share);
             c += 4;
         }

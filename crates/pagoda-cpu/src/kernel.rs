@@ -189,22 +189,31 @@ pub(crate) struct Score<'a> {
     pub(crate) scores: *mut f32,
 }
 
+/// How many of `left` query rows go next, where at most so many can: in equal shares, since a row alone takes nearly as long
+/// as three.
+#[inline(always)]
+pub(crate) fn rows_at_once(left: usize, most: usize) -> usize {
+    left.div_ceil(left.div_ceil(most))
+}
+
 /// Writes `scores` for the rows `low..high`; other entries are left or overwritten with anything.
 #[inline(always)]
 pub(crate) unsafe fn score<S: Simd, F: Stored>(args: &Score<'_>) {
     let mut row = 0;
     // SAFETY: as the caller promises; every block gets as many query rows as there are.
     unsafe {
-        while S::ROWS == 4 && args.count - row >= 4 {
-            score_rows::<S, F, 1, 4>(args, row);
-            row += 4;
-        }
-        while args.count - row >= 2 {
-            score_rows::<S, F, 2, 2>(args, row);
-            row += 2;
-        }
-        if row < args.count {
-            score_rows::<S, F, 2, 1>(args, row);
+        while row < args.count {
+            let rows = rows_at_once(args.count - row, S::ROWS);
+            match rows {
+                1 => score_rows::<S, F, 2, 1>(args, row),
+                2 => score_rows::<S, F, 2, 2>(args, row),
+                3 if S::ROWS > 2 => score_rows::<S, F, 1, 3>(args, row),
+                4 if S::ROWS > 2 => score_rows::<S, F, 1, 4>(args, row),
+                5 if S::ROWS > 4 => score_rows::<S, F, 1, 5>(args, row),
+                6 if S::ROWS > 4 => score_rows::<S, F, 1, 6>(args, row),
+                _ => unreachable!("more than registers hold"),
+            }
+            row += rows;
         }
         scale_rows::<S, F>(args.keys, args.size, args.low..args.high, args.scores, args.count);
     }
@@ -321,9 +330,11 @@ pub(crate) unsafe fn softmax<S: Simd>(args: &mut Softmax<'_>) {
             softmax_rows::<S, QUAD>(args, row);
             row += QUAD;
         }
-        while row < args.max.len() {
-            softmax_rows::<S, 1>(args, row);
-            row += 1;
+        match args.max.len() - row {
+            0 => {}
+            1 => softmax_rows::<S, 1>(args, row),
+            2 => softmax_rows::<S, 2>(args, row),
+            _ => softmax_rows::<S, 3>(args, row),
         }
     }
 }
@@ -455,20 +466,19 @@ unsafe fn accumulate_step<S: Simd, F: Stored>(args: &Accumulate<'_>, ahead: &mut
     let mut row = 0;
     // SAFETY: as the caller promises; every block gets as many query rows as there are.
     unsafe {
-        while S::ROWS == 4 && args.count - row >= 4 {
-            accumulate_rows::<S, F, 4, 4>(args, row, ahead);
-            row += 4;
-        }
-        while args.count - row >= 2 {
-            if S::ROWS == 4 {
-                accumulate_rows::<S, F, 2, 8>(args, row, ahead);
-            } else {
-                accumulate_rows::<S, F, 2, 4>(args, row, ahead);
+        while row < args.count {
+            let rows = rows_at_once(args.count - row, S::ROWS);
+            match rows {
+                1 => accumulate_rows::<S, F, 1, 8>(args, row, ahead),
+                2 if S::ROWS > 2 => accumulate_rows::<S, F, 2, 8>(args, row, ahead),
+                2 => accumulate_rows::<S, F, 2, 4>(args, row, ahead),
+                3 if S::ROWS > 2 => accumulate_rows::<S, F, 3, 4>(args, row, ahead),
+                4 if S::ROWS > 2 => accumulate_rows::<S, F, 4, 4>(args, row, ahead),
+                5 if S::ROWS > 4 => accumulate_rows::<S, F, 5, 4>(args, row, ahead),
+                6 if S::ROWS > 4 => accumulate_rows::<S, F, 6, 4>(args, row, ahead),
+                _ => unreachable!("more than registers hold"),
             }
-            row += 2;
-        }
-        if row < args.count {
-            accumulate_rows::<S, F, 1, 8>(args, row, ahead);
+            row += rows;
         }
     }
 }

@@ -12,7 +12,7 @@ use std::mem::MaybeUninit;
 use pagoda_core::work::TILE;
 
 use super::{Codes, QUAD, QueryStep, STEP, code_max};
-use crate::kernel::{Accumulate, LINE, RowSize, Score, Streams};
+use crate::kernel::{Accumulate, LINE, RowSize, Score, Streams, rows_at_once};
 use crate::simd::dot::{COLUMNS, Dot, LANES};
 use crate::stored::Row;
 
@@ -56,11 +56,7 @@ macro_rules! for_rows {
     ($kernel:ident::<$simd:ident, $codes:ident>($args:ident), $dim:expr) => {{
         let mut row = 0;
         while row < $args.count {
-            let rows = match $args.count - row {
-                1 => 1,
-                2..4 => 2,
-                _ => $simd::ROWS,
-            };
+            let rows = rows_at_once($args.count - row, $simd::ROWS);
             // SAFETY: as the caller promises; every block gets as many query rows as there are.
             unsafe {
                 // Strides that are known when this is compiled spare the kernels their registers, where vectors leave some.
@@ -68,18 +64,21 @@ macro_rules! for_rows {
                     match rows {
                         1 => $kernel::<$simd, $codes, 1, 4>($args, row),
                         2 => $kernel::<$simd, $codes, 2, 4>($args, row),
+                        3 => $kernel::<$simd, $codes, 3, 4>($args, row),
                         _ => $kernel::<$simd, $codes, 4, 4>($args, row),
                     }
                 } else if $simd::MANY_REGISTERS && $args.size.dim == $dim && $dim == 256 {
                     match rows {
                         1 => $kernel::<$simd, $codes, 1, 8>($args, row),
                         2 => $kernel::<$simd, $codes, 2, 8>($args, row),
+                        3 => $kernel::<$simd, $codes, 3, 8>($args, row),
                         _ => $kernel::<$simd, $codes, 4, 8>($args, row),
                     }
                 } else {
                     match rows {
                         1 => $kernel::<$simd, $codes, 1, 0>($args, row),
                         2 => $kernel::<$simd, $codes, 2, 0>($args, row),
+                        3 => $kernel::<$simd, $codes, 3, 0>($args, row),
                         _ => $kernel::<$simd, $codes, 4, 0>($args, row),
                     }
                 }

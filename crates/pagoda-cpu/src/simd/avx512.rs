@@ -53,7 +53,7 @@ pub(super) unsafe fn e4m3(codes: __m128i) -> __m512 {
 // SAFETY (of every block): callers of `Simd` have AVX-512, and pointers good for as many elements as the name says.
 impl Simd for Avx512 {
     const LANES: usize = 16;
-    const ROWS: usize = 4;
+    const ROWS: usize = 6;
     type V = __m512;
 
     #[inline(always)]
@@ -162,21 +162,26 @@ impl Simd for Avx512 {
     unsafe fn sum_quads<const R: usize>(v: [[__m512; 4]; R], out: *mut f32, stride: usize) {
         // SAFETY: see the impl.
         unsafe {
-            if R == 4 {
-                let low = add_parts(quad(v[0]), quad(v[1]));
-                let high = add_parts(quad(v[2]), quad(v[3]));
+            let mut r = 0;
+            while R - r >= 3 {
+                let low = add_parts(quad(v[r]), quad(v[r + 1]));
+                let high = add_parts(quad(v[r + 2]), quad(v[(r + 3).min(R - 1)]));
                 let sums = add_parts(low, high);
+                let out = out.add(r * stride);
                 _mm_storeu_ps(out, _mm512_castps512_ps128(sums));
                 _mm_storeu_ps(out.add(stride), _mm512_extractf32x4_ps::<1>(sums));
                 _mm_storeu_ps(out.add(2 * stride), _mm512_extractf32x4_ps::<2>(sums));
-                _mm_storeu_ps(out.add(3 * stride), _mm512_extractf32x4_ps::<3>(sums));
-            } else {
-                for (r, &row) in v.iter().enumerate() {
-                    let parts = quad(row);
-                    let parts = add_parts(parts, parts);
-                    let sums = _mm512_castps512_ps128(add_parts(parts, parts));
-                    _mm_storeu_ps(out.add(r * stride), sums);
+                if R - r > 3 {
+                    _mm_storeu_ps(out.add(3 * stride), _mm512_extractf32x4_ps::<3>(sums));
                 }
+                r += 4.min(R - r);
+            }
+            while r < R {
+                let parts = quad(v[r]);
+                let parts = add_parts(parts, parts);
+                let sums = _mm512_castps512_ps128(add_parts(parts, parts));
+                _mm_storeu_ps(out.add(r * stride), sums);
+                r += 1;
             }
         }
     }

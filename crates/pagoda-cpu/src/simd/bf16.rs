@@ -14,7 +14,7 @@ use super::avx512::Avx512;
 use super::{PRODUCT_ROWS, Simd};
 use crate::codec::e4m3;
 use crate::integers::QueryStep;
-use crate::kernel::{Accumulate, Score, scale_rows};
+use crate::kernel::{Accumulate, Score, rows_at_once, scale_rows};
 use crate::stored::Fp8E4m3;
 
 /// Codes that become numbers at once: a cache line. Rows are as many such long.
@@ -105,16 +105,17 @@ pub(super) unsafe fn quantise(row: &[f32], steps: &mut [QueryStep]) {
     }
 }
 
-/// Calls a kernel for all rows of queries: for four, two or one at a time.
+/// Calls a kernel for all rows of queries.
 macro_rules! for_rows {
     ($kernel:ident($args:ident)) => {
         let mut row = 0;
         while row < $args.count {
             // SAFETY: as the caller promises; every block gets as many query rows as there are.
             row += unsafe {
-                match $args.count - row {
+                match rows_at_once($args.count - row, 4) {
                     1 => $kernel::<1>($args, row),
-                    2..4 => $kernel::<2>($args, row),
+                    2 => $kernel::<2>($args, row),
+                    3 => $kernel::<3>($args, row),
                     _ => $kernel::<4>($args, row),
                 }
             };

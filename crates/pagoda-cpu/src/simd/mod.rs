@@ -239,7 +239,7 @@ impl Kernels {
 pub(crate) trait Simd {
     /// Lanes of a vector: 4, 8 or 16.
     const LANES: usize;
-    /// Query rows that share one conversion of a K or V vector in registers: 2 or 4.
+    /// Query rows that share one conversion of a K or V vector in registers, at most: 2, 4 or 6.
     const ROWS: usize;
     /// The vector.
     type V: Copy;
