@@ -225,15 +225,18 @@ def test_this_machine() -> None:
     assert {finding.what: finding for finding in doctor.examine(Path(tempfile.gettempdir()))}["GPU kernels"].fine
 
 
-@pytest.mark.parametrize("command", [["doctor"], ["generate"], ["bench", "longcontext"]])
+@pytest.mark.parametrize(
+    "command",
+    [["doctor", "--disk"], ["generate", "--disk"], ["generate", "--model"], ["bench", "longcontext", "--disk"]],
+)
 def test_a_directory_without_a_name_is_not_the_working_directory(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As of a variable that is not set, in a script."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
-        main([*command, "--disk", ""])
-    assert "argument --disk: invalid directory value: ''" in capsys.readouterr().err
+        main([*command, ""])
+    assert f"argument {command[-1]}: invalid directory value: ''" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -31,7 +31,7 @@ def register(commands: Commands) -> None:
     """Adds the command."""
     parser = commands.add_parser("generate", help="read a text with a language model and write on")
     parser.add_argument(
-        "--model", type=Path, default=SHIPPED_MODEL, help="a checkpoint folder; the shipped model by default"
+        "--model", type=directory, default=SHIPPED_MODEL, help="a checkpoint folder; the shipped model by default"
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--text", type=Path, help="a file to read; the shipped text by default")
