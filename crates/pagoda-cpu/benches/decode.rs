@@ -427,11 +427,11 @@ fn peaked(options: &Options, samples: usize) {
     let backend = backend(options, 1, false);
     for word in options.words("formats", "f16,bf16,q8_0,q4_0") {
         let mut cache = Cache::new(shape("32/8x128"), format(&word), 8192, 64, true, 1, COLD);
+        let queries = cache.queries.clone();
         let mut first = None;
         print!("  {word:>7}:");
         for factor in [1, 30, 60, 100, 200, 1000, 10_000] {
-            let queries = cache.queries.clone();
-            cache.queries.iter_mut().for_each(|x| *x *= factor as f32);
+            cache.queries = queries.iter().map(|x| x * factor as f32).collect();
             let times = (0..10 * samples).map(|_| {
                 let start = Instant::now();
                 cache.attend(&backend, 1);
@@ -443,7 +443,6 @@ fn peaked(options: &Options, samples: usize) {
                 Some(first) => print!("  {factor}x: {:.2}", least / first),
             }
             first = first.or(Some(least));
-            cache.queries = queries;
         }
         println!();
     }

@@ -189,8 +189,8 @@ pub(crate) struct Score<'a> {
     pub(crate) scores: *mut f32,
 }
 
-/// How many of `left` query rows go next, where at most so many can: in equal shares, since a row alone takes nearly as long
-/// as three.
+/// How many of `left` query rows go next, where at most so many can: in equal shares, so that eight go as four and four, not
+/// as six and two.
 #[inline(always)]
 pub(crate) fn rows_at_once(left: usize, most: usize) -> usize {
     // Few rows need no divisions, which would be a twentieth of their time.

@@ -75,9 +75,9 @@ impl Cache {
         inner.require_unwritten(py, layer)?;
         let Inner { core, layers, arenas, engine, step, .. } = inner;
         let Engine::Cpu(Cpu { backend, checked, .. }) = engine else { return Err(no_kernels(py)) };
-        let centers = step.centers && layers[layer].center_first;
-        let before = centers.then(|| layers[layer].layer.transform.center.clone());
-        if centers {
+        let mut before = None;
+        if step.centers && layers[layer].center_first {
+            before = Some(layers[layer].layer.transform.center.clone());
             let (heads, dim) = (geometry.num_kv_heads as usize, geometry.head_dim as usize);
             // SAFETY: the array was checked.
             let mean = unsafe { backend.mean(keys, step.new_tokens(), heads, dim) };
