@@ -1,6 +1,6 @@
 //! The whole bookkeeping, checked against itself. Tests call this after every operation.
 
-use crate::cache::{Cache, GroupKind};
+use crate::cache::{Cache, GroupKind, uncovered};
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, BlockRef, GroupId, PageId, Tier};
 use crate::limits::TOKENS_PER_SEQUENCE_MAX;
@@ -8,6 +8,7 @@ use crate::pages::{Page, Slot};
 use crate::table::{Left, Sequence, Span, Table};
 use crate::work::RUN_ROWS;
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 
 macro_rules! require {
     ($condition:expr, $($message:tt)+) => {
@@ -24,6 +25,7 @@ impl Cache {
         self.arenas.iter().try_for_each(|arena| arena.audit())?;
         self.audit_blocks()?;
         self.audit_references()?;
+        self.audit_counters()?;
         self.audit_copies()?;
         self.audit_rests()?;
         self.audit_tables()
@@ -120,6 +122,19 @@ impl Cache {
             );
         }
         require!(counts.is_empty(), "tables refer to pages without blocks: {:?}", counts.keys());
+        Ok(())
+    }
+
+    /// What statistics count as they go, or at the ends of spans alone, is what there is.
+    fn audit_counters(&self) -> Result<()> {
+        let shared = self.pages.iter().filter(|(id, _)| self.pages.references(*id) > 1).count() as u64;
+        require!(shared == self.shared_pages(), "{shared} pages are shared, {} counted", self.shared_pages());
+        let mut covered = HashMap::<PageId, Vec<Range<u32>>>::new();
+        let rows = self.paged_tables().flat_map(|(table, page_size)| table.covered(page_size));
+        rows.for_each(|(page, rows)| covered.entry(page).or_default().push(rows));
+        let dead =
+            covered.into_iter().map(|(page, ranges)| uncovered(self.pages[page].fill, ranges)).sum::<u64>();
+        require!(dead == self.dead_rows(), "{dead} rows are dead, {} counted", self.dead_rows());
         Ok(())
     }
 

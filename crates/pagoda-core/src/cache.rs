@@ -13,7 +13,7 @@ use crate::step::Step;
 use crate::table::{Sequences, Table};
 use crate::window::Window;
 use crate::zeroing::Freed;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
 /// One layer group: what its blocks are.
@@ -296,25 +296,38 @@ impl Cache {
 
     /// Pages that more than one table entry refers to.
     pub fn shared_pages(&self) -> u64 {
-        self.pages.iter().filter(|(id, _)| self.pages.references(*id) > 1).count() as u64
+        self.pages.shared()
     }
 
     /// Rows of pages that no sequence's span covers: what `drop`, `truncate` and windows left behind.
     pub fn dead_rows(&self) -> u64 {
-        let mut used = std::collections::HashMap::<PageId, Vec<Range<u32>>>::new();
-        let tables = self.sequences.iter().flat_map(|(_, sequence)| self.groups.iter().zip(&sequence.tables));
-        for (group, table) in tables {
-            let GroupKind::Paged { page_size } = group.kind else { continue };
-            table.covered(page_size).for_each(|(page, rows)| used.entry(page).or_default().push(rows));
+        // Only where a span ends can a row of a page be without one. How many references to the page were seen, and its rows.
+        let mut at_ends = HashMap::<PageId, (u32, Vec<Range<u32>>)>::new();
+        for (table, page_size) in self.paged_tables() {
+            for (page, rows) in table.covered_at_ends(page_size) {
+                let (seen, ranges) = at_ends.entry(page).or_default();
+                *seen += 1;
+                ranges.push(rows);
+            }
         }
-        let dead = used.iter_mut().map(|(page, ranges)| {
-            ranges.sort_by_key(|r| r.start);
-            let covered = ranges
-                .iter()
-                .fold((0, 0), |(end, sum), r| (end.max(r.end), sum + r.end.saturating_sub(end.max(r.start))));
-            u64::from(self.pages[*page].fill.saturating_sub(covered.1))
+        for page in self.step.undo.iter().filter_map(|undo| undo.replaced) {
+            at_ends.entry(page).and_modify(|(seen, _)| *seen += 1);
+        }
+        let dead = at_ends.into_iter().map(|(page, (seen, ranges))| {
+            // Another reference is from the middle of a span, which covers all of it.
+            let is_whole = self.pages.references(page) > seen + self.pages.kept(page);
+            if is_whole { 0 } else { uncovered(self.pages[page].fill, ranges) }
         });
         dead.sum()
+    }
+
+    /// Every table of a group that has pages, and their size.
+    pub(crate) fn paged_tables(&self) -> impl Iterator<Item = (&Table, u32)> {
+        let tables = self.sequences.iter().flat_map(|(_, sequence)| self.groups.iter().zip(&sequence.tables));
+        tables.filter_map(|(group, table)| match group.kind {
+            GroupKind::Paged { page_size } => Some((table, page_size)),
+            GroupKind::State => None,
+        })
     }
 
     /// Byte ranges of a tier that became empty since last asked: the owner of the memory may give them back.
@@ -406,6 +419,15 @@ impl Cache {
         let freed = self.freed.iter().flatten().map(|&(tier, group, _)| (tier, group));
         waiting.chain(freed).filter(|at| *at == (tier, group)).count() as u64
     }
+}
+
+/// Of the first `fill` rows, those in none of the ranges.
+pub(crate) fn uncovered(fill: u32, mut ranges: Vec<Range<u32>>) -> u64 {
+    ranges.sort_by_key(|range| range.start);
+    let (_, covered) = ranges.iter().fold((0, 0), |(end, sum), range| {
+        (end.max(range.end), sum + range.end.saturating_sub(end.max(range.start)))
+    });
+    u64::from(fill.saturating_sub(covered))
 }
 
 #[cfg(test)]

@@ -62,6 +62,8 @@ impl Page {
 pub(crate) struct Pages {
     pages: Vec<Page>,
     references: Vec<u32>,
+    /// Pages with more than one reference.
+    shared: u64,
     /// How often a page is kept on disk.
     kept: HashMap<PageId, u32>,
     /// Pages with blocks on more than one tier.
@@ -127,14 +129,22 @@ impl Pages {
     }
 
     pub(crate) fn add_reference(&mut self, id: PageId) {
-        self.references[id.index() as usize] += 1;
+        let count = &mut self.references[id.index() as usize];
+        *count += 1;
+        self.shared += u64::from(*count == 2);
     }
 
     /// Drops a reference and says how many are left.
     pub(crate) fn drop_reference(&mut self, id: PageId) -> u32 {
         let count = &mut self.references[id.index() as usize];
         *count -= 1;
+        self.shared -= u64::from(*count == 1);
         *count
+    }
+
+    /// Pages with more than one reference.
+    pub(crate) fn shared(&self) -> u64 {
+        self.shared
     }
 
     /// Lets the copy on disk stay, whatever moves.

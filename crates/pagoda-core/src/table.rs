@@ -91,6 +91,11 @@ impl Span {
     pub(crate) fn rows(&self) -> u32 {
         self.skip + self.count
     }
+
+    /// Its entries in the table that hold a token, counted from its first page.
+    pub(crate) fn entries(&self, page_size: u32) -> Range<u32> {
+        self.skip / page_size..self.rows().div_ceil(page_size)
+    }
 }
 
 /// Tokens that are not in a table any more: `count` of them, behind the first `after` of the sequence.
@@ -219,15 +224,26 @@ impl Table {
         indices
     }
 
-    /// The rows that spans cover, page by page.
+    /// The rows that spans cover, entry by entry.
     pub(crate) fn covered(&self, page_size: u32) -> impl Iterator<Item = (PageId, Range<u32>)> + '_ {
         self.spans.iter().flat_map(move |span| {
-            let entries = span.skip / page_size..span.rows().div_ceil(page_size);
-            entries.filter_map(move |entry| {
-                let (page, first) = (self.pages[(span.first_page + entry) as usize]?, entry * page_size);
-                Some((page, span.skip.saturating_sub(first)..page_size.min(span.rows() - first)))
-            })
+            span.entries(page_size).filter_map(move |entry| self.rows(span, entry, page_size))
         })
+    }
+
+    /// As `covered`, of the first and the last entry of each span: those between are covered whole.
+    pub(crate) fn covered_at_ends(&self, page_size: u32) -> impl Iterator<Item = (PageId, Range<u32>)> + '_ {
+        self.spans.iter().flat_map(move |span| {
+            let entries = span.entries(page_size);
+            let last = entries.clone().skip(1).last();
+            entries.take(1).chain(last).filter_map(move |entry| self.rows(span, entry, page_size))
+        })
+    }
+
+    /// The rows that a span covers of the page of its entry, which may have left.
+    fn rows(&self, span: &Span, entry: u32, page_size: u32) -> Option<(PageId, Range<u32>)> {
+        let (page, first) = (self.pages[(span.first_page + entry) as usize]?, entry * page_size);
+        Some((page, span.skip.saturating_sub(first)..page_size.min(span.rows() - first)))
     }
 
     /// The table without the tokens `[start, stop)` of the sequence: spans are cut, no token moves.

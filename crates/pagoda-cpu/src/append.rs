@@ -79,12 +79,13 @@ pub(crate) unsafe fn append(
     };
     let next = AtomicUsize::new(0);
     pool.run((total * token_bytes).div_ceil(WAKE_BYTES).min(total.div_ceil(TOKENS)), &|_| {
+        let mut cursor = Cursor { sequence: 0, first_token: 0 };
         loop {
             let first = next.fetch_add(TOKENS, Ordering::Relaxed);
             if first >= total {
                 break;
             }
-            batch_slots(kv, first..first + TOKENS, write);
+            cursor.slots(kv, first..first + TOKENS, write);
         }
     });
     match overflow.into_inner() {
@@ -170,24 +171,36 @@ unsafe fn store(
     }
 }
 
-/// Calls `each` with the number, block and row of the new tokens `tokens` of a batch.
-fn batch_slots(
-    &PagedKv { arenas, layer, sequences }: &PagedKv<'_>,
-    tokens: Range<usize>,
-    each: impl Fn(usize, *mut u8, usize),
-) {
-    let mut sequence_start = 0;
-    for table in sequences {
-        let sequence_end = sequence_start + table.new_tokens as usize;
-        let (low, high) = (tokens.start.max(sequence_start), tokens.end.min(sequence_end));
-        if low < high {
-            let own = low - sequence_start..high - sequence_start;
-            slots(table, own, layer.page_size as usize, |token, page, row| {
-                let block = arenas.block(table.row[page], layer.block_bytes as usize);
-                each(sequence_start + token, block, row);
-            });
+/// Goes through the new tokens of a batch, forwards only, so that a sequence is looked at once and not once for each piece.
+struct Cursor {
+    sequence: usize,
+    /// Of this sequence, counted over the new tokens of the batch.
+    first_token: usize,
+}
+
+impl Cursor {
+    /// Calls `each` with the number, block and row of the new tokens `tokens`, which lie after those of the call before.
+    fn slots(
+        &mut self,
+        &PagedKv { arenas, layer, sequences }: &PagedKv<'_>,
+        tokens: Range<usize>,
+        each: impl Fn(usize, *mut u8, usize),
+    ) {
+        while let Some(table) = sequences.get(self.sequence) {
+            let first = self.first_token;
+            let end = first + table.new_tokens as usize;
+            let (low, high) = (tokens.start.max(first), tokens.end.min(end));
+            if low < high {
+                slots(table, low - first..high - first, layer.page_size as usize, |token, page, row| {
+                    let block = arenas.block(table.row[page], layer.block_bytes as usize);
+                    each(first + token, block, row);
+                });
+            }
+            if end > tokens.end {
+                break;
+            }
+            *self = Self { sequence: self.sequence + 1, first_token: end };
         }
-        sequence_start = sequence_end;
     }
 }
 
