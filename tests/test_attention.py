@@ -318,6 +318,26 @@ def test_context_shift_rotates_queries_not_keys(interleaved: bool) -> None:
     check(out, lse, *attention(rotate(q[100:], at[100:]), rotate(k[left], shifted), v[left]))
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_many_holes(threads: int) -> None:
+    """Short pieces between them, more than are worked on together, and one that is longer than that."""
+    rng = np.random.default_rng(5)
+    long, total = 4500, 6000
+    k, v = (rng.standard_normal((total, 2, 16)).astype(np.float32) for _ in range(2))
+    q = rng.standard_normal((1, 4, 16)).astype(np.float32)
+    with small_cache([layer(head_dim=16)], k_dtype="f32", v_dtype="f32", page_size=16, threads=threads) as cache:
+        sequence = cache.create()
+        with cache.step([sequence], [total - 1]) as step:
+            step.append(0, k[:-1], v[:-1])
+        holes = range(long, total - 20, 13)
+        for hole in reversed(holes):
+            sequence.drop(hole, hole + 2)
+        with cache.step([sequence], [1]) as step:
+            out, lse = step.forward(0, q, k[-1:], v[-1:], return_lse=True)
+    left = np.setdiff1d(np.arange(total), [token for hole in holes for token in (hole, hole + 1)])
+    check(out, lse, *attention(q, k[left], v[left]))
+
+
 @given(seed=SEED, chunks=st.lists(st.integers(1, 120), min_size=1, max_size=4), threads=st.integers(1, 3))
 def test_deterministic_bits_do_not_depend_on_chunks_batch_threads_or_tiers(
     seed: int, chunks: list[int], threads: int

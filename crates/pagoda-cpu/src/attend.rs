@@ -155,6 +155,7 @@ struct Call<'a> {
     values: &'static RowKernels,
     /// Whether many query rows take tiles that are decoded for them, of K and of V.
     decodes: [bool; 2],
+    deterministic: bool,
     kv: PagedKv<'a>,
     queries: Rows,
     target: Target<'a>,
@@ -211,6 +212,7 @@ pub(crate) unsafe fn attend(
         keys,
         values,
         decodes: [decodes(keys, k_format) && layer.derived.is_none(), decodes(values, v_format)],
+        deterministic,
         kv: *kv,
         queries,
         target,
@@ -576,7 +578,8 @@ impl Pass<'_> {
         }
     }
 
-    /// Goes over tiles, counted over all pieces of the group, run by run; `run` is for all runs but the first.
+    /// Goes over tiles, counted over all pieces of the group, run by run; `run` is for all runs but the first. Where bits need not
+    /// be the same, short pieces share one.
     unsafe fn runs(
         &mut self,
         tiles: &Range<usize>,
@@ -585,7 +588,9 @@ impl Pass<'_> {
         angles: &mut Vec<(f32, f32)>,
     ) {
         let (call, layer) = (self.call, self.call.kv.layer);
-        let (mut prepared, mut first_run, mut counted) = (None, true, 0);
+        let (mut prepared, mut counted) = (None, 0);
+        // Runs so far, the present one included, and the tiles that it has.
+        let (mut runs, mut has) = (0, 0);
         let spans = call.kv.sequences[self.group.sequence].spans;
         for piece in pieces(spans, self.group.visible.clone()) {
             let base = counted;
@@ -608,18 +613,30 @@ impl Pass<'_> {
                 }
                 // Also where bits need not be the same: many small terms would be lost beside one large sum.
                 let end = tiles.end.min((tiles.start / RUN_TILES + 1) * RUN_TILES);
-                if first_run {
-                    first_run = false;
-                    // SAFETY: as the caller promises.
-                    unsafe { self.tiles(&piece, tiles.start..end, state) };
-                } else {
-                    run.reset();
-                    // SAFETY: as the caller promises.
-                    unsafe { self.tiles(&piece, tiles.start..end, run) };
-                    call.fold(state, run);
+                if runs == 0 || call.deterministic || has + end - tiles.start > RUN_TILES {
+                    if runs > 1 {
+                        call.fold(state, run);
+                    }
+                    if runs > 0 {
+                        run.reset();
+                    }
+                    (runs, has) = (runs + 1, 0);
+                }
+                has += end - tiles.start;
+                let tiles_here = tiles.start..end;
+                // SAFETY: as the caller promises.
+                unsafe {
+                    if runs == 1 {
+                        self.tiles(&piece, tiles_here, state);
+                    } else {
+                        self.tiles(&piece, tiles_here, run);
+                    }
                 }
                 tiles.start = end;
             }
+        }
+        if runs > 1 {
+            call.fold(state, run);
         }
     }
 
