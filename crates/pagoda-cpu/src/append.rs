@@ -8,7 +8,6 @@ use crate::layer::{HEAD_DIM_MAX, PagedKv, SequenceTable};
 use crate::pool::Pool;
 use crate::rows::{Element, Rows};
 use crate::simd::Kernels;
-use crate::transform::rotate;
 use pagoda_core::layout::{RowFormat, Strip};
 
 /// Tokens that a thread takes at a time.
@@ -162,7 +161,7 @@ unsafe fn store(
             numbers.iter_mut().zip(center).for_each(|(x, c)| *x -= c);
         }
         if target.rotate {
-            rotate(numbers);
+            (kernels.rotate)(numbers);
         }
         let (rows, scales) = (target.format.row_bytes(dim as u32), target.format.scale_bytes(dim as u32));
         let rows = std::slice::from_raw_parts_mut(target.row, rows as usize);

@@ -17,7 +17,6 @@ use crate::layer::{Layer, PagedKv};
 use crate::plan::{Group, Item, Plan, state_floats, value_stride};
 use crate::rows::{Element, Rows, RowsMut};
 use crate::simd::{Kernels, RowKernels};
-use crate::transform::{rotate, rotate_back};
 
 /// Memory for floats, aligned to vectors, that only grows.
 #[derive(Default)]
@@ -465,10 +464,12 @@ impl Call<'_> {
                 && sum != 0.0
             {
                 let inverse = 1.0 / (sum + sinks.map_or(0.0, |sinks| sink_weight(sinks[head], max)));
-                values.iter_mut().for_each(|value| *value *= inverse);
+                // SAFETY: the kernels are for this CPU.
+                unsafe { (self.kernels.scale)(values, inverse) };
             }
             if self.kv.layer.transform.rotate_v {
-                rotate_back(values);
+                // SAFETY: the kernels are for this CPU.
+                unsafe { (self.kernels.rotate_back)(values) };
             }
             match self.target {
                 Target::Results { out, lse, .. } => {
@@ -513,17 +514,6 @@ fn group_rows(group: &Group, size: usize) -> impl Iterator<Item = (usize, usize)
     })
 }
 
-/// The scalar product of rows, as eight sums of which none waits for another.
-fn product(a: &[f32], b: &[f32]) -> f32 {
-    let mut sums = [0.0; 8];
-    for (a, b) in a.as_chunks::<8>().0.iter().zip(b.as_chunks::<8>().0) {
-        for i in 0..8 {
-            sums[i] += a[i] * b[i];
-        }
-    }
-    sums.iter().sum()
-}
-
 /// The query rows of an item on their way over its tiles.
 struct Pass<'a> {
     call: &'a Call<'a>,
@@ -539,10 +529,9 @@ struct Pass<'a> {
 impl Pass<'_> {
     /// Loads the queries, rotated back for a span and by `more` positions, and scaled for base-2 exponentials.
     unsafe fn prepare(&mut self, span: &SpanView, more: u64, angles: &mut Vec<(f32, f32)>) {
-        let layer = self.call.kv.layer;
+        let Call { kernels, queries: source, kv: PagedKv { layer, .. }, .. } = *self.call;
         let dim = layer.geometry.head_dim as usize;
-        let source = self.call.queries;
-        let load = self.call.kernels.convert(source.element, Element::F32);
+        let load = kernels.convert(source.element, Element::F32);
         // The base of exponentials is 2; a cap multiplies with the logarithm itself.
         let factor = layer.softcap.map_or(layer.scale * LOG2_E as f32, |cap| layer.scale / cap);
         let mut offset = 0;
@@ -565,15 +554,17 @@ impl Pass<'_> {
                     rope.rotate_back(angles, row);
                 }
             }
-            row.iter_mut().for_each(|x| *x *= factor);
             let center = layer.transform.center(head / layer.group(), dim);
-            *bias = center.map_or(0.0, |center| product(row, center));
-            if layer.transform.rotate_k {
-                rotate(&mut row[..dim]);
-            }
-            if let Some(quantise) = quantise {
-                // SAFETY: the kernels are for this CPU.
-                unsafe { quantise(&row[..dim], codes.next().expect("integers of every row")) };
+            // SAFETY: the kernels are for this CPU.
+            unsafe {
+                (kernels.scale)(row, factor);
+                *bias = center.map_or(0.0, |center| (kernels.product)(row, center));
+                if layer.transform.rotate_k {
+                    (kernels.rotate)(&mut row[..dim]);
+                }
+                if let Some(quantise) = quantise {
+                    quantise(&row[..dim], codes.next().expect("integers of every row"));
+                }
             }
         }
     }

@@ -92,7 +92,14 @@ pub(crate) fn quantise(
         }
         step.words = words(&codes, bytes, shorts);
         for (start, codes) in step.start.iter_mut().zip(codes.chunks_exact(STEP / scales)) {
-            *start = -zero * codes.iter().sum::<i32>();
+            // In lanes first, which become a vector.
+            let mut sums = [0; 8];
+            for eight in codes.as_chunks::<8>().0 {
+                for (sum, code) in sums.iter_mut().zip(eight) {
+                    *sum += code;
+                }
+            }
+            *start = -zero * sums.iter().sum::<i32>();
         }
         step.scale = most / code_max;
     }

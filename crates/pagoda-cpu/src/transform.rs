@@ -5,7 +5,9 @@
 //! matrix, over blocks of the largest power of two that divides the row. Queries are rotated likewise, which leaves their
 //! products with K as they were, and results are rotated back.
 
+use crate::kernel::ALIGN;
 use crate::layer::HEAD_DIM_MAX;
+use crate::simd::Simd;
 
 /// The transforms of one layer.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -41,7 +43,21 @@ static SIGNS: [f32; HEAD_DIM_MAX as usize] = {
     signs
 };
 
+/// By the bit that is looked at: 1 for lanes whose number does not have it, -1 for those whose number does.
+static SIDES: [[f32; ALIGN]; 4] = {
+    let mut sides = [[1.0; ALIGN]; 4];
+    let mut i = 0;
+    while i < sides.len() * ALIGN {
+        if (i % ALIGN) >> (i / ALIGN) & 1 == 1 {
+            sides[i / ALIGN][i % ALIGN] = -1.0;
+        }
+        i += 1;
+    }
+    sides
+};
+
 /// Multiplies the elements with their signs.
+#[inline(always)]
 fn flip(row: &mut [f32]) {
     row.iter_mut().zip(&SIGNS).for_each(|(x, sign)| *x *= sign);
 }
@@ -51,56 +67,139 @@ fn block(dim: usize) -> usize {
     1 << dim.trailing_zeros()
 }
 
-/// The sums and differences of elements that lie `H` apart, and of these those that lie `2 * H` apart. `H` is known when this is
-/// compiled, so that it becomes vectors.
+/// The sums and differences of lanes whose numbers differ by `H`.
 #[inline(always)]
-fn mix_fours<const H: usize>(row: &mut [f32]) {
-    for four in row.chunks_exact_mut(4 * H) {
-        let (low, high) = four.split_at_mut(2 * H);
-        let ((a, b), (c, d)) = (low.split_at_mut(H), high.split_at_mut(H));
-        for i in 0..H {
-            let (ab, cd) = ([a[i] + b[i], a[i] - b[i]], [c[i] + d[i], c[i] - d[i]]);
-            (a[i], b[i], c[i], d[i]) = (ab[0] + cd[0], ab[1] + cd[1], ab[0] - cd[0], ab[1] - cd[1]);
-        }
-    }
+unsafe fn mix_lanes<S: Simd, const H: usize>(v: S::V) -> S::V {
+    // SAFETY: the caller has the instruction set, and a vector has at most ALIGN lanes.
+    unsafe { S::fma(S::load(SIDES[H.ilog2() as usize].as_ptr()), v, S::swap::<H>(v)) }
 }
 
-/// The sums and differences of elements that lie `H` apart.
+/// Those of all lanes of a vector in the same block of `size`.
 #[inline(always)]
-fn mix_pairs<const H: usize>(row: &mut [f32]) {
-    for pair in row.chunks_exact_mut(2 * H) {
-        let (a, b) = pair.split_at_mut(H);
-        for i in 0..H {
-            (a[i], b[i]) = (a[i] + b[i], a[i] - b[i]);
+unsafe fn mix_vector<S: Simd>(p: *mut f32, size: usize) {
+    // SAFETY: the caller has the instruction set, and a vector at `p`.
+    unsafe {
+        let mut v = mix_lanes::<S, 2>(mix_lanes::<S, 1>(S::load(p)));
+        if S::LANES > 4 {
+            v = mix_lanes::<S, 4>(v);
         }
+        if S::LANES > 8 && size > 8 {
+            v = mix_lanes::<S, 8>(v);
+        }
+        S::store(p, v);
     }
 }
 
 /// Multiplies each block by its Hadamard matrix (Sylvester's), which is its own inverse.
-fn hadamard(row: &mut [f32]) {
+#[inline(always)]
+unsafe fn hadamard<S: Simd>(row: &mut [f32]) {
     let size = block(row.len());
-    let mixers = [mix_fours::<1>, mix_fours::<4>, mix_fours::<16>, mix_fours::<64>, mix_fours::<256>];
-    mixers.iter().take(size.ilog2() as usize / 2).for_each(|mix| mix(row));
-    match size {
-        2 => mix_pairs::<1>(row),
-        8 => mix_pairs::<4>(row),
-        32 => mix_pairs::<16>(row),
-        128 => mix_pairs::<64>(row),
-        512 => mix_pairs::<256>(row),
-        _ => {}
+    let mut vectors = row.chunks_exact_mut(S::LANES);
+    // SAFETY: the caller has the instruction set.
+    unsafe {
+        for vector in vectors.by_ref() {
+            mix_vector::<S>(vector.as_mut_ptr(), size);
+        }
+        let half = vectors.into_remainder();
+        if !half.is_empty() {
+            let mut lanes = [0.0; ALIGN];
+            lanes[..half.len()].copy_from_slice(half);
+            mix_vector::<S>(lanes.as_mut_ptr(), size);
+            half.copy_from_slice(&lanes[..half.len()]);
+        }
+        // Elements that lie `apart`.
+        let mut apart = S::LANES;
+        while apart < size {
+            for pair in row.chunks_exact_mut(2 * apart) {
+                let (a, b) = pair.split_at_mut(apart);
+                for (a, b) in a.chunks_exact_mut(S::LANES).zip(b.chunks_exact_mut(S::LANES)) {
+                    let (x, y) = (S::load(a.as_ptr()), S::load(b.as_ptr()));
+                    S::store(a.as_mut_ptr(), S::add(x, y));
+                    S::store(b.as_mut_ptr(), S::sub(x, y));
+                }
+            }
+            apart *= 2;
+        }
     }
-    let scale = 1.0 / (size as f32).sqrt();
-    row.iter_mut().for_each(|x| *x *= scale);
+    scale(row, 1.0 / (size as f32).sqrt());
 }
 
-/// Rotates a row.
-pub(crate) fn rotate(row: &mut [f32]) {
+/// Multiplies the elements of a row.
+#[inline(always)]
+pub(crate) fn scale(row: &mut [f32], factor: f32) {
+    row.iter_mut().for_each(|x| *x *= factor);
+}
+
+/// The scalar product of rows, as eight sums of which none waits for another.
+#[inline(always)]
+pub(crate) fn product(a: &[f32], b: &[f32]) -> f32 {
+    let mut sums = [0.0; 8];
+    for (a, b) in a.as_chunks::<8>().0.iter().zip(b.as_chunks::<8>().0) {
+        for i in 0..8 {
+            sums[i] += a[i] * b[i];
+        }
+    }
+    sums.iter().sum()
+}
+
+/// Rotates a row of a multiple of 8 elements.
+///
+/// # Safety
+/// The CPU has the instruction set.
+#[inline(always)]
+pub(crate) unsafe fn rotate<S: Simd>(row: &mut [f32]) {
     flip(row);
-    hadamard(row);
+    // SAFETY: as the caller promises.
+    unsafe { hadamard::<S>(row) };
 }
 
 /// Undoes [`rotate`].
-pub(crate) fn rotate_back(row: &mut [f32]) {
-    hadamard(row);
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+pub(crate) unsafe fn rotate_back<S: Simd>(row: &mut [f32]) {
+    // SAFETY: as the caller promises.
+    unsafe { hadamard::<S>(row) };
     flip(row);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::samples::Random;
+    use crate::simd::Isa;
+
+    #[test]
+    fn rotations_are_those_of_the_definition_and_the_same_everywhere() {
+        let mut random = Random(9);
+        for dim in (8..=HEAD_DIM_MAX as usize).step_by(8) {
+            let row: Vec<f32> = (0..dim).map(|_| random.float()).collect();
+            let size = block(dim);
+            // Sylvester's matrix has -1 where the numbers of row and column have an odd number of bits in common.
+            let right = |i: usize| {
+                let first = i / size * size;
+                let term = |j: usize| {
+                    let sign = if (i & j).count_ones() % 2 == 1 { -1.0 } else { 1.0 };
+                    sign * f64::from(SIGNS[first + j]) * f64::from(row[first + j])
+                };
+                (0..size).map(term).sum::<f64>() / (size as f64).sqrt()
+            };
+            let mut bits = None;
+            for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+                let kernels = isa.kernels().expect("supported");
+                let mut is = row.clone();
+                // SAFETY: the instruction set is supported.
+                unsafe { (kernels.rotate)(&mut is) };
+                for (i, &x) in is.iter().enumerate() {
+                    assert!((f64::from(x) - right(i)).abs() < 1e-5, "{isa}, {dim}: {x}, not {}", right(i));
+                }
+                let these: Vec<u32> = is.iter().map(|x| x.to_bits()).collect();
+                assert_eq!(*bits.get_or_insert(these.clone()), these, "{isa}, {dim}");
+                // SAFETY: the instruction set is supported.
+                unsafe { (kernels.rotate_back)(&mut is) };
+                assert!(is.iter().zip(&row).all(|(x, y)| (x - y).abs() < 1e-5), "{isa}, {dim}");
+            }
+        }
+    }
 }

@@ -96,6 +96,18 @@ impl Simd for Avx2 {
         unsafe { _mm256_mul_ps(v, power(_mm256_cvtps_epi32(n))) }
     }
     #[inline(always)]
+    unsafe fn swap<const H: usize>(v: __m256) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe {
+            match H {
+                1 => _mm256_permute_ps::<0b10_11_00_01>(v),
+                2 => _mm256_permute_ps::<0b01_00_11_10>(v),
+                4 => _mm256_permute2f128_ps::<1>(v, v),
+                _ => unreachable!("no such lanes"),
+            }
+        }
+    }
+    #[inline(always)]
     unsafe fn transpose(v: &mut [__m256; ALIGN]) {
         // SAFETY: see the impl.
         unsafe {

@@ -117,6 +117,19 @@ impl Simd for Avx512 {
         unsafe { _mm512_scalef_ps(v, n) }
     }
     #[inline(always)]
+    unsafe fn swap<const H: usize>(v: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe {
+            match H {
+                1 => _mm512_permute_ps::<0b10_11_00_01>(v),
+                2 => _mm512_permute_ps::<0b01_00_11_10>(v),
+                4 => _mm512_shuffle_f32x4::<0b10_11_00_01>(v, v),
+                8 => _mm512_shuffle_f32x4::<0b01_00_11_10>(v, v),
+                _ => unreachable!("no such lanes"),
+            }
+        }
+    }
+    #[inline(always)]
     unsafe fn transpose(v: &mut [__m512; ALIGN]) {
         // SAFETY: see the impl.
         unsafe {

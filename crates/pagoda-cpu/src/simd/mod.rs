@@ -24,6 +24,7 @@ use crate::derived::{self, Derive, Turn};
 use crate::integers::{QueryStep, STEP};
 use crate::kernel::{self, ALIGN, Accumulate, Fold, Score, Softmax};
 use crate::rows::Element;
+use crate::transform;
 
 /// An instruction set that attention can run on. Those with dot products of integers multiply rows that are stored as such so
 /// (docs/adr/0013); what each adds to is the same without.
@@ -200,6 +201,10 @@ pub(crate) struct Kernels {
     floats: [FloatKernels; RowFormat::ALL.len()],
     products: ProductKernels,
     pub(crate) encode: Encode,
+    pub(crate) scale: unsafe fn(&mut [f32], f32),
+    pub(crate) product: unsafe fn(&[f32], &[f32]) -> f32,
+    pub(crate) rotate: unsafe fn(&mut [f32]),
+    pub(crate) rotate_back: unsafe fn(&mut [f32]),
     pub(crate) softmax: unsafe fn(&mut Softmax<'_>),
     pub(crate) fold: unsafe fn(&mut Fold<'_>),
     pub(crate) turn: unsafe fn(&Turn),
@@ -261,6 +266,8 @@ pub(crate) trait Simd {
     unsafe fn round(v: Self::V) -> Self::V;
     /// `v * 2^n` for integers `n` in -64..=8.
     unsafe fn scale(v: Self::V, n: Self::V) -> Self::V;
+    /// Lanes whose numbers differ by `H` alone, 1 to half of the lanes, change places.
+    unsafe fn swap<const H: usize>(v: Self::V) -> Self::V;
     /// Of as many vectors as there are lanes, lane `i` of vector `j` to lane `j` of vector `i`; those behind them are left alone.
     unsafe fn transpose(v: &mut [Self::V; ALIGN]);
     /// Writes the largest lanes of four vectors.
@@ -316,6 +323,24 @@ macro_rules! kernels {
             $(#[target_feature(enable = $features)])?
             unsafe fn encode(format: RowFormat, x: &[f32], rows: &mut [u8], scales: &mut [u8]) -> bool {
                 codec::encode(format, x, rows, scales)
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn scale(row: &mut [f32], factor: f32) {
+                transform::scale(row, factor);
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn product(a: &[f32], b: &[f32]) -> f32 {
+                transform::product(a, b)
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn rotate(row: &mut [f32]) {
+                // SAFETY: as the caller promises.
+                unsafe { transform::rotate::<$simd>(row) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn rotate_back(row: &mut [f32]) {
+                // SAFETY: as the caller promises.
+                unsafe { transform::rotate_back::<$simd>(row) }
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn score<F: Stored>(args: &Score<'_>) {
@@ -383,6 +408,10 @@ macro_rules! kernels {
                 ],
                 products: |_, _| None,
                 encode,
+                scale,
+                product,
+                rotate,
+                rotate_back,
                 softmax,
                 fold,
                 turn,

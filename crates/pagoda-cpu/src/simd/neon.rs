@@ -82,6 +82,17 @@ impl Simd for Neon {
         unsafe { vmulq_f32(v, power(vcvtq_s32_f32(n))) }
     }
     #[inline(always)]
+    unsafe fn swap<const H: usize>(v: float32x4_t) -> float32x4_t {
+        // SAFETY: see the impl.
+        unsafe {
+            match H {
+                1 => vrev64q_f32(v),
+                2 => vextq_f32::<2>(v, v),
+                _ => unreachable!("no such lanes"),
+            }
+        }
+    }
+    #[inline(always)]
     unsafe fn transpose(v: &mut [float32x4_t; ALIGN]) {
         // SAFETY: see the impl.
         unsafe {

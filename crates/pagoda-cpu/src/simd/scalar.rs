@@ -79,6 +79,10 @@ impl Simd for Scalar {
         from_fn(|i| v[i] * f32::from_bits(((n[i] as i32 + 127) as u32) << 23))
     }
     #[inline(always)]
+    unsafe fn swap<const H: usize>(v: V) -> V {
+        from_fn(|i| v[i ^ H])
+    }
+    #[inline(always)]
     unsafe fn transpose(v: &mut [V; ALIGN]) {
         let rows = *v;
         for (j, column) in v[..8].iter_mut().enumerate() {
