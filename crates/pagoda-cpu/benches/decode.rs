@@ -383,20 +383,32 @@ fn order(options: &Options, samples: usize) {
 
 /// Calls with next to nothing to do.
 fn small(options: &Options) {
-    println!("small: microseconds of a call (median of 2000)");
+    println!("small: microseconds of a call, rows as they are | rotated (median of 2000)");
     for threads in options.numbers("threads", "1,2") {
         let backend = backend(options, threads, false);
-        for context in [1, 64, 512] {
-            let mut cache = Cache::new(shape("32/8x128"), RowFormat::F16, context, 64, false, 1, COLD);
-            let times = (0..2000).map(|_| {
-                cache.next_layer = 0;
-                let start = Instant::now();
-                cache.attend(&backend, 1);
-                start.elapsed().as_secs_f64() * 1e6
-            });
-            println!("{threads}T context {context:>4}: {:6.2} us", median(times.collect()));
+        for word in options.words("formats", "f16,q8_0,q4_0") {
+            for context in [1, 64, 512] {
+                let mut cache = Cache::new(shape("32/8x128"), format(&word), context, 64, false, 1, COLD);
+                print!("  {threads}T {word:>7} context {context:>4}:");
+                for rotate in [false, true] {
+                    cache.layer.transform = rotated(rotate);
+                    let times = (0..2000).map(|_| {
+                        cache.next_layer = 0;
+                        let start = Instant::now();
+                        cache.attend(&backend, 1);
+                        start.elapsed().as_secs_f64() * 1e6
+                    });
+                    print!(" {:6.2}", median(times.collect()));
+                }
+                println!();
+            }
         }
     }
+}
+
+/// Rows rotated, or as they are.
+fn rotated(rotate: bool) -> Transform {
+    Transform { rotate_k: rotate, rotate_v: rotate, ..Transform::default() }
 }
 
 /// Nanoseconds that one thread takes for a row of K or V on its way into a page, of 64 tokens; rotated or as they come.
@@ -407,7 +419,7 @@ fn append(options: &Options) {
         let mut cache = Cache::new(shape("8/8x128"), format(&word), 64, 64, false, 64, 1);
         print!("  {word:>7}:");
         for rotate in [false, true] {
-            cache.layer.transform = Transform { rotate_k: rotate, rotate_v: rotate, ..Transform::default() };
+            cache.layer.transform = rotated(rotate);
             let times = (0..500).map(|_| {
                 let start = Instant::now();
                 cache.append(&backend, 64);

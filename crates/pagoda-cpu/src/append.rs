@@ -163,6 +163,9 @@ unsafe fn store(
         if target.rotate {
             (kernels.rotate)(numbers);
         }
+        if let Some(to) = plain {
+            return kernels.convert(Element::F32, to)(numbers.as_ptr().cast(), target.row, dim);
+        }
         let (rows, scales) = (target.format.row_bytes(dim as u32), target.format.scale_bytes(dim as u32));
         let rows = std::slice::from_raw_parts_mut(target.row, rows as usize);
         let scales = std::slice::from_raw_parts_mut(target.scales, scales as usize);
