@@ -10,7 +10,7 @@ use pagoda_core::table::{Sight, SpanView};
 use pagoda_core::work::{Piece, RUN_TILES, TILE, pieces};
 
 use crate::backend::Backend;
-use crate::decoded::{self, MANY};
+use crate::decoded::{self, many};
 use crate::integers::{QueryStep, STEP};
 use crate::kernel::{ALIGN, Accumulate, Chunk, Fold, Lines, PIECES, RowSize, STREAMS, Score, Softmax};
 use crate::layer::{Layer, PagedKv};
@@ -152,8 +152,8 @@ struct Call<'a> {
     /// Those that read rows of K, and of V.
     keys: &'static RowKernels,
     values: &'static RowKernels,
-    /// Whether many query rows take tiles that are decoded for them, of K and of V.
-    decodes: [bool; 2],
+    /// Query rows of a head from which on they take tiles that are decoded for them, of K and of V, if any do.
+    many: [Option<usize>; 2],
     deterministic: bool,
     kv: PagedKv<'a>,
     queries: Rows,
@@ -203,14 +203,15 @@ pub(crate) unsafe fn attend(
     };
     let values = kernels.rows(v_format, v_head_dim, layer.page_size);
     // Products of integers are faster still, those of bfloat16 are not.
-    let decodes = |rows: &RowKernels, format| {
-        !deterministic && (rows.quantise.is_none() || format == RowFormat::Fp8E4m3)
+    let many = |rows: &RowKernels, format| {
+        let decodes = !deterministic && (rows.quantise.is_none() || format == RowFormat::Fp8E4m3);
+        decodes.then(|| many(format))
     };
     let call = Call {
         kernels,
         keys,
         values,
-        decodes: [decodes(keys, k_format) && layer.derived.is_none(), decodes(values, v_format)],
+        many: [many(keys, k_format).filter(|_| layer.derived.is_none()), many(values, v_format)],
         deterministic,
         kv: *kv,
         queries,
@@ -356,16 +357,20 @@ impl Call<'_> {
         }
     }
 
-    /// Whether so many query rows of a head take K that is decoded for them.
-    fn decodes_keys(&self, rows: usize) -> bool {
-        rows >= MANY && self.decodes[0]
+    /// Whether so many query rows of a head take K, and V, that is decoded for them.
+    fn decodes(&self, rows: usize) -> [bool; 2] {
+        self.many.map(|many| many.is_some_and(|many| rows >= many))
     }
 
     /// Floats that a tile is decoded to for so many query rows of a head.
     fn decoded(&self, rows: usize) -> usize {
         let LayerGeometry { head_dim, v_head_dim, .. } = self.kv.layer.geometry;
         let derived = self.kv.layer.derived.as_ref().map_or(0, |derived| derived.scratch(rows));
-        if rows < MANY { derived } else { derived.max(decoded::scratch(head_dim.max(v_head_dim) as usize)) }
+        if self.decodes(rows) == [false; 2] {
+            derived
+        } else {
+            derived.max(decoded::scratch(head_dim.max(v_head_dim) as usize))
+        }
     }
 
     /// Query rows of a group, and floats of their state.
@@ -538,7 +543,7 @@ impl Pass<'_> {
         let rows = self.queries.chunks_exact_mut(dim.next_multiple_of(ALIGN));
         let rows = rows.zip(&mut *self.biases);
         let mut codes = self.codes.chunks_exact_mut((dim / STEP).max(1));
-        let decodes = self.call.decodes_keys(self.group.queries * layer.group());
+        let [decodes, _] = self.call.decodes(self.group.queries * layer.group());
         let quantise = self.call.keys.quantise.filter(|_| !decodes);
         for ((row, bias), (token, head)) in rows.zip(group_rows(self.group, layer.group())) {
             // SAFETY: `queries` has a row for every query and head.
@@ -745,7 +750,7 @@ impl Pass<'_> {
         unsafe {
             match &layer.derived {
                 Some(derived) => derived.score(kernels, format, &score, tile, self.decoded),
-                None if self.call.decodes_keys(rows) => decoded::score(kernels, format, &score, self.decoded),
+                None if self.call.decodes(rows)[0] => decoded::score(kernels, format, &score, self.decoded),
                 None => (self.call.keys.score)(&score),
             }
         }
@@ -815,7 +820,7 @@ impl Pass<'_> {
             };
             // SAFETY: the tile holds the rows `low..high`, and the state has the rows of the part.
             unsafe {
-                if part.len() >= MANY && call.decodes[1] {
+                if call.decodes(part.len())[1] {
                     decoded::accumulate(call.kernels, layer.geometry.v_rows(), &accumulate, self.decoded);
                 } else {
                     (call.values.accumulate)(&accumulate);
