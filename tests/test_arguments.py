@@ -635,7 +635,8 @@ def test_the_environment_is_an_argument_too(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, value)
         with pytest.raises(pagoda.InvalidArgument, match=name):
             pagoda.Cache(ONE)
-        monkeypatch.delenv(name)
+        monkeypatch.setenv(name, "")
+        pagoda.Cache(ONE).close()
 
 
 @pytest.mark.usefixtures("names_the_cpu")

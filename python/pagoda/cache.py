@@ -47,7 +47,7 @@ from pagoda.checks import (
 from pagoda.device import engine_for
 from pagoda.device.driver import Stream
 from pagoda.disk import DISK_TIMEOUT, disk_arguments
-from pagoda.engine import Engine
+from pagoda.engine import Engine, forced_isa
 from pagoda.errors import BackendUnavailable, CorruptPage, InvalidArgument, OutOfBlocks, PagodaError, TierIOError
 from pagoda.formats import formats_by_layer
 from pagoda.geometry import Geometry, core_layers, group_layers, tier_memory
@@ -240,7 +240,7 @@ class Cache:
             threads=threads,
             deterministic=deterministic,
             checked=checked,
-            isa=os.environ.get("PAGODA_CPU_ISA"),
+            isa=forced_isa(),
             zero_on_free=zero_on_free,
             disk=on_disk,
         )

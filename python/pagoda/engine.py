@@ -6,6 +6,7 @@ Errors are those of `pagoda.errors`, raised as `Cache` and `Step` say of their c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -13,6 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda._core import Handle, Plan, Ticket
+
+
+def forced_isa() -> str | None:
+    """The instruction set that PAGODA_CPU_ISA in the environment names for the CPU's kernels; None where it names none."""
+    return os.environ.get("PAGODA_CPU_ISA") or None
 
 
 class Engine(Protocol):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from pagoda import rates
 from pagoda.device import cuda
 from pagoda.device.engine import DeviceEngine
+from pagoda.engine import forced_isa
 from pagoda.errors import InvalidArgument
 from pagoda.geometry import Geometry
 
@@ -36,4 +36,4 @@ def engine_for(device: str, geometry: Geometry, *, threads: int, **options: Any)
         return None
     driver = cuda.open_driver(index)
     routes = rates.routes_of(driver.name, threads)
-    return DeviceEngine(driver, geometry, routes=routes, isa=os.environ.get("PAGODA_CPU_ISA"), **options)
+    return DeviceEngine(driver, geometry, routes=routes, isa=forced_isa(), **options)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pagoda import build_info
+from pagoda.engine import forced_isa
 
 
 def ram() -> tuple[int, int]:
@@ -39,4 +40,4 @@ def resident() -> int:
 def build() -> dict[str, Any]:
     """`pagoda.build_info`, where "isa" is what caches compute with: PAGODA_CPU_ISA in the environment may name another."""
     info = build_info()
-    return info | {"isa": os.environ.get("PAGODA_CPU_ISA", info["isa"])}
+    return info | {"isa": forced_isa() or info["isa"]}
