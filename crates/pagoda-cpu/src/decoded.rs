@@ -203,7 +203,7 @@ pub(crate) struct Multiply<'a> {
 #[inline(always)]
 pub(crate) unsafe fn multiply<S: Simd>(args: &Multiply<'_>) {
     let vectors = args.columns / S::LANES;
-    let most = S::ROWS.min(4);
+    let most = S::REGISTERS / 8;
     let steps = vectors.div_ceil(most) * args.rows.div_ceil(4) * args.depth.div_ceil(STRETCH);
     let share = if args.prefetch { (TILE / 2 * args.size.bytes).div_ceil(steps) } else { 0 };
     let mut ahead = args.chunk.lines_ahead(TILE / 2, args.size);

@@ -205,13 +205,16 @@ pub(crate) unsafe fn score<S: Simd, F: Stored>(args: &Score<'_>) {
     unsafe {
         while row < args.count {
             let rows = rows_at_once(args.count - row, S::ROWS);
-            match rows {
-                1 => score_rows::<S, F, 2, 1>(args, row),
-                2 => score_rows::<S, F, 2, 2>(args, row),
-                3 if S::ROWS > 2 => score_rows::<S, F, 1, 3>(args, row),
-                4 if S::ROWS > 2 => score_rows::<S, F, 1, 4>(args, row),
-                5 if S::ROWS > 4 => score_rows::<S, F, 1, 5>(args, row),
-                6 if S::ROWS > 4 => score_rows::<S, F, 1, 6>(args, row),
+            match (rows, S::REGISTERS) {
+                (1, _) => score_rows::<S, F, 2, 1, 8>(args, row),
+                (2, 16) => score_rows::<S, F, 1, 2, 4>(args, row),
+                (2, _) => score_rows::<S, F, 2, 2, 8>(args, row),
+                (3, 16) if S::ROWS > 2 => score_rows::<S, F, 1, 3, 2>(args, row),
+                (4, 16) if S::ROWS > 2 => score_rows::<S, F, 1, 4, 2>(args, row),
+                (3, _) if S::ROWS > 2 => score_rows::<S, F, 1, 3, 4>(args, row),
+                (4, _) if S::ROWS > 2 => score_rows::<S, F, 1, 4, 4>(args, row),
+                (5, _) if S::ROWS > 4 => score_rows::<S, F, 1, 5, 4>(args, row),
+                (6, _) if S::ROWS > 4 => score_rows::<S, F, 1, 6, 4>(args, row),
                 _ => unreachable!("more than registers hold"),
             }
             row += rows;
@@ -248,15 +251,18 @@ pub(crate) unsafe fn scale_rows<S: Simd, F: Stored>(
     }
 }
 
-/// Scores of `R` query rows, `4 * Q` K rows at a time.
+/// Scores of `R` query rows, `4 * Q` K rows at a time, of which `K` are in registers.
 #[inline(always)]
-unsafe fn score_rows<S: Simd, F: Stored, const Q: usize, const R: usize>(args: &Score<'_>, row: usize) {
+unsafe fn score_rows<S: Simd, F: Stored, const Q: usize, const R: usize, const K: usize>(
+    args: &Score<'_>,
+    row: usize,
+) {
     let size = args.size;
     let vector = S::LANES * F::BITS / 8;
     let chunks = size.dim / S::LANES;
     let has_half = !size.dim.is_multiple_of(S::LANES);
     // Vectors that are read for each time that something is asked for.
-    let asks = (LINE / vector).min(4 * Q);
+    let asks = (LINE / vector).min(K);
     // SAFETY: blocks of 8 rows lie within a page; `queries` and `scores` are as large as `Score` says.
     unsafe {
         let queries = args.queries.add(row * args.stride);
@@ -270,17 +276,19 @@ unsafe fn score_rows<S: Simd, F: Stored, const Q: usize, const R: usize>(args: &
             }
             let keys = args.keys.row(t, size);
             let mut sums = [[[S::splat(0.0); 4]; R]; Q];
-            for c in 0..chunks {
-                let query: [S::V; R] =
-                    std::array::from_fn(|r| S::load(queries.add(r * args.stride + c * S::LANES)));
-                for i in 0..4 * Q {
-                    let key = F::load::<S>(size.after(keys, i), c * S::LANES);
-                    for r in 0..R {
-                        sums[i / 4][r][i % 4] = S::fma(query[r], key, sums[i / 4][r][i % 4]);
-                    }
-                    // Evenly: lines that are asked for in bursts come later.
-                    if row == 0 && (i + 1).is_multiple_of(asks) {
-                        ahead.ask::<S>(asks * vector);
+            for first in (0..4 * Q).step_by(K) {
+                for c in 0..chunks {
+                    let query: [S::V; R] =
+                        std::array::from_fn(|r| S::load(queries.add(r * args.stride + c * S::LANES)));
+                    for i in first..first + K {
+                        let key = F::load::<S>(size.after(keys, i), c * S::LANES);
+                        for r in 0..R {
+                            sums[i / 4][r][i % 4] = S::fma(query[r], key, sums[i / 4][r][i % 4]);
+                        }
+                        // Evenly: lines that are asked for in bursts come later.
+                        if row == 0 && (i + 1).is_multiple_of(asks) {
+                            ahead.ask::<S>(asks * vector);
+                        }
                     }
                 }
             }
@@ -469,14 +477,15 @@ unsafe fn accumulate_step<S: Simd, F: Stored>(args: &Accumulate<'_>, ahead: &mut
     unsafe {
         while row < args.count {
             let rows = rows_at_once(args.count - row, S::ROWS);
-            match rows {
-                1 => accumulate_rows::<S, F, 1, 8>(args, row, ahead),
-                2 if S::ROWS > 2 => accumulate_rows::<S, F, 2, 8>(args, row, ahead),
-                2 => accumulate_rows::<S, F, 2, 4>(args, row, ahead),
-                3 if S::ROWS > 2 => accumulate_rows::<S, F, 3, 4>(args, row, ahead),
-                4 if S::ROWS > 2 => accumulate_rows::<S, F, 4, 4>(args, row, ahead),
-                5 if S::ROWS > 4 => accumulate_rows::<S, F, 5, 4>(args, row, ahead),
-                6 if S::ROWS > 4 => accumulate_rows::<S, F, 6, 4>(args, row, ahead),
+            match (rows, S::REGISTERS) {
+                (1, _) => accumulate_rows::<S, F, 1, 8>(args, row, ahead),
+                (2, 16) => accumulate_rows::<S, F, 2, 4>(args, row, ahead),
+                (2, _) => accumulate_rows::<S, F, 2, 8>(args, row, ahead),
+                (4, 16) if S::ROWS > 2 => accumulate_rows::<S, F, 4, 2>(args, row, ahead),
+                (3, _) if S::ROWS > 2 => accumulate_rows::<S, F, 3, 4>(args, row, ahead),
+                (4, _) if S::ROWS > 2 => accumulate_rows::<S, F, 4, 4>(args, row, ahead),
+                (5, _) if S::ROWS > 4 => accumulate_rows::<S, F, 5, 4>(args, row, ahead),
+                (6, _) if S::ROWS > 4 => accumulate_rows::<S, F, 6, 4>(args, row, ahead),
                 _ => unreachable!("more than registers hold"),
             }
             row += rows;

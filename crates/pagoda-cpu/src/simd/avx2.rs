@@ -32,7 +32,8 @@ pub(super) unsafe fn e4m3(codes: __m128i) -> __m256 {
 // SAFETY (of every block): callers of `Simd` have AVX2, and pointers good for as many elements as the name says.
 impl Simd for Avx2 {
     const LANES: usize = 8;
-    const ROWS: usize = 2;
+    const REGISTERS: usize = 16;
+    const ROWS: usize = 4;
     type V = __m256;
 
     #[inline(always)]

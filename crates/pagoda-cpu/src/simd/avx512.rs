@@ -53,6 +53,7 @@ pub(super) unsafe fn e4m3(codes: __m128i) -> __m512 {
 // SAFETY (of every block): callers of `Simd` have AVX-512, and pointers good for as many elements as the name says.
 impl Simd for Avx512 {
     const LANES: usize = 16;
+    const REGISTERS: usize = 32;
     const ROWS: usize = 6;
     type V = __m512;
 

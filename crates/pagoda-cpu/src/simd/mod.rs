@@ -244,6 +244,8 @@ impl Kernels {
 pub(crate) trait Simd {
     /// Lanes of a vector: 4, 8 or 16.
     const LANES: usize;
+    /// Vectors that are in registers at once: 16 or 32.
+    const REGISTERS: usize;
     /// Query rows that share one conversion of a K or V vector in registers, at most: 2, 4 or 6.
     const ROWS: usize;
     /// The vector.

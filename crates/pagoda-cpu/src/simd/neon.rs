@@ -18,6 +18,7 @@ unsafe fn power(n: int32x4_t) -> float32x4_t {
 // SAFETY (of every block): callers of `Simd` have NEON, and pointers good for as many elements as the name says.
 impl Simd for Neon {
     const LANES: usize = 4;
+    const REGISTERS: usize = 32;
     const ROWS: usize = 4;
     type V = float32x4_t;
 

@@ -25,6 +25,7 @@ fn greater(a: f32, b: f32) -> f32 {
 
 impl Simd for Scalar {
     const LANES: usize = 8;
+    const REGISTERS: usize = 16;
     const ROWS: usize = 2;
     type V = V;
 
