@@ -251,7 +251,7 @@ pub(crate) unsafe fn scale_rows<S: Simd, F: Stored>(
     }
 }
 
-/// Scores of `R` query rows, `4 * Q` K rows at a time, of which `K` are in registers.
+/// Scores of `R` query rows, `4 * Q` K rows at a time; the sums of `K` of them are in registers at once.
 #[inline(always)]
 unsafe fn score_rows<S: Simd, F: Stored, const Q: usize, const R: usize, const K: usize>(
     args: &Score<'_>,
