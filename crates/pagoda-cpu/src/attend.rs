@@ -10,7 +10,7 @@ use pagoda_core::table::{Sight, SpanView};
 use pagoda_core::work::{Piece, RUN_TILES, TILE, pieces};
 
 use crate::backend::Backend;
-use crate::decoded::{self, many};
+use crate::decoded;
 use crate::integers::{QueryStep, STEP};
 use crate::kernel::{ALIGN, Accumulate, Chunk, Fold, Lines, PIECES, RowSize, STREAMS, Score, Softmax};
 use crate::layer::{Layer, PagedKv};
@@ -205,7 +205,7 @@ pub(crate) unsafe fn attend(
     // Products of integers are faster still, those of bfloat16 are not.
     let many = |rows: &RowKernels, format| {
         let decodes = !deterministic && (rows.quantise.is_none() || format == RowFormat::Fp8E4m3);
-        decodes.then(|| many(format))
+        decodes.then(|| decoded::many(format))
     };
     let call = Call {
         kernels,
@@ -576,11 +576,11 @@ impl Pass<'_> {
 
     /// Goes over tiles, counted over all pieces of the group, run by run; `run` is for all runs but the first. Where bits need not
     /// be the same, short pieces share one.
-    unsafe fn runs(
+    unsafe fn runs<'s>(
         &mut self,
         tiles: &Range<usize>,
-        state: &mut State<'_>,
-        run: &mut State<'_>,
+        state: &mut State<'s>,
+        run: &mut State<'s>,
         angles: &mut Vec<(f32, f32)>,
     ) {
         let (call, layer) = (self.call, self.call.kv.layer);
@@ -619,15 +619,9 @@ impl Pass<'_> {
                     (runs, has) = (runs + 1, 0);
                 }
                 has += end - tiles.start;
-                let tiles_here = tiles.start..end;
+                let into = if runs == 1 { &mut *state } else { &mut *run };
                 // SAFETY: as the caller promises.
-                unsafe {
-                    if runs == 1 {
-                        self.tiles(&piece, tiles_here, state);
-                    } else {
-                        self.tiles(&piece, tiles_here, run);
-                    }
-                }
+                unsafe { self.tiles(&piece, tiles.start..end, into) };
                 tiles.start = end;
             }
         }
