@@ -239,7 +239,7 @@ def test_arrays_of_cupy(array: Any, kind: str, cupy: Any) -> None:
 class Float8:
     """A tensor of torch, of a type that its array interface has no name for."""
 
-    __module__, dtype = "torch", "torch.float8_e4m3fn"
+    dtype = "torch.float8_e4m3fn"
 
     def detach(self) -> Float8:
         return self
@@ -250,7 +250,7 @@ class Float8:
 
 
 def test_a_tensor_of_a_type_without_a_name(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Float8))
     with pytest.raises(pagoda.InvalidArgument, match=r"k = dtype torch\.float8_e4m3fn"):
         cuda.open_driver(0).view("k", Float8())
 

@@ -199,14 +199,14 @@ def no_follow_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_wait_for_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies would wait for the last step by the order of streams as well."""
-    leave = DeviceEngine._leave
+    end = DeviceEngine._end
 
     def hasty(self: DeviceEngine) -> None:
-        leave(self)
+        end(self)
         while self._epochs:
             self.core.retire(self._epochs.popleft()[0])
 
-    monkeypatch.setattr(DeviceEngine, "_leave", hasty)
+    monkeypatch.setattr(DeviceEngine, "_end", hasty)
     no_follow_of_copies(monkeypatch)
 
 

@@ -19,9 +19,12 @@ FACTOR_MIN, FACTOR_MAX = 1e-18, 1e18
 """Numbers that kernels multiply with: products and quotients of two of them are normal numbers of float32."""
 
 
+BOOLS = (bool, np.bool_)
+
+
 def as_int(value: Any) -> Any:
     """The int that a value stands for, as integers of NumPy do. A bool, and what stands for none, come back as they are."""
-    if isinstance(value, bool | np.bool_):
+    if isinstance(value, BOOLS):
         return value
     try:
         return operator.index(value)
@@ -114,7 +117,7 @@ def integers(name: str, values: Collection[int] | npt.ArrayLike, limit: str) -> 
     kind = array.dtype.kind
     if array.ndim != 1 or (kind not in "iu" and array.size):
         raise InvalidArgument(f"{name} = {array.dtype} {list(array.shape)}: {limit}")
-    if _has_bool(values):
+    if array is not values and _has_bool(values):
         raise InvalidArgument(f"{name} = a list with True or False: {limit}")
     if kind == "u" and array.max(initial=0) >= 1 << 63:
         raise InvalidArgument(f"{name} = {values!r}: {limit}, below 2**63")
@@ -132,7 +135,7 @@ def _has_bool(values: Any) -> bool:
     if not isinstance(values, Sequence):
         return False
     kinds = set(map(type, values))
-    return not kinds.isdisjoint({bool, np.bool_}) or (
+    return not kinds.isdisjoint(BOOLS) or (
         any(issubclass(kind, Sequence) for kind in kinds) and any(map(_has_bool, values))
     )
 

@@ -57,14 +57,15 @@ class Spill:
     def ahead(self, batch: Handles) -> None:
         """Starts moving pages when free blocks run low, to disk those of sequences in `batch` last. Returns at once."""
         for pair in self._pairs:
-            self._resting[pair] = max(0, self._resting[pair] - 1)
-            free, whole = self._core.free_blocks(pair[0]), self._blocks[pair[0]]
-            low = [left < blocks * LOW_WATER for left, blocks in zip(free, whole, strict=True)]
-            if not any(low) or self._resting[pair] or self._pending(pair):
+            if self._resting[pair]:
+                self._resting[pair] -= 1
                 continue
-            for group, (left, blocks) in enumerate(zip(free, whole, strict=True)):
-                if low[group]:
-                    self._demote(pair, group, int(blocks * HIGH_WATER) - left, batch)
+            free, whole = self._core.free_blocks(pair[0]), self._blocks[pair[0]]
+            low = [group for group, blocks in enumerate(whole) if free[group] < blocks * LOW_WATER]
+            if not low or self._pending(pair):
+                continue
+            for group in low:
+                self._demote(pair, group, int(whole[group] * HIGH_WATER) - free[group], batch)
 
     def make_room(self, blocks: int, batch: Handles) -> bool:
         """Makes room for about `blocks` blocks on the device, or below it so that there can be some; says whether it did."""

@@ -15,7 +15,7 @@ use numpy::{PyArray1, PyReadonlyArray1, PyReadwriteArray1};
 use pagoda_core::ids::{Epoch, Tier};
 use pagoda_store::{Filled, Slab};
 use pyo3::prelude::*;
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -121,11 +121,13 @@ impl Cache {
         Ok(())
     }
 
-    /// The room that the tables of the open step need.
-    fn table_room(&self, py: Python<'_>) -> PyResult<Room> {
+    /// The room that the tables of the open step need: sequences, tokens, columns, spans, angles.
+    fn table_room(&self, py: Python<'_>) -> PyResult<[usize; 5]> {
         let inner = self.lock(py)?;
         inner.require_open(py)?;
-        Ok(room(&inner.core, &inner.step, inner.block_bytes.len()))
+        let Room { sequences, tokens, columns, spans, angles } =
+            room(&inner.core, &inner.step, inner.block_bytes.len());
+        Ok([sequences, tokens, columns, spans, angles])
     }
 
     /// Writes down what the open step changes on the device; returns how many words that is, and how many queries hold
@@ -142,8 +144,8 @@ impl Cache {
         Err(invalid(py, "new_tokens", new_tokens, limit))
     }
 
-    /// What of the host tier attention over a layer of each group goes over, in the step that was staged.
-    fn host_pages(&self, py: Python<'_>) -> PyResult<Vec<HostPages>> {
+    /// What of the host tier attention over a layer goes over in the step that was staged, by group, of those that have pages there.
+    fn host_pages(&self, py: Python<'_>) -> PyResult<BTreeMap<usize, HostPages>> {
         self.with_upload(py, |upload, core, _, _| upload.host_pages(core))
     }
 

@@ -10,6 +10,7 @@ use pagoda_core::ids::{BlockId, BlockRef, GroupId, SequenceId, Tier};
 use pagoda_core::work::{Passes, RUN_ROWS, Scanned, Shares, TILE, WorkList};
 use pagoda_store::LayerOfPages;
 use pyo3::prelude::*;
+use std::collections::BTreeMap;
 
 /// How a group is to be streamed, as a dict.
 #[derive(FromPyObject)]
@@ -88,8 +89,8 @@ pub(crate) struct Streams {
 type Held = (u8, Vec<(SequenceId, u32)>, Vec<Vec<BlockRef>>);
 
 impl Upload {
-    /// What of the host tier each group goes over.
-    pub(crate) fn host_pages(&self, core: &Cache) -> Vec<HostPages> {
+    /// What of the host tier each group goes over that has pages there.
+    pub(crate) fn host_pages(&self, core: &Cache) -> BTreeMap<usize, HostPages> {
         let of_group = |group: usize| {
             let mut sum = HostPages { pages: 0, reads: 0, divisible: 0, new_tokens: 0 };
             for (index, (_, new_tokens)) in core.step_batch().enumerate() {
@@ -106,7 +107,8 @@ impl Upload {
             }
             sum
         };
-        (0..self.group_count()).map(of_group).collect()
+        let all = (0..self.group_count()).map(|group| (group, of_group(group)));
+        all.filter(|(_, sum)| sum.pages > 0).collect()
     }
 
     /// Whether the CPU may compute a part: for few queries, which go over no pages in common with others.

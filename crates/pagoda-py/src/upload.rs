@@ -80,16 +80,16 @@ pub(crate) struct AnglePlaces {
 }
 
 /// How much room the open step needs.
-#[derive(Clone, Copy, Debug, Default, IntoPyObject)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Room {
-    sequences: usize,
-    tokens: usize,
+    pub(crate) sequences: usize,
+    pub(crate) tokens: usize,
     /// Pages of the longest sequence, in any group.
-    columns: usize,
+    pub(crate) columns: usize,
     /// Spans of all sequences, in any group.
-    spans: usize,
+    pub(crate) spans: usize,
     /// Rows of angles of any layer: one a span, and for one that trails one a query besides.
-    angles: usize,
+    pub(crate) angles: usize,
 }
 
 /// Pages in common, as long as the tables of a batch only grow.

@@ -110,7 +110,7 @@ class Appends:
             stream.launch(instances.center(keys.dtype), 1, CENTER_THREADS, centering)
         # A warp writes a row; where nothing is quantised, a thread writes 8 elements.
         rows, shared = arrays.tokens_max * call.kv_heads, 0
-        if any(name in instances.QUANTISED for name in kernels.stored):
+        if kernels.quantises:
             threads, shared = 32 * rows * (2 if call.v_head_dim else 1), APPEND_ROWS_BYTES
         else:
             threads = rows * (call.head_dim + call.v_head_dim) // 8

@@ -64,7 +64,7 @@ class Attends:
         self._finish_steps = finish_steps
         self._scratch = Scratch(driver)
         self._maxima: Maxima | None = None
-        self._counts: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._bounds: npt.NDArray[np.int32] = np.zeros(1, np.int32)
         self._tokens_max = 0
         self._most_of: dict[int, tuple[int, int]] = {}
         """Of the open step, by `few` of a layer: new tokens of a decoded sequence at most, and of one that is prefilled."""
@@ -75,6 +75,7 @@ class Attends:
     def declare(self, maxima: Maxima) -> None:
         """Makes room for every step to come. Nothing may be under way."""
         self._maxima, self._tokens_max = maxima, maxima.tokens
+        self._most_of.clear()
         try:
             for kernels in self._layers:
                 for prefill, q in kernels.works:
@@ -83,9 +84,10 @@ class Attends:
             self._maxima = None
             raise
 
-    def enter(self, counts: npt.NDArray[np.int32], tokens_max: int) -> None:
-        """A step begins. counts: new tokens of each sequence. tokens_max: rows that arrays may have."""
-        self._counts, self._tokens_max = counts, tokens_max
+    def enter(self, bounds: npt.NDArray[np.int32], tokens_max: int) -> None:
+        """A step begins. bounds: where the new tokens of each sequence begin, and where the last one's end. tokens_max: rows
+        that arrays may have."""
+        self._bounds, self._tokens_max = bounds, tokens_max
         self._most_of.clear()
         self._covered.clear()
 
@@ -100,7 +102,7 @@ class Attends:
             raise InvalidArgument(
                 f"attend: layer {layer} in a graph: not in a step that streams pages of the host tier"
             )
-        kinds = [prefill for prefill in (False, True) if self._most(kernels, prefill)]
+        kinds = [prefill for prefill, most in zip((False, True), self._most(kernels.few), strict=True) if most]
         for prefill in kinds:
             self._make_room(kernels, queries.dtype, prefill, stream, streamed=streamed is not None)
         tables, call = self._tables.groups[kernels.shape["group"]], kernels.attend()
@@ -142,24 +144,26 @@ class Attends:
                     own, common = streamed.works[kernels.works[prefill, queries.dtype]][number]
                     self._launch(kernels, queries.dtype, prefill, call, own, common, stream)
 
-    def _most(self, kernels: LayerKernels, prefill: bool) -> int:
-        """New tokens of a sequence of the kind at most: in the step, or in any once maxima are declared. 0 if it has none."""
-        few = kernels.few
-        if self._maxima is not None:
+    def _most(self, few: int) -> tuple[int, int]:
+        """New tokens at most of a sequence that is decoded, for it has `few` or fewer, and of one that is prefilled: in the
+        step, or in any once maxima are declared. 0 if there is none."""
+        if (found := self._most_of.get(few)) is not None:
+            return found
+        if self._maxima is None:
+            counts = np.diff(self._bounds)
+            most = int(counts.max(initial=0))
+            decoded = most if most <= few else int(counts.max(where=counts <= few, initial=0))
+        else:
             most = self._maxima.new_tokens
-            return (most if most > few else 0) if prefill else min(most, few)
-        if few not in self._most_of:
-            decoded, prefilled = (
-                int(self._counts.max(where=kind, initial=0)) for kind in (self._counts <= few, self._counts > few)
-            )
-            self._most_of[few] = decoded, prefilled
-        return self._most_of[few][prefill]
+            decoded = min(most, few)
+        self._most_of[few] = decoded, most if most > few else 0
+        return self._most_of[few]
 
     def _chosen(self, kernels: LayerKernels, q: str, prefill: bool) -> instances.Attention:
         """The instance for one kind of queries."""
         if prefill:
             return kernels.attention("prefill", q)
-        most = self._most(kernels, prefill)
+        most, _ = self._most(kernels.few)
         single = most <= 1 or most * kernels.heads <= instances.FEW_ROWS
         return kernels.attention("decode" if single else "verify", q)
 

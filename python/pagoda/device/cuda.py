@@ -10,7 +10,7 @@ import os
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import accumulate
 from operator import mul
 from typing import Any, NamedTuple
@@ -370,8 +370,15 @@ def _torch() -> Any:
 
 
 def _of_torch(array: Any) -> bool:
-    """Whether an array is a tensor of torch, or of a class that somebody has derived."""
-    return "torch" in sys.modules and any(base.__module__.partition(".")[0] == "torch" for base in type(array).__mro__)
+    """Whether an array is a tensor of torch, if anybody uses that."""
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor is not None and isinstance(array, tensor)
+
+
+@lru_cache
+def _contiguous(shape: tuple[int, ...], typestr: str) -> tuple[int, ...]:
+    """The strides of an array without gaps."""
+    return tuple(accumulate(shape[:0:-1], mul, initial=np.dtype(typestr).itemsize))[::-1]
 
 
 def view(name: str, array: Any, device: int) -> View:
@@ -389,18 +396,16 @@ def view(name: str, array: Any, device: int) -> View:
         raise InvalidArgument(f"{name} = dtype {array.dtype}: one of those that array interfaces have") from error
     if interface is None:
         raise InvalidArgument(f"{name} = {type(array).__name__}: an array of CuPy or torch on the device")
-    place = getattr(array, "device", None)
-    index = getattr(place, "id", getattr(place, "index", None))
+    place: Any = getattr(array, "device", None)
+    index = place.id if hasattr(place, "id") else getattr(place, "index", None)
     if index not in (None, device):
         raise InvalidArgument(f"{name} = an array on cuda:{index}: on cuda:{device}, the device of the cache")
     shape = tuple(interface["shape"])
     kind = kind or TYPES.get(interface["typestr"], str(interface["typestr"]))
     strides = interface.get("strides")
-    if strides is None:
-        size = np.dtype(interface["typestr"]).itemsize
-        strides = tuple(accumulate(shape[:0:-1], mul, initial=size))[::-1]
+    strides = _contiguous(shape, interface["typestr"]) if strides is None else tuple(strides)
     address, read_only = interface["data"]
-    return View(int(address), shape, tuple(strides), kind, not read_only)
+    return View(int(address), shape, strides, kind, not read_only)
 
 
 class CudaDriver:

@@ -200,10 +200,8 @@ class DeviceEngine:
         stream: Stream | None = None,
     ) -> None:
         """Opens a step on a stream, the caller's current one by default; its tables are on their way when this returns."""
-        if self._maxima is not None and len(new_tokens) and int(new_tokens.max()) > self._maxima.new_tokens:
-            raise InvalidArgument(
-                f"new_tokens = {int(new_tokens.max())}: at most {self._maxima.new_tokens}, the maximum declared"
-            )
+        if self._maxima is not None and (most := np.maximum.reduce(new_tokens, initial=0)) > self._maxima.new_tokens:
+            raise InvalidArgument(f"new_tokens = {most}: at most {self._maxima.new_tokens}, the maximum declared")
         chosen = self.caller_stream(None) if stream is None else stream
         if chosen.capturing:
             raise InvalidArgument("step: on a stream that is captured; begin to capture inside of the step")
@@ -295,7 +293,7 @@ class DeviceEngine:
         if self._captured:
             raise InvalidArgument("commit: on a stream that is captured; end the capture inside of the step")
         self.core.commit(number, accepted)
-        self._leave()
+        self._end()
 
     @in_turn
     def rollback(self, number: int) -> None:
@@ -479,12 +477,12 @@ class DeviceEngine:
         if self._zeroed is not None:
             self._now.follow(self._zeroed)
         bounds = self.core.cu_seqlens(number)
-        counts, tokens = bounds[1:] - bounds[:-1], int(bounds[-1])
+        tokens = int(bounds[-1])
         tokens_max = tokens if self._maxima is None else self._maxima.tokens
         self._arrays.tokens, self._arrays.tokens_max = tokens, tokens_max
         centers = self.core.step_centers()
         self._appends.enter(centers=centers)
-        self._attends.enter(counts, tokens_max)
+        self._attends.enter(bounds, tokens_max)
         if not self._tables.fits():
             self._wait_for_steps()
             self._tables.grow()
@@ -512,9 +510,12 @@ class DeviceEngine:
         return sum(self.core.on_disk()) if self._memory.passage else 0
 
     def _leave(self) -> None:
-        """Marks the end of the step in its stream; while that is captured, `_poll` does so later."""
-        if self._captured:
-            return
+        """Ends the step, unless its stream is captured: `_poll` does so later then."""
+        if not self._captured:
+            self._end()
+
+    def _end(self) -> None:
+        """Marks the end of the step in its stream, and looks for what else has ended."""
         self._mark_end()
         self._note_epoch()
         with contextlib.suppress(BackendUnavailable):  # Of copies, whose tickets tell: the step has ended.

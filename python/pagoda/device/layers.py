@@ -38,6 +38,8 @@ class LayerKernels:
         self.shape = shape
         self.stored = shape["k_dtype"], instances.PART_OF_K if shape["v_alias"] else shape["v_dtype"]
         """Formats of rows as `append` writes them: where K is made from V, of V in the place of K."""
+        self.quantises = any(name in instances.QUANTISED for name in self.stored)
+        """Whether `append` quantises rows."""
         self._read = self.stored if shape["k_norm"] is None else (instances.FROM_V, shape["v_dtype"])
         sizes = shape["num_q_heads"], shape["num_kv_heads"], shape["head_dim"], shape["v_head_dim"]
         self.kind: Kind = shape["group"], shape["window"], *self._read, *sizes

@@ -156,7 +156,9 @@ class Plans:
 
     def _take_in(self) -> None:
         """Takes in plans that are new."""
-        fresh = [ticket for ticket in self._core.moving() if ticket not in self._under_way]
+        if not (moving := self._core.moving()):
+            return
+        fresh = [ticket for ticket in moving if ticket not in self._under_way]
         if fresh:
             self._follow()
         for ticket in fresh:

@@ -87,10 +87,10 @@ class Streams:
         self._tables: Memory | None = None
         self._room = 0
         self._stamp = 0
-        self._pages: list[dict[str, int]] = []
+        self._pages: dict[int, dict[str, int]] = {}
         self._placed: list[tuple[int, dict[str, Any]]] = []
         self._copies: dict[int, list[npt.NDArray[np.int64]]] = {}
-        self._on_disk: list[int] = []
+        self._on_disk = [0] * len(self._layouts)
         self._groups: dict[int, GroupPasses] = {}
         self._order: list[tuple[int, int]] = []
         self._items: dict[tuple[int, int], int] = {}
@@ -108,13 +108,15 @@ class Streams:
         bounds: where the new tokens of each sequence begin, and where the last one's end. centers: whether their rows say
         what K is centred by.
         """
-        self.traffic, self._bounds = Traffic(), bounds
+        self.traffic, self._bounds, self._placed = Traffic(), bounds, []
         if centers and self._partials is not None:
             self._partials.forget_centers()
-        self._pages, self._placed = self._core.host_pages(), []
-        self._on_disk = self._core.on_disk() if self._reads else [0] * len(self._pages)
-        ways = [self._way(group, pages) for group, pages in enumerate(self._pages)]
-        chosen = [way for way in ways if way is not None]
+        self._pages = self._core.host_pages()
+        if self._reads is not None:
+            self._on_disk = self._core.on_disk()
+        if not self._pages and not any(self._on_disk):
+            return 0
+        chosen = [way for group in range(len(self._rooms)) if (way := self._way(group)) is not None]
         if not chosen:
             return 0
         words, stamp, groups = self._core.stream(chosen)
@@ -165,8 +167,8 @@ class Streams:
 
     def read_in_place(self, layer: int) -> None:
         """Counts what attention over a layer reads of pinned memory where nothing of it is streamed."""
-        if self._pages:
-            self.traffic.mapped += self._pages[self._layers[layer]["group"]]["reads"] * self._runs[layer].bytes
+        if pages := self._pages.get(self._layers[layer]["group"]):
+            self.traffic.mapped += pages["reads"] * self._runs[layer].bytes
 
     def ask(self, layer: int, q: View, stream: Stream) -> Asked | None:
         """Begins attention over a layer that is streamed; what the CPU is asked for is due before the last pass."""
@@ -217,13 +219,13 @@ class Streams:
         self.ring.close()
         self._tables = self._partials = None
 
-    def _way(self, group: int, pages: dict[str, int]) -> dict[str, float] | None:
+    def _way(self, group: int) -> dict[str, float] | None:
         """How the group is streamed; None where its pages are read in place, in one pass."""
-        size, on_disk = self._widest[group], self._on_disk[group]
-        if not pages["reads"] and not on_disk:
-            return None
+        size, on_disk, pages = self._widest[group], self._on_disk[group], self._pages.get(group)
         way = {"group": group, "room": self._rooms[group], "computed": 0.0, "in_place": 0.0}
-        if self._partials is None or not pages["reads"]:
+        if pages is None:
+            return way if on_disk else None
+        if self._partials is None:
             enough = bool(self.ring) and pages["reads"] * size >= self._driver.ring_bytes
             return way if on_disk or enough else None
         shares = self._partials.divide(group, pages, size, ring=bool(self.ring))

@@ -7,20 +7,22 @@ words; one copy from pinned memory and one kernel take the words to their places
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from operator import ge
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from pagoda import _core
-from pagoda.device.driver import Driver, Event, Memory, Pinned, Stream
+from pagoda.device.driver import Driver, Event, Memory, Stream
 from pagoda.errors import InvalidArgument
 from pagoda.geometry import CoreLayer
 from pagoda.kernels import arguments, instances
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """How queries of some layers are cut: one work list for all of them.
 
     few: new tokens of a sequence up to which it is decoded. queries: of a block; common_queries: of a block over pages that
@@ -41,8 +43,7 @@ class Work:
         return (self.few + 1, (1 << 32) - 1) if self.prefill else (1, self.few)
 
 
-@dataclass
-class Room:
+class Room(NamedTuple):
     """How much the tables can hold: sequences, new tokens, pages of one sequence, spans of all, rows of angles of a layer."""
 
     sequences: int = 0
@@ -51,16 +52,14 @@ class Room:
     spans: int = 0
     angles: int = 0
 
-    def covers(self, need: dict[str, int]) -> bool:
+    def covers(self, need: Iterable[int]) -> bool:
         """Whether there is room for all of it."""
-        return all(getattr(self, name) >= value for name, value in need.items())
+        return all(map(ge, self, need))
 
-    def grown(self, need: dict[str, int]) -> Room:
+    def grown(self, need: Iterable[int]) -> Room:
         """With room for more, in powers of two."""
-        return replace(
-            self,
-            **{name: 1 << (value - 1).bit_length() for name, value in need.items() if value > getattr(self, name)},
-        )
+        pairs = zip(self, need, strict=True)
+        return Room(*(1 << (value - 1).bit_length() if value > room else room for room, value in pairs))
 
 
 @dataclass
@@ -105,14 +104,14 @@ class WorkTables:
     members_max: int
 
 
-@dataclass
 class Staging:
     """One of two uploads under way."""
 
-    host: Pinned
-    device: Memory
-    words: int
-    used: Event | None = None
+    def __init__(self, driver: Driver, words: int) -> None:
+        self.host, self.device = driver.pinned(4 * words), driver.memory(4 * words)
+        self.words: npt.NDArray[np.uint32] = self.host.array.view(np.uint32)
+        self.call = arguments.Unpack(self.device.address)
+        self.used: Event | None = None
 
 
 @dataclass
@@ -157,10 +156,10 @@ class StepTables:
         if self.room.covers(need):
             return True
         if self.fixed:
-            name = next(name for name, value in need.items() if value > getattr(self.room, name))
+            rooms = zip(Room._fields, need, self.room, strict=True)
+            name, value, limit = next((name, value, limit) for name, value, limit in rooms if value > limit)
             what = {"columns": "pages of a sequence", "tokens": "new tokens"}.get(name, name)
-            limit = getattr(self.room, name)
-            raise InvalidArgument(f"step = {need[name]} {what}: at most {limit}, which the maxima declared allow")
+            raise InvalidArgument(f"step = {value} {what}: at most {limit}, which the maxima declared allow")
         return False
 
     def grow(self) -> None:
@@ -206,11 +205,10 @@ class StepTables:
     def upload(self, stream: Stream, words: int, streams: int) -> None:
         """Sends what was written down. streams: where the tables of what is streamed go."""
         staging = self._next_staging(words)
-        self._core.staged(staging.host.array.view(np.uint32)[:words], streams)
+        self._core.staged(staging.words[:words], streams)
         try:
             stream.copy(staging.device.address, staging.host.address, 4 * words)
-            call = arguments.Unpack(staging.device.address)
-            stream.launch(instances.UNPACK, self._driver.multiprocessors, 256, call)
+            stream.launch(instances.UNPACK, self._driver.multiprocessors, 256, staging.call)
         finally:
             staging.used = stream.record()
 
@@ -264,10 +262,9 @@ class StepTables:
             if staging.used is not None:
                 staging.used.wait()
             self._staging.popleft()
-            if staging.words >= words:
+            if len(staging.words) >= words:
                 self._staging.append(staging)
                 return staging
-        size = max(1 << 10, 1 << (words - 1).bit_length())
-        staging = Staging(self._driver.pinned(4 * size), self._driver.memory(4 * size), size)
+        staging = Staging(self._driver, max(1 << 10, 1 << (words - 1).bit_length()))
         self._staging.append(staging)
         return staging
