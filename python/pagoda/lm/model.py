@@ -108,6 +108,10 @@ class LanguageModel:
         embedding = checkpoint.take("model.embed_tokens.weight", self.vocab_size, self._hidden)
         self._embedding = self._xp.asarray(embedding)
         self._blocks = [self._block(checkpoint, index, layer) for index, layer in enumerate(self.spec.attention_layers)]
+        # A bias, norm or layer that is left over would make this another model; inv_freq, which old ones have, is derived.
+        rest = [name for name in checkpoint.rest("model.layers.") if not name.endswith(".rotary_emb.inv_freq")]
+        if rest:
+            raise InvalidArgument(f"checkpoint: {rest[0]}: not part of the {kind} model of this config")
         self._norm = self._xp.asarray(checkpoint.take("model.norm.weight", self._hidden))
         # A key that is absent has the default of its family in transformers.
         tied = _flag(config, "tie_word_embeddings", default=kind == "smollm3")
@@ -223,7 +227,7 @@ class LanguageModel:
         def head_norm(name: str) -> Array | None:
             return take(f"self_attn.{name}", dim) if self.config["model_type"] == "qwen3" else None
 
-        block = Block(
+        return Block(
             take("input_layernorm", hidden),
             *linear({"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}, hidden),
             head_norm("q_norm"),
@@ -233,13 +237,6 @@ class LanguageModel:
             *linear({"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden),
             *linear({"mlp.down_proj": hidden}, inner),
         )
-        # A bias or norm that is left over would make this another model. Old checkpoints store inv_freq, which is derived.
-        rest = [name for name in checkpoint.rest(prefix) if not name.endswith(".rotary_emb.inv_freq")]
-        if rest:
-            raise InvalidArgument(
-                f"checkpoint: {rest[0]}: not part of a {self.config['model_type']} layer of this config"
-            )
-        return block
 
 
 def _flag(config: dict[str, Any], key: str, *, default: bool = False) -> bool:
