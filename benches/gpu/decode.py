@@ -103,13 +103,13 @@ def beside(report: Report, case: str, filled: Filled, ours: float) -> None:
     pages = Pages(filled)
     for name, peer in PEERS.items():
         try:
-            calls, out = peer(filled, pages)
+            calls, result = peer(filled, pages)
             theirs = seconds(calls)
         except Exception as error:
             report.line(case, name, left_out=f"{type(error).__name__}: {str(error)[:200]}")
             continue
-        report.line(case, name, us=theirs * 1e6, over_pagoda=theirs / ours, error=filled.error(out))
-        del calls, out
+        report.line(case, name, us=theirs * 1e6, over_pagoda=theirs / ours, error=filled.error(result()))
+        del calls, result
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from harness import DIM, KV_HEADS, ROWS, Filled
 
-Calls = tuple[list[Callable[[], object]], Any]
-"""A call for each layer, and the array that results are written to."""
+Calls = tuple[list[Callable[[], object]], Callable[[], Any]]
+"""A call for each layer, and what the last has come to: where a library makes the array, no copy of it is timed."""
 
 
 class Pages:
@@ -57,7 +57,7 @@ def flash_attention_3(filled: Filled, pages: Pages) -> Calls:
             None, 0, None, 1, 0, None,
         )  # fmt: skip
 
-    return [lambda layer=layer: call(*layer) for layer in pages.layers], out
+    return [lambda layer=layer: call(*layer) for layer in pages.layers], lambda: out
 
 
 def flashinfer(filled: Filled, pages: Pages) -> Calls:
@@ -75,7 +75,8 @@ def flashinfer(filled: Filled, pages: Pages) -> Calls:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
         starts = pages.starts_q.cpu()
         wrapper.plan(starts, pages.indptr, pages.indices, pages.last, *shape, causal=True, **types)
-    return [lambda layer=layer: wrapper.run(filled.q, tuple(layer), out=out) for layer in pages.layers], out
+    calls = [lambda layer=layer: wrapper.run(filled.q, tuple(layer), out=out) for layer in pages.layers]
+    return calls, lambda: out
 
 
 def xformers(filled: Filled, pages: Pages) -> Calls:
@@ -84,18 +85,17 @@ def xformers(filled: Filled, pages: Pages) -> Calls:
 
     if filled.new != 1:
         raise NotImplementedError("more than one new token")
-    batch, group, out = len(filled.lengths), filled.q_heads // KV_HEADS, torch.empty_like(filled.q)
+    batch, group = len(filled.lengths), filled.q_heads // KV_HEADS
     bias = fmha.attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens(
         q_seqlen=[1] * batch, kv_seqlen=filled.lengths, block_tables=pages.table, page_size=filled.page_size
-    ).to(out.device)
-    q = filled.q.view(1, batch, KV_HEADS, group, DIM)
+    ).to(filled.q.device)
+    q, last = filled.q.view(1, batch, KV_HEADS, group, DIM), [filled.q]
 
     def call(k: Any, v: Any) -> None:
         rows = [plane.view(1, -1, KV_HEADS, 1, DIM).expand(-1, -1, -1, group, -1) for plane in (k, v)]
-        result = fmha.memory_efficient_attention_forward(q, *rows, attn_bias=bias, op=fmha.triton_splitk.FwOp)
-        out.copy_(result.reshape(out.shape))
+        last[0] = fmha.memory_efficient_attention_forward(q, *rows, attn_bias=bias, op=fmha.triton_splitk.FwOp)
 
-    return [lambda layer=layer: call(*layer) for layer in pages.layers], out
+    return [lambda layer=layer: call(*layer) for layer in pages.layers], lambda: last[0].reshape(filled.q.shape)
 
 
 def sdpa(filled: Filled, pages: Pages) -> Calls:
@@ -109,12 +109,12 @@ def sdpa(filled: Filled, pages: Pages) -> Calls:
         for _ in range(filled.layers)
     ]
     q = filled.q[:, :, None]
-    out = torch.empty_like(filled.q)
+    last = [q]
 
     def call(k: Any, v: Any) -> None:
-        out.copy_(torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)[:, :, 0])
+        last[0] = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
-    return [lambda layer=layer: call(*layer) for layer in layers], out
+    return [lambda layer=layer: call(*layer) for layer in layers], lambda: last[0][:, :, 0]
 
 
 PEERS: dict[str, Callable[[Filled, Pages], Calls]] = {
