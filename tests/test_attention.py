@@ -318,6 +318,46 @@ def test_context_shift_rotates_queries_not_keys(interleaved: bool) -> None:
     check(out, lse, *attention(rotate(q[100:], at[100:]), rotate(k[left], shifted), v[left]))
 
 
+@pytest.mark.usefixtures("names_the_cpu")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "page_size"), [("f16", 64), ("f32", 16), ("bf16", 128), ("q8_0", 16), ("q4_0", 64), ("fp8_e4m3", 32)]
+)
+def test_pages_in_common_are_read_once(dtype: str, page_size: int, deterministic: bool) -> None:
+    """A tree of forks, one of which was cut inside of a common page, and a sequence that has nothing in common with them. In
+    deterministic caches each reads its own: the bits are those of a sequence alone."""
+    spec = pagoda.ModelSpec([layer(head_dim=32), layer(head_dim=32, softcap=20.0)])
+    options: dict[str, Any] = {"center": None, "rotate": False, "deterministic": deterministic, "threads": 2}
+    with pagoda.Cache(
+        spec, page_size=page_size, k_dtype=dtype, v_dtype=dtype, device_memory="64MiB", host_memory=0, **options
+    ) as cache:
+        mirror = Mirror(cache, np.random.default_rng(7))
+        root, alone = mirror.create(), mirror.create()
+        mirror.step([root, alone], [1300, 50])
+        long = mirror.fork(root)
+        mirror.step([long], [1200])
+        twin, cut = mirror.fork(long), mirror.fork(root)
+        mirror.truncate(cut, 700)
+        batch = [long, alone, cut, root, twin]
+
+        def step(new: list[int], spared: int) -> None:
+            mirror.step(batch, new)
+            assert mirror.last is not None
+            tokens = sum(map(len, batch)) - (0 if deterministic else spared)
+            assert mirror.last.report.bytes["memory"] == tokens * spec.bytes_per_token(dtype, dtype)
+
+        first, second, third = (length // page_size * page_size for length in (700, 1300, 2500))
+        all_of_it = 3 * first + 2 * (second - first) + (third - second)
+        step([1, 2, 3, 1, 1], all_of_it)
+        step([2, 1, 1, 5, 16], all_of_it)
+        # With as many queries a sequence goes over its pages alone; what the others share behind `first` saves too little.
+        step([1, 1, 1, 1, 17], 2 * first)
+        mirror.truncate(twin, first + 3)
+        step([1, 1, 1, 1, 1], 3 * first)
+        mirror.drop(long, 5, 6)
+        step([1, 1, 1, 1, 1], 2 * first)
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_many_holes(threads: int) -> None:
     """Short pieces between them, more than are worked on together, and one that is longer than that."""

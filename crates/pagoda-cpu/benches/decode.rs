@@ -2,7 +2,7 @@
 //!
 //! `cargo bench -p pagoda-cpu --bench decode -- [threads=1,2] [formats=f16,bf16,f32] [contexts=4096,32768,131072]
 //! [pages=64,256] [shapes=32/8x128,8/2x256] [cached=4/1x128,4/1x256,1/1x128,8/1x128] [samples=9] [isa=avx2]
-//! [sections=decode,formats,cached,order,small,append,peaked,prefill]`
+//! [sections=decode,formats,cached,order,small,append,peaked,prefill,shared]`
 //!
 //! One query token, batch 1. Layers are rotated over at least 512 MiB, so that every call finds cold caches. Every
 //! sample of attention is bracketed by sequential reads of the same memory with as many threads; the ratio is the
@@ -14,11 +14,12 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use memmap2::{Advice, MmapMut};
+use pagoda_core::common::{Common, Commons};
 use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::{Sight, SpanView};
 use pagoda_cpu::{
-    Arenas, Attention, Backend, Element, Isa, Layer, PagedKv, Rows, RowsMut, SequenceTable, Transform,
+    Arenas, Attention, Backend, Element, Isa, Layer, PagedKv, Rows, RowsMut, SequenceTable, Shared, Transform,
 };
 
 /// The memory that layers rotate over, at least.
@@ -171,6 +172,11 @@ impl Cache {
 
     /// Attention of the last `new_tokens` tokens in the next layer.
     fn attend(&mut self, backend: &Backend, new_tokens: u32) {
+        self.attend_forks(backend, 1, new_tokens, None);
+    }
+
+    /// The same of so many sequences, all over the same pages.
+    fn attend_forks(&mut self, backend: &Backend, forks: usize, new_tokens: u32, shared: Option<&Shared>) {
         self.layer.layout = self.layout.layers[self.next_layer];
         self.next_layer = (self.next_layer + 1) % self.layout.layers.len();
         let table = SequenceTable { row: &self.row, spans: &self.spans, new_tokens };
@@ -180,9 +186,10 @@ impl Cache {
         let element = Element::F32;
         let queries = Rows { ptr: self.queries.as_ptr().cast(), element, token_stride, head_stride };
         let out = RowsMut { ptr: self.out.as_mut_ptr().cast(), element, token_stride, head_stride };
-        let kv = PagedKv { arenas: &arenas, layer: &self.layer, sequences: &[table] };
+        let kv = PagedKv { arenas: &arenas, layer: &self.layer, sequences: &vec![table; forks] };
         // SAFETY: the row names blocks of `memory`, and the arrays have a row for every token and head.
-        unsafe { backend.attend(&Attention { kv, queries, sinks: None, out, lse: None }) }.expect("attend");
+        unsafe { backend.attend(&Attention { kv, queries, sinks: None, out, lse: None, shared }) }
+            .expect("attend");
         black_box(&self.out);
     }
 }
@@ -482,6 +489,35 @@ fn prefill(options: &Options) {
     }
 }
 
+/// Forks of one sequence, whose pages are read for each of them or once.
+fn shared(options: &Options, samples: usize) {
+    println!("shared: ms of forks of 16384 tokens (32/8x128), pages read for each | once (medians)");
+    for threads in options.numbers("threads", "1,2") {
+        let backend = backend(options, threads, false);
+        for word in options.words("formats", "f16,bf16,f32,fp8e4m3,q8_0,q4_0") {
+            print!("{threads}T {word:>7}:");
+            for forks in [2u32, 4, 8, 16] {
+                let mut cache =
+                    Cache::new(shape("32/8x128"), format(&word), 16384, 64, true, forks as usize, COLD);
+                let node = Common { tokens: 0..16384 - 64, members: 0..forks as usize };
+                let commons = Commons { nodes: vec![node], members: (0..forks).collect() };
+                let mut shared = Shared::default();
+                shared.fill(&commons, &(0..=forks).collect::<Vec<_>>());
+                print!("  {forks}");
+                for shared in [None, Some(&shared)] {
+                    let times = (0..samples).map(|_| {
+                        let start = Instant::now();
+                        cache.attend_forks(&backend, forks as usize, 1, shared);
+                        start.elapsed().as_secs_f64() * 1e3
+                    });
+                    print!(" {:.2}", median(times.collect()));
+                }
+            }
+            println!();
+        }
+    }
+}
+
 /// The instruction set to use.
 fn isa(options: &Options) -> Isa {
     let best = Isa::detect().to_string();
@@ -499,7 +535,8 @@ fn main() {
     let options = Options(std::env::args().collect());
     let samples = options.numbers("samples", "9")[0];
     println!("{} on {} cores", isa(&options), std::thread::available_parallelism().map_or(1, Into::into));
-    for section in options.words("sections", "decode,formats,cached,order,small,append,peaked,prefill") {
+    let sections = "decode,formats,cached,order,small,append,peaked,prefill,shared";
+    for section in options.words("sections", sections) {
         match section.as_str() {
             "decode" => decode(&options, samples),
             "formats" => formats(&options, samples),
@@ -509,6 +546,7 @@ fn main() {
             "append" => append(&options),
             "peaked" => peaked(&options, samples),
             "prefill" => prefill(&options),
+            "shared" => shared(&options, samples),
             _ => panic!("{section} is not a section"),
         }
     }

@@ -10,11 +10,12 @@ use pagoda_core::table::{Sight, SpanView};
 use pagoda_core::work::{Piece, RUN_TILES, TILE, pieces};
 
 use crate::backend::Backend;
+use crate::common::Shared;
 use crate::decoded;
 use crate::integers::{QueryStep, STEP};
 use crate::kernel::{ALIGN, Accumulate, Chunk, Fold, Lines, PIECES, RowSize, STREAMS, Score, Softmax};
 use crate::layer::{Layer, PagedKv};
-use crate::plan::{Group, Item, Plan, state_floats, value_stride};
+use crate::plan::{Group, Item, Plan, Scope, state_floats, value_stride};
 use crate::rows::{Element, Rows, RowsMut};
 use crate::simd::{Kernels, RowKernels};
 
@@ -66,6 +67,8 @@ struct Worker {
 pub(crate) struct Scratch {
     plan: Plan,
     parts: Floats,
+    /// What pages in common have come to.
+    kept: Floats,
     workers: Vec<Mutex<Worker>>,
 }
 
@@ -93,6 +96,9 @@ pub struct Attention<'a> {
     pub out: RowsMut,
     /// Natural-log-sum-exps, `[sum(new_tokens), num_q_heads]`.
     pub lse: Option<*mut f32>,
+    /// Pages that sequences have in common, which are gone over once. Neither deterministic backends nor layers with a window look
+    /// at it.
+    pub shared: Option<&'a Shared>,
 }
 
 impl<'a> Attention<'a> {
@@ -107,19 +113,20 @@ impl<'a> Attention<'a> {
             sinks: self.sinks,
             out: self.out.skip(token),
             lse: self.lse.map(|lse| lse.wrapping_add(token * heads)),
+            shared: None,
         }
     }
 
     pub(crate) fn results(&self) -> Target<'a> {
-        Target::Results { sinks: self.sinks, out: self.out, lse: self.lse }
+        Target::Results { sinks: self.sinks, out: self.out, lse: self.lse, shared: self.shared }
     }
 }
 
 /// Where what a batch comes to is written.
 #[derive(Clone, Copy)]
 pub(crate) enum Target<'a> {
-    /// Results, and log-sum-exps. `sinks`: a logit for each query head.
-    Results { sinks: Option<&'a [f32]>, out: RowsMut, lse: Option<*mut f32> },
+    /// Results, and log-sum-exps. `sinks`: a logit for each query head; `shared`: pages in common.
+    Results { sinks: Option<&'a [f32]>, out: RowsMut, lse: Option<*mut f32>, shared: Option<&'a Shared> },
     /// Parts of results, over the tokens before `ends` of each sequence.
     Parts { ends: &'a [usize], parts: *mut f32 },
 }
@@ -158,7 +165,10 @@ struct Call<'a> {
     kv: PagedKv<'a>,
     queries: Rows,
     target: Target<'a>,
+    scope: Scope<'a>,
     plan: &'a Plan,
+    /// What queries have come to in passes over pages in common: values, maximum and sum of each query and head.
+    kept: *mut f32,
     /// The partial results, disjoint by item.
     parts: *mut f32,
     /// Where the results of a part go, disjoint by group.
@@ -167,7 +177,7 @@ struct Call<'a> {
 }
 
 // SAFETY: the addresses are shared by the threads of the pool; items write disjoint rows and partial results, and a
-// partial result is read after the last item of its group has been counted (`Group::pending`).
+// partial result is read after the last item of its group has been counted (`Group::pending`), what is kept in a later pass.
 unsafe impl Sync for Call<'_> {}
 
 /// See [`Backend::attend`](crate::Backend::attend).
@@ -179,22 +189,28 @@ pub(crate) unsafe fn attend(
     kv: &PagedKv<'_>,
     queries: Rows,
     target: Target<'_>,
-    part: Option<Part<'_>>,
+    mut part: Option<Part<'_>>,
 ) {
     let &Backend { ref pool, kernels, deterministic, ref scratch, .. } = backend;
     // A panic left nothing in the scratch memory that the next call does not overwrite.
     let mut scratch = scratch.lock().unwrap_or_else(PoisonError::into_inner);
-    let Scratch { plan, parts, workers } = &mut *scratch;
-    let ends = if let Target::Parts { ends, .. } = target { Some(ends) } else { None };
-    plan.make(kv, ends, pool.threads(), deterministic, part.as_ref().map(|part| &part.runs));
+    let Scratch { plan, parts, kept, workers } = &mut *scratch;
     if workers.is_empty() {
         workers.resize_with(pool.threads(), Mutex::default);
     }
-    let parts = parts.take(plan.floats).as_mut_ptr();
     let (first, last) =
         part.as_ref().map_or((false, false), |part| (part.runs.start == 0, part.runs.end == part.of));
-    let carried = part.map(|part| part.carried.0.take(plan.carried).as_mut_ptr());
     let layer = kv.layer;
+    let shared = match target {
+        Target::Results { shared, .. } if !deterministic && layer.window.is_none() && part.is_none() => {
+            shared
+        }
+        _ => None,
+    };
+    let levels = shared.map_or(0, Shared::levels);
+    let rows: usize =
+        if levels == 0 { 0 } else { kv.sequences.iter().map(|table| table.new_tokens as usize).sum() };
+    let kept = kept.take(rows * layer.num_q_heads as usize * kept_floats(layer)).as_mut_ptr();
     let LayerGeometry { head_dim, v_head_dim, k_format, .. } = layer.geometry;
     let v_format = layer.geometry.v_rows();
     let keys = match layer.derived {
@@ -207,34 +223,54 @@ pub(crate) unsafe fn attend(
         let decodes = !deterministic && (rows.quantise.is_none() || format == RowFormat::Fp8E4m3);
         decodes.then(|| decoded::many(format))
     };
-    let call = Call {
-        kernels,
-        keys,
-        values,
-        many: [many(keys, k_format).filter(|_| layer.derived.is_none()), many(values, v_format)],
-        deterministic,
-        kv: *kv,
-        queries,
-        target,
-        plan,
-        parts,
-        carried,
-        next: AtomicUsize::new(0),
-    };
-    if first {
-        call.plan.groups.iter().for_each(|group| call.carried_of(group).reset());
-    }
-    pool.run(plan.workers.min(plan.items.len()), &|index| {
-        let mut worker = workers[index].lock().unwrap_or_else(PoisonError::into_inner);
-        while let Some(item) = call.plan.items.get(call.next.fetch_add(1, Ordering::Relaxed)) {
-            // SAFETY: as the caller promises.
-            unsafe { call.item(item, &mut worker) };
+    // Pages in common, level by level, then what is each sequence's own.
+    for level in 0..=levels {
+        let scope = match (target, shared) {
+            (Target::Parts { ends, .. }, _) => Scope::Before(ends),
+            (_, Some(shared)) if level < levels => Scope::Common(shared, level),
+            (_, Some(shared)) if levels > 0 => Scope::From(&shared.ends),
+            _ => Scope::All,
+        };
+        plan.make(kv, scope, pool.threads(), deterministic, part.as_ref().map(|part| &part.runs));
+        let call = Call {
+            kernels,
+            keys,
+            values,
+            many: [many(keys, k_format).filter(|_| layer.derived.is_none()), many(values, v_format)],
+            deterministic,
+            kv: *kv,
+            queries,
+            target,
+            scope,
+            plan,
+            kept,
+            parts: parts.take(plan.floats).as_mut_ptr(),
+            carried: part.as_mut().map(|part| part.carried.0.take(plan.carried).as_mut_ptr()),
+            next: AtomicUsize::new(0),
+        };
+        if first {
+            call.plan.groups.iter().for_each(|group| call.carried_of(group).reset());
         }
-    });
-    if last {
-        // SAFETY: as the caller promises; groups have disjoint rows.
-        call.plan.groups.iter().for_each(|group| unsafe { call.finish(group, &mut call.carried_of(group)) });
+        pool.run(plan.workers.min(plan.items.len()), &|index| {
+            let mut worker = workers[index].lock().unwrap_or_else(PoisonError::into_inner);
+            while let Some(item) = call.plan.items.get(call.next.fetch_add(1, Ordering::Relaxed)) {
+                // SAFETY: as the caller promises.
+                unsafe { call.item(item, &mut worker) };
+            }
+        });
+        if last {
+            // SAFETY: as the caller promises; groups have disjoint rows.
+            call.plan
+                .groups
+                .iter()
+                .for_each(|group| unsafe { call.finish(group, &mut call.carried_of(group)) });
+        }
     }
+}
+
+/// Floats that are kept of what a query and head have come to.
+fn kept_floats(layer: &Layer) -> usize {
+    value_stride(layer) + 2
 }
 
 /// Tiles, of whatever heads, that are scored before the first of them is weighed: one long stream of K and one of V is
@@ -351,9 +387,57 @@ impl Call<'_> {
             // SAFETY: every item of the group is finished, and nobody else sees that it is the last.
             state = unsafe { self.merged(group) };
         }
-        if self.carried.is_none() {
-            // SAFETY: as the caller promises; groups have disjoint rows.
-            unsafe { self.finish(group, &mut state) };
+        if group.continues {
+            // SAFETY: the pass before has kept all of it.
+            unsafe { self.recall(group, &mut run) };
+            self.fold(&mut run, &state);
+            state = run;
+        }
+        // SAFETY: as the caller promises; groups have disjoint rows.
+        unsafe {
+            match self.scope {
+                Scope::Common(..) => self.keep(group, &state),
+                _ if self.carried.is_none() => self.finish(group, &mut state),
+                _ => {}
+            }
+        }
+    }
+
+    /// Where the result of each row of a group is kept.
+    fn kept(&self, group: &Group) -> impl Iterator<Item = *mut f32> {
+        let (layer, kept) = (self.kv.layer, self.kept);
+        let place = move |token: usize, head: usize| token * layer.num_q_heads as usize + head;
+        self.rows(group)
+            .map(move |(_, token, head)| kept.wrapping_add(place(token, head) * kept_floats(layer)))
+    }
+
+    /// Keeps the result of a group for the next pass.
+    ///
+    /// # Safety
+    /// Nobody else has the same rows.
+    unsafe fn keep(&self, group: &Group, state: &State<'_>) {
+        let stride = value_stride(self.kv.layer);
+        for (r, kept) in self.kept(group).enumerate() {
+            // SAFETY: as the caller promises; there is room for every query and head.
+            unsafe {
+                kept.copy_from_nonoverlapping(state.values[r * stride..][..stride].as_ptr(), stride);
+                kept.add(stride).copy_from_nonoverlapping([state.max[r], state.sum[r]].as_ptr(), 2);
+            }
+        }
+    }
+
+    /// What was kept of a group.
+    ///
+    /// # Safety
+    /// All of it was.
+    unsafe fn recall(&self, group: &Group, state: &mut State<'_>) {
+        let stride = value_stride(self.kv.layer);
+        for (r, kept) in self.kept(group).enumerate() {
+            // SAFETY: as the caller promises.
+            unsafe {
+                state.values[r * stride..][..stride].as_mut_ptr().copy_from_nonoverlapping(kept, stride);
+                (state.max[r], state.sum[r]) = (*kept.add(stride), *kept.add(stride + 1));
+            }
         }
     }
 
@@ -456,12 +540,24 @@ impl Call<'_> {
         sights.filter(|(_, seen)| !seen.is_empty())
     }
 
+    /// Which query of a group it is, the batch row and the query head of every row of it: K/V heads outside, then queries, then the
+    /// query heads that share the K/V head.
+    fn rows(&self, group: &Group) -> impl Iterator<Item = (usize, usize, usize)> {
+        let (first, queries, size) = (group.token, group.queries, self.kv.layer.group());
+        let listed = if let Scope::Common(shared, _) = self.scope { Some(&shared.rows[..]) } else { None };
+        let token = move |query: usize| listed.map_or(first + query, |rows| rows[first + query] as usize);
+        group.heads.clone().flat_map(move |kv_head| {
+            (0..queries)
+                .flat_map(move |query| (0..size).map(move |i| (query, token(query), kv_head * size + i)))
+        })
+    }
+
     /// Writes the rows of a group.
     unsafe fn finish(&self, group: &Group, state: &mut State<'_>) {
         let stride = value_stride(self.kv.layer);
         let dim = self.kv.layer.geometry.v_head_dim as usize;
         let heads = self.kv.layer.num_q_heads as usize;
-        for (r, (token, head)) in group_rows(group, self.kv.layer.group()).enumerate() {
+        for (r, (_, token, head)) in self.rows(group).enumerate() {
             let values = &mut state.values[r * stride..][..dim];
             let (max, sum) = (state.max[r], state.sum[r]);
             if let Target::Results { sinks, .. } = self.target
@@ -510,15 +606,6 @@ fn sink_weight(logit: f32, max: f32) -> f32 {
     (f64::from(logit) * LOG2_E - f64::from(max)).exp2() as f32
 }
 
-/// The batch row and the query head of every row of a group: K/V heads outside, then queries, then the query heads
-/// that share the K/V head.
-fn group_rows(group: &Group, size: usize) -> impl Iterator<Item = (usize, usize)> {
-    let (token, queries) = (group.token, group.queries);
-    group.heads.clone().flat_map(move |kv_head| {
-        (0..queries).flat_map(move |query| (0..size).map(move |i| (token + query, kv_head * size + i)))
-    })
-}
-
 /// The query rows of an item on their way over its tiles.
 struct Pass<'a> {
     call: &'a Call<'a>,
@@ -545,12 +632,12 @@ impl Pass<'_> {
         let mut codes = self.codes.chunks_exact_mut((dim / STEP).max(1));
         let [decodes, _] = self.call.decodes(self.group.queries * layer.group());
         let quantise = self.call.keys.quantise.filter(|_| !decodes);
-        for ((row, bias), (token, head)) in rows.zip(group_rows(self.group, layer.group())) {
+        for ((row, bias), (query, token, head)) in rows.zip(self.call.rows(self.group)) {
             // SAFETY: `queries` has a row for every query and head.
             unsafe { load(source.row(token, head), row.as_mut_ptr().cast(), dim) };
             row[dim..].fill(0.0);
             if let Some(rope) = &layer.rope {
-                let wanted = span.offset_for(self.group.position + token - self.group.token) + more;
+                let wanted = span.offset_for(self.group.position + query) + more;
                 if wanted != offset {
                     offset = wanted;
                     rope.angles(offset, angles);

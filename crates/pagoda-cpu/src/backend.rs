@@ -123,6 +123,7 @@ impl Backend {
     ///   the call.
     /// - `queries` has a readable row for every new token and query head, `out` a writable one that overlaps nothing, and
     ///   `lse` a writable f32.
+    /// - `shared` was filled for this batch: who takes part in a node has its pages in its first span, before all new tokens.
     pub unsafe fn attend(&self, attention: &Attention<'_>) -> Result<(), Error> {
         // SAFETY: as the caller promises.
         unsafe { self.attend_to(&attention.kv, attention.queries, attention.results(), None) }
@@ -179,6 +180,9 @@ impl Backend {
         check(kv)?;
         if let Target::Results { sinks: Some(sinks), .. } = target {
             assert_eq!(sinks.len(), kv.layer.num_q_heads as usize, "a sink for each query head");
+        }
+        if let Target::Results { shared: Some(shared), .. } = target {
+            assert!(shared.is_of(kv.sequences.len()), "pages in common of another batch");
         }
         // SAFETY: as the caller promises; layer and tables are checked, and the kernels are for this CPU.
         unsafe { attend::attend(self, kv, queries, target, part) };

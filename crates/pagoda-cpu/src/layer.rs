@@ -139,13 +139,18 @@ impl Layer {
 
     /// The same of the tokens before `end`.
     pub fn seen_bytes_before(&self, sequence: &SequenceTable<'_>, end: usize) -> u64 {
-        let LayerGeometry { num_kv_heads, head_dim, v_head_dim, k_format, v_format } = self.geometry;
-        let row = |format: RowFormat, dim| format.row_bytes(dim) + format.scale_bytes(dim);
-        let token = row(k_format, head_dim) + v_format.map_or(0, |format| row(format, v_head_dim));
         let seen = self.seen(sequence);
         let pieces = pieces(sequence.spans, seen.start..seen.end.min(end));
         let rows: usize = pieces.map(|piece| piece.rows.len()).sum();
-        rows as u64 * token * u64::from(num_kv_heads)
+        rows as u64 * self.token_bytes()
+    }
+
+    /// Bytes of the rows of one token, scales included.
+    pub fn token_bytes(&self) -> u64 {
+        let LayerGeometry { num_kv_heads, head_dim, v_head_dim, k_format, v_format } = self.geometry;
+        let row = |format: RowFormat, dim| format.row_bytes(dim) + format.scale_bytes(dim);
+        let token = row(k_format, head_dim) + v_format.map_or(0, |format| row(format, v_head_dim));
+        token * u64::from(num_kv_heads)
     }
 
     /// Query heads per K/V head.

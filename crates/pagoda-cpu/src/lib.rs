@@ -8,6 +8,7 @@ mod append;
 mod attend;
 mod backend;
 mod codec;
+mod common;
 mod convert;
 mod decoded;
 mod derived;
@@ -28,6 +29,7 @@ pub use append::Overflow;
 pub use attend::{Attention, Carried};
 pub use backend::{Backend, Error};
 pub use codec::{decode_row, encode_row};
+pub use common::Shared;
 pub use convert::{F16_MAX, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 pub use derived::DerivedKeys;
 pub use layer::{

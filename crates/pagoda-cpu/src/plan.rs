@@ -9,6 +9,7 @@ use std::sync::atomic::AtomicU32;
 
 use pagoda_core::work::{RUN_TILES, pieces};
 
+use crate::common::Shared;
 use crate::kernel::ALIGN;
 use crate::layer::{Layer, PagedKv, SequenceTable};
 
@@ -23,14 +24,30 @@ const WAKE_COST: usize = 16;
 /// Query rows that cost as much as one: below this, reading the tile is what takes time.
 const UNIT_ROWS: usize = 4;
 
-/// Queries of a sequence with a range of K/V heads.
+/// What a pass goes over.
+#[derive(Clone, Copy)]
+pub(crate) enum Scope<'a> {
+    /// All that queries see.
+    All,
+    /// Of that, what is before these tokens of each sequence.
+    Before(&'a [usize]),
+    /// Of that, what is from these tokens of each sequence on.
+    From(&'a [usize]),
+    /// Pages in common, of the nodes of a level.
+    Common(&'a Shared, usize),
+}
+
+/// Queries of a sequence, or of those that have pages in common, with a range of K/V heads.
 pub(crate) struct Group {
+    /// The sequence, or one of them.
     pub(crate) sequence: usize,
     /// The axis index of the first query.
     pub(crate) position: usize,
-    /// The row of the first query in the batch.
+    /// The row of the first query in the batch; of queries that go over pages in common, in the list of these.
     pub(crate) token: usize,
     pub(crate) queries: usize,
+    /// Whether these queries have gone over pages in common before.
+    pub(crate) continues: bool,
     pub(crate) heads: Range<usize>,
     /// The part of the token axis that some query sees.
     pub(crate) visible: Range<usize>,
@@ -66,49 +83,75 @@ pub(crate) struct Plan {
     pub(crate) workers: usize,
 }
 
-/// A block of queries of one sequence, for all heads.
+/// A block of queries as of a [`Group`], for all heads.
 struct Block {
     sequence: usize,
     position: usize,
     token: usize,
     queries: usize,
-    /// Whether the sequence has others.
+    continues: bool,
+    /// Whether there are no others of the same.
     alone: bool,
     visible: Range<usize>,
     tiles: usize,
 }
 
-/// The query blocks of a batch, which see what is before `ends` of each sequence, if given.
+/// The query blocks of a pass over a batch.
 fn blocks<'a>(
     &PagedKv { layer, sequences, .. }: &PagedKv<'a>,
-    ends: Option<&'a [usize]>,
+    scope: Scope<'a>,
 ) -> impl Iterator<Item = Block> + 'a {
     let size = (ROWS / layer.group()).max(1);
+    let tiles = |sequence: usize, visible: &Range<usize>| {
+        pieces(sequences[sequence].spans, visible.clone()).map(|piece| piece.tiles.len()).sum()
+    };
+    let (nodes, level, own) = match scope {
+        Scope::Common(shared, level) => (&shared.nodes[..], level, &[][..]),
+        _ => (&[][..], 0, sequences),
+    };
+    let common = nodes.iter().filter(move |node| node.level == level).flat_map(move |node| {
+        node.queries.clone().step_by(size).map(move |token| Block {
+            sequence: node.sequence,
+            // Behind all that they see.
+            position: node.tokens.end,
+            token,
+            queries: size.min(node.queries.end - token),
+            continues: level > 0,
+            alone: node.queries.len() <= size,
+            visible: node.tokens.clone(),
+            tiles: tiles(node.sequence, &node.tokens),
+        })
+    });
     let mut first_token = 0;
-    sequences.iter().enumerate().flat_map(move |(sequence, table)| {
+    let own = own.iter().enumerate().flat_map(move |(sequence, table)| {
         let new = table.new_tokens as usize;
         let start = table.len() - new;
         let token = first_token;
         first_token += new;
-        let end = ends.map_or(usize::MAX, |ends| ends[sequence]);
+        let (from, end) = match scope {
+            Scope::Before(ends) => (0, ends[sequence]),
+            Scope::From(starts) => (starts[sequence], usize::MAX),
+            Scope::All | Scope::Common(..) => (0, usize::MAX),
+        };
         (0..new).step_by(size).map(move |first| {
             let queries = size.min(new - first);
             let position = start + first;
             let Range { start, end: seen } = layer.visible(position..position + queries);
-            let visible = start..end.min(seen);
-            let tiles = pieces(table.spans, visible.clone()).map(|piece| piece.tiles.len()).sum();
-            Block { sequence, position, token: token + first, queries, alone: new <= size, visible, tiles }
+            let visible = start.max(from)..end.min(seen);
+            let tiles = tiles(sequence, &visible);
+            let (continues, alone) = (from > 0, new <= size);
+            Block { sequence, position, token: token + first, queries, continues, alone, visible, tiles }
         })
-    })
+    });
+    common.chain(own)
 }
 
 impl Plan {
-    /// Plans a batch for `threads` threads; if `ends` are given, over what is before them in each sequence; if `part` is given, only
-    /// these runs of it, which every group has an item of.
+    /// Plans a pass over a batch for `threads` threads; if `part` is given, only these runs of it, which every group has an item of.
     pub(crate) fn make(
         &mut self,
         kv: &PagedKv<'_>,
-        ends: Option<&[usize]>,
+        scope: Scope<'_>,
         threads: usize,
         deterministic: bool,
         part: Option<&Range<usize>>,
@@ -120,10 +163,10 @@ impl Plan {
         let kv_heads = layer.geometry.num_kv_heads as usize;
         let cost =
             |block: &Block| block.tiles * kv_heads * (block.queries * layer.group()).div_ceil(UNIT_ROWS);
-        let total: usize = blocks(kv, ends).map(|block| cost(&block)).sum();
+        let total: usize = blocks(kv, scope).map(|block| cost(&block)).sum();
         self.workers = threads.min(total.div_ceil(WAKE_COST)).max(1);
         let target = if self.workers == 1 { total } else { total.div_ceil(self.workers * ITEMS_PER_THREAD) };
-        for block in blocks(kv, ends) {
+        for block in blocks(kv, scope) {
             let wanted = cost(&block).div_ceil(target.max(1));
             self.push(kv, &block, wanted, deterministic, part);
         }
@@ -162,6 +205,7 @@ impl Plan {
                 position: block.position,
                 token: block.token,
                 queries: block.queries,
+                continues: block.continues,
                 heads,
                 visible: block.visible.clone(),
                 parts,

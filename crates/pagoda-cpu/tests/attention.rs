@@ -230,6 +230,47 @@ fn long_sequences_are_split_and_merged() {
 }
 
 #[test]
+fn pages_in_common_are_gone_over_once() {
+    let formats = [RowFormat::F32, RowFormat::F16, RowFormat::Fp8E4m3, RowFormat::Q8_0, RowFormat::Q4_0];
+    for (first, isa) in Isa::ALL.into_iter().filter(|isa| isa.is_supported()).enumerate() {
+        for (seed, format) in formats.into_iter().enumerate().cycle().skip(2 * first).take(2) {
+            let mut random = Random(seed as u64);
+            let backend = Backend::new(1 + seed % 3, false, Some(isa)).expect("supported");
+            let page = random.pick(&[16, 64]);
+            let mut world = World::new(&mut random, small(32, format), 6, page, 16_000 / page);
+            world.add(&mut random, &[plain(3000)]);
+            world.add(&mut random, &[plain(1200)]);
+            world.add(&mut random, &[plain(1100), Cut { shared: true, ..plain(200) }]);
+            world.layer.rope = Some(Rope { inv_freq: vec![1.0, 0.1, 0.01], interleaved: false });
+            if seed % 2 == 1 {
+                world.layer.softcap = Some(5.0);
+                world.sinks = Some(vec![0.5, 2.0, -1.0, 0.0, 3.0, 1.0]);
+            }
+            world.fill(&backend, ELEMENTS[0]);
+            // Those of sequence 0 have 1280 tokens in common, the first and the third of these 2944.
+            let batch = [
+                (0, 3000, 1),
+                (1, 1200, 2),
+                (0, 2990, 3),
+                (0, 1500, 1),
+                (2, 1300, 2),
+                (0, 1300, 20),
+                (0, 1300, 0),
+            ];
+            let found = world.attend_common(&backend, &batch, 2, ELEMENTS[0]);
+            let right = world.expect(&batch, ELEMENTS[0]);
+            hold(&world, &backend, &batch, ELEMENTS[0], found, right);
+            // Nothing, and as many queries as take several blocks.
+            for (batch, nodes) in [(vec![(0, 3000, 1), (1, 1200, 1)], 0), (vec![(0, 1100, 30); 3], 1)] {
+                let found = world.attend_common(&backend, &batch, nodes, ELEMENTS[0]);
+                let right = world.expect(&batch, ELEMENTS[0]);
+                hold(&world, &backend, &batch, ELEMENTS[0], found, right);
+            }
+        }
+    }
+}
+
+#[test]
 fn many_query_heads_share_a_head() {
     for group in [16, 17, 64] {
         let mut random = Random(u64::from(group));

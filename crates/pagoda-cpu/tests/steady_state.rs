@@ -93,7 +93,14 @@ fn append_and_attend_allocate_nothing() {
                 let (k, v) = (view(&keys, 2), view(&keys, 2));
                 backend.append(&kv, k, Some(v), true).unwrap();
                 backend
-                    .attend(&Attention { kv, queries: view(&queries, 8), sinks: None, out, lse: None })
+                    .attend(&Attention {
+                        kv,
+                        queries: view(&queries, 8),
+                        sinks: None,
+                        out,
+                        lse: None,
+                        shared: None,
+                    })
                     .unwrap();
             }
         };

@@ -2,6 +2,7 @@
 
 use crate::arrays::{address_of, array, empty, floats, rows, rows_mut, zeros};
 use crate::cache::{Cache, Engine, Inner};
+use crate::common::Found;
 use crate::errors::{cpu, invalid, unavailable};
 use crate::layers::PlacedLayer;
 use crate::reads::Reader;
@@ -9,7 +10,7 @@ use crate::step::StepState;
 use crate::stream::{Stop, Stream};
 use numpy::{PyArray2, PyArrayMethods, PyUntypedArray};
 use pagoda_core::ids::GroupId;
-use pagoda_cpu::{Attention, Backend, Isa, Layer, PagedKv, SequenceTable};
+use pagoda_cpu::{Attention, Backend, Isa, Layer, PagedKv, SequenceTable, Shared};
 use pagoda_store::Slab;
 use pyo3::prelude::*;
 use std::sync::Arc;
@@ -17,12 +18,17 @@ use std::sync::Arc;
 /// Results of attention, and their log-sum-exp if that is wanted.
 type Attended<'py> = (Bound<'py, PyUntypedArray>, Option<Bound<'py, PyArray2<f32>>>);
 
+/// New tokens of a sequence up to which it goes over pages together with others: the queries of more fill a block by themselves.
+const FEW: u32 = 16;
+
 /// The memory of a cache on the CPU, and who computes in it.
 pub(crate) struct Cpu {
     pub(crate) slabs: Vec<Arc<Slab>>,
     pub(crate) backend: Backend,
     checked: bool,
     pub(crate) stream: Stream,
+    /// What sequences of the open step have in common, by layer group.
+    commons: Vec<(Found, Shared)>,
 }
 
 impl Cpu {
@@ -41,7 +47,26 @@ impl Cpu {
         };
         let slabs = vec![slab("device_memory", memory[0])?, slab("host_memory", memory[1])?];
         let backend = Backend::new(threads, deterministic, isa).map_err(|error| cpu(py, &error))?;
-        Ok(Self { slabs, backend, checked, stream: Stream::default() })
+        Ok(Self { slabs, backend, checked, stream: Stream::default(), commons: Vec::new() })
+    }
+
+    /// Finds what sequences of the step that was opened have in common, where attention may go over it once.
+    pub(crate) fn find_common(
+        &mut self,
+        core: &pagoda_core::Cache,
+        step: &StepState,
+        layers: &[PlacedLayer],
+    ) {
+        let groups = layers.iter().map(|placed| placed.group.index() + 1).max().unwrap_or(0);
+        self.commons.resize_with(groups, Default::default);
+        for (group, (found, shared)) in self.commons.iter_mut().enumerate() {
+            let Some(placed) = layers.iter().find(|placed| placed.group.index() == group) else { continue };
+            if placed.layer.window.is_none() && !self.backend.deterministic() {
+                let takes = |new_tokens| (1..=FEW).contains(&new_tokens);
+                found.update(core, step, placed.group, placed.layer.page_size, takes);
+                shared.fill(&found.commons, step.bounds());
+            }
+        }
     }
 }
 
@@ -135,10 +160,13 @@ impl Cache {
         let sums = borrowed.as_mut().map(|lse| address_of("lse", lse, [inner.step.new_tokens(), heads]));
         let sums = sums.transpose()?;
         let Inner { core, layers, arenas, mover, disk, engine, step, closed, .. } = inner;
-        let Engine::Cpu(Cpu { backend, stream, .. }) = engine else { return Err(no_kernels(py)) };
+        let Engine::Cpu(Cpu { backend, stream, commons, .. }) = engine else { return Err(no_kernels(py)) };
         let memory = std::mem::take(&mut step.sequences);
         let tables = sequence_tables(core, step, layers[layer].group, memory);
         let disk = disk.as_mut().filter(|_| stream.has(layer));
+        // Where pages are on disk each sequence goes over its own.
+        let apart = disk.is_some() || layers[layer].layer.window.is_some();
+        let shared = if apart { None } else { Some(&commons[layers[layer].group.index()].1) };
         let result = py.detach(|| {
             let attention = Attention {
                 kv: PagedKv { arenas, layer: &layers[layer].layer, sequences: &tables },
@@ -146,6 +174,7 @@ impl Cache {
                 sinks: sinks.as_deref(),
                 out: outputs,
                 lse: sums.map(|address| address.get()),
+                shared,
             };
             // SAFETY: pages do not move or change while the step is open, and the arrays were checked; Python keeps them
             // alive for the call. Steps retire after the reads that they have begun.
@@ -161,7 +190,8 @@ impl Cache {
         });
         let attended: u64 = tables.iter().map(|table| layers[layer].layer.seen_bytes(table)).sum();
         step.sequences = recycle(tables);
-        step.attended += attended;
+        let spared = shared.map_or(0, Shared::spared_rows) as u64 * layers[layer].layer.token_bytes();
+        step.attended += attended - spared;
         result.map_err(|stop| stop.raise(py, core))?;
         drop(borrowed);
         Ok((out, lse))

@@ -3,6 +3,7 @@
 mod arrays;
 mod cache;
 mod codec;
+mod common;
 mod device;
 mod disk;
 mod errors;

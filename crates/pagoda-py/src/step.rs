@@ -144,6 +144,9 @@ impl Cache {
         let Inner { core, layers, step, block_bytes, engine, disk, .. } = &mut *inner;
         step.enter(core, block_bytes.len(), layers);
         step.centers = was_empty && step.new_tokens() >= CENTER_TOKENS_MIN;
+        if let Engine::Cpu(cpu) = engine {
+            cpu.find_common(core, step, layers);
+        }
         if let Some(disk) = disk {
             disk.reads.traffic = Traffic::default();
             if let Engine::Cpu(cpu) = engine {

@@ -3,11 +3,12 @@
 //! Only what changed is sent. A kernel (cuda/pagoda/unpack.cuh) writes the runs to their places, so that a step needs one copy
 //! to the device, however many tables there are.
 
+use crate::common::Found;
 use crate::layers::PlacedLayer;
 use crate::passes::Streams;
 use crate::step::StepState;
 use pagoda_core::Cache;
-use pagoda_core::common::{Candidate, Commons, LEVELS_MAX};
+use pagoda_core::common::LEVELS_MAX;
 use pagoda_core::ids::{GroupId, SequenceId, Tier};
 use pagoda_core::table::{Sight, SpanView};
 use pagoda_core::work::{Cut, Held, QueryBlock, WorkList};
@@ -95,9 +96,7 @@ pub(crate) struct Room {
 /// Pages in common, as long as the tables of a batch only grow.
 #[derive(Default)]
 struct Shared {
-    /// For which sequences, with the versions of their tables, this was found; None where one takes no part.
-    found_for: Vec<Option<(SequenceId, u32)>>,
-    commons: Commons,
+    found: Found,
     /// The row in the batch of each query that holds common pages.
     members: Vec<u32>,
     /// For each time that a sequence holds common pages: its place in the batch, where its queries are among `members`, and
@@ -312,37 +311,11 @@ impl Upload {
         let WorkPlaces { group, new_tokens: (least, most), common: Some(_), .. } = self.works[at] else {
             return;
         };
-        let shared = &mut self.shared[at];
         let id = GroupId(group);
-        let now = core.step_batch().enumerate().map(|(index, (sequence, new_tokens))| {
-            (least..=most).contains(&new_tokens).then(|| (sequence, core.step_row(index, id).1))
-        });
-        // A sequence may have been cut inside a page.
-        let bounds = step.bounds();
-        let whole = |&(place, _, end): &(u32, i32, u32)| {
-            let place = place as usize;
-            let new_tokens = bounds[place + 1] - bounds[place];
-            step.spans(core, place, id).last().is_some_and(|span| end + new_tokens <= span.count)
-        };
-        if now.clone().eq(shared.found_for.iter().copied()) && shared.holds.iter().all(whole) {
-            return;
-        }
-        shared.found_for.clear();
-        shared.found_for.extend(now);
         let page_size =
             layers.iter().find(|placed| placed.group == id).map_or(1, |placed| placed.layer.page_size);
-        let mut candidates = Vec::with_capacity(shared.found_for.len());
-        for (index, (_, new_tokens)) in core.step_batch().enumerate() {
-            // Of several spans the first may have moved.
-            if let (Some(_), [span]) = (shared.found_for[index], step.spans(core, index, id))
-                && (span.first_page, span.skip) == (0, 0)
-            {
-                let full = (span.count - new_tokens) / page_size;
-                let pages = &core.step_row(index, id).0[..full as usize];
-                candidates.push(Candidate { place: index as u32, pages });
-            }
-        }
-        shared.commons.find(&mut candidates, page_size as usize);
+        let takes = |new_tokens| (least..=most).contains(&new_tokens);
+        self.shared[at].found.update(core, step, id, page_size, takes);
     }
 
     /// The work list over common pages, and the queries that it is for.
@@ -356,13 +329,13 @@ impl Upload {
         shared.holds.clear();
         list.clear();
         let (bounds, id) = (step.bounds(), GroupId(group));
-        for node in &shared.commons.nodes {
+        for node in &shared.found.commons.nodes {
             let first = shared.members.len() as u32;
-            for &place in &shared.commons.members[node.members.clone()] {
+            for &place in &shared.found.commons.members[node.members.clone()] {
                 shared.holds.push((place, shared.members.len() as i32, node.tokens.end));
                 shared.members.extend(bounds[place as usize]..bounds[place as usize + 1]);
             }
-            let place = shared.commons.members[node.members.start];
+            let place = shared.found.commons.members[node.members.start];
             let cut = Cut { queries, window: None, by_runs: false };
             let spans = step.spans(core, place as usize, id);
             let queries = first..shared.members.len() as u32;

@@ -8,13 +8,14 @@
 )]
 
 use half::{bf16, f16};
+use pagoda_core::common::{Candidate, Commons};
 use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::{Sight, SpanView};
 use pagoda_core::work;
 use pagoda_cpu::{
     Arenas, Attention, Backend, Carried, DerivedKeys, Element, Layer, PagedKv, Rope, Rows, RowsMut,
-    SequenceTable, Transform, decode_row, encode_row,
+    SequenceTable, Shared, Transform, decode_row, encode_row,
 };
 
 /// SplitMix64.
@@ -415,6 +416,52 @@ impl World {
         (out, lse)
     }
 
+    /// As `attend`, with pages in common, of so many nodes, gone over once: for all but the first that have them they are nowhere.
+    pub fn attend_common(
+        &mut self,
+        backend: &Backend,
+        batch: &[(usize, usize, usize)],
+        nodes: usize,
+        element: Element,
+    ) -> (Vec<f32>, Vec<f32>) {
+        let page = self.layer.page_size as usize;
+        let once = |attention: &Attention<'_>| {
+            let tables = attention.kv.sequences;
+            let candidates = tables.iter().enumerate().filter_map(|(place, table)| match table.spans {
+                [span] if (span.first_page, span.skip) == (0, 0) => {
+                    let full = (span.count - table.new_tokens) as usize / page;
+                    Some(Candidate { place: place as u32, pages: &table.row[..full] })
+                }
+                _ => None,
+            });
+            let mut commons = Commons::default();
+            commons.find(&mut candidates.collect::<Vec<_>>(), page);
+            assert_eq!(commons.nodes.len(), nodes, "{commons:?}");
+            let mut rows: Vec<_> = tables.iter().map(|table| table.row.to_vec()).collect();
+            for node in &commons.nodes {
+                let pages = node.tokens.start as usize / page..node.tokens.end as usize / page;
+                for &other in &commons.members[node.members.clone()][1..] {
+                    let nowhere = BlockRef::new(Tier::Disk, BlockId::new(1 << 29));
+                    rows[other as usize][pages.clone()].fill(nowhere);
+                }
+            }
+            let tables = tables.iter().zip(&rows).map(|(table, row)| SequenceTable { row, ..*table });
+            let tables: Vec<_> = tables.collect();
+            let mut bounds = vec![0];
+            bounds.extend(batch.iter().scan(0, |end, &(_, _, new)| {
+                *end += new as u32;
+                Some(*end)
+            }));
+            let mut shared = Shared::default();
+            shared.fill(&commons, &bounds);
+            let kv = PagedKv { sequences: &tables, ..attention.kv };
+            // SAFETY: the tables are this world's, but for pages that others have.
+            unsafe { backend.attend(&Attention { kv, shared: Some(&shared), ..*attention }) }
+                .expect("attend");
+        };
+        self.attend_by(once, batch, element)
+    }
+
     fn attend_by(
         &mut self,
         attend: impl FnOnce(&Attention<'_>),
@@ -462,6 +509,7 @@ impl World {
             sinks: self.sinks.as_deref(),
             out: target,
             lse: Some(lse.as_mut_ptr()),
+            shared: None,
         });
         let mut result = Vec::new();
         for token in out.chunks_exact(token_stride) {

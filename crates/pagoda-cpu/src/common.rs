@@ -1,0 +1,76 @@
+//! Pages that several sequences of a batch hold: attention goes over them once for the queries of all of these, and then over what
+//! is each sequence's own.
+
+use std::ops::Range;
+
+use pagoda_core::common::Commons;
+
+/// Pages in common in one step, and whose queries go over them. Grows to what was needed.
+#[derive(Debug, Default)]
+pub struct Shared {
+    pub(crate) nodes: Vec<Node>,
+    /// The rows in the batch of the queries of each node.
+    pub(crate) rows: Vec<u32>,
+    /// Of each sequence the token behind what it has in common with others.
+    pub(crate) ends: Vec<usize>,
+    /// Of each sequence the nodes that it takes part in.
+    depths: Vec<usize>,
+}
+
+/// Pages in common, one after the other.
+#[derive(Debug)]
+pub(crate) struct Node {
+    /// How many nodes come before it for those who take part.
+    pub(crate) level: usize,
+    /// One of these.
+    pub(crate) sequence: usize,
+    pub(crate) tokens: Range<usize>,
+    /// Their queries: a part of [`Shared::rows`].
+    pub(crate) queries: Range<usize>,
+    /// How many they are.
+    members: usize,
+}
+
+impl Shared {
+    /// Takes over what was found. `bounds`: where the new tokens of each sequence begin, and where the last one's end.
+    pub fn fill(&mut self, commons: &Commons, bounds: &[u32]) {
+        self.nodes.clear();
+        self.rows.clear();
+        for of_sequences in [&mut self.ends, &mut self.depths] {
+            of_sequences.clear();
+            of_sequences.resize(bounds.len() - 1, 0);
+        }
+        for node in &commons.nodes {
+            let (members, first) = (&commons.members[node.members.clone()], self.rows.len());
+            let (sequence, tokens) = (members[0] as usize, &node.tokens);
+            let level = self.depths[sequence];
+            for place in members.iter().map(|&place| place as usize) {
+                self.rows.extend(bounds[place]..bounds[place + 1]);
+                self.ends[place] = tokens.end as usize;
+                self.depths[place] = level + 1;
+            }
+            self.nodes.push(Node {
+                level,
+                sequence,
+                tokens: tokens.start as usize..tokens.end as usize,
+                queries: first..self.rows.len(),
+                members: members.len(),
+            });
+        }
+    }
+
+    /// Whether there is nothing in common, or this is of a batch of so many sequences.
+    pub(crate) fn is_of(&self, sequences: usize) -> bool {
+        self.nodes.is_empty() || self.ends.len() == sequences
+    }
+
+    /// Passes over pages in common: nodes of one level in each.
+    pub(crate) fn levels(&self) -> usize {
+        self.nodes.iter().map(|node| node.level + 1).max().unwrap_or(0)
+    }
+
+    /// Rows of one head that are not read again, for all sequences but the first that have them.
+    pub fn spared_rows(&self) -> usize {
+        self.nodes.iter().map(|node| node.tokens.len() * (node.members - 1)).sum()
+    }
+}
