@@ -223,6 +223,7 @@ pub(crate) unsafe fn attend(
         let decodes = !deterministic && (rows.quantise.is_none() || format == RowFormat::Fp8E4m3);
         decodes.then(|| decoded::many(format))
     };
+    let many = [many(keys, k_format).filter(|_| layer.derived.is_none()), many(values, v_format)];
     // Pages in common, level by level, then what is each sequence's own.
     for level in 0..=levels {
         let scope = match (target, shared) {
@@ -236,7 +237,7 @@ pub(crate) unsafe fn attend(
             kernels,
             keys,
             values,
-            many: [many(keys, k_format).filter(|_| layer.derived.is_none()), many(values, v_format)],
+            many,
             deterministic,
             kv: *kv,
             queries,

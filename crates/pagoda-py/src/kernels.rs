@@ -55,9 +55,9 @@ impl Cpu {
         &mut self,
         core: &pagoda_core::Cache,
         step: &StepState,
+        groups: usize,
         layers: &[PlacedLayer],
     ) {
-        let groups = layers.iter().map(|placed| placed.group.index() + 1).max().unwrap_or(0);
         self.commons.resize_with(groups, Default::default);
         for (group, (found, shared)) in self.commons.iter_mut().enumerate() {
             let Some(placed) = layers.iter().find(|placed| placed.group.index() == group) else { continue };

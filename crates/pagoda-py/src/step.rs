@@ -145,7 +145,7 @@ impl Cache {
         step.enter(core, block_bytes.len(), layers);
         step.centers = was_empty && step.new_tokens() >= CENTER_TOKENS_MIN;
         if let Engine::Cpu(cpu) = engine {
-            cpu.find_common(core, step, layers);
+            cpu.find_common(core, step, block_bytes.len(), layers);
         }
         if let Some(disk) = disk {
             disk.reads.traffic = Traffic::default();
