@@ -12,16 +12,16 @@ use pagoda_core::work::{Piece, RUN_TILES, TILE, pieces};
 use crate::backend::Backend;
 use crate::common::Shared;
 use crate::decoded;
-use crate::integers::{QueryStep, STEP};
+use crate::integers::{self, QueryStep, STEP};
 use crate::kernel::{ALIGN, Accumulate, Chunk, Fold, Lines, PIECES, RowSize, STREAMS, Score, Softmax};
 use crate::layer::{Layer, PagedKv};
 use crate::plan::{Group, Item, Plan, Scope, state_floats, value_stride};
 use crate::rows::{Element, Rows, RowsMut};
-use crate::simd::{Kernels, RowKernels};
+use crate::simd::{Kernels, ManyRows, RowKernels};
 
 /// Memory for floats, aligned to vectors, that only grows.
 #[derive(Default)]
-struct Floats(Vec<Line>);
+pub(crate) struct Floats(Vec<Line>);
 
 #[derive(Clone, Copy)]
 #[repr(align(64))]
@@ -29,7 +29,7 @@ struct Line(#[expect(dead_code, reason = "read as floats")] [f32; ALIGN]);
 
 impl Floats {
     /// The first `n` floats, whatever they hold.
-    fn take(&mut self, n: usize) -> &mut [f32] {
+    pub(crate) fn take(&mut self, n: usize) -> &mut [f32] {
         let lines = n.div_ceil(ALIGN);
         if self.0.len() < lines {
             self.0.resize(lines, Line([0.0; ALIGN]));
@@ -56,8 +56,8 @@ struct Worker {
     state: Floats,
     /// That of the present run, if it is not the first.
     run: Floats,
-    /// Rows of a tile as floats, or keys that are not stored and queries turned for them.
-    decoded: Floats,
+    /// Rows of a tile as floats or codes, or keys that are not stored and queries turned for them.
+    unpacked: Floats,
     /// Cosines and sines.
     angles: Vec<(f32, f32)>,
 }
@@ -159,8 +159,8 @@ struct Call<'a> {
     /// Those that read rows of K, and of V.
     keys: &'static RowKernels,
     values: &'static RowKernels,
-    /// Query rows of a head from which on they take tiles that are decoded for them, of K and of V, if any do.
-    many: [Option<usize>; 2],
+    /// How tiles of K, and of V, are taken by many query rows of a head.
+    many: [Many; 2],
     deterministic: bool,
     kv: PagedKv<'a>,
     queries: Rows,
@@ -218,12 +218,10 @@ pub(crate) unsafe fn attend(
         None => kernels.rows(k_format, head_dim, layer.page_size),
     };
     let values = kernels.rows(v_format, v_head_dim, layer.page_size);
-    // Products of integers are faster still, those of bfloat16 are not.
-    let many = |rows: &RowKernels, format| {
-        let decodes = !deterministic && (rows.quantise.is_none() || format == RowFormat::Fp8E4m3);
-        decodes.then(|| decoded::many(format))
-    };
-    let many = [many(keys, k_format).filter(|_| layer.derived.is_none()), many(values, v_format)];
+    let many = [
+        if layer.derived.is_some() { Many::AsFew } else { Many::new(keys, k_format, deterministic) },
+        Many::new(values, v_format, deterministic),
+    ];
     // Pages in common, level by level, then what is each sequence's own.
     for level in 0..=levels {
         let scope = match (target, shared) {
@@ -265,6 +263,46 @@ pub(crate) unsafe fn attend(
                 .groups
                 .iter()
                 .for_each(|group| unsafe { call.finish(group, &mut call.carried_of(group)) });
+        }
+    }
+}
+
+/// How many query rows of a head take a tile.
+#[derive(Clone, Copy)]
+enum Many {
+    /// As few do.
+    AsFew,
+    /// From so many rows on, decoded once for all of them.
+    Decoded(usize),
+    /// From [`integers::MANY`] on, its codes unpacked for all.
+    Unpacked(ManyRows),
+}
+
+impl Many {
+    fn new(kernels: &RowKernels, format: RowFormat, deterministic: bool) -> Self {
+        match kernels.many {
+            // With the same bits.
+            Some(kernels) => Self::Unpacked(kernels),
+            None if deterministic => Self::AsFew,
+            None => Self::Decoded(decoded::many(format)),
+        }
+    }
+
+    /// How so many do.
+    fn of(self, rows: usize) -> Self {
+        match self {
+            Self::Decoded(least) if rows < least => Self::AsFew,
+            Self::Unpacked(_) if rows < integers::MANY => Self::AsFew,
+            _ => self,
+        }
+    }
+
+    /// Floats of scratch memory for rows of so many elements.
+    fn scratch(self, dim: u32) -> usize {
+        match self {
+            Self::AsFew => 0,
+            Self::Decoded(_) => decoded::scratch(dim as usize),
+            Self::Unpacked(_) => integers::scratch(dim as usize),
         }
     }
 }
@@ -354,7 +392,7 @@ impl Call<'_> {
     unsafe fn item(&self, item: &Item, worker: &mut Worker) {
         let (group, layer) = (&self.plan.groups[item.group], self.kv.layer);
         let (rows, floats) = self.size(group);
-        let Worker { queries, codes, scores, biases, decay, state, run, decoded, angles } = worker;
+        let Worker { queries, codes, scores, biases, decay, state, run, unpacked, angles } = worker;
         let is_part = group.parts > 1 || self.carried.is_some();
         let mut state = if is_part {
             // SAFETY: it is this item's.
@@ -377,7 +415,7 @@ impl Call<'_> {
             scores: scores.take(cells(group.queries) * head_rows * TILE),
             biases: biases.take(rows),
             decay: decay.take(cells(group.queries) * head_rows),
-            decoded: decoded.take(self.decoded(head_rows)),
+            unpacked: unpacked.take(self.unpacked(head_rows)),
         };
         // SAFETY: as the caller promises.
         unsafe { pass.runs(&item.tiles, &mut state, &mut run, angles) };
@@ -442,20 +480,17 @@ impl Call<'_> {
         }
     }
 
-    /// Whether so many query rows of a head take K, and V, that is decoded for them.
-    fn decodes(&self, rows: usize) -> [bool; 2] {
-        self.many.map(|many| many.is_some_and(|many| rows >= many))
+    /// How so many query rows of a head take K, and V.
+    fn many(&self, rows: usize) -> [Many; 2] {
+        self.many.map(|many| many.of(rows))
     }
 
-    /// Floats that a tile is decoded to for so many query rows of a head.
-    fn decoded(&self, rows: usize) -> usize {
+    /// Floats that a tile becomes for so many query rows of a head.
+    fn unpacked(&self, rows: usize) -> usize {
         let LayerGeometry { head_dim, v_head_dim, .. } = self.kv.layer.geometry;
         let derived = self.kv.layer.derived.as_ref().map_or(0, |derived| derived.scratch(rows));
-        if self.decodes(rows) == [false; 2] {
-            derived
-        } else {
-            derived.max(decoded::scratch(head_dim.max(v_head_dim) as usize))
-        }
+        let [keys, values] = self.many(rows);
+        derived.max(keys.scratch(head_dim)).max(values.scratch(v_head_dim))
     }
 
     /// Query rows of a group, and floats of their state.
@@ -616,7 +651,7 @@ struct Pass<'a> {
     scores: &'a mut [f32],
     biases: &'a mut [f32],
     decay: &'a mut [f32],
-    decoded: &'a mut [f32],
+    unpacked: &'a mut [f32],
 }
 
 impl Pass<'_> {
@@ -631,8 +666,8 @@ impl Pass<'_> {
         let rows = self.queries.chunks_exact_mut(dim.next_multiple_of(ALIGN));
         let rows = rows.zip(&mut *self.biases);
         let mut codes = self.codes.chunks_exact_mut((dim / STEP).max(1));
-        let [decodes, _] = self.call.decodes(self.group.queries * layer.group());
-        let quantise = self.call.keys.quantise.filter(|_| !decodes);
+        let [keys, _] = self.call.many(self.group.queries * layer.group());
+        let quantise = self.call.keys.quantise.filter(|_| !matches!(keys, Many::Decoded(_)));
         for ((row, bias), (query, token, head)) in rows.zip(self.call.rows(self.group)) {
             // SAFETY: `queries` has a row for every query and head.
             unsafe { load(source.row(token, head), row.as_mut_ptr().cast(), dim) };
@@ -828,12 +863,14 @@ impl Pass<'_> {
             scores: self.scores[cell * rows * TILE..][..rows * TILE].as_mut_ptr(),
         };
         let (kernels, format) = (self.call.kernels, layer.geometry.k_format);
+        let scratch = &mut *self.unpacked;
         // SAFETY: the tile holds the rows `low..high`, and the scratch is as large as the kernel wants.
         unsafe {
-            match &layer.derived {
-                Some(derived) => derived.score(kernels, format, &score, tile, self.decoded),
-                None if self.call.decodes(rows)[0] => decoded::score(kernels, format, &score, self.decoded),
-                None => (self.call.keys.score)(&score),
+            match (&layer.derived, self.call.many(rows)[0]) {
+                (Some(derived), _) => derived.score(kernels, format, &score, tile, scratch),
+                (None, Many::AsFew) => (self.call.keys.score)(&score),
+                (None, Many::Decoded(_)) => decoded::score(kernels, format, &score, scratch),
+                (None, Many::Unpacked(kernels)) => (kernels.score)(&score, scratch),
             }
         }
     }
@@ -900,12 +937,13 @@ impl Pass<'_> {
                 high: seen.end,
                 prefetch: part.start == 0 && v_format.is_some(),
             };
+            let (format, scratch) = (layer.geometry.v_rows(), &mut *self.unpacked);
             // SAFETY: the tile holds the rows `low..high`, and the state has the rows of the part.
             unsafe {
-                if call.decodes(part.len())[1] {
-                    decoded::accumulate(call.kernels, layer.geometry.v_rows(), &accumulate, self.decoded);
-                } else {
-                    (call.values.accumulate)(&accumulate);
+                match call.many(part.len())[1] {
+                    Many::AsFew => (call.values.accumulate)(&accumulate),
+                    Many::Decoded(_) => decoded::accumulate(call.kernels, format, &accumulate, scratch),
+                    Many::Unpacked(kernels) => (kernels.accumulate)(&accumulate, scratch),
                 }
             };
         }

@@ -344,7 +344,7 @@ mod tests {
             f64::from(self.numbers[t * self.size.dim + i])
         }
 
-        fn read(&self, with: impl Fn(&Chunk<'_>)) {
+        fn read(&self, with: impl FnOnce(&Chunk<'_>)) {
             read(&self.pages, 0, self.page, self.size, self.low..self.high, with);
         }
     }

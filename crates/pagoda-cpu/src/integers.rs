@@ -11,15 +11,20 @@
 
 mod codes;
 pub(crate) mod kernel;
+mod tile;
 
 use crate::codec::{largest, nearest};
 
 pub(crate) use codes::{Codes, Int8, Mxfp4, Nvfp4, Q4_0, Q5_0, Q8_0};
+pub(crate) use tile::scratch;
 
 /// Elements that share a scale.
 pub(crate) const STEP: usize = 32;
 /// Numbers that are multiplied at once, in a word or two: as many as a word has bytes.
 pub(crate) const QUAD: usize = 4;
+
+/// Query rows of a head from which on codes are unpacked once for all of them.
+pub(crate) const MANY: usize = 5;
 
 /// The largest magnitude of which all bytes, one or two, fit: `127` or `256 * 127 + 127`.
 pub(crate) const fn code_max(bytes: usize) -> f32 {

@@ -29,7 +29,7 @@ pub(crate) fn read(
     page: usize,
     size: RowSize,
     seen: Range<usize>,
-    with: impl Fn(&Chunk<'_>),
+    with: impl FnOnce(&Chunk<'_>),
 ) {
     let mut blocks = [std::ptr::null(); PIECES];
     for (i, (block, bytes)) in blocks.iter_mut().zip(pages).enumerate() {

@@ -11,10 +11,10 @@ use std::mem::MaybeUninit;
 
 use pagoda_core::work::TILE;
 
+use super::tile::{BLOCKS, Stored, Tile, Unpacked};
 use super::{Codes, QUAD, QueryStep, STEP, code_max};
 use crate::kernel::{Accumulate, LINE, RowSize, Score, Streams, rows_at_once};
 use crate::simd::dot::{COLUMNS, Dot, LANES};
-use crate::stored::Row;
 
 /// Products with one byte that are added up before sums are settled.
 const UNSETTLED: usize = LANES / QUAD;
@@ -54,36 +54,51 @@ unsafe fn prefetch_scales<S: Dot>(scales: *const u8, size: RowSize) {
 /// `$kernel::<S, C, R, STEPS>($args, row)` for all rows.
 macro_rules! for_rows {
     ($kernel:ident::<$simd:ident, $codes:ident>($args:ident), $dim:expr) => {{
+        // Strides that are known when this is compiled spare the kernels their registers, where vectors leave some.
+        let known = if $simd::MANY_REGISTERS && $args.size.dim == $dim { $dim / STEP } else { 0 };
         let mut row = 0;
         while row < $args.count {
             let rows = rows_at_once($args.count - row, $simd::ROWS);
             // SAFETY: as the caller promises; every block gets as many query rows as there are.
             unsafe {
-                // Strides that are known when this is compiled spare the kernels their registers, where vectors leave some.
-                if $simd::MANY_REGISTERS && $args.size.dim == $dim && $dim == 128 {
-                    match rows {
-                        1 => $kernel::<$simd, $codes, 1, 4>($args, row),
-                        2 => $kernel::<$simd, $codes, 2, 4>($args, row),
-                        3 => $kernel::<$simd, $codes, 3, 4>($args, row),
-                        _ => $kernel::<$simd, $codes, 4, 4>($args, row),
-                    }
-                } else if $simd::MANY_REGISTERS && $args.size.dim == $dim && $dim == 256 {
-                    match rows {
-                        1 => $kernel::<$simd, $codes, 1, 8>($args, row),
-                        2 => $kernel::<$simd, $codes, 2, 8>($args, row),
-                        3 => $kernel::<$simd, $codes, 3, 8>($args, row),
-                        _ => $kernel::<$simd, $codes, 4, 8>($args, row),
-                    }
-                } else {
-                    match rows {
-                        1 => $kernel::<$simd, $codes, 1, 0>($args, row),
-                        2 => $kernel::<$simd, $codes, 2, 0>($args, row),
-                        3 => $kernel::<$simd, $codes, 3, 0>($args, row),
-                        _ => $kernel::<$simd, $codes, 4, 0>($args, row),
-                    }
+                match known {
+                    2 => for_rows!(rows, $kernel::<$simd, $codes, 2>($args, row)),
+                    4 => for_rows!(rows, $kernel::<$simd, $codes, 4>($args, row)),
+                    8 => for_rows!(rows, $kernel::<$simd, $codes, 8>($args, row)),
+                    _ => for_rows!(rows, $kernel::<$simd, $codes, 0>($args, row)),
                 }
             }
             row += rows;
+        }
+    }};
+    ($rows:ident, $kernel:ident::<$simd:ident, $codes:ident, $steps:literal>($args:ident, $row:ident)) => {
+        match $rows {
+            1 => $kernel::<$simd, $codes, 1, $steps>($args, $row),
+            2 => $kernel::<$simd, $codes, 2, $steps>($args, $row),
+            3 => $kernel::<$simd, $codes, 3, $steps>($args, $row),
+            _ => $kernel::<$simd, $codes, 4, $steps>($args, $row),
+        }
+    };
+}
+
+/// `$kernel::<S, C, _, R>($args, row, $size, $tile)` for all rows, of which there are many.
+macro_rules! for_many_rows {
+    ($kernel:ident::<$simd:ident, $codes:ident>($args:ident, $tile:ident)) => {{
+        let (mut row, mut block) = (0, 0);
+        while row < $args.count {
+            let rows = rows_at_once($args.count - row, $simd::ROWS);
+            $tile.share(block, $args.count.div_ceil($simd::ROWS));
+            // SAFETY: as the caller promises; every block gets as many query rows as there are.
+            unsafe {
+                match rows {
+                    1 if $simd::ROWS == 2 => $kernel::<$simd, $codes, _, 1>($args, row, $args.size, &$tile),
+                    2 => $kernel::<$simd, $codes, _, 2>($args, row, $args.size, &$tile),
+                    3 => $kernel::<$simd, $codes, _, 3>($args, row, $args.size, &$tile),
+                    4 => $kernel::<$simd, $codes, _, 4>($args, row, $args.size, &$tile),
+                    _ => unreachable!("five and more go by twos to fours"),
+                }
+            }
+            (row, block) = (row + rows, block + 1);
         }
     }};
 }
@@ -91,29 +106,53 @@ macro_rules! for_rows {
 /// See [`kernel::score`](crate::kernel::score).
 #[inline(always)]
 pub(crate) unsafe fn score<S: Dot, C: Codes>(args: &Score<'_>) {
-    for_rows!(score_rows::<S, C>(args), args.size.dim);
+    for_rows!(score_stored::<S, C>(args), args.size.dim);
+}
+
+/// The same, unpacked for many query rows to scratch memory.
+#[inline(always)]
+pub(crate) unsafe fn score_many<S: Dot, C: Codes>(args: &Score<'_>, scratch: &mut [f32]) {
+    let mut tile = Unpacked::<S>::new(scratch, args.size.dim);
+    let seen = args.low / LANES..args.high.div_ceil(LANES);
+    // SAFETY: as the caller promises.
+    unsafe { tile.fill_columns::<C>(&Stored::new(args.keys, args.size), seen) };
+    for_many_rows!(score_rows::<S, C>(args, tile));
 }
 
 /// Scores of `R` query rows, of `STEPS` steps if not 0.
 #[inline(always)]
-unsafe fn score_rows<S: Dot, C: Codes, const R: usize, const STEPS: usize>(args: &Score<'_>, row: usize) {
+unsafe fn score_stored<S: Dot, C: Codes, const R: usize, const STEPS: usize>(args: &Score<'_>, row: usize) {
+    let size = if STEPS == 0 { args.size } else { C::size(STEPS) };
+    // SAFETY: as the caller promises.
+    unsafe { score_rows::<S, C, _, R>(args, row, size, &Stored::<C>::new(args.keys, size)) };
+}
+
+/// Scores of `R` query rows.
+#[inline(always)]
+unsafe fn score_rows<S: Dot, C: Codes, T: Tile<S>, const R: usize>(
+    args: &Score<'_>,
+    row: usize,
+    size: RowSize,
+    tile: &T,
+) {
     // SAFETY: as the caller promises.
     unsafe {
         if S::MANY_REGISTERS {
-            score_blocks::<S, C, R, STEPS, 2>(args, row);
+            score_blocks::<S, C, T, R, 2>(args, row, size, tile);
         } else {
-            score_blocks::<S, C, R, STEPS, 1>(args, row);
+            score_blocks::<S, C, T, R, 1>(args, row, size, tile);
         }
     }
 }
 
 /// `B` blocks of 16 rows at a time, which share the loads of queries.
 #[inline(always)]
-unsafe fn score_blocks<S: Dot, C: Codes, const R: usize, const STEPS: usize, const B: usize>(
+unsafe fn score_blocks<S: Dot, C: Codes, T: Tile<S>, const R: usize, const B: usize>(
     args: &Score<'_>,
     row: usize,
+    size: RowSize,
+    tile: &T,
 ) {
-    let size = if STEPS == 0 { args.size } else { C::size(STEPS) };
     let steps = size.dim / STEP;
     // SAFETY: 16 rows lie within a page; `codes` and `scores` are as large as `Score` says.
     unsafe {
@@ -127,17 +166,17 @@ unsafe fn score_blocks<S: Dot, C: Codes, const R: usize, const STEPS: usize, con
                     *block = first + b * LANES;
                 }
             }
-            let keys = firsts.map(|first| args.keys.row(first, size));
-            if row == 0 {
+            let blocks = firsts.map(|first| tile.block(first / LANES));
+            if tile.asks(row, 0) {
                 for ahead in ahead.0.iter().skip(first / LANES).take(B) {
                     prefetch_scales::<S>(ahead.scales, size);
                 }
             }
             let mut scores = [[S::floats(0.0); R]; B];
             for step in 0..steps {
-                let mut columns = [C::columns::<S>(keys[0].data, size, step); B];
+                let mut columns = [tile.columns(blocks[0], step); B];
                 for b in 1..B {
-                    columns[b] = C::columns::<S>(keys[b].data, size, step);
+                    columns[b] = tile.columns(blocks[b], step);
                 }
                 for part in 0..C::SCALES {
                     let mut sums = [[S::begin(0, C::BYTES); B]; R];
@@ -146,7 +185,7 @@ unsafe fn score_blocks<S: Dot, C: Codes, const R: usize, const STEPS: usize, con
                     }
                     for i in part * COLUMNS / C::SCALES..(part + 1) * COLUMNS / C::SCALES {
                         // Evenly: what is asked for in bursts is not fetched.
-                        if row == 0 {
+                        if tile.asks(row, i) {
                             let part = (first / (B * LANES) * steps + step) * COLUMNS + i;
                             prefetch::<S>(&ahead, part, B * LANES * C::STEP_BYTES / COLUMNS);
                         }
@@ -154,7 +193,8 @@ unsafe fn score_blocks<S: Dot, C: Codes, const R: usize, const STEPS: usize, con
                             let query = &*queries.add(r * steps + step);
                             for b in 0..B {
                                 let words = [query.words[0][i], query.words[1][i]];
-                                sums[r][b] = S::add_products(sums[r][b], columns[b][i], words, C::BYTES);
+                                sums[r][b] =
+                                    S::add_products(sums[r][b], T::column(&columns[b], i), words, C::BYTES);
                                 if (i + 1) % UNSETTLED == 0 {
                                     sums[r][b] = S::settle(sums[r][b], C::BYTES);
                                 }
@@ -162,7 +202,7 @@ unsafe fn score_blocks<S: Dot, C: Codes, const R: usize, const STEPS: usize, con
                         }
                     }
                     for b in 0..B {
-                        let scales = C::scales::<S>(keys[b].scales, size, step * C::SCALES + part);
+                        let scales = tile.scales(blocks[b], step * C::SCALES + part);
                         for r in 0..R {
                             let scale = S::floats((*queries.add(r * steps + step)).scale);
                             let sum = S::mul(S::to_floats(S::total(sums[r][b], C::BYTES)), scale);
@@ -183,7 +223,17 @@ unsafe fn score_blocks<S: Dot, C: Codes, const R: usize, const STEPS: usize, con
 /// See [`kernel::accumulate`](crate::kernel::accumulate).
 #[inline(always)]
 pub(crate) unsafe fn accumulate<S: Dot, C: Codes>(args: &Accumulate<'_>) {
-    for_rows!(accumulate_rows::<S, C>(args), args.dim);
+    for_rows!(accumulate_stored::<S, C>(args), args.dim);
+}
+
+/// The same, unpacked for many query rows to scratch memory.
+#[inline(always)]
+pub(crate) unsafe fn accumulate_many<S: Dot, C: Codes>(args: &Accumulate<'_>, scratch: &mut [f32]) {
+    let mut tile = Unpacked::<S>::new(scratch, args.dim);
+    let seen = args.low / LANES..args.high.div_ceil(LANES);
+    // SAFETY: as the caller promises.
+    unsafe { tile.fill_words::<C>(&Stored::new(args.chunk, args.size), seen) };
+    for_many_rows!(accumulate_rows::<S, C>(args, tile));
 }
 
 /// The weights of a tile for `R` query rows, times the scales of some steps of V, as integers.
@@ -202,18 +252,21 @@ impl<const R: usize> Weights<R> {
     unsafe fn fill<S: Dot, C: Codes>(
         this: *mut Self,
         weights: *const f32,
-        scales: &[[S::Floats; TILE / LANES]; PART],
+        scales: &[[S::Floats; BLOCKS]; PART],
         count: usize,
     ) {
         // SAFETY: as the caller promises.
         unsafe {
             let mut most = [[S::integers(0); 4]; PART];
             for part in 0..count {
+                let mut magnitudes = scales[part];
+                for i in 0..BLOCKS {
+                    magnitudes[i] = S::magnitudes(magnitudes[i]);
+                }
                 for r in 0..R {
-                    for i in 0..TILE / LANES {
+                    for i in 0..BLOCKS {
                         let weight = S::load(weights.add(r * TILE + i * LANES));
-                        let product = S::mul(weight, scales[part][i]);
-                        most[part][r] = S::larger(most[part][r], S::magnitudes(product));
+                        most[part][r] = S::larger(most[part][r], S::mul(weight, magnitudes[i]));
                     }
                 }
             }
@@ -231,8 +284,8 @@ impl<const R: usize> Weights<R> {
             for part in 0..count {
                 for r in 0..R {
                     let inverse = S::floats(inverse[PART * part + r]);
-                    let mut codes = [S::integers(0); TILE / LANES];
-                    for i in 0..TILE / LANES {
+                    let mut codes = [S::integers(0); BLOCKS];
+                    for i in 0..BLOCKS {
                         let weight = S::load(weights.add(r * TILE + i * LANES));
                         codes[i] = S::to_integers(S::mul(S::mul(weight, scales[part][i]), inverse));
                     }
@@ -251,20 +304,34 @@ impl<const R: usize> Weights<R> {
 
 /// `R` query rows, of `STEPS` steps if not 0.
 #[inline(always)]
-unsafe fn accumulate_rows<S: Dot, C: Codes, const R: usize, const STEPS: usize>(
+unsafe fn accumulate_stored<S: Dot, C: Codes, const R: usize, const STEPS: usize>(
     args: &Accumulate<'_>,
     row: usize,
 ) {
     let size = if STEPS == 0 { args.size } else { C::size(STEPS) };
-    let steps = if STEPS == 0 { args.dim / STEP } else { STEPS };
-    let blocks = args.low / LANES..args.high.div_ceil(LANES);
-    let rows: [Row; TILE / LANES] = std::array::from_fn(|i| args.chunk.row(i * LANES, size));
-    let ahead = (args.prefetch && row == 0).then(|| args.chunk.streams(0, size));
+    // SAFETY: as the caller promises.
+    unsafe { accumulate_rows::<S, C, _, R>(args, row, size, &Stored::<C>::new(args.chunk, size)) };
+}
+
+/// `R` query rows.
+#[inline(always)]
+unsafe fn accumulate_rows<S: Dot, C: Codes, T: Tile<S>, const R: usize>(
+    args: &Accumulate<'_>,
+    row: usize,
+    size: RowSize,
+    tile: &T,
+) {
+    let steps = args.dim / STEP;
+    let seen_blocks = args.low / LANES..args.high.div_ceil(LANES);
+    let blocks: [T::Block; BLOCKS] = std::array::from_fn(|index| tile.block(index));
+    let ahead = (args.prefetch && (T::SHARED || row == 0)).then(|| args.chunk.streams(0, size));
     let seen = (u64::MAX >> (TILE - args.high)) & (u64::MAX << args.low);
     // SAFETY: as the caller promises; 16 rows lie within a page, and pages without a row that is seen are not read.
     unsafe {
         for ahead in ahead.iter().flat_map(|ahead| &ahead.0) {
-            prefetch_scales::<S>(ahead.scales, size);
+            if !T::SHARED || tile.asks(row, 0) {
+                prefetch_scales::<S>(ahead.scales, size);
+            }
         }
         let mut weights = MaybeUninit::<Weights<R>>::uninit();
         let weights = weights.as_mut_ptr();
@@ -273,45 +340,46 @@ unsafe fn accumulate_rows<S: Dot, C: Codes, const R: usize, const STEPS: usize>(
             let part = if C::ROW_SCALE { 0 } else { first % PART };
             if part == 0 && (step == 0 || !C::ROW_SCALE) {
                 let count = if C::ROW_SCALE { 1 } else { PART.min(steps * C::SCALES - first) };
-                let mut scales = [[S::floats(0.0); TILE / LANES]; PART];
-                for block in blocks.clone() {
+                let mut scales = [[S::floats(0.0); BLOCKS]; PART];
+                for block in seen_blocks.clone() {
                     let seen = (seen >> (block * LANES)) as u16;
                     for (i, scales) in scales[..count].iter_mut().enumerate() {
-                        scales[block] = S::masked(seen, C::scales::<S>(rows[block].scales, size, first + i));
+                        scales[block] = S::masked(seen, tile.scales(blocks[block], first + i));
                     }
                 }
                 Weights::fill::<S, C>(weights, args.weights.add(row * TILE), &scales, count);
             }
-            let this = Columns { args, row, size, step, part, rows: &rows, ahead: ahead.as_ref(), weights };
+            let this =
+                Columns { args, row, step, part, tile, blocks: &blocks, ahead: ahead.as_ref(), weights };
             if S::MANY_REGISTERS {
-                this.add::<S, C, 2>(0);
+                this.add::<C, 2>(0);
             } else {
-                this.add::<S, C, 1>(0);
-                this.add::<S, C, 1>(1);
+                this.add::<C, 1>(0);
+                this.add::<C, 1>(1);
             }
         }
     }
 }
 
 /// A step of V, of `R` query rows.
-struct Columns<'a, const R: usize> {
+struct Columns<'a, S: Dot, T: Tile<S>, const R: usize> {
     args: &'a Accumulate<'a>,
     row: usize,
-    size: RowSize,
     step: usize,
     /// Which of the scales that `weights` are of is the first of the step.
     part: usize,
-    rows: &'a [Row; TILE / LANES],
+    tile: &'a T,
+    blocks: &'a [T::Block; BLOCKS],
     /// What to ask for, if anything.
     ahead: Option<&'a Streams>,
     weights: *const Weights<R>,
 }
 
-impl<const R: usize> Columns<'_, R> {
+impl<S: Dot, T: Tile<S>, const R: usize> Columns<'_, S, T, R> {
     /// Adds to the values of `H` halves of the step.
     #[inline(always)]
-    unsafe fn add<S: Dot, C: Codes, const H: usize>(&self, half: usize) {
-        let Self { args, row, size, step, part, rows, ahead, weights } = *self;
+    unsafe fn add<C: Codes, const H: usize>(&self, half: usize) {
+        let Self { args, row, step, part, tile, blocks, ahead, weights } = *self;
         let part_of = |h: usize| part + (half + h) * C::SCALES / 2;
         // SAFETY: as the caller promises.
         unsafe {
@@ -323,13 +391,14 @@ impl<const R: usize> Columns<'_, R> {
             }
             for block in args.low / LANES..args.high.div_ceil(LANES) {
                 for quad in 0..LANES / QUAD {
-                    let first = rows[block].data.wrapping_add(quad * QUAD * size.bytes);
-                    let mut codes = [C::words::<S>(first, size, step, half); H];
+                    let mut codes = [tile.words(blocks[block], quad, step, half); H];
                     for h in 1..H {
-                        codes[h] = C::words::<S>(first, size, step, half + h);
+                        codes[h] = tile.words(blocks[block], quad, step, half + h);
                     }
                     let word = block * (LANES / QUAD) + quad;
-                    if let Some(ahead) = ahead.filter(|_| half == 0) {
+                    if let Some(ahead) = ahead.filter(|_| half == 0)
+                        && (!T::SHARED || tile.asks(row, word % 8))
+                    {
                         prefetch::<S>(ahead, step * (TILE / QUAD) + word, QUAD * C::STEP_BYTES);
                     }
                     for r in 0..R {
@@ -365,7 +434,9 @@ impl<const R: usize> Columns<'_, R> {
 mod tests {
     use pagoda_core::layout::RowFormat;
 
+    use super::super::{MANY, scratch};
     use super::*;
+    use crate::attend::Floats;
     use crate::codec::decode_row;
     use crate::kernel::{ALIGN, Chunk};
     use crate::samples::{Random, read};
@@ -461,7 +532,7 @@ mod tests {
         }
 
         /// Calls `with` what a kernel reads the rows `low..high` from; other pages are nowhere.
-        fn read(&self, low: usize, high: usize, with: impl Fn(&Chunk<'_>)) {
+        fn read(&self, low: usize, high: usize, with: impl FnOnce(&Chunk<'_>)) {
             read(&self.pages, BEFORE, self.page, self.size, low..high, with);
         }
     }
@@ -502,7 +573,7 @@ mod tests {
                         let (low, high) =
                             random.pick(&[(0, 64), (0, 1), (0, 37), (5, 64), (17, 50), (63, 64)]);
                         (0..low).chain(high..TILE).for_each(|t| tile.poison(t));
-                        let count = random.pick(&[1, 2, 3, 4, 5, 7, 8]);
+                        let count = random.pick(&[1, 2, 3, 4, 5, 6, 7, 8, 9, 13]);
                         case(&mut random, isa, format, tile, low, high, count);
                     }
                 }
@@ -524,6 +595,10 @@ mod tests {
                 // SAFETY: the instruction set is supported.
                 unsafe { kernels.quantise.expect("integers")(row, codes) };
             }
+            let unpack = random.below(2) == 0 && count >= MANY;
+            let mut memory = Floats::default();
+            let unpacked = memory.take(scratch(dim));
+            unpacked.fill(f32::NAN);
             tile.read(low, high, |keys| {
                 let score = Score {
                     queries: std::ptr::null(),
@@ -537,7 +612,12 @@ mod tests {
                     scores: to,
                 };
                 // SAFETY: the rows are there, and as many scores.
-                unsafe { (kernels.score)(&score) };
+                unsafe {
+                    match &kernels.many {
+                        Some(many) if unpack => (many.score)(&score, unpacked),
+                        _ => (kernels.score)(&score),
+                    }
+                }
             });
             for (r, row) in queries.iter().enumerate() {
                 let parts: Vec<_> = row.chunks(STEP).map(|step| rounded(step, code_max)).collect();
@@ -579,6 +659,10 @@ mod tests {
             let before: Vec<f32> = (0..count * stride).map(|_| random.float()).collect();
             let mut values = before.clone();
             let (to, to_weights) = (values.as_mut_ptr(), weights.as_mut_ptr());
+            let unpack = random.below(2) == 0 && count >= MANY;
+            let mut memory = Floats::default();
+            let unpacked = memory.take(scratch(dim));
+            unpacked.fill(f32::NAN);
             tile.read(low, high, |chunk| {
                 let accumulate = Accumulate {
                     weights: to_weights,
@@ -594,7 +678,12 @@ mod tests {
                     prefetch: true,
                 };
                 // SAFETY: the rows are there, and as many weights, factors and values.
-                unsafe { (kernels.accumulate)(&accumulate) };
+                unsafe {
+                    match &kernels.many {
+                        Some(many) if unpack => (many.accumulate)(&accumulate, unpacked),
+                        _ => (kernels.accumulate)(&accumulate),
+                    }
+                }
             });
             for r in 0..count {
                 for first in (0..dim).step_by(tile.unit) {

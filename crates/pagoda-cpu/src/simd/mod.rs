@@ -180,6 +180,15 @@ pub(crate) struct RowKernels {
     pub(crate) accumulate: unsafe fn(&Accumulate<'_>),
     /// For `score`, if it takes steps.
     pub(crate) quantise: Option<Quantise>,
+    /// The same for many query rows, if there is something better.
+    pub(crate) many: Option<ManyRows>,
+}
+
+/// The kernels of [`RowKernels`] for many query rows, which take scratch memory.
+#[derive(Clone, Copy)]
+pub(crate) struct ManyRows {
+    pub(crate) score: unsafe fn(&Score<'_>, &mut [f32]),
+    pub(crate) accumulate: unsafe fn(&Accumulate<'_>, &mut [f32]),
 }
 
 /// Kernels that multiply the codes of rows, if there are any for rows of so many elements of a format. They take
@@ -422,7 +431,7 @@ macro_rules! kernels {
 
             const fn floats<F: Stored>() -> FloatKernels {
                 FloatKernels {
-                    rows: RowKernels { score: score::<F>, accumulate: accumulate::<F>, quantise: None },
+                    rows: RowKernels { score: score::<F>, accumulate: accumulate::<F>, quantise: None, many: None },
                     derive: derive::<F>,
                     decoders: Decoders { columns: columns::<F>, rows: rows::<F> },
                 }
@@ -458,10 +467,25 @@ macro_rules! products {
                 // SAFETY: as the caller promises.
                 unsafe { kernel::accumulate::<$dot, C>(args) }
             }
+            #[target_feature(enable = $features)]
+            unsafe fn score_many<C: Codes>(args: &Score<'_>, scratch: &mut [f32]) {
+                // SAFETY: as the caller promises.
+                unsafe { kernel::score_many::<$dot, C>(args, scratch) }
+            }
+            #[target_feature(enable = $features)]
+            unsafe fn accumulate_many<C: Codes>(args: &Accumulate<'_>, scratch: &mut [f32]) {
+                // SAFETY: as the caller promises.
+                unsafe { kernel::accumulate_many::<$dot, C>(args, scratch) }
+            }
 
             pub(super) fn rows(format: RowFormat, dim: usize) -> Option<&'static RowKernels> {
                 const fn kernels<C: Codes>() -> RowKernels {
-                    RowKernels { score: score::<C>, accumulate: accumulate::<C>, quantise: Some(quantise::<C>) }
+                    RowKernels {
+                        score: score::<C>,
+                        accumulate: accumulate::<C>,
+                        quantise: Some(quantise::<C>),
+                        many: Some(ManyRows { score: score_many::<C>, accumulate: accumulate_many::<C> }),
+                    }
                 }
                 match format {
                     _ if !dim.is_multiple_of(STEP) => None,
@@ -486,8 +510,12 @@ products!(#[cfg(target_arch = "aarch64")] mod neondot_products, dot::neon::NeonD
 /// Products of bfloat16 for what they are good for, of integers for the rest.
 #[cfg(target_arch = "x86_64")]
 fn bf16_products(format: RowFormat, dim: usize) -> Option<&'static RowKernels> {
-    const KERNELS: RowKernels =
-        RowKernels { score: bf16::score, accumulate: bf16::accumulate, quantise: Some(bf16::quantise) };
+    const KERNELS: RowKernels = RowKernels {
+        score: bf16::score,
+        accumulate: bf16::accumulate,
+        quantise: Some(bf16::quantise),
+        many: None,
+    };
     if format == RowFormat::Fp8E4m3 && dim.is_multiple_of(bf16::CODES) {
         Some(&KERNELS)
     } else {

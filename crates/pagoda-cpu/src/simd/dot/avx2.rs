@@ -94,6 +94,60 @@ unsafe fn add_16(codes: __m256i, bits: __m256i, mask: __m256i) -> __m256i {
     unsafe { _mm256_or_si256(codes, _mm256_min_epu8(_mm256_and_si256(bits, mask), _mm256_set1_epi8(16))) }
 }
 
+/// Two bytes from every `stride`th.
+#[inline(always)]
+pub(super) unsafe fn shorts(first: *const u8, stride: usize) -> __m256i {
+    // SAFETY: as the caller promises.
+    unsafe {
+        let short = |t: usize| first.wrapping_add(t * stride).cast::<i16>().read_unaligned();
+        _mm256_setr_epi16(
+            short(0),
+            short(1),
+            short(2),
+            short(3),
+            short(4),
+            short(5),
+            short(6),
+            short(7),
+            short(8),
+            short(9),
+            short(10),
+            short(11),
+            short(12),
+            short(13),
+            short(14),
+            short(15),
+        )
+    }
+}
+
+/// Of 16 rows of `stride` bytes, number `index` of each, where numbers are two bytes.
+#[inline(always)]
+unsafe fn short_column(rows: *const u8, stride: usize, index: usize) -> __m256i {
+    // SAFETY: as the caller promises.
+    unsafe {
+        let load = |i: usize| _mm256_loadu_si256(rows.wrapping_add(32 * i).cast());
+        let shift = _mm_cvtsi32_si128(16 * index as i32);
+        let short = _mm256_set1_epi32(0xffff);
+        match stride {
+            4 => {
+                let eight = |i: usize| _mm256_and_si256(_mm256_srl_epi32(load(i), shift), short);
+                _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(eight(0), eight(1)))
+            }
+            8 => {
+                let four = |i: usize| _mm256_castsi256_ps(_mm256_srl_epi64(load(i), shift));
+                let eight = |i: usize| {
+                    let words = _mm256_shuffle_ps::<0b10_00_10_00>(four(i), four(i + 1));
+                    _mm256_and_si256(_mm256_castps_si256(words), short)
+                };
+                let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+                _mm256_permutevar8x32_epi32(_mm256_packus_epi32(eight(0), eight(2)), order)
+            }
+            _ => shorts(rows.wrapping_add(2 * index), stride),
+        }
+    }
+}
+
 /// Reduces vectors to a number each: of `v[i][j]` at `4 * i + j`.
 macro_rules! reduce {
     ($v:expr, $with:ident, $with_halves:ident) => {{
@@ -170,12 +224,11 @@ impl<const VNNI: bool> Dot for Dot256<VNNI> {
         }
     }
     #[inline(always)]
-    unsafe fn magnitudes(v: [__m256; 2]) -> [__m256i; 2] {
+    unsafe fn magnitudes(v: [__m256; 2]) -> [__m256; 2] {
         // SAFETY: see the impl.
         unsafe {
-            let v = both!(_mm256_castps_si256, v);
-            let mask = [_mm256_set1_epi32(i32::MAX); 2];
-            both!(_mm256_and_si256, v, mask)
+            let sign = [_mm256_set1_ps(-0.0); 2];
+            both!(_mm256_andnot_ps, sign, v)
         }
     }
     #[inline(always)]
@@ -189,9 +242,12 @@ impl<const VNNI: bool> Dot for Dot256<VNNI> {
         unsafe { both!(_mm256_cvtps_epi32, v) }
     }
     #[inline(always)]
-    unsafe fn larger(a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] {
+    unsafe fn larger(a: [__m256i; 2], b: [__m256; 2]) -> [__m256i; 2] {
         // SAFETY: see the impl.
-        unsafe { both!(_mm256_max_epi32, a, b) }
+        unsafe {
+            let b = both!(_mm256_castps_si256, b);
+            both!(_mm256_max_epu32, a, b)
+        }
     }
     #[inline(always)]
     unsafe fn sums(v: [[[__m256i; 2]; 4]; 4]) -> [i32; LANES] {
@@ -201,7 +257,7 @@ impl<const VNNI: bool> Dot for Dot256<VNNI> {
     #[inline(always)]
     unsafe fn largest(v: [[[__m256i; 2]; 4]; 4]) -> [i32; LANES] {
         // SAFETY: see the impl.
-        unsafe { reduce!(v, _mm256_max_epi32, _mm_max_epi32) }
+        unsafe { reduce!(v, _mm256_max_epu32, _mm_max_epu32) }
     }
     #[inline(always)]
     unsafe fn pack(numbers: [[__m256i; 2]; 4], bytes: usize, words: &mut [[i32; LANES]; 2]) -> [__m256i; 2] {
@@ -403,23 +459,14 @@ impl<const VNNI: bool> Dot for Dot256<VNNI> {
         }
     }
     #[inline(always)]
-    unsafe fn f16_scales(scales: *const u8, stride: usize, step: usize) -> [__m256; 2] {
+    unsafe fn f16_scales(scales: *const u8, stride: usize, index: usize) -> [__m256; 2] {
         // SAFETY: see the impl.
         unsafe {
-            let row = |t: usize| scales.wrapping_add(t * stride + 2 * step).cast::<i16>().read_unaligned();
-            let eight = |t: usize| {
-                _mm_setr_epi16(
-                    row(t),
-                    row(t + 1),
-                    row(t + 2),
-                    row(t + 3),
-                    row(t + 4),
-                    row(t + 5),
-                    row(t + 6),
-                    row(t + 7),
-                )
-            };
-            [_mm256_cvtph_ps(eight(0)), _mm256_cvtph_ps(eight(8))]
+            let all = short_column(scales, stride, index);
+            [
+                _mm256_cvtph_ps(_mm256_castsi256_si128(all)),
+                _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(all)),
+            ]
         }
     }
     #[inline(always)]

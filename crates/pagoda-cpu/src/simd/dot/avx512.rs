@@ -2,7 +2,8 @@
 
 use std::arch::x86_64::*;
 
-use super::{COLUMNS, Dot, LANES, column};
+use super::avx2::shorts;
+use super::{COLUMNS, Dot, LANES};
 use crate::integers::{QUAD, STEP};
 use crate::simd::avx512::e4m3;
 
@@ -112,16 +113,63 @@ unsafe fn reduce(v: [[__m512i; 4]; 4], with: impl Fn(__m512i, __m512i) -> __m512
     }
 }
 
-/// The 16 bits of a step of 16 rows of scales, one after the other.
-#[cold]
-#[inline(never)]
-#[target_feature(enable = "avx2")]
-unsafe fn collect(scales: *const u8, stride: usize, step: usize) -> __m256i {
-    let scale = |t: usize| scales.wrapping_add(t * stride).cast::<u16>().wrapping_add(step);
+/// Of 16 rows of `stride` bytes, number `index` of each, where numbers are two bytes.
+#[inline(always)]
+unsafe fn short_column(rows: *const u8, stride: usize, index: usize) -> __m256i {
     // SAFETY: as the caller promises.
     unsafe {
-        let all: [u16; LANES] = std::array::from_fn(|t| scale(t).read_unaligned());
-        _mm256_loadu_si256(all.as_ptr().cast())
+        let load = |i: usize| _mm512_loadu_si512(rows.wrapping_add(64 * i).cast());
+        let count = _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        let places =
+            |shifted| _mm512_castsi256_si512(_mm256_add_epi16(shifted, _mm256_set1_epi16(index as i16)));
+        match stride {
+            4 => _mm512_cvtepi32_epi16(_mm512_srl_epi32(load(0), _mm_cvtsi32_si128(16 * index as i32))),
+            8 => {
+                let places = places(_mm256_slli_epi16::<2>(count));
+                _mm512_castsi512_si256(_mm512_permutex2var_epi16(load(0), places, load(1)))
+            }
+            16 => {
+                // Of places only what tells 128 bytes apart counts.
+                let places = places(_mm256_slli_epi16::<3>(count));
+                let low = _mm512_permutex2var_epi16(load(0), places, load(1));
+                let high = _mm512_permutex2var_epi16(load(2), places, load(3));
+                _mm256_blend_epi32::<0xf0>(_mm512_castsi512_si256(low), _mm512_castsi512_si256(high))
+            }
+            _ => shorts(rows.wrapping_add(2 * index), stride),
+        }
+    }
+}
+
+/// Of 16 rows of `stride` bytes, byte `index` of each.
+#[inline(always)]
+unsafe fn byte_column(rows: *const u8, stride: usize, index: usize) -> __m128i {
+    // SAFETY: as the caller promises.
+    unsafe {
+        let load = |i: usize| _mm512_loadu_si512(rows.wrapping_add(64 * i).cast());
+        let shift = _mm_cvtsi32_si128(8 * index as i32);
+        let count = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        let places = |shifted| _mm512_castsi128_si512(_mm_add_epi8(shifted, _mm_set1_epi8(index as i8)));
+        match stride {
+            2 => _mm256_cvtepi16_epi8(_mm256_srl_epi16(_mm256_loadu_si256(rows.cast()), shift)),
+            4 => _mm512_cvtepi32_epi8(_mm512_srl_epi32(load(0), shift)),
+            8 => {
+                let places = places(_mm_slli_epi16::<3>(count));
+                _mm512_castsi512_si128(_mm512_permutex2var_epi8(load(0), places, load(1)))
+            }
+            16 => {
+                // Of places only what tells 128 bytes apart counts.
+                let places = places(_mm_slli_epi16::<4>(_mm_and_si128(count, _mm_set1_epi8(7))));
+                let low = _mm512_permutex2var_epi8(load(0), places, load(1));
+                let high = _mm512_permutex2var_epi8(load(2), places, load(3));
+                _mm_unpacklo_epi64(_mm512_castsi512_si128(low), _mm512_castsi512_si128(high))
+            }
+            1 => _mm_loadu_si128(rows.cast()),
+            _ => {
+                let first = index.min(stride - 2);
+                let shift = _mm_cvtsi32_si128(8 * (index - first) as i32);
+                _mm256_cvtepi16_epi8(_mm256_srl_epi16(shorts(rows.wrapping_add(first), stride), shift))
+            }
+        }
     }
 }
 
@@ -170,9 +218,9 @@ impl Dot for Vnni512 {
         unsafe { _mm512_maskz_mov_ps(bits, v) }
     }
     #[inline(always)]
-    unsafe fn magnitudes(v: __m512) -> __m512i {
+    unsafe fn magnitudes(v: __m512) -> __m512 {
         // SAFETY: see the impl.
-        unsafe { _mm512_castps_si512(_mm512_abs_ps(v)) }
+        unsafe { _mm512_abs_ps(v) }
     }
     #[inline(always)]
     unsafe fn to_floats(v: __m512i) -> __m512 {
@@ -185,9 +233,9 @@ impl Dot for Vnni512 {
         unsafe { _mm512_cvtps_epi32(v) }
     }
     #[inline(always)]
-    unsafe fn larger(a: __m512i, b: __m512i) -> __m512i {
+    unsafe fn larger(a: __m512i, b: __m512) -> __m512i {
         // SAFETY: see the impl.
-        unsafe { _mm512_max_epi32(a, b) }
+        unsafe { _mm512_max_epu32(a, _mm512_castps_si512(b)) }
     }
     #[inline(always)]
     unsafe fn sums(v: [[__m512i; 4]; 4]) -> [i32; LANES] {
@@ -197,7 +245,7 @@ impl Dot for Vnni512 {
     #[inline(always)]
     unsafe fn largest(v: [[__m512i; 4]; 4]) -> [i32; LANES] {
         // SAFETY: see the impl.
-        unsafe { reduce(v, |a, b| _mm512_max_epi32(a, b)) }
+        unsafe { reduce(v, |a, b| _mm512_max_epu32(a, b)) }
     }
     #[inline(always)]
     unsafe fn pack(numbers: [__m512i; 4], bytes: usize, words: &mut [[i32; LANES]; 2]) -> __m512i {
@@ -367,48 +415,15 @@ impl Dot for Vnni512 {
         }
     }
     #[inline(always)]
-    unsafe fn f16_scales(scales: *const u8, stride: usize, step: usize) -> __m512 {
-        const COUNT: [i16; 32] = {
-            let mut count = [0; 32];
-            let mut i = 0;
-            while i < 32 {
-                count[i] = i as i16;
-                i += 1;
-            }
-            count
-        };
-        // SAFETY: see the impl: 16 rows of scales.
-        unsafe {
-            let load = |i: usize| _mm512_loadu_si512(scales.wrapping_add(64 * i).cast());
-            let count = _mm512_loadu_si512(COUNT.as_ptr().cast());
-            let step_of = |index| _mm512_add_epi16(index, _mm512_set1_epi16(step as i16));
-            let codes = match stride {
-                8 => {
-                    let index = step_of(_mm512_slli_epi16::<2>(count));
-                    _mm512_castsi512_si256(_mm512_permutex2var_epi16(load(0), index, load(1)))
-                }
-                16 => {
-                    let index = step_of(_mm512_slli_epi16::<3>(count));
-                    let low = _mm512_permutex2var_epi16(load(0), index, load(1));
-                    let high = _mm512_permutex2var_epi16(load(2), index, load(3));
-                    _mm256_inserti128_si256::<1>(_mm512_castsi512_si256(low), _mm512_castsi512_si128(high))
-                }
-                _ => collect(scales, stride, step),
-            };
-            _mm512_cvtph_ps(codes)
-        }
+    unsafe fn f16_scales(scales: *const u8, stride: usize, index: usize) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_cvtph_ps(short_column(scales, stride, index)) }
     }
     #[inline(always)]
-    unsafe fn half_e8m0_scales(scales: *const u8, stride: usize, step: usize) -> __m512 {
+    unsafe fn half_e8m0_scales(scales: *const u8, stride: usize, index: usize) -> __m512 {
         // SAFETY: see the impl.
         unsafe {
-            let codes = if stride == 4 {
-                let shift = _mm512_set1_epi32(8 * step as i32);
-                let codes = _mm512_srlv_epi32(_mm512_loadu_si512(scales.cast()), shift);
-                _mm512_and_si512(codes, _mm512_set1_epi32(255))
-            } else {
-                _mm512_cvtepu8_epi32(_mm_loadu_si128(column(scales, stride, step).as_ptr().cast()))
-            };
+            let codes = _mm512_cvtepu8_epi32(byte_column(scales, stride, index));
             // 2^(code - 127), subnormal for 0 and NaN for 255; half of that.
             let value = _mm512_max_epi32(_mm512_slli_epi32::<23>(codes), _mm512_set1_epi32(1 << 22));
             let nan = _mm512_cmpeq_epi32_mask(codes, _mm512_set1_epi32(255));
@@ -419,25 +434,9 @@ impl Dot for Vnni512 {
 
     #[inline(always)]
     unsafe fn half_e4m3_scales(scales: *const u8, stride: usize, index: usize) -> __m512 {
-        const COUNT: [u8; 16] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
-        // SAFETY: see the impl: 16 rows of scales.
+        // SAFETY: see the impl.
         unsafe {
-            let load = |i: usize| _mm512_loadu_si512(scales.wrapping_add(64 * i).cast());
-            let count = _mm512_castsi128_si512(_mm_loadu_si128(COUNT.as_ptr().cast()));
-            let places = |shifted| _mm512_add_epi8(shifted, _mm512_set1_epi8(index as i8));
-            let codes = match stride {
-                8 => {
-                    let places = places(_mm512_slli_epi16::<3>(count));
-                    _mm512_castsi512_si128(_mm512_permutex2var_epi8(load(0), places, load(1)))
-                }
-                16 => {
-                    let places = places(_mm512_slli_epi16::<4>(_mm512_and_si512(count, _mm512_set1_epi8(7))));
-                    let low = _mm512_castsi512_si128(_mm512_permutex2var_epi8(load(0), places, load(1)));
-                    let high = _mm512_castsi512_si128(_mm512_permutex2var_epi8(load(2), places, load(3)));
-                    _mm_unpacklo_epi64(low, high)
-                }
-                _ => _mm_loadu_si128(column(scales, stride, index).as_ptr().cast()),
-            };
+            let codes = byte_column(scales, stride, index);
             _mm512_mul_ps(e4m3(codes), _mm512_set1_ps(128.0))
         }
     }

@@ -41,13 +41,12 @@ pub(crate) trait Dot {
     unsafe fn fma(a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
     /// The lanes whose bits are set, and 0 else.
     unsafe fn masked(bits: u16, v: Self::Floats) -> Self::Floats;
-    /// The bits of the magnitudes.
-    unsafe fn magnitudes(v: Self::Floats) -> Self::Words;
+    unsafe fn magnitudes(v: Self::Floats) -> Self::Floats;
     unsafe fn to_floats(v: Self::Words) -> Self::Floats;
     /// Nearest integers, ties to even.
     unsafe fn to_integers(v: Self::Floats) -> Self::Words;
-    /// The larger, signed.
-    unsafe fn larger(a: Self::Words, b: Self::Words) -> Self::Words;
+    /// The larger, as bits of numbers that are not negative, of which a NaN has the most.
+    unsafe fn larger(a: Self::Words, b: Self::Floats) -> Self::Words;
     /// The sums of vectors, that of `v[i][j]` at `4 * i + j`.
     unsafe fn sums(v: [[Self::Words; 4]; 4]) -> [i32; LANES];
     /// The largest lanes of vectors likewise.

@@ -131,6 +131,20 @@ unsafe fn add_16(codes: int32x4_t, bits: uint8x16_t, order: uint8x16_t, mask: ui
     }
 }
 
+/// The larger, unsigned.
+#[inline(always)]
+unsafe fn larger(a: int32x4_t, b: int32x4_t) -> int32x4_t {
+    // SAFETY: the caller has NEON.
+    unsafe { vreinterpretq_s32_u32(vmaxq_u32(vreinterpretq_u32_s32(a), vreinterpretq_u32_s32(b))) }
+}
+
+/// The larger of neighbours, unsigned.
+#[inline(always)]
+unsafe fn larger_pairs(a: int32x4_t, b: int32x4_t) -> int32x4_t {
+    // SAFETY: the caller has NEON.
+    unsafe { vreinterpretq_s32_u32(vpmaxq_u32(vreinterpretq_u32_s32(a), vreinterpretq_u32_s32(b))) }
+}
+
 /// Reduces vectors to a number each: of `v[i][j]` at `4 * i + j`.
 macro_rules! reduce {
     ($v:expr, $with:ident, $with_neighbours:ident) => {{
@@ -196,9 +210,9 @@ impl Dot for NeonDot {
         }
     }
     #[inline(always)]
-    unsafe fn magnitudes(v: [float32x4_t; 4]) -> [int32x4_t; 4] {
+    unsafe fn magnitudes(v: [float32x4_t; 4]) -> [float32x4_t; 4] {
         // SAFETY: see the impl.
-        unsafe { four!(|I| vreinterpretq_s32_f32(vabsq_f32(v[I]))) }
+        unsafe { four!(|I| vabsq_f32(v[I])) }
     }
     #[inline(always)]
     unsafe fn to_floats(v: [int32x4_t; 4]) -> [float32x4_t; 4] {
@@ -211,9 +225,9 @@ impl Dot for NeonDot {
         unsafe { four!(|I| vcvtnq_s32_f32(v[I])) }
     }
     #[inline(always)]
-    unsafe fn larger(a: [int32x4_t; 4], b: [int32x4_t; 4]) -> [int32x4_t; 4] {
+    unsafe fn larger(a: [int32x4_t; 4], b: [float32x4_t; 4]) -> [int32x4_t; 4] {
         // SAFETY: see the impl.
-        unsafe { four!(|I| vmaxq_s32(a[I], b[I])) }
+        unsafe { four!(|I| larger(a[I], vreinterpretq_s32_f32(b[I]))) }
     }
     #[inline(always)]
     unsafe fn sums(v: [[[int32x4_t; 4]; 4]; 4]) -> [i32; LANES] {
@@ -223,7 +237,7 @@ impl Dot for NeonDot {
     #[inline(always)]
     unsafe fn largest(v: [[[int32x4_t; 4]; 4]; 4]) -> [i32; LANES] {
         // SAFETY: see the impl.
-        unsafe { reduce!(v, vmaxq_s32, vpmaxq_s32) }
+        unsafe { reduce!(v, larger, larger_pairs) }
     }
     #[inline(always)]
     unsafe fn pack(
