@@ -427,7 +427,7 @@ fn rise(top: &[f32; QUAD], max: &mut [f32], decay: &mut [f32]) {
 /// Arguments of [`accumulate`]: weights times the V rows `low..high` of a tile.
 #[derive(Clone, Copy)]
 pub(crate) struct Accumulate<'a> {
-    /// `[count][TILE]`. Kernels may overwrite them.
+    /// `[count][TILE]`, none of them negative. Kernels may overwrite them.
     pub(crate) weights: *mut f32,
     /// What every row is multiplied with first, if it is.
     pub(crate) decay: Option<*const f32>,
