@@ -51,9 +51,9 @@ unsafe fn prefetch_scales<S: Dot>(scales: *const u8, size: RowSize) {
     }
 }
 
-/// `$kernel::<S, C, R, STEPS>($args, row)` for all rows.
+/// `$kernel::<S, C, _, R>($args, row, size, tile)` for all rows, of the tile of `$chunk` as it is stored.
 macro_rules! for_rows {
-    ($kernel:ident::<$simd:ident, $codes:ident>($args:ident), $dim:expr) => {{
+    ($kernel:ident::<$simd:ident, $codes:ident>($args:ident, $chunk:expr), $dim:expr) => {{
         // Strides that are known when this is compiled spare the kernels their registers, where vectors leave some.
         let known = if $simd::MANY_REGISTERS && $args.size.dim == $dim { $dim / STEP } else { 0 };
         let mut row = 0;
@@ -62,23 +62,25 @@ macro_rules! for_rows {
             // SAFETY: as the caller promises; every block gets as many query rows as there are.
             unsafe {
                 match known {
-                    2 => for_rows!(rows, $kernel::<$simd, $codes, 2>($args, row)),
-                    4 => for_rows!(rows, $kernel::<$simd, $codes, 4>($args, row)),
-                    8 => for_rows!(rows, $kernel::<$simd, $codes, 8>($args, row)),
-                    _ => for_rows!(rows, $kernel::<$simd, $codes, 0>($args, row)),
+                    2 => for_rows!(rows, $kernel::<$simd, $codes>($args, row, $codes::size(2), $chunk)),
+                    4 => for_rows!(rows, $kernel::<$simd, $codes>($args, row, $codes::size(4), $chunk)),
+                    8 => for_rows!(rows, $kernel::<$simd, $codes>($args, row, $codes::size(8), $chunk)),
+                    _ => for_rows!(rows, $kernel::<$simd, $codes>($args, row, $args.size, $chunk)),
                 }
             }
             row += rows;
         }
     }};
-    ($rows:ident, $kernel:ident::<$simd:ident, $codes:ident, $steps:literal>($args:ident, $row:ident)) => {
+    ($rows:ident, $kernel:ident::<$simd:ident, $codes:ident>($args:ident, $row:ident, $size:expr, $chunk:expr)) => {{
+        let size = $size;
+        let tile = Stored::<$codes>::new($chunk, size);
         match $rows {
-            1 => $kernel::<$simd, $codes, 1, $steps>($args, $row),
-            2 => $kernel::<$simd, $codes, 2, $steps>($args, $row),
-            3 => $kernel::<$simd, $codes, 3, $steps>($args, $row),
-            _ => $kernel::<$simd, $codes, 4, $steps>($args, $row),
+            1 => $kernel::<$simd, $codes, _, 1>($args, $row, size, &tile),
+            2 => $kernel::<$simd, $codes, _, 2>($args, $row, size, &tile),
+            3 => $kernel::<$simd, $codes, _, 3>($args, $row, size, &tile),
+            _ => $kernel::<$simd, $codes, _, 4>($args, $row, size, &tile),
         }
-    };
+    }};
 }
 
 /// `$kernel::<S, C, _, R>($args, row, $size, $tile)` for all rows, of which there are many.
@@ -106,7 +108,7 @@ macro_rules! for_many_rows {
 /// See [`kernel::score`](crate::kernel::score).
 #[inline(always)]
 pub(crate) unsafe fn score<S: Dot, C: Codes>(args: &Score<'_>) {
-    for_rows!(score_stored::<S, C>(args), args.size.dim);
+    for_rows!(score_rows::<S, C>(args, args.keys), args.size.dim);
 }
 
 /// The same, unpacked for many query rows to scratch memory.
@@ -117,14 +119,6 @@ pub(crate) unsafe fn score_many<S: Dot, C: Codes>(args: &Score<'_>, scratch: &mu
     // SAFETY: as the caller promises.
     unsafe { tile.fill_columns::<C>(&Stored::new(args.keys, args.size), seen) };
     for_many_rows!(score_rows::<S, C>(args, tile));
-}
-
-/// Scores of `R` query rows, of `STEPS` steps if not 0.
-#[inline(always)]
-unsafe fn score_stored<S: Dot, C: Codes, const R: usize, const STEPS: usize>(args: &Score<'_>, row: usize) {
-    let size = if STEPS == 0 { args.size } else { C::size(STEPS) };
-    // SAFETY: as the caller promises.
-    unsafe { score_rows::<S, C, _, R>(args, row, size, &Stored::<C>::new(args.keys, size)) };
 }
 
 /// Scores of `R` query rows.
@@ -223,7 +217,7 @@ unsafe fn score_blocks<S: Dot, C: Codes, T: Tile<S>, const R: usize, const B: us
 /// See [`kernel::accumulate`](crate::kernel::accumulate).
 #[inline(always)]
 pub(crate) unsafe fn accumulate<S: Dot, C: Codes>(args: &Accumulate<'_>) {
-    for_rows!(accumulate_stored::<S, C>(args), args.dim);
+    for_rows!(accumulate_rows::<S, C>(args, args.chunk), args.dim);
 }
 
 /// The same, unpacked for many query rows to scratch memory.
@@ -302,17 +296,6 @@ impl<const R: usize> Weights<R> {
     }
 }
 
-/// `R` query rows, of `STEPS` steps if not 0.
-#[inline(always)]
-unsafe fn accumulate_stored<S: Dot, C: Codes, const R: usize, const STEPS: usize>(
-    args: &Accumulate<'_>,
-    row: usize,
-) {
-    let size = if STEPS == 0 { args.size } else { C::size(STEPS) };
-    // SAFETY: as the caller promises.
-    unsafe { accumulate_rows::<S, C, _, R>(args, row, size, &Stored::<C>::new(args.chunk, size)) };
-}
-
 /// `R` query rows.
 #[inline(always)]
 unsafe fn accumulate_rows<S: Dot, C: Codes, T: Tile<S>, const R: usize>(
@@ -324,12 +307,12 @@ unsafe fn accumulate_rows<S: Dot, C: Codes, T: Tile<S>, const R: usize>(
     let steps = args.dim / STEP;
     let seen_blocks = args.low / LANES..args.high.div_ceil(LANES);
     let blocks: [T::Block; BLOCKS] = std::array::from_fn(|index| tile.block(index));
-    let ahead = (args.prefetch && (T::SHARED || row == 0)).then(|| args.chunk.streams(0, size));
+    let ahead = args.prefetch.then(|| args.chunk.streams(0, size));
     let seen = (u64::MAX >> (TILE - args.high)) & (u64::MAX << args.low);
     // SAFETY: as the caller promises; 16 rows lie within a page, and pages without a row that is seen are not read.
     unsafe {
         for ahead in ahead.iter().flat_map(|ahead| &ahead.0) {
-            if !T::SHARED || tile.asks(row, 0) {
+            if tile.asks(row, 0) {
                 prefetch_scales::<S>(ahead.scales, size);
             }
         }
@@ -397,7 +380,7 @@ impl<S: Dot, T: Tile<S>, const R: usize> Columns<'_, S, T, R> {
                     }
                     let word = block * (LANES / QUAD) + quad;
                     if let Some(ahead) = ahead.filter(|_| half == 0)
-                        && (!T::SHARED || tile.asks(row, word % 8))
+                        && tile.asks(row, word % 8)
                     {
                         prefetch::<S>(ahead, step * (TILE / QUAD) + word, QUAD * C::STEP_BYTES);
                     }

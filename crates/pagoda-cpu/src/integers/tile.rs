@@ -15,8 +15,6 @@ pub(super) const BLOCKS: usize = TILE / LANES;
 
 /// What of a tile is multiplied. Rows go by blocks of 16.
 pub(super) trait Tile<S: Dot> {
-    /// Whether several blocks of query rows share in asking for what lies ahead.
-    const SHARED: bool;
     /// Whether the block of query rows that begins with `row` asks at turn `turn` of eight.
     fn asks(&self, row: usize, turn: usize) -> bool;
     /// Where a block is.
@@ -51,7 +49,6 @@ impl<'a, C> Stored<'a, C> {
 
 // SAFETY (of every block): as callers promise.
 impl<S: Dot, C: Codes> Tile<S> for Stored<'_, C> {
-    const SHARED: bool = false;
     #[inline(always)]
     fn asks(&self, row: usize, _: usize) -> bool {
         row == 0
@@ -184,7 +181,6 @@ impl<S: Dot> Unpacked<S> {
 
 // SAFETY (of every block): callers ask for what has been written.
 impl<S: Dot> Tile<S> for Unpacked<S> {
-    const SHARED: bool = true;
     #[inline(always)]
     fn asks(&self, _: usize, turn: usize) -> bool {
         self.turns >> turn & 1 != 0
