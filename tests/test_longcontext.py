@@ -99,12 +99,16 @@ def test_ram_and_disk_offload_equal_all_resident(tmp_path: Path, device: float, 
     with pagoda.Cache(SPEC, **options, **budgets(tokens, 1.2, 0.0, None)) as cache:
         resident = decode(cache, fill(cache, tokens))
     with pagoda.Cache(SPEC, **options, **budgets(tokens, device, host, tmp_path / "pages" if disk else None)) as cache:
-        offloaded = decode(cache, fill(cache, tokens))
+        sequence = fill(cache, tokens)
+        cache._spill.settle()  # a page that is on its way to the disk may still be read from memory
+        offloaded = decode(cache, sequence)
         stats = cache.stats()
         assert stats.used_bytes("device") < 0.3 * tokens * TOKEN_BYTES
         assert (stats.disk_io is not None) == disk
         if stats.disk_io is not None:
-            assert stats.disk_io.bytes_read > 3 * 0.5 * tokens * TOKEN_BYTES
+            on_disk = stats.used_bytes("disk")
+            assert on_disk > 0.45 * tokens * TOKEN_BYTES
+            assert stats.disk_io.bytes_read >= 3 * on_disk
     for whole, streamed in zip(resident, offloaded, strict=True):
         np.testing.assert_array_equal(whole, streamed)
 
