@@ -89,14 +89,17 @@ class Mover:
         chosen.lent = False
 
     def _next_list(self, size: int) -> List:
-        while self._lists and self._lists[0].lent:
-            # Ctrl-C came during the launch, so nobody knows when the list will have been read: it is never used again.
-            self._lost.append(self._lists[0])
-            self._lists.popleft()
-        if self._lists and len(self._lists[0].runs.array) >= size:
-            oldest = self._lists[0].used
-            if oldest is None or oldest.done():
+        """One that no kernel reads any more, or a new one. Those that are too small by then are given up."""
+        while self._lists:
+            oldest = self._lists[0]
+            if oldest.lent:
+                # Ctrl-C came during the launch, so nobody knows when the list will have been read: it is never used again.
+                self._lost.append(oldest)
+            elif oldest.used is not None and not oldest.used.done():
+                break
+            elif len(oldest.runs.array) >= size:
                 self._lists.rotate(-1)
-                return self._lists[-1]
+                return oldest
+            self._lists.popleft()
         self._lists.append(List(self._driver.pinned(max(1 << 12, 1 << (size - 1).bit_length()))))
         return self._lists[-1]
