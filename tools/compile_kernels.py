@@ -42,7 +42,7 @@ PART_SIZES = ((128, 128), (576, 512))
 Layer = tuple[tuple[str, str, str], tuple[int, int]]
 """Types of K, V and queries, and elements of a K and of a V row."""
 
-MODES = ("decode", "verify", "prefill", "decode-deterministic", "prefill-deterministic")
+MODES = ("decode", "verify", "prefill", "common", "decode-deterministic", "prefill-deterministic")
 GROUPS = (1, 4, 8, 16)
 """Query heads of a K/V head."""
 
@@ -82,10 +82,10 @@ class Compiled:
 
 
 def every(arch: str) -> list[Kernel]:
-    """What today's models ask for on an architecture. Queries are of K's type or f32."""
+    """What today's models ask for on an architecture. Queries are of K's type or f32, over quantised rows of any."""
     halves = ("f16", "bf16")
     types = [(k, v, q) for k, v in product(halves, repeat=2) for q in (k, "f32")] + [("f32", "f32", "f32")]
-    quantised = [(k, v, q) for (k, v), q in product(QUANTISED, ("bf16", "f32"))]
+    quantised = [(k, v, q) for (k, v), q in product(QUANTISED, instances.NAMES)]
     parts = [(k, instances.PART_OF_K, q) for k in halves for q in (k, "f32")]
     parts += [(k, instances.PART_OF_K, "bf16") for k in instances.QUANTISED]
     derived = [(instances.FROM_V, v, q) for v, q in product((*halves, *instances.QUANTISED), ("bf16", "f32"))]
@@ -103,9 +103,8 @@ def every(arch: str) -> list[Kernel]:
 
 def covering(arch: str) -> list[Kernel]:
     """A few of each kind: at most 60."""
-    sizes = ((64, 64), (128, 128), (256, 256), (512, 512), (576, 512))
-    layers = [*product((("f16", "f16", "f32"), ("bf16", "bf16", "bf16")), sizes)]
-    layers += [(("f16", "f16", "f32"), (192, 128)), (("bf16", "bf16", "bf16"), (80, 80))]
+    sizes = ((64, 64), (128, 128), (256, 256), (512, 512))
+    layers = [*product((("f16", "f16", "f32"), ("bf16", "bf16", "bf16")), sizes), (("f16", "f16", "f32"), (192, 128))]
     layers += [(("bf16", instances.PART_OF_K, "bf16"), both) for both in PART_SIZES]
     layers += [(("f32", "f32", "f32"), (128, 128)), (("f32", "f16", "bf16"), (256, 256))]
     appends = [instances.append("f16", "bf16", "f32"), instances.center("f16")]
@@ -123,6 +122,7 @@ def covering(arch: str) -> list[Kernel]:
         *_fitting(arch, layers, [4], [mode for mode in MODES if mode != "verify"]),
         *_fitting(arch, quantised, [4], ("decode", "prefill")),
         *_fitting(arch, [(("q5_0", "q5_0", "bf16"), (128, 128))], [4], ["decode"]),
+        *_fitting(arch, [(("bf16", "bf16", "bf16"), (80, 80))], [4], ["prefill"]),
         *_fitting(
             arch, [(("bf16", "bf16", "bf16"), (256, 256)), (("q4_0", "q4_0", "bf16"), (128, 128))], [4], ["verify"]
         ),
