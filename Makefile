@@ -62,7 +62,8 @@ test-kernels: setup  ## the kernels of CUDA, compiled and in the emulator
 test-device: setup  ## the tests of the API once more, on a GPU or one that is emulated
 	$(BIN)/python -m pytest -q -m "not long" --device=$(DEVICE) tests/test_attention.py tests/test_stateful.py \
 		tests/test_sequences.py tests/test_derived_keys.py tests/test_tiers.py tests/test_errors.py tests/test_arguments.py \
-		tests/test_disk.py tests/test_sessions.py tests/test_zeroing.py $(if $(GPU),tests/test_device_quantised.py)
+		tests/test_disk.py tests/test_sessions.py tests/test_zeroing.py \
+		$(if $(GPU),tests/test_device_quantised.py tests/test_windows.py)
 	$(if $(GPU),,$(BIN)/python -m pytest -q --device=ptx tests/test_stateful.py)
 	$(if $(GPU),,$(BIN)/python -m pytest -q --device=streamed tests/test_stateful.py)
 	$(if $(GPU),,$(BIN)/python -m pytest -q --device=divided tests/test_stateful.py)

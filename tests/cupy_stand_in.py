@@ -368,6 +368,26 @@ def empty(shape: tuple[int, ...], dtype: Any) -> NdArray:
     return NdArray(np.empty(shape, dtype))
 
 
+class DLPackArray:
+    """An array of a library that has DLPack and nothing else; CUDA's, unless `kind` says otherwise."""
+
+    def __init__(self, hidden: npt.NDArray[Any], kind: int = 2) -> None:
+        self._array, self._kind = NdArray(hidden), kind
+
+    def __dlpack__(self, *, stream: Any = None) -> Any:
+        if self._array.dtype == np.dtype("S1"):
+            raise BufferError("characters")
+        return self._array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._kind, self._array.device.id
+
+
+def from_dlpack(array: Any) -> NdArray:
+    given: NdArray = array.__dlpack__(stream=get_current_stream().ptr or 1)
+    return given
+
+
 def install(monkeypatch: Any) -> Any:
     """Makes `import cupy` give this; returns it."""
     runtime = Runtime("cupy.cuda.runtime")
@@ -386,7 +406,7 @@ def install(monkeypatch: Any) -> Any:
     )
     cupy: Any = ModuleType("cupy")
     cupy.cuda, cupy.RawModule, cupy.empty, cupy.float32 = cuda, RawModule, empty, np.float32
-    cupy.get_default_memory_pool = lambda: pool
+    cupy.get_default_memory_pool, cupy.from_dlpack = lambda: pool, from_dlpack
     registered.clear()
     pool.blocks.clear()
     pool.reused.clear()

@@ -20,7 +20,7 @@ LAYERS = [
 ]
 NORMS = [None, None, None, np.linspace(0.2, 2, 64, dtype=np.float32)]
 """Of K, where it is derived."""
-SEQUENCES, CONTEXT = 6, 400
+SEQUENCES, CONTEXT, PROMPT = 6, 400, 50
 
 
 def to_numpy(array: Any) -> Array:
@@ -41,8 +41,8 @@ class Model:
         spec = pagoda.ModelSpec(layers=LAYERS)
         memory: dict[str, Any] = {"page_size": 16, "device_memory": "8MiB", "host_memory": "8MiB"}
         self.cache = pagoda.Cache(spec, device="cuda", k_norms=NORMS, **memory)
-        self.cache.declare(sequences=SEQUENCES, new_tokens=new_tokens, context=CONTEXT)
-        rows = SEQUENCES * new_tokens
+        rows = max(SEQUENCES * new_tokens, PROMPT)
+        self.cache.declare(sequences=SEQUENCES, new_tokens=new_tokens, context=CONTEXT, tokens=rows)
         self.q = [xp.empty((rows, 4, 64), np.float32) for _ in LAYERS]
         self.k, self.v = ([xp.empty((rows, 2, 64), np.float16) for _ in LAYERS] for _ in range(2))
         self.out = [xp.empty((rows, 4, 64), np.float32) for _ in LAYERS]
@@ -116,7 +116,7 @@ class Model:
         return launch
 
     def live(self, steps: int) -> None:
-        """One graph serves sequences that grow, join and leave, in batches that grow and shrink."""
+        """One graph serves sequences that grow, join and leave, in batches that grow and shrink; prompts go without it."""
         rng, most = self.rng, self.new_tokens
         live = [self.create() for _ in range(3)]
         self.step(live, [most] * 3)
@@ -124,7 +124,11 @@ class Model:
         for _ in range(steps):
             action = rng.integers(5)
             if action == 0 and len(live) < SEQUENCES:
-                live.append(self.fork(live[rng.integers(len(live))]) if rng.integers(2) else self.create())
+                if rng.integers(2):
+                    live.append(self.fork(live[rng.integers(len(live))]))
+                else:
+                    live.append(self.create())
+                    self.step([live[0], live[-1]], [1, PROMPT - 1])
             elif action == 1 and len(live) > 1:
                 live.pop(rng.integers(len(live))).release()
             elif action == 2:

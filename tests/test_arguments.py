@@ -345,7 +345,7 @@ CALLS: Calls = {
     ),
     "Cache.declare": (
         graphs(lambda world: world.cache.declare),
-        {"sequences": P(2, "1"), "new_tokens": P(1, "1"), "context": P(1000, "1")},
+        {"sequences": P(2, "1"), "new_tokens": P(1, "1"), "context": P(1000, "1"), "tokens": P(2, "None 1")},
     ),
     "Cache.plan": (
         lambda world, **given: world.cache.plan(**given),

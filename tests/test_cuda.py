@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 import pagoda
 import pytest
-from cupy_stand_in import Device, Event, NdArray, RawKernel, Stream, on_default, registered
+from cupy_stand_in import Device, DLPackArray, Event, NdArray, RawKernel, Stream, on_default, registered
 from gpu_driver import CopyingDriver
 from mirror import Mirror, layer
 from pagoda.device import cuda
@@ -234,6 +234,22 @@ def test_arrays_of_cupy(array: Any, kind: str, cupy: Any) -> None:
         assert (view.address, view.strides) == (array.ctypes.data, array.strides)
     with pytest.raises(pagoda.InvalidArgument, match="k = ndarray: an array of CuPy or torch on the device"):
         cuda.open_driver(0).view("k", array)
+
+
+def test_arrays_by_dlpack(cupy: Any) -> None:
+    """What has no array interface of CUDA is taken through CuPy, but for arrays of the host and types CuPy has not."""
+    q, k = DLPackArray(np.ones((2, 4, 16), np.float32)), DLPackArray(np.zeros((2, 2, 16), np.float32))
+    v = np.array([1, 3], np.float32).repeat(32).reshape(2, 2, 16)
+    with open_cache() as cache, cache.step([cache.create()], [2]) as step:
+        out = step.forward(0, q, k, DLPackArray(v, kind=13))
+        with pytest.raises(pagoda.InvalidArgument, match="q = DLPackArray: an array of CuPy or torch on the device"):
+            step.attend(0, DLPackArray(np.ones((2, 4, 16), np.float32), kind=1))
+        with pytest.raises(
+            pagoda.InvalidArgument, match=r"q = DLPackArray: one that CuPy takes by DLPack \(characters\)"
+        ):
+            step.attend(0, DLPackArray(np.ones((2, 4, 16), "S1")))
+    assert isinstance(out, NdArray)
+    np.testing.assert_allclose(out.hidden[:, 0, 0], [1, 2], rtol=1e-6)
 
 
 class Float8:

@@ -78,14 +78,52 @@ def test_the_engine_fits_the_largest_number_of_queries(monkeypatch: pytest.Monke
 def test_what_is_larger_than_declared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = emulated(monkeypatch, 2, 0)
     live = [model.create() for _ in range(SEQUENCES + 1)]
-    with pytest.raises(pagoda.InvalidArgument, match="new_tokens = 3: at most 2"):
-        model.step(live[:1], [3])
+    with pytest.raises(pagoda.InvalidArgument, match="step = 51 new tokens: at most 50"):
+        model.step(live[:1], [51])
     with pytest.raises(pagoda.InvalidArgument, match=r"7 sequences: at most 6"):
         model.step(live, [1] * len(live))
     model.cache.audit()
-    with pytest.raises(pagoda.InvalidArgument, match="up to 12 tokens"), model.cache.step(live[:1], [1]) as step:
-        step.append(0, np.zeros((13, 2, 64), np.float16), np.zeros((13, 2, 64), np.float16))
+    with pytest.raises(pagoda.InvalidArgument, match="up to 50 tokens"), model.cache.step(live[:1], [1]) as step:
+        step.append(0, np.zeros((51, 2, 64), np.float16), np.zeros((51, 2, 64), np.float16))
     model.cache.audit()
+
+
+def test_no_graph_does_a_step_with_more_tokens_than_declared_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = emulated(monkeypatch, 2, 0)
+    one, cache, stream = model.create(), model.cache, model.stream
+    graph = model.captured([one], [2])
+    with (
+        pytest.raises(pagoda.InvalidArgument, match="replay: new_tokens = 3 of a sequence in this step: at most 2"),
+        cache.step([one], [3], stream=stream) as step,
+    ):
+        step.replay(graph)
+    with (
+        stream,
+        pytest.raises(pagoda.InvalidArgument, match="layer 0 in a graph: not in a step with more than 2 new tokens"),
+        cache.step([one], [3], stream=stream) as step,
+    ):
+        stream.begin_capture()
+        model.forward(step)
+    stream.end_capture()
+    cache.audit()
+    model.step([one], [3])
+    model.step([one], [1], lambda step: step.replay(graph))
+
+
+def test_a_capture_that_has_no_memory_says_what_to_declare(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = install_driver(monkeypatch, EmulatedDriver())
+    stream, rows = CallerStream(driver), np.zeros((1, 4, 64), np.float32)
+    spec = pagoda.ModelSpec([pagoda.AttentionLayer(num_q_heads=4, num_kv_heads=1, head_dim=64)])
+    with pagoda.Cache(spec, device="cuda", device_memory="8MiB", host_memory=0) as cache:
+        with (
+            stream,
+            pytest.raises(pagoda.InvalidArgument, match=r"maxima declared first, by Cache\.declare"),
+            cache.step([cache.create()], [1], stream=stream) as step,
+        ):
+            stream.begin_capture()
+            step.forward(0, rows, rows[:, :1], rows[:, :1])
+        stream.end_capture()
+        cache.audit()
 
 
 def test_a_capture_is_inside_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

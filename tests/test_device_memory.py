@@ -16,6 +16,7 @@ import pytest
 from emulator.driver import EmulatedDriver, HostArena, Memory, install_driver
 from mirror import Mirror, Tokens, layer
 from pagoda.device import passage, ring
+from pagoda.device.mover import Mover
 from pagoda.errors import BackendUnavailable
 
 
@@ -216,6 +217,59 @@ def test_scratch_memory_is_enough_for_layers_of_every_kind(
         driver.check()
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_scratch_memory_follows_the_number_of_sequences(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is enough for batches of many spans, and not of the square of the batch."""
+    taken = []
+    for sequences in (4, 32):
+        driver = install_driver(monkeypatch, StingyDriver(0))
+        spec = pagoda.ModelSpec(layers=[layer()])
+        options: dict[str, Any] = {"device_memory": "1MiB", "host_memory": 0, "deterministic": deterministic}
+        with pagoda.Cache(spec, device="cuda", page_size=16, **options) as cache:
+            before = sum(len(memory.array) for memory in driver.lent)
+            mirror = Mirror(cache, np.random.default_rng(0))
+            batch = [mirror.create() for _ in range(sequences)]
+            mirror.step(batch, [12] * sequences)
+            for tokens in batch:
+                mirror.drop(tokens, 3, 5)
+            mirror.step(batch, [1] * sequences)
+            driver.check()
+            taken.append(sum(len(memory.array) for memory in driver.lent) - before)
+    assert taken[1] < 10 * taken[0]
+
+
+def test_lists_for_the_kernel_that_copies_do_not_pile_up() -> None:
+    """Whatever sizes they have; those that are still read are left alone."""
+    driver = StingyDriver(0)
+    source, target, stream = driver.memory(1 << 16), driver.memory(1 << 16), driver.stream()
+    mover, rng = Mover(driver, None), np.random.default_rng(0)
+
+    def copied(runs: int) -> None:
+        """Every second 16 bytes, so that no two are copied as one."""
+        source.array[:] = rng.integers(0, 256, len(source.array))
+        places = 32 * np.arange(runs, dtype=np.uint64)
+        transfers = np.stack([places + np.uint64(source.address), places + np.uint64(target.address)], 1)
+        mover.copy(stream, np.column_stack([transfers, np.full(runs, 16, np.uint64)]))
+
+    def arrived(runs: int) -> None:
+        stream.record().wait()
+        here, there = (one.array.reshape(-1, 32)[:runs, :16] for one in (source, target))
+        np.testing.assert_array_equal(here, there)
+
+    for runs in (2, 400, 3, 2000, 400, 2):
+        copied(runs)
+        arrived(runs)
+    before = driver.allocations
+    for runs in (2, 400, 2000, 5, 2, 800):
+        copied(runs)
+        arrived(runs)
+    assert driver.allocations == before
+    for runs in (30, 40, 50):
+        copied(50)
+        copied(runs)
+    arrived(50)
+
+
 def test_a_move_that_is_refused_late_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its turn comes within a call for another move, which is told; and so is whoever asks for this one."""
     driver = install_driver(monkeypatch, StingyDriver(0))
@@ -244,3 +298,31 @@ def test_a_move_that_is_refused_late_says_why(tmp_path: Path, monkeypatch: pytes
             assert cache.demote(tokens.sequence, to="disk").wait()
         assert (cache.stats().disk[0].used, cache.stats().device[0].used) == (3, 1)
         mirror.look()
+
+
+@pytest.mark.parametrize("dtype", ["f16", "q8_0"])
+def test_rows_lie_beyond_four_gibibytes(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offsets need more than 32 bits, in bytes and in elements. What fills the pool before is never written."""
+    driver = install_driver(monkeypatch, EmulatedDriver())
+    shape = layer(num_q_heads=8, num_kv_heads=8, head_dim=256)
+    options: dict[str, Any] = {
+        "device_memory": "5GiB",
+        "host_memory": 0,
+        "k_dtype": dtype,
+        "v_dtype": dtype,
+        "center": None,
+    }
+    options |= {"center": None, "rotate": False}
+    with pagoda.Cache(pagoda.ModelSpec(layers=[shape]), device="cuda", page_size=256, **options) as cache:
+        (block_bytes,) = cache.stats().block_bytes
+        fillers = [cache.create() for _ in range(-(-(1 << 32) // block_bytes))]
+        with cache.step(fillers, [1] * len(fillers)) as step:
+            step.table(0)
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [20])
+        mirror.step([tokens], [1])
+        with cache.step([tokens.sequence], [1]) as step:
+            first_block = int(step.table(0).block_table.min())
+        assert first_block * block_bytes >= 1 << 32
+        driver.check()

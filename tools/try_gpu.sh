@@ -21,8 +21,9 @@ export PYTHON=$python PYTHONUNBUFFERED=1 PAGODA_REQUIRE_GPU=1 PYTEST_DISABLE_PLU
 deadline=$((SECONDS + ${PAGODA_SECONDS:-86400}))
 jobs=$(($(nproc) < 8 ? $(nproc) : 8))
 
-api="tests/test_attention.py tests/test_sequences.py tests/test_tiers.py tests/test_device_quantised.py tests/test_sessions.py
-    tests/test_zeroing.py tests/test_disk.py tests/test_errors.py tests/test_stateful.py"
+api="tests/test_attention.py tests/test_sequences.py tests/test_tiers.py tests/test_device_quantised.py tests/test_derived_keys.py
+    tests/test_windows.py tests/test_arguments.py tests/test_sessions.py tests/test_zeroing.py tests/test_disk.py tests/test_errors.py
+    tests/test_stateful.py"
 gpu="tests/test_gpu.py tests/test_lm_device.py tests/test_loader.py tests/test_doctor.py tests/test_shipped_model.py"
 checked=()
 for kind in "bf16/bf16 bf16" "q4_0/q4_0 bf16" f32 deterministic; do

@@ -286,16 +286,21 @@ class Cache:
             raise InvalidArgument(f"batch = {batch!r}: a batch of this cache")
         return Step(self, batch, integers("new_tokens", new_tokens, "a list of integers, one a sequence"), on)
 
-    def declare(self, *, sequences: int, new_tokens: int, context: int) -> None:
+    def declare(self, *, sequences: int, new_tokens: int, context: int, tokens: int | None = None) -> None:
         """Declares maxima of all steps to come, so that a graph can be captured in one step and replayed in later ones.
 
-        sequences: in a step. new_tokens: of each of them. context: tokens that a sequence keeps. From then on steps allocate
-        no device memory, and launch the same kernels with the same arguments whatever sequences grow, join or leave; larger
-        ones raise InvalidArgument, and so do sequences that have been dropped from more than seven times. Maxima are declared
-        once, for graphs keep the addresses of what was made for them. K, V, queries and outputs may have up to
-        `sequences * new_tokens` rows, of which kernels use the first sum(new).
+        sequences: in a step. new_tokens: of each of them, where a graph is to do the step. context: tokens that a sequence
+        keeps. tokens: new ones of any step, of all sequences; `sequences * new_tokens` by default. From then on steps
+        allocate no device memory, and those with up to `new_tokens` of each sequence launch the same kernels with the same
+        arguments whatever sequences grow, join or leave. Steps with more of a sequence, prompts for example, launch what they
+        need, and no graph does them. K, V, queries and outputs may have up to `tokens` rows, of which kernels use the first
+        sum(new). Steps beyond the maxima raise InvalidArgument, and so do sequences that have been dropped from more than
+        seven times. Maxima are declared once, for graphs keep the addresses of what was made for them. docs/kernels.md says
+        what memory that takes.
 
-            cache.declare(sequences=64, new_tokens=1, context=131072)
+            cache.declare(sequences=64, new_tokens=1, context=131072, tokens=2048)
+            with cache.step([prompt], [2048], stream=stream) as step:
+                forward(step)
             with cache.step(batch, ones, stream=stream) as step:     # once as it is: kernels are compiled
                 forward(step)
             with cache.step(batch, ones, stream=stream) as step:
@@ -314,9 +319,10 @@ class Cache:
         sequences = natural("sequences", sequences, 1, SEQUENCES_MAX)
         new_tokens = natural("new_tokens", new_tokens, 1, TOKENS_MAX // sequences)
         context = natural("context", context, 1, TOKENS_MAX)
+        tokens = sequences * new_tokens if tokens is None else natural("tokens", tokens, 1, TOKENS_MAX)
         if self._device is None:
             raise BackendUnavailable("declare: graphs are of GPUs; this cache is on the CPU")
-        self._device.declare(sequences, new_tokens, context)
+        self._device.declare(sequences, new_tokens, context, tokens)
 
     def plan(
         self,

@@ -32,8 +32,15 @@ class DeviceArray(Protocol):
     def __cuda_array_interface__(self) -> Any: ...
 
 
-Rows = Array | DeviceArray
-"""What steps read and write: arrays of NumPy, those of CuPy or torch where the cache is on a GPU."""
+class DLPackArray(Protocol):
+    """An array of another library, which hands out its memory by DLPack."""
+
+    def __dlpack__(self, *, stream: Any = None) -> Any: ...
+    def __dlpack_device__(self) -> tuple[Any, int]: ...
+
+
+Rows = Array | DeviceArray | DLPackArray
+"""What steps read and write: arrays of NumPy, those of CuPy, torch and others by DLPack where the cache is on a GPU."""
 
 
 class Table:
@@ -230,8 +237,8 @@ class Step:
         """Runs `launch`, which does the appends and attends of all layers by replaying a graph that an earlier step captured.
 
         `launch` is called with the step's stream as the current one of CuPy and torch: the `launch` of a CuPy graph, the
-        `replay` of a torch graph. See `Cache.declare`. Raises InvalidArgument where no maxima are declared, or a layer of
-        this step was appended to already.
+        `replay` of a torch graph. See `Cache.declare`. Raises InvalidArgument where no maxima are declared, in a step with
+        more new tokens of a sequence than declared for graphs, and where a layer of it was appended to already.
         """
         if not callable(launch):
             raise InvalidArgument(f"launch = {launch!r}: what launches a graph")

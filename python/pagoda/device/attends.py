@@ -33,16 +33,12 @@ BROUGHT = 2
 
 @dataclass(frozen=True)
 class Maxima:
-    """What the caller has declared of all steps to come."""
+    """What the caller has declared of all steps. new_tokens: of a sequence where a graph does the step; tokens: of all."""
 
     sequences: int
     new_tokens: int
     context: int
-
-    @property
-    def tokens(self) -> int:
-        """New tokens of a step."""
-        return self.sequences * self.new_tokens
+    tokens: int
 
 
 class Attends:
@@ -64,6 +60,8 @@ class Attends:
         self._finish_steps = finish_steps
         self._scratch = Scratch(driver)
         self._maxima: Maxima | None = None
+        self._in_graph = False
+        """Whether a graph may do the open step: then it is launched as any other such step is."""
         self._bounds: npt.NDArray[np.int32] = np.zeros(1, np.int32)
         self._tokens_max = 0
         self._most_of: dict[int, tuple[int, int]] = {}
@@ -75,19 +73,20 @@ class Attends:
     def declare(self, maxima: Maxima) -> None:
         """Makes room for every step to come. Nothing may be under way."""
         self._maxima, self._tokens_max = maxima, maxima.tokens
-        self._most_of.clear()
         try:
             for kernels in self._layers:
                 for prefill, q in kernels.works:
-                    self._scratch.grow(self._scratch_bytes(kernels, q, prefill, streamed=True))
+                    for mode in ("prefill",) if prefill else ("decode", "verify"):
+                        chosen = kernels.attention(mode, q)
+                        self._scratch.grow(self._scratch_bytes(kernels, q, chosen, prefill, streamed=True))
         except BaseException:
             self._maxima = None
             raise
 
-    def enter(self, bounds: npt.NDArray[np.int32], tokens_max: int) -> None:
+    def enter(self, bounds: npt.NDArray[np.int32], tokens_max: int, *, in_graph: bool) -> None:
         """A step begins. bounds: where the new tokens of each sequence begin, and where the last one's end. tokens_max: rows
-        that arrays may have."""
-        self._bounds, self._tokens_max = bounds, tokens_max
+        that arrays may have. in_graph: whether a graph may do it."""
+        self._bounds, self._tokens_max, self._in_graph = bounds, tokens_max, in_graph
         self._most_of.clear()
         self._covered.clear()
 
@@ -101,6 +100,11 @@ class Attends:
         if streamed is not None and stream.capturing:
             raise InvalidArgument(
                 f"attend: layer {layer} in a graph: not in a step that streams pages of the host tier"
+            )
+        if self._maxima is not None and not self._in_graph and stream.capturing:
+            raise InvalidArgument(
+                f"attend: layer {layer} in a graph: not in a step with more than {self._maxima.new_tokens} new tokens of a "
+                "sequence, the maximum declared for graphs"
             )
         kinds = [prefill for prefill, most in zip((False, True), self._most(kernels.few), strict=True) if most]
         for prefill in kinds:
@@ -146,10 +150,10 @@ class Attends:
 
     def _most(self, few: int) -> tuple[int, int]:
         """New tokens at most of a sequence that is decoded, for it has `few` or fewer, and of one that is prefilled: in the
-        step, or in any once maxima are declared. 0 if there is none."""
+        step, or in any that a graph does. 0 if there is none."""
         if (found := self._most_of.get(few)) is not None:
             return found
-        if self._maxima is None:
+        if self._maxima is None or not self._in_graph:
             counts = np.diff(self._bounds)
             most = int(counts.max(initial=0))
             decoded = most if most <= few else int(counts.max(where=counts <= few, initial=0))
@@ -205,24 +209,30 @@ class Attends:
         covered = kernels.kind, q, prefill, streamed
         if covered in self._covered:
             return
-        sizes = self._scratch_bytes(kernels, q, prefill, streamed=streamed)
+        sizes = self._scratch_bytes(kernels, q, self._chosen(kernels, q, prefill), prefill, streamed=streamed)
         if not self._scratch.covers(sizes):
+            if stream.capturing:
+                raise InvalidArgument(
+                    "attend: in a graph, which allocates no memory: maxima declared first, by Cache.declare"
+                )
             self._finish_steps()
             stream.record().wait()
             self._scratch.grow(sizes)
         self._covered.add(covered)
 
-    def _scratch_bytes(self, kernels: LayerKernels, q: str, prefill: bool, *, streamed: bool) -> tuple[int, int, int]:
-        """Partial results, counters and parts of attention over a layer: for the open step, or for any once maxima are
-        declared."""
+    def _scratch_bytes(
+        self, kernels: LayerKernels, q: str, chosen: instances.Attention, prefill: bool, *, streamed: bool
+    ) -> tuple[int, int, int]:
+        """Partial results, counters and parts of attention over a layer by an instance: for the open step, or for any once
+        maxima are declared."""
         work = self._tables.works[kernels.works[prefill, q]]
-        chosen = self._chosen(kernels, q, prefill)
         shape = kernels.shape
         sets, room = shape["num_kv_heads"] * chosen.sets, self._tables.room
         floats, units, rows = 2 * self._grid(chosen) * chosen.partial, work.blocks_max * sets, 0
         if self._deterministic and not prefill:
-            runs = room.columns * self._page_size // RUN_ROWS + room.spans + 1
-            floats = work.blocks_max * runs * sets * chosen.partial
+            # Of a block, whose sequence has that many rows at most, and of spans that begin in the middle of one.
+            runs = work.blocks_max * (room.columns * self._page_size // RUN_ROWS + 1) + room.spans
+            floats = runs * sets * chosen.partial
         any_step = self._maxima is not None
         if work.common is not None:
             rows = work.members_max if any_step else self._tables.members

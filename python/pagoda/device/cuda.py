@@ -27,6 +27,9 @@ from pagoda.kernels.instances import Kernel
 TYPES = {"<f4": "f32", "<f2": "f16", "<u2": "u16", "<V2": "bf16"}
 """Type strings of array interfaces. The last is what ml_dtypes says, and CuPy with it."""
 
+DLPACK_CUDA = (2, 13)
+"""kDLCUDA and kDLCUDAManaged of dlpack.h: memory that kernels read."""
+
 CAPABILITY_MIN = (8, 0)
 
 INSTALL = 'pip install "pagoda-kv[cuda13]" (or [cuda12])'
@@ -381,8 +384,24 @@ def _contiguous(shape: tuple[int, ...], typestr: str) -> tuple[int, ...]:
     return tuple(accumulate(shape[:0:-1], mul, initial=np.dtype(typestr).itemsize))[::-1]
 
 
+def _by_dlpack(array: Any) -> bool:
+    """Whether an array hands out memory of a GPU by DLPack."""
+    place = getattr(array, "__dlpack_device__", None)
+    return place is not None and place()[0] in DLPACK_CUDA
+
+
+def _cupy_array(name: str, array: Any) -> Any:
+    """The same memory as an array of CuPy. Raises InvalidArgument for types that CuPy does not know."""
+    import cupy
+
+    try:
+        return cupy.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidArgument(f"{name} = {type(array).__name__}: one that CuPy takes by DLPack ({error})") from error
+
+
 def view(name: str, array: Any, device: int) -> View:
-    """An array of CuPy or torch on the device of that number. Raises InvalidArgument."""
+    """An array on the device of that number, with the array interface of CUDA or by DLPack. Raises InvalidArgument."""
     kind = None
     if _of_torch(array):
         array = array.detach()
@@ -395,6 +414,8 @@ def view(name: str, array: Any, device: int) -> View:
         # torch has no name for some of its types: 8-bit floats.
         raise InvalidArgument(f"{name} = dtype {array.dtype}: one of those that array interfaces have") from error
     if interface is None:
+        if _by_dlpack(array):
+            return view(name, _cupy_array(name, array), device)
         raise InvalidArgument(f"{name} = {type(array).__name__}: an array of CuPy or torch on the device")
     place: Any = getattr(array, "device", None)
     index = place.id if hasattr(place, "id") else getattr(place, "index", None)
@@ -511,11 +532,13 @@ class CudaDriver:
         return view(name, array, self.device.id)
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
-        """A new array of the same library."""
+        """A new array of the same library; of CuPy for those that are known by DLPack alone."""
         if _of_torch(like):
             import torch
 
             return torch.empty(shape, dtype=torch.float32 if dtype else like.dtype, device=like.device)
         import cupy
 
+        if not dtype and not hasattr(like, "__cuda_array_interface__"):
+            like = _cupy_array("q", like)
         return cupy.empty(shape, cupy.float32 if dtype else like.dtype)

@@ -6,7 +6,8 @@ a copy follows the step that wrote its source, a step follows the step before, a
 when every step and copy that may touch it has been seen to end.
 
 Once maxima are declared, nothing that a kernel is told changes from step to step but what lies in its tables: a graph of the
-kernels of one step, captured by the caller, does every later one.
+kernels of one step, captured by the caller, does every later one within them. Steps with more new tokens of a sequence are
+launched by themselves.
 """
 
 from __future__ import annotations
@@ -153,6 +154,8 @@ class DeviceEngine:
             finish_steps=self._wait_for_steps,
         )
         self._maxima: Maxima | None = None
+        self._in_graph = False
+        """Whether a graph may do the open step, or the last one."""
         self._epochs: deque[tuple[int, Event]] = deque()
         """Steps that the device has not been seen to end, oldest first."""
         self._last_step: Event | None = None
@@ -174,7 +177,7 @@ class DeviceEngine:
         self.forget, self.saved, self.lost, self.check_save = core.forget, core.saved, core.lost, core.check_save
 
     @in_turn
-    def declare(self, sequences: int, new_tokens: int, context: int) -> None:
+    def declare(self, sequences: int, new_tokens: int, context: int, tokens: int) -> None:
         """See `Cache.declare`."""
         if self._checked:
             raise BackendUnavailable("declare: not in a cache with checked=True, whose steps wait for the device")
@@ -185,8 +188,8 @@ class DeviceEngine:
         self._wait_for_steps()
         passed = RUN_ROWS if any(layer["keeps"] for layer in self._layers) else 0
         columns = -(-(context + passed) // self._page_size) + SPANS_DECLARED
-        maxima, spans = Maxima(sequences, new_tokens, context), sequences * SPANS_DECLARED
-        self._tables.place(Room(sequences, maxima.tokens, columns, spans, angles=spans + maxima.tokens))
+        maxima, spans = Maxima(sequences, new_tokens, context, tokens), sequences * SPANS_DECLARED
+        self._tables.place(Room(sequences, tokens, columns, spans, angles=spans + tokens))
         self._attends.declare(maxima)
         self._tables.fixed = True
         self._maxima = maxima
@@ -200,8 +203,6 @@ class DeviceEngine:
         stream: Stream | None = None,
     ) -> None:
         """Opens a step on a stream, the caller's current one by default; its tables are on their way when this returns."""
-        if self._maxima is not None and (most := np.maximum.reduce(new_tokens, initial=0)) > self._maxima.new_tokens:
-            raise InvalidArgument(f"new_tokens = {most}: at most {self._maxima.new_tokens}, the maximum declared")
         chosen = self.caller_stream(None) if stream is None else stream
         if chosen.capturing:
             raise InvalidArgument("step: on a stream that is captured; begin to capture inside of the step")
@@ -213,6 +214,8 @@ class DeviceEngine:
                 self._note_epoch()
             raise
         try:
+            if self._maxima is not None:
+                self._in_graph = bool(np.maximum.reduce(new_tokens, initial=0) <= self._maxima.new_tokens)
             self._enter(number, chosen)
         except BaseException:
             self._roll_back(number)
@@ -271,6 +274,11 @@ class DeviceEngine:
         """See `Step.replay`."""
         if self._maxima is None:
             raise InvalidArgument("replay: maxima declared first, by Cache.declare")
+        if not self._in_graph:
+            raise InvalidArgument(
+                f"replay: new_tokens = {np.diff(self.core.cu_seqlens(number)).max()} of a sequence in this step: at most "
+                f"{self._maxima.new_tokens}, the maximum declared for graphs"
+            )
         storing = [layer for layer, shape in enumerate(self._layers) if shape["kv_owner"] is None]
         for layer in storing:
             shape = self._layers[layer]
@@ -482,7 +490,7 @@ class DeviceEngine:
         self._arrays.tokens, self._arrays.tokens_max = tokens, tokens_max
         centers = self.core.step_centers()
         self._appends.enter(centers=centers)
-        self._attends.enter(bounds, tokens_max)
+        self._attends.enter(bounds, tokens_max, in_graph=self._in_graph)
         if not self._tables.fits():
             self._wait_for_steps()
             self._tables.grow()
