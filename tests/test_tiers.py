@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -189,17 +190,66 @@ def test_a_context_larger_than_the_device_spills_and_is_attended_to_in_full() ->
         cache.audit()
 
 
-def test_spilling_takes_the_sequence_that_rested_longest() -> None:
-    options: dict[str, Any] = {"device_memory": "256KiB", "host_memory": "4MiB", "threads": 1, "headroom": 1000}
-    with pagoda.Cache(SPEC, page_size=16, **options) as cache:
-        mirror = Mirror(cache, np.random.default_rng(2))
-        idle, busy = mirror.create(), mirror.create()
-        mirror.step([idle], [160])
-        for _ in range(12):
-            mirror.step([busy], [60])
-        assert not cache.plan(idle.sequence, "host").copies, "all of it has left"
-        assert cache.plan(busy.sequence, "host").copies
-        mirror.look()
+def grow(cache: pagoda.Cache, sequence: pagoda.Sequence, pages: int) -> None:
+    """Appends whole pages of 16 tokens to the only layer, and waits for what leaves because of them."""
+    rows = np.zeros((16 * pages, 2, 16), np.float16)
+    with cache.step([sequence], [16 * pages]) as step:
+        step.append(0, rows, rows)
+    cache._spill.settle()
+
+
+def pages_on_device(sequence: pagoda.Sequence, cache: pagoda.Cache) -> list[int]:
+    """Numbers of a sequence's pages that are there."""
+    pages = range(len(sequence) // 16)
+    return [page for page in pages if cache.plan(sequence, "host", (16 * page, 16 * page + 16)).copies]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_rested_longest_leaves_first_and_of_a_sequence_the_oldest_pages(again: bool) -> None:
+    """Whether it was created first, or stepped last; pages of the batch only after all that rests."""
+    spec = pagoda.ModelSpec(layers=[layer()])
+    with pagoda.Cache(spec, page_size=16, device_memory="256KiB", host_memory="4MiB", threads=1) as cache:
+        resting = [cache.create() for _ in range(3)]
+        for sequence in resting:
+            grow(cache, sequence, 20)
+        if again:
+            grow(cache, resting[0], 1)
+            resting.append(resting.pop(0))
+        busy = cache.create()
+        orders = [*resting, busy]
+        for _ in range(128):
+            grow(cache, busy, 1)
+            there = [pages_on_device(sequence, cache) for sequence in orders]
+            whole = [len(pages) == len(sequence) // 16 for pages, sequence in zip(there, orders, strict=True)]
+            for index, (pages, sequence) in enumerate(zip(there, orders, strict=True)):
+                last = len(sequence) // 16
+                assert pages == list(range(last - len(pages), last)), "the newest stay"
+                assert whole[index] or not any(there[:index]), "what rested longer has left"
+        assert there[:-1] == [[], [], []]
+        assert not whole[-1]
+        cache.audit()
+
+
+def test_pages_leave_ahead_of_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step waits for room; of what rests an eighth of the tier goes at once, of the batch no more than a 32nd."""
+    spec = pagoda.ModelSpec(layers=[layer()])
+    with pagoda.Cache(spec, page_size=16, device_memory="512KiB", host_memory="4MiB", threads=1) as cache:
+        waits: list[int] = []
+        monkeypatch.setattr(cache._spill, "make_room", lambda blocks, batch: waits.append(blocks))
+        whole = cache.stats().device[0].free
+        assert whole >= 128
+        rests, busy = cache.create(), cache.create()
+        grow(cache, rests, whole // 2)
+        free = []
+        for _ in range(whole + whole // 2):
+            grow(cache, busy, 1)
+            free.append(settled(cache).device[0].free)
+        assert not waits
+        assert not pages_on_device(rests, cache)
+        assert min(free) >= 1
+        brought_back_to = [after for before, after in pairwise(free) if after > before]
+        assert brought_back_to[0] == whole // 8
+        assert brought_back_to[-1] == whole // 32
 
 
 def counted_plans(cache: pagoda.Cache, monkeypatch: pytest.MonkeyPatch) -> list[str]:

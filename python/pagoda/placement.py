@@ -21,11 +21,14 @@ from pagoda import _core
 from pagoda.engine import Engine
 from pagoda.errors import InvalidArgument, OutOfBlocks, PagodaError, TierIOError, UseAfterRelease
 
-LOW_WATER = 1 / 32
-"""The free fraction of a tier below which pages leave it in the background."""
+LOW_WATER = 1 / 64
+"""The free fraction of a tier at which pages leave it in the background."""
+
+BATCH_WATER = 1 / 32
+"""The free fraction that moving pages of the batch brings it back to: steps read them, and slower from where they go."""
 
 HIGH_WATER = 1 / 8
-"""The free fraction that moving them brings it back to."""
+"""The free fraction that moving pages which rest brings it back to."""
 
 REST_STEPS = 256
 """Steps until pages leave a tier ahead of need again, after a failed write, as the drive may be full or broken, and after all
@@ -61,11 +64,12 @@ class Spill:
                 self._resting[pair] -= 1
                 continue
             free, whole = self._core.free_blocks(pair[0]), self._blocks[pair[0]]
-            low = [group for group, blocks in enumerate(whole) if free[group] < blocks * LOW_WATER]
+            low = [group for group, blocks in enumerate(whole) if blocks and free[group] <= int(blocks * LOW_WATER)]
             if not low or self._pending(pair):
                 continue
             for group in low:
-                self._demote(pair, group, int(whole[group] * HIGH_WATER) - free[group], batch)
+                of_batch, resting = (int(whole[group] * mark) - free[group] for mark in (BATCH_WATER, HIGH_WATER))
+                self._demote(pair, group, max(1, resting), batch, of_batch=max(1, of_batch))
 
     def make_room(self, blocks: int, batch: Handles) -> bool:
         """Makes room for about `blocks` blocks on the device, or below it so that there can be some; says whether it did."""
@@ -117,7 +121,7 @@ class Spill:
         core, tickets = self._core, set[_core.Ticket]()
         pages = [(handle, group) for handle in batch.tolist() for group in range(len(core.free_blocks(tier)))]
         for handle, group in pages:
-            spare = core.free_blocks(tier)[group] - int(self._blocks[tier][group] * HIGH_WATER)
+            spare = core.free_blocks(tier)[group] - int(self._blocks[tier][group] * BATCH_WATER)
             options = {"pages_max": max(0, spare), "keep": True, "newest_first": True}
             self._move(("disk", tier), handle, group, tickets, **options)
         failures: list[PagodaError] = []
@@ -143,13 +147,15 @@ class Spill:
         if self._core.step_is_open():
             return False
         groups = range(len(self._blocks[pair[0]]))
-        freed = [self._demote(pair, group, blocks, batch, resting_only=resting_only) for group in groups]
+        asked = max(1, blocks)
+        of_batch = 0 if resting_only else asked
+        freed = [self._demote(pair, group, asked, batch, of_batch=of_batch) for group in groups]
         return self._settle(pair) or any(freed)
 
-    def _demote(self, pair: Pair, group: int, blocks: int, batch: Handles, *, resting_only: bool = False) -> int:
-        """Starts moving at least one and about `blocks` pages of a layer group; returns how many blocks were free at once,
-        because their pages are on disk and held by keys alone."""
-        core, asked, (source, target) = self._core, max(1, blocks), pair
+    def _demote(self, pair: Pair, group: int, asked: int, batch: Handles, *, of_batch: int) -> int:
+        """Starts moving about `asked` pages of a layer group, of the batch only what is short of `of_batch`; returns how many
+        blocks were free at once, because their pages are on disk and held by keys alone."""
+        core, (source, target) = self._core, pair
         freed = core.drop_copies(source, group, asked)
         wanted = asked - freed
         if (short := wanted - core.free_blocks(target)[group]) > 0:
@@ -158,11 +164,11 @@ class Spill:
         if target == "disk":
             resting = core.resting(source, target, group, wanted, batch, unshared=True)
             wanted -= self._move_from(resting, pair, group, wanted, unshared=True)
-        if not resting_only:
+        if of_batch:
             resting = core.resting(source, target, group, wanted, batch)
             wanted -= self._move_from(resting, pair, group, wanted)
             # The next step of the batch appends to the others.
-            wanted -= self._move_from(batch.tolist(), pair, group, wanted, sealed=True)
+            wanted -= self._move_from(batch.tolist(), pair, group, wanted - asked + of_batch, sealed=True)
             if wanted == asked:
                 self._resting[pair] = REST_STEPS
         return freed
