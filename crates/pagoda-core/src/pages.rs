@@ -96,7 +96,7 @@ impl Pages {
 
     /// Forgets a page that nobody refers to and no copy touches. Its blocks are the caller's to free.
     pub(crate) fn close(&mut self, id: PageId) {
-        debug_assert!(self.references(id) == 0 && self[id].copies == 0);
+        debug_assert_eq!(self.references(id), 0);
         self[id].slots = [Slot::Empty; Tier::COUNT];
         self.spread.remove(&id);
         self.vacant.push(id);
