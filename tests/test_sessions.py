@@ -308,6 +308,47 @@ def test_what_does_not_verify_is_not_there(tmp_path: Path, caplog: pytest.LogCap
         cache.audit()
 
 
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_damaged_index_serves_the_newest_save_or_nothing_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, copies: int
+) -> None:
+    """Of a line that saves a key anew one copy, or both."""
+    index = tmp_path / "kept" / "index"
+    with opened(tmp_path) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [20])
+        cache.save(tokens.sequence, "other")
+        cache.save(tokens.sequence, "it", meta=b"older")
+        start = index.stat().st_size
+        mirror.step([tokens], [30])
+        cache.save(tokens.sequence, "it", meta=b"newer")
+        line = (index.stat().st_size - start) // 2
+        cache.save(tokens.sequence, "last")
+    files = {name: (tmp_path / "kept" / name).read_bytes() for name in ("pages", "index")}
+    for at in range(0, line, 10):
+        for name, content in files.items():
+            spoilt = bytearray(content)
+            for copy in range(copies if name == "index" else 0):
+                spoilt[start + copy * line + at] ^= 1 << at % 8
+            (tmp_path / "kept" / name).write_bytes(spoilt)
+        caplog.clear()
+        with opened(tmp_path) as cache:
+            disk = cache.stats().disk_io
+            assert disk is not None
+            if copies == 1:
+                assert cache.saved() == {"other": b"", "it": b"newer", "last": b""}
+                mirror = Mirror(cache, np.random.default_rng(0))
+                load(mirror, "it", tokens)
+                mirror.look()
+                assert [f"{line} damaged bytes of the index" in told for told in disk.refused] == [True]
+            else:
+                assert cache.saved() == {"last": b""}
+                assert ["1 line(s) of the index" in told for told in disk.refused] == [True]
+                assert all(f"{key!r} is lost: a later line of the index" in caplog.text for key in ("it", "other"))
+            assert disk.refused[0] in caplog.text
+
+
 def test_a_file_that_was_cut_short_has_what_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opened(tmp_path) as cache:
         mirror = Mirror(cache, np.random.default_rng(0))

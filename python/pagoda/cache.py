@@ -352,7 +352,8 @@ class Cache:
     def demote(self, sequence: Sequence, tokens: tuple[int, int] | None = None, to: str = "host") -> Ticket:
         """Moves pages from faster tiers to this one, in the background; those on a slower one stay there.
 
-        To the host go all pages, and the sequence holds nothing on the device; to disk those that are full.
+        To the host go all pages, and the sequence holds nothing on the device. To disk go those that are full, and open pages
+        never. A full host raises OutOfBlocks: other sequences are not pushed down to disk for it.
         """
         check_choice("to", to, ("host", "disk"))
         return self._move(sequence, to, tokens, only_from="device" if to == "host" else None)

@@ -254,7 +254,10 @@ impl Machine {
             self.remember(|| {
                 format!("opening came to {:?}", result.as_ref().map(|(.., recovered)| recovered))
             });
-            let missed = |recovered: &Recovered| recovered.torn_bytes == 0 && recovered.lost.is_empty();
+            let missed = |recovered: &Recovered| {
+                let Recovered { lost, lost_lines, damaged_bytes, torn_bytes, .. } = recovered;
+                lost.is_empty() && lost_lines + damaged_bytes + torn_bytes == 0
+            };
             self.note(&events, !result.as_ref().is_ok_and(|(.., recovered)| missed(recovered)));
             let caused = |event: &Event| {
                 matches!(event, Event::WrongBytes(_) | Event::Happened(Cause::Fault(Fault::Errno(_), _)))

@@ -105,24 +105,29 @@ impl File for Nothing {
 }
 
 const FINGERPRINT: [u8; 16] = *b"a model of tests";
+const SALT: u64 = 77;
 const PAGE_SIZE: u32 = 16;
 
 /// As docs/layout.md draws it.
-fn header(geometry: &[u64]) -> Vec<u8> {
-    let mut bytes = [&b"PAGODAIX"[..], &1u32.to_le_bytes(), &(geometry.len() as u32).to_le_bytes()].concat();
+fn header(geometry: &[u64], lines: u32) -> Vec<u8> {
+    let mut bytes = [&b"PAGODAIX"[..], &2u32.to_le_bytes(), &(geometry.len() as u32).to_le_bytes()].concat();
     bytes.extend(FINGERPRINT);
-    bytes.extend(0u64.to_le_bytes());
+    bytes.extend([0u64.to_le_bytes(), SALT.to_le_bytes()].concat());
+    bytes.extend(lines.to_le_bytes());
     geometry.iter().for_each(|number| bytes.extend(number.to_le_bytes()));
     bytes.extend(xxh3_64(&bytes).to_le_bytes());
     bytes
 }
 
 /// Adds a line that verifies.
-fn push(index: &mut Vec<u8>, claimed: Option<u32>, body: &[u8]) {
+fn push(index: &mut Vec<u8>, claimed: Option<u32>, number: u32, body: &[u8]) {
     let at = index.len();
     index.extend(claimed.unwrap_or(body.len() as u32).to_le_bytes());
+    index.extend(number.to_le_bytes());
+    let head = xxh3_64_with_seed(&index[at..], SALT ^ at as u64);
+    index.extend(head.to_le_bytes());
     index.extend(body);
-    index.extend(xxh3_64_with_seed(&index[at..], at as u64).to_le_bytes());
+    index.extend(xxh3_64_with_seed(body, head).to_le_bytes());
 }
 
 /// Small, about what is right, or as large as it gets.
@@ -139,6 +144,7 @@ struct Put {
     key: Vec<u8>,
     /// Lengths that are not those of the key, the pages and the rest.
     lies: [Option<u32>; 4],
+    number: u32,
     pages: Vec<(u32, u32, u64)>,
     record: Vec<u64>,
 }
@@ -153,8 +159,9 @@ fn puts() -> impl Strategy<Value = Vec<Put>> {
     let shape = shape.prop_map(|(tokens, groups, rest)| [&[tokens, groups][..], &rest].concat());
     let record =
         (shape, proptest::collection::vec(long(), 0..16)).prop_map(|(shape, rest)| [shape, rest].concat());
-    let put =
-        (key, lies, pages, record).prop_map(|(key, lies, pages, record)| Put { key, lies, pages, record });
+    let numbered = prop_oneof![0u32..6, number()];
+    let put = (key, lies, numbered, pages, record);
+    let put = put.prop_map(|(key, lies, number, pages, record)| Put { key, lies, number, pages, record });
     proptest::collection::vec(put, 0..5)
 }
 
@@ -203,14 +210,14 @@ fn take_in(index: Vec<u8>) -> usize {
 
 /// What a cache takes that finds an empty index.
 fn least() -> usize {
-    take_in(header(&described()))
+    take_in(header(&described(), 0))
 }
 
 /// The geometry as an index has it: extent and segment bytes, then each group.
 fn described() -> Vec<u64> {
     // An index that is refused says what would have been right.
     let geometry = Geometry::new(&[vec![5000, 64], vec![700]], 4 << 20).unwrap();
-    let other = Store::open(&Given(header(&[])), geometry, FINGERPRINT, None).unwrap_err().to_string();
+    let other = Store::open(&Given(header(&[], 0)), geometry, FINGERPRINT, None).unwrap_err().to_string();
     let (_, wanted) = other.split_once("and [").unwrap();
     let (wanted, _) = wanted.split_once(']').unwrap();
     wanted.split(", ").map(|number| number.parse().unwrap()).collect()
@@ -223,16 +230,17 @@ proptest! {
     fn allocations_are_as_large_as_what_is_there(
         puts in puts(),
         count in proptest::option::weighted(0.1, number()),
+        lines in prop_oneof![0u32..4, number()],
         tail in proptest::collection::vec(any::<u8>(), 0..20),
     ) {
-        let mut index = header(&described());
+        let mut index = header(&described(), lines);
         if let Some(count) = count {
             index[12..16].copy_from_slice(&count.to_le_bytes());
             let end = index.len() - 8;
             let sum = xxh3_64(&index[..end]);
             index[end..].copy_from_slice(&sum.to_le_bytes());
         }
-        puts.iter().for_each(|put| push(&mut index, put.lies[3], &put.body()));
+        puts.iter().for_each(|put| push(&mut index, put.lies[3], put.number, &put.body()));
         index.extend(tail);
         let bytes = index.len();
         let (largest, least) = (take_in(index), least());
@@ -243,10 +251,10 @@ proptest! {
 /// That the measure measures: an honest index of many pages takes more than an empty one.
 #[test]
 fn an_honest_index_takes_memory_and_is_taken_in() {
-    let mut index = header(&described());
+    let mut index = header(&described(), 1);
     let record = [vec![0; 2], vec![0; 1000]].concat();
-    let put = Put { key: b"k".to_vec(), lies: [None; 4], pages: Vec::new(), record };
-    push(&mut index, None, &put.body());
+    let put = Put { key: b"k".to_vec(), lies: [None; 4], number: 0, pages: Vec::new(), record };
+    push(&mut index, None, put.number, &put.body());
     let bytes = index.len();
     assert!((bytes..8 * bytes + least()).contains(&take_in(index)));
 }

@@ -4,12 +4,13 @@
 
 use super::io::ALIGN;
 use super::{Error, Result};
+use std::ops::Range;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 /// Says which model and row formats pages are of; only equal ones are read.
 pub type Fingerprint = [u8; 16];
 
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const PAGE_MAGIC: [u8; 8] = *b"PAGODAPG";
 const INDEX_MAGIC: [u8; 8] = *b"PAGODAIX";
 
@@ -119,6 +120,10 @@ pub(super) struct IndexHeader {
     pub(super) fingerprint: Fingerprint,
     /// How often the store was opened: page generations of one epoch are above those of all before.
     pub(super) epoch: u64,
+    /// What checksums of lines begin with. Whoever gave a key or meta did not know it, so nothing in those is taken for a line.
+    pub(super) salt: u64,
+    /// How many lines the index was begun with: each puts a key of its own.
+    pub(super) lines: u32,
     /// `Geometry::describe`.
     pub(super) geometry: Vec<u64>,
 }
@@ -131,6 +136,8 @@ impl IndexHeader {
         bytes.extend((self.geometry.len() as u32).to_le_bytes());
         bytes.extend(self.fingerprint);
         bytes.extend(self.epoch.to_le_bytes());
+        bytes.extend(self.salt.to_le_bytes());
+        bytes.extend(self.lines.to_le_bytes());
         self.geometry.iter().for_each(|number| bytes.extend(number.to_le_bytes()));
         bytes.extend(xxh3_64(&bytes).to_le_bytes());
         bytes
@@ -149,10 +156,11 @@ impl IndexHeader {
         }
         let len = fields.u32().unwrap_or(u32::MAX) as usize;
         let (fingerprint, epoch) = (fields.take(), fields.u64());
+        let (salt, lines) = (fields.u64(), fields.u32());
         let geometry = len.checked_mul(8).and_then(|bytes| fields.bytes(bytes));
         let end = bytes.len() - fields.0.len();
-        let (Some(fingerprint), Some(epoch), Some(geometry), Some(sum)) =
-            (fingerprint, epoch, geometry, fields.u64())
+        let (Some(fingerprint), Some(epoch), Some(salt), Some(lines), Some(geometry), Some(sum)) =
+            (fingerprint, epoch, salt, lines, geometry, fields.u64())
         else {
             return Err(broken("its header is cut short"));
         };
@@ -165,7 +173,7 @@ impl IndexHeader {
         }
         let numbers =
             geometry.chunks_exact(8).map(|number| u64::from_le_bytes(number.try_into().expect("8 bytes")));
-        Ok((Self { fingerprint, epoch, geometry: numbers.collect() }, end + 8))
+        Ok((Self { fingerprint, epoch, salt, lines, geometry: numbers.collect() }, end + 8))
     }
 }
 
@@ -184,14 +192,17 @@ const DELETE: u32 = 2;
 /// Bytes of a page in a line.
 const RECORD_BYTES: usize = 24;
 
-/// Bytes of a line that puts a key: what there is of it, and before that four numbers, length, checksum.
+/// Bytes before the body of a line: its length, the line's number, a checksum of these.
+const HEAD_BYTES: usize = 16;
+
+/// Bytes of a line that puts a key: head, four numbers, what there is of it, checksum.
 pub(super) fn put_bytes(key: usize, pages: usize, meta: usize) -> u64 {
-    4 + 16 + (key + pages * RECORD_BYTES + meta) as u64 + 8
+    (HEAD_BYTES + 16) as u64 + (key + pages * RECORD_BYTES + meta) as u64 + 8
 }
 
 impl Line {
-    /// The bytes of a line at `offset` of an index with this epoch: elsewhere they do not verify.
-    pub(super) fn to_bytes(&self, epoch: u64, offset: u64) -> Vec<u8> {
+    /// The bytes of a line with this number at `offset` of an index with this salt: elsewhere they do not verify.
+    pub(super) fn to_bytes(&self, salt: u64, number: u32, offset: u64) -> Vec<u8> {
         let mut body = Vec::new();
         match self {
             Self::Put { key, pages, meta } => {
@@ -215,21 +226,17 @@ impl Line {
             }
         }
         let mut bytes = (body.len() as u32).to_le_bytes().to_vec();
-        bytes.extend(body);
-        bytes.extend(xxh3_64_with_seed(&bytes, seed(epoch, offset)).to_le_bytes());
+        bytes.extend(number.to_le_bytes());
+        let head = head_sum(&bytes, salt, offset);
+        bytes.extend(head.to_le_bytes());
+        bytes.extend(&body);
+        bytes.extend(xxh3_64_with_seed(&body, head).to_le_bytes());
         bytes
     }
 
-    /// The line that begins at `offset` of the index `bytes`, and where the next one does; none if there is no whole one.
-    pub(super) fn parse(bytes: &[u8], epoch: u64, offset: usize) -> Option<(Self, usize)> {
-        let line = bytes.get(offset..)?;
-        let mut fields = Fields(line);
-        let len = fields.u32()? as usize;
-        let mut body = Fields(fields.bytes(len)?);
-        if fields.u64()? != xxh3_64_with_seed(&line[..4 + len], seed(epoch, offset as u64)) {
-            return None;
-        }
-        let end = offset + 4 + len + 8;
+    /// The line with this body; none if it says what no line says.
+    fn parse(body: &[u8]) -> Option<Self> {
+        let mut body = Fields(body);
         let parsed = match body.u32()? {
             PUT => {
                 let (key, pages, meta) = (body.u32()?, body.u32()?, body.u32()?);
@@ -249,12 +256,57 @@ impl Line {
             }
             _ => return None,
         };
-        body.0.is_empty().then_some((parsed, end))
+        body.0.is_empty().then_some(parsed)
     }
 }
 
-fn seed(epoch: u64, offset: u64) -> u64 {
-    epoch << 40 ^ offset
+/// The whole lines of an index from a place on, each with where it lies and its number. What is no line is passed over.
+pub(super) struct Lines<'a> {
+    bytes: &'a [u8],
+    salt: u64,
+    at: usize,
+}
+
+impl<'a> Lines<'a> {
+    pub(super) fn new(bytes: &'a [u8], salt: u64, at: usize) -> Self {
+        Self { bytes, salt, at }
+    }
+
+    /// The number and the length of the line that begins here, and the checksum of both; none if none does.
+    fn head(&self) -> Option<(u32, usize, u64)> {
+        let bytes = self.bytes.get(self.at..)?;
+        let mut fields = Fields(bytes);
+        let (len, number, sum) = (fields.u32()?, fields.u32()?, fields.u64()?);
+        (sum == head_sum(&bytes[..8], self.salt, self.at as u64)).then_some((number, len as usize, sum))
+    }
+}
+
+impl Iterator for Lines<'_> {
+    type Item = (Range<usize>, u32, Line);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        while self.at < self.bytes.len() {
+            let start = self.at;
+            let Some((number, len, seed)) = self.head() else {
+                self.at += 1;
+                continue;
+            };
+            // A length that verifies is believed, whatever the body does: so no byte is looked at twice, whoever wrote the file.
+            self.at = start + HEAD_BYTES + len + 8;
+            let mut fields = Fields(self.bytes.get(start + HEAD_BYTES..self.at)?);
+            let body = fields.bytes(len)?;
+            if fields.u64() == Some(xxh3_64_with_seed(body, seed))
+                && let Some(line) = Line::parse(body)
+            {
+                return Some((start..self.at, number, line));
+            }
+        }
+        None
+    }
+}
+
+fn head_sum(length_and_number: &[u8], salt: u64, offset: u64) -> u64 {
+    xxh3_64_with_seed(length_and_number, salt ^ offset)
 }
 
 /// Bytes that are taken from the front, as long as there are any.

@@ -1,13 +1,15 @@
 //! The index of a named cache: a log of what is kept under which key.
 //!
-//! It is read to its last whole line: a line that was cut short, or changed, ends it. It is written anew when it is opened, when
-//! most of it is about what is no longer kept, and after a failure that may have left anything in it.
+//! Each line is in it twice: what one damaged place has spoilt says the other copy. A line that was cut short at the end was never
+//! acknowledged, since the second copy follows when the first is safe. The log is written anew when it is opened, when most of it is
+//! about what is no longer kept, and after a failure that may have left anything in it.
 
-use super::format::{Fingerprint, IndexHeader, Line, Record, put_bytes};
+use super::format::{Fingerprint, IndexHeader, Line, Lines, Record, put_bytes};
 use super::io::{Directory, File};
 use super::segment::Geometry;
 use super::{Error, Result};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 
 const NAME: &str = "index";
@@ -18,6 +20,9 @@ const BYTES_MAX: u64 = if cfg!(test) { 8 << 20 } else { 4 << 30 };
 /// From how many bytes on, beside those of what is kept, the log is written anew. As many have room beside what is kept: a key can
 /// always be forgotten.
 const SPARE_BYTES: u64 = 1 << 20;
+
+/// How often a line is written.
+const COPIES: u64 = 2;
 
 /// What a key stands for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,10 +38,27 @@ pub struct Entry {
 pub struct Recovered {
     /// Keys that are gone, and why.
     pub lost: Vec<(Vec<u8>, String)>,
+    /// Lines that are lost, both copies of them.
+    pub lost_lines: u64,
+    /// Bytes that are no line and have a line behind them.
+    pub damaged_bytes: u64,
     /// Bytes after the last whole line.
     pub torn_bytes: u64,
     /// Why the index could not be written anew: it is before anything is added.
     pub unwritten: Option<String>,
+}
+
+impl Recovered {
+    /// What a store goes without, beside the keys that are lost.
+    pub(super) fn refused(&self) -> impl Iterator<Item = String> {
+        let &Self { lost_lines, damaged_bytes, .. } = self;
+        let damaged = match lost_lines {
+            0 => format!("{damaged_bytes} damaged bytes of the index: second copies say what they said"),
+            _ => format!("{lost_lines} line(s) of the index, which are damaged: keys may be missing"),
+        };
+        let damaged = (lost_lines + damaged_bytes > 0).then_some(damaged);
+        damaged.into_iter().chain(self.unwritten.iter().map(|why| format!("a new index: {why}")))
+    }
 }
 
 /// The index of an open store.
@@ -46,8 +68,9 @@ pub(super) struct Index {
     /// None until it has been written anew.
     file: Option<Arc<dyn File>>,
     header: IndexHeader,
-    /// Where the next line goes.
+    /// Where the next line goes, and its number.
     end: u64,
+    number: u32,
     /// Where it is long enough to be written anew.
     limit: u64,
     entries: BTreeMap<Vec<u8>, Entry>,
@@ -62,7 +85,13 @@ impl Index {
         bytes_of_pages: u64,
     ) -> Result<(Self, Recovered)> {
         let bytes = directory.read(NAME, BYTES_MAX).map_err(Error::io("reading the index"))?;
-        let mut header = IndexHeader { fingerprint: *fingerprint, epoch: 0, geometry: geometry.describe() };
+        let mut header = IndexHeader {
+            fingerprint: *fingerprint,
+            epoch: 0,
+            salt: 0,
+            lines: 0,
+            geometry: geometry.describe(),
+        };
         let (mut entries, mut recovered) = (BTreeMap::new(), Recovered::default());
         let is_new = bytes.is_none();
         if is_new && bytes_of_pages > 0 {
@@ -84,21 +113,13 @@ impl Index {
                 let (stored, wanted) = (format!("{:?}", stored.geometry), format!("{:?}", header.geometry));
                 return Err(Error::Mismatch { what, arguments, stored, wanted });
             }
-            let mut offset = start;
-            while let Some((line, end)) = Line::parse(&bytes, stored.epoch, offset) {
-                match line {
-                    Line::Put { key, pages, meta } => entries.insert(key, Entry { pages, meta }),
-                    Line::Delete { key } => entries.remove(&key),
-                };
-                offset = end;
-            }
+            (entries, recovered) = replay(&bytes, &stored, start);
             require_memory(&entries, geometry, bytes_of_pages)?;
-            recovered.torn_bytes = (bytes.len() - offset) as u64;
-            recovered.lost = remove_impossible(&mut entries, geometry);
+            recovered.lost.extend(remove_impossible(&mut entries, geometry));
             header.epoch = stored.epoch + 1;
         }
         let directory = directory.share().map_err(Error::io("opening the directory"))?;
-        let mut index = Self { directory, file: None, header, end: 0, limit: 0, entries };
+        let mut index = Self { directory, file: None, header, end: 0, number: 0, limit: 0, entries };
         match index.rewrite() {
             // Entries can still be read, even if the drive is full.
             Err(error) if !is_new => recovered.unwritten = Some(error.to_string()),
@@ -109,13 +130,19 @@ impl Index {
 
     /// Puts a log of what is kept, and of nothing else, in the place of the one that is there.
     fn rewrite(&mut self) -> Result<()> {
-        let mut fresh = self.header.to_bytes();
-        for (key, Entry { pages, meta }) in &self.entries {
-            let line = Line::Put { key: key.clone(), pages: pages.clone(), meta: meta.clone() };
-            fresh.extend(line.to_bytes(self.header.epoch, fresh.len() as u64));
+        let salt = RandomState::new().hash_one(self.header.epoch);
+        let header = IndexHeader { salt, lines: self.entries.len() as u32, ..self.header.clone() };
+        let mut fresh = header.to_bytes();
+        for _ in 0..COPIES {
+            for (number, (key, Entry { pages, meta })) in (0..).zip(&self.entries) {
+                let line = Line::Put { key: key.clone(), pages: pages.clone(), meta: meta.clone() };
+                fresh.extend(line.to_bytes(salt, number, fresh.len() as u64));
+            }
         }
         self.file = Some(self.directory.replace(NAME, &fresh).map_err(Error::io("writing the index"))?);
         self.end = fresh.len() as u64;
+        self.number = header.lines;
+        self.header = header;
         self.limit = BYTES_MAX.min(2 * self.end + SPARE_BYTES);
         Ok(())
     }
@@ -136,10 +163,10 @@ impl Index {
 
     /// Refuses a line with a key, so many pages and so much else, if `put` would.
     pub(super) fn require_room(&self, key: &[u8], pages: usize, meta: usize) -> Result<()> {
-        let size =
-            |(key, entry): (&Vec<u8>, &Entry)| put_bytes(key.len(), entry.pages.len(), entry.meta.len());
+        let copies = |key: &[u8], pages, meta| COPIES * put_bytes(key.len(), pages, meta);
+        let size = |(key, entry): (&Vec<u8>, &Entry)| copies(key, entry.pages.len(), entry.meta.len());
         let kept = self.header.to_bytes().len() as u64 + self.entries.iter().map(size).sum::<u64>();
-        let (wanted, most) = (put_bytes(key.len(), pages, meta), BYTES_MAX - SPARE_BYTES);
+        let (wanted, most) = (copies(key, pages, meta), BYTES_MAX - SPARE_BYTES);
         let left = most.saturating_sub(kept);
         if wanted <= left { Ok(()) } else { Err(Error::IndexFull { wanted, left, most }) }
     }
@@ -163,8 +190,9 @@ impl Index {
     }
 
     fn append(&mut self, line: &Line) -> Result<()> {
-        let mut bytes = line.to_bytes(self.header.epoch, self.end);
-        let end = self.end + bytes.len() as u64;
+        let bytes = |index: &Self| line.to_bytes(index.header.salt, index.number, index.end);
+        let mut first = bytes(self);
+        let end = self.end + COPIES * first.len() as u64;
         if self.file.is_none() || end > self.limit {
             let rewritten = self.rewrite();
             if self.file.is_none() || end > BYTES_MAX {
@@ -173,19 +201,60 @@ impl Index {
                 // The log that is there says the same, and goes on: the drive may have no room for another.
                 self.limit = BYTES_MAX.min(end + SPARE_BYTES);
             }
-            bytes = line.to_bytes(self.header.epoch, self.end);
+            first = bytes(self);
         }
         let file = self.file.clone().expect("written anew if there was none");
         // If this fails, what was written is not a whole line, and the next line overwrites it.
-        file.write(self.end, &bytes).map_err(Error::io("writing the index"))?;
+        file.write(self.end, &first).map_err(Error::io("writing the index"))?;
         if let Err(error) = file.sync() {
             // Nobody knows what was lost, or whether another sync would report it.
             self.file = None;
             return Err(Error::Io { operation: "syncing the index", source: error });
         }
-        self.end += bytes.len() as u64;
+        self.end += first.len() as u64;
+        // The line is safe without its second copy: where that cannot be written, the next line overwrites what was.
+        let second = bytes(self);
+        if file.write(self.end, &second).is_ok() {
+            self.end += second.len() as u64;
+        }
+        self.number += 1;
         Ok(())
     }
+}
+
+/// What an index says, with its header and where its lines begin.
+fn replay(bytes: &[u8], header: &IndexHeader, start: usize) -> (BTreeMap<Vec<u8>, Entry>, Recovered) {
+    let (mut lines, mut recovered, mut end) = (BTreeMap::new(), Recovered::default(), start);
+    for (at, number, line) in Lines::new(bytes, header.salt, start) {
+        recovered.damaged_bytes += (at.start - end) as u64;
+        end = at.end;
+        lines.entry(u64::from(number)).or_insert(line);
+    }
+    recovered.torn_bytes = (bytes.len() - end) as u64;
+    let (mut entries, mut doubtful) = (BTreeMap::new(), BTreeSet::new());
+    let (begun, mut next) = (u64::from(header.lines), 0);
+    for (number, line) in lines {
+        recovered.lost_lines += number - next;
+        if number > next.max(begun) {
+            // What is lost here may have put or deleted any key: whatever is known of one may be older than it should be.
+            doubtful.extend(std::mem::take(&mut entries).into_keys());
+        }
+        next = number + 1;
+        let (Line::Put { key, .. } | Line::Delete { key }) = &line;
+        doubtful.remove(key);
+        match line {
+            Line::Put { key, pages, meta } => entries.insert(key, Entry { pages, meta }),
+            Line::Delete { key } => entries.remove(&key),
+        };
+    }
+    if next < begun {
+        // The index has lost its end, and with it whatever was added.
+        recovered.lost_lines += begun - next;
+        doubtful.extend(std::mem::take(&mut entries).into_keys());
+    }
+    let why = "a later line of the index is lost, which may have been about it";
+    recovered.lost = doubtful.into_iter().map(|key| (key, why.to_owned())).collect();
+    (entries, recovered)
 }
 
 /// Refuses an arena that is smaller than one that something was kept in.

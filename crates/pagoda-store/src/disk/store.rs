@@ -106,7 +106,7 @@ impl Store {
         let budget = budget.map_err(Error::io("reading what was written"))?;
         let mut store = Self::new(directory, geometry, fingerprint, budget, file, Some(index));
         store.give_back_what_others_left();
-        store.access.refused.extend(recovered.unwritten.iter().map(|why| format!("a new index: {why}")));
+        store.access.refused.extend(recovered.refused());
         Ok((store, recovered))
     }
 

@@ -1,7 +1,7 @@
 //! What parsers make of bytes that nobody wrote: nothing. Lengths are looked at in crates/pagoda-store/tests/hostile_index.rs.
 
 use super::*;
-use crate::disk::format::{IndexHeader, Line, Record, header_bytes, read_header, write_header};
+use crate::disk::format::{IndexHeader, Line, Lines, Record, header_bytes, read_header, write_header};
 use pagoda_core::keep::{KeptGroup, KeptPage, KeptSequence};
 
 const RECORD: Record = Record { group: 3, block: 0x0102_0304, generation: 0x0506_0708_090a_0b0c, sum: 0 };
@@ -17,12 +17,18 @@ fn header() -> (Vec<u8>, Record) {
 }
 
 fn index_header() -> IndexHeader {
-    IndexHeader { fingerprint: FINGERPRINT, epoch: 7, geometry: geometry().describe() }
+    IndexHeader { fingerprint: FINGERPRINT, epoch: 7, salt: 8, lines: 9, geometry: geometry().describe() }
 }
 
 fn line() -> Line {
     let pages = (0..3).map(|at| Record { block: at, generation: at.into(), ..RECORD });
     Line::Put { key: b"a key".to_vec(), pages: pages.collect(), meta: b"and what else there is".to_vec() }
+}
+
+/// The first whole line from a place on, and where it ends.
+fn first_line(bytes: &[u8], salt: u64, from: usize) -> Option<(Line, u32, usize)> {
+    let (at, number, line) = Lines::new(bytes, salt, from).next()?;
+    Some((line, number, at.end))
 }
 
 /// Something that happens to bytes at a place.
@@ -72,9 +78,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(20_000))]
 
     #[test]
-    fn noise_is_nothing(mut bytes in proptest::collection::vec(any::<u8>(), 0..300), epoch: u64, offset in 0usize..400) {
+    fn noise_is_nothing(mut bytes in proptest::collection::vec(any::<u8>(), 0..300), salt: u64, offset in 0usize..400) {
         prop_assert!(IndexHeader::parse(&bytes).is_err());
-        prop_assert_eq!(Line::parse(&bytes, epoch, offset), None);
+        prop_assert_eq!(first_line(&bytes, salt, offset), None);
         prop_assert!(read_header(&mut bytes, &FINGERPRINT, &RECORD, LAYERS).is_err());
         bytes.splice(0..0, *b"PAGODAPG");
         prop_assert!(read_header(&mut bytes, &FINGERPRINT, &RECORD, LAYERS).is_err());
@@ -100,11 +106,29 @@ proptest! {
 
     #[test]
     fn a_mutated_line_is_no_line(mutations in mutations(), before in 0usize..50) {
-        let whole = line().to_bytes(7, before as u64);
+        let whole = line().to_bytes(7, 3, before as u64);
         let mut bytes = vec![0; before];
         bytes.extend(mutated(&whole, &mutations));
-        let right = bytes[before..].starts_with(&whole).then(|| (line(), before + whole.len()));
-        prop_assert_eq!(Line::parse(&bytes, 7, before), right);
+        let right = bytes[before..].starts_with(&whole).then(|| (line(), 3, before + whole.len()));
+        prop_assert_eq!(first_line(&bytes, 7, before), right);
+    }
+
+    /// What lies behind a line is found whatever becomes of it, and nothing else is.
+    #[test]
+    fn a_line_behind_a_mutated_one_is_found(mutations in mutations(), more in 0usize..9) {
+        let whole = line().to_bytes(7, 3, 0);
+        let mut bytes = mutated(&whole, &mutations);
+        let right = bytes.starts_with(&whole);
+        // Bytes that were there are never fewer: files do not shrink in the middle.
+        bytes.resize(bytes.len().max(whole.len()) + more, 0x5a);
+        let at = bytes.len();
+        let next = Line::Delete { key: b"another".to_vec() };
+        bytes.extend(next.to_bytes(7, 4, at as u64));
+        let end = bytes.len();
+        let found: Vec<_> = Lines::new(&bytes, 7, 0).collect();
+        let first = (0..whole.len(), 3, line());
+        let wanted: Vec<_> = right.then_some(first).into_iter().chain([(at..end, 4, next)]).collect();
+        prop_assert_eq!(found, wanted);
     }
 
     /// A record is inside of a line that verifies. Whatever it says, it is a sequence that would be written so, or none.
@@ -152,26 +176,38 @@ fn every_bit_of_every_header_and_line_counts() {
     }
     IndexHeader::parse(&header).unwrap();
     for line in [line(), Line::Delete { key: b"a key".to_vec() }] {
-        let mut bytes = line.to_bytes(7, 0);
+        let mut bytes = line.to_bytes(7, 3, 0);
         for bit in 0..bytes.len() * 8 {
             bytes[bit / 8] ^= 1 << (bit % 8);
-            assert_eq!(Line::parse(&bytes, 7, 0), None, "bit {bit} of a line");
+            assert_eq!(first_line(&bytes, 7, 0), None, "bit {bit} of a line");
             bytes[bit / 8] ^= 1 << (bit % 8);
         }
-        assert_eq!(Line::parse(&bytes, 7, 0), Some((line, bytes.len())));
+        assert_eq!(first_line(&bytes, 7, 0), Some((line, 3, bytes.len())));
     }
 }
 
-/// A line is of its epoch and its place.
+/// A line is of its index and its place.
 #[test]
-fn lines_of_another_opening_or_place_are_none() {
-    let bytes = [vec![0; 100], line().to_bytes(7, 100)].concat();
-    assert!(Line::parse(&bytes, 7, 100).is_some());
-    for (epoch, offset) in [(6, 100), (8, 100), (7, 99), (7, 101), (0, 0), (1 << 24, 100)] {
-        assert_eq!(Line::parse(&bytes, epoch, offset), None);
+fn lines_of_another_index_or_place_are_none() {
+    let bytes = [vec![0; 100], line().to_bytes(7, 3, 100)].concat();
+    assert!(first_line(&bytes, 7, 100).is_some());
+    for salt in [0, 6, 8, 7 << 40] {
+        assert_eq!(first_line(&bytes, salt, 0), None);
     }
-    let moved = [vec![0; 101], line().to_bytes(7, 100)].concat();
-    assert_eq!(Line::parse(&moved, 7, 101), None);
+    let moved = [vec![0; 101], line().to_bytes(7, 3, 100)].concat();
+    assert_eq!(first_line(&moved, 7, 0), None);
+}
+
+/// A line whose length verifies is passed over as a whole, so that no byte is looked at twice however many lengths a file claims.
+#[test]
+fn a_length_that_verifies_is_believed() {
+    let mut bytes = Line::Put { key: vec![], pages: vec![], meta: vec![0; 200] }.to_bytes(7, 3, 0);
+    let inner = Line::Delete { key: b"a key".to_vec() };
+    let inside = inner.to_bytes(7, 4, 100);
+    let end = 100 + inside.len();
+    bytes[100..end].copy_from_slice(&inside);
+    assert_eq!(first_line(&bytes, 7, 0), None);
+    assert_eq!(first_line(&bytes, 7, 1), Some((inner, 4, end)));
 }
 
 #[test]
@@ -191,11 +227,11 @@ fn one_field_of_a_header_that_is_expected_otherwise_is_refused_with_a_reason() {
     assert!(
         read_header(&mut newer, &FINGERPRINT, &expected, LAYERS)
             .unwrap_err()
-            .contains("version Some(2), not 1")
+            .contains("version Some(3), not 2")
     );
     let mut index = index_header().to_bytes();
     index[8] += 1;
-    assert!(IndexHeader::parse(&index).unwrap_err().to_string().contains("version Some(2), not 1"));
+    assert!(IndexHeader::parse(&index).unwrap_err().to_string().contains("version Some(3), not 2"));
 }
 
 /// `PAGODA_FLIPS` bits of a page, one after the other: none of them is read.
