@@ -124,18 +124,31 @@ def test_pages_are_byte_for_byte_those_of_the_cpu(
     np.testing.assert_array_equal(held[0], held[1])
 
 
-def test_no_centre_of_few_rows_or_of_what_is_not_finite(kind: str) -> None:
-    """As on the CPU: fewer than 16 first rows, or a mean that is none, and K stays as it is for good."""
+def test_no_centre_of_few_rows_or_of_numbers_out_of_range(kind: str) -> None:
+    """As on the CPU: fewer than 8 first rows, or a mean that is none, and K stays as it is for good."""
     _, k, v = rows(64)
-    bad = k.copy()
-    bad[5, 1, 7] = np.inf
-    for keys, chunks in ((k, [15, 49]), (bad, [40, 24])):
+    infinite, absurd, large = k.copy(), k.copy(), k.copy()
+    infinite[5, 1, 7], absurd[5, 1, 7], large[:40, 1, 7] = np.inf, 1e20, -65536
+    for keys, chunks in ((k, [7, 57]), (infinite, [40, 24]), (absurd, [40, 24]), (large, [40, 24])):
         held = []
         for device, center in (("cpu", "first"), ("cuda", "first"), ("cuda", None)):
             with cache_on(device, [SHAPE], PAIRS[0], center=center, rotate=False) as cache:
                 held.append(pages(cache, keys, v, chunks, of_gpu=(device, kind) == ("cuda", "cuda")))
         np.testing.assert_array_equal(held[0], held[1])
         np.testing.assert_array_equal(held[0], held[2])
+
+
+@pytest.mark.parametrize("number", [65504, 20])
+def test_a_centre_of_eight_rows_up_to_the_largest(number: float, kind: str) -> None:
+    """It is that which may be given."""
+    _, k, v = rows(64)
+    k[..., 7] = number
+    held = []
+    for device, center in (("cpu", "first"), ("cuda", "first"), ("cpu", [k[:8].mean(0, np.float64)])):
+        with cache_on(device, [SHAPE], PAIRS[0], center=center, rotate=False) as cache:
+            held.append(pages(cache, k, v, [8, 56], of_gpu=(device, kind) == ("cuda", "cuda")))
+    np.testing.assert_array_equal(held[0], held[1])
+    np.testing.assert_array_equal(held[0], held[2])
 
 
 def test_a_centre_below_all_normal_numbers(kind: str) -> None:
@@ -175,6 +188,93 @@ def test_an_empty_cache_is_centred_by_what_comes_next(how: str, kind: str) -> No
             held.append(pages(cache, k, v, [40, 24], of_gpu=(device, kind) == ("cuda", "cuda")))
     for other in held[1:]:
         np.testing.assert_array_equal(other, held[0])
+
+
+HEAD = layer(num_q_heads=2, num_kv_heads=1, head_dim=64)
+
+
+def out_of_range() -> list[Array]:
+    """Rows with numbers that do not fit where they are rotated: alone, in pairs of either sign, everywhere."""
+    spoilt = np.random.default_rng(5).standard_normal((6, 1, 64)).astype(np.float32)
+    spoilt[0, 0, 9] = np.inf
+    spoilt[1, 0, [3, 40]] = np.inf, -np.inf
+    spoilt[2] = np.copysign(np.inf, spoilt[2])
+    spoilt[3] = -np.inf
+    spoilt[4, 0, [1, 2, 30, 60]] = 3e38, 3e38, -3e38, 3e38
+    spoilt[5] = np.copysign(3e38, spoilt[5])
+    return list(spoilt)
+
+
+def turned(x: Array) -> Array:
+    """A rotation of rows of 64, as crates/pagoda-cpu/src/transform.rs has it, with the same roundings."""
+    z = np.arange(1, 65, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = np.where((z ^ (z >> np.uint64(31))) & np.uint64(1), -x, x)
+    for half in (1, 2, 4, 8, 16, 32):
+        pairs = x.reshape(*x.shape[:-1], -1, 2, half)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        x = np.stack([low + high, low - high], -2).reshape(x.shape)
+    return x * np.float32(0.125)
+
+
+@pytest.mark.parametrize("name", ["int8", "q8_0", "q5_0", "q4_0"])
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_what_is_out_of_range_saturates_before_it_is_rotated(
+    name: str, which: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every device, in the same bytes: results are those over rows that were limited, rotated and encoded."""
+    q, k, v = rows(64, HEAD)
+    {"k": k, "v": v}[which][10:64:10] = out_of_range()
+
+    def stored(x: Array) -> Array:
+        x = turned(np.clip(x, np.float32(-(2.0**23)), np.float32(2.0**23)))
+        return formats.decode(formats.encode(x, name), name, x.shape)
+
+    right = attention(turned(q.astype(np.float64)), stored(k), stored(v))[0]
+    right = right @ turned(np.eye(64)).T
+    held = []
+    for device in ("cpu", "cuda"):
+        isas = pagoda.build_info()["isas"] if device == "cpu" else ["scalar"]
+        for isa in isas:
+            monkeypatch.setenv("PAGODA_CPU_ISA", isa)
+            with cache_on(device, [HEAD], (name, name), center=None) as cache:
+                held.append(pages(cache, k, v, [64], of_gpu=(device, kind) == ("cuda", "cuda")))
+                with cache.step([cache.create()], [64]) as step:
+                    out, lse = step.forward(0, q, k, v, return_lse=True)
+            assert np.isfinite(out).all(), isa
+            assert np.isfinite(lse).all(), isa
+            np.testing.assert_array_equal(held[-1], held[0])
+            if isa not in INTEGER_ISAS:
+                largest = np.abs(right).max(-1, keepdims=True)
+                np.testing.assert_allclose(out / largest, right / largest, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["int8", "q8_0", "q5_0", "q4_0"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_out_of_range_is_refused_where_it_is_checked(name: str, device: str) -> None:
+    _, k, v = rows(16, HEAD)
+    missing = np.where(np.arange(64) == 5, np.float32(np.nan), v[7])
+    with cache_on(device, [HEAD], (name, name), checked=True, center=None) as cache:
+        for bad in [*out_of_range(), missing]:
+            for which in range(2):
+                changed = [k.copy(), v.copy()]
+                changed[which][7] = bad
+                with pytest.raises(pagoda.InvalidArgument), cache.step([cache.create()], [16]) as step:
+                    step.append(0, *changed)
+        with cache.step([cache.create()], [16]) as step:
+            step.append(0, k, v)
+
+
+@pytest.mark.parametrize("name", ["int8", "q8_0", "q5_0", "q4_0"])
+def test_nan_stays_in_a_row_that_is_rotated(name: str) -> None:
+    q, k, v = rows(64, HEAD)
+    v[40, 0, 5], v[40, 0, 6] = np.nan, np.inf
+    for device in ("cpu", "cuda"):
+        with cache_on(device, [HEAD], (name, name)) as cache, cache.step([cache.create()], [64]) as step:
+            out = step.forward(0, q, k, v)
+        assert np.isfinite(out[:40]).all()
+        assert np.isnan(out[40:]).all()
 
 
 ROPE = pagoda.Rope(theta=50.0)

@@ -20,6 +20,9 @@ from pagoda.errors import InvalidArgument
 from pagoda.formats import FORMATS
 from pagoda.spec import AttentionLayer
 
+CENTER_MAX = 65504.0
+"""The largest float16: K of no model has an offset beyond, and rows beside a larger one would be lost."""
+
 
 class CoreOutliers(TypedDict):
     """As the core takes it."""
@@ -32,9 +35,10 @@ class CoreOutliers(TypedDict):
 class Outliers:
     """The choice of a cache.
 
-    center: "first" takes the mean of the first K rows that a layer is given, those of a step of 16 tokens or more in an empty
-    cache. It stays as long as any sequence has tokens: when all are gone, also as a warm-up's are, the next first rows count.
-    Or an array [num_kv_heads, head_dim] for each layer, such as the bias of the K projection, or None; or None for all.
+    center: "first" takes the mean of the first K rows that a layer is given, those of a step of 8 tokens or more in an empty
+    cache, or nothing if a number of it is NaN or beyond CENTER_MAX. It stays as long as any sequence has tokens: when all are
+    gone, also as a warm-up's are, the next first rows count. Or an array [num_kv_heads, head_dim] for each layer, such as the
+    bias of the K projection, or None; or None for all.
     "auto": "first", but None where results are to be deterministic, as "first" depends on what came first.
     rotate: whether rows are. "auto": by the format. Raises InvalidArgument.
     """
@@ -80,4 +84,10 @@ class Outliers:
         given = self._given[index]
         if given is None:
             return None
-        return finite(f"center[{index}]", given, (layer.num_kv_heads, layer.head_dim))
+        center = finite(f"center[{index}]", given, (layer.num_kv_heads, layer.head_dim))
+        largest = max(center, key=abs)
+        if abs(largest) > CENTER_MAX:
+            raise InvalidArgument(
+                f"center[{index}] = {largest} among others: numbers from {-CENTER_MAX:g} to {CENTER_MAX:g}"
+            )
+        return center

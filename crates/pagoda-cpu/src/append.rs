@@ -4,6 +4,7 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
+use crate::convert::F16_MAX;
 use crate::layer::{HEAD_DIM_MAX, PagedKv, SequenceTable};
 use crate::pool::Pool;
 use crate::rows::{Element, Rows};
@@ -96,7 +97,8 @@ pub(crate) unsafe fn append(
     }
 }
 
-/// The mean of the rows of each head, or nothing if one is not finite.
+/// The mean of the rows of each head, or nothing if a number of it is NaN or larger than any f16: no model has such an offset, and
+/// other rows would be lost beside it.
 ///
 /// # Safety
 /// There are `tokens` rows for each head; the kernels are for this CPU.
@@ -120,7 +122,7 @@ pub(crate) unsafe fn mean(
         }
     }
     let means: Vec<f32> = sums.iter().map(|sum| (sum / tokens as f64) as f32).collect();
-    means.iter().all(|x| x.is_finite()).then_some(means)
+    means.iter().all(|x| x.abs() <= F16_MAX).then_some(means)
 }
 
 /// Where a row is stored, and how.
@@ -160,16 +162,14 @@ unsafe fn store(
         if let Some(center) = target.center {
             numbers.iter_mut().zip(center).for_each(|(x, c)| *x -= c);
         }
-        if target.rotate {
-            (kernels.rotate)(numbers);
-        }
+        let fits = !target.rotate || (kernels.rotate_stored)(numbers);
         if let Some(to) = plain {
-            return kernels.convert(Element::F32, to)(numbers.as_ptr().cast(), target.row, dim);
+            return kernels.convert(Element::F32, to)(numbers.as_ptr().cast(), target.row, dim) && fits;
         }
         let (rows, scales) = (target.format.row_bytes(dim as u32), target.format.scale_bytes(dim as u32));
         let rows = std::slice::from_raw_parts_mut(target.row, rows as usize);
         let scales = std::slice::from_raw_parts_mut(target.scales, scales as usize);
-        (kernels.encode)(target.format, numbers, rows, scales)
+        (kernels.encode)(target.format, numbers, rows, scales) && fits
     }
 }
 

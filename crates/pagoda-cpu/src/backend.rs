@@ -105,8 +105,8 @@ impl Backend {
         Ok(())
     }
 
-    /// The mean of rows `[tokens, heads, dim]` over the tokens, for [`Transform::center`](crate::Transform); nothing if it is
-    /// not finite.
+    /// The mean of rows `[tokens, heads, dim]` over the tokens, for [`Transform::center`](crate::Transform); nothing if it has
+    /// NaN or what is larger than [`F16_MAX`](crate::F16_MAX).
     ///
     /// # Safety
     /// There is a readable row for every token and head; `dim` is at most [`HEAD_DIM_MAX`](crate::HEAD_DIM_MAX).

@@ -43,6 +43,11 @@ static SIGNS: [f32; HEAD_DIM_MAX as usize] = {
     signs
 };
 
+/// Elements of a row are brought within this before it is rotated, which adds up to 2^10 of them: infinities of both signs would make
+/// NaN. Models store nothing near it, and q8_0 has scales up to it. Sums over rows are finite then by far. It is no larger because of
+/// kernels on a GPU: a score from 2^31 on is rounded by so much that 2 to the power of that, by which its weight is off, is infinite.
+const STORED_MAX: f32 = (1 << 23) as f32;
+
 /// By the bit that is looked at: 1 for lanes whose number does not have it, -1 for those whose number does.
 static SIDES: [[f32; ALIGN]; 4] = {
     let mut sides = [[1.0; ALIGN]; 4];
@@ -151,6 +156,24 @@ pub(crate) unsafe fn rotate<S: Simd>(row: &mut [f32]) {
     flip(row);
     // SAFETY: as the caller promises.
     unsafe { hadamard::<S>(row) };
+}
+
+/// Rotates a row that is to be stored, of which larger elements, infinities included, count as [`STORED_MAX`]. False if there are
+/// such, or NaN, which the row becomes.
+///
+/// # Safety
+/// As of [`rotate`].
+#[inline(always)]
+pub(crate) unsafe fn rotate_stored<S: Simd>(row: &mut [f32]) -> bool {
+    let mut fits = true;
+    for (x, sign) in row.iter_mut().zip(&SIGNS) {
+        fits &= x.abs() <= STORED_MAX;
+        // NaN stays NaN.
+        *x = x.clamp(-STORED_MAX, STORED_MAX) * sign;
+    }
+    // SAFETY: as the caller promises.
+    unsafe { hadamard::<S>(row) };
+    fits
 }
 
 /// Undoes [`rotate`].

@@ -8,7 +8,7 @@ use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::{Sight, SpanView};
 use pagoda_cpu::{
     Arenas, Backend, Element, Error, F16_MAX, Isa, Layer, Overflow, PagedKv, Rows, SequenceTable, Transform,
-    bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16,
+    bf16_to_f32, decode_row, f16_to_f32, f32_to_bf16, f32_to_f16,
 };
 use world::{ELEMENTS, Random, rows};
 
@@ -51,7 +51,7 @@ fn bytes(memory: &[u64]) -> &[u8] {
     unsafe { std::slice::from_raw_parts(memory.as_ptr().cast(), memory.len() * 8) }
 }
 
-/// Rows of `dim` elements through `append` as K.
+/// Rows of `dim` elements through `append` as K, as they are.
 fn stored(
     isa: Isa,
     dim: usize,
@@ -60,9 +60,23 @@ fn stored(
     input: &[u8],
     checked: bool,
 ) -> Result<Vec<u8>, Error> {
+    stored_by(isa, dim, from, to, input, checked, false)
+}
+
+/// The same, perhaps rotated; behind each row its scales.
+fn stored_by(
+    isa: Isa,
+    dim: usize,
+    from: Element,
+    to: RowFormat,
+    input: &[u8],
+    checked: bool,
+    rotate_k: bool,
+) -> Result<Vec<u8>, Error> {
     let tokens = input.len() / (from.bytes() * dim);
     let pages = tokens.div_ceil(PAGE);
-    let (layer, mut memory, row) = layer(geometry(1, (dim as u32, to), (8, RowFormat::F16)), pages);
+    let (mut layer, mut memory, row) = layer(geometry(1, (dim as u32, to), (8, RowFormat::F16)), pages);
+    layer.transform.rotate_k = rotate_k;
     let spans = [SpanView {
         first_page: 0,
         skip: 0,
@@ -82,13 +96,16 @@ fn stored(
         backend.append(&kv, keys, Some(values), checked)?;
     }
     let plane = layer.layout.k;
-    let row_bytes = plane.rows.row_stride as usize;
     Ok((0..tokens)
         .flat_map(|t| {
             let block = row[t / PAGE].block().index() as usize * layer.block_bytes as usize;
-            let start = block + plane.rows.offset as usize + t % PAGE * row_bytes;
-            bytes(&memory)[start..start + row_bytes].to_vec()
+            [plane.rows, plane.scales].map(|strip| {
+                let size = strip.row_stride as usize;
+                let start = block + strip.offset as usize + t % PAGE * size;
+                bytes(&memory)[start..start + size].to_vec()
+            })
         })
+        .flatten()
         .collect())
 }
 
@@ -184,6 +201,62 @@ fn checked_names_what_does_not_fit() {
     }
     let error = Overflow { token: 3, head: 1, value: true };
     assert_eq!(error.to_string(), "v[3, 1] has a number that its row format cannot hold");
+}
+
+#[test]
+fn what_is_out_of_range_is_limited_before_it_is_rotated() {
+    const LIMIT: f32 = 8_388_608.0;
+    let dim = 160;
+    let rotated = |isa, format, row: &[f32], checked| {
+        let bytes: Vec<u8> = row.iter().flat_map(|x| x.to_ne_bytes()).collect();
+        stored_by(isa, dim, ELEMENTS[0], format, &bytes, checked, true)
+    };
+    let mut random = Random(3);
+    for format in [RowFormat::Int8, RowFormat::Q8_0, RowFormat::Q5_0, RowFormat::Q4_0, RowFormat::Fp8E4m3] {
+        let row = random.floats(dim);
+        for bad in [f32::INFINITY, f32::NEG_INFINITY, 3e38, LIMIT.next_up()] {
+            for count in [1, 2, dim] {
+                let (mut given, mut limited) = (row.clone(), row.clone());
+                for i in 0..count {
+                    let sign = if i % 3 == 1 { -1.0 } else { 1.0 };
+                    (given[i * 7 % dim], limited[i * 7 % dim]) =
+                        (sign * bad, (sign * bad).clamp(-LIMIT, LIMIT));
+                }
+                let mut first = None;
+                for isa in isas() {
+                    let is = rotated(isa, format, &given, false).expect("append");
+                    assert_eq!(
+                        is,
+                        rotated(isa, format, &limited, false).expect("append"),
+                        "{isa} {format:?} {bad}"
+                    );
+                    assert_eq!(*first.get_or_insert(is.clone()), is, "{isa} {format:?} {bad}");
+                    let (codes, scales) = is.split_at(format.row_bytes(dim as u32) as usize);
+                    let mut numbers = vec![0.0; dim];
+                    decode_row(format, codes, scales, &mut numbers);
+                    assert!(numbers.iter().all(|x| x.is_finite()), "{isa} {format:?} {bad}");
+                    let error = rotated(isa, format, &given, true).expect_err("out of range");
+                    assert_eq!(error, Error::Overflow(Overflow { token: 0, head: 0, value: false }));
+                }
+                // 160 elements are five blocks of 32: one row with NaN is NaN in one of them, or in all.
+                given[0] = f32::NAN;
+                for isa in isas() {
+                    let is = rotated(isa, format, &given, false).expect("append");
+                    let (codes, scales) = is.split_at(format.row_bytes(dim as u32) as usize);
+                    let mut numbers = vec![0.0; dim];
+                    decode_row(format, codes, scales, &mut numbers);
+                    assert!(numbers[..32].iter().all(|x| x.is_nan()), "{isa} {format:?} {bad}");
+                    assert!(rotated(isa, format, &given, true).is_err());
+                }
+            }
+        }
+        // Small enough for the scales of all of them, once it is spread.
+        let mut largest = row;
+        largest[5] = 1000.0;
+        for isa in isas() {
+            assert!(rotated(isa, format, &largest, true).is_ok(), "{isa} {format:?}");
+        }
+    }
 }
 
 /// A batch of sequences with strided, interleaved inputs: every slot gets its row, nothing else changes.

@@ -18,7 +18,7 @@ use pyo3::types::PyDict;
 use std::ops::Range;
 
 /// Rows that are enough to say what K is centred by.
-const CENTER_TOKENS_MIN: usize = 16;
+const CENTER_TOKENS_MIN: usize = 8;
 
 /// What the open step adds to the core's own.
 #[derive(Default)]

@@ -213,6 +213,7 @@ pub(crate) struct Kernels {
     pub(crate) scale: unsafe fn(&mut [f32], f32),
     pub(crate) product: unsafe fn(&[f32], &[f32]) -> f32,
     pub(crate) rotate: unsafe fn(&mut [f32]),
+    pub(crate) rotate_stored: unsafe fn(&mut [f32]) -> bool,
     pub(crate) rotate_back: unsafe fn(&mut [f32]),
     pub(crate) softmax: unsafe fn(&mut Softmax<'_>),
     pub(crate) fold: unsafe fn(&mut Fold<'_>),
@@ -349,6 +350,11 @@ macro_rules! kernels {
                 unsafe { transform::rotate::<$simd>(row) }
             }
             $(#[target_feature(enable = $features)])?
+            unsafe fn rotate_stored(row: &mut [f32]) -> bool {
+                // SAFETY: as the caller promises.
+                unsafe { transform::rotate_stored::<$simd>(row) }
+            }
+            $(#[target_feature(enable = $features)])?
             unsafe fn rotate_back(row: &mut [f32]) {
                 // SAFETY: as the caller promises.
                 unsafe { transform::rotate_back::<$simd>(row) }
@@ -422,6 +428,7 @@ macro_rules! kernels {
                 scale,
                 product,
                 rotate,
+                rotate_stored,
                 rotate_back,
                 softmax,
                 fold,

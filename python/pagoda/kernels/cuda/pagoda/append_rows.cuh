@@ -46,18 +46,22 @@ __global__ void append_rows(const Append args) {
         uint8* const scales = block + plane.scales.offset + head * plane.scales.head_stride;
         const uint8* const source = (is_v ? args.v : args.k).row(token, head);
         const float* const center = is_v || args.center == nullptr ? nullptr : args.center + head * dim;
+        const bool rotated = is_v ? args.rotate_v : args.rotate_k;
+        bool fits = true;
         for (int e = lane; e < dim; e += WARP) {
-            const float number = Input::load_one(source + e * Input::BYTES);
-            x[e] = center == nullptr ? number : subtract_exact(number, center[e]);
+            float number = Input::load_one(source + e * Input::BYTES);
+            if (center != nullptr) number = subtract_exact(number, center[e]);
+            if (rotated) fits &= fabsf(number) <= STORED_MAX, number = limited(number, STORED_MAX);
+            x[e] = number;
         }
         __syncwarp();
-        if (is_v ? args.rotate_v : args.rotate_k) rotate(x, dim);
+        if (rotated) rotate(x, dim);
         const auto store = [&](auto format) {
             using Format = decltype(format);
             const int row_bytes = dim * Format::BITS / 8;
             return store_numbers<Format>(x, dim, rows + in_page * row_bytes, scales + in_page * Format::scale_bytes(dim));
         };
-        const bool fits = is_v ? store(V()) : store(K());
+        fits &= is_v ? store(V()) : store(K());
         if (args.misfit != nullptr && !fits) *args.misfit = 1;
         __syncwarp();
     }

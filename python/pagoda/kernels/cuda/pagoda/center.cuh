@@ -15,12 +15,13 @@ struct Center {
     float* center;
 };
 
-/// Means of all elements over the tokens, added in order and in double as on the CPU; zeros if one is not finite. One thread block.
+/// Means of all elements over the tokens, added in order and in double as on the CPU; zeros if one is NaN or larger
+/// than any f16. One thread block.
 template <class Input>
 __global__ void center(const Center args) {
     const int tokens = *args.tokens, all = args.kv_heads * args.head_dim;
     if (tokens == 0) return;
-    int finite = 1;
+    int fit = 1;
     for (int i = threadIdx.x; i < all; i += blockDim.x) {
         const int64 at = static_cast<int64>(i % args.head_dim) * Input::BYTES;
         double sum = 0.0;
@@ -28,10 +29,10 @@ __global__ void center(const Center args) {
         for (int token = 0; token < tokens; ++token) sum += widen_exact(Input::load_one(args.k.row(token, i / args.head_dim) + at));
         const float mean = narrow_exact(sum / tokens);
         args.center[i] = mean;
-        finite &= fabsf(mean) < __uint_as_float(0x7f800000u);
+        fit &= fabsf(mean) <= F16_MAX;
     }
-    finite = __syncthreads_and(finite);
-    for (int i = threadIdx.x; !finite && i < all; i += blockDim.x) args.center[i] = 0.0f;
+    fit = __syncthreads_and(fit);
+    for (int i = threadIdx.x; !fit && i < all; i += blockDim.x) args.center[i] = 0.0f;
 }
 
 }  // namespace pagoda

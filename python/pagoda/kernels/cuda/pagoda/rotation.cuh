@@ -6,6 +6,9 @@
 
 namespace pagoda {
 
+/// STORED_MAX of that file: elements of a row are brought within it before the row is rotated and stored.
+constexpr float STORED_MAX = 0x1p23f;
+
 __device__ inline int lane_of_warp() { return thread_here() % WARP; }
 
 /// Turns over the signs of elements: by a bit of SplitMix64 of their numbers. For a whole warp, on a row in shared memory.
