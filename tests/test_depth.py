@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pagoda
 import pytest
@@ -36,6 +37,33 @@ def test_every_model_format_and_depth_has_a_row(capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     assert "tg2 @ d70" in printed
     assert "gemma-4-12b" in printed
+
+
+def test_a_window_bounds_what_is_kept(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was read before the tokens that are timed."""
+    held, timed = [], depth.timed
+
+    def counted(spec: pagoda.ModelSpec, before: int, tokens: int, options: dict[str, Any], write: Any) -> list[float]:
+        def look(cache: pagoda.Cache, branch: pagoda.Sequence) -> float:
+            taken: float = write(cache, branch)
+            held.append((len(branch), cache.stats().used_bytes("device")))
+            return taken
+
+        return timed(spec, before, tokens, options, look)
+
+    monkeypatch.setattr(depth, "timed", counted)
+    arguments = ["--models", "shipped,gemma-4-12b", "--formats", "f16", "--depths", "3k,9k", "--memory", "1MiB"]
+    arguments += ["--tokens", "2", "--window-size", "1k", "--sink-tokens", "8"]
+    assert main(["bench", "depth", *arguments, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["depth"]
+    assert [row["retention"] for row in rows] == ["8 + last 1,024"] * 4
+    runs = depth.RUNS + 1
+    for model in (held[: 2 * runs], held[2 * runs :]):
+        assert [tokens for tokens, _ in model] == [3074] * runs + [9218] * runs
+        assert len({used for _, used in model}) == 1
+    arguments[1], arguments[5] = "shipped", "70"
+    assert main(["bench", "depth", *arguments]) == 0
+    assert "shipped, kept: 8 + last 1,024" in " ".join(capsys.readouterr().out.split())
 
 
 def test_json_may_be_asked_for_before_the_part(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,6 +110,10 @@ def test_layers_that_are_not_run_count_like_those_that_are(monkeypatch: pytest.M
         ["--models", "mistral-7b-v0.1", "--depths", "5000m"],
         ["--models", "shipped,narrow.json"],
         ["--memory", "much"],
+        ["--window-size", "much"],
+        ["--window-size", "0"],
+        ["--sink-tokens", "4"],
+        ["--models", "shipped", "--sink-positions", "cache"],
     ],
 )
 def test_the_command_refuses_in_one_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from gguf.quants import dequantize, quantize
 from hypothesis import example, given
 from hypothesis import strategies as st
 from mirror import INTEGER_ISAS, Mirror, layer
-from pagoda import formats
+from pagoda import _core, formats
 from pagoda.cli.bench import depth, longcontext, quality
 from pagoda.measuring import calibration
 
@@ -46,6 +47,60 @@ def test_blocks_are_those_of_ggml(name: str) -> None:
     ours = formats.encode(x, name)
     np.testing.assert_array_equal(ours, theirs)
     np.testing.assert_array_equal(formats.decode(ours, name, x.shape), dequantize(theirs, GGML[name]))
+
+
+ORDERS = GGML | {"mxfp4": gguf.GGMLQuantizationType.MXFP4, "nvfp4": gguf.GGMLQuantizationType.NVFP4}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("dim", [64, 256, 1024])
+def test_ggml_s_order_is_left_and_taken(name: str, dim: int) -> None:
+    """Their blocks stand for the same numbers as rows and scales, and come back byte for byte."""
+    x = samples(dim).reshape(2, -1, dim)
+    theirs = quantize(x, GGML[name]) if name in GGML else formats.encode(x, name)
+    kept = theirs.copy()
+    rows, scales = formats.from_ggml(theirs, name)
+    assert rows.shape[:-1] == scales.shape[:-1] == x.shape[:-1]
+    numbers = _core.decode_rows(rows.reshape(-1, rows.shape[-1]), scales.reshape(-1, scales.shape[-1]), name, dim)
+    np.testing.assert_array_equal(numbers.reshape(x.shape), dequantize(theirs, ORDERS[name]))
+    np.testing.assert_array_equal(formats.to_ggml(rows, scales, name), theirs)
+    np.testing.assert_array_equal(theirs, kept)
+    # Views with gaps, one row, and none.
+    np.testing.assert_array_equal(formats.to_ggml(rows[:, ::2], scales[:, ::2], name), theirs[:, ::2])
+    np.testing.assert_array_equal(formats.from_ggml(theirs[0, 3], name)[1], scales[0, 3])
+    none = formats.from_ggml(theirs[:0], name)
+    assert formats.to_ggml(*none, name).shape == theirs[:0].shape
+
+
+@pytest.mark.parametrize("name", GGML)
+def test_pages_go_to_ggml_and_come_from_it(name: str) -> None:
+    """What a page holds is what ggml makes of the rows; a page that is written from ggml's blocks is attended to as any."""
+    rng = np.random.default_rng(4)
+    q, k, v = (rng.standard_normal((16, heads, 64), np.float32) for heads in (4, 2, 2))
+    wanted = [quantize(np.ascontiguousarray(x.swapaxes(0, 1)), GGML[name]) for x in (k, v)]
+    spec = pagoda.ModelSpec([layer(num_q_heads=4, num_kv_heads=2, head_dim=64)])
+    options: dict[str, Any] = {"center": None, "rotate": False, "page_size": 16, "device_memory": "1MiB"}
+    outs = []
+    for written in (False, True):
+        with (
+            pagoda.Cache(spec, device="cpu", k_dtype=name, v_dtype=name, host_memory=0, **options) as cache,
+            cache.step([cache.create()], [16]) as step,
+        ):
+            if written:
+                parts = [part for blocks in wanted for part in formats.from_ggml(blocks, name)]
+                page = np.concatenate([part.ravel() for part in parts])
+                ctypes.memmove(int(step.table(0).pointers[0, 0]), page.tobytes(), page.size)
+            else:
+                step.append(0, k, v)
+                address, size = int(step.table(0).pointers[0, 0]), cache.stats().block_bytes[0]
+                page = np.frombuffer(ctypes.string_at(address, size), np.uint8)
+                # [K, V], and of each [head][token][row], then [head][token][scales of a row].
+                row = formats.FORMATS[name].row_bytes(64)
+                rows, scales = np.split(page.reshape(2, -1), [2 * 16 * row], axis=1)
+                blocks = formats.to_ggml(rows.reshape(2, 2, 16, row), scales.reshape(2, 2, 16, -1), name)
+                np.testing.assert_array_equal(blocks, wanted)
+            outs.append(step.attend(0, q))
+    np.testing.assert_array_equal(*outs)
 
 
 def test_mxfp4_is_that_of_the_standard() -> None:
@@ -173,6 +228,30 @@ def test_what_cannot_be() -> None:
         (lambda: formats.encode(np.float32(1), "f16"), "shape"),
         (lambda: formats.decode(np.ones((2, 33), np.uint8), "q8_0", (2, 32)), r"rows = uint8 \[2, 33\]"),
         (lambda: formats.decode(np.ones((2, 34), np.int8), "q8_0", (2, 32)), "rows = int8"),
+        (
+            lambda: formats.to_ggml(np.ones((2, 32), np.uint8), np.ones((2, 4), np.uint8), "int8"),
+            "name = 'int8': one of",
+        ),
+        (
+            lambda: formats.to_ggml(np.ones((2, 33), np.uint8), np.ones((2, 2), np.uint8), "q8_0"),
+            r"rows = uint8 \[2, 33\]",
+        ),
+        (lambda: formats.to_ggml(np.ones((2, 24), np.uint8), np.ones((2, 2), np.uint8), "q5_0"), "multiple of 32"),
+        (lambda: formats.to_ggml(np.ones((2, 16), np.uint8), np.ones((2, 2), np.uint8), "nvfp4"), "multiple of 64"),
+        (lambda: formats.to_ggml(np.ones((2, 32), np.int8), np.ones((2, 2), np.uint8), "q8_0"), "rows = int8"),
+        (
+            lambda: formats.to_ggml(np.ones((2, 32), np.uint8), np.ones((2, 4), np.uint8), "q8_0"),
+            r"scales = uint8 \[2, 4\]: uint8 \[2, 2\]",
+        ),
+        (
+            lambda: formats.to_ggml(np.ones((2, 32), np.uint8), np.ones((2, 1), np.float16), "q8_0"),
+            r"scales = float16 \[2, 1\]",
+        ),
+        (lambda: formats.from_ggml(np.ones((2, 35), np.uint8), "q8_0"), r"blocks = uint8 \[2, 35\]: uint8 \[2, 34\]"),
+        (lambda: formats.from_ggml(np.ones((2, 33), np.uint8), "q8_0"), r"blocks = uint8 \[2, 33\]: .* up to 1024"),
+        (lambda: formats.from_ggml(np.ones(33 * 34, np.uint8), "q8_0"), r"blocks = uint8 \[1122\]: .* up to 1024"),
+        (lambda: formats.from_ggml(np.uint8(1), "q8_0"), "blocks = uint8"),  # type: ignore[arg-type]
+        (lambda: formats.from_ggml([[1] * 34], "q8_0"), "blocks = list"),  # type: ignore[arg-type]
     ]
     for call, named in calls:
         with pytest.raises(pagoda.InvalidArgument, match=named):
@@ -301,6 +380,15 @@ def test_a_cache_of_every_format_is_the_size_that_it_says(monkeypatch: pytest.Mo
     monkeypatch.setenv("PAGODA_KV_DTYPE", "q8_0,f12")
     with pytest.raises(pagoda.InvalidArgument, match="PAGODA_KV_DTYPE = 'f12'"):
         pagoda.Cache(spec)
+    narrow = pagoda.ModelSpec([pagoda.AttentionLayer(num_q_heads=4, num_kv_heads=2, head_dim=40)])
+    monkeypatch.setenv("PAGODA_KV_DTYPE", "f16,q4_0")
+    with pytest.raises(
+        pagoda.InvalidArgument, match=r"v_head_dim = 40: a multiple of 32, for q4_0, as PAGODA_KV_DTYPE"
+    ):
+        pagoda.Cache(narrow)
+    monkeypatch.delenv("PAGODA_KV_DTYPE")
+    with pytest.raises(pagoda.InvalidArgument, match=r"for q4_0$"):
+        pagoda.Cache(narrow, v_dtype="q4_0")
 
 
 @pytest.mark.usefixtures("names_the_cpu")

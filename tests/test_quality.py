@@ -99,6 +99,11 @@ def stored(name: str) -> CacheOf:
     return lambda spec, keep: pagoda.Cache(spec, retention=keep, **options)
 
 
+def by_default(name: str) -> CacheOf:
+    """Rows centred and rotated as a cache does by itself."""
+    return lambda spec, keep: pagoda.Cache(spec, k_dtype=name, v_dtype=name, retention=keep, threads=1)
+
+
 @functools.cache
 def exact(outliers: Outliers) -> Recall:
     return Recall(recall_head(CONTEXT, outliers))
@@ -219,15 +224,29 @@ def test_outliers_do_to_formats_what_is_known_of_them() -> None:
 
 @pytest.mark.parametrize("name", ["int8", "q8_0", "q5_0", "q4_0"])
 def test_centred_and_rotated_rows_follow_the_laws_and_do_not_mind_a_constant(name: str) -> None:
-    results = {
-        outliers: exact(outliers).fidelity(lambda spec, _: pagoda.Cache(spec, k_dtype=name, v_dtype=name, threads=1))
-        for outliers in OUTLIERS
-    }
+    results = {outliers: exact(outliers).fidelity(by_default(name)) for outliers in OUTLIERS}
     for result in results.values():
         assert result.sigma == pytest.approx(result.sigma_law, rel=0.25)
         assert result.sigma > 2 or follows_the_normal_law(result)
     for outliers in ("offset10", "offset60"):
         assert results[outliers].sigma == pytest.approx(results["none"].sigma, rel=0.1)
+
+
+@pytest.mark.parametrize("outliers", OUTLIERS)
+def test_kl_of_four_bits_beside_five(outliers: Outliers) -> None:
+    """The mean over seeds, since single ones lie up to a half off it."""
+    kl: dict[str, list[float]] = {"q4_0": [], "q5_0": [], "q5_0, plain": []}
+    for seed in range(4):
+        test = Recall(recall_head(CONTEXT, outliers, seed))
+        kl["q4_0"].append(test.kl(by_default("q4_0")))
+        kl["q5_0"].append(test.kl(by_default("q5_0")))
+        kl["q5_0, plain"].append(test.kl(stored("q5_0")))
+    four, five, plain = (np.mean(values) for values in kl.values())
+    assert four < 4.5 * five
+    if outliers in ("offset10", "offset60"):
+        assert four < plain
+    elif outliers == "none":
+        assert four > plain, "without outliers the fifth bit says more than what is done about them"
 
 
 def test_a_wrong_scale_breaks_the_law_of_sigma() -> None:
@@ -324,22 +343,58 @@ def test_the_shipped_model_over_formats(text: ShippedText) -> None:
         kld[name] = first.kld
     assert kld["f32"] == 0.0
     assert 0 < kld["f16"] < kld["bf16"] < kld["q8_0"] < kld["q4_0"]
-    assert kld["q8_0"] < 1e-3
 
 
-PARITY = {"f16": (0.99, 0.01), "bf16": (0.99, 0.1), "fp8_e4m3": (0.98, 0.1), "int8": (0.98, 0.1), "q8_0": (0.98, 0.1)}
-PARITY |= {"q5_0": (0.97, 0.5), "q4_0": (0.94, 1.0), "nvfp4": (0.94, 1.0), "mxfp4": (0.9, math.inf)}
+@pytest.mark.parametrize("name", ["int8", "q8_0"])
+@pytest.mark.parametrize("cache_of", [stored, by_default])
+def test_eight_bits_hardly_change_predictions(name: str, cache_of: Callable[[str], CacheOf], text: ShippedText) -> None:
+    for stretch in text.divergence(cache_of(name)):
+        assert stretch.kld <= 1e-3
+        assert stretch.same_top >= 0.99
+
+
+PARITY = {"f16": (0.99, 0.01), "bf16": (0.99, 0.1), "fp8_e4m3": (0.98, 0.1), "int8": (0.99, 0.1), "q8_0": (0.99, 0.1)}
+PARITY |= {"q5_0": (0.97, 0.5), "q4_0": (0.94, 1.0), "nvfp4": (0.94, 1.0), "mxfp4": (0.9, 6.0)}
 """Of all predictions at short context the share with the argmax of float32, and the lead of one, in nats, that none may lose.
-K in mxfp4 now and then loses any."""
+A quarter of them lead by more than 6; K in mxfp4 was seen to lose one of 4.7."""
 
 
 @pytest.mark.parametrize("name", PARITY)
 def test_argmax_parity_with_f32_at_short_context(name: str, text: ShippedText) -> None:
     """Stored as it is by default."""
     share, lead = PARITY[name]
-    for stretch in text.divergence(lambda spec, _: pagoda.Cache(spec, k_dtype=name, v_dtype=name, threads=1)):
+    for stretch in text.divergence(by_default(name)):
         assert stretch.same_top >= share
         assert stretch.lost_lead < lead
+
+
+def test_scales_off_by_a_power_of_two_lose_parity(text: ShippedText) -> None:
+    """Also by the measure of mxfp4, the most lenient one."""
+    share, lead = PARITY["mxfp4"]
+    for stretch in text.divergence(modelled(lambda rows: rows * np.float32(2))):
+        assert stretch.same_top < share
+        assert stretch.lost_lead > lead
+
+
+def perplexity(text: ShippedText, sinks: int, window: int) -> list[float]:
+    """Of each stretch, over that of full attention."""
+    stretches = text.divergence(stored("f32"), keep=pagoda.SinkWindow(sinks, window))
+    return [stretch.perplexity for stretch in stretches]
+
+
+def test_sinks_and_a_window_keep_perplexity_within_the_models_context() -> None:
+    """A window of a quarter of the text is enough for it, one of 64 bytes is not."""
+    text = ShippedText(stored("f32"), starts=(2000,), tokens=300)
+    assert perplexity(text, 4, 512) == pytest.approx([1], abs=0.01)
+    assert perplexity(text, 4, 64)[0] > 1.01
+
+
+@pytest.mark.long
+def test_sinks_and_a_window_keep_perplexity_beyond_the_models_context() -> None:
+    """It was trained on 32,768 bytes at most; a window is no farther from full attention behind them than before."""
+    text = ShippedText(stored("f32"), starts=(2048, 8192, 32768), tokens=1024)
+    assert perplexity(text, 4, 1024) == pytest.approx([1] * 3, abs=0.01)
+    assert perplexity(text, 64, 4096) == pytest.approx([1] * 3, abs=0.01)
 
 
 def test_the_shipped_model_over_a_window(text: ShippedText) -> None:
@@ -363,7 +418,8 @@ def test_the_command_prints_tables_or_json(capsys: pytest.CaptureFixture[str], m
     report = json.loads(capsys.readouterr().out)
     assert [row["format"] for row in report["heads"]] == ["f16", "q8_0/q4_0"] * 4
     assert [row["retention"] for row in report["streaming"]] == list(command.RETENTION)
-    assert {row["retention"] for row in report["language"]} == {"all", "4 + last 1,024", "64 + last 4,096"}
+    kept = {"all", "last 1,024", "4 + last 1,024", "64 + last 4,096"}
+    assert {row["retention"] for row in report["language"]} == kept
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "associative recall, 2k" in printed

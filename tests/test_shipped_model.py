@@ -18,6 +18,7 @@ import pagoda
 import pytest
 import silence
 from pagoda.cli import main
+from pagoda.formats import FORMATS
 from pagoda.lm import ContiguousCache, LanguageModel
 from pagoda.models import SHIPPED_MODEL, SHIPPED_TEXT
 from pagoda.planner import Planner
@@ -446,7 +447,6 @@ def test_generate_from_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
         ["--read", "x"],
         ["--page-size", "3"],
         ["--device-memory", "1B"],
-        ["--cache-type-k", "q9"],
         ["--chunk", "0"],
         ["--temperature", "-1"],
         ["--window-size", "x"],
@@ -454,6 +454,7 @@ def test_generate_from_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
         ["--sink-tokens", "4"],
         ["--sink-positions", "cache"],
         ["--window-size", "64", "--no-kv-cache-paged", "--device", "cpu"],
+        ["--sink-tokens", "4", "--no-kv-cache-paged", "--device", "cpu"],
         ["--session", "book"],
         ["--disk-memory", "1MiB"],
         ["--disk", "/nowhere"],
@@ -463,3 +464,12 @@ def test_generate_from_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_generate_refuses_in_one_line(arguments: list[str], refused: Callable[..., str]) -> None:
     refused("generate", *arguments)
+
+
+@pytest.mark.parametrize("command", [["generate"], ["plan", "qwen3-8b"]])
+def test_row_formats_are_listed_to_choose_from(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["--cache-type-k", "q9"]):
+        with pytest.raises(SystemExit):
+            main([*command, *arguments])
+        said = "".join(capsys.readouterr())
+        assert all(name in said for name in FORMATS)

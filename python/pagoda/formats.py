@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +22,8 @@ ROW_MAX = 1024
 
 BLOCK = 32
 """Elements of a block with a scale of its own, in most formats."""
+
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,13 @@ class RowFormat:
         """Bytes of the elements of a row."""
         return int(dim * self.bits // 8)
 
+    def scales_bytes(self, dim: int) -> int:
+        """Bytes of the scales of a row."""
+        return self.scale_bytes * (-(-dim // self.block) if self.block else 1)
+
     def bytes(self, dim: int) -> int:
         """Bytes of a row of `dim` elements."""
-        return self.row_bytes(dim) + self.scale_bytes * (-(-dim // self.block) if self.block else 1)
+        return self.row_bytes(dim) + self.scales_bytes(dim)
 
 
 FORMATS = {
@@ -71,6 +76,9 @@ docs/layout.md says how values become them.
 CPUs that can multiply quantised rows as integers, and fp8_e4m3 as bfloat16: attention is then as near to float64 over the
 stored rows as 1e-4 (int8, q8_0), and some 1e-2 for the others. PAGODA_CPU_ISA=avx512, avx2, neon or scalar in the
 environment keeps to floats, and 1e-6; docs/adr/0013 has the figures."""
+
+GGML = tuple(name for name, form in FORMATS.items() if form.block is not None)
+"""Formats that ggml has in an order of its own."""
 
 
 def row_format(name: str, argument: str) -> RowFormat:
@@ -106,7 +114,12 @@ def formats_by_layer(k_dtype: str | Sequence[str], v_dtype: str | Sequence[str],
     return list(zip(*pair, strict=True))
 
 
-def encode(x: npt.ArrayLike, name: str) -> npt.NDArray[np.uint8]:
+def cause(name: str) -> str:
+    """A format of a cache as an error names it: with the variable, where that chose it."""
+    return f"{name}, as {VARIABLE} says" if os.environ.get(VARIABLE) else name
+
+
+def encode(x: npt.ArrayLike, name: str) -> Bytes:
     """Rows of numbers as a format stores them.
 
     x: [..., dim]; dim is a multiple of the format's unit. Returns uint8 [..., bytes]: blocks as ggml lays them out (scale,
@@ -119,74 +132,95 @@ def encode(x: npt.ArrayLike, name: str) -> npt.NDArray[np.uint8]:
     if not numbers.size:
         return np.zeros(shape, np.uint8)
     rows, scales = _core.encode_rows(numbers.reshape(-1, dim), name)
-    return np.concatenate(_blocks(name, rows, scales, dim), axis=-1).reshape(shape)
+    packed = to_ggml(rows, scales, name) if name in GGML else np.concatenate([rows, scales], axis=1)
+    return packed.reshape(shape)
 
 
-def decode(rows: npt.NDArray[np.uint8], name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+def decode(rows: Bytes, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
     """float32 [*shape]: the numbers that `encode` has stored as rows, uint8 [*shape[:-1], bytes]. Raises InvalidArgument."""
     check_list("shape", shape, "sizes")
     shape = tuple(natural("shape", size) for size in shape)
     dim = _row(name, shape, f"shape = {list(shape)}")
     size = FORMATS[name].bytes(dim)
-    if not isinstance(rows, np.ndarray):
-        raise InvalidArgument(f"rows = {type(rows).__name__}: an array of uint8")
-    if rows.dtype != np.uint8 or rows.shape != (*shape[:-1], size):
-        raise InvalidArgument(f"rows = {rows.dtype} {list(rows.shape)}: uint8 {[*shape[:-1], size]}")
+    _check_bytes("rows", rows, (*shape[:-1], size))
     if not rows.size:
         return np.zeros(shape, np.float32)
-    data, scales = _unpacked(name, rows.reshape(-1, size), dim)
+    packed = rows.reshape(-1, size)
+    if name in GGML:
+        data, scales = from_ggml(packed, name)
+    else:
+        data, scales = (np.ascontiguousarray(part) for part in np.split(packed, [FORMATS[name].row_bytes(dim)], axis=1))
     return _core.decode_rows(data, scales, name, dim).reshape(shape)
+
+
+def to_ggml(rows: Bytes, scales: Bytes, name: str) -> Bytes:
+    """Rows as pages hold them, in ggml's order, where each block begins with its scale: the same bytes, nothing is rounded.
+
+    rows: uint8 [..., bytes], the elements of each row; of q5_0 the fifth bits lie behind all nibbles. scales: uint8
+    [..., bytes], the scales of each row. docs/layout.md draws both. Returns uint8 [..., bytes]: blocks of 32 elements, of
+    nvfp4 of 64, as in ggml-common.h. A cache stores rows as they come only with center=None and rotate=False. Raises
+    InvalidArgument.
+    """
+    check_choice("name", name, GGML)
+    _check_bytes("rows", rows)
+    form, unit, lead = FORMATS[name], _unit(name), rows.shape[:-1]
+    dim = _row(name, (int(rows.shape[-1] * 8 / form.bits),), f"rows = uint8 {list(rows.shape)}")
+    _check_bytes("scales", scales, (*lead, form.scales_bytes(dim)))
+    parts = [scales.reshape(*lead, dim // unit, form.scales_bytes(unit))]
+    if name == "q5_0":
+        rows, fifth = np.split(rows, [dim // 2], axis=-1)
+        parts.append(fifth.reshape(*lead, dim // unit, unit // 8))
+    elif name == "nvfp4":
+        # ggml's sub-blocks of 16 hold element j below and j + 8 above; ours of 32 j and j + 16.
+        rows = _paired(rows, 16, 8)
+    parts.append(rows.reshape(*lead, dim // unit, unit if name == "q8_0" else unit // 2))
+    return np.concatenate(parts, axis=-1).reshape(*lead, form.bytes(dim))
+
+
+def from_ggml(blocks: Bytes, name: str) -> tuple[Bytes, Bytes]:
+    """Rows and scales, as `to_ggml` takes them, from blocks in ggml's order, uint8 [..., bytes]. Raises InvalidArgument."""
+    check_choice("name", name, GGML)
+    _check_bytes("blocks", blocks)
+    form, unit, lead = FORMATS[name], _unit(name), blocks.shape[:-1]
+    dim = _row(name, (blocks.shape[-1] // form.bytes(unit) * unit,), f"blocks = uint8 {list(blocks.shape)}")
+    _check_bytes("blocks", blocks, (*lead, form.bytes(dim)))
+    parts = blocks.reshape(*lead, dim // unit, form.bytes(unit))
+    scales, rows = np.split(parts, [form.scales_bytes(unit)], axis=-1)
+    if name == "q5_0":
+        fifth, nibbles = np.split(rows, [unit // 8], axis=-1)
+        rows = np.concatenate([nibbles.reshape(*lead, dim // 2), fifth.reshape(*lead, dim // 8)], axis=-1)
+    elif name == "nvfp4":
+        rows = _paired(rows, 8, 16)
+    rows = np.ascontiguousarray(rows.reshape(*lead, form.row_bytes(dim)))
+    return rows, np.ascontiguousarray(scales.reshape(*lead, form.scales_bytes(dim)))
+
+
+def _paired(rows: Bytes, width: int, other: int) -> Bytes:
+    """4-bit codes whose bytes hold elements j and j + width of each group of 2 width, as bytes of j and j + other."""
+    halves = rows.reshape(-1, 1, width)
+    codes = np.concatenate([halves & 15, halves >> 4], axis=1).reshape(-1, 2, other)
+    paired: Bytes = codes[:, 0] | codes[:, 1] << 4
+    return paired
+
+
+def _unit(name: str) -> int:
+    """A row has a multiple of so many elements where ggml's order has blocks of them."""
+    return 64 if name == "nvfp4" else FORMATS[name].unit
 
 
 def _row(name: str, shape: tuple[int, ...], given: str) -> int:
     """The elements of a row of an array of a shape. given: what the message says that it was."""
-    form = row_format(name, "name")
-    unit = 64 if name == "nvfp4" else form.unit
+    row_format(name, "name")
+    unit = _unit(name)
     if not shape or not 1 <= shape[-1] <= ROW_MAX or shape[-1] % unit:
         raise InvalidArgument(f"{given}: rows of a multiple of {unit} elements up to {ROW_MAX}, for {name}")
     return shape[-1]
 
 
-Bytes = npt.NDArray[np.uint8]
-
-
-def _blocks(name: str, rows: Bytes, scales: Bytes, dim: int) -> list[Any]:
-    """The parts of packed rows, in order: whole rows, or [rows, all of a block] flattened."""
-    form = FORMATS[name]
-    if form.block is None:
-        return [rows, scales]
-    count, blocks = len(rows), dim // BLOCK
-    if name == "nvfp4":
-        # ggml's sub-blocks of 16 hold element j below and j + 8 above; ours of 32 j and j + 16.
-        halves = rows.reshape(count, blocks, 1, 16)
-        codes = np.concatenate([halves & 15, halves >> 4], axis=2).reshape(count, blocks * 2, 2, 8)
-        quants = (codes[:, :, 0] | codes[:, :, 1] << 4).reshape(count, dim // 64, 32)
-        return [np.concatenate([scales.reshape(count, dim // 64, 4), quants], axis=2).reshape(count, -1)]
-    parts = [scales.reshape(count, blocks, form.scale_bytes)]
-    if name == "q5_0":
-        parts.append(rows[:, dim // 2 :].reshape(count, blocks, 4))
-        rows = rows[:, : dim // 2]
-    parts.append(rows.reshape(count, blocks, -1))
-    return [np.concatenate(parts, axis=2).reshape(count, -1)]
-
-
-def _unpacked(name: str, packed: Bytes, dim: int) -> tuple[Bytes, Bytes]:
-    """The inverse of `_blocks`: rows and scales."""
-    form = FORMATS[name]
-    count, blocks = len(packed), dim // BLOCK
-    if form.block is None:
-        size = form.row_bytes(dim)
-        return np.ascontiguousarray(packed[:, :size]), np.ascontiguousarray(packed[:, size:])
-    if name == "nvfp4":
-        parts = packed.reshape(count, dim // 64, 36)
-        quants = parts[:, :, 4:].reshape(count, blocks * 2, 8)
-        codes = np.stack([quants & 15, quants >> 4], axis=2).reshape(count, blocks, 2, 16)
-        rows = codes[:, :, 0] | codes[:, :, 1] << 4
-        return rows.reshape(count, -1), np.ascontiguousarray(parts[:, :, :4]).reshape(count, -1)
-    parts = packed.reshape(count, blocks, -1)
-    scales = np.ascontiguousarray(parts[:, :, : form.scale_bytes]).reshape(count, -1)
-    rest = parts[:, :, form.scale_bytes :]
-    if name == "q5_0":
-        nibbles, high = rest[:, :, 4:].reshape(count, -1), rest[:, :, :4].reshape(count, -1)
-        return np.concatenate([nibbles, high], axis=1), scales
-    return np.ascontiguousarray(rest).reshape(count, -1), scales
+def _check_bytes(argument: str, value: Bytes, shape: tuple[int, ...] | None = None) -> None:
+    """Raises InvalidArgument unless the value is an array of bytes, of this shape if it is known."""
+    if not isinstance(value, np.ndarray):
+        raise InvalidArgument(f"{argument} = {type(value).__name__}: an array of uint8")
+    if value.dtype != np.uint8 or value.ndim == 0 or (shape is not None and value.shape != shape):
+        limit = "[..., bytes]" if shape is None else list(shape)
+        raise InvalidArgument(f"{argument} = {value.dtype} {list(value.shape)}: uint8 {limit}")

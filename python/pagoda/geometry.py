@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pagoda.checks import check_list, finite
 from pagoda.errors import BackendUnavailable, InvalidArgument
-from pagoda.formats import FORMATS
+from pagoda.formats import FORMATS, cause
 from pagoda.outliers import Outliers
 from pagoda.retention import Keeps
 from pagoda.spec import AttentionLayer, ModelSpec
@@ -136,7 +136,8 @@ def _formats(index: int, layer: AttentionLayer, k_dtype: str, v_dtype: str) -> t
     stored = {"head_dim": (layer.head_dim, k_dtype), "v_head_dim": (layer.v_dim, k_dtype if layer.v_alias else v_dtype)}
     for name, (dim, dtype) in stored.items():
         if dim % FORMATS[dtype].unit:
-            raise InvalidArgument(f"layers[{index}].{name} = {dim}: a multiple of {FORMATS[dtype].unit}, for {dtype}")
+            limit = f"a multiple of {FORMATS[dtype].unit}, for {cause(dtype)}"
+            raise InvalidArgument(f"layers[{index}].{name} = {dim}: {limit}")
     return k_dtype, v_dtype
 
 
@@ -226,7 +227,7 @@ class Geometry:
             planes = []
             for dim, dtype in ((layer["head_dim"], layer["k_dtype"]), (layer["v_head_dim"], layer["v_dtype"])):
                 form = FORMATS[dtype]
-                planes.append(Plane(strip(form.row_bytes(dim)), strip(form.bytes(dim) - form.row_bytes(dim))))
+                planes.append(Plane(strip(form.row_bytes(dim)), strip(form.scales_bytes(dim))))
                 if layer["v_alias"]:
                     break
             layout.planes[index] = (planes[0], planes[-1])

@@ -14,12 +14,12 @@ import numpy.typing as npt
 
 from pagoda import device as devices
 from pagoda.cache import Cache
-from pagoda.cli.options import Commands, directory
+from pagoda.cli.options import Commands, add_cache_types, add_retention, directory, retention
 from pagoda.cli.view import View
 from pagoda.errors import InvalidArgument, OutOfBlocks
 from pagoda.lm import ContiguousCache, LanguageModel, Read, Sampler, generate
 from pagoda.models import SHIPPED_MODEL, SHIPPED_TEXT
-from pagoda.retention import SinkWindow, keeps_by_layer
+from pagoda.retention import keeps_by_layer
 from pagoda.sizes import format_size, parse_size, parse_tokens
 from pagoda.stats import TIERS
 
@@ -56,20 +56,13 @@ def register(commands: Commands) -> None:
         "with what is kept there reads only the rest. Wants a --disk-memory for all of it; quantised K is then not centred",
     )
     parser.add_argument("--page-size", type=int, default=64, help="tokens in a page; %(default)s by default")
-    parser.add_argument("--cache-type-k", default="f16", help="row format of K; %(default)s by default")
-    parser.add_argument("--cache-type-v", default="f16", help="row format of V; %(default)s by default")
+    add_cache_types(parser)
     parser.add_argument(
         "--no-kv-cache-paged",
         action="store_true",
         help="keep K and V in plain arrays, for comparison: what is said of pages, tiers and threads has no effect",
     )
-    parser.add_argument("--window-size", help="keep so many tokens and the first ones: memory stops growing; k is 1024")
-    parser.add_argument("--sink-tokens", help="how many of the first tokens are kept with --window-size; 64 by default")
-    parser.add_argument(
-        "--sink-positions",
-        choices=["original", "cache"],
-        help="where the first tokens are seen: where they were (default), or right before the window",
-    )
+    add_retention(parser)
     parser.add_argument("--chunk", type=int, default=512, help="tokens a step reads; %(default)s by default")
     parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 by default, the likeliest token")
     parser.add_argument("--top-k", type=int, help="sample from so many of the likeliest tokens; from all by default")
@@ -137,19 +130,6 @@ def _device(arguments: argparse.Namespace) -> str:
     return device
 
 
-def _retention(arguments: argparse.Namespace) -> SinkWindow | None:
-    window, sinks, positions = arguments.window_size, arguments.sink_tokens, arguments.sink_positions
-    for option, value in (("--window-size", window), ("--sink-tokens", sinks), ("--sink-positions", positions)):
-        if value is not None and arguments.no_kv_cache_paged:
-            raise InvalidArgument(f"{option} = {value!r}: not with --no-kv-cache-paged, whose arrays keep every token")
-        if value is not None and window is None:
-            raise InvalidArgument(f"{option} = {value!r}: only with --window-size")
-    if window is None:
-        return None
-    kept = SinkWindow.sinks if sinks is None else parse_tokens(sinks, "--sink-tokens")
-    return SinkWindow(kept, parse_tokens(window, "--window-size"), positions or "original")
-
-
 def _sequence(arguments: argparse.Namespace, cache: Any, prompt: npt.NDArray[np.int64]) -> Any:
     """What is kept under --session if the text begins with it, but never the last token of the text; or nothing."""
     if arguments.session is None:
@@ -193,7 +173,10 @@ def _mark(folder: Path, tokens: npt.NDArray[np.int64]) -> bytes:
 
 def _cache(arguments: argparse.Namespace, model: LanguageModel, device: str) -> Any:
     types = {"k_dtype": arguments.cache_type_k, "v_dtype": arguments.cache_type_v}
-    retention = _retention(arguments)
+    keep = retention(arguments)
+    if keep is not None and arguments.no_kv_cache_paged:
+        limit = "not with --no-kv-cache-paged, whose arrays keep every token"
+        raise InvalidArgument(f"--window-size = {arguments.window_size!r}: {limit}")
     if arguments.session is not None and arguments.disk is None:
         raise InvalidArgument(f"--session = {arguments.session!r}: only with --disk")
     if arguments.session == "":
@@ -216,6 +199,6 @@ def _cache(arguments: argparse.Namespace, model: LanguageModel, device: str) -> 
         center="auto" if arguments.session is None else None,
         threads=arguments.threads,
         deterministic=arguments.deterministic,
-        retention=retention,
+        retention=keep,
         **types,
     )

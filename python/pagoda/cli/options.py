@@ -6,7 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TypeAlias
 
-from pagoda.formats import check_not_forced, row_format
+from pagoda.errors import InvalidArgument
+from pagoda.formats import FORMATS, check_not_forced, row_format
+from pagoda.retention import SinkWindow
+from pagoda.sizes import parse_tokens
 from pagoda.spec import ModelSpec
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -18,6 +21,40 @@ def directory(name: str) -> Path:
     if not name:
         raise ValueError
     return Path(name)
+
+
+def add_cache_types(parser: argparse.ArgumentParser) -> None:
+    """Row formats of a cache."""
+    for part in "kv":
+        parser.add_argument(
+            f"--cache-type-{part}",
+            default="f16",
+            choices=FORMATS,
+            help=f"row format of {part.upper()}; %(default)s by default",
+        )
+
+
+def add_retention(parser: argparse.ArgumentParser) -> None:
+    """What a cache keeps, if not everything: `retention` reads it."""
+    parser.add_argument("--window-size", help="keep so many tokens and the first ones: memory stops growing; k is 1024")
+    parser.add_argument("--sink-tokens", help="how many of the first tokens are kept with --window-size; 64 by default")
+    parser.add_argument(
+        "--sink-positions",
+        choices=["original", "cache"],
+        help="where the first tokens are seen: where they were (default), or right before the window",
+    )
+
+
+def retention(arguments: argparse.Namespace) -> SinkWindow | None:
+    """What a cache is to keep. Raises InvalidArgument."""
+    window, sinks, positions = arguments.window_size, arguments.sink_tokens, arguments.sink_positions
+    for option, value in (("--sink-tokens", sinks), ("--sink-positions", positions)):
+        if value is not None and window is None:
+            raise InvalidArgument(f"{option} = {value!r}: only with --window-size")
+    if window is None:
+        return None
+    kept = SinkWindow.sinks if sinks is None else parse_tokens(sinks, "--sink-tokens")
+    return SinkWindow(kept, parse_tokens(window, "--window-size"), positions or "original")
 
 
 def load_spec(model: str) -> ModelSpec:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from pagoda.checks import TOKENS_MAX, check_page_size
 from pagoda.cli.console import results
-from pagoda.cli.options import Commands, load_spec
+from pagoda.cli.options import Commands, add_cache_types, load_spec
 from pagoda.errors import InvalidArgument
 from pagoda.formats import FORMATS
 from pagoda.kernels.instances import check_formats
@@ -34,12 +34,7 @@ def register(commands: Commands) -> None:
         default="32k,200k,1m",
         help="tokens, comma-separated; k is 1024, m 1024 * 1024; %(default)s by default",
     )
-    parser.add_argument(
-        "--cache-type-k", default="f16", choices=FORMATS, help="row format of K; %(default)s by default"
-    )
-    parser.add_argument(
-        "--cache-type-v", default="f16", choices=FORMATS, help="row format of V; %(default)s by default"
-    )
+    add_cache_types(parser)
     parser.add_argument("--store-k", action="store_true", help="store K also where it can be derived from V")
     parser.add_argument("--page-size", type=int, default=64, help="tokens in a page; %(default)s by default")
     parser.add_argument("--batch", type=int, default=1, help="sequences of that length; %(default)s by default")

@@ -35,6 +35,8 @@ class Divergence:
     """Tokens before the stretch."""
     bits_per_byte: float
     """Of the text itself: mean of -log2 p(next byte)."""
+    perplexity: float
+    """Of the text, over that of the float32 predictions."""
     kld: float
     """Mean Kullback-Leibler divergence from the float32 predictions, in nats."""
     kld_999: float
@@ -69,13 +71,14 @@ class ShippedText:
         return [self._compare(start, exact, stored) for start, exact, stored in stretches]
 
     def _compare(self, start: int, exact: Float64, stored: Float64) -> Divergence:
-        following = self._text[start + 1 : start + self.tokens + 1]
+        following = np.arange(self.tokens), self._text[start + 1 : start + self.tokens + 1]
         divergence = (np.exp(exact) * (exact - stored)).sum(axis=1)
         same = exact.argmax(axis=1) == stored.argmax(axis=1)
         second, first = np.partition(exact, -2, axis=1)[:, -2:].T
         return Divergence(
             start=start,
-            bits_per_byte=float(-stored[np.arange(self.tokens), following].mean() / math.log(2)),
+            bits_per_byte=float(-stored[following].mean() / math.log(2)),
+            perplexity=math.exp(exact[following].mean() - stored[following].mean()),
             kld=float(divergence.mean()),
             kld_999=float(np.quantile(divergence, 0.999)),
             same_top=float(same.mean()),

@@ -107,7 +107,7 @@ class Recall:
         stored = read_logits(head, cache_of)
         sigma = float(np.sqrt((stored - self._logits).var(axis=1).mean()))
         log_stored = _log_softmax(stored)
-        divergence = np.einsum("qt,qt->q", self._weights, self._log_weights - log_stored)
+        divergence = self._divergence(log_stored)
         needles = log_stored[np.arange(READ), (head.context - 1 - head.ages)[:READ]]
         margins = {distance: margin(distance, head.beta) for distance in DISTANCES}
         laws = [needle_weight(head.beta, head.context, margins[distance]) for distance in head.distances[:READ]]
@@ -127,6 +127,15 @@ class Recall:
             recall={distance: float(beats[head.distances == distance].mean()) for distance in DISTANCES},
             recall_law={distance: recall(margins[distance], sigma) for distance in DISTANCES},
         )
+
+    def kl(self, cache_of: CacheOf) -> float:
+        """`Fidelity.kl` alone."""
+        return float(self._divergence(_log_softmax(read_logits(self.head, cache_of))).mean())
+
+    def _divergence(self, log_stored: Float64) -> Float64:
+        """float64 [READ]: of the weights with these logarithms from the exact ones, in nats."""
+        divergence: Float64 = np.einsum("qt,qt->q", self._weights, self._log_weights - log_stored)
+        return divergence
 
 
 def streaming(

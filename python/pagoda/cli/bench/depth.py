@@ -20,8 +20,8 @@ from rich.table import Table
 
 from pagoda.cache import Cache, Sequence
 from pagoda.checks import TOKENS_MAX, check_threads
-from pagoda.cli.console import results
-from pagoda.cli.options import Commands, format_pair, load_spec
+from pagoda.cli.console import kept, results
+from pagoda.cli.options import Commands, add_retention, format_pair, load_spec, retention
 from pagoda.errors import InvalidArgument
 from pagoda.formats import FORMATS
 from pagoda.lm import LanguageModel
@@ -63,6 +63,7 @@ def register(commands: Commands) -> None:
         default="1GiB",
         help="of attention as many layers are run as fit; others count alike; %(default)s by default",
     )
+    add_retention(parser)
     parser.add_argument("--threads", type=int, help="CPU workers; all cores by default")
     parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
     parser.set_defaults(run=run)
@@ -78,18 +79,21 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument(f"--tokens = {tokens}, --depths = {arguments.depths!r}: {limit}")
     threads = os.cpu_count() or 1 if arguments.threads is None else arguments.threads
     check_threads("--threads", threads)
+    keep = retention(arguments)
     # Everything is looked up and checked for room before anything is measured.
     specs = {name: load_spec(str(SHIPPED_MODEL) if name == SHIPPED else name) for name in arguments.models.split(",")}
     ram, _ = machine.ram()
     cases: list[tuple[str, str, int, ModelSpec, dict[str, Any]]] = []
     for (model, spec), (name, dtypes), depth in itertools.product(specs.items(), formats.items(), depths):
-        part = spec if model == SHIPPED else run_layers(spec, depth, memory, *dtypes)
-        size = Planner(part, *dtypes).footprint(depth + tokens).paged_bytes
+        options = {"k_dtype": dtypes[0], "v_dtype": dtypes[1], "threads": threads, "retention": keep}
+        held = depth if keep is None else min(depth, keep.sinks + keep.window)
+        part = spec if model == SHIPPED else run_layers(spec, held, memory, *dtypes)
+        planner = Planner(part, dtypes[0], dtypes[1], retention=keep)
+        size = planner.footprint(depth + tokens).paged_bytes
         if size > ram:
             raise InvalidArgument(
                 f"--depths: {depth:,} tokens of {model} have {format_size(size)}; {format_size(ram)} of RAM are free"
             )
-        options = dict(zip(("k_dtype", "v_dtype"), dtypes, strict=True)) | {"threads": threads}
         # What a cache refuses is refused now, too.
         cache_for(part, depth, tokens, options).close()
         cases.append((model, name, depth, part, options))
@@ -107,6 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
                     "model": model,
                     "format": name,
                     "depth": depth,
+                    "retention": kept(keep),
                     "tokens": tokens,
                     "tokens_per_second": statistics.mean(speeds),
                     "deviation": statistics.stdev(speeds),
@@ -125,6 +130,8 @@ def table(model: str, rows: list[Row]) -> Table:
     depths = list(dict.fromkeys(row["depth"] for row in rows))
     what = "" if model == SHIPPED else ", attention alone"
     tests = [f"tg{rows[0]['tokens']} @ d{depth}" for depth in depths]
+    if rows[0]["retention"] != kept(None):
+        what += f", kept: {rows[0]['retention']}"
     result = Table("format", *tests, title=escape(f"{model}{what}: tokens a second"))
     for name in dict.fromkeys(row["format"] for row in rows):
         cells = [f"{row['tokens_per_second']:,.1f} ± {row['deviation']:,.1f}" for row in rows if row["format"] == name]
@@ -152,7 +159,8 @@ def kinds_of(spec: ModelSpec) -> Counter[AttentionLayer]:
 
 
 def run_layers(spec: ModelSpec, depth: int, memory: int, k_dtype: str, v_dtype: str) -> ModelSpec:
-    """Of each kind of layer as many, one after the other as in a model, as fit a share of `memory`, at least one."""
+    """Of each kind of layer as many, one after the other as in a model, as fit a share of `memory` with `depth` tokens that
+    are kept, at least one."""
     kinds = kinds_of(spec)
 
     def room(kind: AttentionLayer) -> int:
@@ -191,9 +199,9 @@ def attention(spec: ModelSpec, part: ModelSpec, depth: int, tokens: int, options
 
 def cache_for(spec: ModelSpec, depth: int, tokens: int, options: dict[str, Any]) -> Cache:
     """A cache with room for a sequence of `depth` tokens and branches of it that write so many more."""
-    planner = Planner(spec, options["k_dtype"], options["v_dtype"])
+    planner = Planner(spec, options["k_dtype"], options["v_dtype"], retention=options.get("retention"))
     # CPU memory is taken as it is used: what a step holds beside windows, and open pages of branches, have room.
-    budget = 2 * planner.footprint(depth + CHUNK + tokens).paged_bytes + (256 << 20)
+    budget = 2 * planner.footprint(depth + tokens).paged_bytes + 2 * CHUNK * planner.bytes_per_token + (256 << 20)
     norms = [np.ones(layer.head_dim, np.float32) if layer.k_eq_v else None for layer in spec.attention_layers]
     return Cache(spec, device="cpu", device_memory=budget, host_memory=0, k_norms=norms, **options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagoda.cache import Cache
-from pagoda.cli.console import results
+from pagoda.cli.console import kept, results
 from pagoda.cli.options import Commands, format_pair
 from pagoda.errors import InvalidArgument
 from pagoda.formats import FORMATS
@@ -36,8 +37,10 @@ RETENTION: dict[str, dict[str, Any]] = {
     f"4 + last {WINDOW:,}": {"keep": SinkWindow(4, WINDOW)},
 }
 """What the head with a sink keeps, as arguments of `streaming`: the window of a layer has no sinks."""
-KEPT = (SinkWindow(4, WINDOW), SinkWindow(64, 4 * WINDOW))
+KEPT = (SinkWindow(0, WINDOW), SinkWindow(4, WINDOW), SinkWindow(64, 4 * WINDOW))
 """What the language model keeps, if not everything."""
+RETAINED = ("q8_0", "q4_0")
+"""Formats in which retention is measured beside float32, if they are among those that are asked for."""
 
 
 def register(commands: Commands) -> None:
@@ -96,7 +99,7 @@ def bits(name: str, spec: ModelSpec) -> float:
 
 
 def measure(caches: dict[str, CacheOf], heads: list[Head], show: Callable[[str], object]) -> dict[str, list[Row]]:
-    """Every head and the shipped text in every format. What is not about formats is measured over float32."""
+    """Every head and the shipped text in every format; retention over float32 and the formats of `RETAINED`."""
     reference = cache_of("f32")
     recalls, streams, texts = [], [], []
     for head in heads:
@@ -105,19 +108,21 @@ def measure(caches: dict[str, CacheOf], heads: list[Head], show: Callable[[str],
             show(f"recall over {format_tokens(head.context)}, outliers {head.outliers}, {name}")
             place = {"format": name, "context": head.context, "outliers": head.outliers, "beta": head.beta}
             recalls.append({**place, **asdict(test.fidelity(cache))})
-    for context in STREAM_CONTEXTS:
-        for kept, options in RETENTION.items():
-            show(f"head with a sink over {format_tokens(context)}, kept: {kept}")
-            streams.append({"context": context, "retention": kept, **asdict(streaming(context, reference, **options))})
+    retained = {"f32": reference} | {name: caches[name] for name in RETAINED if name in caches}
+    for context, (policy, options), (name, cache) in itertools.product(
+        STREAM_CONTEXTS, RETENTION.items(), retained.items()
+    ):
+        show(f"head with a sink over {format_tokens(context)}, kept: {policy}, {name}")
+        place = {"format": name, "context": context, "retention": policy}
+        streams.append({**place, **asdict(streaming(context, cache, **options))})
     show("shipped text, f32")
     text = ShippedText(reference)
     for name, cache, keep in [
         *((*item, None) for item in caches.items()),
-        *(("f32", reference, keep) for keep in KEPT),
+        *((*item, keep) for keep in KEPT for item in retained.items()),
     ]:
-        kept = "all" if keep is None else f"{keep.sinks} + last {keep.window:,}"
-        show(f"shipped text, {name}, kept: {kept}")
-        place = {"format": name, "retention": kept, "bits": bits(name, text.model.spec)}
+        show(f"shipped text, {name}, kept: {kept(keep)}")
+        place = {"format": name, "retention": kept(keep), "bits": bits(name, text.model.spec)}
         texts += [{**place, **asdict(row)} for row in text.divergence(cache, keep=keep)]
     return {"heads": recalls, "streaming": streams, "language": texts}
 
@@ -145,7 +150,7 @@ def heads_table(rows: list[Row]) -> Table:
 
 def streaming_table(rows: list[Row]) -> Table:
     """The head with a sink."""
-    table = Table("context", "kept", title="needles and a sink; the law's figure in brackets")
+    table = Table("context", "kept", "format", title="needles and a sink; the law's figure in brackets")
     for column in ("needles found, kept", "dropped", "answers invented", "weight off the sink"):
         table.add_column(column, justify="right")
     for row in rows:
@@ -153,6 +158,7 @@ def streaming_table(rows: list[Row]) -> Table:
         table.add_row(
             format_tokens(row["context"]),
             row["retention"],
+            row["format"],
             f"{row['recall_within']:.3f}",
             "-" if beyond is None else f"{beyond:.3f}",
             f"{row['invented']:.3f}",
@@ -164,7 +170,7 @@ def streaming_table(rows: list[Row]) -> Table:
 def text_table(rows: list[Row]) -> Table:
     """The shipped language model."""
     table = Table("format", "bits", "kept", title=f"shipped model, {TOKENS:,} bytes token by token, against f32")
-    for column in ("after", "bits a byte", "KLD, nats", "99.9 %", "same top, %"):
+    for column in ("after", "bits a byte", "perplexity, %", "KLD, nats", "99.9 %", "same top, %"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
@@ -173,6 +179,7 @@ def text_table(rows: list[Row]) -> Table:
             row["retention"],
             format_tokens(row["start"]),
             f"{row['bits_per_byte']:.4f}",
+            f"{100 * row['perplexity']:.2f}",
             f"{row['kld']:.1e}",
             f"{row['kld_999']:.1e}",
             f"{100 * row['same_top']:.2f}",
