@@ -230,6 +230,23 @@ def test_what_rested_longest_leaves_first_and_of_a_sequence_the_oldest_pages(aga
         cache.audit()
 
 
+def test_room_is_made_for_a_page_of_each_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a batch whose sequences all begin a page at the same step."""
+    spec = pagoda.ModelSpec(layers=[layer()])
+    with pagoda.Cache(spec, page_size=16, device_memory="512KiB", host_memory="8MiB", threads=1) as cache:
+        waits: list[int] = []
+        monkeypatch.setattr(cache._spill, "make_room", lambda blocks, batch: waits.append(blocks))
+        sequences = 16
+        batch, rows = [cache.create() for _ in range(sequences)], np.zeros((16 * sequences, 2, 16), np.float16)
+        for _ in range(40):
+            with cache.step(batch, [16] * sequences) as step:
+                step.append(0, rows, rows)
+            cache._spill.settle()
+            assert settled(cache).device[0].free >= sequences
+        assert cache.stats().host[0].used > 16 * sequences
+        assert not waits
+
+
 def test_pages_leave_ahead_of_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step waits for room; of what rests an eighth of the tier goes at once, of the batch no more than a 32nd."""
     spec = pagoda.ModelSpec(layers=[layer()])

@@ -22,10 +22,11 @@ from pagoda.engine import Engine
 from pagoda.errors import InvalidArgument, OutOfBlocks, PagodaError, TierIOError, UseAfterRelease
 
 LOW_WATER = 1 / 64
-"""The free fraction of a tier at which pages leave it in the background."""
+"""The free fraction of a tier at which pages leave it in the background; sooner where a step could need more."""
 
 BATCH_WATER = 1 / 32
-"""The free fraction that moving pages of the batch brings it back to: steps read them, and slower from where they go."""
+"""The free fraction that moving pages of the batch brings it back to, or what two steps may need: steps read them, and
+slower from where they go."""
 
 HIGH_WATER = 1 / 8
 """The free fraction that moving pages which rest brings it back to."""
@@ -64,12 +65,19 @@ class Spill:
                 self._resting[pair] -= 1
                 continue
             free, whole = self._core.free_blocks(pair[0]), self._blocks[pair[0]]
-            low = [group for group, blocks in enumerate(whole) if blocks and free[group] <= int(blocks * LOW_WATER)]
+            # The sequences of a step may begin a page each.
+            pages = [min(len(batch), int(blocks * HIGH_WATER)) for blocks in whole]
+            low = [
+                group
+                for group, blocks in enumerate(whole)
+                if blocks and free[group] < max(int(blocks * LOW_WATER) + 1, pages[group])
+            ]
             if not low or self._pending(pair):
                 continue
             for group in low:
-                of_batch, resting = (int(whole[group] * mark) - free[group] for mark in (BATCH_WATER, HIGH_WATER))
-                self._demote(pair, group, max(1, resting), batch, of_batch=max(1, of_batch))
+                resting = int(whole[group] * HIGH_WATER) - free[group]
+                of_batch = max(int(whole[group] * BATCH_WATER), 2 * pages[group]) - free[group]
+                self._demote(pair, group, max(1, resting, of_batch), batch, of_batch=max(1, of_batch))
 
     def make_room(self, blocks: int, batch: Handles) -> bool:
         """Makes room for about `blocks` blocks on the device, or below it so that there can be some; says whether it did."""
