@@ -60,8 +60,8 @@ class Attends:
         self._finish_steps = finish_steps
         self._scratch = Scratch(driver)
         self._maxima: Maxima | None = None
-        self._in_graph = False
-        """Whether a graph may do the open step: then it is launched as any other such step is."""
+        self.in_graph = False
+        """Whether a graph may do the open step, or the last one: then it is launched as any other such step is."""
         self._bounds: npt.NDArray[np.int32] = np.zeros(1, np.int32)
         self._tokens_max = 0
         self._most_of: dict[int, tuple[int, int]] = {}
@@ -86,7 +86,7 @@ class Attends:
     def enter(self, bounds: npt.NDArray[np.int32], tokens_max: int, *, in_graph: bool) -> None:
         """A step begins. bounds: where the new tokens of each sequence begin, and where the last one's end. tokens_max: rows
         that arrays may have. in_graph: whether a graph may do it."""
-        self._bounds, self._tokens_max, self._in_graph = bounds, tokens_max, in_graph
+        self._bounds, self._tokens_max, self.in_graph = bounds, tokens_max, in_graph
         self._most_of.clear()
         self._covered.clear()
 
@@ -101,7 +101,7 @@ class Attends:
             raise InvalidArgument(
                 f"attend: layer {layer} in a graph: not in a step that streams pages of the host tier"
             )
-        if self._maxima is not None and not self._in_graph and stream.capturing:
+        if self._maxima is not None and not self.in_graph and stream.capturing:
             raise InvalidArgument(
                 f"attend: layer {layer} in a graph: not in a step with more than {self._maxima.new_tokens} new tokens of a "
                 "sequence, the maximum declared for graphs"
@@ -153,7 +153,7 @@ class Attends:
         step, or in any that a graph does. 0 if there is none."""
         if (found := self._most_of.get(few)) is not None:
             return found
-        if self._maxima is None or not self._in_graph:
+        if self._maxima is None or not self.in_graph:
             counts = np.diff(self._bounds)
             most = int(counts.max(initial=0))
             decoded = most if most <= few else int(counts.max(where=counts <= few, initial=0))

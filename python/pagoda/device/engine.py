@@ -154,8 +154,6 @@ class DeviceEngine:
             finish_steps=self._wait_for_steps,
         )
         self._maxima: Maxima | None = None
-        self._in_graph = False
-        """Whether a graph may do the open step, or the last one."""
         self._epochs: deque[tuple[int, Event]] = deque()
         """Steps that the device has not been seen to end, oldest first."""
         self._last_step: Event | None = None
@@ -214,9 +212,9 @@ class DeviceEngine:
                 self._note_epoch()
             raise
         try:
-            if self._maxima is not None:
-                self._in_graph = bool(np.maximum.reduce(new_tokens, initial=0) <= self._maxima.new_tokens)
-            self._enter(number, chosen)
+            maxima = self._maxima
+            in_graph = maxima is not None and bool(np.maximum.reduce(new_tokens, initial=0) <= maxima.new_tokens)
+            self._enter(number, chosen, in_graph=in_graph)
         except BaseException:
             self._roll_back(number)
             raise
@@ -274,7 +272,7 @@ class DeviceEngine:
         """See `Step.replay`."""
         if self._maxima is None:
             raise InvalidArgument("replay: maxima declared first, by Cache.declare")
-        if not self._in_graph:
+        if not self._attends.in_graph:
             raise InvalidArgument(
                 f"replay: new_tokens = {np.diff(self.core.cu_seqlens(number)).max()} of a sequence in this step: at most "
                 f"{self._maxima.new_tokens}, the maximum declared for graphs"
@@ -476,8 +474,11 @@ class DeviceEngine:
         """Whether the stream of the step is captured: an event would be of the graph, and no wait for it would end well."""
         return self._stream is not None and self._stream.capturing
 
-    def _enter(self, number: int, stream: Stream) -> None:
-        """Sends the tables of the open step. Raises InvalidArgument for pages on disk that have nothing to come through."""
+    def _enter(self, number: int, stream: Stream, *, in_graph: bool) -> None:
+        """Sends the tables of the open step. in_graph: whether a graph may do it.
+
+        Raises InvalidArgument for pages on disk that have nothing to come through.
+        """
         self._mark_end()
         self._stream = stream
         if self._last_step is not None:
@@ -490,7 +491,7 @@ class DeviceEngine:
         self._arrays.tokens, self._arrays.tokens_max = tokens, tokens_max
         centers = self.core.step_centers()
         self._appends.enter(centers=centers)
-        self._attends.enter(bounds, tokens_max, in_graph=self._in_graph)
+        self._attends.enter(bounds, tokens_max, in_graph=in_graph)
         if not self._tables.fits():
             self._wait_for_steps()
             self._tables.grow()

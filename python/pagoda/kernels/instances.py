@@ -285,7 +285,7 @@ def _stride(dim: int) -> int:
 def _stored(name: str, dim: int, depth: int) -> int:
     """Bytes of a stored row and its scales in shared memory; `depth`: elements with zeros behind them."""
     row = FORMATS[name]
-    return (-(-row.row_bytes(depth) // 16) | 1) * 16 + row.bytes(dim) - row.row_bytes(dim)
+    return (-(-row.row_bytes(depth) // 16) | 1) * 16 + row.scales_bytes(dim)
 
 
 def _decoded(name: str, dim: int) -> int:
@@ -293,7 +293,7 @@ def _decoded(name: str, dim: int) -> int:
     row = FORMATS[name]
     if not row.quantised:
         return 0
-    scales = 0 if name in FOLDED else (row.bytes(dim) - row.row_bytes(dim)) // row.scale_bytes
+    scales = 0 if name in FOLDED else row.scales_bytes(dim) // row.scale_bytes
     return _stride(dim) + 4 * scales
 
 

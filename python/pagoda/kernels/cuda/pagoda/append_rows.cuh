@@ -51,7 +51,10 @@ __global__ void append_rows(const Append args) {
         for (int e = lane; e < dim; e += WARP) {
             float number = Input::load_one(source + e * Input::BYTES);
             if (center != nullptr) number = subtract_exact(number, center[e]);
-            if (rotated) fits &= fabsf(number) <= STORED_MAX, number = limited(number, STORED_MAX);
+            if (rotated) {
+                fits &= fabsf(number) <= STORED_MAX;
+                number = limited(number, STORED_MAX);
+            }
             x[e] = number;
         }
         __syncwarp();
