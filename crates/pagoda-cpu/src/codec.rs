@@ -343,8 +343,8 @@ pub(crate) fn to_e2m1(x: f32) -> u8 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::samples::Random;
     use crate::simd::{Encode, Isa};
+    use crate::tests::samples::Random;
 
     /// Numbers that formats round, clamp or cannot hold.
     fn number(random: &mut Random) -> f32 {

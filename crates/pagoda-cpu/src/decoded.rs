@@ -307,8 +307,8 @@ unsafe fn multiply_block<S: Simd, const R: usize, const C: usize>(
 mod tests {
     use super::*;
     use crate::codec::{decode_row, encode_row};
-    use crate::samples::{Random, read};
     use crate::simd::Isa;
+    use crate::tests::samples::{Random, read};
 
     /// A tile of random rows, page by page: rows, then scales. Those outside of `low..high` are not numbers.
     struct Tile {

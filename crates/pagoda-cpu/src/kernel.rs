@@ -681,9 +681,9 @@ unsafe fn exp2_one<S: Simd>(x: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::samples::Random;
     use crate::simd::Isa;
     use crate::simd::scalar::Scalar;
+    use crate::tests::samples::Random;
 
     /// What tiles of scores come to: the weights and the factors of each, what they are relative to in the end, and their sums.
     struct Weighed {

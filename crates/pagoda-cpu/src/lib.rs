@@ -19,10 +19,10 @@ mod plan;
 mod pool;
 mod rope;
 mod rows;
-#[cfg(test)]
-mod samples;
 mod simd;
 mod stored;
+#[cfg(test)]
+mod tests;
 mod transform;
 
 pub use append::Overflow;

@@ -190,8 +190,8 @@ pub(crate) unsafe fn rotate_back<S: Simd>(row: &mut [f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::samples::Random;
     use crate::simd::Isa;
+    use crate::tests::samples::Random;
 
     #[test]
     fn rotations_are_those_of_the_definition_and_the_same_everywhere() {

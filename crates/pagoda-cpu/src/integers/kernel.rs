@@ -422,8 +422,8 @@ mod tests {
     use crate::attend::Floats;
     use crate::codec::decode_row;
     use crate::kernel::{ALIGN, Chunk};
-    use crate::samples::{Random, read};
     use crate::simd::Isa;
+    use crate::tests::samples::{Random, read};
 
     const FORMATS: [RowFormat; 6] = [
         RowFormat::Int8,

@@ -262,8 +262,8 @@ mod tests {
 
     use super::*;
     use crate::kernel::{Chunk, RowSize};
-    use crate::samples::{Random, read};
     use crate::simd::Isa;
+    use crate::tests::samples::{Random, read};
 
     /// The nearest bfloat16, ties to even.
     fn bf16(x: f32) -> f32 {

@@ -1,55 +1,21 @@
 //! Random caches, and attention over them written down as plainly as possible in f64.
 
-#![allow(
-    clippy::allow_attributes,
-    dead_code,
-    unreachable_pub,
-    reason = "every test binary uses its own part"
-)]
-
+use super::samples::Random;
+use crate::{
+    Arenas, Attention, Backend, Carried, DerivedKeys, Element, Layer, PagedKv, Rope, Rows, RowsMut,
+    SequenceTable, Shared, Transform, decode_row, encode_row,
+};
 use half::{bf16, f16};
 use pagoda_core::common::{Candidate, Commons};
 use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::{Sight, SpanView};
 use pagoda_core::work;
-use pagoda_cpu::{
-    Arenas, Attention, Backend, Carried, DerivedKeys, Element, Layer, PagedKv, Rope, Rows, RowsMut,
-    SequenceTable, Shared, Transform, decode_row, encode_row,
-};
 
-/// SplitMix64.
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-    pub fn below(&mut self, n: usize) -> usize {
-        (self.next() % n as u64) as usize
-    }
-    pub fn pick<T: Copy>(&mut self, of: &[T]) -> T {
-        of[self.below(of.len())]
-    }
-    /// Roughly normal, and of so few bits that sums of a row are exact in f32: whatever is rotated there and in f64 is rounded to
-    /// the same codes.
-    pub fn float(&mut self) -> f32 {
-        let sum: f64 = (0..4).map(|_| (self.next() >> 11) as f64 / (1u64 << 53) as f64 - 0.5).sum();
-        (sum * 1.7 * 1024.0).round() as f32 / 1024.0
-    }
-    pub fn floats(&mut self, n: usize) -> Vec<f32> {
-        (0..n).map(|_| self.float()).collect()
-    }
-}
-
-pub const ELEMENTS: [Element; 3] = [Element::F32, Element::F16, Element::Bf16];
+pub(crate) const ELEMENTS: [Element; 3] = [Element::F32, Element::F16, Element::Bf16];
 
 /// What is left of a row of numbers in a format.
-pub fn through(x: &[f32], format: RowFormat) -> Vec<f32> {
+pub(crate) fn through(x: &[f32], format: RowFormat) -> Vec<f32> {
     match format {
         RowFormat::F32 => x.to_vec(),
         RowFormat::F16 => x.iter().map(|&x| f16::from_f32(x).to_f32()).collect(),
@@ -66,7 +32,7 @@ pub fn through(x: &[f32], format: RowFormat) -> Vec<f32> {
     }
 }
 
-pub fn encode(x: &[f32], element: Element) -> Vec<u8> {
+pub(crate) fn encode(x: &[f32], element: Element) -> Vec<u8> {
     match element {
         Element::F32 => x.iter().flat_map(|x| x.to_ne_bytes()).collect(),
         Element::F16 => x.iter().flat_map(|&x| f16::from_f32(x).to_ne_bytes()).collect(),
@@ -74,7 +40,7 @@ pub fn encode(x: &[f32], element: Element) -> Vec<u8> {
     }
 }
 
-pub fn decode(bytes: &[u8], element: Element) -> Vec<f32> {
+pub(crate) fn decode(bytes: &[u8], element: Element) -> Vec<f32> {
     let words = || bytes.chunks_exact(2).map(|b| u16::from_ne_bytes([b[0], b[1]]));
     match element {
         Element::F32 => bytes.chunks_exact(4).map(|b| f32::from_ne_bytes([b[0], b[1], b[2], b[3]])).collect(),
@@ -90,22 +56,22 @@ fn given(x: &[f32], element: Element) -> Vec<f32> {
 
 /// A sequence with everything that was ever said about it.
 #[derive(Clone)]
-pub struct Sequence {
-    pub row: Vec<BlockRef>,
-    pub spans: Vec<SpanView>,
+pub(crate) struct Sequence {
+    pub(crate) row: Vec<BlockRef>,
+    pub(crate) spans: Vec<SpanView>,
     /// `[token][kv_head][dim]`, as given to `append`.
-    pub keys: Vec<f32>,
-    pub values: Vec<f32>,
+    pub(crate) keys: Vec<f32>,
+    pub(crate) values: Vec<f32>,
     /// `[token][q_head][dim]`, for every token.
-    pub queries: Vec<f32>,
+    pub(crate) queries: Vec<f32>,
 }
 
 impl Sequence {
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.spans.iter().map(|s| s.count as usize).sum()
     }
     /// The spans of the first `n` tokens.
-    pub fn prefix(&self, n: usize) -> Vec<SpanView> {
+    pub(crate) fn prefix(&self, n: usize) -> Vec<SpanView> {
         let mut left = n;
         let mut spans = self.spans.clone();
         for span in &mut spans {
@@ -118,31 +84,31 @@ impl Sequence {
 }
 
 /// Arenas full of NaN, a layer, and sequences to store.
-pub struct World {
-    pub layer: Layer,
+pub(crate) struct World {
+    pub(crate) layer: Layer,
     /// A logit for each query head.
-    pub sinks: Option<Vec<f32>>,
+    pub(crate) sinks: Option<Vec<f32>>,
     /// What values are multiplied with, where keys are derived.
     weight: Option<Vec<f32>>,
     memory: [Vec<u64>; 2],
     free: Vec<BlockRef>,
-    pub sequences: Vec<Sequence>,
+    pub(crate) sequences: Vec<Sequence>,
 }
 
 /// How a sequence is cut: `(skip or shared, count, offset)`.
 #[derive(Clone, Copy, Debug)]
-pub struct Cut {
+pub(crate) struct Cut {
     /// Continue in the page where the span before ended.
-    pub shared: bool,
-    pub skip: usize,
-    pub count: usize,
-    pub offset: u64,
-    pub sight: Sight,
+    pub(crate) shared: bool,
+    pub(crate) skip: usize,
+    pub(crate) count: usize,
+    pub(crate) offset: u64,
+    pub(crate) sight: Sight,
 }
 
 impl World {
     /// `layers_before` layers precede ours in the block.
-    pub fn new(
+    pub(crate) fn new(
         random: &mut Random,
         geometry: LayerGeometry,
         num_q_heads: u32,
@@ -183,18 +149,18 @@ impl World {
     }
 
     /// Keys come from values, which are stored in their place.
-    pub fn derive_keys(&mut self, random: &mut Random) {
-        let weight = random.floats(self.layer.geometry.head_dim as usize);
+    pub(crate) fn derive_keys(&mut self, random: &mut Random) {
+        let weight = random.normals(self.layer.geometry.head_dim as usize);
         self.layer.derived = Some(DerivedKeys::new(&weight, self.layer.rope.as_ref()));
         self.weight = Some(weight);
     }
 
-    pub fn arenas(&mut self) -> Arenas {
+    pub(crate) fn arenas(&mut self) -> Arenas {
         let [device, host] = &mut self.memory;
         Arenas::new(device.as_mut_ptr().cast(), host.as_mut_ptr().cast())
     }
 
-    pub fn bytes(&self, block: BlockRef) -> &[u8] {
+    pub(crate) fn bytes(&self, block: BlockRef) -> &[u8] {
         let memory = &self.memory[block.tier().index()];
         // SAFETY: any bytes will do.
         let bytes = unsafe { std::slice::from_raw_parts(memory.as_ptr().cast::<u8>(), memory.len() * 8) };
@@ -203,7 +169,7 @@ impl World {
     }
 
     /// Adds a sequence with random contents.
-    pub fn add(&mut self, random: &mut Random, cuts: &[Cut]) {
+    pub(crate) fn add(&mut self, random: &mut Random, cuts: &[Cut]) {
         let page = self.layer.page_size as usize;
         let mut row = Vec::new();
         let mut spans: Vec<SpanView> = Vec::new();
@@ -234,12 +200,12 @@ impl World {
             row.push(BlockRef::new(Tier::Disk, BlockId::new(1 << 29)));
         }
         let LayerGeometry { num_kv_heads, head_dim, v_head_dim, v_format, .. } = self.layer.geometry;
-        let mut keys = random.floats(len * (num_kv_heads * head_dim) as usize);
+        let mut keys = random.normals(len * (num_kv_heads * head_dim) as usize);
         // Keys lie about their centre, as a mean is.
         let center = &self.layer.transform.center;
         keys.iter_mut().zip(center.iter().cycle()).for_each(|(x, c)| *x += c);
         let values = match v_format {
-            Some(_) => random.floats(len * (num_kv_heads * v_head_dim) as usize),
+            Some(_) => random.normals(len * (num_kv_heads * v_head_dim) as usize),
             None => keys
                 .chunks_exact(head_dim as usize)
                 .flat_map(|k| &k[..v_head_dim as usize])
@@ -251,12 +217,12 @@ impl World {
             spans,
             keys,
             values,
-            queries: random.floats(len * (self.layer.num_q_heads * head_dim) as usize),
+            queries: random.normals(len * (self.layer.num_q_heads * head_dim) as usize),
         });
     }
 
     /// Moves every page to other blocks of other tiers.
-    pub fn shuffle(&mut self, random: &mut Random) {
+    pub(crate) fn shuffle(&mut self, random: &mut Random) {
         for s in 0..self.sequences.len() {
             for p in 0..self.sequences[s].row.len() {
                 let old = self.sequences[s].row[p];
@@ -279,7 +245,7 @@ impl World {
     }
 
     /// Stores all tokens of all sequences.
-    pub fn fill(&mut self, backend: &Backend, element: Element) {
+    pub(crate) fn fill(&mut self, backend: &Backend, element: Element) {
         let arenas = self.arenas();
         let LayerGeometry { num_kv_heads, head_dim, v_head_dim, .. } = self.layer.geometry;
         let tables: Vec<_> = self
@@ -304,7 +270,7 @@ impl World {
     }
 
     /// Attention of the tokens `len - new..len` of some sequences: outputs and log-sum-exps.
-    pub fn attend(
+    pub(crate) fn attend(
         &mut self,
         backend: &Backend,
         batch: &[(usize, usize, usize)],
@@ -319,7 +285,7 @@ impl World {
 
     /// The same of one sequence, run by run or a few at a time: pages of other runs are nowhere then, and of some pages only
     /// this layer is in memory, as when it was read from disk.
-    pub fn attend_runs(
+    pub(crate) fn attend_runs(
         &mut self,
         random: &mut Random,
         backend: &Backend,
@@ -368,7 +334,7 @@ impl World {
     }
 
     /// What parts of results over the tokens before `ends` of each sequence say: other pages are nowhere.
-    pub fn attend_before(
+    pub(crate) fn attend_before(
         &mut self,
         backend: &Backend,
         batch: &[(usize, usize, usize)],
@@ -417,7 +383,7 @@ impl World {
     }
 
     /// As `attend`, with pages in common, of so many nodes, gone over once: for all but the first that have them they are nowhere.
-    pub fn attend_common(
+    pub(crate) fn attend_common(
         &mut self,
         backend: &Backend,
         batch: &[(usize, usize, usize)],
@@ -521,12 +487,12 @@ impl World {
     }
 
     /// What `attend` should say.
-    pub fn expect(&self, batch: &[(usize, usize, usize)], element: Element) -> (Vec<f64>, Vec<f64>) {
+    pub(crate) fn expect(&self, batch: &[(usize, usize, usize)], element: Element) -> (Vec<f64>, Vec<f64>) {
         self.expect_before(batch, &vec![usize::MAX; batch.len()], self.sinks.as_deref(), element)
     }
 
     /// The same over the tokens before `ends`.
-    pub fn expect_before(
+    pub(crate) fn expect_before(
         &self,
         batch: &[(usize, usize, usize)],
         ends: &[usize],
@@ -658,7 +624,7 @@ fn rotate(q: &[f64], rope: &Rope, by: f64) -> Vec<f64> {
 }
 
 /// A contiguous array `[token][heads][dim]`.
-pub fn rows(bytes: &[u8], element: Element, heads: usize, dim: usize) -> Rows {
+pub(crate) fn rows(bytes: &[u8], element: Element, heads: usize, dim: usize) -> Rows {
     let head_stride = (element.bytes() * dim) as isize;
     Rows { ptr: bytes.as_ptr(), element, token_stride: head_stride * heads as isize, head_stride }
 }

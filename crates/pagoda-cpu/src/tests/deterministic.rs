@@ -1,12 +1,11 @@
 //! With `deterministic` the bits depend on the sequence alone.
 
-mod world;
-
+use super::samples::Random;
+use super::world::{Cut, ELEMENTS, World};
+use crate::{Backend, Isa, Rope};
 use pagoda_core::layout::{LayerGeometry, RowFormat};
 use pagoda_core::table::Sight;
-use pagoda_cpu::{Backend, Isa, Rope};
 use proptest::prelude::*;
-use world::{Cut, ELEMENTS, Random, World};
 
 fn bits(x: &(Vec<f32>, Vec<f32>)) -> Vec<u32> {
     x.0.iter().chain(&x.1).map(|x| x.to_bits()).collect()

@@ -4,13 +4,19 @@ use std::ops::Range;
 
 use crate::kernel::{Chunk, Lines, PIECES, RowSize, STREAMS};
 
-/// A linear congruential generator.
+/// SplitMix64.
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
     pub(crate) fn below(&mut self, n: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) as usize % n
+        (self.next() % n as u64) as usize
     }
     pub(crate) fn pick<T: Copy>(&mut self, of: &[T]) -> T {
         of[self.below(of.len())]
@@ -18,6 +24,15 @@ impl Random {
     /// From -1 to 1.
     pub(crate) fn float(&mut self) -> f32 {
         self.below(1 << 24) as f32 / (1 << 23) as f32 - 1.0
+    }
+    /// Roughly normal, and of so few bits that sums of a row are exact in f32: whatever is rotated there and in f64 is rounded to
+    /// the same codes.
+    pub(crate) fn normal(&mut self) -> f32 {
+        let sum: f64 = (0..4).map(|_| (self.next() >> 11) as f64 / (1u64 << 53) as f64 - 0.5).sum();
+        (sum * 1.7 * 1024.0).round() as f32 / 1024.0
+    }
+    pub(crate) fn normals(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.normal()).collect()
     }
 }
 

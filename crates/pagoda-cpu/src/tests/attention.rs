@@ -1,12 +1,11 @@
 //! Attention against the plain reference, over random shapes.
 
-mod world;
-
+use super::samples::Random;
+use super::world::{Cut, ELEMENTS, World};
+use crate::{Backend, Isa, Rope, Transform};
 use pagoda_core::layout::{LayerGeometry, RowFormat};
 use pagoda_core::table::Sight;
-use pagoda_cpu::{Backend, Isa, Rope, Transform};
 use proptest::prelude::*;
-use world::{Cut, ELEMENTS, Random, World};
 
 /// A random length that likes the edges of pages.
 fn length(random: &mut Random, page: usize) -> usize {
@@ -51,7 +50,7 @@ fn random_world(random: &mut Random) -> World {
     }
     if geometry.v_format.is_some() && random.below(3) == 0 {
         let centered = random.below(2) == 0;
-        let center: Vec<f32> = random.floats((num_kv_heads * head_dim) as usize);
+        let center: Vec<f32> = random.normals((num_kv_heads * head_dim) as usize);
         world.layer.transform = Transform {
             center: if centered { center.iter().map(|c| c * 20.0).collect() } else { Vec::new() },
             rotate_k: random.below(2) == 0,
@@ -94,12 +93,7 @@ fn random_world(random: &mut Random) -> World {
 }
 
 /// Compares with the reference, to `2^-9` for 16-bit outputs and otherwise nearly to f32.
-fn compare(
-    world: &mut World,
-    backend: &Backend,
-    batch: &[(usize, usize, usize)],
-    element: pagoda_cpu::Element,
-) {
+fn compare(world: &mut World, backend: &Backend, batch: &[(usize, usize, usize)], element: crate::Element) {
     let found = world.attend(backend, batch, element);
     let right = world.expect(batch, element);
     hold(world, backend, batch, element, found, right);
@@ -110,14 +104,14 @@ fn hold(
     world: &World,
     backend: &Backend,
     batch: &[(usize, usize, usize)],
-    element: pagoda_cpu::Element,
+    element: crate::Element,
     (out, lse): (Vec<f32>, Vec<f32>),
     (expected_out, expected_lse): (Vec<f64>, Vec<f64>),
 ) {
     let rounding: f64 = match element {
-        pagoda_cpu::Element::F32 => 1e-5,
-        pagoda_cpu::Element::F16 => 1e-3,
-        pagoda_cpu::Element::Bf16 => 6e-3,
+        crate::Element::F32 => 1e-5,
+        crate::Element::F16 => 1e-3,
+        crate::Element::Bf16 => 6e-3,
     };
     // Products of integers: elements of queries are rounded to 2^-16 of the largest of 32, weights to that of a tile; with
     // rows of 4 or 5 bits to 2^-8. Products of bfloat16: each is rounded to 2^-9 of itself. The largest errors of many are several times as

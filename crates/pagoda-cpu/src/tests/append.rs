@@ -1,16 +1,15 @@
 //! What `append` stores: every bit, and nowhere else.
 
-mod world;
-
+use super::samples::Random;
+use super::world::{self, ELEMENTS, rows};
+use crate::{
+    Arenas, Backend, Element, Error, F16_MAX, Isa, Layer, Overflow, PagedKv, Rows, SequenceTable, Transform,
+    bf16_to_f32, decode_row, f16_to_f32, f32_to_bf16, f32_to_f16,
+};
 use half::{bf16, f16};
 use pagoda_core::ids::{BlockId, BlockRef, Tier};
 use pagoda_core::layout::{BlockLayout, LayerGeometry, RowFormat};
 use pagoda_core::table::{Sight, SpanView};
-use pagoda_cpu::{
-    Arenas, Backend, Element, Error, F16_MAX, Isa, Layer, Overflow, PagedKv, Rows, SequenceTable, Transform,
-    bf16_to_f32, decode_row, f16_to_f32, f32_to_bf16, f32_to_f16,
-};
-use world::{ELEMENTS, Random, rows};
 
 const PAGE: usize = 16;
 
@@ -213,7 +212,7 @@ fn what_is_out_of_range_is_limited_before_it_is_rotated() {
     };
     let mut random = Random(3);
     for format in [RowFormat::Int8, RowFormat::Q8_0, RowFormat::Q5_0, RowFormat::Q4_0, RowFormat::Fp8E4m3] {
-        let row = random.floats(dim);
+        let row = random.normals(dim);
         for bad in [f32::INFINITY, f32::NEG_INFINITY, 3e38, LIMIT.next_up()] {
             for count in [1, 2, dim] {
                 let (mut given, mut limited) = (row.clone(), row.clone());
@@ -294,7 +293,7 @@ fn rows_go_to_their_slots_and_nowhere_else() {
             // One fused array: [token][K heads, V heads], heads apart.
             let stride = heads * (k_dim + v_dim) + 5;
             let mut random = Random(2);
-            let fused: Vec<f32> = random.floats(slots.len() * stride);
+            let fused: Vec<f32> = random.normals(slots.len() * stride);
             let part = |offset: usize, dim: usize| Rows {
                 ptr: fused[offset..].as_ptr().cast(),
                 element: Element::F32,
@@ -367,7 +366,7 @@ fn contradictions_are_refused() {
     assert!(with(|l| l.num_q_heads = 3).starts_with("num_q_heads is 3 with num_kv_heads 2;"));
     assert!(with(|l| l.page_size = 24).starts_with("page_size is 24;"));
     assert!(
-        with(|l| l.rope = Some(pagoda_cpu::Rope { inv_freq: vec![1.0; 9], interleaved: false }))
+        with(|l| l.rope = Some(crate::Rope { inv_freq: vec![1.0; 9], interleaved: false }))
             .starts_with("rope")
     );
     let missing = if cfg!(target_arch = "x86_64") { Isa::Neon } else { Isa::Avx2 };
