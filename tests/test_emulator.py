@@ -476,9 +476,9 @@ FAILURES = {
     "lanes_missing": (0, "16 threads wait at .*; in warp 0 lanes 0000ffff at __syncwarp for lanes ffff0000"),
     "crooked_copy": (8, "not aligned"),
     "crooked_row": (8, "not aligned"),
-    "crooked_load": (8, r"stdin.*:\d+: an address is not aligned"),
-    "far_shift": (32, r"stdin.*:\d+: a shift is too far"),
-    "large_cast": (3, r"stdin.*:\d+: a number becomes an integer that it does not fit"),
+    "crooked_load": (8, r"kernel.cpp:\d+: an address is not aligned"),
+    "far_shift": (32, r"kernel.cpp:\d+: a shift is too far"),
+    "large_cast": (3, r"kernel.cpp:\d+: a number becomes an integer that it does not fit"),
     "past_shared": (512, "past its shared memory"),
 }
 

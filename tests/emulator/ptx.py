@@ -61,7 +61,7 @@ def compile(
 
     own = Path(__file__).read_text()
     translation = emulator.kept("cpp", [own, source, *kernels, *kernels.values(), *known], write)
-    library = emulator.Library(emulator.program(translation.read_text(), [], ["-Og"]))
+    library = emulator.Library(emulator.program(translation.read_text(), [], [], "-Og"))
     if constants:
         library.add(emulator.program(emulator.with_constants(source, constants), known, [f"-I{device_code}"]))
     return library
