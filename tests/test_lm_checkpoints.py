@@ -90,6 +90,7 @@ def plus(name: str, tensor: Array) -> Callable[[Tensors], Tensors]:
         ("llama", {}, plus("model.layers.3.self_attn.q_proj.bias", np.ones(96, np.float32)), r"layers\.3.*not part of"),
         ("llama", {}, plus("model.layers.0.self_attn.q_norm.weight", np.ones(16, np.float32)), "q_norm.*not part of"),
         ("llama", {"num_hidden_layers": 3}, dict, r"layers\.3.*not part of the llama model"),
+        ("llama", {"per_layer_config": {"1": {"rms_norm_eps": 1e-3}}}, dict, "per_layer_config = "),
         ("llama", {"attention_bias": 1}, dict, "attention_bias = 1"),
         ("llama", {"tie_word_embeddings": "yes"}, dict, "tie_word_embeddings = 'yes'"),
         ("llama", {"eos_token_id": "</s>"}, dict, "eos_token_id = '</s>'"),

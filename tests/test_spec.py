@@ -316,6 +316,50 @@ def test_models_that_see_both_ways_are_refused(kind: str, both_ways: bool | str)
         assert len(ModelSpec.from_config(config | {"use_bidirectional_attention": causal}).layers) == 24
 
 
+def test_gemma_4_as_transformers_has_written_it_since_5_24() -> None:
+    """`save_pretrained` puts what full layers have into `per_layer_config`, and leaves the keys out that said it before."""
+    published = PRESETS["gemma-4-12b"]
+    own = {"head_dim": 512, "num_key_value_heads": 1}
+    saved = {key: value for key, value in published.items() if "global" not in key}
+    saved |= {"per_layer_config": {f"{index:02}": own for index in range(5, 48, 6)}}
+    for kind in ("gemma4_text", "gemma4_unified_text"):
+        assert ModelSpec.from_config(saved | {"model_type": kind}).layers == ModelSpec.preset("gemma-4-12b").layers
+    wrapped = {"model_type": "gemma4_unified", "text_config": published | {"model_type": "gemma4_unified_text"}}
+    assert ModelSpec.from_config(wrapped).layers == ModelSpec.preset("gemma-4-12b").layers
+    # The 12B model's own kind has windows of 1024 where the config does not say so, others of 512.
+    sparse = {"model_type": "gemma4_unified_text", "num_hidden_layers": 6}
+    assert ModelSpec.from_config(sparse).attention_layers[0].window == 1024
+
+
+def test_single_layers_may_have_keys_of_their_own() -> None:
+    config = PRESETS["llama-3.1-8b"] | {"per_layer_config": {"3": {"num_key_value_heads": 4}, "31": {"head_dim": 64}}}
+    layers = ModelSpec.from_config(config).attention_layers
+    shapes = {index: (layer.num_kv_heads, layer.head_dim) for index, layer in enumerate(layers)}
+    assert shapes == dict.fromkeys(range(32), (8, 128)) | {3: (4, 128), 31: (8, 64)}
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [],
+        {"3": 1},
+        {"x": {}},
+        {"32": {}},
+        {"-1": {}},
+        {"9" * 5000: {}},
+        {"3": {"skip": ["attention"]}},
+        {"3": {"head_dim": 0}},
+    ],
+    ids=lambda entries: str(entries)[:20],
+)
+def test_keys_of_single_layers_that_cannot_be(entries: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"^config\.(per_layer_config|head_dim)"):
+        ModelSpec.from_config(PRESETS["llama-3.1-8b"] | {"per_layer_config": entries})
+    moved = {"3": {"num_hidden_layers": 2}}
+    spec = ModelSpec.from_config(PRESETS["llama-3.1-8b"] | {"per_layer_config": moved})
+    assert spec.layers == ModelSpec.preset("llama-3.1-8b").layers
+
+
 def test_shared_layers_store_nothing() -> None:
     kinds = ["sliding_attention", "full_attention"] * 3
     base = PRESETS["gemma-4-12b"] | {"num_hidden_layers": 6, "layer_types": kinds, "num_kv_shared_layers": 2}

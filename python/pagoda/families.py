@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from pagoda.errors import InvalidArgument
-from pagoda.hf_config import FULL, LINEAR, WINDOWED, Config
+from pagoda.hf_config import FULL, LINEAR, PER_LAYER, WINDOWED, Config
 from pagoda.rope import Rope, score_factor_from_config
 from pagoda.spec import AttentionLayer, Layer, StateLayer
 
@@ -18,7 +18,12 @@ def layers_of(config: dict[str, Any]) -> list[Layer]:
     if not isinstance(kind, str) or kind not in _FAMILIES:
         raise InvalidArgument(f"config.model_type = {kind!r}: one of {', '.join(sorted(_FAMILIES))}")
     family, defaults = _FAMILIES[kind]
-    return family(Config(defaults | config))
+    content = defaults | config
+    layers = family(Config(content))
+    for index, changes in Config(content).per_layer(len(layers)).items():
+        # The layer of a model whose layers all have these keys.
+        layers[index] = family(Config(content | changes | {"num_hidden_layers": len(layers)}))[index]
+    return layers
 
 
 def _attention(
@@ -177,9 +182,12 @@ def _gemma4(config: Config) -> list[Layer]:
     types = [*_alternating(config, 6)[:-1], FULL]
     queries, kv_heads, head_dim = config.heads
     window = config.integer("sliding_window")
-    full_dim = config.integer("global_head_dim")
     k_eq_v = config.content.get("attention_k_eq_v") is True
-    full_heads = config.integer("num_global_key_value_heads", kv_heads) if k_eq_v else kv_heads
+    full_heads, full_dim = kv_heads, head_dim
+    # Where transformers 5.24 has written the config, `per_layer_config` says what full layers have.
+    if PER_LAYER not in config.content:
+        full_heads = config.integer("num_global_key_value_heads", kv_heads) if k_eq_v else kv_heads
+        full_dim = config.integer("global_head_dim")
     shared = config.integer("num_kv_shared_layers", low=0, high=count - 1)
     owners: dict[str, int] = {}
     layers: list[Layer] = []
@@ -298,6 +306,8 @@ _FAMILIES: dict[str, tuple[Callable[[Config], list[Layer]], dict[str, Any]]] = {
     "gemma3_text": (_gemma3, _GEMMA_3),
     "gemma4": (_gemma4, _GEMMA_4),
     "gemma4_text": (_gemma4, _GEMMA_4),
+    "gemma4_unified": (_gemma4, _GEMMA_4 | {"sliding_window": 1024}),
+    "gemma4_unified_text": (_gemma4, _GEMMA_4 | {"sliding_window": 1024}),
     "glm": (_interleaved, _heads(32, 2, 128) | _HALF),
     "glm4": (_interleaved, _heads(32, 2, 128) | _HALF),
     "glm4_moe": (_llama, _heads(96, 8) | _HALF),

@@ -16,6 +16,9 @@ CONFIG_BYTES_MAX = 16 << 20
 FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Kinds of layers."""
 
+PER_LAYER = "per_layer_config"
+"""Keys that single layers have of their own, by index. transformers writes it since 5.24."""
+
 
 def read_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
     """The content of a config.json, given as content, file or folder; of a multimodal model, its text part."""
@@ -76,6 +79,21 @@ class Config:
         own = self.content.get("head_dim") is not None
         head_dim = self.integer("head_dim", high=4096) if own else self.integer("hidden_size") // queries
         return queries, self.integer("num_key_value_heads", queries, high=4096), head_dim
+
+    def per_layer(self, layers: int) -> dict[int, dict[str, Any]]:
+        """The keys that single layers have of their own, by the index of the layer."""
+        entries = {} if self.content.get(PER_LAYER) is None else self.content[PER_LAYER]
+        if not isinstance(entries, dict) or not all(isinstance(changes, dict) for changes in entries.values()):
+            raise InvalidArgument(f"config.{PER_LAYER} = {entries!r}: an object for each of some layers")
+        for index, changes in entries.items():
+            # Indices have zeros before them, so that they are in order: "05".
+            if not (str(index).isdecimal() and len(str(index)) <= 9 and int(index) < layers):
+                raise InvalidArgument(f"config.{PER_LAYER} = {index!r} among others: layers from 0 to {layers - 1}")
+            if changes.get("skip"):
+                raise InvalidArgument(
+                    f"config.{PER_LAYER}.{index}.skip = {changes['skip']!r}: nothing, as no layer is left out"
+                )
+        return {int(index): changes for index, changes in entries.items()}
 
     def layer_types(self, other: str = WINDOWED) -> list[str] | None:
         """The entry of each layer in `layer_types`: full attention, or the other kind that the family has."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pagoda.checks import check_choice, integers
 from pagoda.errors import InvalidArgument
-from pagoda.hf_config import Config, read_config
+from pagoda.hf_config import PER_LAYER, Config, read_config
 from pagoda.lm.arrays import Library, library
 from pagoda.lm.checkpoint import Checkpoint
 from pagoda.lm.tokenizer import Tokenizer, load_tokenizer
@@ -96,6 +96,8 @@ class LanguageModel:
             raise InvalidArgument(f"config.model_type = {kind!r}: one of {', '.join(FAMILIES)}")
         if act != "silu":
             raise InvalidArgument(f"config.hidden_act = {act!r}: silu")
+        if config.get(PER_LAYER):
+            raise InvalidArgument(f"config.{PER_LAYER} = {config[PER_LAYER]!r}: none, for layers that are all alike")
         self.config, self.tokenizer = config, tokenizer
         self.device, self._xp = arrays.device, arrays.xp
         self.spec = ModelSpec.from_config(config)
