@@ -199,15 +199,49 @@ def test_tokens_that_are_no_text(files: FileTokenizer, ids: list[int]) -> None:
     assert bool(shown + decoder.finish()) == bool(ids)
 
 
+def texts_of(model: LanguageModel, prompt: Any, script: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is written where the model chooses these tokens."""
+    left, sampler, cache = iter(script), Sampler(), ContiguousCache(model.spec)
+    monkeypatch.setattr(sampler, "pick", lambda logits: next(left))
+    events = generate(model, cache, cache.create(), prompt, len(script), sampler)
+    return [event.text for event in events if isinstance(event, Written)]
+
+
 def test_the_last_token_shows_what_was_held_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints.make(tmp_path, "llama")
     model = LanguageModel.load(tmp_path)
-    cache = ContiguousCache(model.spec)
-    script = iter("aé".encode()[:2])
-    sampler = Sampler()
-    monkeypatch.setattr(sampler, "pick", lambda logits: next(script))
-    events = generate(model, cache, cache.create(), PROMPT, 2, sampler)
-    assert [event.text for event in events if isinstance(event, Written)] == ["a", "\ufffd"]
+    assert texts_of(model, PROMPT, "aé".encode()[:2], monkeypatch) == ["a", "\ufffd"]
+
+
+def test_what_is_written_goes_on_from_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers like those of Llama 2 and Mistral take the first space off a text, but a continuation is not its start."""
+    tokenizers = pytest.importorskip("tokenizers")
+    decoders = tokenizers.decoders
+    pieces = {"▁": 0, "a": 1, "▁a": 2}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=pieces, merges=[("▁", "a")]))
+    tokenizer.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    checkpoints.make(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"pagoda_tokenizer": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model = LanguageModel.load(tmp_path)
+    for words in (1, 2, 40):
+        prompt = model.tokenizer.encode(" a" * words)
+        assert texts_of(model, prompt, [2, 1, 2], monkeypatch) == [" a", "a", " a"]
+
+
+@pytest.mark.parametrize("before", ["a", "日本語" * 20], ids=["a letter", "long characters"])
+@pytest.mark.parametrize("cut", [0, 1, 2, 3])
+def test_a_prompt_may_end_inside_a_character(
+    before: str, cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `--read` may have it."""
+    checkpoints.make(tmp_path, "llama")
+    data = (before + "🙂é").encode()
+    at = len(data) - 6 + cut
+    written = texts_of(LanguageModel.load(tmp_path), list(data[:at]), list(data[at:]), monkeypatch)
+    assert "".join(written) == "🙂é"
 
 
 def test_what_the_command_says_was_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

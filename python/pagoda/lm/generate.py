@@ -18,6 +18,9 @@ from pagoda.lm.sampling import Sampler
 CHUNK = 512
 """Tokens a step reads."""
 
+BEFORE = 16
+"""Tokens of the prompt that the first text depends on, at most: such a tokenizer may cut a character into 4."""
+
 
 @dataclass(frozen=True)
 class Read:
@@ -70,6 +73,9 @@ def generate(
     if stop is not None:
         ends = frozenset(integers("stop", list(stop) if isinstance(stop, Set) else stop, "a list of tokens").tolist())
     decoder = model.tokenizer.decoder()
+    # Some tokenizers take the first space off a text, and a prompt may end inside a character.
+    for token in prompt[-BEFORE:].tolist():
+        decoder.feed(token)
 
     def read(tokens: npt.NDArray[np.int64]) -> tuple[Any, npt.NDArray[np.float32]]:
         with model.device:
