@@ -279,6 +279,14 @@ def test_keys_that_a_config_leaves_out_are_those_of_transformers(name: str) -> N
     assert [seen(layers[0]), seen(layers[-1])] == expected
 
 
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": None}])
+def test_a_share_of_a_row_that_is_null_is_absent(scaling: dict[str, Any] | None) -> None:
+    null = {"rope_scaling": scaling, "partial_rotary_factor": None}
+    for layer in ModelSpec.from_config(PRESETS["llama-3-8b"] | null).attention_layers:
+        assert layer.rope is not None
+        assert layer.rope.rotary_dim is None
+
+
 def test_scores_of_deepseek_grow_with_its_yarn() -> None:
     """transformers 5.23: yarn_apply_mscale."""
     (layer, *_) = ModelSpec.preset("deepseek-v3").attention_layers

@@ -123,7 +123,8 @@ class Config:
         parameters = self.rope_parameters(layer_type)
         theta = Config(parameters).number("rope_theta", self.number(theta_key, 10000.0))
         _, _, head_dim = self.heads
-        partial = parameters.get("partial_rotary_factor", self.content.get("partial_rotary_factor", 1.0))
+        given = (source.get("partial_rotary_factor") for source in (parameters, self.content))
+        partial = next((factor for factor in given if factor is not None), 1.0)
         if not isinstance(partial, int | float) or not 0 < partial <= 1:
             raise InvalidArgument(f"config.partial_rotary_factor = {partial!r}: above 0, at most 1")
         scaling = scaling_from_config(parameters)
