@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,3 +190,25 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(pagoda.InvalidArgument, match="as when it was opened"):
         checkpoint.take("model.norm.weight", 48)
+
+
+def test_weights_that_memory_has_no_room_for(tmp_path: Path) -> None:
+    """256 MiB of embeddings are there to be read, but not the 512 that they have as float32. The file is sparse."""
+    checkpoints.make(tmp_path, "llama")
+    rewrite(tmp_path, {"hidden_size": 512 << 10}, dict)
+    entry = {"dtype": "BF16", "shape": [256, 512 << 10], "data_offsets": [0, 256 << 20]}
+    header = json.dumps({"model.embed_tokens.weight": entry}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (256 << 20))
+    script = """
+import resource, sys
+from pagoda.cli import main
+with open("/proc/self/statm") as statm:
+    now = int(statm.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + (600 << 20), resource.RLIM_INFINITY))
+sys.exit(main(["generate", "--prompt", "a", "--model", sys.argv[1]]))
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith("pagoda: ")

@@ -16,7 +16,8 @@ COMMANDS = (generate, plan, doctor, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit status: 2 for bad input, 130 for Ctrl-C, 1 for what cannot be written."""
+    """Runs one command. Returns the exit status: 2 for bad input, 130 for Ctrl-C, 1 for what cannot be written or has no room
+    in memory."""
     parser = argparse.ArgumentParser(prog="pagoda", description="A tiered, paged KV cache for LLM inference.")
     parser.add_argument("--version", action="version", version=f"pagoda {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has gone, as in `pagoda plan ... | head`. Python would flush once more as it ends, and fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        print(f"pagoda: {error}", file=sys.stderr)
+    except (OSError, MemoryError) as error:
+        print(f"pagoda: {error or 'out of memory'}", file=sys.stderr)
         return 1
     return status
