@@ -73,10 +73,18 @@ def test_a_cache_holds_no_more_than_the_planner_says() -> None:
         assert most == planned
 
 
-def test_the_cache_holds_what_the_planner_says() -> None:
-    spec = ModelSpec.preset("smollm2-135m")
-    footprint = Planner(spec, page_size=32).footprint(1000)
-    with pagoda.Cache(spec, page_size=32, device_memory="64MiB", host_memory=0, threads=1) as cache:
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        (ModelSpec.preset("smollm2-135m"), {"page_size": 32}),
+        # Scales of 8 rows have 24 bytes, and are padded to 32.
+        (ModelSpec([AttentionLayer(2, 1, 96)] * 2), {"page_size": 8, "k_dtype": "mxfp4", "v_dtype": "f32"}),
+    ],
+    ids=["smollm2-135m", "padded scales"],
+)
+def test_the_cache_holds_what_the_planner_says(spec: ModelSpec, options: dict[str, Any]) -> None:
+    footprint = Planner(spec, **options).footprint(1000)
+    with pagoda.Cache(spec, device_memory="64MiB", host_memory=0, threads=1, **options) as cache:
         cache.step([cache.create()], [1000]).__enter__()
         assert cache.stats().used_bytes("device") == footprint.paged_bytes
 
@@ -160,6 +168,25 @@ def test_the_disk_tier_has_the_ring_that_the_planner_says(name: str, tmp_path: P
         assert planned == Rings(disk_bytes=stats.ring_bytes)
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+def test_as_much_fits_the_disk_as_the_planner_says(layers: int, tmp_path: Path) -> None:
+    """Pages of which a layer has 512 bytes. On disk that is padded to 4096, and a page has a header of 4096."""
+    spec, page_size, device_memory, disk_memory = ModelSpec([AttentionLayer(1, 1, 16)] * layers), 8, 64 << 10, 2 << 20
+    planner = Planner(spec, page_size=page_size)
+    room = planner.room_on_disk(disk_memory)
+    assert room == disk_memory // (4096 * (1 + layers)) * 512 * layers
+    longest = planner.longest_context(device_memory + room)
+    tiers: dict[str, Any] = {"device_memory": device_memory, "host_memory": 0, "disk_memory": disk_memory}
+    with pagoda.Cache(spec, page_size=page_size, device="cpu", threads=1, disk=tmp_path / "pages", **tiers) as cache:
+        sequence, rows = cache.create(), np.zeros((page_size, 1, 16), np.float32)
+        with pytest.raises(pagoda.OutOfBlocks):
+            while True:
+                with cache.step([sequence], [page_size]) as step:
+                    for layer in range(layers):
+                        step.append(layer, rows, rows)
+        assert len(sequence) == longest
+
+
 @pytest.mark.parametrize("disk", [False, True])
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
@@ -233,6 +260,15 @@ def test_command_counts_rings_where_they_are(capsys: pytest.CaptureFixture[str])
     assert "which holds none: 32.0 MiB." in out
 
 
+def test_command_counts_what_pages_on_disk_have_beside_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer has 16 x 2 x 144 bytes of a page, padded to 8192, and each page of 22 or 4 layers has a header of 4096."""
+    command = ["plan", "gemma-3-1b", "--page-size", "16", "--cache-type-k", "q4_0", "--cache-type-v", "q4_0"]
+    assert main([*command, "--device-memory", "1GiB", "--disk-memory", "8GiB", "--context", "16m", "--json"]) == 0
+    (split,) = json.loads(capsys.readouterr().out)["contexts"][0]["budgets"].values()
+    assert split["disk_bytes"] == pytest.approx(8 * GIB * 4 * 4608 / (4 * 8192 + 4096), rel=0.01)
+    assert split["lacking_bytes"] > 0
+
+
 def test_command_counts_a_disk_that_nothing_reaches_for_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """A page of a layer is 1 MiB, 16 are the least that a GPU has steps over disk with."""
     command = ["plan", "llama-2-7b", "--context", "32k", "--disk-memory", "100GiB", "--device", "cuda"]
@@ -304,6 +340,7 @@ def test_command_says_whether_k_is_stored(capsys: pytest.CaptureFixture[str]) ->
         ["plan", "qwen3-8b", "--page-size", "100"],
         ["plan", "qwen3-8b", "--device-memory", "0"],
         ["plan", "qwen3-8b", "--device-memory", ""],
+        ["plan", "qwen3-8b", "--disk-memory", "1MiB"],
         ["plan", "qwen3-8b", "--cache-type-k", "f32", "--cache-type-v", "q5_0", "--device", "cuda"],
         ["plan", ""],
     ],

@@ -171,6 +171,11 @@ ALIGN = 16
 """Rows and scales of each plane begin at multiples of this: `BlockLayout::ALIGN` of the core."""
 
 
+def strip_bytes(row_bytes: int, page_size: int, heads: int) -> int:
+    """Bytes of rows, or their scales, of one layer inside a block."""
+    return -(-row_bytes * page_size * heads // ALIGN) * ALIGN
+
+
 @dataclass(frozen=True)
 class Strip:
     """Rows, or their scales, of one layer inside a block: [kv_head][token][row]. Bytes."""
@@ -221,7 +226,7 @@ class Geometry:
 
             def strip(row_bytes: int, layout: BlockLayout = layout, heads: int = layer["num_kv_heads"]) -> Strip:
                 strip = Strip(layout.block_bytes, row_bytes * self.page_size)
-                layout.block_bytes += -(-strip.head_stride * heads // ALIGN) * ALIGN
+                layout.block_bytes += strip_bytes(row_bytes, self.page_size, heads)
                 return strip
 
             planes = []

@@ -10,8 +10,8 @@ from pagoda.checks import TOKENS_MAX, as_ints, check_flag, check_integer, natura
 from pagoda.device.passage import passage_bytes, stored_bytes
 from pagoda.device.ring import SLOTS, ring_slots
 from pagoda.errors import InvalidArgument
-from pagoda.formats import row_format
-from pagoda.geometry import RUN_ROWS, group_layers
+from pagoda.formats import FORMATS, row_format
+from pagoda.geometry import RUN_ROWS, group_layers, strip_bytes
 from pagoda.retention import Keeps, SinkWindow, keeps_by_layer
 from pagoda.spec import AttentionLayer, ModelSpec, check_spec
 
@@ -103,14 +103,14 @@ class Planner:
         batch = natural("batch", batch, 1, COUNT_MAX)
         pages = -(-tokens // self.page_size)
         paged = 0
-        for layer, kept in zip(self.spec.layers, self._keeps(), strict=True):
-            if isinstance(layer, AttentionLayer):
+        for index, kept in enumerate(self._keeps()):
+            if isinstance(self.spec.layers[index], AttentionLayer):
                 most = pages
                 if kept is not None:
                     sinks, window, headroom, _ = kept
                     # A window that ends inside a page reaches into one page more.
                     most = min(pages, -(-sinks // self.page_size) - (-(window + headroom) // self.page_size) + 1)
-                paged += layer.bytes_per_token(self.k_dtype, self.v_dtype) * self.page_size * most
+                paged += self._layer_bytes(index) * most
         return Footprint(tokens, batch, paged * batch, self.spec.state_bytes() * batch)
 
     def rings(self, device_bytes: int, *, host: bool, disk: bool, on_gpu: bool) -> Rings:
@@ -118,7 +118,7 @@ class Planner:
         device_bytes = natural("device_bytes", device_bytes, 0, BYTES_MAX)
         for name, flag in (("host", host), ("disk", disk), ("on_gpu", on_gpu)):
             check_flag(name, flag)
-        groups = group_layers(self.spec, [(self.k_dtype, self.v_dtype)] * len(self.spec.layers))
+        groups = self._groups()
         # Layers of a group are of one shape.
         widths = [self._layer_bytes(layers[0]) for layers in groups]
         if not widths:
@@ -134,14 +134,31 @@ class Planner:
         through = passage_bytes(blocks, device_bytes - ring, slots.read)
         return Rings(ring, through.ring, through.stage, reaches_disk=ring > 0)
 
+    def _groups(self) -> list[list[int]]:
+        return group_layers(self.spec, [(self.k_dtype, self.v_dtype)] * len(self.spec.layers))
+
     def _layer_bytes(self, index: int) -> int:
-        """What a layer has in a page."""
+        """What an attention layer has in a page."""
         layer = self.spec.layers[index]
         assert isinstance(layer, AttentionLayer)
-        return self.page_size * layer.bytes_per_token(self.k_dtype, self.v_dtype)
+        if layer.kv_owner is not None:
+            return 0
+        rows = [] if layer.k_eq_v else [(layer.head_dim, FORMATS[self.k_dtype])]
+        rows += [] if layer.v_alias else [(layer.v_dim, FORMATS[self.v_dtype])]
+        sizes = [size for dim, form in rows for size in (form.row_bytes(dim), form.scales_bytes(dim))]
+        return sum(strip_bytes(size, self.page_size, layer.num_kv_heads) for size in sizes)
+
+    def room_on_disk(self, disk_memory: int) -> int:
+        """Bytes of pages for which a disk tier with this budget has room: there pages have headers, and layers are padded.
+
+        Raises InvalidArgument for a budget that a cache could not have.
+        """
+        disk_memory = natural("disk_memory", disk_memory, 0, BYTES_MAX)
+        runs = [[self._layer_bytes(index) for index in layers] for layers in self._groups()]
+        return _core.disk_room(runs, disk_memory) if runs and disk_memory else 0
 
     def split(self, footprint: Footprint, device_bytes: int, host_bytes: int = 0, disk_bytes: int = 0) -> Split:
-        """Fills the tiers in order; states stay on the device."""
+        """Fills the tiers in order with pages; states stay on the device. disk_bytes: as `room_on_disk` says."""
         if not isinstance(footprint, Footprint):
             raise InvalidArgument(f"footprint = {footprint!r}: a Footprint")
         budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}

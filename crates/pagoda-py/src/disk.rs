@@ -157,6 +157,13 @@ pub(crate) fn ring_bytes(slot_bytes: u64) -> u64 {
     Ring::bytes_of(slot_bytes)
 }
 
+/// Bytes of pages for which a file of at most so many bytes has room. runs: bytes of each layer in a block, by layer group.
+#[pyfunction]
+pub(crate) fn disk_room(py: Python<'_>, runs: Vec<Vec<u64>>, disk_memory: u64) -> PyResult<u64> {
+    let geometry = Geometry::new(&runs, disk_memory);
+    geometry.map(|geometry| geometry.arena().bytes).map_err(|error| errors::disk(py, Path::new(""), &error))
+}
+
 /// How page I/O can be done in a directory, as a write and a read there show, and how much space its file system has.
 #[pyfunction]
 pub(crate) fn disk_access(

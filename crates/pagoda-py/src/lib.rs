@@ -49,6 +49,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(codec::encode_rows, module)?)?;
     module.add_function(wrap_pyfunction!(codec::decode_rows, module)?)?;
     module.add_function(wrap_pyfunction!(disk::disk_access, module)?)?;
+    module.add_function(wrap_pyfunction!(disk::disk_room, module)?)?;
     module.add_function(wrap_pyfunction!(disk::ring_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(disk::time_disk_reads, module)?)?;
     module.add_function(wrap_pyfunction!(fork::after_fork_in_child, module)?)?;

@@ -93,8 +93,9 @@ def describe(
     )
     tiers = {"host": budgets["host"] > 0, "disk": budgets["disk"] > 0}
     rings = {name: planner.rings(size, **tiers, on_gpu=on_gpu) for name, size in devices.items()}
+    on_disk = planner.room_on_disk(budgets["disk"])
     budgets_of = {
-        name: (size - rings[name].device_bytes, budgets["host"], budgets["disk"] if rings[name].reaches_disk else 0)
+        name: (size - rings[name].device_bytes, budgets["host"], on_disk if rings[name].reaches_disk else 0)
         for name, size in devices.items()
     }
     rows = []
@@ -159,8 +160,8 @@ def draw(document: dict[str, Any], console: Console) -> None:
         console.print(f"{format_size(document['state_bytes'])} of recurrent state a sequence")
     if document["layers"]["windowed"]:
         console.print(
-            f"Windowed layers need {format_size(document['window_bytes'])} a sequence for their windows, and up to two pages "
-            "a layer more; their older pages are freed."
+            f"Windowed layers need {format_size(document['window_bytes'])} a sequence for their windows, and less than three "
+            "pages a layer more; their older pages are freed."
         )
     for part, what in (
         ("disk_bytes", "Pages on disk come to attention through memory beside the budgets"),
