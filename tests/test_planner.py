@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from pagoda.cli import COMMANDS, main
 from pagoda.cli.plan import describe, draw
 from pagoda.device import cuda
 from pagoda.errors import InvalidArgument
+from pagoda.formats import FORMATS
 from pagoda.planner import Planner, Rings
 from pagoda.spec import AttentionLayer, ModelSpec
 from rich.console import Console
@@ -285,6 +287,40 @@ def test_command_counts_a_disk_that_nothing_reaches_for_nothing(capsys: pytest.C
 def test_plans_that_cannot_be(options: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument):
         Planner(ModelSpec.preset("qwen3-8b"), **options)  # type: ignore[arg-type]
+
+
+HEADS_OF_80 = {
+    "model_type": "mistral",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 2560,
+}
+"""80 elements are no whole blocks of 32."""
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_planner_refuses_formats_that_a_cache_refuses(name: str) -> None:
+    spec = ModelSpec.from_config(HEADS_OF_80)
+    if FORMATS[name].block is None:
+        pagoda.Cache(spec, k_dtype=name, v_dtype=name, threads=1, device_memory="64MiB", host_memory=0).close()
+        Planner(spec, name, name)
+        return
+    with pytest.raises(InvalidArgument, match=f"head_dim = 80: a multiple of 32, for {name}") as refused:
+        pagoda.Cache(spec, k_dtype=name, v_dtype=name, threads=1, device_memory="64MiB", host_memory=0)
+    with pytest.raises(InvalidArgument, match=re.escape(str(refused.value))):
+        Planner(spec, name, name)
+
+
+def test_command_counts_formats_that_rows_can_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HEADS_OF_80))
+    command = ["plan", str(tmp_path), "--context", "1k"]
+    assert main([*command, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["contexts"]
+    assert list(row["by_format"]) == ["f32", "f16", "bf16", "fp8_e4m3", "int8"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert ("int8" in printed, "q4_0" in printed) == (True, False)
 
 
 def test_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ def core_layers(
                 f"layers[{index}] = {type(layer).__name__}: the cache has attention layers only so far"
             )
         owner = index if layer.kv_owner is None else layer.kv_owner
-        k_dtype, v_dtype = _formats(index, layer, *dtypes[owner])
+        k_dtype, v_dtype = formats_stored(index, layer, *dtypes[owner])
         rope = layer.rope
         layers.append(
             {
@@ -128,8 +128,9 @@ def core_layers(
     return layers
 
 
-def _formats(index: int, layer: AttentionLayer, k_dtype: str, v_dtype: str) -> tuple[str, str]:
-    """The formats of the rows that a layer stores, of those that it was given."""
+def formats_stored(index: int, layer: AttentionLayer, k_dtype: str, v_dtype: str) -> tuple[str, str]:
+    """The formats of the rows that a layer stores, of those that it was given. Raises InvalidArgument for rows that a format
+    cannot have."""
     if layer.k_eq_v:
         # The rows that are stored are those of V.
         k_dtype = v_dtype

@@ -11,7 +11,7 @@ from pagoda.device.passage import passage_bytes, stored_bytes
 from pagoda.device.ring import SLOTS, ring_slots
 from pagoda.errors import InvalidArgument
 from pagoda.formats import FORMATS, row_format
-from pagoda.geometry import RUN_ROWS, group_layers, strip_bytes
+from pagoda.geometry import RUN_ROWS, formats_stored, group_layers, strip_bytes
 from pagoda.retention import Keeps, SinkWindow, keeps_by_layer
 from pagoda.spec import AttentionLayer, ModelSpec, check_spec
 
@@ -65,7 +65,8 @@ class Rings:
 
 @dataclass(frozen=True)
 class Planner:
-    """Reckons for one model, row formats and page size. Raises InvalidArgument for unknown formats and bad numbers.
+    """Reckons for one model, row formats and page size. Raises InvalidArgument for bad numbers, and for formats that are
+    unknown or that rows of the model cannot have.
 
     The last extent that a layer group holds of a tier is counted as if others could fill it up: a cache of a model with
     several groups holds up to an extent, mostly 32 MiB, less for each group and tier. What blocks of several sizes lose
@@ -86,6 +87,9 @@ class Planner:
         row_format(self.k_dtype, "k_dtype")
         row_format(self.v_dtype, "v_dtype")
         check_integer("page_size", self.page_size, 1, TOKENS_MAX)
+        for index, layer in enumerate(self.spec.layers):
+            if isinstance(layer, AttentionLayer):
+                formats_stored(index, layer, self.k_dtype, self.v_dtype)
         self._keeps()
 
     def _keeps(self) -> list[Keeps | None]:

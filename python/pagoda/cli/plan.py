@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from dataclasses import asdict
 from typing import Any
@@ -98,6 +99,11 @@ def describe(
         name: (size - rings[name].device_bytes, budgets["host"], on_disk if rings[name].reaches_disk else 0)
         for name, size in devices.items()
     }
+    by_format = {}
+    for name in FORMATS:
+        # Rows of some models are no multiple of a format's blocks.
+        with contextlib.suppress(InvalidArgument):
+            by_format[name] = Planner(spec, name, name, planner.page_size)
     rows = []
     for context in contexts:
         footprint = planner.footprint(context, batch)
@@ -108,10 +114,7 @@ def describe(
                 "paged_bytes": footprint.paged_bytes,
                 "state_bytes": footprint.state_bytes,
                 "total_bytes": footprint.total_bytes,
-                "by_format": {
-                    name: Planner(spec, name, name, planner.page_size).footprint(context, batch).paged_bytes
-                    for name in FORMATS
-                },
+                "by_format": {name: other.footprint(context, batch).paged_bytes for name, other in by_format.items()},
                 "budgets": {
                     name: {
                         "device_bytes": split.device_bytes,
@@ -190,7 +193,7 @@ def draw(document: dict[str, Any], console: Console) -> None:
     table.add_row("longest", "", *(f"{tokens:,}" for tokens in devices.values()))
     console.print(table)
     table = Table("K and V both in", *(format_tokens(row["tokens"]) for row in document["contexts"]))
-    for name in FORMATS:
+    for name in document["contexts"][0]["by_format"]:
         table.add_row(name, *(format_size(row["by_format"][name]) for row in document["contexts"]))
     console.print(table)
     most = max(row["total_bytes"] for row in document["contexts"])
