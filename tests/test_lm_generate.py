@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pagoda.cli import main
 from pagoda.lm import ContiguousCache, LanguageModel, Sampler, Written, generate
+from pagoda.lm.generate import BEFORE, _decoder_after
 from pagoda.lm.tokenizer import PENDING_MAX, ByteTokenizer, FileTokenizer, _FileDecoder
 
 PROMPT = np.arange(30) * 41 % 256
@@ -188,6 +189,18 @@ def test_characters_that_tokens_cut(files: FileTokenizer, parts: list[str]) -> N
         shown += decoder.feed(token)
         assert text.startswith(shown)
     assert shown + decoder.finish() == text
+
+
+@given(parts=st.lists(characters, max_size=60), data=st.data())
+def test_what_follows_a_prompt_is_shown_as_if_the_prompt_were(
+    files: FileTokenizer, parts: list[str], data: st.DataObject
+) -> None:
+    text = "".join(parts)
+    ids = files.encode(text).tolist()
+    cut = data.draw(st.integers(0, len(ids)))
+    shown = "".join(map(files.decoder().feed, ids[:cut]))
+    after = _decoder_after(files, ids[:cut][-BEFORE:])
+    assert shown + "".join(map(after.feed, ids[cut:])) + after.finish() == text
 
 
 @given(ids=st.lists(st.integers(0, 255) | st.sampled_from([0xE2, 0x80]), max_size=200))

@@ -14,12 +14,16 @@ from pagoda.errors import InvalidArgument
 from pagoda.lm.arrays import to_host
 from pagoda.lm.model import LanguageModel
 from pagoda.lm.sampling import Sampler
+from pagoda.lm.tokenizer import Decoder, Tokenizer
 
 CHUNK = 512
 """Tokens a step reads."""
 
+CUT = 4
+"""Tokens that a character is in, at most."""
+
 BEFORE = 16
-"""Tokens of the prompt that the first text depends on, at most: such a tokenizer may cut a character into 4."""
+"""Tokens of the prompt that what is written first may depend on."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,7 @@ def generate(
     ends = model.end_tokens
     if stop is not None:
         ends = frozenset(integers("stop", list(stop) if isinstance(stop, Set) else stop, "a list of tokens").tolist())
-    decoder = model.tokenizer.decoder()
-    # Some tokenizers take the first space off a text, and a prompt may end inside a character.
-    for token in prompt[-BEFORE:].tolist():
-        decoder.feed(token)
+    decoder = _decoder_after(model.tokenizer, prompt[-BEFORE:].tolist())
 
     def read(tokens: npt.NDArray[np.int64]) -> tuple[Any, npt.NDArray[np.float32]]:
         with model.device:
@@ -97,3 +98,12 @@ def generate(
         if last:
             return
         step, logits = read(np.array([token]))
+
+
+def _decoder_after(tokenizer: Tokenizer, before: list[int]) -> Decoder:
+    """A decoder of what follows: some take the first space off a text, and a prompt may end inside a character."""
+    for start in range(CUT):
+        decoder = tokenizer.decoder()
+        if not "".join(map(decoder.feed, before[start:])).startswith("\ufffd"):
+            break  # Otherwise it has begun inside a character.
+    return decoder
