@@ -191,6 +191,14 @@ def test_characters_that_tokens_cut(files: FileTokenizer, parts: list[str]) -> N
     assert shown + decoder.finish() == text
 
 
+@given(parts=st.lists(characters | st.just("\ufffd"), max_size=20))
+def test_a_replacement_character_that_is_meant_hides_no_other(files: FileTokenizer, parts: list[str]) -> None:
+    """It may show more than once, as bytes look that are not whole yet."""
+    text, decoder = "".join(parts), files.decoder()
+    shown = "".join(map(decoder.feed, files.encode(text).tolist())) + decoder.finish()
+    assert shown.replace("\ufffd", "") == text.replace("\ufffd", "")
+
+
 @given(parts=st.lists(characters, max_size=60), data=st.data())
 def test_what_follows_a_prompt_is_shown_as_if_the_prompt_were(
     files: FileTokenizer, parts: list[str], data: st.DataObject

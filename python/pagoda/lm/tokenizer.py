@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -119,8 +120,10 @@ class _FileDecoder:
         text = self._tokenizer.decode(self._tokens)
         pending = len(self._tokens) - self._context
         if text.endswith("\ufffd") and pending < PENDING_MAX:
-            # A character has at most 4 bytes. After 3 tokens there is more than one, and those before the last are settled.
-            return self._tell(_settled(text)) if pending > 3 else ""
+            # A character has at most 4 bytes. After 3 tokens there is more than one, and those before the last are settled,
+            # unless bytes that are not whole make what was before them look like none.
+            settled = _settled(text)
+            return self._tell(settled) if pending > 3 and settled.startswith(self._told) else ""
         new = self._tell(text)
         self._tokens = self._tokens[self._context :]
         self._context = len(self._tokens)
@@ -131,7 +134,8 @@ class _FileDecoder:
         return self._tell(self._tokenizer.decode(self._tokens))
 
     def _tell(self, text: str) -> str:
-        new = text[len(self._told) :]
+        # Bytes that were told as U+FFFD may have become a character, where one before them is meant.
+        new = text[[*map(operator.eq, self._told, text), False].index(False) :]
         if new:
             self._told = text
         return new
