@@ -399,9 +399,10 @@ def test_a_cache_of_every_format_is_the_size_that_it_says(monkeypatch: pytest.Mo
         "bench depth --formats f16",
         "bench longcontext --format f16",
         "doctor --calibrate",
+        "plan qwen3-8b",
     ],
 )
-def test_what_measures_formats_by_name_measures_no_others(
+def test_what_measures_or_plans_formats_by_name_takes_no_others(
     command: str, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PAGODA_KV_DTYPE", "q4_0")
@@ -412,9 +413,9 @@ def test_what_measures_formats_by_name_measures_no_others(
         (calibration, "_read_disk"),
     ):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("something is measured"))
-    place = [] if "quality" in command or "depth" in command else ["--disk", str(tmp_path)]
+    place = ["--disk", str(tmp_path)] if "longcontext" in command or "doctor" in command else []
     said = refused(*command.split(), *place)
-    assert said == "PAGODA_KV_DTYPE = 'q4_0': unset, for what measures formats that it names"
+    assert said == "PAGODA_KV_DTYPE = 'q4_0': unset, for what measures formats that it names, or plans with them"
 
 
 def test_formats_by_layer() -> None:

@@ -15,7 +15,7 @@ from pagoda.errors import InvalidArgument
 
 VARIABLE = "PAGODA_KV_DTYPE"
 """Of the environment: formats for every cache, whatever it asks for, to find out whether a format is at fault. One for K and
-V, or two with a comma. What measures formats that it names refuses to."""
+V, or two with a comma. What measures formats that it names, or plans with them, refuses to."""
 
 ROW_MAX = 1024
 """Elements of a row at most."""
@@ -88,9 +88,11 @@ def row_format(name: str, argument: str) -> RowFormat:
 
 
 def check_not_forced() -> None:
-    """Raises InvalidArgument while the environment has its own for every cache: what measures a format would measure them."""
+    """Raises InvalidArgument while the environment has its own for every cache: what is said of a format would be of them."""
     if forced := os.environ.get(VARIABLE):
-        raise InvalidArgument(f"{VARIABLE} = {forced!r}: unset, for what measures formats that it names")
+        raise InvalidArgument(
+            f"{VARIABLE} = {forced!r}: unset, for what measures formats that it names, or plans with them"
+        )
 
 
 def formats_by_layer(k_dtype: str | Sequence[str], v_dtype: str | Sequence[str], layers: int) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from pagoda.checks import TOKENS_MAX, check_page_size
 from pagoda.cli.console import results
 from pagoda.cli.options import Commands, add_cache_types, load_spec
 from pagoda.errors import InvalidArgument
-from pagoda.formats import FORMATS
+from pagoda.formats import FORMATS, check_not_forced
 from pagoda.kernels.instances import check_formats
 from pagoda.planner import Planner
 from pagoda.sizes import format_size, format_tokens, parse_size, parse_tokens
@@ -53,6 +53,7 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan."""
+    check_not_forced()
     spec = load_spec(arguments.model)
     on_gpu = arguments.device == "cuda"
     if on_gpu:
