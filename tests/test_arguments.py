@@ -463,6 +463,7 @@ CALLS: Calls = {
         plain(planner.Planner(SPEC).rings),
         {"device_bytes": P(1 << 30, SIZES), "host": FLAG, "disk": FLAG, "on_gpu": FLAG},
     ),
+    "Planner.room": (plain(planner.Planner(SPEC).room), {"size": P(1 << 30, SIZES)}),
     "Planner.room_on_disk": (plain(planner.Planner(SPEC).room_on_disk), {"disk_memory": P(1 << 30, "0 2**31")}),
     "Planner.split": (
         plain(planner.Planner(SPEC).split),

@@ -170,6 +170,29 @@ def test_the_disk_tier_has_the_ring_that_the_planner_says(name: str, tmp_path: P
         assert planned == Rings(disk_bytes=stats.ring_bytes)
 
 
+@pytest.mark.parametrize(("device", "host"), [(5 * 512, 3 * 512), (5 * 512 + 300, 3 * 512 + 300), (6 * 512 - 1, 511)])
+def test_no_page_lies_in_two_tiers(device: int, host: int) -> None:
+    """A page has 512 bytes, and a host tier of less is refused."""
+    spec, page_size = ModelSpec([AttentionLayer(1, 1, 16)]), 8
+    document = describe(Planner(spec, page_size=page_size), [100], 1, {"device": device, "host": host, "disk": 0})
+    (longest,) = document["longest_context"].values()
+    tiers: dict[str, Any] = {"device_memory": device, "host_memory": host if host > 511 else 0}
+    with pagoda.Cache(spec, page_size=page_size, device="cpu", threads=1, **tiers) as cache:
+        assert fill(cache) == longest
+
+
+def fill(cache: pagoda.Cache) -> int:
+    """How many tokens fit, page by page."""
+    sequence = cache.create()
+    with pytest.raises(pagoda.OutOfBlocks):
+        while True:
+            with cache.step([sequence], [cache.page_size]) as step:
+                for index, layer in enumerate(cache.spec.attention_layers):
+                    rows = np.zeros((cache.page_size, layer.num_kv_heads, layer.head_dim), np.float32)
+                    step.append(index, rows, rows)
+    return len(sequence)
+
+
 @pytest.mark.parametrize("layers", [1, 3])
 def test_as_much_fits_the_disk_as_the_planner_says(layers: int, tmp_path: Path) -> None:
     """Pages of which a layer has 512 bytes. On disk that is padded to 4096, and a page has a header of 4096."""
@@ -180,13 +203,7 @@ def test_as_much_fits_the_disk_as_the_planner_says(layers: int, tmp_path: Path) 
     longest = planner.longest_context(device_memory + room)
     tiers: dict[str, Any] = {"device_memory": device_memory, "host_memory": 0, "disk_memory": disk_memory}
     with pagoda.Cache(spec, page_size=page_size, device="cpu", threads=1, disk=tmp_path / "pages", **tiers) as cache:
-        sequence, rows = cache.create(), np.zeros((page_size, 1, 16), np.float32)
-        with pytest.raises(pagoda.OutOfBlocks):
-            while True:
-                with cache.step([sequence], [page_size]) as step:
-                    for layer in range(layers):
-                        step.append(layer, rows, rows)
-        assert len(sequence) == longest
+        assert fill(cache) == longest
 
 
 @pytest.mark.parametrize("disk", [False, True])

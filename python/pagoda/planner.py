@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
 
@@ -152,6 +153,15 @@ class Planner:
         sizes = [size for dim, form in rows for size in (form.row_bytes(dim), form.scales_bytes(dim))]
         return sum(strip_bytes(size, self.page_size, layer.num_kv_heads) for size in sizes)
 
+    def room(self, size: int) -> int:
+        """Bytes of pages for which so many bytes of the device or the host tier have room: no page lies in two tiers.
+
+        Where layer groups have pages of several sizes, rounded down to what divides them all.
+        """
+        size = natural("size", size, 0, BYTES_MAX)
+        pages = [sum(map(self._layer_bytes, layers)) for layers in self._groups()]
+        return size - size % math.gcd(*pages) if pages else 0
+
     def room_on_disk(self, disk_memory: int) -> int:
         """Bytes of pages for which a disk tier with this budget has room: there pages have headers, and layers are padded.
 
@@ -162,7 +172,7 @@ class Planner:
         return _core.disk_room(runs, disk_memory) if runs and disk_memory else 0
 
     def split(self, footprint: Footprint, device_bytes: int, host_bytes: int = 0, disk_bytes: int = 0) -> Split:
-        """Fills the tiers in order with pages; states stay on the device. disk_bytes: as `room_on_disk` says."""
+        """Fills the tiers in order, which have room for so many bytes (`room`, `room_on_disk`); states stay on the device."""
         if not isinstance(footprint, Footprint):
             raise InvalidArgument(f"footprint = {footprint!r}: a Footprint")
         budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}

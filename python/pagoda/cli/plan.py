@@ -95,11 +95,13 @@ def describe(
     )
     tiers = {"host": budgets["host"] > 0, "disk": budgets["disk"] > 0}
     rings = {name: planner.rings(size, **tiers, on_gpu=on_gpu) for name, size in devices.items()}
-    on_disk = planner.room_on_disk(budgets["disk"])
-    budgets_of = {
-        name: (size - rings[name].device_bytes, budgets["host"], on_disk if rings[name].reaches_disk else 0)
-        for name, size in devices.items()
-    }
+    on_host, on_disk = planner.room(budgets["host"]), planner.room_on_disk(budgets["disk"])
+    budgets_of = {}
+    for name, size in devices.items():
+        left = size - rings[name].device_bytes
+        state = min(left, spec.state_bytes() * batch)
+        on_device = state + planner.room(left - state)
+        budgets_of[name] = (on_device, on_host, on_disk if rings[name].reaches_disk else 0)
     by_format = {}
     for name in FORMATS:
         # Rows of some models are no multiple of a format's blocks.
