@@ -444,6 +444,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "centre": {"center": CENTERS},
     "rows that are not turned": {"rotate": False},
     "what is kept": {"retention": pagoda.SinkWindow(4, 64)},
+    "what is kept behind a window": {"spec": spec_of(window=64), "headroom": 3},
     "another model": {"model": "tiny@2"},
     "no model": {"model": None},
 }
@@ -456,10 +457,12 @@ def test_one_field_that_differs_is_refused_with_a_reason(tmp_path: Path) -> None
     kept = {name: (tmp_path / "kept" / name).read_bytes() for name in ("pages", "index")}
     for name, changes in OTHERS.items():
         with pytest.raises(
-            pagoda.GeometryMismatch,
-            match=rf"disk = {tmp_path}/kept: the (fingerprint of model and formats|layout of pages) is .* here",
-        ):
+            pagoda.GeometryMismatch, match=rf"disk = {tmp_path}/kept: the fingerprint of model and formats is .* here"
+        ) as refused:
             pytest.fail(f"{name}: {opened(tmp_path, **(BASE | changes))}")
+        advice = str(refused.value).partition(" give the ")[2]
+        for argument in changes:
+            assert {"k_dtype": "formats", "v_dtype": "formats"}.get(argument, argument) in advice, name
     assert kept == {name: (tmp_path / "kept" / name).read_bytes() for name in kept}, "and nothing was changed"
     with opened(tmp_path, **BASE) as cache:
         assert cache.saved() == {"it": b""}

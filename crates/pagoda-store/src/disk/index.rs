@@ -104,7 +104,8 @@ impl Index {
                 |bytes: &Fingerprint| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
             if stored.fingerprint != *fingerprint {
                 let what = "the fingerprint of model and formats";
-                let arguments = "spec, formats, page_size and model";
+                let arguments =
+                    "spec, formats, page_size, center, rotate, k_norms, retention, headroom and model";
                 let (stored, wanted) = (hex(&stored.fingerprint), hex(fingerprint));
                 return Err(Error::Mismatch { what, arguments, stored, wanted });
             }
