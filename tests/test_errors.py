@@ -73,6 +73,12 @@ def test_what_no_spec_is(spec: Any) -> None:
         pagoda.Cache(spec)
 
 
+def test_a_layer_that_no_kernel_does_is_named() -> None:
+    spec = pagoda.ModelSpec([layer(), layer(num_q_heads=258)])
+    with pytest.raises(pagoda.InvalidArgument, match=r"layers\[1\]: num_q_heads is 258 .* 1 to 128 times"):
+        pagoda.Cache(spec)
+
+
 def test_what_no_device_is() -> None:
     names: list[Any] = ["tpu", "cuda:", "cuda:-1", "cuda:x", "cpu:0", "auto:1", "", None, 0]
     for name in names:

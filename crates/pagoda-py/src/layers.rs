@@ -1,7 +1,7 @@
 //! The model geometry, as the facade hands it down.
 
 use crate::arrays::format_named;
-use crate::errors::cpu;
+use crate::errors::invalid_because;
 use pagoda_core::cache::{Group, GroupKind};
 use pagoda_core::ids::GroupId;
 use pagoda_core::layout::{BlockLayout, LayerGeometry, LayerLayout};
@@ -120,7 +120,7 @@ pub(crate) fn place(py: Python<'_>, layers: &[LayerArguments], page_size: u32) -
             derived: arguments.k_norm.as_deref().map(|weight| DerivedKeys::new(weight, rope.as_ref())),
             rope,
         };
-        layer.check().map_err(|error| cpu(py, &error.into()))?;
+        layer.check().map_err(|error| invalid_because(py, format!("layers[{at}]: {error}")))?;
         let center_first = arguments.center_first;
         Ok(PlacedLayer { group: GroupId(group), layer, member, center_first, sinks, owner: kv_owner })
     };
