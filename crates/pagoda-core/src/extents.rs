@@ -19,7 +19,7 @@ pub struct Arena {
     extents: Vec<Extent>,
     /// Extents that no group holds.
     unowned: Bitmap,
-    /// Extents that lost their last block since `reclaim`; some may have an owner again.
+    /// Extents that lost their last block since `reclaim`, each once; some may have an owner again.
     emptied: Vec<u32>,
 }
 
@@ -35,6 +35,9 @@ struct GroupBlocks {
     unowned: u64,
     /// The extent that blocks are taken from until it is full.
     filling: Option<u32>,
+    /// By the binary logarithm of their free blocks, the first of the group's other extents with about so many; they follow each other
+    /// in a ring.
+    with_free: [Option<u32>; 32],
 }
 
 #[derive(Debug, Default)]
@@ -42,6 +45,11 @@ struct Extent {
     owner: Option<GroupId>,
     first_block: u32,
     blocks: Bitmap,
+    /// Its neighbours in a ring of extents with about as many free blocks, if it is in one.
+    before: u32,
+    behind: u32,
+    /// Whether it is among those that were emptied.
+    emptied: bool,
 }
 
 impl Arena {
@@ -67,7 +75,10 @@ impl Arena {
         let count = bytes.div_ceil(extent_bytes) as u32;
         let mut unowned = Bitmap::default();
         unowned.reset(count);
-        let group = |&block_bytes| GroupBlocks { block_bytes, free: 0, held: 0, unowned: 0, filling: None };
+        let group = |&block_bytes| {
+            let (filling, with_free) = (None, [None; 32]);
+            GroupBlocks { block_bytes, free: 0, held: 0, unowned: 0, filling, with_free }
+        };
         let mut arena = Self {
             bytes,
             extent_bytes,
@@ -88,7 +99,7 @@ impl Arena {
     }
 
     /// Takes a free block: the lowest of the extent being filled, then of the fullest extent of the group that has
-    /// one, then of a fresh extent.
+    /// one, as far as the logarithm of its free blocks says, then of a fresh extent. It takes as long however many extents there are.
     pub fn take(&mut self, group: GroupId) -> Option<BlockId> {
         loop {
             let extent = match self.groups[group.index()].filling {
@@ -118,22 +129,32 @@ impl Arena {
         }
         if self.extents[extent as usize].owner.is_none() && self.unowned.take(extent) {
             self.own(group, extent);
+            self.link(group, extent);
         }
-        let slot = &mut self.extents[extent as usize];
-        let taken = slot.owner == Some(group) && slot.blocks.take((index - first) as u32);
-        self.groups[group.index()].free -= u64::from(taken);
-        taken
+        let local = (index - first) as u32;
+        let slot = &self.extents[extent as usize];
+        if slot.owner != Some(group) || !slot.blocks.contains(local) {
+            return false;
+        }
+        self.unlink(group, extent);
+        self.extents[extent as usize].blocks.take(local);
+        self.groups[group.index()].free -= 1;
+        self.link(group, extent);
+        true
     }
 
     /// Gives a block back. An extent without blocks in use leaves its group.
     pub fn give(&mut self, group: GroupId, block: BlockId) {
         let extent = self.extent_of(group, block);
+        self.unlink(group, extent);
         let slot = &mut self.extents[extent as usize];
         debug_assert_eq!(slot.owner, Some(group), "block {block:?} given back to another group");
         slot.blocks.give(block.index() - slot.first_block);
         let blocks = &mut self.groups[group.index()];
         blocks.free += 1;
-        if slot.blocks.is_all_free() {
+        if !slot.blocks.is_all_free() {
+            self.link(group, extent);
+        } else {
             let len = u64::from(slot.blocks.size());
             slot.owner = None;
             blocks.free -= len;
@@ -141,12 +162,12 @@ impl Arena {
             if blocks.filling == Some(extent) {
                 blocks.filling = None;
             }
+            if !std::mem::replace(&mut slot.emptied, true) {
+                self.emptied.push(extent);
+            }
             self.unowned.give(extent);
             for index in 0..self.groups.len() {
                 self.groups[index].unowned += self.span_of(GroupId(index as u8), extent).1;
-            }
-            if !self.emptied.contains(&extent) {
-                self.emptied.push(extent);
             }
         }
     }
@@ -170,8 +191,9 @@ impl Arena {
 
     /// Byte ranges that hold no block and did since they were last asked for; their memory may be given back.
     pub fn reclaim(&mut self) -> impl Iterator<Item = Range<u64>> + '_ {
-        let (extent_bytes, bytes) = (self.extent_bytes, self.bytes);
-        let idle = self.emptied.drain(..).filter(|&e| self.extents[e as usize].owner.is_none());
+        let Self { extent_bytes, bytes, ref mut emptied, ref mut extents, .. } = *self;
+        emptied.iter().for_each(|&e| extents[e as usize].emptied = false);
+        let idle = emptied.drain(..).filter(|&e| extents[e as usize].owner.is_none());
         idle.map(move |e| {
             let start = u64::from(e) * extent_bytes;
             start..bytes.min(start + extent_bytes)
@@ -197,15 +219,49 @@ impl Arena {
         unowned.map(|e| self.span_of(group, e).1).sum()
     }
 
-    /// Finds the extent to fill next. The search is paid once per extent, not per block, and only where there is something.
+    /// Finds the extent to fill next.
     fn next_extent(&mut self, group: GroupId) -> Option<u32> {
-        let own =
-            self.extents.iter().enumerate().filter(|(_, e)| e.owner == Some(group) && e.blocks.free() > 0);
-        let any = self.groups[group.index()].free > 0;
-        let fullest = any.then(|| own.min_by_key(|(_, e)| e.blocks.free())).flatten().map(|(e, _)| e as u32);
-        let chosen = fullest.or_else(|| self.claim(group))?;
+        let fullest = self.groups[group.index()].with_free.iter().flatten().next().copied();
+        let chosen = match fullest {
+            Some(extent) => {
+                self.unlink(group, extent);
+                extent
+            }
+            None => self.claim(group)?,
+        };
         self.groups[group.index()].filling = Some(chosen);
         Some(chosen)
+    }
+
+    /// The ring that an extent of a group belongs in; none if it is the one that is filled, or has no free block.
+    fn ring_of(&self, group: GroupId, extent: u32) -> Option<usize> {
+        let ring = self.extents[extent as usize].blocks.free().checked_ilog2()?;
+        (self.groups[group.index()].filling != Some(extent)).then_some(ring as usize)
+    }
+
+    /// Puts an extent at the end of its ring.
+    fn link(&mut self, group: GroupId, extent: u32) {
+        let Some(ring) = self.ring_of(group, extent) else { return };
+        let first = *self.groups[group.index()].with_free[ring].get_or_insert(extent);
+        let last = if first == extent { extent } else { self.extents[first as usize].before };
+        self.join(last, extent);
+        self.join(extent, first);
+    }
+
+    /// Takes an extent out of its ring, before its free blocks become more or fewer.
+    fn unlink(&mut self, group: GroupId, extent: u32) {
+        let Some(ring) = self.ring_of(group, extent) else { return };
+        let Extent { before, behind, .. } = self.extents[extent as usize];
+        let first = &mut self.groups[group.index()].with_free[ring];
+        if *first == Some(extent) {
+            *first = (behind != extent).then_some(behind);
+        }
+        self.join(before, behind);
+    }
+
+    fn join(&mut self, before: u32, behind: u32) {
+        self.extents[before as usize].behind = behind;
+        self.extents[behind as usize].before = before;
     }
 
     /// Hands the lowest unowned extent that can hold a block to `group`.
@@ -258,7 +314,24 @@ impl Arena {
                 )));
             }
         }
-        for (index, extent) in self.extents.iter().enumerate() {
+        let mut found = vec![None; self.extents.len()];
+        for (index, blocks) in self.groups.iter().enumerate() {
+            for (ring, first) in blocks.with_free.iter().enumerate() {
+                let mut next = *first;
+                while let Some(extent) = next {
+                    found[extent as usize] = Some((GroupId(index as u8), ring));
+                    let behind = self.extents[extent as usize].behind;
+                    next = (Some(behind) != *first).then_some(behind);
+                }
+            }
+        }
+        for (index, (extent, found)) in self.extents.iter().zip(found).enumerate() {
+            let place = extent.owner.and_then(|owner| Some((owner, self.ring_of(owner, index as u32)?)));
+            if found != place {
+                return Err(Error::Invariant(format!(
+                    "extent {index} is in ring {found:?}, not in {place:?}"
+                )));
+            }
             if extent.owner.is_none() != self.unowned.contains(index as u32) {
                 return Err(Error::Invariant(format!("extent {index} is both owned and not")));
             }
@@ -311,6 +384,20 @@ mod tests {
         assert!(arena.reclaim().eq(std::iter::once(32..64)));
         assert_eq!(arena.take(large).map(|b| b.index()), Some(1));
         assert_eq!(arena.reclaim().count(), 0);
+    }
+
+    #[test]
+    fn an_extent_that_was_emptied_twice_is_given_back_once() {
+        let (group, mut arena) = (GroupId(0), Arena::new(64, 32, &[8]).unwrap());
+        for _ in 0..2 {
+            for _ in 0..3 {
+                let blocks = [(); 6].map(|()| arena.take(group).unwrap());
+                blocks.into_iter().for_each(|block| arena.give(group, block));
+            }
+            let mut ranges: Vec<_> = arena.reclaim().map(|range| range.start).collect();
+            ranges.sort_unstable();
+            assert_eq!(ranges, [0, 32]);
+        }
     }
 
     proptest! {
