@@ -586,6 +586,30 @@ mod tests {
         }
     }
 
+    /// What is written anew when a page moves are the rows that have it.
+    #[test]
+    fn a_row_stays_as_it_is_when_pages_of_others_move() {
+        let mut cache = cache();
+        let [mover, other] = [0; 2].map(|_| cache.create().unwrap());
+        cache.reserve(&[(mover, 8), (other, 8)]).unwrap();
+        cache.commit(None).unwrap();
+        let fork = cache.fork(mover).unwrap();
+        let batch = [mover, other, fork].map(|id| (id, 0));
+        let versions = |cache: &mut Cache| {
+            cache.reserve(&batch).unwrap();
+            let versions = [0, 1, 2].map(|index| cache.step_row(index, GroupId(0)).1);
+            cache.commit(None).unwrap();
+            versions
+        };
+        let before = versions(&mut cache);
+        let plan = cache.plan(mover, Tier::Host, &Selection::of(0..4, vec![GroupId(0)])).unwrap();
+        let (_, completion, copies) = cache.execute(&plan).unwrap();
+        completion.finish(copies.len() as u32);
+        let after = versions(&mut cache);
+        assert_eq!([0, 1, 2].map(|index| before[index] == after[index]), [false, true, false]);
+        cache.audit().unwrap();
+    }
+
     /// A page is moved once, however often the selection, or the table, has it.
     #[test]
     fn a_plan_has_each_page_once() {

@@ -195,13 +195,16 @@ impl Cache {
             return;
         }
         table.reaches_disk = false;
+        let mut has_changed = false;
         for (at, page) in table.row.iter_mut().zip(&table.pages) {
             let Some(page) = *page else { continue };
-            *at = self.pages[page].fastest().expect("a referenced page can be read");
-            table.reaches_disk |= at.tier() == Tier::Disk;
+            let now = self.pages[page].fastest().expect("a referenced page can be read");
+            has_changed |= std::mem::replace(at, now) != now;
+            table.reaches_disk |= now.tier() == Tier::Disk;
         }
         table.placement = placement;
-        table.version = table.version.wrapping_add(1);
+        // Those that moved may all have been pages of others.
+        table.version = table.version.wrapping_add(u32::from(has_changed));
     }
 
     /// Closes the step. Of each sequence's new tokens the first `accepted` stay (all, if `None`); full pages are sealed.
