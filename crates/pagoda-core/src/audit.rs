@@ -210,6 +210,7 @@ impl Cache {
     /// Every table of every sequence is what it has to be.
     fn audit_tables(&self) -> Result<()> {
         for (id, sequence) in self.sequences.iter() {
+            check_positions(&format!("sequence {}", id.index), &sequence.tables)?;
             for (group, table) in self.group_ids().zip(&sequence.tables) {
                 self.audit_table(
                     &format!("sequence {} group {}", id.index, group.0),
@@ -260,7 +261,10 @@ impl Cache {
             table.left,
             table.spans.len()
         );
-        let fits = |span: &Span| u64::from(span.skip.max(span.count)) <= most && span.position <= most;
+        let fits = |span: &Span| {
+            let end = span.position.saturating_add(u64::from(span.count));
+            u64::from(span.skip) <= most && end <= most
+        };
         require!(table.spans.iter().all(fits), "{name}: a span is beyond limits");
         let tokens: u64 = table.spans.iter().map(|span| u64::from(span.count)).sum();
         require!(
@@ -284,7 +288,11 @@ impl Cache {
                 "{name}: span {index} starts at page {}",
                 span.first_page
             );
-            require!(last || span.count > 0, "{name}: span {index} is empty");
+            require!(
+                span.count > 0 || (last && span.skip == 0),
+                "{name}: span {index} is empty, behind {} rows",
+                span.skip
+            );
             let entries = first_page as usize..first_page as usize + pages as usize;
             let Some(entries) = fills.get(entries) else {
                 return Err(Error::Invariant(format!(
@@ -311,4 +319,35 @@ impl Cache {
         }
         Ok(())
     }
+}
+
+/// The groups of a sequence agree on the positions of its tokens, and of the next one, as far as they have them.
+pub(crate) fn check_positions(name: &str, tables: &[Table]) -> Result<()> {
+    for table in &tables[1..] {
+        let (mut all, mut others) = (shifts(&tables[0]).peekable(), shifts(table).peekable());
+        while let (Some((tokens, shift)), Some((those, other))) = (all.peek(), others.peek()) {
+            let (first, end) = (tokens.start.max(those.start), tokens.end.min(those.end));
+            require!(
+                first >= end || shift == other,
+                "{name}: positions are {shift} ahead of token {first} in one group and {other} in another"
+            );
+            if tokens.end == end {
+                all.next();
+            } else {
+                others.next();
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The tokens of each span, the next one of the sequence among them, and by how many their positions are ahead.
+fn shifts(table: &Table) -> impl Iterator<Item = (Range<u64>, i64)> {
+    let (mut start, last) = (0, table.spans.len() - 1);
+    table.spans.iter().enumerate().map(move |(index, span)| {
+        let first = start + if start >= table.left.after { table.left.count } else { 0 };
+        start += u64::from(span.count);
+        let end = first + u64::from(span.count) + u64::from(index == last);
+        (first..end, span.position as i64 - first as i64)
+    })
 }

@@ -686,6 +686,46 @@ mod tests {
         }
     }
 
+    /// What steps count on: a span without tokens begins at its first page, positions are as high as kernels count, and all groups
+    /// go on at the same one.
+    #[test]
+    fn a_sequence_that_could_not_have_grown_is_not_adopted() {
+        let group = Group { block_bytes: 64, kind: GroupKind::Paged { page_size: 4 }, window: None };
+        let memory = TierMemory { bytes: 1 << 12, extent_bytes: 1 << 8 };
+        let end = limits::TOKENS_PER_SEQUENCE_MAX;
+        let empty = |skip, position| (Vec::new(), (0, skip, 0, position));
+        let four = |position| (vec![KeptPage::Sealed(BlockId::new(0))], (0, 0, 4, position));
+        for (len, [first, second], is_right) in [
+            (0, [empty(0, 0), empty(0, 0)], true),
+            (0, [(vec![KeptPage::Left], (0, 4, 0, 0)), empty(0, 0)], false),
+            (0, [empty(0, end), empty(0, end)], true),
+            (0, [empty(0, 0), empty(0, end)], false),
+            (4, [four(end - 4), four(end - 4)], true),
+            (4, [four(end - 3), four(end - 3)], false),
+            (4, [four(7), four(8)], false),
+        ] {
+            let mut cache = Cache::new(&[group; 2], [memory; 3]).unwrap();
+            let named = |(pages, span): &(Vec<_>, _)| KeptGroup {
+                left: (0, 0),
+                spans: vec![*span],
+                pages: pages.clone(),
+            };
+            let mut second = named(&second);
+            second.pages.iter_mut().for_each(|page| *page = KeptPage::Sealed(BlockId::new(4)));
+            let kept = KeptSequence { len, groups: vec![named(&first), second] };
+            let adopted = cache.adopt(std::slice::from_ref(&kept)).remove(0);
+            assert_eq!(adopted.is_ok(), is_right, "{kept:?}: {adopted:?}");
+            let Ok(adopted) = adopted else { continue };
+            let (sequence, _) = cache.revive(adopted).unwrap();
+            if cache.next_position(sequence).unwrap() < end {
+                cache.reserve(&[(sequence, 17)]).unwrap();
+                cache.commit(None).unwrap();
+            }
+            cache.drop_tokens(sequence, 0..len).unwrap();
+            cache.audit().unwrap();
+        }
+    }
+
     #[test]
     fn tickets_and_pages_go_on_when_their_numbers_begin_anew() {
         let mut cache = cache();

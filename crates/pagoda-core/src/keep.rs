@@ -3,6 +3,7 @@
 //! A kept sequence holds its pages as a sequence does, and their copies on disk too. An open page never has a second copy: its
 //! bytes go to a block on disk that belongs to no page.
 
+use crate::audit::check_positions;
 use crate::cache::{Cache, GroupKind};
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, BlockRef, GroupId, KeptId, PageId, SequenceId, Tier};
@@ -221,7 +222,9 @@ impl Cache {
             }
             Ok(table)
         };
-        self.group_ids().zip(groups).map(table).collect()
+        let tables = self.group_ids().zip(groups).map(table).collect::<Result<Vec<_>>>()?;
+        check_positions("it", &tables).map_err(|error| unlike(error.to_string()))?;
+        Ok(tables)
     }
 
     /// Takes in page `index` of a group; false if its block is taken or not there. `known`: sealed pages that others hold.

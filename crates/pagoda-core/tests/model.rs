@@ -366,11 +366,12 @@ impl Machine {
         self.adopt_nonsense(&written)
     }
 
-    /// One number is another: what was written down is taken for what it says or refused, and never spoils anything.
+    /// One number is another: what was written down is taken for what it says or refused, and never spoils anything. What is taken
+    /// goes on as sequences do.
     fn adopt_nonsense(&self, written: &[KeptSequence]) -> Outcome {
         for (at, kept) in written.iter().enumerate().take(3) {
             for number in [0, 1, 2, 17, (1 << 31) - 1, u32::MAX] {
-                for field in 0..9 {
+                for field in 0..10 {
                     let mut kept = kept.clone();
                     let Some(group) = kept.groups.iter_mut().find(|group| !group.pages.is_empty()) else {
                         break;
@@ -385,7 +386,8 @@ impl Machine {
                         4 => spans[0].1 = number,
                         5 => spans[0].2 = number,
                         6 => spans[0].3 = u64::MAX - u64::from(number),
-                        7 => *pages.last_mut().unwrap() = KeptPage::Sealed(block),
+                        7 => spans.iter_mut().for_each(|span| span.3 += u64::from(number)),
+                        8 => *pages.last_mut().unwrap() = KeptPage::Sealed(block),
                         _ => *pages.last_mut().unwrap() = KeptPage::Open(block, number),
                     }
                     let mut all = written.to_vec();
@@ -396,6 +398,7 @@ impl Machine {
                     for (id, written) in ids.into_iter().zip(&all) {
                         if let Ok(id) = id {
                             prop_assert_eq!(&other.cache.describe(id).unwrap(), written);
+                            other.go_on(id)?;
                             other.cache.forget(id);
                         }
                     }
@@ -406,6 +409,22 @@ impl Machine {
             }
         }
         Ok(())
+    }
+
+    /// A sequence of what is kept grows, if it may, loses its first half, and goes.
+    fn go_on(&mut self, id: KeptId) -> Outcome {
+        let Ok((sequence, _)) = self.cache.revive(id) else { return Ok(()) };
+        if self.cache.reserve(&[(sequence, 9)]).is_ok() {
+            let epoch = self.cache.commit(None).unwrap();
+            self.cache.retire(epoch).unwrap();
+        }
+        let half = self.cache.token_count(sequence).unwrap() / 2;
+        // Windows may refuse it.
+        let _ = self.cache.drop_tokens(sequence, 0..half);
+        let _ = self.cache.truncate(sequence, half);
+        let audited = self.cache.audit();
+        self.cache.release(sequence).unwrap();
+        audited.map_err(|error| TestCaseError::fail(error.to_string()))
     }
 
     /// Copies `count` more words of a ticket. What a kernel wrote is read once the steps it was issued behind have run;
