@@ -464,7 +464,7 @@ class Cache:
         return self._core.saved()
 
     def stats(self) -> Stats:
-        """Blocks and bytes by tier, and counters. Walks every page: not for the inner loop."""
+        """Blocks and bytes by tier, and counters. Takes as long as there are sequences, however many pages they have."""
         return Stats.from_core(self._core.stats())
 
     def audit(self) -> None:
