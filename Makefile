@@ -48,7 +48,8 @@ test: test-rust test-python test-kernels test-device  ## every test that fits on
 
 test-rust:  ## the Rust tests
 	if cargo nextest --version >/dev/null 2>&1; then \
-		cargo nextest run --workspace --exclude pagoda-py --features $(FEATURES); \
+		cargo nextest run --workspace --exclude pagoda-py --features $(FEATURES) && \
+		cargo test --quiet --workspace --exclude pagoda-py --doc; \
 	else \
 		cargo test --quiet --workspace --exclude pagoda-py --features $(FEATURES); \
 	fi

@@ -365,6 +365,14 @@ mod tests {
     }
 
     #[test]
+    fn waiting_may_be_forever() {
+        let (mover, completion) = (Mover::new(slabs(), None).unwrap(), Completion::new());
+        // SAFETY: nobody touches the slabs.
+        unsafe { mover.send(vec![transfer(0, 0, 1 << 16)], completion.clone()) };
+        assert!(mover.waiter().wait(&completion, Duration::MAX));
+    }
+
+    #[test]
     fn dropping_finishes_what_was_sent() {
         let completion = Completion::new();
         let mover = Mover::new(slabs(), None).unwrap();

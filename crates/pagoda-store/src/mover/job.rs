@@ -117,10 +117,10 @@ impl Waiter {
 
     /// Sleeps until `completion` has finished or `limit` has passed; says whether it has finished.
     pub fn wait(&self, completion: &Completion, limit: Duration) -> bool {
-        let deadline = Instant::now() + limit;
+        let start = Instant::now();
         let mut guard = self.unfinished();
         while completion.copied().is_none() {
-            let left = deadline.saturating_duration_since(Instant::now());
+            let left = limit.saturating_sub(start.elapsed());
             if left.is_zero() {
                 return false;
             }
