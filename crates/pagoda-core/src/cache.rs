@@ -628,6 +628,32 @@ mod tests {
         assert_eq!(cache.block_counts(Tier::Host, GroupId(0)).used, 3);
     }
 
+    /// Numbers of pages say nothing about whose they are: their blocks have to be of the group that the plan says.
+    #[test]
+    fn a_plan_of_a_cache_of_another_shape_is_refused() {
+        let group = Group { block_bytes: 64, kind: GroupKind::Paged { page_size: 4 }, window: None };
+        let large = Group { block_bytes: 256, ..group };
+        let memory = TierMemory { bytes: 1 << 12, extent_bytes: 1 << 8 };
+        let filled = |groups: &[Group]| {
+            let mut cache = Cache::new(groups, [memory; 3]).unwrap();
+            let sequence = cache.create().unwrap();
+            cache.reserve(&[(sequence, 8)]).unwrap();
+            cache.commit(None).unwrap();
+            (cache, sequence)
+        };
+        let (of_two, sequence) = filled(&[group; 2]);
+        let plan = of_two.plan(sequence, Tier::Host, &Selection::of(0..8, vec![GroupId(1)])).unwrap();
+        let (of_large, sequence) = filled(&[large]);
+        let larger = of_large.plan(sequence, Tier::Host, &Selection::of(0..8, vec![GroupId(0)])).unwrap();
+        for plan in [plan, larger] {
+            let (mut other, _) = filled(&[group; 1]);
+            other.reserve(&[(sequence, 8)]).unwrap();
+            other.commit(None).unwrap();
+            assert!(matches!(other.execute(&plan), Err(Error::InvalidArgument { argument: "plan", .. })));
+            other.audit().unwrap();
+        }
+    }
+
     /// A state has no place in what is kept, whatever is written down.
     #[test]
     fn a_state_is_not_adopted() {

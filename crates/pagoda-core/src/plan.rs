@@ -164,9 +164,11 @@ impl Cache {
         self.sequences.get_idle(plan.sequence)?;
         for m in &plan.moves {
             let fresh = self.pages.get(m.page).is_some_and(|page| {
-                let held = self.pages.references(m.page) > 0 && page.generation == m.generation;
+                let held = self.pages.references(m.page) > 0
+                    && (page.generation, page.group) == (m.generation, m.group);
                 let copies = if m.bytes > 0 {
-                    page.slots[plan.to.index()] == Slot::Empty
+                    m.bytes == self.groups[page.group.index()].block_bytes
+                        && page.slots[plan.to.index()] == Slot::Empty
                 } else {
                     page.ready(plan.to).is_some()
                 };
