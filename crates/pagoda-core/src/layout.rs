@@ -134,7 +134,7 @@ pub struct LayerLayout {
 pub struct BlockLayout {
     /// Tokens a block holds.
     pub page_size: u32,
-    /// Bytes of a block.
+    /// Bytes of a block; `u64::MAX`, which fits no arena, if there are more than integers count.
     pub block_bytes: u64,
     /// One entry per layer of the group, in model order.
     pub layers: Vec<LayerLayout>,
@@ -148,9 +148,10 @@ impl BlockLayout {
     pub fn new(layers: &[LayerGeometry], page_size: u32) -> Self {
         let mut end = 0u64;
         let mut strip = |heads: u32, row_stride: u64| {
-            let head_stride = row_stride * u64::from(page_size);
+            let head_stride = row_stride.saturating_mul(page_size.into());
             let strip = Strip { offset: end, head_stride, row_stride };
-            end = (end + head_stride * u64::from(heads)).next_multiple_of(Self::ALIGN);
+            end = end.saturating_add(head_stride.saturating_mul(heads.into()));
+            end = end.checked_next_multiple_of(Self::ALIGN).unwrap_or(u64::MAX);
             strip
         };
         let mut plane = |heads: u32, format: RowFormat, dim: u32| Plane {
@@ -166,5 +167,31 @@ impl BlockLayout {
             })
             .collect();
         Self { page_size, block_bytes: end, layers }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cache::{Group, GroupKind, TierMemory};
+    use crate::{Cache, Error};
+
+    /// Strips of so many heads and layers wrap around to blocks that would fit.
+    #[test]
+    fn blocks_beyond_what_integers_count_fit_no_arena() {
+        let layer = LayerGeometry {
+            num_kv_heads: 1 << 31,
+            head_dim: 1024,
+            v_head_dim: 1024,
+            k_format: RowFormat::F32,
+            v_format: None,
+        };
+        let mut layers = vec![layer; 512];
+        layers.push(LayerGeometry { num_kv_heads: 1, ..layer });
+        let BlockLayout { block_bytes, .. } = BlockLayout::new(&layers, 1 << 12);
+        let kind = GroupKind::Paged { page_size: 1 << 12 };
+        let memory = TierMemory { bytes: 1 << 48, extent_bytes: 1 << 48 };
+        let refused = Cache::new(&[Group { block_bytes, kind, window: None }], [memory; 3]).unwrap_err();
+        assert!(matches!(refused, Error::InvalidArgument { argument: "block_bytes", .. }), "{refused}");
     }
 }

@@ -48,10 +48,11 @@ pub(super) struct Slot {
 impl Geometry {
     /// For blocks whose layers have `runs[group]` bytes each, in a file of at most `budget` bytes.
     pub fn new(runs: &[Vec<u64>], budget: u64) -> Result<Self> {
-        let block = |runs: &Vec<u64>| runs.iter().sum::<u64>();
+        let block = |runs: &Vec<u64>| runs.iter().fold(0, |sum: u64, bytes| sum.saturating_add(*bytes));
         let largest = runs.iter().map(block).max().unwrap_or(0);
-        if runs.iter().any(|runs| block(runs) == 0) || largest == 0 {
-            return Err(Error::invalid("runs", format!("{runs:?}"), "at least one group, and bytes in each"));
+        if runs.iter().any(|runs| block(runs) == 0) || !(1..=ARENA_BYTES_MAX).contains(&largest) {
+            let limit = format!("at least one group, and from 1 to {ARENA_BYTES_MAX} bytes in each");
+            return Err(Error::invalid("runs", format!("{runs:?}"), limit));
         }
         let with = |blocks: u64| {
             let groups: Vec<_> = runs.iter().map(|runs| Group::new(runs, blocks * largest)).collect();
@@ -251,6 +252,14 @@ mod tests {
         let arena = |bytes| Arena::new(bytes, memory.extent_bytes, &[1 << 10, 4 << 20]);
         assert!(arena(memory.bytes).is_ok());
         assert!(arena(memory.bytes + memory.extent_bytes).is_err());
+    }
+
+    #[test]
+    fn blocks_beyond_what_integers_count_are_refused() {
+        for runs in [vec![u64::MAX, 2], vec![1 << 63], vec![(1 << 48) + 1], vec![0]] {
+            let refused = Geometry::new(&[vec![4096], runs], 1 << 30);
+            assert!(matches!(refused, Err(Error::Invalid { argument: "runs", .. })), "{refused:?}");
+        }
     }
 
     proptest! {
