@@ -102,17 +102,23 @@ impl Cache {
         };
         let pages = pages.map(|page| (page, &self.pages[page]));
         let read = pages.filter_map(|(id, page)| Some((id, page.group, page.fastest()?.tier())));
-        let read: Vec<_> = read.filter(searched).collect();
+        let mut read: Vec<_> = read.filter(searched).collect();
         if read.is_empty() {
             return;
         }
+        // There are more pages that stay than such that have moved.
+        read.sort_unstable_by_key(|&(page, ..)| page);
+        let mut held = vec![false; read.len()];
         let holder = self.sequences.get(id).ok();
-        let tables = holder.iter().flat_map(|holder| &holder.tables);
-        let held: HashSet<PageId> = tables.flat_map(Table::held).collect();
+        for page in holder.iter().flat_map(|holder| &holder.tables).flat_map(Table::held) {
+            if let Ok(at) = read.binary_search_by_key(&page, |&(page, ..)| page) {
+                held[at] = true;
+            }
+        }
         let rest = holder.map_or(0, |holder| holder.rest);
-        for (page, group, tier) in read {
+        for ((page, group, tier), is_held) in read.into_iter().zip(held) {
             // Who else holds a page is not known.
-            let is_alone = held.contains(&page) && self.pages.references(page) - self.pages.kept(page) == 1;
+            let is_alone = is_held && self.pages.references(page) - self.pages.kept(page) == 1;
             let from = if is_alone { rest } else { 0 };
             let searched = self.searched[group.index()][tier.index()].as_flattened_mut();
             searched.iter_mut().for_each(|first| *first = from.min(*first));
