@@ -3,6 +3,9 @@
 //! Everything here is decided, nothing is done: no Python, clock, randomness, I/O or thread, and no address is
 //! ever dereferenced. `ARCHITECTURE.md` has the map; [`Cache`] is the way in.
 //!
+//! A call that is refused returns an error and has changed nothing. Numbers of layer groups, and places in a batch, that are not there
+//! are mistakes of the program: calls that name one may panic.
+//!
 //! Whoever owns the memory asks where rows go and what to copy, does it, and says when it is done:
 //!
 //! ```
