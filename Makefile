@@ -49,7 +49,7 @@ test: test-rust test-python test-kernels test-device  ## every test that fits on
 test-rust:  ## the Rust tests
 	if cargo nextest --version >/dev/null 2>&1; then \
 		cargo nextest run --workspace --exclude pagoda-py --features $(FEATURES) && \
-		cargo test --quiet --workspace --exclude pagoda-py --doc; \
+		cargo test --quiet -p pagoda-core -p pagoda-store --doc --features $(FEATURES); \
 	else \
 		cargo test --quiet --workspace --exclude pagoda-py --features $(FEATURES); \
 	fi
