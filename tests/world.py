@@ -83,7 +83,7 @@ class Plane:
             block[start : start + len(part)] = part
 
 
-@dataclass
+@dataclass(frozen=True)
 class Shape:
     """One instance of a kernel: formats, head sizes, and how an engine cuts its work."""
 
