@@ -44,7 +44,8 @@ demo: setup  ## a language model reads a long text and writes on, its pages over
 	fi && \
 	echo pagoda "$$@" && $(BIN)/pagoda "$$@"
 
-test: test-rust test-python test-kernels test-device  ## every test that fits on two cores
+# The longest first: with two at once none is left to end alone.
+test: test-kernels test-rust test-python test-device  ## every test that fits on two cores
 
 test-rust:  ## the Rust tests
 	if cargo nextest --version >/dev/null 2>&1; then \
