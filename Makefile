@@ -1,6 +1,6 @@
 # One verb a chore. Every target installs what it needs into .venv; nothing else is touched.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-kernels test-device test-long test-memory test-neon loom sim check format kernels bench bench-gpu clean
+.PHONY: help setup demo test test-rust test-python test-kernels test-device test-long test-memory test-neon loom sim check check-rust check-python format kernels bench bench-gpu clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -90,10 +90,14 @@ sim:  ## ten million operations of simulated caches over a disk with faults, cou
 		cargo test --release -p pagoda-sim --test simulation no_wrong_byte -- --nocapture
 	PAGODA_FLIPS=1000000 cargo test --release -p pagoda-store --lib a_flipped_bit
 
-check: setup  ## format, lints, types, stubs
+check: check-rust check-python  ## format, lints, types, stubs
+
+check-rust:
 	cargo fmt --check
 	cargo clippy --workspace --all-targets --features $(FEATURES) -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
+
+check-python: setup
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy

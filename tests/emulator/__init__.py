@@ -168,18 +168,19 @@ def kept(suffix: str, inputs: list[str], make: Callable[[Path], None]) -> Path:
 
 
 class Guarded:
-    """An array of poison (NaN in every float format) between canaries."""
+    """An array of poison (NaN in every float format), or of another byte, between canaries."""
 
-    def __init__(self, shape: tuple[int, ...] | int, dtype: npt.DTypeLike) -> None:
+    def __init__(self, shape: tuple[int, ...] | int, dtype: npt.DTypeLike, fill: int = POISON) -> None:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        self._bytes = np.full(size + 2 * CANARY + 4096, 0xFF, np.uint8)
+        # Zeros cost nothing until they are touched.
+        self._bytes = np.zeros(size + 2 * CANARY + 4096, np.uint8)
+        if fill:
+            self._bytes.fill(fill)
         self._start = CANARY + -(self._bytes.ctypes.data + CANARY) % 4096
         self._size = size
-        self._canary = (np.arange(len(self._bytes)) * 7 + 13).astype(np.uint8)
-        outside = np.ones(len(self._bytes), bool)
-        outside[self._start : self._start + size] = False
-        self._outside = outside
-        self._bytes[outside] = self._canary[outside]
+        self._around = [(-self._start, self._bytes[: self._start]), (size, self._bytes[self._start + size :])]
+        for _, part in self._around:
+            part[:] = _canary(len(part))
         if FORBID:
             for first, last in ((0, self._start), (self._start + size, len(self._bytes))):
                 FORBID(ctypes.c_void_p(self._bytes.ctypes.data + first), ctypes.c_size_t(last - first))
@@ -192,6 +193,11 @@ class Guarded:
 
     def check(self) -> None:
         """Raises EmulatorError if a byte around the array has changed."""
-        wrong = np.flatnonzero(self._outside & (self._bytes != self._canary))
-        if len(wrong):
-            raise EmulatorError(f"wrote {int(wrong[0]) - self._start} bytes from the start of an array of {self._size}")
+        for first, part in self._around:
+            wrong = np.flatnonzero(part != _canary(len(part)))
+            if len(wrong):
+                raise EmulatorError(f"wrote {first + int(wrong[0])} bytes from the start of an array of {self._size}")
+
+
+def _canary(size: int) -> npt.NDArray[np.uint8]:
+    return (np.arange(size) * 7 + 13).astype(np.uint8)

@@ -75,9 +75,8 @@ class Memory:
     def __init__(self, size: int, fill: int, guarded: list[emulator.Guarded]) -> None:
         try:
             if size <= POISONED_BYTES:
-                guarded.append(emulator.Guarded(max(1, -(-size // 256) * 256), np.uint8))
+                guarded.append(emulator.Guarded(max(1, -(-size // 256) * 256), np.uint8, fill))
                 whole = guarded[-1].array
-                whole[:] = fill
                 self.array: npt.NDArray[np.uint8] = whole[:size]
                 # What nobody has any more is somebody else's.
                 weakref.finalize(self.array, whole.fill, emulator.POISON).atexit = False

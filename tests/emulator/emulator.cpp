@@ -287,23 +287,43 @@ size_t choose(const std::vector<int>& ready, unsigned turn) {
     return at;
 }
 
-void run_block(unsigned threads, size_t shared_bytes) {
+/// What the blocks of a launch use one after the other: the system takes longer to give it than many blocks to run.
+struct Room {
+    size_t shared_bytes, stacks_bytes;
+    unsigned char* shared;
+    std::vector<Touched> touched;
+    unsigned char* stacks;
+
+    Room(unsigned threads, size_t bytes)
+        : shared_bytes(bytes),
+          stacks_bytes(STACK_BYTES * threads),
+          shared(static_cast<unsigned char*>(std::aligned_alloc(128, (shared_bytes + CANARY_BYTES + 127) / 128 * 128))),
+          touched(shared_bytes),
+          stacks(static_cast<unsigned char*>(mmap(nullptr, stacks_bytes, PROT_READ | PROT_WRITE,
+                                                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))) {}
+    Room(const Room&) = delete;
+    ~Room() {
+        munmap(stacks, stacks_bytes);
+        std::free(shared);
+    }
+};
+
+void run_block(unsigned threads, Room& room) {
     Block now;
     block = &now;
-    now.shared_bytes = shared_bytes;
-    now.shared = static_cast<unsigned char*>(std::aligned_alloc(128, (shared_bytes + CANARY_BYTES + 127) / 128 * 128));
+    const size_t shared_bytes = now.shared_bytes = room.shared_bytes;
+    now.shared = room.shared;
     std::memset(now.shared, POISON, shared_bytes);
     for (size_t i = 0; i < CANARY_BYTES; ++i) now.shared[shared_bytes + i] = static_cast<unsigned char>(i * 7 + 13);
-    now.touched.resize(shared_bytes);
+    std::fill(room.touched.begin(), room.touched.end(), Touched{});
+    now.touched = room.touched.data();
     now.fibers.resize(threads);
     now.warps.resize((threads + LANES - 1) / LANES);
     now.alive = static_cast<int>(threads);
-    auto* stacks = static_cast<unsigned char*>(
-        mmap(nullptr, STACK_BYTES * threads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     for (unsigned i = 0; i < threads; ++i) {
         now.fibers[i].index = static_cast<int>(i);
         now.fibers[i].thread = {i, 0, 0};
-        now.fibers[i].stack = stacks + STACK_BYTES * i;
+        now.fibers[i].stack = room.stacks + STACK_BYTES * i;
         prepare(now.fibers[i]);
     }
     now.ready.resize(threads);
@@ -330,8 +350,6 @@ void run_block(unsigned threads, size_t shared_bytes) {
             failure = "block " + std::to_string(block_index.x) + ": wrote past its shared memory";
         }
     }
-    munmap(stacks, STACK_BYTES * threads);
-    std::free(now.shared);
 }
 
 }  // namespace
@@ -350,10 +368,11 @@ std::string launch(dim3 grid, unsigned threads, size_t shared_bytes, uint64_t se
     std::vector<unsigned> order(grid.x);
     for (unsigned i = 0; i < grid.x; ++i) order[i] = i;
     for (unsigned i = grid.x; i > 1; --i) std::swap(order[i - 1], order[draw() % i]);
+    Room room(threads, shared_bytes);
     flush(true);
     for (unsigned at : order) {
         block_index = {at, 0, 0};
-        run_block(threads, shared_bytes);
+        run_block(threads, room);
         if (!failure.empty()) break;
     }
     flush(false);

@@ -96,7 +96,7 @@ struct Block {
     unsigned char* shared = nullptr;
     size_t shared_bytes = 0;
     /// Of each byte of shared memory.
-    std::vector<Touched> touched;
+    Touched* touched = nullptr;
     int alive = 0;
     /// Whether all threads that have come to a `__syncthreads_and` so far say yes.
     bool agreed = true;
