@@ -3,6 +3,8 @@
 mod append;
 mod attention;
 mod deterministic;
+#[cfg(target_arch = "x86_64")]
+mod e4m3;
 pub(crate) mod samples;
 mod steady_state;
 mod world;

@@ -1,7 +1,6 @@
 //! Dot products of bfloat16 with rows of fp8_e4m3 (AVX-512 BF16).
 //!
-//! Every E4M3 number is a bfloat16 number; a table in registers has the two bytes of all of them. Queries and weights are
-//! rounded to bfloat16, to 2^-8 of each, which is a sixteenth of what rounding to E4M3 did to the rows. Products are
+//! Every E4M3 number is a bfloat16 number (`e4m3.rs` makes it). Queries and weights are rounded to bfloat16, to 2^-8 of each, which is a sixteenth of what rounding to E4M3 did to the rows. Products are
 //! exact and added up in f32, two at a time.
 
 #![expect(clippy::needless_range_loop, reason = "an index runs over several arrays of vectors")]
@@ -11,62 +10,11 @@ use std::arch::x86_64::*;
 use pagoda_core::work::TILE;
 
 use super::avx512::Avx512;
+use super::e4m3::{CODES, ROWS, Tables, for_rows};
 use super::{PRODUCT_ROWS, Simd};
-use crate::codec::e4m3;
 use crate::integers::QueryStep;
-use crate::kernel::{Accumulate, Score, rows_at_once, scale_rows};
+use crate::kernel::{Accumulate, Score, scale_rows};
 use crate::stored::Fp8E4m3;
-
-/// Codes that become numbers at once: a cache line. Rows are as many such long.
-pub(super) const CODES: usize = 64;
-/// Rows that are scored at once, all of one page.
-const ROWS: usize = 4;
-
-/// One byte of what the codes without a sign stand for as bfloat16, times 2^-8 as in [`Stored`](crate::stored::Stored).
-const fn table(byte: usize) -> [u8; 128] {
-    let mut table = [0; 128];
-    let mut code = 0;
-    while code < 128 {
-        table[code] = (e4m3(code as u8) / 256.0).to_bits().to_le_bytes()[2 + byte];
-        code += 1;
-    }
-    table
-}
-
-/// What decodes E4M3.
-#[derive(Clone, Copy)]
-struct Tables {
-    low: [__m512i; 2],
-    high: [__m512i; 2],
-}
-
-impl Tables {
-    #[inline(always)]
-    unsafe fn load() -> Self {
-        const LOW: [u8; 128] = table(0);
-        const HIGH: [u8; 128] = table(1);
-        // SAFETY: the caller has AVX-512.
-        unsafe {
-            let two = |table: &[u8; 128]| {
-                let first = _mm512_loadu_si512(table.as_ptr().cast());
-                [first, _mm512_loadu_si512(table.as_ptr().add(64).cast())]
-            };
-            Self { low: two(&LOW), high: two(&HIGH) }
-        }
-    }
-
-    /// The numbers of 64 codes: in every 128 bits the first 8 of 16, and the others.
-    #[inline(always)]
-    unsafe fn decode(&self, codes: __m512i) -> [__m512i; 2] {
-        // SAFETY: the caller has AVX-512 VBMI. Only the lower 7 bits of an index count; the eighth is the sign.
-        unsafe {
-            let low = _mm512_permutex2var_epi8(self.low[0], codes, self.low[1]);
-            let high = _mm512_permutex2var_epi8(self.high[0], codes, self.high[1]);
-            let high = _mm512_ternarylogic_epi32::<0xf8>(high, codes, _mm512_set1_epi8(-128));
-            [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)]
-        }
-    }
-}
 
 /// Adds 32 products, two to each lane.
 #[inline(always)]
@@ -103,24 +51,6 @@ pub(super) unsafe fn quantise(row: &[f32], steps: &mut [QueryStep]) {
             }
         }
     }
-}
-
-/// Calls a kernel for all rows of queries.
-macro_rules! for_rows {
-    ($kernel:ident($args:ident)) => {
-        let mut row = 0;
-        while row < $args.count {
-            // SAFETY: as the caller promises; every block gets as many query rows as there are.
-            row += unsafe {
-                match rows_at_once($args.count - row, 4) {
-                    1 => $kernel::<1>($args, row),
-                    2 => $kernel::<2>($args, row),
-                    3 => $kernel::<3>($args, row),
-                    _ => $kernel::<4>($args, row),
-                }
-            };
-        }
-    };
 }
 
 /// See [`kernel::score`](crate::kernel::score).
@@ -253,198 +183,5 @@ unsafe fn in_order(v: [__m512; 4]) -> [__m512; 4] {
         let even = |a, b| _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b);
         let odd = |a, b| _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b);
         [even(a, c), odd(a, c), even(b, d), odd(b, d)]
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use pagoda_core::layout::RowFormat;
-
-    use super::*;
-    use crate::kernel::{Chunk, RowSize};
-    use crate::simd::Isa;
-    use crate::tests::samples::{Random, read};
-
-    /// The nearest bfloat16, ties to even.
-    fn bf16(x: f32) -> f32 {
-        let bits = x.to_bits();
-        f32::from_bits((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff_0000)
-    }
-
-    /// A tile of rows, page by page: codes, then scales.
-    struct Tile {
-        size: RowSize,
-        page: usize,
-        codes: Vec<u8>,
-        scales: Vec<f32>,
-    }
-
-    impl Tile {
-        fn new(dim: usize, page: usize, mut code: impl FnMut(usize, usize) -> u8, scales: Vec<f32>) -> Self {
-            let codes = (0..TILE * dim).map(|i| code(i / dim, i % dim)).collect();
-            Self { size: RowSize { dim, bytes: dim, scale_bytes: 4 }, page, codes, scales }
-        }
-
-        /// What a code stands for.
-        fn number(&self, t: usize, i: usize) -> f64 {
-            f64::from(e4m3(self.codes[t * self.size.dim + i]))
-        }
-
-        /// Calls `with` what a kernel reads; rows outside of `low..high` are NaN, pages without others are nowhere.
-        fn read(&self, low: usize, high: usize, with: impl Fn(&Chunk<'_>)) {
-            let mut pages = Vec::new();
-            for first in (0..TILE).step_by(self.page) {
-                let tokens = first..first + self.page;
-                let seen = |t: &usize| (low..high).contains(t);
-                let codes = tokens.clone().flat_map(|t| {
-                    let row = &self.codes[t * self.size.dim..][..self.size.dim];
-                    row.iter().map(move |&code| if seen(&t) { code } else { 0x7f })
-                });
-                let scales =
-                    tokens.flat_map(|t| if seen(&t) { self.scales[t] } else { f32::NAN }.to_le_bytes());
-                pages.push(codes.chain(scales).collect::<Vec<u8>>());
-            }
-            read(&pages, 0, self.page, self.size, low..high, with);
-        }
-    }
-
-    /// The scores of some queries.
-    fn scores(tile: &Tile, queries: &[Vec<f32>], low: usize, high: usize) -> Vec<f32> {
-        let (dim, count) = (tile.size.dim, queries.len());
-        let kernels = Isa::Avx512Bf16.kernels().expect("supported");
-        let kernels = kernels.rows(RowFormat::Fp8E4m3, dim as u32, tile.page as u32);
-        let mut codes = vec![QueryStep::default(); count * dim / 32];
-        for (row, steps) in queries.iter().zip(codes.chunks_mut(dim / 32)) {
-            // SAFETY: the instruction set is supported.
-            unsafe { kernels.quantise.expect("products")(row, steps) };
-        }
-        let mut scores = vec![0.0; count * TILE];
-        let to = scores.as_mut_ptr();
-        tile.read(low, high, |keys| {
-            let (queries, codes) = (std::ptr::null(), codes.as_ptr());
-            let score =
-                Score { queries, stride: 0, codes, count, size: tile.size, keys, low, high, scores: to };
-            // SAFETY: the rows are there, and as many scores.
-            unsafe { (kernels.score)(&score) };
-        });
-        scores
-    }
-
-    /// Tiles of random rows, the part of them that is seen, and a number of queries.
-    fn cases(mut case: impl FnMut(&mut Random, Tile, usize, usize, usize)) {
-        if !Isa::Avx512Bf16.is_supported() {
-            return;
-        }
-        for dim in [64, 128, 192, 512] {
-            for page in [16, 32, 64] {
-                for (low, high) in [(0, 64), (0, 1), (63, 64), (5, 64), (17, 50), (2, 37), (30, 33)] {
-                    let mut random = Random((dim * page * high + low) as u64);
-                    let scales =
-                        (0..TILE).map(|_| random.float() * random.pick(&[1.0, 1e-3, 1e30])).collect();
-                    // Anything but NaN.
-                    let tile = Tile::new(
-                        dim,
-                        page,
-                        |_, _| random.below(127) as u8 | random.pick(&[0, 0x80]),
-                        scales,
-                    );
-                    let count = random.pick(&[1, 2, 3, 4, 5, 7, 8]);
-                    case(&mut random, tile, low, high, count);
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn scores_are_those_of_rounded_queries() {
-        cases(|random, tile, low, high, count| {
-            let dim = tile.size.dim;
-            let queries: Vec<Vec<f32>> =
-                (0..count).map(|_| (0..dim).map(|_| random.float()).collect()).collect();
-            let found = scores(&tile, &queries, low, high);
-            for (r, query) in queries.iter().enumerate() {
-                for t in low..high {
-                    let scale = f64::from(tile.scales[t]);
-                    let product = |i: usize| f64::from(bf16(query[i])) * tile.number(t, i) * scale;
-                    let (sum, all) =
-                        (0..dim).map(product).fold((0.0, 0.0), |(s, a), x: f64| (s + x, a + x.abs()));
-                    let found = f64::from(found[r * TILE + t]);
-                    assert!((found - sum).abs() <= 1e-6 * all, "{dim} row {r} token {t}: {found}, not {sum}");
-                }
-            }
-        });
-    }
-
-    #[test]
-    fn values_are_those_of_rounded_weights() {
-        cases(|random, tile, low, high, count| {
-            let dim = tile.size.dim;
-            let kernels = Isa::Avx512Bf16.kernels().expect("supported");
-            let kernels = kernels.rows(RowFormat::Fp8E4m3, dim as u32, tile.page as u32);
-            let mut weights = vec![f32::NAN; count * TILE];
-            for (i, weight) in weights.iter_mut().enumerate() {
-                if (low..high).contains(&(i % TILE)) {
-                    *weight = random.float().abs();
-                }
-            }
-            let given = weights.clone();
-            let decay: Vec<f32> = (0..count).map(|_| random.float().abs()).collect();
-            let before: Vec<f32> = (0..count * dim).map(|_| random.float()).collect();
-            let mut values = before.clone();
-            let (to, from) = (values.as_mut_ptr(), weights.as_mut_ptr());
-            tile.read(low, high, |chunk| {
-                let accumulate = Accumulate {
-                    weights: from,
-                    decay: Some(decay.as_ptr()),
-                    values: to,
-                    stride: dim,
-                    count,
-                    dim,
-                    size: tile.size,
-                    chunk,
-                    low,
-                    high,
-                    prefetch: true,
-                };
-                // SAFETY: the rows are there, and as many weights, factors and values.
-                unsafe { (kernels.accumulate)(&accumulate) };
-            });
-            for r in 0..count {
-                for i in 0..dim {
-                    let start = f64::from(decay[r]) * f64::from(before[r * dim + i]);
-                    let product = |t: usize| {
-                        let weight = bf16(given[r * TILE + t] * (256.0 * tile.scales[t]));
-                        f64::from(weight) * tile.number(t, i) / 256.0
-                    };
-                    let add = |(s, a): (f64, f64), x: f64| (s + x, a + x.abs());
-                    let (sum, all) = (low..high).map(product).fold((start, start.abs()), add);
-                    let found = f64::from(values[r * dim + i]);
-                    assert!(
-                        (found - sum).abs() <= 1e-6 * all,
-                        "{dim} row {r} element {i}: {found}, not {sum}"
-                    );
-                }
-            }
-        });
-    }
-
-    #[test]
-    fn every_code_is_its_number() {
-        if !Isa::Avx512Bf16.is_supported() {
-            return;
-        }
-        let code = |t: usize, i: usize| ((t * 64 + i) % 256) as u8;
-        let number = |t, i| if code(t, i) & 0x7f == 0x7f { 0 } else { code(t, i) };
-        let tile = Tile::new(64, 64, number, vec![1.0; TILE]);
-        let one = |i: usize| (0..64).map(|j| f32::from(u8::from(i == j))).collect::<Vec<_>>();
-        for i in 0..64 {
-            let found = scores(&tile, &[one(i)], 0, TILE);
-            for (t, found) in found.iter().enumerate() {
-                assert_eq!(*found, e4m3(number(t, i)), "code {}", code(t, i));
-            }
-        }
-        let tile = Tile::new(64, 64, code, vec![1.0; TILE]);
-        let found = scores(&tile, &[one(0)], 0, TILE);
-        assert!((0..TILE).all(|t| found[t].is_nan() == (t % 2 == 1)), "rows 1 and 3 of four have a NaN");
     }
 }
