@@ -150,6 +150,26 @@ def test_tokenizer_files(tmp_path: Path) -> None:
     assert "".join(map(decoder.feed, ids)) == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize(
+    ("part", "lie", "refused"),
+    [
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "a readable tokenizer.json"),
+        ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "one with tokens for the text"),
+        ("model", {"type": "WordLevel", "vocab": {"the": 0}, "unk_token": "[UNK]"}, "one with tokens for the text"),
+    ],
+)
+def test_tokenizer_files_that_contradict_themselves(
+    part: str, lie: dict[str, Any], refused: str, tmp_path: Path
+) -> None:
+    """The library panics, or raises a plain `Exception`."""
+    tokenizers = pytest.importorskip("tokenizers")
+    honest = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0}, unk_token="the")).to_str()
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(honest) | {part: lie}))
+    with pytest.raises(pagoda.InvalidArgument, match=f"tokenizer = .*: {refused} "):
+        FileTokenizer(path).encode("page")
+
+
 def test_samplers() -> None:
     logits = np.array([1.0, 3.0, 3.0, 2.0, -5.0], np.float32)
     assert Sampler().pick(logits) == 1, "ties go to the lower token"

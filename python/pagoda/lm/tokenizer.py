@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -82,20 +82,28 @@ class FileTokenizer:
             import tokenizers
         except ImportError as error:
             raise BackendUnavailable(f"tokenizer = {path.name!r}: pip install 'pagoda-kv[tokenizers]'") from error
-        try:
-            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:
-            raise InvalidArgument(f"tokenizer = {str(path)!r}: a readable tokenizer.json ({error})") from error
+        self._path = path
+        self._tokenizer = self._ask("a readable tokenizer.json", tokenizers.Tokenizer.from_file, str(path))
 
     def encode(self, text: str) -> Ids:
-        """The tokens of a text. Raises InvalidArgument for surrogates: such a tokenizer has no bytes for them."""
+        """The tokens of a text. Raises InvalidArgument for what the file has none for, surrogates among it."""
         _utf8(text, "strict")
-        return np.array(self._tokenizer.encode(text).ids, np.int64)
+        return np.array(self._ask("one with tokens for the text", self._tokenizer.encode, text).ids, np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens."""
-        text: str = self._tokenizer.decode(list(ids))
+        """The text of tokens. Raises InvalidArgument for what the file makes none of."""
+        text: str = self._ask("one with text for the tokens", self._tokenizer.decode, list(ids))
         return text
+
+    def _ask(self, limit: str, call: Callable[..., Any], given: object) -> Any:
+        """What a call of the library returns. Raises InvalidArgument, with `limit`, for whatever it raises."""
+        try:
+            return call(given)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            # A file that contradicts itself makes the library panic, and a panic is no `Exception`.
+            raise InvalidArgument(f"tokenizer = {str(self._path)!r}: {limit} ({error})") from error
 
     def decoder(self) -> Decoder:
         """A fresh decoder."""
