@@ -140,6 +140,7 @@ def test_what_is_kept_comes_back_and_holds_for_threads_and_a_file_system(directo
     assert not made.is_of(1, directory)
     assert not replace(made, directory="/proc").is_of(2, directory)
     assert not replace(made, directory=str(directory / "gone")).is_of(2, directory)
+    assert not replace(made, directory="a\0b").is_of(2, directory)
     measured = calibration.ceilings(1, directory)
     assert measured.keys() == {"memory", "disk"}
     assert min(measured.values()) > 1e3
@@ -147,14 +148,53 @@ def test_what_is_kept_comes_back_and_holds_for_threads_and_a_file_system(directo
     assert rates.kept() == made, "a bench keeps nothing"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "3", '{"threads": 2}', '{"another": "version"}'])
+@pytest.mark.parametrize("text", ["", "[]", "3", '{"threads": 2}', '{"another": "version"}', "[" * 100_000])
 def test_what_cannot_be_read_is_not_there(text: str, directory: Path) -> None:
     kept(directory)
     rates.place().write_text(text)
     assert rates.kept() is None
 
 
-ROUTES = Routes(2, [{"ring": 50e9}, {"mapped": 45e9}, {"memory": 60e9}, {"ring": 30e9, "memory": 40e9}], {"ring": 1e-5})
+ROUTES = Routes(
+    2,
+    [{"ring": 50e9}, {"mapped": 45e9}, {"memory": 60e9}, {"ring": 30e9, "memory": 40e9}],
+    {"ring": 1e-5, "mapped": 0.0, "memory": 0.0},
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["directory"], 5),
+        (["threads"], 2.0),
+        (["alone"], {}),
+        (["alone", "disk"], 0),
+        (["together", "memory"], -1.0),
+        (["together", "memory"], float("nan")),
+        (["alone", "memory"], "fast"),
+        (["alone"], 5),
+        (["gpus", "one", "threads"], None),
+        (["gpus", "one", "rates"], 5),
+        (["gpus", "one", "rates"], []),
+        (["gpus", "one", "rates", 0, "ring"], 0),
+        (["gpus", "one", "rates", 3, "nvlink"], 1.0),
+        (["gpus", "one", "start"], {"ring": 1e-5}),
+        (["gpus", "one", "start", "ring"], float("inf")),
+        (["gpus", "one", "formats"], {"f16": 0.0}),
+        (["gpus"], []),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_reckoned_with_is_not_there(path: list[Any], value: Any, directory: Path) -> None:
+    """Another version may have kept it: caches divide by these numbers."""
+    rates.keep(replace(kept(directory), gpus={"one": ROUTES}))
+    assert rates.kept() is not None
+    document = inner = json.loads(rates.place().read_text())
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    rates.place().write_text(json.dumps(document))
+    assert rates.kept() is None
 
 
 def test_routes_of_a_gpu_come_back_and_hold_for_threads(directory: Path) -> None:

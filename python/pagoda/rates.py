@@ -15,6 +15,9 @@ from typing import Any
 READER_ROWS = 4
 """Query rows on a K/V head in measurements of attention on the CPU: so few that it waits for memory."""
 
+LINKS, ROUTES = {"memory", "disk"}, {"ring", "mapped", "memory"}
+"""Of `Calibration`, and of `Routes`."""
+
 ROUNDING = 1e-9
 """What sums of bytes may be off by, as a part of them."""
 
@@ -114,7 +117,7 @@ class Calibration:
         """Whether it was measured with as many threads and on the file system of `directory`."""
         try:
             same = Path(self.directory).stat().st_dev == directory.stat().st_dev
-        except OSError:
+        except (OSError, ValueError):
             return False
         return same and threads == self.threads
 
@@ -136,13 +139,34 @@ def keep(calibration: Calibration) -> None:
 
 
 def kept() -> Calibration | None:
-    """What was kept; None if nothing was, or it cannot be read."""
+    """What was kept; None if nothing was, or if what is there cannot be read or reckoned with."""
     try:
         read: dict[str, Any] = json.loads(place().read_text())
         gpus = {name: Routes(**routes) for name, routes in read.pop("gpus", {}).items()}
-        return Calibration(**read, gpus=gpus)
-    except (OSError, ValueError, TypeError, AttributeError):
+        calibration = Calibration(**read, gpus=gpus)
+        return calibration if _is_whole(calibration) else None
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
         return None
+
+
+def _is_whole(calibration: Calibration) -> bool:
+    """Whether a calibration that was read has all that one is asked for, and rates that are above 0 and finite.
+
+    Raises TypeError or AttributeError for some that have other types.
+    """
+    gpus = list(calibration.gpus.values())
+    links = [calibration.alone, calibration.together]
+    ways = [rates for routes in gpus for rates in routes.rates]
+    rates = [rate for each in [*links, *ways, *(routes.formats for routes in gpus)] for rate in each.values()]
+    return (
+        isinstance(calibration.directory, str)
+        and all(type(threads) is int for threads in [calibration.threads, *(routes.threads for routes in gpus)])
+        and all(each.keys() == LINKS for each in links)
+        and all(each.keys() <= ROUTES for each in ways)
+        and all(routes.start.keys() == ROUTES and routes.ceilings for routes in gpus)
+        and all(0 < rate < math.inf for rate in rates)
+        and all(0 <= seconds < math.inf for routes in gpus for seconds in routes.start.values())
+    )
 
 
 def routes_of(gpu: str, threads: int) -> Routes | None:
