@@ -226,6 +226,9 @@ def test_what_cannot_be() -> None:
         (lambda: formats.encode(np.ones((2, 40)), "q8_0"), "multiple of 32"),
         (lambda: formats.encode(np.ones((2, 32)), "nvfp4"), "multiple of 64"),
         (lambda: formats.encode(np.float32(1), "f16"), "shape"),
+        (lambda: formats.encode(np.full((2, 32), 1e39), "f32"), "numbers up to 1e\\+39"),
+        (lambda: formats.encode(np.full((2, 32), 1e39, ">f8"), "f32"), "numbers up to 1e\\+39"),
+        (lambda: formats.encode(np.full((2, 32), 1e39, np.longdouble), "f32"), "numbers up to 1e\\+39"),
         (lambda: formats.decode(np.ones((2, 33), np.uint8), "q8_0", (2, 32)), r"rows = uint8 \[2, 33\]"),
         (lambda: formats.decode(np.ones((2, 34), np.int8), "q8_0", (2, 32)), "rows = int8"),
         (

@@ -152,7 +152,7 @@ def floats(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float32]:
         raise InvalidArgument(f"{name} = a list with True or False: an array of numbers")
     with np.errstate(over="ignore"):
         result = _plain(array, np.float32)
-    if array.dtype == np.float64 and not np.array_equal(np.isinf(result), np.isinf(array)):
+    if array.dtype.kind == "f" and array.dtype.itemsize > 4 and not np.array_equal(np.isinf(result), np.isinf(array)):
         raise InvalidArgument(f"{name} = numbers up to {np.abs(array[np.isfinite(array)]).max()}: those of float32")
     return result
 
