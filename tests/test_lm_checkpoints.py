@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,18 @@ def test_parts_that_cannot_be(weight_map: Any, refused: str, tmp_path: Path) -> 
     split(tmp_path, {"a.safetensors": tensors, "b.safetensors": norm}, weight_map)
     with pytest.raises(pagoda.InvalidArgument, match=refused):
         LanguageModel.load(tmp_path)
+
+
+def test_an_index_without_an_end(tmp_path: Path) -> None:
+    """256 MiB of nothing on disk: no more is read than an index may have."""
+    checkpoints.make(tmp_path, "llama")
+    split(tmp_path, {}, {})
+    os.truncate(tmp_path / "model.safetensors.index.json", 256 << 20)
+    tracemalloc.start()
+    with pytest.raises(pagoda.InvalidArgument, match="at most 16777216 bytes"):
+        LanguageModel.load(tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])

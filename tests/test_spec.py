@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pagoda.errors import InvalidArgument
 from pagoda.families import layers_of
+from pagoda.hf_config import JSON_BYTES_MAX
 from pagoda.presets import PRESETS
 from pagoda.rope import Llama3Scaling, LongRopeScaling, ProportionalScaling, Rope, YarnScaling
 from pagoda.spec import AttentionLayer, ModelSpec, StateLayer
@@ -377,7 +381,7 @@ def test_shared_layers_store_nothing() -> None:
 
 
 HOSTILE: st.SearchStrategy[Any] = st.sampled_from(
-    [None, -1, 0, 1.5, float("nan"), float("inf"), 1 << 70, "8", [], {}, True]
+    [None, -1, 0, 1.5, float("nan"), float("inf"), 1 << 70, 10**400, "8", [], {}, True]
 )
 
 
@@ -397,6 +401,30 @@ def test_hostile_configs_are_refused_by_name(name: str, data: st.DataObject) -> 
         assert "=" in str(error)
     else:
         assert all(isinstance(layer, AttentionLayer | StateLayer) for layer in layers)
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "query_pre_attn_scalar"])
+def test_integers_that_no_float_holds_are_refused(key: str) -> None:
+    with pytest.raises(InvalidArgument, match=rf"^config\.{key} = 10+: a finite number above 0"):
+        ModelSpec.from_config(PRESETS["gemma-3-1b"] | {key: 10**400})
+
+
+def test_a_config_from_a_pipe_has_an_end_and_one_without_is_refused(tmp_path: Path) -> None:
+    """A pipe, as some devices, says that it has no bytes."""
+    content = json.dumps(PRESETS["llama-3.1-8b"])
+    for spaces, refused in ((0, None), (JSON_BYTES_MAX, f"at most {JSON_BYTES_MAX} bytes")):
+        pipe = tmp_path / f"config-{spaces}.json"
+        os.mkfifo(pipe)
+        writer = Thread(target=_write, args=(pipe, content + " " * spaces))
+        writer.start()
+        with nullcontext() if refused is None else pytest.raises(InvalidArgument, match=refused):
+            assert ModelSpec.from_config(pipe).layers == ModelSpec.preset("llama-3.1-8b").layers
+        writer.join()
+
+
+def _write(pipe: Path, text: str) -> None:
+    with suppress(BrokenPipeError):
+        pipe.write_text(text)
 
 
 @pytest.mark.parametrize(

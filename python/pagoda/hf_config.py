@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from pagoda.checks import as_int
 from pagoda.errors import InvalidArgument
 from pagoda.rope import ProportionalScaling, Rope, scaling_from_config
 
-CONFIG_BYTES_MAX = 16 << 20
+JSON_BYTES_MAX = 16 << 20
 
 FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Kinds of layers."""
@@ -20,15 +20,25 @@ PER_LAYER = "per_layer_config"
 """Keys that single layers have of their own, by index. transformers writes it since 5.24."""
 
 
+def read_text(path: Path) -> str:
+    """The text of a small file, which may have no size before it is read: a pipe, or a device without an end.
+
+    Raises OSError, and ValueError for more than JSON_BYTES_MAX bytes and for what is no UTF-8.
+    """
+    with path.open("rb") as file:
+        content = file.read(JSON_BYTES_MAX + 1)
+    if len(content) > JSON_BYTES_MAX:
+        raise ValueError(f"at most {JSON_BYTES_MAX} bytes")
+    return content.decode("utf-8")
+
+
 def read_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
     """The content of a config.json, given as content, file or folder; of a multimodal model, its text part."""
     if isinstance(config, str | Path):
         path = Path(config)
         try:
             path = path / "config.json" if path.is_dir() else path
-            if path.stat().st_size > CONFIG_BYTES_MAX:
-                raise InvalidArgument(f"config = {str(path)!r}: at most {CONFIG_BYTES_MAX} bytes")
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = json.loads(read_text(path))
         except (OSError, ValueError, RecursionError) as error:
             raise InvalidArgument(f"config = {str(path)!r}: a readable config.json ({error})") from error
     if not isinstance(config, dict):
@@ -56,7 +66,8 @@ class Config:
         """A finite number above 0; JSON's null counts as absent."""
         value = as_int(self.content.get(key))
         value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        # JSON has integers that no float holds.
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
             raise InvalidArgument(f"config.{key} = {value!r}: a finite number above 0")
         return float(value)
 

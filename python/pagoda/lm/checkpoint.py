@@ -12,6 +12,7 @@ import numpy.typing as npt
 import safetensors
 
 from pagoda.errors import InvalidArgument
+from pagoda.hf_config import read_text
 
 Float32 = npt.NDArray[np.float32]
 
@@ -101,7 +102,7 @@ def _parts(folder: Path) -> list[Path]:
     if whole.exists():
         return [whole]
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(json.loads(read_text(index))["weight_map"].values()))
         outside = [name for name in names if Path(name).name != name]
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise InvalidArgument(
