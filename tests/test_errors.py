@@ -382,6 +382,22 @@ def test_released_foreign_and_closed() -> None:
     cache.close()
 
 
+def test_a_list_that_changes_while_it_is_checked_brings_in_no_foreign_sequence() -> None:
+    """Both caches have a sequence of this number."""
+
+    class Changing(list[Any]):
+        def __iter__(self) -> Any:
+            yield from list.__iter__(self)
+            self[:] = [foreign]
+
+    with pagoda.Cache(SPEC, threads=1) as cache, pagoda.Cache(SPEC, threads=1) as other:
+        own, foreign = cache.create(), other.create()
+        batch = cache.batch(Changing([own]))
+        assert batch.sequences == (own,)
+        with pytest.raises(pagoda.InvalidArgument, match="of this cache"):
+            cache.batch(Changing([foreign]))
+
+
 def test_out_of_blocks_says_how_many_and_changes_nothing() -> None:
     spec = pagoda.ModelSpec(layers=[layer(), layer(window=8)])
     size = 16 * 2 * 2 * 16 * 2

@@ -582,6 +582,8 @@ class Cache:
 
     def _batch(self, name: str, sequences: Collection[Sequence]) -> Batch:
         check_list(name, sequences, "sequences")
+        # What is checked is what is held: a list may be another when it is gone through again.
+        sequences = tuple(sequences)
         for index, sequence in enumerate(sequences):
             # Only a bad entry needs a name for its message: a batch is checked in every step, so names would cost time.
             if not isinstance(sequence, Sequence) or sequence._cache is not self:

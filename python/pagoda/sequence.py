@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -91,9 +90,9 @@ class Batch:
 
     __slots__ = ("_cache", "ids", "sequences")
 
-    def __init__(self, cache: Cache, sequences: Collection[Sequence]) -> None:
+    def __init__(self, cache: Cache, sequences: tuple[Sequence, ...]) -> None:
         self._cache = cache
-        self.sequences = tuple(sequences)
+        self.sequences = sequences
         self.ids = np.fromiter((sequence.id for sequence in self.sequences), np.uint64, len(self.sequences))
 
     def __len__(self) -> int:
