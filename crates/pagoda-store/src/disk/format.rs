@@ -17,6 +17,12 @@ const INDEX_MAGIC: [u8; 8] = *b"PAGODAIX";
 /// How often an index may be opened: generations have room for as many.
 const EPOCHS_MAX: u64 = 1 << 24;
 
+/// The first generation of a page that a store gives out when it was opened so many times before: the others are above it, and
+/// below the first one of the next opening.
+pub(super) fn first_generation(epoch: u64) -> u64 {
+    epoch << 40
+}
+
 /// Bytes before the checksums of the layers.
 const HEADER_FIXED: usize = 64;
 

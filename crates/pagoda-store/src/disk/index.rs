@@ -4,7 +4,7 @@
 //! acknowledged, since the second copy follows when the first is safe. The log is written anew when it is opened, when most of it is
 //! about what is no longer kept, and after a failure that may have left anything in it.
 
-use super::format::{Fingerprint, IndexHeader, Line, Lines, Record, put_bytes};
+use super::format::{Fingerprint, IndexHeader, Line, Lines, Record, first_generation, put_bytes};
 use super::io::{Directory, File};
 use super::segment::Geometry;
 use super::{Error, Result};
@@ -116,8 +116,8 @@ impl Index {
             }
             (entries, recovered) = replay(&bytes, &stored, start);
             require_memory(&entries, geometry, bytes_of_pages)?;
-            recovered.lost.extend(remove_impossible(&mut entries, geometry));
             header.epoch = stored.epoch + 1;
+            recovered.lost.extend(remove_impossible(&mut entries, geometry, first_generation(header.epoch)));
         }
         let directory = directory.share().map_err(Error::io("opening the directory"))?;
         let mut index = Self { directory, file: None, header, end: 0, number: 0, limit: 0, entries };
@@ -279,10 +279,16 @@ fn require_memory(
     Ok(())
 }
 
-/// Takes out entries with pages outside of the file, or in blocks that newer pages were written to.
-fn remove_impossible(entries: &mut BTreeMap<Vec<u8>, Entry>, geometry: &Geometry) -> Vec<(Vec<u8>, String)> {
+/// Takes out entries with pages outside of the file, in blocks that newer pages were written to, or with a generation from
+/// `next` on: pages that are yet to be written get those, and could not be told from them.
+fn remove_impossible(
+    entries: &mut BTreeMap<Vec<u8>, Entry>,
+    geometry: &Geometry,
+    next: u64,
+) -> Vec<(Vec<u8>, String)> {
     let mut newest = HashMap::<(u8, u32), Record>::new();
-    for page in entries.values().flat_map(|entry| &entry.pages) {
+    let pages = entries.values().flat_map(|entry| &entry.pages);
+    for page in pages.filter(|page| page.generation < next) {
         let known = newest.entry((page.group, page.block)).or_insert(*page);
         if known.generation < page.generation {
             *known = *page;
@@ -294,6 +300,12 @@ fn remove_impossible(entries: &mut BTreeMap<Vec<u8>, Entry>, geometry: &Geometry
                 return Some(format!(
                     "block {} of layer group {} is beyond disk_memory",
                     page.block, page.group
+                ));
+            }
+            if page.generation >= next {
+                return Some(format!(
+                    "block {} of layer group {} has generation {}, of a later opening than its index",
+                    page.block, page.group, page.generation
                 ));
             }
             (newest[&(page.group, page.block)] != *page)

@@ -1,7 +1,7 @@
 //! The disk tier: which blocks have a page, what is kept under which key, and counts of traffic. lane.rs writes and reads.
 
 use super::budget::Budget;
-use super::format::{Fingerprint, Record};
+use super::format::{Fingerprint, Record, first_generation};
 use super::hole::{Hole, Holes};
 use super::index::{Entry, Index, Recovered};
 use super::io::{ALIGN, Access, Directory, File};
@@ -19,9 +19,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 const PAGES: &str = "pages";
-
-/// Page generations of one opening of a store lie below this.
-const EPOCH_SHIFT: u32 = 40;
 
 /// A store of pages in one directory. Any number of lanes write and read at once, each block one of them at a time.
 #[derive(Debug)]
@@ -133,7 +130,7 @@ impl Store {
             pages: Mutex::new(pages),
             holes: Holes::default(),
             budget: budget.map(Mutex::new),
-            generation: AtomicU64::new(epoch << EPOCH_SHIFT),
+            generation: AtomicU64::new(first_generation(epoch)),
             syncing: Mutex::default(),
             syncs_failed: AtomicU64::new(0),
             zeroes: AtomicBool::new(false),

@@ -1025,6 +1025,31 @@ fn lines_with_impossible_fields_are_refused() {
     }
 }
 
+/// A page that is written next would get the same generation in the same block, and be taken for the one that was read there.
+#[test]
+fn an_entry_with_generations_of_a_later_opening_than_its_index_is_lost() {
+    let (disk, _) = kept();
+    let [block, another] = [5, 6].map(|at| blocks(LARGE)[at]);
+    for (ahead, is_lost) in [(-1, false), (0, true), (1 << 40, true)] {
+        let hostile = disk.killed();
+        let next = hostile.with("index", |bytes| {
+            let header = format::IndexHeader::parse(bytes).unwrap().0;
+            let next = format::first_generation(header.epoch + 1);
+            let generation = next.checked_add_signed(ahead).unwrap();
+            let pages = vec![format::Record { group: LARGE.0, block, generation, sum: 3 }];
+            let line = format::Line::Put { key: b"x".to_vec(), pages, meta: Vec::new() };
+            bytes.extend(line.to_bytes(header.salt, header.lines + 2, bytes.len() as u64));
+            next
+        });
+        let (store, recovered) = open(&hostile).unwrap();
+        assert_eq!(store.entries().iter().all(|(key, _)| key != b"x"), is_lost, "{ahead}");
+        let told = recovered.lost.iter().any(|(key, why)| key == b"x" && why.contains("of a later opening"));
+        assert_eq!(told, is_lost, "{ahead}: {:?}", recovered.lost);
+        write(&mut store.lane().unwrap(), LARGE, &[(another, 1)]).unwrap();
+        assert_eq!(store.generations(LARGE, &[BlockId::new(another)]), [Some(next)]);
+    }
+}
+
 #[test]
 fn hostile_places_are_refused() {
     use std::os::unix::fs::{PermissionsExt, symlink};
