@@ -148,6 +148,18 @@ def test_what_is_kept_comes_back_and_holds_for_threads_and_a_file_system(directo
     assert rates.kept() == made, "a bench keeps nothing"
 
 
+def test_a_user_without_a_home_has_no_calibration_and_is_told_why(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-of-this-name/cache")
+    assert rates.kept() is None
+    assert main(["doctor", "--calibrate", "--disk", str(directory), "--json"]) == 0
+    (finding,) = [each for each in json.loads(capsys.readouterr().out) if each["what"] == "calibration"]
+    assert not finding["fine"]
+    assert "home directory" in finding["found"]
+    assert "XDG_CACHE_HOME" in finding["remedy"]
+
+
 @pytest.mark.parametrize("text", ["", "[]", "3", '{"threads": 2}', '{"another": "version"}', "[" * 100_000])
 def test_what_cannot_be_read_is_not_there(text: str, directory: Path) -> None:
     kept(directory)

@@ -123,9 +123,12 @@ class Calibration:
 
 
 def place() -> Path:
-    """The file that a calibration is kept in: one for each machine that shares the folder."""
+    """The file that a calibration is kept in: one for each machine that shares the folder. Raises OSError without a home."""
     default = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser()
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser()
+    except RuntimeError as error:
+        raise FileNotFoundError(str(error)) from error
     return folder / "pagoda" / f"calibration-{platform.node()}.json"
 
 
