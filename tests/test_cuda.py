@@ -271,6 +271,39 @@ def test_a_tensor_of_a_type_without_a_name(cupy: Any, monkeypatch: pytest.Monkey
         cuda.open_driver(0).view("k", Float8())
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": None},
+        {"shape": 5},
+        {"shape": (3.5, 2.0, 8.0)},
+        {"shape": (3, -2, 8)},
+        {"typestr": 5},
+        {"typestr": "<f4 "},
+        {"data": None},
+        {"data": (4096,)},
+        {"data": ("4096", False)},
+        {"data": (-4096, False)},
+        {"data": (0, False)},
+        {"data": (1 << 64, False)},
+        {"strides": (32,)},
+        {"strides": ()},
+        {"strides": (64.5, 32.0, 4.0)},
+        {"mask": SimpleNamespace()},
+    ],
+    ids=str,
+)
+def test_an_array_interface_that_cannot_be(change: dict[str, Any]) -> None:
+    right: dict[str, Any] = {"shape": (3, 2, 8), "typestr": "<f4", "data": (4096, False), "version": 3}
+    assert cuda.view("k", SimpleNamespace(__cuda_array_interface__=right), 0).strides == (64, 32, 4)
+    empty = right | {"shape": (0, 2, 8), "data": (0, False)}
+    assert cuda.view("k", SimpleNamespace(__cuda_array_interface__=empty), 0).address == 0
+    refused: list[Any] = [right | change, {}, [], 5]
+    for interface in refused:
+        with pytest.raises(pagoda.InvalidArgument, match="k = an array whose __cuda_array_interface__ is "):
+            cuda.view("k", SimpleNamespace(__cuda_array_interface__=interface), 0)
+
+
 def test_an_array_of_another_gpu_is_refused(cupy: Any) -> None:
     with Device(1):
         array = NdArray(np.zeros((3, 2, 8), np.float16))

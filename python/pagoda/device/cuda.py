@@ -6,13 +6,13 @@ import contextlib
 import ctypes
 import math
 import mmap
+import operator
 import os
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate
-from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -381,7 +381,14 @@ def _of_torch(array: Any) -> bool:
 @lru_cache
 def _contiguous(shape: tuple[int, ...], typestr: str) -> tuple[int, ...]:
     """The strides of an array without gaps."""
-    return tuple(accumulate(shape[:0:-1], mul, initial=np.dtype(typestr).itemsize))[::-1]
+    return tuple(accumulate(shape[:0:-1], operator.mul, initial=np.dtype(typestr).itemsize))[::-1]
+
+
+@lru_cache
+def _are_sizes(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether an array may have this shape and these strides. Raises TypeError for what are no integers."""
+    sizes = [*map(operator.index, shape)]
+    return len([*map(operator.index, strides)]) == len(sizes) and min(sizes, default=0) >= 0
 
 
 def _by_dlpack(array: Any) -> bool:
@@ -421,11 +428,18 @@ def view(name: str, array: Any, device: int) -> View:
     index = place.id if hasattr(place, "id") else getattr(place, "index", None)
     if index not in (None, device):
         raise InvalidArgument(f"{name} = an array on cuda:{index}: on cuda:{device}, the device of the cache")
-    shape = tuple(interface["shape"])
-    kind = kind or TYPES.get(interface["typestr"], str(interface["typestr"]))
-    strides = interface.get("strides")
-    strides = _contiguous(shape, interface["typestr"]) if strides is None else tuple(strides)
-    address, read_only = interface["data"]
+    try:
+        shape, typestr, strides = tuple(interface["shape"]), interface["typestr"], interface.get("strides")
+        strides = _contiguous(shape, typestr) if strides is None else tuple(strides)
+        address, read_only = interface["data"]
+        # Kernels would read at address 0, which ends all work on the device, and know nothing of masks.
+        fits = _are_sizes(shape, strides) and (0 < address < 1 << 64 or 0 in shape) and interface.get("mask") is None
+    except (AttributeError, LookupError, TypeError, ValueError):
+        fits = False
+    if not fits:
+        limit = "shape, typestr, data, no mask, and as many strides as sizes if any"
+        raise InvalidArgument(f"{name} = an array whose __cuda_array_interface__ is {interface!r}: {limit}")
+    kind = kind or TYPES.get(typestr, str(typestr))
     return View(int(address), shape, strides, kind, not read_only)
 
 
