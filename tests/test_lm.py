@@ -137,6 +137,17 @@ def test_bytes_come_back(data: bytes) -> None:
     assert ByteTokenizer(256).encode(text)[0] == 256
 
 
+def test_a_mark_that_is_no_token_is_refused(tmp_path: Path) -> None:
+    for mark in (255, 1 << 63, 10**30):
+        with pytest.raises(pagoda.InvalidArgument, match=f"bos_token_id = {mark}: an int from 256"):
+            ByteTokenizer(mark)
+    checkpoints.make(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"bos_token_id": 10**30}))
+    with pytest.raises(pagoda.InvalidArgument, match=r"bos_token_id = 10+: an int from 256"):
+        LanguageModel.load(tmp_path)
+
+
 def test_tokenizer_files(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = {word: index for index, word in enumerate(["[UNK]", "the", "page", "block"])}

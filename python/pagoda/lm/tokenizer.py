@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.checks import natural
 from pagoda.errors import BackendUnavailable, InvalidArgument
 
 Ids = npt.NDArray[np.int64]
@@ -45,10 +46,10 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A token is a byte of UTF-8; one more token may mark a beginning."""
+    """A token is a byte of UTF-8; one more token, from 256 on, may mark a beginning. Raises InvalidArgument for another."""
 
     def __init__(self, bos: int | None = None) -> None:
-        self.bos = bos
+        self.bos = None if bos is None else natural("bos_token_id", bos, 256)
 
     def encode(self, text: str) -> Ids:
         """The bytes of a text; "\\udc80" to "\\udcff" stand for bytes that are no UTF-8, as `surrogateescape` decodes them.
