@@ -284,6 +284,12 @@ impl Cache {
                 span.skip
             );
             require!(
+                u64::from(span.skip) <= span.position,
+                "{name}: span {index} begins at position {}, behind {} rows",
+                span.position,
+                span.skip
+            );
+            require!(
                 span.first_page == first_page,
                 "{name}: span {index} starts at page {}",
                 span.first_page

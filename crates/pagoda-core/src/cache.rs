@@ -721,6 +721,7 @@ mod tests {
         let end = limits::TOKENS_PER_SEQUENCE_MAX;
         let empty = |skip, position| (Vec::new(), (0, skip, 0, position));
         let four = |position| (vec![KeptPage::Sealed(BlockId::new(0))], (0, 0, 4, position));
+        let two = |position| (vec![KeptPage::Sealed(BlockId::new(0))], (0, 2, 2, position));
         for (len, [first, second], is_right) in [
             (0, [empty(0, 0), empty(0, 0)], true),
             (0, [(vec![KeptPage::Left], (0, 4, 0, 0)), empty(0, 0)], false),
@@ -729,6 +730,8 @@ mod tests {
             (4, [four(end - 4), four(end - 4)], true),
             (4, [four(end - 3), four(end - 3)], false),
             (4, [four(7), four(8)], false),
+            (2, [two(2), two(2)], true),
+            (2, [two(1), two(1)], false),
         ] {
             let mut cache = Cache::new(&[group; 2], [memory; 3]).unwrap();
             let named = |(pages, span): &(Vec<_>, _)| KeptGroup {
