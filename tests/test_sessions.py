@@ -71,6 +71,28 @@ def test_a_sequence_is_found_again_by_the_next_cache(
         assert cache.load("none") is None
 
 
+@pytest.mark.parametrize("key", ["", "k" * 1025])
+def test_a_key_that_no_call_takes_goes_when_the_directory_is_opened(
+    tmp_path: Path, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody could forget it, or have its space again."""
+    with opened(tmp_path) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        tokens = mirror.create()
+        mirror.step([tokens], [100])
+        cache.save(tokens.sequence, "k" * 1024)
+        cache._core.save(tokens.sequence.id, key, b"")
+    for lost in (True, False):
+        caplog.clear()
+        with opened(tmp_path) as cache:
+            assert (f"{key!r} is lost: its key is not a text of 1 to 1024 bytes" in caplog.text) == lost
+            assert cache.saved() == {"k" * 1024: b""}
+            if not lost:
+                assert cache.forget("k" * 1024)
+                assert cache.stats().used_bytes("disk") == 0
+            cache.audit()
+
+
 def test_what_is_kept_does_not_change_with_the_sequence_it_was(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
         mirror = Mirror(cache, np.random.default_rng(0))

@@ -13,6 +13,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+/// Of a key, as the facade takes them: others could be neither loaded nor forgotten.
+const KEY_BYTES_MAX: usize = 1024;
+
 /// What is kept under each key, and what the caller added.
 #[derive(Default)]
 pub(crate) struct Sessions {
@@ -61,10 +64,12 @@ impl Sessions {
         let (shapes, metas): (Vec<_>, Vec<_>) = known.into_iter().unzip();
         for ((key, adopted), meta) in keys.into_iter().zip(core.adopt(&shapes)).zip(metas) {
             match (adopted, String::from_utf8(key.clone())) {
-                (Ok(id), Ok(key)) => drop(sessions.kept.insert(key, (id, meta))),
-                (Ok(id), Err(_)) => {
+                (Ok(id), Ok(key)) if (1..=KEY_BYTES_MAX).contains(&key.len()) => {
+                    sessions.kept.insert(key, (id, meta));
+                }
+                (Ok(id), _) => {
                     core.forget(id);
-                    bad.push((key, "its key is not text".into()));
+                    bad.push((key, format!("its key is not a text of 1 to {KEY_BYTES_MAX} bytes")));
                 }
                 (Err(error), _) => bad.push((key, error.to_string())),
             }
