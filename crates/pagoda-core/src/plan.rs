@@ -142,14 +142,15 @@ impl Cache {
             if *newest_first {
                 indices.reverse();
             }
-            // A page that a drop has split stands in the table twice.
             let candidates = indices.into_iter().filter_map(|index| table.pages[index]);
-            let movable = candidates.filter(|&id| known.insert(id)).filter_map(|id| {
+            let movable = candidates.filter_map(|id| {
                 let (page, from) = (&self.pages[id], self.movable(id, to, *unshared)?);
                 let bytes = if page.ready(to).is_some() { 0 } else { self.groups[group.index()].block_bytes };
                 let m = Move { page: id, generation: page.generation, group, from, bytes };
                 (only.is_none_or(|only| only == from) && (page.sealed || !sealed)).then_some(m)
             });
+            // A page that a drop has split stands in the table twice. Most pages of a long sequence stay: they are not noted.
+            let movable = movable.filter(|m| known.insert(m.page));
             moves.extend(movable.take(*pages_max));
         }
         moves.sort_by_key(|m| m.bytes == 0);
