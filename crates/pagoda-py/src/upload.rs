@@ -216,7 +216,7 @@ impl Upload {
 
     /// Whether a sequence holds pages in common with others, in a work list.
     pub(crate) fn holds_common(&self, work: usize, index: usize) -> bool {
-        self.shared[work].holds.iter().any(|hold| hold.0 as usize == index)
+        self.shared[work].holds.binary_search_by_key(&index, |hold| hold.0 as usize).is_ok()
     }
 
     /// Words for a place on the device.
