@@ -10,7 +10,7 @@ import numpy as np
 import pagoda
 import pytest
 from interrupts import interrupted
-from mirror import Mirror, layer, settled
+from mirror import Mirror, Tokens, layer, settled
 
 
 @pytest.fixture
@@ -210,6 +210,29 @@ def test_tables_name_the_blocks_that_attention_reads(mirror: Mirror) -> None:
         pytest.raises(pagoda.InvalidArgument, match="one whole span"),
     ):
         _ = step.table(0).kv_indices
+
+
+def test_rows_of_a_table_are_of_whoever_is_there_now(mirror: Mirror) -> None:
+    """Sequences of different lengths change places, shrink and leave; what is behind their pages is padding."""
+    long, short, middle = (mirror.create() for _ in range(3))
+    mirror.step([long, short, middle], [200, 5, 60])
+
+    def check(*batch: Tokens) -> None:
+        with mirror.cache.step([tokens.sequence for tokens in batch], [0] * len(batch)) as step:
+            table = step.table(0)
+        pages = [-(-len(tokens.sequence) // 16) for tokens in batch]
+        there = np.arange(max(pages)) < np.array(pages)[:, None]
+        assert ((table.block_table >= 0) == there).all()
+        assert ((table.pointers > 0) == there).all()
+
+    check(long, short, middle)
+    check(short, middle, long)
+    check(middle, long)
+    mirror.truncate(long, 20)
+    check(middle, long)
+    mirror.step([short], [300])
+    check(short, long, middle)
+    check(long, middle, short)
 
 
 def test_a_tree_of_forks_over_long_prefixes(mirror: Mirror) -> None:

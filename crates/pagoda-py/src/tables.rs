@@ -64,16 +64,13 @@ pub(crate) fn export<'py>(py: Python<'py>, inner: &mut Inner, layer: usize) -> P
         let (block_rows, pointer_rows) = unsafe { (blocks.as_slice_mut()?, pointers.as_slice_mut()?) };
         for (index, &(sequence, _)) in batch.iter().enumerate() {
             let (row, version) = inner.core.step_row(index, group);
-            let clean = match table.stamps[index] {
+            // Entries that are as they should be, and those that may be no padding.
+            let (clean, used) = match table.stamps[index] {
                 Some((id, stamped, pages)) if id == sequence && stamped == version && pages <= row.len() => {
-                    pages
+                    (pages, pages)
                 }
-                _ => {
-                    let all = index * table.columns..(index + 1) * table.columns;
-                    block_rows[all.clone()].fill(-1);
-                    pointer_rows[all].fill(0);
-                    0
-                }
+                Some((.., pages)) => (0, pages),
+                None => (0, table.columns),
             };
             let start = index * table.columns;
             for (column, at) in row.iter().enumerate().skip(clean) {
@@ -83,6 +80,9 @@ pub(crate) fn export<'py>(py: Python<'py>, inner: &mut Inner, layer: usize) -> P
                     tier => base[tier.index()] + u64::from(at.block().index()) * block_bytes,
                 };
             }
+            let padding = start + row.len()..start + used.max(row.len());
+            block_rows[padding.clone()].fill(-1);
+            pointer_rows[padding].fill(0);
             for span in inner.core.step_spans(index, group) {
                 let left = (start + span.first_page as usize)..;
                 for entry in left.take((span.skip / page_size) as usize) {
