@@ -14,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import pagoda
 import pytest
-from emulator.driver import CallerStream, EmulatedDriver, Stream, install_driver
+from emulator import driver as driver_module
+from emulator.driver import CallerStream, EmulatedDriver, Event, Stream, install_driver
 from interrupts import interrupted
+from mirror import Mirror
 from pagoda.device.engine import DeviceEngine
 from pagoda.device.tables import Staging
 from pagoda.kernels.instances import Kernel
@@ -303,6 +305,34 @@ def test_a_step_is_committed_whatever_becomes_of_copies(driver: LateDriver, monk
         step.commit()
     world.k, world.v = np.concatenate([world.k, k]), np.concatenate([world.v, v])
     world.look(world.streams[1])
+
+
+def test_a_look_at_copies_under_way_is_not_a_look_at_each(driver: LateDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made in order: behind one that has not ended none has."""
+    looks: list[Event] = []
+
+    class Counted(Event):
+        def done(self) -> bool:
+            looks.append(self)
+            return super().done()
+
+    monkeypatch.setattr(driver_module, "Event", Counted)
+    spec = pagoda.ModelSpec(layers=[LAYER])
+    with pagoda.Cache(spec, page_size=16, device="cuda", device_memory="1MiB", host_memory="1MiB") as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        all_tokens = [mirror.create() for _ in range(40)]
+        mirror.step(all_tokens, [16] * 40)
+        each, tickets = [], []
+        for tokens in all_tokens:
+            looks.clear()
+            tickets.append(cache.demote(tokens.sequence))
+            each.append(len(looks))
+        assert not any(ticket.done() for ticket in tickets)
+        assert max(each) < 10
+        assert tickets[-1].wait()
+        assert all(ticket.done() for ticket in tickets)
+        assert cache.stats().host[0].used == 40
+        mirror.look()
 
 
 def test_ctrl_c_in_a_step_leaves_the_next_one_right(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,9 @@ from pagoda.device.mover import Mover
 
 Rows = npt.NDArray[np.uint64]
 
+LINK = ("link",)
+"""The way of copies that pass through no memory in between: by the copying stream alone."""
+
 
 class Nothing:
     """Nothing has to end."""
@@ -74,6 +77,12 @@ class Plan:
     copied: int
     first: int = 0
     why: _core.DiskCopies | str | None = None
+
+    @property
+    def follows(self) -> bool:
+        """Whether nothing is left but copies that the copying stream has been given."""
+        part = self.parts[-1]
+        return len(self.parts) == 1 and part.ways == LINK and part.now[1] is not None
 
     def failed(self, number: int, why: _core.DiskCopies | str) -> None:
         """A copy has not arrived."""
@@ -131,10 +140,13 @@ class Plans:
         self._take_in()
         if not self._under_way:
             return
-        free = set(range(1, 1 + passage.PARTS)) - {
-            part.at for plan in self._under_way.values() for part in _begun(plan)
-        }
+        staged = (plan for plan in self._under_way.values() if plan.parts[-1].staged)
+        free = set(range(1, 1 + passage.PARTS)) - {part.at for plan in staged for part in _begun(plan)}
+        link_is_busy = False
         for ticket, plan in list(self._under_way.items()):
+            if plan.follows and link_is_busy:
+                # The stream makes copies in order.
+                continue
             for part in plan.left():
                 if part.staged and not part.begun and part.numbers[0] > plan.copied:
                     # After a failure later copies are not made.
@@ -145,6 +157,7 @@ class Plans:
                     part.at = free.pop()
                 if self._go_on(ticket, plan, part) and part.at is not None:
                     free.add(part.at)
+            link_is_busy |= plan.follows
             if next(plan.left(), None) is None:
                 self._core.end_copies(ticket, plan.copied, plan.why)
                 del self._under_way[ticket]
@@ -172,7 +185,7 @@ class Plans:
         on_host = self._memory.on_host
         staged = on_disk & ((ends < on_host.start) | (ends >= on_host.stop))
         if len(by_link := np.flatnonzero(~on_disk)):
-            yield Part(by_link.tolist(), ("link",))
+            yield Part(by_link.tolist(), LINK)
         if len(by_threads := np.flatnonzero(on_disk & ~staged)):
             yield Part(by_threads.tolist(), ("threads",))
         by_stage, through = np.flatnonzero(staged), self._memory.passage
@@ -181,11 +194,13 @@ class Plans:
         assert through is not None
         ways = ("threads", "link") if rows[by_stage[0], 1] else ("link", "threads")
         chosen: list[int] = []
-        for number in by_stage.tolist():
-            if chosen and int(rows[[*chosen, number], 2].sum()) > through.part:
+        room = through.part
+        for number, size in zip(by_stage.tolist(), rows[by_stage, 2].tolist(), strict=True):
+            if chosen and size > room:
                 yield Part(chosen, ways, staged=True)
-                chosen = []
+                chosen, room = [], through.part
             chosen.append(number)
+            room -= size
         yield Part(chosen, ways, staged=True)
 
     def _go_on(self, ticket: _core.Ticket, plan: Plan, part: Part) -> bool:
