@@ -335,6 +335,47 @@ def test_making_room_looks_at_what_moves_and_not_at_all_that_rest(
         assert 0 < len(plans) < 100, "40 pages had to leave"
 
 
+@pytest.mark.usefixtures("names_the_cpu")
+def test_pages_that_move_or_stay_are_counted_without_a_list_of_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A step over sequences that were at rest asks how much of them is left on disk, which may be nearly all."""
+    spec = pagoda.ModelSpec(layers=[layer()])
+    options: dict[str, Any] = {"device": "cpu", "device_memory": "32KiB", "host_memory": "32KiB"}
+    options |= {"disk": tmp_path / "disk", "disk_memory": "4MiB"}
+    with pagoda.Cache(spec, page_size=16, threads=1, **options) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        pair = [mirror.create() for _ in range(2)]
+        for tokens in pair:
+            for _ in range(10):
+                mirror.step([tokens], [64])
+        cache._spill.settle()
+        moved: list[int] = []
+
+        class Counted:
+            def __init__(self, plan: Any) -> None:
+                self.plan = plan
+
+            def __len__(self) -> int:
+                moved.append(len(self.plan))
+                return moved[-1]
+
+        class Counting:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(cache._core, name)
+
+            def plan(self, *given: Any, **options: Any) -> Counted:
+                return Counted(cache._core.plan(*given, **options))
+
+            def execute(self, plan: Counted) -> Any:
+                return cache._core.execute(plan.plan)
+
+        monkeypatch.setattr(cache._spill, "_core", Counting())
+        for tokens in pair * 2:
+            mirror.step([tokens], [1])
+        assert sum(moved) > 0
+
+
 def test_memory_follows_the_context() -> None:
     """The arenas are reserved at once, but touched as they are used, and given back."""
     spec = pagoda.ModelSpec(layers=[layer(num_q_heads=8, num_kv_heads=8, head_dim=128)] * 4)

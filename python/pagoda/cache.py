@@ -93,7 +93,7 @@ class Plan:
         return self._core.bytes
 
     def __len__(self) -> int:
-        return len(self._core.copies)
+        return len(self._core)
 
 
 class Ticket:

@@ -144,7 +144,7 @@ class Spill:
             # No name may stay that holds it: its traceback holds this frame, and those of the caller.
             raise failures.pop()
         rest = (core.plan(handle, tier, None, [group], only_from="disk") for handle, group in pages)
-        return sum(len(plan.copies) for plan in rest)
+        return sum(map(len, rest))
 
     def _demote_now(self, pair: Pair, blocks: int, batch: Handles, *, resting_only: bool = False) -> bool:
         """Moves at least one and about `blocks` pages of each layer group; says whether any has arrived.
@@ -196,12 +196,12 @@ class Spill:
         source, target = pair
         try:
             plan = self._core.plan(handle, target, None, [group], only_from=source, **options)
-            if plan.copies:
+            if len(plan):
                 tickets.add(self._core.execute(plan))
         except (InvalidArgument, OutOfBlocks, UseAfterRelease):
             # Another thread has released the sequence, changed or moved its pages, or taken the room.
             return 0
-        return len(plan.copies)
+        return len(plan)
 
     def _pending(self, pair: Pair) -> bool:
         """Whether moves are under way."""

@@ -34,6 +34,11 @@ impl Plan {
     fn bytes(&self) -> u64 {
         self.0.bytes()
     }
+
+    /// How many pages there are, without a list of them.
+    fn __len__(&self) -> usize {
+        self.0.moves().len()
+    }
 }
 
 /// A plan under way; see `pagoda.Ticket`.
