@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Collection
 from functools import partial
@@ -575,9 +576,9 @@ class Cache:
 
     def _make_room_on_disk(self, sequence: Sequence, plan: Plan) -> None:
         """Gives up copies of others' pages that memory has as well, as far as a plan and a last page of each group need."""
+        written = Counter(group for _, group, _, _, size in plan.copies if size)
         for group in range(len(self._groups)):
-            wanted = 1 + sum(copy[1] == group and copy[4] > 0 for copy in plan.copies)
-            short = wanted - self._core.free_blocks("disk")[group]
+            short = written[group] + 1 - self._core.free_blocks("disk")[group]
             if short > 0:
                 self._core.drop_copies("disk", group, short, but_of=sequence.id)
 
