@@ -336,6 +336,29 @@ def test_making_room_looks_at_what_moves_and_not_at_all_that_rest(
 
 
 @pytest.mark.usefixtures("names_the_cpu")
+def test_what_a_batch_has_on_disk_is_not_looked_for_sequence_by_sequence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One of many has more there than fits in memory, and the batch is another at every step."""
+    spec = pagoda.ModelSpec(layers=[layer(), layer(window=40)])
+    options: dict[str, Any] = {"device": "cpu", "device_memory": "256KiB", "host_memory": 0}
+    options |= {"disk": tmp_path / "disk", "disk_memory": "16MiB"}
+    with pagoda.Cache(spec, page_size=16, threads=1, **options) as cache:
+        mirror = Mirror(cache, np.random.default_rng(0))
+        few = [mirror.create() for _ in range(40)]
+        mirror.step(few, [3] * 40)
+        long = mirror.create()
+        for _ in range(30):
+            mirror.step([long], [64])
+        cache._spill.settle()
+        assert settled(cache).disk[0].used > 40
+        plans = counted_plans(cache, monkeypatch)
+        for start in range(5):
+            mirror.step([long, *few[start : start + 30]], [1] * 31)
+        assert 0 < len(plans) < 300, "31 sequences of two groups are 62 plans, a few times each step"
+
+
+@pytest.mark.usefixtures("names_the_cpu")
 def test_pages_that_move_or_stay_are_counted_without_a_list_of_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -151,6 +151,9 @@ class Engine(Protocol):
         """Up to `most` sequences with pages that a plan would move between two tiers, the one that rested longest first; none
         of the open step, nor of a batch. unshared: pages that no other sequence holds."""
 
+    def movable(self, source: str, target: str, batch: npt.NDArray[np.uint64]) -> list[tuple[int, int]]:
+        """Those of a batch with pages that a plan would move between two tiers, with each layer group of such pages."""
+
     def free_blocks(self, tier: str) -> list[int]:
         """Blocks of each layer group that a tier could hand out now."""
 

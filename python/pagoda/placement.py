@@ -127,7 +127,7 @@ class Spill:
     def _promote(self, batch: Handles, tier: str) -> int:
         """Moves pages of a batch from disk to `tier`, as many as have room there; returns how many are left on disk."""
         core, tickets = self._core, set[_core.Ticket]()
-        pages = [(handle, group) for handle in batch.tolist() for group in range(len(core.free_blocks(tier)))]
+        pages = core.movable("disk", tier, batch)
         for handle, group in pages:
             spare = core.free_blocks(tier)[group] - int(self._blocks[tier][group] * BATCH_WATER)
             options = {"pages_max": max(0, spare), "keep": True, "newest_first": True}

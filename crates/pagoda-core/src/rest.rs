@@ -75,6 +75,15 @@ impl Cache {
         found
     }
 
+    /// Of some sequences those with pages that a plan would take from one tier to another, with each layer group of such pages. None
+    /// that have been released.
+    pub fn with_movable(&mut self, way: (Tier, Tier), ids: &[SequenceId]) -> Vec<(SequenceId, GroupId)> {
+        self.settle();
+        let live = ids.iter().filter(|&&id| self.sequences.get(id).is_ok());
+        let all = live.flat_map(|&id| self.group_ids().map(move |group| (id, group)));
+        all.filter(|&(id, group)| self.has_movable(id, way, group, false)).collect()
+    }
+
     /// Whether a plan would take a page of a sequence from one tier to another.
     pub(crate) fn has_movable(
         &self,

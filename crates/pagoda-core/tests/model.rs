@@ -690,7 +690,14 @@ impl Machine {
             let mut selection = Selection::of(0..self.model[index].tokens.len() as u64, vec![group]);
             (selection.from, selection.unshared) = (Some(way.0), unshared);
             let plan = self.cache.plan(id, way.1, &selection);
-            if !self.stepping(index) && plan.is_ok_and(|plan| !plan.moves().is_empty()) {
+            if self.stepping(index) {
+                continue;
+            }
+            let has_some = plan.is_ok_and(|plan| !plan.moves().is_empty());
+            if !unshared {
+                prop_assert_eq!(self.cache.with_movable(way, &[id]).contains(&(id, group)), has_some);
+            }
+            if has_some {
                 all.push(id);
             }
         }

@@ -258,6 +258,22 @@ impl Cache {
         })
     }
 
+    /// Those of a batch with pages to move, with each layer group of such pages.
+    fn movable(
+        &self,
+        py: Python<'_>,
+        source: &str,
+        target: &str,
+        batch: PyReadonlyArray1<'_, u64>,
+    ) -> PyResult<Vec<(u64, u8)>> {
+        let way = (tier_named(py, "source", source)?, tier_named(py, "target", target)?);
+        let ids: Vec<_> = batch.as_slice()?.iter().map(|&id| SequenceId::of_number(id)).collect();
+        self.with(py, |inner| {
+            let found = inner.core.with_movable(way, &ids);
+            Ok(found.into_iter().map(|(id, group)| (id.number(), group.0)).collect())
+        })
+    }
+
     /// Blocks of each group that a tier could hand out now.
     fn free_blocks(&self, py: Python<'_>, tier: &str) -> PyResult<Vec<u64>> {
         let tier = tier_named(py, "tier", tier)?;
