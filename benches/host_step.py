@@ -113,8 +113,8 @@ class NullDriver:
     def caller_stream(self, given: object) -> NullStream:
         return NullStream()
 
-    def view(self, name: str, array: Any) -> View:
-        return cuda.view(name, array, 0)
+    def view(self, name: str, array: Any, stream: Any) -> View:
+        return cuda.view(name, array, 0, stream)
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
         return NullArray(*shape)

@@ -1,6 +1,6 @@
 """What Pagoda calls of CuPy, over memory of the host and the emulator. As strict as CuPy is about names and arguments, about
-the device that is current, about memory that is registered twice, and stricter about default streams: each call on one is
-noted with the device that it is of.
+the device that is current, about memory that is registered twice, about what a graph takes where the mode of its capture is
+global, and stricter about default streams: each call on one is noted with the device that it is of.
 
 Everything is done when it is asked for; tests/emulator/driver.py has streams that are late. tests/test_cuda.py holds names
 and arguments against the real CuPy where that is installed.
@@ -12,6 +12,7 @@ import ctypes
 import inspect
 import sys
 import weakref
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -22,6 +23,8 @@ import numpy.typing as npt
 DEVICES = 2
 DEVICE_BYTES = 64 << 20
 """Memory of all devices together."""
+CAPTURE_UNSUPPORTED = 900
+"""cudaErrorStreamCaptureUnsupported."""
 STATIC_SHARED_BYTES = 48 << 10
 """Dynamic shared memory of a launch, unless a kernel has been allowed more or less."""
 
@@ -76,11 +79,19 @@ class Stream:
     """A stream of the device that is current when it is made; of others the device is not known."""
 
     entered: ClassVar[list[Stream]] = []
+    captured: ClassVar[dict[int, Graph]] = {}
+    """Graphs that are captured, by the address of their stream."""
     made = 0
 
     def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
         Stream.made += not null
         self.ptr, self.device_id = (0, -1) if null else (4096 + Stream.made, Device.current)
+
+    def begin_capture(self, mode: int | None = None) -> None:
+        Stream.captured[self.ptr] = Graph()
+
+    def end_capture(self) -> Graph:
+        return Stream.captured.pop(self.ptr)
 
     @classmethod
     def from_external(cls, obj: Any) -> Stream:
@@ -100,15 +111,38 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         assert isinstance(event, Event)
+        refuse_in_graph(self.ptr)
         note_default(self.ptr)
 
     def is_capturing(self) -> bool:
         note_default(self.ptr)
-        return False
+        return self.ptr in Stream.captured
 
     def _require(self, device: int) -> None:
         if self.device_id not in (-1, device):
             raise RuntimeError(f"a stream of device {self.device_id} on device {device}")
+
+
+class Graph:
+    """Launches that were captured."""
+
+    def __init__(self) -> None:
+        self.launches: list[Callable[[], None]] = []
+
+    def launch(self, stream: Stream | None = None) -> None:
+        for launch in self.launches:
+            launch()
+
+
+def refuse_in_captures() -> None:
+    """Of calls that CUDA refuses, in whatever thread, while a capture of mode global goes on: it is lost then."""
+    if Stream.captured:
+        raise CUDARuntimeError(CAPTURE_UNSUPPORTED)
+
+
+def refuse_in_graph(stream: int) -> None:
+    """Of what CUDA does capture, and that no graph of a cache may have: docs/adr/0009."""
+    assert stream not in Stream.captured, "a graph is of launches alone"
 
 
 on_default: set[int] = set()
@@ -132,17 +166,19 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         assert stream is not None, "which one is current says nothing of the cache's"
+        refuse_in_graph(stream.ptr)
         stream._require(self._device)
         note_default(stream.ptr)
 
     def synchronize(self) -> None:
-        pass
+        refuse_in_captures()
 
 
 class Memory:
     """Bytes that nobody has written to."""
 
     def __init__(self, size: int) -> None:
+        refuse_in_captures()
         if type(size) is not int or size <= 0:
             raise TypeError(f"size = {size!r}")
         # Not zero on a device either.
@@ -254,6 +290,7 @@ class Runtime(ModuleType):
 
     @staticmethod
     def hostRegister(ptr: int, size: int, flags: int) -> None:
+        refuse_in_captures()
         assert flags == 1 | 2, "for every context, and mapped"
         assert Device.host_pointers, "kernels would look for it elsewhere"
         if any(ptr < start + length and start < ptr + size for start, length in registered.items()):
@@ -269,24 +306,28 @@ class Runtime(ModuleType):
     @staticmethod
     def eventQuery(event: int) -> int:
         assert type(event) is int
-        return 0
+        return CAPTURE_UNSUPPORTED if Stream.captured else 0
 
     @staticmethod
     def streamSynchronize(stream: int) -> None:
+        refuse_in_captures()
         note_default(stream)
 
     @staticmethod
     def deviceSynchronize() -> None:
+        refuse_in_captures()
         pool.reused.clear()
 
     @staticmethod
     def memset(ptr: int, value: int, size: int) -> None:
+        refuse_in_captures()
         assert ptr not in pool.reused, "kernels of its last owner may still write there"
         ctypes.memset(ptr, value, size)
 
     @staticmethod
     def memsetAsync(ptr: int, value: int, size: int, stream: int) -> None:
         assert type(stream) is int
+        refuse_in_graph(stream)
         note_default(stream)
         ctypes.memset(ptr, value, size)
 
@@ -294,6 +335,7 @@ class Runtime(ModuleType):
     def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
         assert kind == Runtime.memcpyDefault
         assert type(stream) is int
+        refuse_in_graph(stream)
         note_default(stream)
         ctypes.memmove(dst, src, size)
 
@@ -327,7 +369,14 @@ class RawKernel:
         size = value.nbytes
         arguments: Any = type("Arguments", (ctypes.Structure,), {"_fields_": [("bytes", ctypes.c_uint8 * size)]})
         given = arguments.from_buffer_copy(value.tobytes())
-        self._library.launch("kernel", grid[0], block[0], given, shared_bytes=shared_mem)
+
+        def launch() -> None:
+            self._library.launch("kernel", grid[0], block[0], given, shared_bytes=shared_mem)
+
+        if graph := Stream.captured.get(get_current_stream().ptr):
+            graph.launches.append(launch)
+        else:
+            launch()
 
 
 class RawModule:
@@ -342,6 +391,8 @@ class RawModule:
 
     def get_function(self, name: str) -> RawKernel:
         assert name in self._names
+        # To load a module allocates.
+        refuse_in_captures()
         return RawKernel(emulator.compile(self._include, {"kernel": name}))
 
 
@@ -369,12 +420,14 @@ def empty(shape: tuple[int, ...], dtype: Any) -> NdArray:
 
 
 class DLPackArray:
-    """An array of a library that has DLPack and nothing else; CUDA's, unless `kind` says otherwise."""
+    """An array of a library that has DLPack and nothing else; CUDA's, unless `kind` says otherwise. stream: the address of
+    the one that was last made to wait for what the library has yet to write."""
 
     def __init__(self, hidden: npt.NDArray[Any], kind: int = 2) -> None:
-        self._array, self._kind = NdArray(hidden), kind
+        self._array, self._kind, self.stream = NdArray(hidden), kind, None
 
     def __dlpack__(self, *, stream: Any = None) -> Any:
+        self.stream = stream
         if self._array.dtype == np.dtype("S1"):
             raise BufferError("characters")
         return self._array
@@ -411,6 +464,7 @@ def install(monkeypatch: Any) -> Any:
     pool.blocks.clear()
     pool.reused.clear()
     on_default.clear()
+    Stream.captured.clear()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     return cupy
 

@@ -104,10 +104,10 @@ xp = SimpleNamespace(
 class StrictDriver(EmulatedDriver):
     """An emulated device whose arrays are these, and no others."""
 
-    def view(self, name: str, array: Any) -> View:
+    def view(self, name: str, array: Any, stream: Any) -> View:
         if not isinstance(array, DeviceArray):
             raise InvalidArgument(f"{name} = {type(array).__name__}: an array of the device")
-        return super().view(name, array.hidden)
+        return super().view(name, array.hidden, stream)
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
         device.require()

@@ -146,7 +146,7 @@ class CopyingDriver:
         self.copied.clear()
         return CopyingStream(self._inner.caller_stream(None), self)
 
-    def view(self, name: str, array: Any) -> View:
+    def view(self, name: str, array: Any, stream: Stream) -> View:
         view = numpy_view(name, array)
         if array.size == 0:
             return view

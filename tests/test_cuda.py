@@ -23,6 +23,7 @@ from cupy_stand_in import Device, DLPackArray, Event, NdArray, RawKernel, Stream
 from gpu_driver import CopyingDriver
 from mirror import Mirror, layer
 from pagoda.device import cuda
+from pagoda.device.driver import View
 
 
 @pytest.fixture
@@ -217,6 +218,11 @@ def test_a_device_that_has_failed_is_not_taken_for_one_at_work(cupy: Any, monkey
         event.done()
 
 
+def view_of(array: Any, index: int = 0) -> View:
+    driver = cuda.open_driver(index)
+    return driver.view("k", array, driver.stream())
+
+
 @pytest.mark.parametrize(
     ("array", "kind"),
     [
@@ -228,12 +234,12 @@ def test_a_device_that_has_failed_is_not_taken_for_one_at_work(cupy: Any, monkey
     ],
 )
 def test_arrays_of_cupy(array: Any, kind: str, cupy: Any) -> None:
-    view = cuda.open_driver(0).view("k", NdArray(array))
+    view = view_of(NdArray(array))
     assert (view.shape, view.dtype, view.writeable) == (array.shape, kind, True)
     if array.size:
         assert (view.address, view.strides) == (array.ctypes.data, array.strides)
     with pytest.raises(pagoda.InvalidArgument, match="k = ndarray: an array of CuPy or torch on the device"):
-        cuda.open_driver(0).view("k", array)
+        view_of(array)
 
 
 def test_arrays_by_dlpack(cupy: Any) -> None:
@@ -252,6 +258,15 @@ def test_arrays_by_dlpack(cupy: Any) -> None:
     np.testing.assert_allclose(out.hidden[:, 0, 0], [1, 2], rtol=1e-6)
 
 
+def test_an_array_by_dlpack_is_waited_for_on_the_stream_of_the_step(cupy: Any) -> None:
+    """Not on the one that is CuPy's at the time: kernels that read it are on the step's."""
+    stream, other = Stream(non_blocking=True), Stream(non_blocking=True)
+    q, k, v = (DLPackArray(np.ones((2, heads, 16), np.float32)) for heads in (4, 2, 2))
+    with open_cache() as cache, cache.step([cache.create()], [2], stream=stream) as step, other:
+        step.forward(0, q, k, v)
+    assert [array.stream for array in (q, k, v)] == [stream.ptr] * 3
+
+
 class Float8:
     """A tensor of torch, of a type that its array interface has no name for."""
 
@@ -268,7 +283,7 @@ class Float8:
 def test_a_tensor_of_a_type_without_a_name(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Float8))
     with pytest.raises(pagoda.InvalidArgument, match=r"k = dtype torch\.float8_e4m3fn"):
-        cuda.open_driver(0).view("k", Float8())
+        view_of(Float8())
 
 
 @pytest.mark.parametrize(
@@ -307,9 +322,9 @@ def test_an_array_interface_that_cannot_be(change: dict[str, Any]) -> None:
 def test_an_array_of_another_gpu_is_refused(cupy: Any) -> None:
     with Device(1):
         array = NdArray(np.zeros((3, 2, 8), np.float16))
-    assert cuda.open_driver(1).view("k", array).shape == (3, 2, 8)
+    assert view_of(array, 1).shape == (3, 2, 8)
     with pytest.raises(pagoda.InvalidArgument, match="k = an array on cuda:1: on cuda:0, the device of the cache"):
-        cuda.open_driver(0).view("k", array)
+        view_of(array)
 
 
 def test_streams_of_cupy(cupy: Any) -> None:
@@ -353,6 +368,31 @@ def test_a_capture_that_has_failed_is_one_until_it_is_ended(cupy: Any, monkeypat
         captured.undo()
         with cache.step([cache.create()], [1]) as step:
             step.append(0, *[NdArray(np.ones((1, 2, 16), np.float32))] * 2)
+
+
+def test_a_step_is_captured_and_replayed(cupy: Any) -> None:
+    """By launches alone, and by no call that CUDA refuses meanwhile."""
+    stream, graphs = Stream(non_blocking=True), list[Any]()
+    q, k, v, out = (NdArray(np.ones((2, heads, 16), np.float32)) for heads in (4, 2, 2, 4))
+    v.hidden[1] = 3
+
+    def forward(step: pagoda.Step) -> None:
+        step.forward(0, q, k, v, out=out)
+
+    def capture(step: pagoda.Step) -> None:
+        stream.begin_capture()
+        forward(step)
+        graphs.append(stream.end_capture())
+        graphs[0].launch()
+
+    with open_cache() as cache:
+        cache.declare(sequences=2, new_tokens=1, context=64)
+        batch = [cache.create() for _ in range(2)]
+        for launch in (forward, capture, lambda step: step.replay(graphs[0].launch)):
+            out.hidden[:] = 0
+            with cache.step(batch, [1, 1], stream=stream) as step:
+                launch(step)
+            np.testing.assert_allclose(out.hidden, v.hidden.repeat(2, 1), rtol=1e-6)
 
 
 def test_rows_that_are_further_apart_than_a_copy_of_rows_takes(cupy: Any) -> None:

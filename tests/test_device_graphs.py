@@ -91,6 +91,7 @@ def test_what_is_larger_than_declared_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_no_graph_does_a_step_with_more_tokens_than_declared_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = emulated(monkeypatch, 2, 0)
     one, cache, stream = model.create(), model.cache, model.stream
+    model.step([one], [2])
     graph = model.captured([one], [2])
     with (
         pytest.raises(pagoda.InvalidArgument, match="replay: new_tokens = 3 of a sequence in this step: at most 2"),
@@ -112,16 +113,53 @@ def test_no_graph_does_a_step_with_more_tokens_than_declared_for_one(monkeypatch
 
 def test_a_capture_that_has_no_memory_says_what_to_declare(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = install_driver(monkeypatch, EmulatedDriver())
-    stream, rows = CallerStream(driver), np.zeros((1, 4, 64), np.float32)
+    stream, rows = CallerStream(driver), np.zeros((9, 4, 64), np.float32)
     spec = pagoda.ModelSpec([pagoda.AttentionLayer(num_q_heads=4, num_kv_heads=1, head_dim=64)])
     with pagoda.Cache(spec, device="cuda", device_memory="8MiB", host_memory=0) as cache:
+        batch = [cache.create() for _ in rows]
+        with cache.step(batch[:1], [1], stream=stream) as step:
+            step.forward(0, rows[:1], rows[:1, :1], rows[:1, :1])
         with (
             stream,
             pytest.raises(pagoda.InvalidArgument, match=r"maxima declared first, by Cache\.declare"),
-            cache.step([cache.create()], [1], stream=stream) as step,
+            cache.step(batch, [1] * 9, stream=stream) as step,
         ):
             stream.begin_capture()
             step.forward(0, rows, rows[:, :1], rows[:, :1])
+        stream.end_capture()
+        cache.audit()
+
+
+def test_a_graph_loads_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses that where the capture is of mode global, as torch's are, and the capture is lost."""
+    model = emulated(monkeypatch, 1, 0)
+    one = model.create()
+    for kernel in ("append<F16, F16, F16>", "attend<ManyQueries"):
+        with pytest.raises(pagoda.InvalidArgument, match=f"step: in a graph before {kernel}.* was launched"):
+            model.captured([one], [1])
+        model.stream.end_capture()
+        model.cache.audit()
+        with pytest.raises(ZeroDivisionError), model.cache.step([one], [1], stream=model.stream) as step:
+            step.append(0, model.k[0], model.v[0])
+            raise ZeroDivisionError
+
+
+def test_a_checked_cache_is_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the device after each append."""
+    driver = install_driver(monkeypatch, EmulatedDriver())
+    stream, rows = CallerStream(driver), np.zeros((1, 4, 64), np.float32)
+    spec = pagoda.ModelSpec([pagoda.AttentionLayer(num_q_heads=4, num_kv_heads=1, head_dim=64)])
+    with pagoda.Cache(spec, device="cuda", device_memory="8MiB", host_memory=0, checked=True) as cache:
+        one = cache.create()
+        with cache.step([one], [1], stream=stream) as step:
+            step.forward(0, rows, rows[:, :1], rows[:, :1])
+        with (
+            stream,
+            pytest.raises(pagoda.InvalidArgument, match="append: in a graph: not in a cache with checked=True"),
+            cache.step([one], [1], stream=stream) as step,
+        ):
+            stream.begin_capture()
+            step.append(0, rows[:, :1], rows[:, :1])
         stream.end_capture()
         cache.audit()
 

@@ -35,7 +35,7 @@ def brought_back(driver: CopyingDriver) -> None:
 def test_kernels_get_the_copy_and_nothing_else() -> None:
     driver = CopyingDriver(EmulatedDriver())
     base = np.arange(4 * 6 * 8, dtype=np.float32).reshape(4, 6, 8)
-    view = driver.view("k", base[::-1, 1:3])
+    view = driver.view("k", base[::-1, 1:3], driver.stream())
     low, high = view.bytes
     assert base.ctypes.data + base.nbytes <= low or high <= base.ctypes.data
     assert view.strides == (-6 * 8 * 4, 8 * 4, 4)
@@ -47,7 +47,7 @@ def test_only_what_a_kernel_changed_comes_back() -> None:
     """The caller may have written to other elements since, through an array that reaches over the same memory."""
     driver = CopyingDriver(EmulatedDriver())
     base = np.zeros((2, 4), np.float32)
-    view = driver.view("out", base[:, :2])
+    view = driver.view("out", base[:, :2], driver.stream())
     np.ctypeslib.as_array((ctypes.c_float * 2).from_address(view.address))[:] = 5
     base[:, 2:] = 7
     brought_back(driver)
@@ -61,7 +61,7 @@ def test_a_write_to_a_read_only_array_is_noticed() -> None:
     driver = CopyingDriver(EmulatedDriver())
     array = np.zeros(4, np.float32)
     array.flags.writeable = False
-    view = driver.view("q", array)
+    view = driver.view("q", array, driver.stream())
     np.ctypeslib.as_array((ctypes.c_float * 1).from_address(view.address))[:] = 5
     with pytest.raises(AssertionError, match="read-only"):
         brought_back(driver)

@@ -277,7 +277,9 @@ class Cache:
         """A step that appends `new_tokens[i]` tokens to the i-th sequence, 2**31 - 1 in all at most; enter it with `with`.
 
         Entering raises OutOfBlocks, and changes nothing, when the device tier has too few blocks and none can be spilled.
-        stream: on a GPU the stream of the step, as CuPy, torch or an address has it; None is the current one of CuPy.
+        stream: on a GPU the stream of the step, as CuPy, torch or an address has it; None is the current one of CuPy, or that
+        of torch where CuPy's is the default one. Kernels use the arrays of the step on it: what they are to read is written
+        there before or waited for, as arrays by DLPack are, and nobody else gets their memory before it has come by.
         """
         if stream is not None and self._device is None:
             raise InvalidArgument(f"stream = {stream!r}: None on the CPU backend")
@@ -303,7 +305,7 @@ class Cache:
             cache.declare(sequences=64, new_tokens=1, context=131072, tokens=2048)
             with cache.step([prompt], [2048], stream=stream) as step:
                 forward(step)
-            with cache.step(batch, ones, stream=stream) as step:     # once as it is: kernels are compiled
+            with cache.step(batch, ones, stream=stream) as step:     # once as it is: kernels are loaded
                 forward(step)
             with cache.step(batch, ones, stream=stream) as step:
                 stream.begin_capture()
@@ -313,10 +315,10 @@ class Cache:
             with cache.step(others, ones, stream=stream) as step:
                 step.replay(graph.launch)
 
-        Capturing itself is the caller's, inside of one step. Graphs read pages of the host tier in place; a step that
-        streams them allocates, and raises InvalidArgument where it is captured; one with pages on disk, where a graph is
-        replayed. Raises BackendUnavailable on the CPU, where nothing is gained by it, and in a cache with checked=True,
-        whose steps wait for the device.
+        Capturing itself is the caller's, inside of one step; kernels that were never launched raise InvalidArgument there.
+        Graphs read pages of the host tier in place; a step that streams them allocates, and raises InvalidArgument where it
+        is captured; one with pages on disk, where a graph is replayed. Raises BackendUnavailable on the CPU, where nothing is
+        gained by it, and in a cache with checked=True, whose steps wait for the device.
         """
         sequences = natural("sequences", sequences, 1, SEQUENCES_MAX)
         new_tokens = natural("new_tokens", new_tokens, 1, TOKENS_MAX // sequences)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from pagoda.device import cuda
-from pagoda.device.driver import View
+from pagoda.device.driver import View, not_loaded
 from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.kernels.instances import Kernel
 
@@ -206,7 +206,7 @@ class Stream:
     ) -> None:
         call = type(arguments).from_buffer_copy(arguments)
         seed = self.driver.random.randrange(1 << 30)
-        library = self.driver.compile(kernel)
+        library = self.driver.load(kernel, self)
         work = self.work if self.captured is None else self.captured
         work.append(lambda: library.launch("kernel", grid, threads, call, shared_bytes=shared_bytes, seed=seed))
 
@@ -272,6 +272,7 @@ class EmulatedDriver:
         self.guarded: list[emulator.Guarded] = []
         self.arenas: list[HostArena] = []
         self._default = CallerStream(self)
+        self._loaded: set[Kernel] = set()
         self._kept: deque[Any] = deque(maxlen=1000)
 
     def work_a_little(self) -> None:
@@ -286,9 +287,19 @@ class EmulatedDriver:
             guarded.check()
 
     def refuse_in_graphs(self) -> None:
-        """Of calls that CUDA takes as unsafe while any stream is captured: to allocate, and to look at events or wait."""
+        """Of calls that CUDA takes as unsafe while any stream is captured: to allocate, to load kernels, to look at events or
+        wait."""
         for stream in self.streams:
             stream.refuse_in_graphs()
+
+    def load(self, kernel: Kernel, stream: Stream) -> emulator.Library:
+        """A kernel, for a stream."""
+        if kernel not in self._loaded:
+            if stream.capturing:
+                raise not_loaded(kernel)
+            self.refuse_in_graphs()
+            self._loaded.add(kernel)
+        return self.compile(kernel)
 
     def memory(self, size: int) -> Memory:
         self.refuse_in_graphs()
@@ -316,7 +327,7 @@ class EmulatedDriver:
             raise InvalidArgument(f"stream = {given!r}: a stream of this device, or None")
         return given
 
-    def view(self, name: str, array: Any) -> View:
+    def view(self, name: str, array: Any, stream: Any) -> View:
         view = numpy_view(name, array)
         # As a pool of device memory would: what a stream still reads is not given to others.
         self._kept.append(array)

@@ -91,6 +91,8 @@ class Appends:
     def append(self, layer: int, keys: View, values: View, tables: GroupTables, arrays: Arrays, stream: Stream) -> None:
         """Writes K and V of the new tokens of one layer. values: keys once more where V is a part of K. arrays: of the step;
         kernels have to expect as many rows as they may have."""
+        if self._misfits is not None and stream.capturing:
+            raise InvalidArgument("append: in a graph: not in a cache with checked=True, which waits for the device")
         kernels = self._layers[layer]
         call = kernels.append()
         call.k = arguments.Rows(keys.address, keys.strides[0], keys.strides[1])

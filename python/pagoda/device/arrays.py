@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from typing import Any
 
-from pagoda.device.driver import Driver, View
+from pagoda.device.driver import Driver, Stream, View
 from pagoda.errors import InvalidArgument
 from pagoda.kernels.instances import NAMES
 
@@ -16,13 +16,13 @@ FLOATS = tuple(NAMES)
 
 
 class Arrays:
-    """Checks arrays for one device.
+    """Checks arrays for one device. now: the stream of the open step, on which they are used.
 
     A step sets `tokens`, how many new ones it has, and `tokens_max`, up to how many arrays may have room for.
     """
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, driver: Driver, now: Callable[[], Stream]) -> None:
+        self._driver, self._now = driver, now
         self.tokens = self.tokens_max = 0
 
     def rows(
@@ -34,7 +34,7 @@ class Arrays:
         """
         if dtype is not None and (not isinstance(dtype, str) or dtype != "bf16"):
             raise InvalidArgument(f'dtype = {dtype!r}: None, or "bf16" for 16-bit integers')
-        view = self._driver.view(name, array)
+        view = self._driver.view(name, array, self._now())
         if view.shape[1:] != row or not self.tokens <= view.shape[0] <= self.tokens_max:
             more = "" if self.tokens == self.tokens_max else f", or up to {self.tokens_max} tokens"
             raise InvalidArgument(f"{name} = shape {list(view.shape)}: {[self.tokens, *row]}{more}")
@@ -63,7 +63,7 @@ class Arrays:
 
     def floats(self, name: str, array: Any, length: int) -> int:
         """The address of a contiguous float32 array [length]. Raises InvalidArgument."""
-        view = self._driver.view(name, array)
+        view = self._driver.view(name, array, self._now())
         if view.dtype != "f32" or view.shape != (length,) or view.strides != (4,):
             given = f"dtype {view.dtype}, shape {list(view.shape)}, strides {list(view.strides)}"
             raise InvalidArgument(f"{name} = {given}: f32 [{length}], contiguous")

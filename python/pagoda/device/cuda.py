@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.device import thresholds
-from pagoda.device.driver import Driver, HostArena, View
+from pagoda.device.driver import Driver, HostArena, Stream, View, not_loaded
 from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.kernels import loader
 from pagoda.kernels.instances import Kernel
@@ -355,6 +355,8 @@ class _Stream:
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
     ) -> None:
         value = np.frombuffer(bytes(arguments), _by_value(ctypes.sizeof(arguments)))
+        if not self._driver.has(kernel) and self.capturing:
+            raise not_loaded(kernel)
         with self._driver.device, self._stream:
             function = self._driver.function(kernel, shared_bytes)
             function((grid,), (threads,), (value,), shared_mem=shared_bytes)
@@ -407,8 +409,9 @@ def _cupy_array(name: str, array: Any) -> Any:
         raise InvalidArgument(f"{name} = {type(array).__name__}: one that CuPy takes by DLPack ({error})") from error
 
 
-def view(name: str, array: Any, device: int) -> View:
-    """An array on the device of that number, with the array interface of CUDA or by DLPack. Raises InvalidArgument."""
+def view(name: str, array: Any, device: int, stream: Stream) -> View:
+    """An array on the device of that number, with the array interface of CUDA or by DLPack, for kernels on a stream. Raises
+    InvalidArgument."""
     kind = None
     if _of_torch(array):
         array = array.detach()
@@ -422,7 +425,10 @@ def view(name: str, array: Any, device: int) -> View:
         raise InvalidArgument(f"{name} = dtype {array.dtype}: one of those that array interfaces have") from error
     if interface is None:
         if _by_dlpack(array):
-            return view(name, _cupy_array(name, array), device)
+            # Its library makes the stream that is CuPy's current one wait for what it has yet to write there.
+            with stream.current():
+                array = _cupy_array(name, array)
+            return view(name, array, device, stream)
         raise InvalidArgument(f"{name} = {type(array).__name__}: an array of CuPy or torch on the device")
     place: Any = getattr(array, "device", None)
     index = place.id if hasattr(place, "id") else getattr(place, "index", None)
@@ -453,6 +459,10 @@ class CudaDriver:
         self.shared_bytes_max = int(attributes["MaxSharedMemoryPerBlockOptin"])
         self._registers = bool(attributes["CanUseHostPointerForRegisteredMem"])
         self._functions: dict[Kernel, Any] = {}
+
+    def has(self, kernel: Kernel) -> bool:
+        """Whether the kernel is loaded."""
+        return kernel in self._functions
 
     def function(self, kernel: Kernel, shared_bytes: int) -> Any:
         """The compiled kernel. Raises KernelCompileError."""
@@ -541,9 +551,9 @@ class CudaDriver:
             raise InvalidArgument(f"stream = {given!r}: a stream of CuPy or torch, or its address")
         return _Stream(cupy.cuda.Stream.from_external(_Foreign(address)), self)
 
-    def view(self, name: str, array: Any) -> View:
+    def view(self, name: str, array: Any, stream: Stream) -> View:
         """An array on the device."""
-        return view(name, array, self.device.id)
+        return view(name, array, self.device.id, stream)
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
         """A new array of the same library; of CuPy for those that are known by DLPack alone."""

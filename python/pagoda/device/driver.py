@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.errors import InvalidArgument
 from pagoda.kernels.instances import Kernel
 
 
@@ -126,7 +127,7 @@ class Stream(Protocol):
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
     ) -> None:
-        """Starts a kernel. Raises KernelCompileError."""
+        """Starts a kernel. Raises KernelCompileError, and `not_loaded` where a captured stream is the first to have it."""
 
 
 class Driver(Protocol):
@@ -174,11 +175,19 @@ class Driver(Protocol):
     def caller_stream(self, given: object) -> Stream:
         """The stream that the caller means, or the current one of its library for None. Raises InvalidArgument."""
 
-    def view(self, name: str, array: Any) -> View:
-        """An array of the caller. Raises InvalidArgument with the argument's name for what is no array of the device."""
+    def view(self, name: str, array: Any, stream: Stream) -> View:
+        """An array of the caller, for kernels on a stream. Raises InvalidArgument with the argument's name for what is no
+        array of the device."""
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
         """A new array of the library and (if `dtype` is None) the type of another; dtype: "f32"."""
+
+
+def not_loaded(kernel: Kernel) -> InvalidArgument:
+    """The error of a launch into a graph that would load a kernel: CUDA refuses to, and ends the capture."""
+    return InvalidArgument(
+        f"step: in a graph before {kernel.short} was launched; once as it is: a graph loads no kernels"
+    )
 
 
 def send(driver: Driver, data: npt.NDArray[np.generic]) -> Memory:

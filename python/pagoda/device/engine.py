@@ -142,7 +142,7 @@ class DeviceEngine:
         if routes is not None and not deterministic:
             partials = Partials(driver, self.core, layers, centers.addresses, routes, isa)
         self._streams = Streams(driver, self.core, geometry, self._memory, self._mover, slots.bytes, partials)
-        self._arrays = Arrays(driver)
+        self._arrays = Arrays(driver, lambda: self._now)
         self._appends = Appends(driver, kernels, centers, misfits)
         self._attends = Attends(
             driver,
