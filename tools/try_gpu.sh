@@ -58,7 +58,7 @@ tests() {
     has xdist && plugins+=(-p xdist.plugin -n "$processes" --max-worker-restart=30)
     has pytest_timeout && plugins+=(-p pytest_timeout --timeout=100 --timeout-method=thread)
     has hypothesis && plugins+=(-p _hypothesis_pytestplugin)
-    part "$limit" "$log" "$python" -m pytest -v --tb=short -p no:cacheprovider "${plugins[@]}" "$@"
+    part "$limit" "$log" "$python" -m pytest -v --tb=short -p no:cacheprovider --continue-on-collection-errors "${plugins[@]}" "$@"
 }
 
 here() {
