@@ -284,6 +284,8 @@ def test_a_step_that_streams_is_not_captured(monkeypatch: pytest.MonkeyPatch) ->
         k, v = np.zeros((2, 1, 2, 64), np.float16)
         q, out, other = (np.ones((1, 4, 64), np.float32) for _ in range(3))
         with cache.step([sequence], [1], stream=stream) as step:
+            step.forward(0, q, k, v, out=out)
+        with cache.step([sequence], [1], stream=stream) as step:
             stream.begin_capture()
             step.forward(0, q, k, v, out=out)
             graph = stream.end_capture()
