@@ -94,6 +94,11 @@ def pairs(of: Any) -> Callable[[Array, Array, Array], Array]:
     return fused
 
 
+def half(of: Any, x: Array) -> Array:
+    """A float as a 16-bit number."""
+    return np.where(np.isnan(f32(x)), np.uint16(0x7FFF), f32(x).astype(of).view(np.uint16)).astype(np.uint32)
+
+
 def inserted(a: Array, b: Array) -> Array:
     """Bits 5 to 15 of b are those of a."""
     mask = (1 << 11) - 1
@@ -150,6 +155,11 @@ CASES = [
     Case("cvt.rzi.ftz.u32.f32 %rd, %ra;", lambda a, b, c: cut_off(a, 0, (1 << 32) - 1)),
     Case("fma.rn.f16x2 %rd, %ra, %rb, %re;", lambda a, b, c: pairs(np.float16)(a, b, a ^ b)),
     Case("fma.rn.bf16x2 %rd, %ra, %rb, %rf;", lambda a, b, c: pairs(ml_dtypes.bfloat16)(a, b, a * 0)),
+    Case("cvt.rn.f16x2.f32 %rd, %ra, %rb;", lambda a, b, c: half(np.float16, a) << 16 | half(np.float16, b)),
+    Case(
+        "cvt.rn.bf16x2.f32 %rd, %ra, %rb;",
+        lambda a, b, c: half(ml_dtypes.bfloat16, a) << 16 | half(ml_dtypes.bfloat16, b),
+    ),
     *(
         Case(f"cvt.u16.u32 %ha, %ra; cvt.u16.u32 %hb, %rb; {text}", expected)
         for text, expected in {

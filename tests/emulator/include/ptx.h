@@ -361,8 +361,13 @@ u16 nearest(f64 x) {
     const s64 bits = (static_cast<s64>(exponent - Format::LEAST) << Format::FRACTION) + steps;
     return sign | static_cast<u16>(std::min<s64>(bits, Format::INFINITE));
 }
-PTX_UNARY(cvt_rn_f16_f32, u16, f32, nearest<F16>(widened(a)))
-PTX_UNARY(cvt_rn_bf16_f32, u16, f32, nearest<BF16>(widened(a)))
+/// The second in the lower half. There is none of a single element: what comes of two of those is slower on some GPUs.
+template <class Format>
+u32 nearest_two(f32 high, f32 low) {
+    return static_cast<u32>(nearest<Format>(widened(high))) << 16 | nearest<Format>(widened(low));
+}
+PTX_BINARY(cvt_rn_f16x2_f32, u32, f32, nearest_two<F16>(a, b))
+PTX_BINARY(cvt_rn_bf16x2_f32, u32, f32, nearest_two<BF16>(a, b))
 PTX_UNARY(cvt_f32_f16, f32, u16, narrowed(number<F16>(a)))
 PTX_UNARY(cvt_f32_bf16, f32, u16, narrowed(number<BF16>(a)))
 

@@ -69,6 +69,11 @@ inline unsigned short rounded(double x, __nv_bfloat16) {
     return __bfloat16_as_ushort(__float2bfloat16_rn(static_cast<float>(x)));
 }
 template <class Element>
+uint32 round_pair(float x, float y, Element element) {
+    return rounded(x, element) | static_cast<uint32>(rounded(y, element)) << 16;
+}
+
+template <class Element>
 uint32 fuse_pair(uint32 a, uint32 b, uint32 c, Element element) {
     uint32 d = 0;
     for (int shift = 0; shift < 32; shift += 16) {

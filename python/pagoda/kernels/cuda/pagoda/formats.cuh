@@ -34,10 +34,7 @@ template <>
 struct Pair<__half> {
     /// All exponent bits set: infinite or NaN.
     static constexpr uint32 EXPONENT = 0x7c00;
-    __device__ static uint32 pack(float x, float y) {
-        return static_cast<uint32>(__half_as_ushort(__float2half_rn(x))) |
-               static_cast<uint32>(__half_as_ushort(__float2half_rn(y))) << 16;
-    }
+    __device__ static uint32 pack(float x, float y) { return round_pair(x, y, __half()); }
     __device__ static float low(uint32 pair) { return __half2float(__ushort_as_half(static_cast<unsigned short>(pair))); }
     __device__ static float high(uint32 pair) {
         return __half2float(__ushort_as_half(static_cast<unsigned short>(pair >> 16)));
@@ -47,10 +44,7 @@ struct Pair<__half> {
 template <>
 struct Pair<__nv_bfloat16> {
     static constexpr uint32 EXPONENT = 0x7f80;
-    __device__ static uint32 pack(float x, float y) {
-        return static_cast<uint32>(__bfloat16_as_ushort(__float2bfloat16_rn(x))) |
-               static_cast<uint32>(__bfloat16_as_ushort(__float2bfloat16_rn(y))) << 16;
-    }
+    __device__ static uint32 pack(float x, float y) { return round_pair(x, y, __nv_bfloat16()); }
     __device__ static float low(uint32 pair) { return __uint_as_float(pair << 16); }
     __device__ static float high(uint32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 };

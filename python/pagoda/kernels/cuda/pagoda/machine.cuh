@@ -86,6 +86,20 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32 (&a)[4]
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+/// Two 16-bit elements nearest to x and y, x in the lower half. Made one by one they would be two conversions and a permutation
+/// for compute capability 10 and above, where the compiler does not join them.
+__device__ __forceinline__ uint32 round_pair(float x, float y, __half) {
+    uint32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+    return pair;
+}
+
+__device__ __forceinline__ uint32 round_pair(float x, float y, __nv_bfloat16) {
+    uint32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+    return pair;
+}
+
 /// a + b of two 16-bit elements at once; subnormal ones stay.
 __device__ __forceinline__ uint32 add_pair(uint32 a, uint32 b, __half) {
     uint32 c;
