@@ -308,15 +308,15 @@ def test_a_tensor_of_a_type_without_a_name(cupy: Any, monkeypatch: pytest.Monkey
     ],
     ids=str,
 )
-def test_an_array_interface_that_cannot_be(change: dict[str, Any]) -> None:
+def test_an_array_interface_that_cannot_be(cupy: Any, change: dict[str, Any]) -> None:
     right: dict[str, Any] = {"shape": (3, 2, 8), "typestr": "<f4", "data": (4096, False), "version": 3}
-    assert cuda.view("k", SimpleNamespace(__cuda_array_interface__=right), 0).strides == (64, 32, 4)
+    assert view_of(SimpleNamespace(__cuda_array_interface__=right)).strides == (64, 32, 4)
     empty = right | {"shape": (0, 2, 8), "data": (0, False)}
-    assert cuda.view("k", SimpleNamespace(__cuda_array_interface__=empty), 0).address == 0
+    assert view_of(SimpleNamespace(__cuda_array_interface__=empty)).address == 0
     refused: list[Any] = [right | change, {}, [], 5]
     for interface in refused:
         with pytest.raises(pagoda.InvalidArgument, match="k = an array whose __cuda_array_interface__ is "):
-            cuda.view("k", SimpleNamespace(__cuda_array_interface__=interface), 0)
+            view_of(SimpleNamespace(__cuda_array_interface__=interface))
 
 
 def test_an_array_of_another_gpu_is_refused(cupy: Any) -> None:

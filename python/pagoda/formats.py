@@ -73,7 +73,7 @@ FORMATS = {
 (ggml-common.h). mxfp4: OCP's blocks of 32 E2M1 with an E8M0 scale. nvfp4: blocks of 16 E2M1 with an E4M3 scale.
 docs/layout.md says how values become them.
 
-CPUs that can multiply quantised rows as integers, or (AMD's) fp8_e4m3 as bfloat16: attention is then as near to float64 over the
+Where a CPU multiplies quantised rows as integers, or (AMD's) fp8_e4m3 as bfloat16, attention is as near to float64 over the
 stored rows as 1e-4 (int8, q8_0), and some 1e-2 for the others. PAGODA_CPU_ISA=avx512, avx2, neon or scalar in the
 environment keeps to floats, and 1e-6; docs/adr/0013 has the figures."""
 
