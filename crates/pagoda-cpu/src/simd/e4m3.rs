@@ -1,5 +1,5 @@
 //! Rows of fp8_e4m3 as floats, 64 codes at a time (AVX-512 VBMI): a table in registers has the two bytes of every E4M3 number
-//! as bfloat16, of which an f32 is made by a shift. Arithmetic on the bits of codes takes twice as long.
+//! as bfloat16, of which an f32 is made by a shift. With arithmetic on the bits of codes attention takes a quarter longer.
 
 #![expect(clippy::needless_range_loop, reason = "an index runs over several arrays of vectors")]
 
@@ -79,7 +79,7 @@ impl Tables {
     }
 }
 
-/// Where each code goes so that [`Tables::decode`] puts numbers of two vectors of f32 by turns.
+/// The code for each place, so that [`Tables::decode`] has numbers of two vectors of f32 by turns.
 const IN_TURN: [u8; CODES] = {
     let mut order = [0; CODES];
     let mut place = 0;
