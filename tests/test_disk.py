@@ -245,7 +245,9 @@ def test_a_batch_that_memory_cannot_hold_is_read_from_disk_at_every_step(mirror:
     for _ in range(3):
         mirror.step(sessions, [1, 0, 3, 1, 20, 1, 0, 1])
         assert mirror.last is not None
-        assert mirror.last.report.bytes["disk"] > 200 << 10
+        read = mirror.last.report.bytes
+        # Moves that are under way hold memory, too.
+        assert read["disk"] >= sum(read.values()) - (512 << 10) > 100 << 10
         stats.append(cache.stats())
     before, first, *_, after = stats
     assert before.disk_io is not None

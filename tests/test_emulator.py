@@ -250,8 +250,8 @@ __global__ void narrow(Arguments args) {
     unsigned short* out = static_cast<unsigned short*>(args.out);
     for (int i = threadIdx.x; i < args.n; i += blockDim.x) {
         const float x = static_cast<const float*>(args.a)[i];
-        out[i] = __half_as_ushort(__float2half_rn(x));
-        out[args.n + i] = __bfloat16_as_ushort(__float2bfloat16_rn(x));
+        out[i] = static_cast<unsigned short>(round_pair(x, 1, __half()));
+        out[args.n + i] = static_cast<unsigned short>(round_pair(1, x, __nv_bfloat16()) >> 16);
     }
 }
 """
