@@ -291,6 +291,7 @@ def test_what_is_kept_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     measured: list[dict[str, float]] = [*({route: rate} for route, rate in alone.items()), {"ring": 5.0, "memory": 5.0}]
     routes = Routes(2, measured, dict.fromkeys(alone, 0.0), {"f16": 5.0})
     assert routes.ceilings == {"pcie": 5.0, "memory": 5.0}
+    links = {"memory": 5.0, "disk": 1.0}
 
     def memory(threads: int) -> int:
         mirror, _ = cache_of_pages(monkeypatch, RestlessDriver(7), threads=threads)
@@ -300,9 +301,9 @@ def test_what_is_kept_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         return read
 
     assert memory(2) == 0
-    rates.keep(Calibration(2, str(tmp_path), {}, {}, {"another": routes}))
+    rates.keep(Calibration(2, str(tmp_path), links, links, {"another": routes}))
     assert memory(2) == 0
-    rates.keep(Calibration(2, str(tmp_path), {}, {}, {"emulated": routes}))
+    rates.keep(Calibration(2, str(tmp_path), links, links, {"emulated": routes}))
     assert memory(1) == 0
     assert memory(2) == 2 * 12 * 16 * 128, "half of 30 pages, in stretches of 4"
 
