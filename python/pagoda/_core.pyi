@@ -16,9 +16,11 @@ _Link = Callable[[npt.NDArray[np.uint64]], None]
 
 __version__: str
 COMMON_LEVELS_MAX: int
+KEY_BYTES_MAX: int
 
 __all__ = [
     "COMMON_LEVELS_MAX",
+    "KEY_BYTES_MAX",
     "Cache",
     "DiskCopies",
     "Handle",

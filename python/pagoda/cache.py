@@ -614,6 +614,6 @@ def _key(key: str) -> str:
         size = len(key.encode()) if isinstance(key, str) else 0
     except UnicodeEncodeError:
         size = 0
-    if not 0 < size <= 1024:
-        raise InvalidArgument(f"key = {key!r}: a text of 1 to 1024 bytes")
+    if not 0 < size <= _core.KEY_BYTES_MAX:
+        raise InvalidArgument(f"key = {key!r}: a text of 1 to {_core.KEY_BYTES_MAX} bytes")
     return key

@@ -45,6 +45,7 @@ fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("COMMON_LEVELS_MAX", pagoda_core::common::LEVELS_MAX)?;
+    module.add("KEY_BYTES_MAX", sessions::KEY_BYTES_MAX)?;
     module.add_function(wrap_pyfunction!(build_info, module)?)?;
     module.add_function(wrap_pyfunction!(codec::encode_rows, module)?)?;
     module.add_function(wrap_pyfunction!(codec::decode_rows, module)?)?;

@@ -13,8 +13,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Of a key, as the facade takes them: others could be neither loaded nor forgotten.
-const KEY_BYTES_MAX: usize = 1024;
+/// Of a key, which has one at least. Calls take no others: these could be neither loaded nor forgotten.
+pub(crate) const KEY_BYTES_MAX: usize = 1024;
 
 /// What is kept under each key, and what the caller added.
 #[derive(Default)]

@@ -1,7 +1,7 @@
 //! Dot products of bfloat16 with rows of fp8_e4m3 (AVX-512 BF16).
 //!
-//! Every E4M3 number is a bfloat16 number (`e4m3.rs` makes it). Queries and weights are rounded to bfloat16, to 2^-8 of each, which is a sixteenth of what rounding to E4M3 did to the rows. Products are
-//! exact and added up in f32, two at a time.
+//! Every E4M3 number is a bfloat16 number (`e4m3.rs` makes it). Queries and weights are rounded to bfloat16, to 2^-8 of each,
+//! which is a sixteenth of what rounding to E4M3 did to the rows. Products are exact and added up in f32, two at a time.
 
 #![expect(clippy::needless_range_loop, reason = "an index runs over several arrays of vectors")]
 
