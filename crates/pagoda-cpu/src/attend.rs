@@ -5,19 +5,19 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use pagoda_core::layout::{LayerGeometry, Plane, RowFormat, Strip};
+use pagoda_core::layout::{LayerGeometry, Plane};
 use pagoda_core::table::{Sight, SpanView};
 use pagoda_core::work::{Piece, RUN_TILES, TILE, pieces};
 
 use crate::backend::Backend;
 use crate::common::Shared;
 use crate::decoded;
-use crate::integers::{self, QueryStep, STEP};
+use crate::integers::{QueryStep, STEP};
 use crate::kernel::{ALIGN, Accumulate, Chunk, Fold, Lines, PIECES, RowSize, STREAMS, Score, Softmax};
 use crate::layer::{Layer, PagedKv};
 use crate::plan::{Group, Item, Plan, Scope, state_floats, value_stride};
 use crate::rows::{Element, Rows, RowsMut};
-use crate::simd::{Kernels, ManyRows, RowKernels};
+use crate::simd::{Kernels, Many, RowKernels, is_intel};
 
 /// Memory for floats, aligned to vectors, that only grows.
 #[derive(Default)]
@@ -219,8 +219,8 @@ pub(crate) unsafe fn attend(
     };
     let values = kernels.rows(v_format, v_head_dim, layer.page_size);
     let many = [
-        if layer.derived.is_some() { Many::AsFew } else { Many::new(keys, k_format, deterministic) },
-        Many::new(values, v_format, deterministic),
+        if layer.derived.is_some() { Many::AsFew } else { keys.many.with_same_bits(deterministic) },
+        values.many.with_same_bits(deterministic),
     ];
     // Pages in common, level by level, then what is each sequence's own.
     for level in 0..=levels {
@@ -267,46 +267,6 @@ pub(crate) unsafe fn attend(
     }
 }
 
-/// How many query rows of a head take a tile.
-#[derive(Clone, Copy)]
-enum Many {
-    /// As few do.
-    AsFew,
-    /// From so many rows on, decoded once for all of them.
-    Decoded(usize),
-    /// From [`integers::MANY`] on, its codes unpacked for all.
-    Unpacked(ManyRows),
-}
-
-impl Many {
-    fn new(kernels: &RowKernels, format: RowFormat, deterministic: bool) -> Self {
-        match kernels.many {
-            // With the same bits.
-            Some(kernels) => Self::Unpacked(kernels),
-            None if deterministic => Self::AsFew,
-            None => Self::Decoded(decoded::many(format)),
-        }
-    }
-
-    /// How so many do.
-    fn of(self, rows: usize) -> Self {
-        match self {
-            Self::Decoded(least) if rows < least => Self::AsFew,
-            Self::Unpacked(_) if rows < integers::MANY => Self::AsFew,
-            _ => self,
-        }
-    }
-
-    /// Floats of scratch memory for rows of so many elements.
-    fn scratch(self, dim: u32) -> usize {
-        match self {
-            Self::AsFew => 0,
-            Self::Decoded(_) => decoded::scratch(dim as usize),
-            Self::Unpacked(_) => integers::scratch(dim as usize),
-        }
-    }
-}
-
 /// Floats that are kept of what a query and head have come to.
 fn kept_floats(layer: &Layer) -> usize {
     value_stride(layer) + 2
@@ -334,13 +294,22 @@ struct TilePages {
 impl TilePages {
     const NONE: Self = Self { blocks: [std::ptr::null(); PIECES], first: 0 };
 
-    /// Where the rows of a head lie.
-    fn lines(&self, plane: &Plane, head: usize) -> Lines<'_> {
-        let begin = |strip: &Strip| {
+    /// Where the rows of a head begin, and their scales.
+    fn begin(&self, plane: &Plane, head: usize) -> [usize; 2] {
+        [&plane.rows, &plane.scales].map(|strip| {
             strip.offset as usize + head * strip.head_stride as usize + self.first * strip.row_stride as usize
-        };
-        Lines { blocks: &self.blocks, rows: begin(&plane.rows), scales: begin(&plane.scales) }
+        })
     }
+}
+
+/// A tile of a head.
+#[derive(Clone, Copy)]
+struct Cell {
+    head: usize,
+    tile: usize,
+    /// Where its rows of K and V begin in its blocks, and their scales.
+    keys: [usize; 2],
+    values: [usize; 2],
 }
 
 /// Tiles of one page and some heads whose K is read in one go, and then their V.
@@ -349,32 +318,25 @@ struct Batch {
     heads: Range<usize>,
     /// Of each tile.
     pages: [TilePages; CELLS],
+    /// Tiles inside heads: so they lie in memory.
+    cells: [Cell; CELLS],
 }
 
 impl Batch {
-    const NONE: Self = Self { tiles: 0..0, heads: 0..0, pages: [TilePages::NONE; CELLS] };
+    const NONE: Self = Self {
+        tiles: 0..0,
+        heads: 0..0,
+        pages: [TilePages::NONE; CELLS],
+        cells: [Cell { head: 0, tile: 0, keys: [0; 2], values: [0; 2] }; CELLS],
+    };
 
-    /// How many cells it has: tiles of a head.
-    fn len(&self) -> usize {
-        self.heads.len() * self.tiles.len()
+    fn cells(&self) -> &[Cell] {
+        &self.cells[..self.heads.len() * self.tiles.len()]
     }
 
-    /// The head and the tile of a cell. Tiles inside heads: so they lie in memory.
-    fn cell(&self, index: usize) -> (usize, usize) {
-        (self.heads.start + index / self.tiles.len(), self.tiles.start + index % self.tiles.len())
-    }
-
-    /// Where the rows of a cell lie.
-    fn lines_of(&self, plane: &Plane, index: usize) -> Lines<'_> {
-        let (head, tile) = self.cell(index);
-        self.pages[tile - self.tiles.start].lines(plane, head)
-    }
-
-    /// What is read, in order; values that are part of K are read with it.
-    fn reads<'a>(&'a self, layer: &'a Layer) -> impl Iterator<Item = Lines<'a>> {
-        let values = if layer.geometry.v_format.is_some() { self.len() } else { 0 };
-        let keys = (0..self.len()).map(|index| self.lines_of(&layer.layout.k, index));
-        keys.chain((0..values).map(|index| self.lines_of(&layer.layout.v, index)))
+    /// Where rows of a cell lie that begin there.
+    fn lines(&self, cell: &Cell, [rows, scales]: [usize; 2]) -> Lines<'_> {
+        Lines { blocks: &self.pages[cell.tile - self.tiles.start].blocks, rows, scales }
     }
 }
 
@@ -789,40 +751,60 @@ impl Pass<'_> {
         for (pages, tile) in batch.pages.iter_mut().zip(batch.tiles.clone()) {
             *pages = self.pages(piece, tile);
         }
+        let layout = &self.call.kv.layer.layout;
+        let mut cells = batch.cells.iter_mut();
+        for head in batch.heads.clone() {
+            for (pages, tile) in batch.pages.iter().zip(batch.tiles.clone()) {
+                if let Some(cell) = cells.next() {
+                    let (keys, values) = (pages.begin(&layout.k, head), pages.begin(&layout.v, head));
+                    *cell = Cell { head, tile, keys, values };
+                }
+            }
+        }
     }
 
     /// The first of some batches that follow each other.
     unsafe fn batch(&mut self, piece: &Piece<'_>, batches: [&Batch; BATCHES], state: &mut State<'_>) {
         let layer = self.call.kv.layer;
         let piece_shift = TILE.min(layer.page_size as usize).ilog2();
-        let (batch, count) = (batches[0], batches[0].len());
+        // As docs/adr/0025 found.
+        let in_order = 1 << piece_shift == TILE && !is_intel();
+        let batch = batches[0];
+        let cells = batch.cells();
+        // In the order in which memory is read; values that are part of K are read with it.
         let mut reads = [Lines::NOWHERE; 2 * CELLS + STREAMS];
         let mut last = Lines::NOWHERE;
-        let mut all = batches.iter().flat_map(|batch| batch.reads(layer));
-        for lines in &mut reads[..2 * count + STREAMS] {
-            // Nothing comes after the last: it is asked for again.
-            last = all.next().unwrap_or(last);
-            *lines = last;
+        let mut rest = reads[..2 * cells.len() + STREAMS].iter_mut();
+        let mut push = |lines| {
+            last = lines;
+            if let Some(next) = rest.next() {
+                *next = lines;
+            }
+        };
+        for batch in batches {
+            batch.cells().iter().for_each(|cell| push(batch.lines(cell, cell.keys)));
+            if layer.geometry.v_format.is_some() {
+                batch.cells().iter().for_each(|cell| push(batch.lines(cell, cell.values)));
+            }
         }
+        // Nothing comes after the last: it is asked for again.
+        rest.for_each(|next| *next = last);
         let ahead = |index: usize| std::array::from_fn(|i| reads[index + 1 + i]);
-        for (index, &here) in reads[..count].iter().enumerate() {
-            let (head, tile) = batch.cell(index);
-            let chunk = Chunk { here, ahead: ahead(index), piece_shift };
+        for (index, cell) in cells.iter().enumerate() {
+            let chunk = Chunk { here: reads[index], ahead: ahead(index), in_order, piece_shift };
             // SAFETY: as the caller promises.
-            unsafe { self.score(piece, tile, head, index, &chunk) };
+            unsafe { self.score(piece, cell.tile, cell.head, index, &chunk) };
         }
         // All of them before the first value: the CPU goes on with the next while a sum is added up.
-        for index in 0..count {
-            let (head, tile) = batch.cell(index);
+        for (index, cell) in cells.iter().enumerate() {
             // SAFETY: as the caller promises.
-            unsafe { self.weigh(piece, tile, head, index, state) };
+            unsafe { self.weigh(piece, cell.tile, cell.head, index, state) };
         }
-        for index in 0..count {
-            let (head, tile) = batch.cell(index);
-            let here = batch.lines_of(&layer.layout.v, index);
-            let chunk = Chunk { here, ahead: ahead(count + index), piece_shift };
+        for (index, cell) in cells.iter().enumerate() {
+            let here = batch.lines(cell, cell.values);
+            let chunk = Chunk { here, ahead: ahead(cells.len() + index), in_order, piece_shift };
             // SAFETY: as the caller promises.
-            unsafe { self.accumulate(piece, tile, head, index, &chunk, state) };
+            unsafe { self.accumulate(piece, cell.tile, cell.head, index, &chunk, state) };
         }
     }
 
@@ -870,7 +852,7 @@ impl Pass<'_> {
                 (Some(derived), _) => derived.score(kernels, format, &score, tile, scratch),
                 (None, Many::AsFew) => (self.call.keys.score)(&score),
                 (None, Many::Decoded(_)) => decoded::score(kernels, format, &score, scratch),
-                (None, Many::Unpacked(kernels)) => (kernels.score)(&score, scratch),
+                (None, Many::Unpacked { score: many, .. }) => many(&score, scratch),
             }
         }
     }
@@ -943,7 +925,7 @@ impl Pass<'_> {
                 match call.many(part.len())[1] {
                     Many::AsFew => (call.values.accumulate)(&accumulate),
                     Many::Decoded(_) => decoded::accumulate(call.kernels, format, &accumulate, scratch),
-                    Many::Unpacked(kernels) => (kernels.accumulate)(&accumulate, scratch),
+                    Many::Unpacked { accumulate: many, .. } => many(&accumulate, scratch),
                 }
             };
         }

@@ -14,14 +14,6 @@ use crate::kernel::{ALIGN, Accumulate, Chunk, RowSize, Score, StreamLines};
 use crate::simd::{Kernels, Simd};
 use crate::stored::{Row, Stored};
 
-/// Query rows of a head from which on this is faster: the sooner, the more it takes to make floats of rows of a format.
-pub(crate) fn many(format: RowFormat) -> usize {
-    match format {
-        RowFormat::F32 | RowFormat::F16 | RowFormat::Bf16 | RowFormat::Int8 => 16,
-        _ => 8,
-    }
-}
-
 /// Products that are added up one after the other: longer sums would be less exact. After them something is asked for.
 const STRETCH: usize = 32;
 

@@ -67,6 +67,8 @@ pub(crate) struct Chunk<'a> {
     pub(crate) here: Lines<'a>,
     /// What will be read after that, in order: to be prefetched.
     pub(crate) ahead: [Lines<'a>; STREAMS],
+    /// Whether lines of floats are asked for in order, from one place: for pages of whole tiles.
+    pub(crate) in_order: bool,
     /// Rows of a piece, as a power of two.
     pub(crate) piece_shift: u32,
 }
@@ -93,11 +95,17 @@ impl Chunk<'_> {
             Row { data: row.data.wrapping_sub(before * size.bytes), ..row }
         }))
     }
-    /// The lines of that, in order.
+    /// The lines of that by turns, or those of the tile after the next.
     #[inline(always)]
     pub(crate) fn lines_ahead(&self, t: usize, size: RowSize) -> StreamLines {
+        if self.in_order {
+            let first = self.find(&self.ahead[1], t, size).data;
+            let next = std::array::from_fn(|i| first.wrapping_add(i * LINE));
+            return StreamLines { next, stride: STREAMS * LINE, owed: 0 };
+        }
         let (streams, asked) = (self.streams(t, size), t * size.bytes);
-        StreamLines { next: std::array::from_fn(|i| streams.line(asked / LINE + i)), owed: asked % LINE }
+        let next = std::array::from_fn(|i| streams.line(asked / LINE + i));
+        StreamLines { next, stride: LINE, owed: asked % LINE }
     }
     #[inline(always)]
     fn find(&self, lines: &Lines<'_>, t: usize, size: RowSize) -> Row {
@@ -126,6 +134,8 @@ impl Streams {
 pub(crate) struct StreamLines {
     /// The next one, and those after it.
     next: [*const u8; STREAMS],
+    /// From each to the one that comes four later.
+    stride: usize,
     /// Bytes since the last one.
     owed: usize,
 }
@@ -143,7 +153,7 @@ impl StreamLines {
         }
         for _ in 0..lines {
             let [next, second, third, fourth] = self.next;
-            self.next = [second, third, fourth, next.wrapping_add(LINE)];
+            self.next = [second, third, fourth, next.wrapping_add(self.stride)];
             // SAFETY: a prefetch never faults.
             unsafe { S::prefetch(next) };
         }

@@ -18,6 +18,8 @@ pub(crate) struct Row {
 pub(crate) trait Stored {
     /// Bits of an element, about.
     const BITS: usize;
+    /// Query rows of a head from which on a tile is decoded for them: the sooner, the more it takes to make floats of a row.
+    const MANY: usize = 8;
     /// Whether what is loaded is yet to be multiplied with [`row_scale`](Self::row_scale): once for a score or a weight, not for
     /// every element.
     const ROW_SCALE: bool = false;
@@ -34,6 +36,7 @@ pub(crate) trait Stored {
 
 impl<F: Format> Stored for F {
     const BITS: usize = 8 * F::BYTES;
+    const MANY: usize = 16;
     #[inline(always)]
     unsafe fn load<S: Simd>(row: Row, first: usize) -> S::V {
         // SAFETY: as the caller promises.
@@ -96,6 +99,7 @@ impl Stored for Fp8E4m3 {
 
 impl Stored for Int8 {
     const BITS: usize = 8;
+    const MANY: usize = 16;
     const ROW_SCALE: bool = true;
     #[inline(always)]
     unsafe fn row_scale(row: Row) -> f32 {

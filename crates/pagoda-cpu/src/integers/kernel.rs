@@ -422,7 +422,7 @@ mod tests {
     use crate::attend::Floats;
     use crate::codec::decode_row;
     use crate::kernel::{ALIGN, Chunk};
-    use crate::simd::Isa;
+    use crate::simd::{Isa, Many};
     use crate::tests::samples::{Random, read};
 
     const FORMATS: [RowFormat; 6] = [
@@ -596,8 +596,8 @@ mod tests {
                 };
                 // SAFETY: the rows are there, and as many scores.
                 unsafe {
-                    match &kernels.many {
-                        Some(many) if unpack => (many.score)(&score, unpacked),
+                    match kernels.many {
+                        Many::Unpacked { score: many, .. } if unpack => many(&score, unpacked),
                         _ => (kernels.score)(&score),
                     }
                 }
@@ -662,8 +662,8 @@ mod tests {
                 };
                 // SAFETY: the rows are there, and as many weights, factors and values.
                 unsafe {
-                    match &kernels.many {
-                        Some(many) if unpack => (many.accumulate)(&accumulate, unpacked),
+                    match kernels.many {
+                        Many::Unpacked { accumulate: many, .. } if unpack => many(&accumulate, unpacked),
                         _ => (kernels.accumulate)(&accumulate),
                     }
                 }

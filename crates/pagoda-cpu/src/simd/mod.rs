@@ -18,12 +18,14 @@ mod neon;
 pub(crate) mod scalar;
 
 use std::fmt;
+#[cfg(target_arch = "x86_64")]
+use std::sync::LazyLock;
 
 use pagoda_core::layout::RowFormat;
 
 use crate::decoded::{self, Decode, Decoders, Multiply};
 use crate::derived::{self, Derive, Turn};
-use crate::integers::{QueryStep, STEP};
+use crate::integers::{self, QueryStep, STEP};
 use crate::kernel::{self, ALIGN, Accumulate, Fold, Score, Softmax};
 use crate::rows::Element;
 use crate::transform;
@@ -150,11 +152,16 @@ impl Isa {
     }
 }
 
-fn is_intel() -> bool {
+/// Whether this CPU is one of Intel's.
+pub(crate) fn is_intel() -> bool {
     #[cfg(target_arch = "x86_64")]
     {
-        let vendor = std::arch::x86_64::__cpuid(0);
-        [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).concat() == b"GenuineIntel"
+        // Kept: a virtual machine takes a microsecond to answer.
+        static IS_INTEL: LazyLock<bool> = LazyLock::new(|| {
+            let vendor = std::arch::x86_64::__cpuid(0);
+            [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).concat() == b"GenuineIntel"
+        });
+        *IS_INTEL
     }
     #[cfg(not(target_arch = "x86_64"))]
     false
@@ -192,15 +199,46 @@ pub(crate) struct RowKernels {
     pub(crate) accumulate: unsafe fn(&Accumulate<'_>),
     /// For `score`, if it takes steps.
     pub(crate) quantise: Option<Quantise>,
-    /// The same for many query rows, if there is something better.
-    pub(crate) many: Option<ManyRows>,
+    pub(crate) many: Many,
 }
 
-/// The kernels of [`RowKernels`] for many query rows, which take scratch memory.
+/// How many query rows of a head take a tile.
 #[derive(Clone, Copy)]
-pub(crate) struct ManyRows {
-    pub(crate) score: unsafe fn(&Score<'_>, &mut [f32]),
-    pub(crate) accumulate: unsafe fn(&Accumulate<'_>, &mut [f32]),
+pub(crate) enum Many {
+    /// As few do.
+    AsFew,
+    /// From so many rows on, [decoded] once for all of them.
+    Decoded(usize),
+    /// From [`integers::MANY`] on, its codes unpacked for all, in scratch memory.
+    Unpacked { score: unsafe fn(&Score<'_>, &mut [f32]), accumulate: unsafe fn(&Accumulate<'_>, &mut [f32]) },
+}
+
+impl Many {
+    /// How they do where they have to have the bits that few have, if so.
+    pub(crate) fn with_same_bits(self, deterministic: bool) -> Self {
+        match self {
+            Self::Decoded(_) if deterministic => Self::AsFew,
+            _ => self,
+        }
+    }
+
+    /// How so many do.
+    pub(crate) fn of(self, rows: usize) -> Self {
+        match self {
+            Self::Decoded(least) if rows < least => Self::AsFew,
+            Self::Unpacked { .. } if rows < integers::MANY => Self::AsFew,
+            _ => self,
+        }
+    }
+
+    /// Floats of scratch memory for rows of so many elements.
+    pub(crate) fn scratch(self, dim: u32) -> usize {
+        match self {
+            Self::AsFew => 0,
+            Self::Decoded(_) => decoded::scratch(dim as usize),
+            Self::Unpacked { .. } => integers::scratch(dim as usize),
+        }
+    }
 }
 
 /// Kernels that multiply the codes of rows, if there are any for rows of so many elements of a format. They take
@@ -450,7 +488,12 @@ macro_rules! kernels {
 
             const fn floats<F: Stored>() -> FloatKernels {
                 FloatKernels {
-                    rows: RowKernels { score: score::<F>, accumulate: accumulate::<F>, quantise: None, many: None },
+                    rows: RowKernels {
+                        score: score::<F>,
+                        accumulate: accumulate::<F>,
+                        quantise: None,
+                        many: Many::Decoded(F::MANY),
+                    },
                     derive: derive::<F>,
                     decoders: Decoders { columns: columns::<F>, rows: rows::<F> },
                 }
@@ -503,7 +546,7 @@ macro_rules! products {
                         score: score::<C>,
                         accumulate: accumulate::<C>,
                         quantise: Some(quantise::<C>),
-                        many: Some(ManyRows { score: score_many::<C>, accumulate: accumulate_many::<C> }),
+                        many: Many::Unpacked { score: score_many::<C>, accumulate: accumulate_many::<C> },
                     }
                 }
                 match format {
@@ -529,8 +572,13 @@ products!(#[cfg(target_arch = "aarch64")] mod neondot_products, dot::neon::NeonD
 /// Products of integers, and of floats that come off a table.
 #[cfg(target_arch = "x86_64")]
 fn vnni_products(format: RowFormat, dim: usize) -> Option<&'static RowKernels> {
-    const KERNELS: RowKernels =
-        RowKernels { score: e4m3::score, accumulate: e4m3::accumulate, quantise: None, many: None };
+    const KERNELS: RowKernels = RowKernels {
+        score: e4m3::score,
+        accumulate: e4m3::accumulate,
+        quantise: None,
+        // Later than by arithmetic on the bits of codes, which takes longer (docs/adr/0026).
+        many: Many::Decoded(16),
+    };
     if format == RowFormat::Fp8E4m3 && dim.is_multiple_of(e4m3::CODES) {
         Some(&KERNELS)
     } else {
@@ -545,7 +593,8 @@ fn bf16_products(format: RowFormat, dim: usize) -> Option<&'static RowKernels> {
         score: bf16::score,
         accumulate: bf16::accumulate,
         quantise: Some(bf16::quantise),
-        many: None,
+        // Products of two numbers are faster than those of floats, however many rows there are.
+        many: Many::AsFew,
     };
     if format == RowFormat::Fp8E4m3 && dim.is_multiple_of(e4m3::CODES) {
         Some(&KERNELS)
