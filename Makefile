@@ -111,7 +111,7 @@ format:  ## put everything into shape
 kernels: setup  ## compile the device kernels that models ask for, for sm_80 to sm_120; CONTRIBUTING says how long
 	$(BIN)/python tools/compile_kernels.py
 
-bench: setup  ## the figures of docs/benchmarks, on this machine
+bench: setup  ## most figures of docs/benchmarks, on this machine
 	cargo bench --quiet -p pagoda-cpu --bench decode
 	cargo run --quiet --release --manifest-path benches/bookkeeping/Cargo.toml --target-dir target/bookkeeping
 	$(BIN)/pagoda bench

@@ -76,7 +76,7 @@ nonzero_index! {
     PageId
 }
 nonzero_index! {
-    /// An executed plan. Never reused within a cache.
+    /// An executed plan. Its number comes again after 2^32 - 1 others.
     TicketId
 }
 

@@ -44,7 +44,7 @@ impl RowFormat {
         Self::Nvfp4,
     ];
 
-    /// A row has a multiple of so many elements: rows and their parts are whole 16 bytes.
+    /// A row has a multiple of so many elements: whole blocks, and rows of whole 16 bytes but for q5_0, which has 20 a block.
     pub const fn unit(self) -> u32 {
         match self {
             Self::F32 | Self::F16 | Self::Bf16 => 8,

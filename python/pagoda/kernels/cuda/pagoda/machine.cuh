@@ -24,7 +24,7 @@ __device__ __forceinline__ uint32 shared_address(const void* pointer) {
     return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }
 
-/// Starts copying 16 bytes, or 8, to shared memory; zeros if not `valid`, and then `source` is not read. Both are aligned to as many.
+/// Starts copying 16 bytes, or 8 or 4, to shared memory; zeros if not `valid`, and then `source` is not read. Both are aligned to as many.
 template <int BYTES = 16>
 __device__ __forceinline__ void copy_async(void* target, const void* source, bool valid) {
     static_assert(BYTES == 16 || BYTES == 8 || BYTES == 4, "PTX ISA, cp.async");
