@@ -140,14 +140,15 @@ class Cache:
 
     disk, disk_memory: a directory for a third tier, and the bytes that it may take there. The directory is made if only its
     last part is missing, and nobody else may write to it. Pages have checksums that are verified whenever they are read.
-    disk_writes_per_day: bytes of pages that may be written there a day. With resume=True what earlier caches with such a
-    limit have written counts as well. The index of what `save` keeps comes on top.
+    disk_writes_per_day: bytes of pages that may be written there at once, and as many again as each day passes. With
+    resume=True what earlier caches with such a limit have written counts as well. The index of what `save` keeps comes on
+    top.
     disk_timeout: seconds that `attend` waits for a read, and other calls for a disk that does nothing, opening the directory
     included, before they raise TierIOError. I/O under way then goes on; until it has ended its memory is not used again, and
     no other cache can open the directory.
     resume: False is a file without a name that goes with the cache. True keeps what `save` is given until `forget`, also
-    after a kill: the next cache with the same directory, sizes and layers finds it again. One cache at a time has the
-    directory.
+    after a kill: the next cache with the same directory, layers, formats and page_size finds it again. One cache at a time
+    has the directory.
     model: a text that stands for the weights, which the cache cannot see: a name and revision, or a digest. A directory of
     another model is refused.
 
@@ -169,11 +170,12 @@ class Cache:
     is constant however long a sequence grows. A step's own tokens are held until then.
 
     Calls may come from several threads, and take turns. A cache has one open step at most: entering another raises
-    InvalidArgument, and so does changing a sequence that is in it.
+    InvalidArgument, and so does changing or forking a sequence that is in it.
 
     Raises InvalidArgument (also a ValueError) for what does not fit together, BackendUnavailable for what is not there,
     GeometryMismatch for a directory of another model, or where a disk_memory does not go with what is kept there, CorruptPage
-    for one whose index is broken or gone, TierIOError for one that cannot be used or that another cache has open.
+    for one whose index is broken or gone, TierIOError for one that cannot be used or that another cache has open. On a GPU a
+    kernel is compiled when it is first launched, which raises `pagoda.kernels.loader.KernelCompileError` where it fails.
     """
 
     def __init__(
@@ -437,7 +439,7 @@ class Cache:
 
         Pages come into memory, and are verified, as many as fit. Raises OutOfBlocks when the device tier has no block for the
         last page and none can be spilled, as while a step is open, TierIOError when the disk cannot be read, or does nothing
-        for `disk_timeout` seconds.
+        for `disk_timeout` seconds, InvalidArgument in a cache without resume=True.
         """
         try:
             handle = self._with_room(partial(self._core.load, _key(key)), np.empty(0, np.uint64), np.empty(0, np.int64))
@@ -459,7 +461,7 @@ class Cache:
         """Lets go of what is kept under a name; says whether there was something.
 
         Raises TierIOError when the drive fails or does nothing for `disk_timeout` seconds: the name is as it was, unless its
-        line was on the way to the drive by then, as for `save`.
+        line was on the way to the drive by then, as for `save`. Raises InvalidArgument in a cache without resume=True.
         """
         return self._core.forget(_key(key))
 

@@ -52,8 +52,8 @@ class Sequence:
     def truncate(self, length: int) -> None:
         """Takes the tokens from `length` on back, as if they had never been appended.
 
-        Raises InvalidArgument unless `length` is 0 or from `rewind_limit` to `len(self)`: once a window has moved on, the
-        last `headroom` tokens of the cache can be taken back.
+        Raises InvalidArgument unless `length` is 0 or from `rewind_limit` to `len(self)`: once a window has moved on, of the
+        last tokens as many can be taken back as the `headroom` of the cache.
         """
         self._cache._core.truncate(self.id, natural("length", length))
 

@@ -68,7 +68,7 @@ class Table:
     def csr(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """`(kv_indptr, kv_indices, kv_last_page_len)`, int32, as FlashInfer takes them.
 
-        Raises InvalidArgument where that form cannot say what the table says: dropped tokens, pages off the device.
+        Raises InvalidArgument where that form cannot say what the table says: dropped tokens, sinks, pages off the device.
         """
         return self._step._core.csr_table(self._step._number, self._layer)
 
@@ -170,9 +170,9 @@ class Step:
         """Writes K and V of the new tokens of one layer into their pages, converted to the row formats of the cache.
 
         k: [sum(new), num_kv_heads, head_dim] and v: [.., v_head_dim], float32, float16 or bfloat16 (or its bits as
-        uint16 with dtype="bf16"), any strides with a contiguous last dimension; of NumPy, on a GPU of CuPy or torch there.
-        No v for a layer with v_alias, no k for one with k_eq_v. Rounds to nearest even; what f16 cannot hold is stored as
-        +-65504, or raises InvalidArgument in a cache with checked=True.
+        uint16 with dtype="bf16"), any strides with a contiguous last dimension; of NumPy, on a GPU of CuPy or torch there,
+        both of one type. No v for a layer with v_alias, no k for one with k_eq_v. Rounds to nearest even; what f16 cannot
+        hold is stored as +-65504, or raises InvalidArgument in a cache with checked=True.
         """
         self._core.append(self._number, natural("layer", layer), k, v, dtype)
 
@@ -196,8 +196,8 @@ class Step:
         Raises CorruptPage for a page on disk that does not verify, and TierIOError for one that cannot be read, or not in
         time: the step can then only be rolled back. Their `sequences` are those that hold the page; the others can go on.
 
-        sink_logits: float32 [num_q_heads], for a layer with sinks and only there; on a GPU an array of the device, whose
-        address a captured graph keeps. Each is one more score of its head, of a token with V = 0; the log-sum-exp is
+        sink_logits: float32 [num_q_heads], for a layer with sinks and only there; on a GPU a contiguous array of the device,
+        whose address a captured graph keeps. Each is one more score of its head, of a token with V = 0; the log-sum-exp is
         without it.
         """
         check_flag("return_lse", return_lse)

@@ -16,8 +16,8 @@ COMMANDS = (generate, plan, doctor, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit status: 2 for bad input, 130 for Ctrl-C, 1 for what cannot be written or has no room
-    in memory."""
+    """Runs one command. Returns the exit status: 2 for bad input and what else is a PagodaError, 130 for Ctrl-C, 1 for what
+    cannot be written or has no room in memory."""
     parser = argparse.ArgumentParser(prog="pagoda", description="A tiered, paged KV cache for LLM inference.")
     parser.add_argument("--version", action="version", version=f"pagoda {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

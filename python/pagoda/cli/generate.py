@@ -46,7 +46,9 @@ def register(commands: Commands) -> None:
     parser.add_argument("--device-memory", default="2GiB", help="budget of the device tier; %(default)s by default")
     parser.add_argument("--host-memory", default="8GiB", help="budget of the host tier; %(default)s by default")
     parser.add_argument(
-        "--disk", type=directory, help="a directory for a disk tier, where pages go that memory cannot hold"
+        "--disk",
+        type=directory,
+        help="a directory for a disk tier, where pages go that memory cannot hold; wants a --disk-memory",
     )
     parser.add_argument("--disk-memory", default="0", help="budget of the disk tier; %(default)s by default")
     parser.add_argument(
@@ -60,7 +62,8 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "--no-kv-cache-paged",
         action="store_true",
-        help="keep K and V in plain arrays, for comparison: what is said of pages, tiers and threads has no effect",
+        help="keep K and V in plain arrays, for comparison: what is said of pages, tiers and threads, and --deterministic, "
+        "has no effect",
     )
     add_retention(parser)
     parser.add_argument("--chunk", type=int, default=512, help="tokens a step reads; %(default)s by default")

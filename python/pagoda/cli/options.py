@@ -41,7 +41,7 @@ def add_retention(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sink-positions",
         choices=["original", "cache"],
-        help="where the first tokens are seen: where they were (default), or right before the window",
+        help="where the first tokens are seen with --window-size: where they were (default), or right before the window",
     )
 
 
