@@ -300,9 +300,9 @@ class Cache:
         allocate no device memory, and those with up to `new_tokens` of each sequence launch the same kernels with the same
         arguments whatever sequences grow, join or leave. Steps with more of a sequence, prompts for example, launch what they
         need, and no graph does them. K, V, queries and outputs may have up to `tokens` rows, of which kernels use the first
-        sum(new). Steps beyond the maxima raise InvalidArgument, and so do sequences that have been dropped from more than
-        seven times. Maxima are declared once, for graphs keep the addresses of what was made for them. docs/kernels.md says
-        what memory that takes.
+        sum(new). Steps beyond the maxima raise InvalidArgument, and so do those whose sequences have more than
+        `8 * sequences` spans together: each has one, one more after each `drop`, and its sinks are one. Maxima are declared
+        once, for graphs keep the addresses of what was made for them. docs/kernels.md says what memory that takes.
 
             cache.declare(sequences=64, new_tokens=1, context=131072, tokens=2048)
             with cache.step([prompt], [2048], stream=stream) as step:

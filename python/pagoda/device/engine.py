@@ -52,7 +52,7 @@ POLL_SECONDS = 2e-4
 """Sleep between two looks at an event, where a wait has an end."""
 
 SPANS_DECLARED = 8
-"""Spans of a sequence that there is room for once maxima are declared: `drop` leaves one more each time, sinks are one."""
+"""Spans that there is room for once maxima are declared, for each sequence: `drop` leaves one more, sinks are one."""
 
 
 def in_turn(
