@@ -53,7 +53,9 @@ def register(commands: Commands) -> None:
     )
     parser.add_argument("--plain", action="store_true", help="neither centre nor rotate rows before quantising")
     parser.add_argument(
-        "--contexts", default="4k,32k,128k", help="tokens of the recall heads; k is 1024; %(default)s by default"
+        "--contexts",
+        default="4k,32k,128k",
+        help="tokens of the recall heads, at least 2k; k is 1024; %(default)s by default",
     )
     parser.add_argument("--plot", type=Path, help="draw into this file, by its suffix; needs matplotlib")
     parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
