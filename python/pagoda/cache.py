@@ -132,9 +132,9 @@ class Cache:
     which alone is stored. `ModelSpec.storing_k` stores both.
 
     device: "cpu", "cuda", "cuda:1"; "auto" is the CPU for now.
-    device_memory, host_memory: budgets, in bytes or like "512MiB". The CPU takes memory as it is used. On a GPU the device
-    tier is allocated at once and the host tier pinned as it is used; at most an eighth of device_memory is a ring that pages
-    of other tiers are streamed through.
+    device_memory, host_memory: budgets, in bytes or like "512MiB"; 0 is no host tier. The CPU takes memory as it is used. On
+    a GPU the device tier is allocated at once and the host tier pinned as it is used; at most an eighth of device_memory is
+    a ring that pages of other tiers are streamed through.
     threads: CPU workers, all cores by default. On a GPU they do a part of attention over the host tier, if `pagoda doctor
     --calibrate` has measured this GPU beside as many.
 
