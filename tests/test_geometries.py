@@ -12,6 +12,7 @@ import numpy as np
 import pagoda
 import pytest
 from mirror import Mirror
+from pagoda.geometry import group_layers
 from pagoda.presets import PRESETS
 from pagoda.spec import AttentionLayer
 
@@ -106,7 +107,7 @@ def cpu(request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_prompt_beyond_the_window_and_some_tokens(name: str) -> None:
     spec = chosen(name)
-    assert len(spec.groups) == MODELS[name].groups
+    assert len(group_layers(spec, [("bf16", "bf16")] * len(spec.layers))) == MODELS[name].groups
     window = max((layer.window or 0 for layer in spec.attention_layers), default=0)
     run(spec, [130, window, 30], 2)
 
@@ -187,8 +188,8 @@ def test_blocks_of_several_sizes_leave_no_memory_between_them(dtype: str) -> Non
             spec, k_dtype=dtype, v_dtype=dtype, center=None, device_memory=memory, host_memory=0, threads=1
         ) as cache:
             free = cache.stats().device
-            for counts, group in zip(free, spec.groups, strict=True):
-                token = sum(layers[layer].bytes_per_token(dtype, dtype) for layer in group.layers)
+            for counts, group in zip(free, group_layers(spec, cache.dtypes), strict=True):
+                token = sum(layers[layer].bytes_per_token(dtype, dtype) for layer in group)
                 assert counts.free * token * cache.page_size >= 0.98 * memory, (name, counts)
         several += len(free) > 1
     assert several >= 10

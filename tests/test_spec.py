@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from contextlib import nullcontext, suppress
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pagoda.errors import InvalidArgument
 from pagoda.families import layers_of
+from pagoda.geometry import group_layers
 from pagoda.hf_config import JSON_BYTES_MAX
 from pagoda.presets import PRESETS
 from pagoda.rope import Llama3Scaling, LongRopeScaling, ProportionalScaling, Rope, YarnScaling
@@ -70,18 +72,24 @@ def test_the_printed_megabytes_of_recurrent_states() -> None:
         assert round(ModelSpec.preset(name).state_bytes() / 1e6, 1) == megabytes
 
 
+def groups_of(spec: ModelSpec) -> list[list[int]]:
+    """With all layers in one format."""
+    return group_layers(spec, [("f16", "f16")] * len(spec.layers))
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_reads(name: str) -> None:
     spec = ModelSpec.preset(name)
     assert spec.name == name
-    stored = sorted(layer for group in spec.groups for layer in group.layers)
+    stored = sorted(itertools.chain(*groups_of(spec)))
     assert stored == [i for i, layer in enumerate(spec.layers) if isinstance(layer, AttentionLayer)]
 
 
 def test_groups_split_windowed_from_full_layers() -> None:
-    groups = ModelSpec.preset("gemma-3-1b").groups
-    assert [group.window for group in groups] == [512, None]
-    assert groups[1].layers == (5, 11, 17, 23)
+    spec = ModelSpec.preset("gemma-3-1b")
+    groups = groups_of(spec)
+    assert [{spec.attention_layers[layer].window for layer in group} for group in groups] == [{512}, {None}]
+    assert groups[1] == [5, 11, 17, 23]
 
 
 def test_smollm3_layers_without_rotation() -> None:
@@ -377,7 +385,7 @@ def test_shared_layers_store_nothing() -> None:
     base = PRESETS["gemma-4-12b"] | {"num_hidden_layers": 6, "layer_types": kinds, "num_kv_shared_layers": 2}
     spec = ModelSpec.from_config(base)
     assert [layer.kv_owner for layer in spec.attention_layers] == [None] * 4 + [2, 3]
-    assert spec.groups[0].layers == (0, 2)
+    assert groups_of(spec)[0] == [0, 2]
 
 
 HOSTILE: st.SearchStrategy[Any] = st.sampled_from(

@@ -66,12 +66,14 @@ Dtypes = list[tuple[str, str]]
 
 
 def group_layers(spec: ModelSpec, dtypes: Dtypes) -> list[list[int]]:
-    """The layers of each group: of one shape, window and format; in the order of their first layers."""
-    groups: dict[tuple[int, tuple[str, str]], list[int]] = {}
-    for number, group in enumerate(spec.groups):
-        for layer in group.layers:
-            groups.setdefault((number, dtypes[layer]), []).append(layer)
-    return sorted(groups.values())
+    """The layers of each group, whose pages have one shape and life: a block holds a page of all of them. In the order
+    of their first layers."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for index, layer in enumerate(spec.layers):
+        if isinstance(layer, AttentionLayer) and layer.kv_owner is None:
+            shape = layer.num_kv_heads, layer.head_dim, layer.v_dim, layer.v_alias, layer.k_eq_v
+            groups.setdefault((*shape, layer.window, dtypes[index]), []).append(index)
+    return list(groups.values())
 
 
 def owners_of(layers: Sequence[CoreLayer]) -> list[int]:

@@ -12,7 +12,7 @@ from pagoda.errors import InvalidArgument
 from pagoda.formats import ROW_MAX, row_format
 from pagoda.rope import Rope
 
-__all__ = ["AttentionLayer", "Layer", "LayerGroup", "ModelSpec", "Rope", "StateLayer"]
+__all__ = ["AttentionLayer", "Layer", "ModelSpec", "Rope", "StateLayer"]
 
 HEADS_MAX = 4096
 LAYERS_MAX = 4096
@@ -119,14 +119,6 @@ Layer = AttentionLayer | StateLayer
 
 
 @dataclass(frozen=True)
-class LayerGroup:
-    """Layers whose pages have the same shape and life: one block holds a page of all of them."""
-
-    layers: tuple[int, ...]
-    window: int | None
-
-
-@dataclass(frozen=True)
 class ModelSpec:
     """The layers of a model, in order. A layer that is neither attention nor state (an MLP) is not a layer here."""
 
@@ -172,16 +164,6 @@ class ModelSpec:
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """The attention layers."""
         return tuple(layer for layer in self.layers if isinstance(layer, AttentionLayer))
-
-    @property
-    def groups(self) -> tuple[LayerGroup, ...]:
-        """The attention layers that store K and V, by equal shape and window, in the order of their first layers."""
-        members: dict[tuple[Any, ...], list[int]] = {}
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, AttentionLayer) and layer.kv_owner is None:
-                key = (layer.num_kv_heads, layer.head_dim, layer.v_dim, layer.window, layer.v_alias, layer.k_eq_v)
-                members.setdefault(key, []).append(index)
-        return tuple(LayerGroup(tuple(layers), key[3]) for key, layers in members.items())
 
     def bytes_per_token(self, k_dtype: str = "f16", v_dtype: str = "f16") -> int:
         """Bytes of K and V that one token stores, over all attention layers."""
