@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pagoda.errors import InvalidArgument
 
 SEQUENCES_MAX, TOKENS_MAX = 1 << 24, (1 << 31) - 1
-"""Sequences of a cache, and tokens of the longest: `limits` of the core. Kernels count to as many tokens."""
+"""Sequences of a cache, and tokens of the longest, or in a window: `limits` of the core. Kernels count to as many tokens."""
 
 FACTOR_MIN, FACTOR_MAX = 1e-18, 1e18
 """Numbers that kernels multiply with: products and quotients of two of them are normal numbers of float32."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagoda.checks import as_ints, check_choice, check_integer
+from pagoda.checks import TOKENS_MAX, as_ints, check_choice, check_integer
 from pagoda.errors import InvalidArgument
-from pagoda.spec import WINDOW_MAX, ModelSpec
+from pagoda.spec import ModelSpec
 
 Keeps = tuple[int, int, int, bool]
 """Sinks, tokens of the window, headroom, and whether sinks trail: `Window` of the core."""
@@ -27,8 +27,8 @@ class SinkWindow:
 
     def __post_init__(self) -> None:
         as_ints(self)
-        check_integer("sinks", self.sinks, 0, WINDOW_MAX)
-        check_integer("window", self.window, 1, WINDOW_MAX)
+        check_integer("sinks", self.sinks, 0, TOKENS_MAX)
+        check_integer("window", self.window, 1, TOKENS_MAX)
         check_choice("positions", self.positions, ("original", "cache"))
 
 
@@ -40,7 +40,7 @@ def keeps_by_layer(spec: ModelSpec, retention: SinkWindow | None, headroom: int)
     """
     if retention is not None and not isinstance(retention, SinkWindow):
         raise InvalidArgument(f"retention = {retention!r}: None or a SinkWindow")
-    check_integer("headroom", headroom, 0, WINDOW_MAX)
+    check_integer("headroom", headroom, 0, TOKENS_MAX)
     if retention is not None:
         if all(layer.window is not None for layer in spec.attention_layers):
             raise InvalidArgument(f"retention = {retention}: a model with layers that have no window of their own")
@@ -61,8 +61,8 @@ def keeps_by_layer(spec: ModelSpec, retention: SinkWindow | None, headroom: int)
         else:
             keeps.append(None)
     for kept in filter(None, keeps):
-        if sum(kept[:3]) > WINDOW_MAX:
+        if sum(kept[:3]) > TOKENS_MAX:
             raise InvalidArgument(
-                f"headroom = {headroom}: with {kept[0]} sinks and {kept[1]} more, at most {WINDOW_MAX}"
+                f"headroom = {headroom}: with {kept[0]} sinks and {kept[1]} more, at most {TOKENS_MAX}"
             )
     return keeps

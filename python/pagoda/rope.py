@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.checks import FACTOR_MAX, as_ints, check_factor, check_flag, check_integer, is_number, natural
+from pagoda.checks import FACTOR_MAX, TOKENS_MAX, as_ints, check_factor, check_flag, check_integer, is_number, natural
 from pagoda.errors import InvalidArgument
 from pagoda.formats import ROW_MAX
-
-CONTEXT_MAX = (1 << 31) - 1
 
 
 def check_factors(**numbers: float) -> None:
@@ -35,7 +33,7 @@ class Llama3Scaling:
         as_ints(self)
         low, high = self.low_freq_factor, self.high_freq_factor
         check_factors(factor=self.factor, low_freq_factor=low, high_freq_factor=high)
-        check_integer("rope_scaling.original_context", self.original_context, 1, CONTEXT_MAX)
+        check_integer("rope_scaling.original_context", self.original_context, 1, TOKENS_MAX)
         if low >= high:
             raise InvalidArgument(f"rope_scaling.low_freq_factor = {low}: below high_freq_factor = {high}")
 
@@ -100,7 +98,7 @@ class YarnScaling:
     def __post_init__(self) -> None:
         as_ints(self)
         check_factors(factor=self.factor, beta_fast=self.beta_fast, beta_slow=self.beta_slow)
-        check_integer("rope_scaling.original_context", self.original_context, 1, CONTEXT_MAX)
+        check_integer("rope_scaling.original_context", self.original_context, 1, TOKENS_MAX)
         check_flag("rope_scaling.truncate", self.truncate)
         if self.magnitude is not None:
             check_factors(magnitude=self.magnitude)

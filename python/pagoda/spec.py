@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pagoda.checks import as_ints, check_factor, check_flag, check_integer, check_list, check_text
+from pagoda.checks import TOKENS_MAX, as_ints, check_factor, check_flag, check_integer, check_list, check_text
 from pagoda.errors import InvalidArgument
 from pagoda.formats import ROW_MAX, row_format
 from pagoda.rope import Rope
@@ -16,7 +16,6 @@ __all__ = ["AttentionLayer", "Layer", "ModelSpec", "Rope", "StateLayer"]
 
 HEADS_MAX = 4096
 LAYERS_MAX = 4096
-WINDOW_MAX = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class AttentionLayer:
             if dim % 8:
                 raise InvalidArgument(f"{name} = {dim}: a multiple of 8")
         if self.window is not None:
-            check_integer("window", self.window, 1, WINDOW_MAX)
+            check_integer("window", self.window, 1, TOKENS_MAX)
         for name, value in (("scale", self.scale), ("softcap", self.softcap)):
             if value is not None:
                 check_factor(name, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 
+from pagoda.checks import TOKENS_MAX
 from pagoda.device.arrays import FLOATS
 from pagoda.device.derived import DerivedKeys
 from pagoda.device.tables import Work
@@ -18,9 +19,6 @@ LOG2_E = math.log2(math.e)
 
 DECODE_ROWS = 16
 """Query rows of a sequence up to which its stored rows are split between warps, and above which its queries are."""
-
-WINDOW_MAX = (1 << 31) - 1
-"""Tokens that a query sees where there is no window, or a larger one: the largest integer of kernels."""
 
 
 Kind = tuple[int | str | None, ...]
@@ -103,7 +101,7 @@ class LayerKernels:
             ),
             k_plane=k_plane,
             v_plane=v_plane,
-            window=WINDOW_MAX if shape["window"] is None else min(shape["window"], WINDOW_MAX),
+            window=TOKENS_MAX if shape["window"] is None else shape["window"],
             # Kernels compute scores to base 2.
             scale=scale * LOG2_E if softcap is None else scale / softcap,
             softcap=0.0 if softcap is None else softcap * LOG2_E,
