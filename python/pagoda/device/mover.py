@@ -7,6 +7,7 @@ takes one launch for all of them, and multiprocessors from others. The driver kn
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,9 +22,22 @@ WORD = 16
 KERNEL_BLOCKS, KERNEL_THREADS = 16, 256
 """Of the kernel. Each block has 16 KiB under way: 256 KiB in all, where 55 GB/s times 1.3 us of latency are 72."""
 
+RUN_BYTES = 24
+"""Of a run as the kernel reads it."""
+
+Run = tuple[int, int, int]
+"""Source, target, bytes."""
+
+
+def list_runs(pinned: Pinned, runs: Sequence[Run]) -> arguments.Move:
+    """Writes runs into pinned memory, and says where to the kernel."""
+    words = np.array(runs, np.uint64)
+    pinned.array[: words.nbytes] = words.view(np.uint8).ravel()
+    return arguments.Move(pinned.address, len(runs))
+
 
 @dataclass
-class List:
+class RunList:
     """Runs for the kernel, in pinned memory, until it has read them. lent: while it is launched."""
 
     runs: Pinned
@@ -36,8 +50,8 @@ class Mover:
 
     def __init__(self, driver: Driver, host: HostArena | None) -> None:
         self._driver, self._host = driver, host
-        self._lists: deque[List] = deque()
-        self._lost: list[List] = []
+        self._lists: deque[RunList] = deque()
+        self._lost: list[RunList] = []
 
     def copy(self, stream: Stream, transfers: npt.NDArray[np.uint64]) -> None:
         """Copies on a stream. transfers: [source, target, bytes] of each; no two overlap.
@@ -45,8 +59,8 @@ class Mover:
         Raises BackendUnavailable when memory of the host tier cannot be pinned.
         """
         runs = self._merged(transfers)
-        by_kernel: list[tuple[int, int, int]] = []
-        by_engine: list[tuple[int, int, int]] = []
+        by_kernel: list[Run] = []
+        by_engine: list[Run] = []
         for source, target, size in runs:
             # A kernel is no faster for a single run.
             few_bytes = len(runs) > 1 and size < self._driver.copy_engine_bytes
@@ -65,9 +79,9 @@ class Mover:
         self._lists.clear()
         self._lost.clear()
 
-    def _merged(self, transfers: npt.NDArray[np.uint64]) -> list[tuple[int, int, int]]:
+    def _merged(self, transfers: npt.NDArray[np.uint64]) -> list[Run]:
         """Runs; none crosses a border between pieces of host memory that were pinned one by one."""
-        runs: list[tuple[int, int, int]] = []
+        runs: list[Run] = []
         for source, target, size in transfers.reshape(-1, 3).tolist():
             borders = [] if self._host is None else [self._host.pin(address, size) for address in (source, target)]
             if runs and not any(borders):
@@ -78,17 +92,15 @@ class Mover:
             runs.append((source, target, size))
         return runs
 
-    def _launch(self, stream: Stream, runs: list[tuple[int, int, int]]) -> None:
-        words = np.array(runs, np.uint64)
-        chosen = self._next_list(words.nbytes)
-        chosen.runs.array[: words.nbytes] = words.view(np.uint8).ravel()
-        call = arguments.Move(chosen.runs.address, len(runs))
+    def _launch(self, stream: Stream, runs: list[Run]) -> None:
+        chosen = self._next_list(RUN_BYTES * len(runs))
+        call = list_runs(chosen.runs, runs)
         chosen.lent = True
         stream.launch(instances.MOVE, KERNEL_BLOCKS, KERNEL_THREADS, call)
         chosen.used = stream.record()
         chosen.lent = False
 
-    def _next_list(self, size: int) -> List:
+    def _next_list(self, size: int) -> RunList:
         """One that no kernel reads any more, or a new one. Those that are too small by then are given up."""
         while self._lists:
             oldest = self._lists[0]
@@ -101,5 +113,5 @@ class Mover:
                 self._lists.rotate(-1)
                 return oldest
             self._lists.popleft()
-        self._lists.append(List(self._driver.pinned(max(1 << 12, 1 << (size - 1).bit_length()))))
+        self._lists.append(RunList(self._driver.pinned(max(1 << 12, 1 << (size - 1).bit_length()))))
         return self._lists[-1]

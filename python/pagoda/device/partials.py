@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from pagoda import _core
 from pagoda.device.driver import Driver, Event, Pinned, Stream, View
-from pagoda.device.mover import KERNEL_BLOCKS, KERNEL_THREADS, WORD
+from pagoda.device.mover import KERNEL_BLOCKS, KERNEL_THREADS, RUN_BYTES, WORD, Run, list_runs
 from pagoda.formats import FORMATS
 from pagoda.geometry import CoreLayer, owners_of
-from pagoda.kernels import arguments, instances
+from pagoda.kernels import instances
 from pagoda.rates import READER_ROWS, Routes
 
 ELEMENTS: dict[str, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
@@ -144,16 +144,14 @@ class Partials:
         self._send(stream, [(pinned.address + at * row, target + token * row, row) for at, token in enumerate(tokens)])
         return read
 
-    def _send(self, stream: Stream, runs: list[tuple[int, int, int]]) -> None:
+    def _send(self, stream: Stream, runs: list[Run]) -> None:
         """By a kernel: the copy engine would first make the copies into the ring that it has been given."""
         if any(x % WORD for run in runs for x in run):
             for source, target, size in runs:
                 stream.copy(target, source, size)
             return
-        words = np.array(runs, np.uint64)
-        listed = self._runs.take(words.nbytes)
-        listed.array[: words.nbytes] = words.view(np.uint8).ravel()
-        stream.launch(instances.MOVE, KERNEL_BLOCKS, KERNEL_THREADS, arguments.Move(listed.address, len(runs)))
+        call = list_runs(self._runs.take(RUN_BYTES * len(runs)), runs)
+        stream.launch(instances.MOVE, KERNEL_BLOCKS, KERNEL_THREADS, call)
 
     def _center_length(self, layer: int) -> int:
         return self._layers[layer]["num_kv_heads"] * self._layers[layer]["head_dim"]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 from pagoda.device.driver import Driver, Event, Stream
-from pagoda.device.mover import KERNEL_BLOCKS, KERNEL_THREADS, WORD
+from pagoda.device.mover import KERNEL_BLOCKS, KERNEL_THREADS, RUN_BYTES, WORD, Run, list_runs
 from pagoda.device.ring import SLOTS
 from pagoda.kernels import arguments, instances
 
@@ -36,11 +34,9 @@ def copy_engine_bytes(driver: Driver) -> int:
     for size in MEASURED_RUNS:
         # Every second run, so that no two are adjacent.
         runs = [(host.address + at, device.address + at, size) for at in range(0, MEASURED_BYTES, 2 * size)]
-        words = np.array(runs, np.uint64)
-        listed.array[: words.nbytes] = words.view(np.uint8).ravel()
-        call = arguments.Move(listed.address, len(runs))
+        call = list_runs(listed, runs)
 
-        def by_engine(runs: list[tuple[int, int, int]] = runs) -> None:
+        def by_engine(runs: list[Run] = runs) -> None:
             for source, target, length in runs:
                 stream.copy(target, source, length)
 
@@ -78,18 +74,15 @@ def ring_bytes(driver: Driver) -> int:
         # As many pieces as there are thread blocks.
         piece = -(-size // driver.multiprocessors // WORD) * WORD
         starts = range(0, size, piece)
-        words = np.array(
-            [
-                (source + at, sink.address + at, min(piece, size - at))
-                for source in (host.address, *(ring.address + slot * largest for slot in range(SLOTS)))
-                for at in starts
-            ],
-            np.uint64,
-        )
-        listed = driver.pinned(words.nbytes)
-        listed.array[: words.nbytes] = words.view(np.uint8).ravel()
+        runs = [
+            (source + at, sink.address + at, min(piece, size - at))
+            for source in (host.address, *(ring.address + slot * largest for slot in range(SLOTS)))
+            for at in starts
+        ]
+        listed = driver.pinned(RUN_BYTES * len(runs))
+        list_runs(listed, runs)
         calls = [
-            arguments.Move(listed.address + number * len(starts) * words.itemsize * 3, len(starts))
+            arguments.Move(listed.address + RUN_BYTES * len(starts) * number, len(starts))
             for number in range(1 + SLOTS)
         ]
 

@@ -10,10 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import combinations
 from typing import NamedTuple
 
-import numpy as np
-
 from pagoda.device.driver import Driver, Event, Pending, Stream
-from pagoda.device.mover import KERNEL_THREADS, WORD
+from pagoda.device.mover import KERNEL_THREADS, RUN_BYTES, WORD, list_runs
 from pagoda.device.thresholds import seconds
 from pagoda.kernels import arguments, instances
 from pagoda.rates import Routes
@@ -93,11 +91,10 @@ def measure(driver: Driver, threads: int, read: Callable[[], object], size: int)
     # As many pieces as there are thread blocks.
     piece = -(-PIECE_BYTES // driver.multiprocessors // WORD) * WORD
     runs = [(host.address + at, sink.address + at, min(piece, PIECE_BYTES - at)) for at in range(0, PIECE_BYTES, piece)]
-    words = np.array([*runs, (host.address, sink.address, WORD)], np.uint64)
-    listed = driver.pinned(words.nbytes)
-    listed.array[: words.nbytes] = words.view(np.uint8).ravel()
+    listed = driver.pinned(RUN_BYTES * (len(runs) + 1))
+    list_runs(listed, [*runs, (host.address, sink.address, WORD)])
     all_of_it = arguments.Move(listed.address, len(runs))
-    a_word = arguments.Move(listed.address + len(runs) * words.itemsize * 3, 1)
+    a_word = arguments.Move(listed.address + RUN_BYTES * len(runs), 1)
 
     def copy() -> Event:
         copying.copy(ring.address, host.address, PIECE_BYTES)
