@@ -242,15 +242,15 @@ class Geometry:
         return layouts
 
     @cached_property
+    def layer_bytes(self) -> list[int]:
+        """What each layer of a group has in a block, by layer group: all of a group are of one shape."""
+        return [layout.block_bytes // len(layout.planes) for layout in self.layouts]
+
+    @cached_property
     def runs(self) -> list[Run]:
         """Of each layer, or its owner: everything in a block that belongs to it is one run."""
-        runs = []
-        for layer, owner in zip(self.layers, owners_of(self.layers), strict=True):
-            layout = self.layouts[layer["group"]]
-            starts = sorted(planes[0].rows.offset for planes in layout.planes.values())
-            start = layout.planes[owner][0].rows.offset
-            runs.append(Run(start, [*starts, layout.block_bytes][starts.index(start) + 1] - start))
-        return runs
+        places = ((layer["group"], owner) for layer, owner in zip(self.layers, owners_of(self.layers), strict=True))
+        return [Run(self.layouts[at].planes[owner][0].rows.offset, self.layer_bytes[at]) for at, owner in places]
 
 
 def tier_memory(layouts: list[BlockLayout], device_bytes: int, host_bytes: int) -> list[tuple[int, int]]:

@@ -96,11 +96,9 @@ class DeviceEngine:
             LayerKernels(layer, deterministic=deterministic, shared_bytes_max=driver.shared_bytes_max)
             for layer in layers
         ]
-        # Layers of a group are of one shape.
-        widths = {layer["group"]: run.bytes for layer, run in zip(layers, geometry.runs, strict=True)}
         (device_bytes, extent_bytes), host_tier = memory
         tiers = {"host": host_tier[0] > 0, "disk": disk is not None}
-        slots = ring_slots([*widths.values()], page_size, device_bytes, **tiers, deterministic=deterministic)
+        slots = ring_slots(geometry.layer_bytes, page_size, device_bytes, **tiers, deterministic=deterministic)
         self._device_memory, self._enough_for_disk = device_bytes, slots.enough
         memory = [(device_bytes - SLOTS * slots.bytes, extent_bytes), host_tier]
         beside = passage_bytes([layout.block_bytes for layout in layouts], memory[0][0], slots.read)

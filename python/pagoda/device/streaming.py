@@ -77,10 +77,8 @@ class Streams:
     ) -> None:
         self._driver, self._core, self._host, self._mover, self._partials = driver, core, memory.host, mover, partials
         self._layers, self._layouts, self._runs = geometry.layers, geometry.layouts, geometry.runs
-        widths = [(layer["group"], run.bytes) for layer, run in zip(self._layers, self._runs, strict=True)]
-        self._widest = [max(bytes_ for of, bytes_ in widths if of == group) for group in range(len(self._layouts))]
-        """Bytes of a layer of each group in one block, at most."""
-        self._rooms = [slot_size // width for width in self._widest]
+        self._widths = geometry.layer_bytes
+        self._rooms = [slot_size // width for width in self._widths]
         self._copying = driver.stream()
         self._reads = Reads(core, self._copying) if memory.passage else None
         self.ring = Ring(driver, slot_size, self._copying, self._reads, self._bring)
@@ -221,7 +219,7 @@ class Streams:
 
     def _way(self, group: int) -> dict[str, float] | None:
         """How the group is streamed; None where its pages are read in place, in one pass."""
-        size, on_disk, pages = self._widest[group], self._on_disk[group], self._pages.get(group)
+        size, on_disk, pages = self._widths[group], self._on_disk[group], self._pages.get(group)
         way = {"group": group, "room": self._rooms[group], "computed": 0.0, "in_place": 0.0}
         if pages is None:
             return way if on_disk else None
