@@ -19,6 +19,7 @@ from pagoda.formats import FORMATS, check_not_forced
 from pagoda.kernels.instances import check_formats
 from pagoda.planner import Planner
 from pagoda.sizes import format_size, format_tokens, parse_size, parse_tokens
+from pagoda.stats import TIERS
 
 CARDS = ("8GiB", "12GiB", "16GiB", "24GiB")
 """Budgets shown when none is given: the memory of common cards."""
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument(f"--context = {arguments.context!r}: numbers of tokens from 1 to {TOKENS_MAX}")
     budgets = {
         name: parse_size(size, f"--{name}-memory")
-        for name in ("device", "host", "disk")
+        for name in TIERS
         if (size := getattr(arguments, f"{name}_memory")) is not None
     }
     if budgets.get("device") == 0:
@@ -118,15 +119,7 @@ def describe(
                 "state_bytes": footprint.state_bytes,
                 "total_bytes": footprint.total_bytes,
                 "by_format": {name: other.footprint(context, batch).paged_bytes for name, other in by_format.items()},
-                "budgets": {
-                    name: {
-                        "device_bytes": split.device_bytes,
-                        "host_bytes": split.host_bytes,
-                        "disk_bytes": split.disk_bytes,
-                        "lacking_bytes": split.lacking_bytes,
-                    }
-                    for name, split in splits.items()
-                },
+                "budgets": {name: asdict(split) for name, split in splits.items()},
             }
         )
     return {
