@@ -20,7 +20,7 @@ from pagoda.lm import LanguageModel
 from pagoda.lm.generate import CHUNK
 from pagoda.models import SHIPPED_MODEL, SHIPPED_TEXT
 from pagoda.quality.heads import Float64
-from pagoda.quality.measure import CacheOf
+from pagoda.quality.measure import CacheOf, log_softmax
 from pagoda.retention import SinkWindow
 
 STARTS = (1024, 8192, 32768)
@@ -101,8 +101,7 @@ class ShippedText:
                 while done < start:
                     feed(min(CHUNK, start - done))
                 rows = np.stack([feed(1) for _ in range(self.tokens)]).astype(np.float64)
-                rows -= rows.max(axis=1, keepdims=True)
-                stretches.append(rows - np.log(np.exp(rows).sum(axis=1, keepdims=True)))
+                stretches.append(log_softmax(rows))
         return stretches
 
     def _feed(self, cache: Cache, sequence: Sequence, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:

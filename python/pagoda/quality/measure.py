@@ -96,7 +96,7 @@ class Recall:
     def __init__(self, head: Head) -> None:
         self.head = head
         self._logits = head.logits(READ)
-        self._log_weights = _log_softmax(self._logits)
+        self._log_weights = log_softmax(self._logits)
         self._weights = np.exp(self._log_weights)
         self._outputs = self._weights @ head.vocabulary[head.words] + head.presence
 
@@ -106,7 +106,7 @@ class Recall:
         answers, _ = ask(head, cache_of)
         stored = read_logits(head, cache_of)
         sigma = float(np.sqrt((stored - self._logits).var(axis=1).mean()))
-        log_stored = _log_softmax(stored)
+        log_stored = log_softmax(stored)
         divergence = self._divergence(log_stored)
         needles = log_stored[np.arange(READ), (head.context - 1 - head.ages)[:READ]]
         margins = {distance: margin(distance, head.beta) for distance in DISTANCES}
@@ -130,7 +130,7 @@ class Recall:
 
     def kl(self, cache_of: CacheOf) -> float:
         """`Fidelity.kl` alone."""
-        return float(self._divergence(_log_softmax(read_logits(self.head, cache_of))).mean())
+        return float(self._divergence(log_softmax(read_logits(self.head, cache_of))).mean())
 
     def _divergence(self, log_stored: Float64) -> Float64:
         """float64 [READ]: of the weights with these logarithms from the exact ones, in nats."""
@@ -219,7 +219,8 @@ def _parts(rows: Array, size: int) -> list[Array]:
     return list(padded.reshape(-1, size, *rows.shape[1:]))
 
 
-def _log_softmax(logits: Float64) -> Float64:
+def log_softmax(logits: Float64) -> Float64:
+    """The logarithms of the softmax of each row."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     result: Float64 = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     return result
