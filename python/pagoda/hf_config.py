@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pagoda.checks import as_int
+from pagoda.checks import is_number, natural
 from pagoda.errors import InvalidArgument
 from pagoda.rope import ProportionalScaling, Rope, scaling_from_config
 
@@ -55,19 +55,16 @@ class Config:
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = 1 << 31) -> int:
         """An integer key; JSON's null counts as absent."""
-        value = as_int(self.content.get(key))
-        if value is None:
-            value = default
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise InvalidArgument(f"config.{key} = {value!r}: an integer from {low} to {high}")
-        return value
+        value: Any = self.content.get(key)
+        value = default if value is None else value
+        return natural(f"config.{key}", value, low, high)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number above 0; JSON's null counts as absent."""
-        value = as_int(self.content.get(key))
+        value: Any = self.content.get(key)
         value = default if value is None else value
         # JSON has integers that no float holds.
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        if not is_number(value) or not 0 < value <= sys.float_info.max:
             raise InvalidArgument(f"config.{key} = {value!r}: a finite number above 0")
         return float(value)
 
