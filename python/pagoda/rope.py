@@ -37,7 +37,7 @@ class Llama3Scaling:
         if low >= high:
             raise InvalidArgument(f"rope_scaling.low_freq_factor = {low}: below high_freq_factor = {high}")
 
-    def apply(self, inv_freq: npt.NDArray[np.float64], theta: float, dim: int) -> npt.NDArray[np.float64]:
+    def apply(self, inv_freq: npt.NDArray[np.float64], theta: float) -> npt.NDArray[np.float64]:
         """The scaled frequencies."""
         turns = self.original_context * inv_freq / (2 * math.pi)
         blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
@@ -55,7 +55,7 @@ class LinearScaling:
         as_ints(self)
         check_factors(factor=self.factor)
 
-    def apply(self, inv_freq: npt.NDArray[np.float64], theta: float, dim: int) -> npt.NDArray[np.float64]:
+    def apply(self, inv_freq: npt.NDArray[np.float64], theta: float) -> npt.NDArray[np.float64]:
         """The scaled frequencies."""
         return inv_freq / self.factor
 
@@ -76,9 +76,9 @@ class ProportionalScaling:
         if self.partial > 1:
             raise InvalidArgument(f"rope_scaling.partial = {self.partial}: at most 1")
 
-    def apply(self, inv_freq: npt.NDArray[np.float64], theta: float, dim: int) -> npt.NDArray[np.float64]:
+    def apply(self, inv_freq: npt.NDArray[np.float64], theta: float) -> npt.NDArray[np.float64]:
         """The scaled frequencies, 0 for pairs that do not turn."""
-        return np.where(np.arange(dim // 2) < int(self.partial * dim // 2), inv_freq / self.factor, 0.0)
+        return np.where(np.arange(len(inv_freq)) < int(self.partial * len(inv_freq)), inv_freq / self.factor, 0.0)
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,10 @@ class YarnScaling:
         """What cosines and sines are multiplied with: 0.1 ln(factor) + 1 (section 3.4) if nothing else is given."""
         return _yarn_magnitude(self.factor) if self.magnitude is None else self.magnitude
 
-    def apply(self, inv_freq: npt.NDArray[np.float64], theta: float, dim: int) -> npt.NDArray[np.float64]:
+    def apply(self, inv_freq: npt.NDArray[np.float64], theta: float) -> npt.NDArray[np.float64]:
         """The scaled frequencies."""
+
+        dim = 2 * len(inv_freq)
 
         def pair_with(turns: float) -> float:
             return dim * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -118,7 +120,7 @@ class YarnScaling:
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
-        ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
+        ramp = np.clip((np.arange(len(inv_freq)) - low) / max(high - low, 0.001), 0.0, 1.0)
         scaled: npt.NDArray[np.float64] = inv_freq / self.factor * ramp + inv_freq * (1 - ramp)
         return scaled
 
@@ -144,7 +146,7 @@ class LongRopeScaling:
         check_factors(**{f"factors[{pair}]": factor for pair, factor in enumerate(self.factors)})
         check_factors(attention_factor=self.attention_factor)
 
-    def apply(self, inv_freq: npt.NDArray[np.float64], theta: float, dim: int) -> npt.NDArray[np.float64]:
+    def apply(self, inv_freq: npt.NDArray[np.float64], theta: float) -> npt.NDArray[np.float64]:
         """The scaled frequencies. Raises InvalidArgument unless there are as many factors."""
         if len(self.factors) != len(inv_freq):
             raise InvalidArgument(f"rope_scaling.factors = {len(self.factors)} numbers: {len(inv_freq)}, one a pair")
@@ -195,7 +197,7 @@ class Rope:
         dim = self.dim_of(head_dim)
         inv_freq: npt.NDArray[np.float64] = self.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
         if self.scaling is not None:
-            inv_freq = self.scaling.apply(inv_freq, self.theta, dim)
+            inv_freq = self.scaling.apply(inv_freq, self.theta)
         return inv_freq.astype(np.float32)
 
     @property
