@@ -393,7 +393,6 @@ def test_nothing_piles_up(cycle: str, turns: int, tmp_path: Path) -> None:
     """Memory, open files and threads of a process are after many turns what they were after some."""
     if cycle == ON_A_DEVICE:
         emulator.require()
-    turns = int(os.environ.get("PAGODA_TURNS", turns))
     script = f"""
 {GROWTH}
 {cycle}
