@@ -212,7 +212,7 @@ class Cache:
         flags = {"zero_on_free": zero_on_free, "deterministic": deterministic, "checked": checked, "spill": spill}
         for name, flag in flags.items():
             check_flag(name, flag)
-        self.spec, self.page_size, self.deterministic = spec, page_size, deterministic
+        self.spec, self.page_size = spec, page_size
         self.retention, self.headroom = retention, as_int(page_size if headroom is None else headroom)
         self.dtypes = formats_by_layer(k_dtype, v_dtype, len(spec.layers))
         """Row formats of K and V of each layer."""
@@ -227,27 +227,16 @@ class Cache:
             parse_size(host_memory, "host_memory"),
         )
         on_disk = disk_arguments(disk, disk_memory, resume, disk_writes_per_day, disk_timeout, model, geometry)
-        self._device = engine_for(
-            device,
-            geometry,
-            memory=memory,
-            threads=threads,
-            deterministic=deterministic,
-            checked=checked,
-            zero_on_free=zero_on_free,
-            disk=on_disk,
-        )
-        self._core: Engine = self._device or _core.Cache(
-            layers,
-            page_size=page_size,
-            memory=memory,
-            threads=threads,
-            deterministic=deterministic,
-            checked=checked,
-            isa=forced_isa(),
-            zero_on_free=zero_on_free,
-            disk=on_disk,
-        )
+        options: dict[str, Any] = {
+            "memory": memory,
+            "threads": threads,
+            "deterministic": deterministic,
+            "checked": checked,
+            "zero_on_free": zero_on_free,
+            "disk": on_disk,
+        }
+        self._device = engine_for(device, geometry, **options)
+        self._core: Engine = self._device or _core.Cache(layers, page_size=page_size, isa=forced_isa(), **options)
         self._steps = itertools.count(1)
         self._unfinished: set[int] = set()
         """Steps that may be open though nobody will end them."""
