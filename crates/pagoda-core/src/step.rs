@@ -381,19 +381,13 @@ impl Cache {
         &self.step.copies
     }
 
-    /// Pages of the open step's sequences that are on disk, and their bytes. Looks only where there may be one.
-    pub fn step_on_disk(&self) -> (u64, u64) {
-        let (mut pages, mut bytes) = (0, 0);
+    /// Pages of the open step's sequences that are on disk. Looks only where there may be one.
+    pub fn step_pages_on_disk(&self) -> usize {
         let copies = self.step.copies.iter().filter(|copy| copy.from.0 == Tier::Disk);
-        copies.for_each(|copy| (pages, bytes) = (pages + 1, bytes + copy.bytes));
-        for entry in &self.step.entries {
-            for (group, table) in self.groups.iter().zip(&self.sequences[entry.sequence].tables) {
-                let held = table.row.iter().zip(&table.pages).filter(|_| table.reaches_disk);
-                let on_disk = held.filter(|(at, page)| page.is_some() && at.tier() == Tier::Disk).count();
-                (pages, bytes) = (pages + on_disk as u64, bytes + on_disk as u64 * group.block_bytes);
-            }
-        }
-        (pages, bytes)
+        let tables = self.step.entries.iter().flat_map(|entry| &self.sequences[entry.sequence].tables);
+        let held =
+            tables.filter(|table| table.reaches_disk).flat_map(|table| table.row.iter().zip(&table.pages));
+        copies.count() + held.filter(|(at, page)| page.is_some() && at.tier() == Tier::Disk).count()
     }
 
     /// Whether the `index`-th sequence of the open step may have pages of a group on disk: no if it says so.

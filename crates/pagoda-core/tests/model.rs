@@ -820,7 +820,7 @@ impl Machine {
             Kernel::Write { .. } | Kernel::Retired(_) => false,
         });
         self.seen.steps_over_disk += u64::from(reads_disk);
-        prop_assert_eq!(self.cache.step_on_disk().0 > 0, reads_disk);
+        prop_assert_eq!(self.cache.step_pages_on_disk() > 0, reads_disk);
         self.step = Some(step);
         Ok(())
     }

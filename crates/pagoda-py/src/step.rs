@@ -162,8 +162,8 @@ impl Cache {
     }
 
     /// Pages of the open step's sequences that are on disk.
-    fn pages_on_disk(&self, py: Python<'_>) -> PyResult<u64> {
-        self.with(py, |inner| Ok(inner.core.step_on_disk().0))
+    fn pages_on_disk(&self, py: Python<'_>) -> PyResult<usize> {
+        self.with(py, |inner| Ok(inner.core.step_pages_on_disk()))
     }
 
     /// Of the step that was entered last: bytes of the rows that were attended to, bytes read from disk for that, and seconds

@@ -345,7 +345,7 @@ impl Machine {
             result => result.map_err(|error| error.to_string())?,
         }
         ensure!(self.step.is_none(), "a second step was opened");
-        if self.cache.step_on_disk().0 > 0 && self.random.once_in(4) {
+        if self.cache.step_pages_on_disk() > 0 && self.random.once_in(4) {
             self.tally.see("refused: steps with pages on disk", 1);
             self.end(Cache::rollback)?;
             return self.bring_in(&batch);
