@@ -76,7 +76,7 @@ nonzero_index! {
     PageId
 }
 nonzero_index! {
-    /// An executed plan. Its number comes again after 2^32 - 1 others.
+    /// An executed plan. No two under way have the same.
     TicketId
 }
 

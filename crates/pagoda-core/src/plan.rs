@@ -89,7 +89,7 @@ pub struct BlockCopy {
     pub from: (Tier, BlockId),
     /// Where they go.
     pub to: (Tier, BlockId),
-    /// How many: the block size of the group, or less where only the start of a block matters.
+    /// How many: the block size of the group.
     pub bytes: u64,
 }
 
