@@ -89,8 +89,7 @@ impl Cache {
         let (mut tails, mut copies) = (Vec::new(), Vec::new());
         for ((group, index, page), block) in open.into_iter().zip(blocks) {
             let from = self.pages[page].fastest().expect("a referenced page can be read");
-            let (from, to) = ((from.tier(), from.block()), (Tier::Disk, block));
-            copies.push(BlockCopy { group, from, to, bytes: self.groups[group.index()].block_bytes });
+            copies.push(self.block_copy(group, (from.tier(), from.block()), (Tier::Disk, block)));
             tails.push(Tail { group, index, block, fill: self.pages[page].fill });
             tables[group.index()].pages[index] = None;
         }
@@ -129,13 +128,7 @@ impl Cache {
             let page = self.pages.open(tail.group, block);
             self.pages[page].fill = tail.fill;
             tables[tail.group.index()].pages[tail.index] = Some(page);
-            let (from, to) = ((Tier::Disk, tail.block), (Tier::Device, block));
-            copies.push(BlockCopy {
-                group: tail.group,
-                from,
-                to,
-                bytes: self.groups[tail.group.index()].block_bytes,
-            });
+            copies.push(self.block_copy(tail.group, (Tier::Disk, tail.block), (Tier::Device, block)));
         }
         for (table, &placement) in tables.iter_mut().zip(&self.placement) {
             // Any number but the group's own, so that the row is built when a step opens.

@@ -190,10 +190,10 @@ impl Cache {
         let blocks = self.take_blocks(plan.to, copied.clone().map(|m| m.group))?;
         let id = TicketId::new(self.tickets_minted);
         let mut copies = Vec::with_capacity(blocks.len());
-        for (&Move { page, group, from, bytes, .. }, block) in copied.zip(blocks) {
+        for (&Move { page, group, from, .. }, block) in copied.zip(blocks) {
             let source = self.pages[page].ready(from).expect("checked above");
             self.pages.place(page, plan.to, Slot::Filling { block, ticket: id });
-            copies.push(BlockCopy { group, from: (from, source), to: (plan.to, block), bytes });
+            copies.push(self.block_copy(group, (from, source), (plan.to, block)));
         }
         for m in &plan.moves {
             self.pages[m.page].copies += 1;
@@ -216,6 +216,11 @@ impl Cache {
         });
         self.settle();
         Ok((id, completion, copies))
+    }
+
+    /// A copy of a block, whole.
+    pub(crate) fn block_copy(&self, group: GroupId, from: (Tier, BlockId), to: (Tier, BlockId)) -> BlockCopy {
+        BlockCopy { group, from, to, bytes: self.groups[group.index()].block_bytes }
     }
 
     /// The tickets under way that move pages of a sequence.

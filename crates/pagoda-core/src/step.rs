@@ -145,9 +145,7 @@ impl Cache {
         }
         let from = page.fastest().expect("a referenced page can be read");
         let Some(block) = self.take_device_block(group) else { return };
-        let bytes = self.groups[group.index()].block_bytes;
-        let (from, to) = ((from.tier(), from.block()), (Tier::Device, block));
-        self.step.copies.push(BlockCopy { group, from, to, bytes });
+        self.step.copies.push(self.block_copy(group, (from.tier(), from.block()), (Tier::Device, block)));
         let copy = self.pages.open(group, block);
         self.pages[copy].fill = used;
         let table = &mut self.sequences[sequence].tables[group.index()];
