@@ -4,7 +4,7 @@
 use crate::cache::{Cache, Engine, Inner, MEMORY_TIERS};
 use crate::errors::{invalid, unavailable};
 use crate::kernels::{require_rows, require_sinks};
-use crate::layers::PlacedLayer;
+use crate::layers::{PlacedLayer, page_size};
 use crate::moves::{bytes_of, zero_by};
 use crate::passes::{HostPages, StreamArguments, StreamedGroup};
 use crate::reads::Reader;
@@ -12,7 +12,7 @@ use crate::step::StepState;
 use crate::ticket::Ticket;
 use crate::upload::{AnglePlaces, GroupPlaces, Room, Upload, WorkPlaces, pages_on_disk, room};
 use numpy::{PyArray1, PyReadonlyArray1, PyReadwriteArray1};
-use pagoda_core::ids::{Epoch, Tier};
+use pagoda_core::ids::{Epoch, GroupId, Tier};
 use pagoda_store::{Filled, Slab};
 use pyo3::prelude::*;
 use std::collections::{BTreeMap, HashSet};
@@ -151,11 +151,9 @@ impl Cache {
 
     /// Pages of each group that attention of the open step may read from disk.
     fn on_disk(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
-        self.with_upload(py, |_, core, step, layers| {
-            let groups = layers.iter().map(|placed| placed.group.index() + 1).max().unwrap_or(0);
-            let first = |group| layers.iter().find(|placed| placed.group.index() == group);
-            let pages = |group| first(group).map_or(0, |placed| pages_on_disk(core, step, placed));
-            (0..groups).map(pages).collect()
+        self.with_upload(py, |upload, core, step, layers| {
+            let groups = (0..upload.group_count() as u8).map(GroupId);
+            groups.map(|group| pages_on_disk(core, step, group, page_size(layers))).collect()
         })
     }
 

@@ -50,6 +50,11 @@ pub(crate) struct PlacedLayer {
     pub(crate) owner: Option<usize>,
 }
 
+/// Tokens in a page, which are as many in all layers.
+pub(crate) fn page_size(layers: &[PlacedLayer]) -> u32 {
+    layers[0].layer.page_size
+}
+
 /// The blocks of every group, and every layer.
 pub(crate) struct Placed {
     pub(crate) groups: Vec<Group>,

@@ -1,7 +1,7 @@
 //! What a device needs to know of pages that are streamed to it from other tiers: which come together in a pass, tables of where
 //! they then are, and the work of each pass.
 
-use crate::layers::PlacedLayer;
+use crate::layers::{PlacedLayer, page_size};
 use crate::step::StepState;
 use crate::upload::{Lists, Upload, write_list};
 use numpy::PyArray1;
@@ -113,8 +113,8 @@ impl Upload {
 
     /// Whether the CPU may compute a part: for few queries, which go over no pages in common with others.
     fn divisible(&self, id: GroupId, index: usize, new_tokens: u32) -> bool {
-        let mut works = self.works.iter().enumerate().filter(|(_, work)| GroupId(work.group) == id);
-        works.all(|(at, work)| !self.holds_common(at, index) && work.takes(new_tokens) == work.takes(1))
+        self.works_of(id)
+            .all(|(at, work)| !self.holds_common(at, index) && work.takes(new_tokens) == work.takes(1))
     }
 
     /// Plans passes for each group and writes them down; returns how many words more there are now, a number that stays the same
@@ -172,9 +172,8 @@ impl Upload {
         &StreamArguments { group, room, computed, in_place }: &StreamArguments,
     ) -> Passes {
         let id = GroupId(group);
-        let works = || self.works.iter().filter(|work| GroupId(work.group) == id);
-        let placed = layers.iter().find(|placed| placed.group == id);
-        let page_size = placed.map_or(1, |placed| placed.layer.page_size as usize);
+        let works = || self.works_of(id).map(|(_, work)| work);
+        let page_size = page_size(layers) as usize;
         let stretch = if works().any(|work| work.by_runs) { RUN_ROWS } else { TILE.max(page_size) };
         let scanned = core.step_batch().enumerate().map(|(index, (_, new_tokens))| {
             let all = step.spans(core, index, id);

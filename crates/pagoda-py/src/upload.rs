@@ -4,7 +4,7 @@
 //! to the device, however many tables there are.
 
 use crate::common::Found;
-use crate::layers::PlacedLayer;
+use crate::layers::{PlacedLayer, page_size};
 use crate::passes::Streams;
 use crate::step::StepState;
 use pagoda_core::Cache;
@@ -210,8 +210,13 @@ impl Upload {
 
     /// Blocks that so many queries of a sequence are in, the most of any work list; None where none has them.
     pub(crate) fn query_blocks(&self, id: GroupId, new_tokens: u32) -> Option<u64> {
-        let works = self.works.iter().filter(|work| GroupId(work.group) == id && work.takes(new_tokens));
-        works.map(|work| u64::from(new_tokens.div_ceil(work.queries))).max()
+        let works = self.works_of(id).filter(|(_, work)| work.takes(new_tokens));
+        works.map(|(_, work)| u64::from(new_tokens.div_ceil(work.queries))).max()
+    }
+
+    /// The work lists of a group, and their places among all.
+    pub(crate) fn works_of(&self, id: GroupId) -> impl Iterator<Item = (usize, &WorkPlaces)> {
+        self.works.iter().enumerate().filter(move |(_, work)| GroupId(work.group) == id)
     }
 
     /// Whether a sequence holds pages in common with others, in a work list.
@@ -289,9 +294,7 @@ impl Upload {
 
     /// `block * page_size + row` of every new token, int64.
     fn slots(&mut self, core: &Cache, step: &StepState, layers: &[PlacedLayer], group: usize) {
-        let id = GroupId(group as u8);
-        let Some(placed) = layers.iter().find(|placed| placed.group == id) else { return };
-        let page_size = placed.layer.page_size;
+        let (id, page_size) = (GroupId(group as u8), page_size(layers));
         let first = self.words.len();
         for index in 0..core.step_batch().len() {
             for (block, row) in core.step_slots(index, id) {
@@ -308,14 +311,12 @@ impl Upload {
 
     /// Which sequences of a work list hold pages in common: found anew when a table has changed in another way than by growing.
     fn find_common(&mut self, core: &Cache, step: &StepState, layers: &[PlacedLayer], at: usize) {
-        let WorkPlaces { group, new_tokens: (least, most), common: Some(_), .. } = self.works[at] else {
-            return;
-        };
-        let id = GroupId(group);
-        let page_size =
-            layers.iter().find(|placed| placed.group == id).map_or(1, |placed| placed.layer.page_size);
-        let takes = |new_tokens| (least..=most).contains(&new_tokens);
-        self.shared[at].found.update(core, step, id, page_size, takes);
+        let work = self.works[at];
+        if work.common.is_some() {
+            let page_size = page_size(layers);
+            let takes = |new_tokens| work.takes(new_tokens);
+            self.shared[at].found.update(core, step, GroupId(work.group), page_size, takes);
+        }
     }
 
     /// The work list over common pages, and the queries that it is for.
@@ -434,16 +435,15 @@ pub(crate) fn write_list(words: &mut Vec<u32>, list: &WorkList) -> [Range<usize>
 }
 
 /// Pages of a group that the sequences of the open step have on disk.
-pub(crate) fn pages_on_disk(core: &Cache, step: &StepState, placed: &PlacedLayer) -> usize {
-    let page_size = placed.layer.page_size;
-    let batch = (0..core.step_batch().len()).filter(|&index| core.step_reaches_disk(index, placed.group));
+pub(crate) fn pages_on_disk(core: &Cache, step: &StepState, group: GroupId, page_size: u32) -> usize {
+    let batch = (0..core.step_batch().len()).filter(|&index| core.step_reaches_disk(index, group));
     let of_sequence = |index: usize| {
-        let (row, _) = core.step_row(index, placed.group);
+        let (row, _) = core.step_row(index, group);
         let pages = |span: &SpanView| {
             let (first, rows) = (span.first_page, span.skip..span.skip + span.count);
             &row[(first + rows.start / page_size) as usize..(first + rows.end.div_ceil(page_size)) as usize]
         };
-        let held = step.spans(core, index, placed.group).iter().filter(|span| span.count > 0).flat_map(pages);
+        let held = step.spans(core, index, group).iter().filter(|span| span.count > 0).flat_map(pages);
         held.filter(|entry| entry.tier() == Tier::Disk).count()
     };
     batch.map(of_sequence).sum()
