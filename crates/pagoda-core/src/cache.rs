@@ -433,8 +433,9 @@ pub(crate) fn uncovered(fill: u32, mut ranges: Vec<Range<u32>>) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fence::Failure;
     use crate::keep::{KeptGroup, KeptPage, KeptSequence};
-    use crate::plan::Selection;
+    use crate::plan::{Plan, Selection};
 
     fn cache() -> Cache {
         let group = Group { block_bytes: 64, kind: GroupKind::Paged { page_size: 4 }, window: None };
@@ -752,6 +753,274 @@ mod tests {
             }
             cache.drop_tokens(sequence, 0..len).unwrap();
             cache.audit().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_cache_beyond_limits_is_refused() {
+        let window = Window { sinks: 0, tokens: 4, headroom: 0, trailing: false };
+        let paged =
+            |page_size, window| Group { block_bytes: 64, kind: GroupKind::Paged { page_size }, window };
+        let windowed = |window| vec![paged(4, Some(window))];
+        let most = limits::TOKENS_PER_SEQUENCE_MAX as u32;
+        let state = Group { block_bytes: 64, kind: GroupKind::State, window: Some(window) };
+        for (groups, refused) in [
+            (Vec::new(), Some("groups")),
+            (vec![paged(4, None); limits::GROUPS_MAX], None),
+            (vec![paged(4, None); limits::GROUPS_MAX + 1], Some("groups")),
+            (vec![paged(0, None)], Some("page_size")),
+            (vec![paged(limits::PAGE_SIZE_MAX, None)], None),
+            (vec![paged(limits::PAGE_SIZE_MAX + 1, None)], Some("page_size")),
+            (windowed(Window { tokens: 0, ..window }), Some("window")),
+            (windowed(Window { tokens: most, ..window }), None),
+            (windowed(Window { tokens: most, headroom: 1, ..window }), Some("window")),
+            (windowed(Window { tokens: most, sinks: 1, ..window }), Some("window")),
+            (vec![state], Some("window")),
+        ] {
+            let opened = Cache::new(&groups, [TierMemory { bytes: 1 << 12, extent_bytes: 1 << 8 }; 3]);
+            let argument = match opened {
+                Ok(_) => None,
+                Err(Error::InvalidArgument { argument, .. }) => Some(argument),
+                Err(error) => panic!("{error}"),
+            };
+            assert_eq!(argument, refused, "{groups:?}");
+        }
+    }
+
+    /// A cache with three tiers, and a sequence in it with so many tokens, which no step reads any more.
+    fn filled(tokens: u32) -> (Cache, SequenceId) {
+        let group = Group { block_bytes: 64, kind: GroupKind::Paged { page_size: 4 }, window: None };
+        let memory = TierMemory { bytes: 1 << 12, extent_bytes: 1 << 8 };
+        let mut cache = Cache::new(&[group], [memory; 3]).unwrap();
+        let sequence = cache.create().unwrap();
+        append(&mut cache, sequence, tokens);
+        (cache, sequence)
+    }
+
+    fn append(cache: &mut Cache, sequence: SequenceId, tokens: u32) {
+        cache.reserve(&[(sequence, tokens)]).unwrap();
+        let epoch = cache.commit(None).unwrap();
+        cache.retire(epoch).unwrap();
+    }
+
+    fn plan(cache: &Cache, sequence: SequenceId, to: Tier, tokens: Range<u64>, keep: bool) -> Plan {
+        let selection = Selection { keep, ..Selection::of(tokens, vec![GroupId(0)]) };
+        cache.plan(sequence, to, &selection).unwrap()
+    }
+
+    fn carry_out(cache: &mut Cache, plan: &Plan) {
+        let (_, completion, copies) = cache.execute(plan).unwrap();
+        completion.finish(copies.len() as u32);
+        cache.settle();
+    }
+
+    fn used(cache: &mut Cache) -> [u64; Tier::COUNT] {
+        Tier::ALL.map(|tier| cache.block_counts(tier, GroupId(0)).used)
+    }
+
+    /// The copies that a plan needs come before the pages that have one: of these it counts how many have arrived.
+    #[test]
+    fn a_copy_that_failed_is_not_read_whatever_else_a_plan_moves() {
+        let (mut cache, sequence) = filled(12);
+        let first = plan(&cache, sequence, Tier::Host, 0..4, true);
+        carry_out(&mut cache, &first);
+        let all = plan(&cache, sequence, Tier::Host, 0..12, false);
+        let (ticket, completion, copies) = cache.execute(&all).unwrap();
+        assert_eq!(copies.len(), 2);
+        completion.fail(1, Failure::Io("gone".into()));
+        assert!(matches!(cache.ticket_failure(ticket), Some(Error::CopyFailed { copied: 1, .. })));
+        cache.reserve(&[(sequence, 0)]).unwrap();
+        let tiers: Vec<_> = cache.step_row(0, GroupId(0)).0.iter().map(|at| at.tier()).collect();
+        assert_eq!(tiers, [Tier::Host, Tier::Host, Tier::Device]);
+        cache.rollback().unwrap();
+        cache.audit().unwrap();
+        assert_eq!((used(&mut cache), cache.moved_bytes()[0][1]), ([1, 2, 0], 2 * 64));
+    }
+
+    /// Whoever asks for a ticket is told what became of it, and else whoever comes next; nobody twice.
+    #[test]
+    fn a_failure_is_told_once() {
+        for (by_step, asks) in [(false, true), (true, true), (false, false), (true, false)] {
+            let (mut cache, sequence) = filled(4);
+            let [fork, other] = [cache.fork(sequence).unwrap(), cache.create().unwrap()];
+            append(&mut cache, other, 4);
+            let to_host = plan(&cache, sequence, Tier::Host, 0..4, false);
+            let (ticket, completion, copies) = cache.execute(&to_host).unwrap();
+            assert_eq!(cache.holders(GroupId(0), copies[0].from), [sequence, fork]);
+            if by_step {
+                cache.reserve(&[(other, 1)]).unwrap();
+            }
+            completion.fail(0, Failure::Corrupt("spoilt".into()));
+            assert_eq!(cache.take_failure(), None, "somebody may still ask");
+            let told = if asks {
+                cache.ticket_failure(ticket)
+            } else {
+                drop(completion);
+                // A step holds it, and notes that it has failed.
+                cache.settle();
+                if by_step {
+                    cache.commit(None).unwrap();
+                }
+                cache.take_failure()
+            };
+            let (copied, planned, reason) = (0, 1, "spoilt".into());
+            let sequences = vec![sequence, fork];
+            assert_eq!(told, Some(Error::CorruptPage { ticket, copied, planned, sequences, reason }));
+            if by_step && asks {
+                cache.commit(None).unwrap();
+            }
+            assert_eq!((cache.ticket_failure(ticket), cache.take_failure()), (None, None));
+            cache.audit().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_plan_is_refused_once_its_pages_move_have_moved_or_are_others() {
+        let (mut cache, sequence) = filled(4);
+        let [keeping, to_host, to_disk] = [(Tier::Host, true), (Tier::Host, false), (Tier::Disk, false)]
+            .map(|(to, keep)| plan(&cache, sequence, to, 0..4, keep));
+        let is_refused = |cache: &mut Cache, plan| {
+            let outcome = cache.execute(plan);
+            cache.audit().unwrap();
+            matches!(outcome, Err(Error::InvalidArgument { argument: "plan", .. }))
+        };
+        let (ticket, completion, _) = cache.execute(&keeping).unwrap();
+        assert!(
+            is_refused(&mut cache, &to_host) && is_refused(&mut cache, &to_disk),
+            "its page is being copied"
+        );
+        completion.finish(1);
+        assert!(is_refused(&mut cache, &to_host), "there is a copy already");
+        // Now a plan has nothing to copy, and is done at once.
+        let (next, completion, copies) =
+            cache.execute(&plan(&cache, sequence, Tier::Host, 0..4, false)).unwrap();
+        assert!(next != ticket && copies.is_empty() && completion.copied() == Some(0));
+        assert_eq!(used(&mut cache), [0, 1, 0]);
+        cache.truncate(sequence, 0).unwrap();
+        append(&mut cache, sequence, 4);
+        let before = plan(&cache, sequence, Tier::Disk, 0..4, false);
+        cache.truncate(sequence, 0).unwrap();
+        append(&mut cache, sequence, 4);
+        assert_eq!(before.moves()[0].page, plan(&cache, sequence, Tier::Disk, 0..4, false).moves()[0].page);
+        assert!(is_refused(&mut cache, &before), "another page has its number");
+    }
+
+    #[test]
+    fn a_plan_takes_the_pages_that_were_selected() {
+        let (mut cache, sequence) = filled(8);
+        cache.fork(sequence).unwrap();
+        append(&mut cache, sequence, 6);
+        let pages = |selection: Selection| {
+            let plan = cache.plan(sequence, Tier::Host, &selection).unwrap();
+            plan.moves().iter().map(|m| m.page).collect::<Vec<_>>()
+        };
+        let all = || Selection::of(0..14, vec![GroupId(0)]);
+        let [a, b, c, open] = pages(all())[..] else { panic!("four pages") };
+        assert_eq!(pages(Selection { sealed: true, ..all() }), [a, b, c]);
+        assert_eq!(pages(Selection { pages_max: 2, ..all() }), [a, b]);
+        assert_eq!(pages(Selection { pages_max: 2, newest_first: true, ..all() }), [open, c]);
+        assert_eq!(pages(Selection { tokens: 4..9, ..all() }), [b, c]);
+        assert_eq!(pages(Selection { unshared: true, ..all() }), [c, open]);
+    }
+
+    /// What is kept stays on disk, and is all that stays once nobody else holds it.
+    #[test]
+    fn copies_of_what_is_kept_are_spared_in_memory_alone() {
+        let (mut cache, sequence) = filled(4);
+        let to_disk = plan(&cache, sequence, Tier::Disk, 0..4, true);
+        carry_out(&mut cache, &to_disk);
+        let (kept, _) = cache.keep(sequence).unwrap();
+        let unshared = Selection { unshared: true, ..Selection::of(0..4, vec![GroupId(0)]) };
+        assert_eq!(
+            cache.plan(sequence, Tier::Host, &unshared).unwrap().moves().len(),
+            1,
+            "a key is no sequence"
+        );
+        let dropped = |cache: &mut Cache, tier| {
+            let dropped = cache.drop_copies(tier, GroupId(0), 9);
+            cache.audit().unwrap();
+            dropped
+        };
+        assert_eq!(Tier::ALL.map(|tier| dropped(&mut cache, tier)), [0, 0, 0]);
+        for (to, places) in [(Tier::Host, [0, 1, 1]), (Tier::Disk, [0, 0, 1]), (Tier::Device, [1, 0, 1])] {
+            let there = plan(&cache, sequence, to, 0..4, false);
+            carry_out(&mut cache, &there);
+            assert_eq!(used(&mut cache), places);
+            cache.audit().unwrap();
+        }
+        cache.release(sequence).unwrap();
+        assert_eq!(Tier::ALL.map(|tier| dropped(&mut cache, tier)), [1, 0, 0]);
+        assert_eq!(used(&mut cache), [0, 0, 1]);
+        cache.forget(kept);
+        assert_eq!(used(&mut cache), [0, 0, 0]);
+        // What is not kept leaves the disk.
+        let (mut cache, sequence) = filled(4);
+        for (to, places) in [(Tier::Disk, [0, 0, 1]), (Tier::Host, [0, 1, 0])] {
+            let there = plan(&cache, sequence, to, 0..4, false);
+            carry_out(&mut cache, &there);
+            assert_eq!(used(&mut cache), places);
+        }
+    }
+
+    #[test]
+    fn a_plan_of_what_is_not_there_is_refused() {
+        let mut cache = cache();
+        let sequence = cache.create().unwrap();
+        cache.reserve(&[(sequence, 4)]).unwrap();
+        cache.commit(None).unwrap();
+        let all = |stop, group| Selection::of(0..stop, vec![GroupId(group)]);
+        #[expect(clippy::reversed_empty_ranges, reason = "it is what is refused")]
+        let backwards = Selection { tokens: 3..2, ..all(4, 0) };
+        for (to, selection, refused) in [
+            (Tier::Host, all(5, 0), "tokens"),
+            (Tier::Host, backwards, "tokens"),
+            (Tier::Host, all(4, 1), "groups"),
+            (Tier::Disk, all(4, 0), "to"),
+        ] {
+            let planned = cache.plan(sequence, to, &selection);
+            assert!(
+                matches!(planned, Err(Error::InvalidArgument { argument, .. }) if argument == refused),
+                "{planned:?}"
+            );
+        }
+        assert_eq!(cache.plan(sequence, Tier::Host, &all(4, 0)).unwrap().moves().len(), 1);
+    }
+
+    /// What another cache cannot have written down is refused, at once or halfway, and spoils nothing of those that come behind it.
+    #[test]
+    fn a_sequence_of_another_shape_is_not_adopted() {
+        let window = Window { sinks: 0, tokens: 4, headroom: 0, trailing: false };
+        let whole = Group { block_bytes: 64, kind: GroupKind::Paged { page_size: 4 }, window: None };
+        let windowed = Group { window: Some(window), ..whole };
+        let memory = TierMemory { bytes: 1 << 12, extent_bytes: 1 << 8 };
+        let sealed = |block| KeptPage::Sealed(BlockId::new(block));
+        let open = |block, fill| KeptPage::Open(BlockId::new(block), fill);
+        let of = |pages| KeptGroup { left: (0, 0), spans: vec![(0, 0, 6, 0)], pages };
+        let six = |groups| KeptSequence { len: 6, groups };
+        let right = six(vec![of(vec![sealed(0), open(1, 2)])]);
+        let most = limits::TOKENS_PER_SEQUENCE_MAX;
+        let passed = |count| {
+            let written =
+                KeptGroup { left: (0, count), spans: vec![(0, 0, 4, most - 4)], pages: vec![sealed(2)] };
+            KeptSequence { len: count + 4, groups: vec![written] }
+        };
+        for (group, kept, is_right) in [
+            (whole, six(Vec::new()), false),
+            (whole, six([&right.groups[..], &right.groups].concat()), false),
+            (whole, six(vec![of(vec![sealed(0), open(1, 2), KeptPage::Left])]), false),
+            (whole, six(vec![of(vec![sealed(0), open(1, 2), sealed(2)])]), false),
+            (whole, six(vec![of(vec![sealed(0), open(1, 4)])]), false),
+            (whole, six(vec![of(vec![sealed(0), open(64, 2)])]), false),
+            (windowed, passed(most - 4), true),
+            (windowed, passed(most - 3), false),
+        ] {
+            let mut cache = Cache::new(&[group], [memory; 3]).unwrap();
+            let adopted = cache.adopt(&[kept.clone(), right.clone()]);
+            assert_eq!(adopted[0].is_ok(), is_right, "{kept:?}: {adopted:?}");
+            cache.audit().unwrap();
+            if group == whole {
+                assert_eq!(cache.describe(*adopted[1].as_ref().unwrap()), Some(right.clone()));
+            }
         }
     }
 

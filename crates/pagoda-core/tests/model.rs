@@ -9,7 +9,7 @@
 
 use pagoda_core::cache::{Group, GroupKind, TierMemory};
 use pagoda_core::fence::{Completion, Fence};
-use pagoda_core::ids::{BlockId, Epoch, GroupId, KeptId, SequenceId, Tier};
+use pagoda_core::ids::{BlockId, BlockRef, Epoch, GroupId, KeptId, SequenceId, Tier};
 use pagoda_core::keep::{KeptGroup, KeptPage, KeptSequence};
 use pagoda_core::plan::{BlockCopy, Plan, Selection};
 use pagoda_core::table::Sight;
@@ -196,6 +196,8 @@ struct Machine {
     kept: Vec<(KeptId, Modelled)>,
     /// The batch of the open step: index in `model`, and the tokens that it appends.
     step: Option<Vec<(usize, Vec<Token>)>>,
+    /// The version of each row that a step has had, and the row.
+    rows_seen: HashMap<(SequenceId, GroupId), (u32, Vec<BlockRef>)>,
     /// Sequences in the order in which they last stepped or were made, some of them released.
     rested: Vec<SequenceId>,
     next_name: u64,
@@ -269,6 +271,7 @@ impl Machine {
             model: Vec::new(),
             kept: Vec::new(),
             step: None,
+            rows_seen: HashMap::new(),
             rested: Vec::new(),
             next_name: 1,
             seen: Seen::default(),
@@ -834,7 +837,14 @@ impl Machine {
     /// Issues the appends and the reads of one sequence in one group, by the core's row and spans.
     fn issue(&mut self, index: usize, at: usize, group: GroupId, new: &[Token]) -> Outcome {
         let sequence = self.model[at].clone();
-        let row = self.cache.step_row(index, group).0.to_vec();
+        let (row, version) = self.cache.step_row(index, group);
+        let row = row.to_vec();
+        if let Some((then, before)) = self.rows_seen.insert((sequence.id, group), (version, row.clone())) {
+            prop_assert!(
+                then != version || row.starts_with(&before),
+                "a row has changed, and not its version"
+            );
+        }
         let place = |page: usize| (row[page].tier(), group, row[page].block());
         if self.shape.groups[group.index()].kind == GroupKind::State {
             let mut row = row.iter().map(|at| (at.tier(), group, at.block()));
