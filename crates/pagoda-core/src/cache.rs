@@ -896,6 +896,16 @@ mod tests {
             cache.execute(&plan(&cache, sequence, Tier::Host, 0..4, false)).unwrap();
         assert!(next != ticket && copies.is_empty() && completion.copied() == Some(0));
         assert_eq!(used(&mut cache), [0, 1, 0]);
+        let back = plan(&cache, sequence, Tier::Device, 0..4, false);
+        carry_out(&mut cache, &back);
+        let sealed = plan(&cache, sequence, Tier::Disk, 0..4, false);
+        cache.truncate(sequence, 2).unwrap();
+        append(&mut cache, sequence, 1);
+        assert!(is_refused(&mut cache, &sealed), "it was written to");
+        assert!(
+            plan(&cache, sequence, Tier::Disk, 0..3, false).moves().is_empty(),
+            "an open page stays in memory"
+        );
         cache.truncate(sequence, 0).unwrap();
         append(&mut cache, sequence, 4);
         let before = plan(&cache, sequence, Tier::Disk, 0..4, false);
@@ -908,7 +918,7 @@ mod tests {
     #[test]
     fn a_plan_takes_the_pages_that_were_selected() {
         let (mut cache, sequence) = filled(8);
-        cache.fork(sequence).unwrap();
+        let fork = cache.fork(sequence).unwrap();
         append(&mut cache, sequence, 6);
         let pages = |selection: Selection| {
             let plan = cache.plan(sequence, Tier::Host, &selection).unwrap();
@@ -921,6 +931,16 @@ mod tests {
         assert_eq!(pages(Selection { pages_max: 2, newest_first: true, ..all() }), [open, c]);
         assert_eq!(pages(Selection { tokens: 4..9, ..all() }), [b, c]);
         assert_eq!(pages(Selection { unshared: true, ..all() }), [c, open]);
+        // Of what a drop has left: tokens 0 and 6 to 13.
+        cache.drop_tokens(sequence, 1..6).unwrap();
+        for (tokens, expected) in [(0..1, vec![a]), (1..3, vec![b]), (2..4, vec![b, c]), (7..9, vec![open])] {
+            let plan = plan(&cache, sequence, Tier::Host, tokens, false);
+            assert_eq!(plan.moves().iter().map(|m| m.page).collect::<Vec<_>>(), expected);
+        }
+        // The fork holds rows 1 to 5 as well.
+        assert_eq!(cache.dead_rows(), 0);
+        cache.release(fork).unwrap();
+        assert_eq!(cache.dead_rows(), 3 + 2);
     }
 
     /// What is kept stays on disk, and is all that stays once nobody else holds it.
