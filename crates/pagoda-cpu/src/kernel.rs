@@ -130,7 +130,8 @@ impl Streams {
     }
 }
 
-/// The lines of [`Streams`] in order. Cheaper than to find each by its number, where that is not known when this is compiled.
+/// Lines that lie ahead, in the order in which they are asked for. Cheaper than to find each of [`Streams`] by its number, where that is
+/// not known when this is compiled.
 pub(crate) struct StreamLines {
     /// The next one, and those after it.
     next: [*const u8; STREAMS],
