@@ -161,6 +161,8 @@ struct Call<'a> {
     values: &'static RowKernels,
     /// How tiles of K, and of V, are taken by many query rows of a head.
     many: [Many; 2],
+    /// See [`Chunk::in_order`]; on which CPUs is found in docs/adr/0025.
+    in_order: bool,
     deterministic: bool,
     kv: PagedKv<'a>,
     queries: Rows,
@@ -236,6 +238,7 @@ pub(crate) unsafe fn attend(
             keys,
             values,
             many,
+            in_order: layer.page_size as usize >= TILE && !is_intel(),
             deterministic,
             kv: *kv,
             queries,
@@ -765,10 +768,8 @@ impl Pass<'_> {
 
     /// The first of some batches that follow each other.
     unsafe fn batch(&mut self, piece: &Piece<'_>, batches: [&Batch; BATCHES], state: &mut State<'_>) {
-        let layer = self.call.kv.layer;
+        let Call { in_order, kv: PagedKv { layer, .. }, .. } = *self.call;
         let piece_shift = TILE.min(layer.page_size as usize).ilog2();
-        // As docs/adr/0025 found.
-        let in_order = 1 << piece_shift == TILE && !is_intel();
         let batch = batches[0];
         let cells = batch.cells();
         // In the order in which memory is read; values that are part of K are read with it.
