@@ -53,16 +53,18 @@ class Config:
     def __init__(self, content: dict[str, Any]) -> None:
         self.content = content
 
+    def _value(self, key: str, default: Any) -> Any:
+        """What a key has; JSON's null counts as absent."""
+        value = self.content.get(key)
+        return default if value is None else value
+
     def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = 1 << 31) -> int:
-        """An integer key; JSON's null counts as absent."""
-        value: Any = self.content.get(key)
-        value = default if value is None else value
-        return natural(f"config.{key}", value, low, high)
+        """An integer key."""
+        return natural(f"config.{key}", self._value(key, default), low, high)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0; JSON's null counts as absent."""
-        value: Any = self.content.get(key)
-        value = default if value is None else value
+        """A finite number above 0."""
+        value = self._value(key, default)
         # JSON has integers that no float holds.
         if not is_number(value) or not 0 < value <= sys.float_info.max:
             raise InvalidArgument(f"config.{key} = {value!r}: a finite number above 0")
