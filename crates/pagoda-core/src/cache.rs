@@ -986,8 +986,7 @@ mod tests {
     fn a_plan_of_what_is_not_there_is_refused() {
         let mut cache = cache();
         let sequence = cache.create().unwrap();
-        cache.reserve(&[(sequence, 4)]).unwrap();
-        cache.commit(None).unwrap();
+        append(&mut cache, sequence, 4);
         let all = |stop, group| Selection::of(0..stop, vec![GroupId(group)]);
         #[expect(clippy::reversed_empty_ranges, reason = "it is what is refused")]
         let backwards = Selection { tokens: 3..2, ..all(4, 0) };
