@@ -790,7 +790,8 @@ impl Pass<'_> {
         }
         // Nothing comes after the last: it is asked for again.
         rest.for_each(|next| *next = last);
-        let ahead = |index: usize| std::array::from_fn(|i| reads[index + 1 + i]);
+        let ahead =
+            |index: usize| reads[index + 1..].first_chunk().expect("as many as streams come after it");
         for (index, cell) in cells.iter().enumerate() {
             let chunk = Chunk { here: reads[index], ahead: ahead(index), in_order, piece_shift };
             // SAFETY: as the caller promises.

@@ -88,7 +88,8 @@ impl DerivedKeys {
         }
         let blocks = [keys.as_ptr().cast(); PIECES];
         let lines = Lines { blocks: &blocks, rows: 0, scales: 0 };
-        let made = Chunk { here: lines, ahead: [lines; STREAMS], in_order: false, piece_shift: ROWS.ilog2() };
+        let made =
+            Chunk { here: lines, ahead: &[lines; STREAMS], in_order: false, piece_shift: ROWS.ilog2() };
         for first in (args.low / ROWS * ROWS..args.high).step_by(ROWS) {
             let derive = Derive {
                 values: args.keys,

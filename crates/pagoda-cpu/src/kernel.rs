@@ -66,7 +66,7 @@ impl Lines<'_> {
 pub(crate) struct Chunk<'a> {
     pub(crate) here: Lines<'a>,
     /// What will be read after that, in order: to be prefetched.
-    pub(crate) ahead: [Lines<'a>; STREAMS],
+    pub(crate) ahead: &'a [Lines<'a>; STREAMS],
     /// Whether lines of floats are asked for in order, from one place: for pages of whole tiles.
     pub(crate) in_order: bool,
     /// Rows of a piece, as a power of two.

@@ -54,5 +54,5 @@ pub(crate) fn read(
     }
     let here = Lines { blocks: &blocks, rows: before, scales: before + page * size.bytes };
     let next = Lines::NOWHERE;
-    with(&Chunk { here, ahead: [next; STREAMS], in_order: false, piece_shift: page.ilog2() });
+    with(&Chunk { here, ahead: &[next; STREAMS], in_order: false, piece_shift: page.ilog2() });
 }
