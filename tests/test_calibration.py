@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import emulator
@@ -21,6 +23,7 @@ from pagoda.cli.doctor import Finding
 from pagoda.device import cuda
 from pagoda.kernels import instances
 from pagoda.measuring import calibration, gpu
+from pagoda.measuring.backends import CpuBackend
 from pagoda.rates import Calibration, Routes
 from test_device_streaming import Clocked, ClockedStream
 
@@ -131,21 +134,43 @@ def test_what_met_nothing_is_measured_again(directory: Path, monkeypatch: pytest
     assert len(met) > 1
 
 
-def test_what_is_kept_comes_back_and_holds_for_threads_and_a_file_system(directory: Path) -> None:
+def test_a_bench_measures_its_ceilings_and_keeps_nothing(directory: Path) -> None:
     made = kept(directory)
     assert rates.kept() == made
-    assert calibration.ceilings(2, directory) == made.alone
-    assert calibration.ceilings(2, None) == {"memory": 3.0}
-    assert made.is_of(2, directory.parent)
-    assert not made.is_of(1, directory)
-    assert not replace(made, directory="/proc").is_of(2, directory)
-    assert not replace(made, directory=str(directory / "gone")).is_of(2, directory)
-    assert not replace(made, directory="a\0b").is_of(2, directory)
-    measured = calibration.ceilings(1, directory)
+    measured = calibration.ceilings(2, directory)
     assert measured.keys() == {"memory", "disk"}
     assert min(measured.values()) > 1e3
     assert calibration.ceilings(1, None).keys() == {"memory"}
-    assert rates.kept() == made, "a bench keeps nothing"
+    assert rates.kept() == made
+
+
+@pytest.mark.parametrize(("by_attention", "in_order"), [(6.0, 8.0), (6.0, 5.0)])
+def test_memory_gives_what_the_fastest_reader_gets(
+    by_attention: float, in_order: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are read in order and pages by attention: no run of both is faster than the ceiling."""
+
+    def attended(reader: calibration._MemoryReader) -> calibration._Span:
+        now = time.perf_counter()
+        return calibration._Span(now, now + 1, int(by_attention))
+
+    monkeypatch.setattr(calibration._MemoryReader, "read", attended)
+    monkeypatch.setattr(calibration, "_rate_in_order", lambda threads: in_order)
+    assert calibration.ceilings(1, None) == pytest.approx({"memory": max(by_attention, in_order)})
+
+
+def test_reading_in_order_reads_every_word_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a second a pass, by the clock that each looks at when it begins and when it has ended."""
+    read: list[int] = []
+    clock = itertools.count()
+
+    def note(backend: CpuBackend, layer: int) -> None:
+        read.append(sum(len(share) for share in backend._shares[layer]))
+
+    monkeypatch.setattr(CpuBackend, "read_weights", note)
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert calibration._rate_in_order(3) == 2 << 20
+    assert set(read) == {(2 << 20) // 8}
 
 
 def test_a_user_without_a_home_has_no_calibration_and_is_told_why(

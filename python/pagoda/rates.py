@@ -113,14 +113,6 @@ class Calibration:
     gpus: dict[str, Routes] = field(default_factory=dict)
     """By the name that drivers of devices have."""
 
-    def is_of(self, threads: int, directory: Path) -> bool:
-        """Whether it was measured with as many threads and on the file system of `directory`."""
-        try:
-            same = Path(self.directory).stat().st_dev == directory.stat().st_dev
-        except (OSError, ValueError):
-            return False
-        return same and threads == self.threads
-
 
 def place() -> Path:
     """The file that a calibration is kept in: one for each machine that shares the folder. Raises OSError without a home."""

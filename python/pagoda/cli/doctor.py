@@ -55,7 +55,7 @@ def register(commands: Commands) -> None:
         "--calibrate",
         action="store_true",
         help="measure how fast memory and the disk are read, and pages of the host for the first GPU, alone and at once; "
-        f"keep that for pagoda bench and caches on a GPU; writes {format_size(calibration.DISK_BYTES)} to the disk, twice",
+        f"keep that for caches on a GPU; writes {format_size(calibration.DISK_BYTES)} to the disk, twice",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)

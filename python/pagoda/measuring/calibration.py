@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,8 +20,9 @@ from pagoda.disk import DISK_TIMEOUT
 from pagoda.formats import check_not_forced
 from pagoda.kernels import instances
 from pagoda.measuring import gpu
+from pagoda.measuring.backends import CpuBackend
 from pagoda.measuring.filling import fill
-from pagoda.rates import READER_ROWS, Calibration, kept
+from pagoda.rates import READER_ROWS, Calibration
 from pagoda.spec import AttentionLayer, ModelSpec
 
 SECONDS = 1.0
@@ -51,7 +52,7 @@ def measure(threads: int, directory: Path, gpus: Iterable[Driver] = ()) -> Calib
     check_not_forced()
     alone = {"disk": _read_disk(directory).rate}
     with _memory_reader(threads) as reader:
-        spans = reader.read_for(SECONDS)
+        spans = _read_for(SECONDS, reader.read)
         alone["memory"] = _rate(spans)
         met: list[_Span] = []
         while not met:  # A busy machine may have kept this thread from memory for as long as the disk was read.
@@ -67,18 +68,30 @@ def measure(threads: int, directory: Path, gpus: Iterable[Driver] = ()) -> Calib
 def _rate_of(dtype: str, threads: int) -> float:
     """Bytes a second of attention over rows of a format."""
     with _memory_reader(threads, dtype) as reader:
-        return _rate(reader.read_for(SECONDS))
+        return _rate(_read_for(SECONDS, reader.read))
 
 
 def ceilings(threads: int, directory: Path | None) -> dict[str, float]:
-    """Bytes a second of memory, and of the disk if there is a directory, each alone: as kept if that was for as many threads
-    and this file system, else measured now."""
-    before = kept()
-    if before is not None and before.is_of(threads, directory or Path(before.directory)):
-        return {link: rate for link, rate in before.alone.items() if link != "disk" or directory is not None}
+    """Bytes a second of memory, and of the disk if there is a directory, each alone, measured now.
+
+    Memory is read by attention and in order, and the faster of these counts: attention does not wait for memory alone.
+    """
     with _memory_reader(threads) as reader:
-        rates = {"memory": _rate(reader.read_for(SECONDS))}
+        by_attention = _rate(_read_for(SECONDS, reader.read))
+    rates = {"memory": max(by_attention, _rate_in_order(threads))}
     return rates if directory is None else rates | {"disk": _read_disk(directory).rate}
+
+
+def _rate_in_order(threads: int) -> float:
+    """Bytes a second of memory that is read as weights are."""
+    with CpuBackend(MEMORY_BYTES, 1, threads) as words:
+
+        def read() -> _Span:
+            start = time.perf_counter()
+            words.read_weights(0)
+            return _Span(start, time.perf_counter(), MEMORY_BYTES)
+
+        return _rate(_read_for(SECONDS, read))
 
 
 class _Span(NamedTuple):
@@ -96,6 +109,16 @@ class _Span(NamedTuple):
 def _rate(spans: list[_Span]) -> float:
     """Bytes a second, what was between the spans not counted."""
     return sum(span.bytes for span in spans) / sum(span.stop - span.start for span in spans)
+
+
+def _read_for(seconds: float, read: Callable[[], _Span]) -> list[_Span]:
+    """Reads again and again until so many seconds have passed, after once that is not counted."""
+    read()
+    start = time.perf_counter()
+    spans: list[_Span] = []
+    while not spans or spans[-1].stop < start + seconds:
+        spans.append(read())
+    return spans
 
 
 def _both(reader: _MemoryReader, directory: Path) -> tuple[_Span, list[_Span]]:
@@ -133,15 +156,6 @@ class _MemoryReader:
             stop = time.perf_counter()
             step.commit([0])
         return _Span(start, stop, step.report.bytes["memory"])
-
-    def read_for(self, seconds: float) -> list[_Span]:
-        """Reads it until so many seconds have passed, after once that is not counted."""
-        self.read()
-        start = time.perf_counter()
-        spans: list[_Span] = []
-        while not spans or spans[-1].stop < start + seconds:
-            spans.append(self.read())
-        return spans
 
 
 @contextmanager

@@ -60,7 +60,8 @@ def register(commands: Commands) -> None:
         help="tokens a second over three tiers, against what the links between them carry",
         description="Times the decode loop of a real geometry, its pages over device, host and disk. The cache is filled "
         f"with the same random rows over and over, up to {CHUNK} tokens of them: no prefill is computed, nor anything of a "
-        "model but attention. Weights are memory, on a GPU its own, read layer by layer, before each one's attention.",
+        "model but attention. Weights are memory, on a GPU its own, read layer by layer, before each one's attention. "
+        "Ceilings are measured first: memory by attention or in order, whichever is faster, and a file on the disk in order.",
         epilog=ABOUT,
     )
     parser.add_argument(
