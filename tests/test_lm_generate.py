@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import checkpoints
@@ -12,8 +14,8 @@ import pagoda
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagoda.cli import main
-from pagoda.lm import ContiguousCache, LanguageModel, Sampler, Written, generate
+from pagoda.cli import main, view
+from pagoda.lm import ContiguousCache, LanguageModel, Read, Sampler, Written, generate
 from pagoda.lm.generate import BEFORE, _decoder_after
 from pagoda.lm.tokenizer import PENDING_MAX, ByteTokenizer, FileTokenizer, _FileDecoder
 
@@ -277,3 +279,40 @@ def test_what_the_command_says_was_read(tmp_path: Path, capsys: pytest.CaptureFi
     plain = json.loads(capsys.readouterr().out)
     assert plain["tokens"] == report["tokens"]
     assert "attended_bytes" not in plain
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "written", "said"),
+    [
+        (0.01, 3, "read 8 of 8 tokens, 400 tok/s; wrote 3, 100 tok/s"),
+        (4.0, 3, "read 8 of 8 tokens, 1.00 tok/s; wrote 3, 0.25 tok/s"),
+        (4.0, 1, "read 8 of 8 tokens, 1.00 tok/s; wrote 1, -"),
+    ],
+)
+def test_speeds_are_of_the_steps_alone(
+    step_seconds: float,
+    written: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two steps read a prompt, and the second chooses the first token; what is kept meanwhile takes long."""
+    now = 0.0
+    monkeypatch.setattr(view, "time", SimpleNamespace(perf_counter=lambda: now))
+
+    def loop() -> Iterator[Read | Written]:
+        nonlocal now
+        for done in (4, 8):
+            now += step_seconds
+            yield Read(done, 8, None)
+        for token in range(written):
+            now += step_seconds if token else 0
+            yield Written(token, "", np.zeros(1, np.float32), None)
+
+    with view.View(None, "cpu", 8, 0, quiet=False) as watched:
+        for _ in watched.watch(loop()):
+            now += 1000
+    assert capsys.readouterr().out.splitlines()[-1] == said
+    report = watched.report()
+    assert report["read_seconds"] == pytest.approx(2 * step_seconds)
+    assert report["write_seconds"] == pytest.approx((written - 1) * step_seconds)

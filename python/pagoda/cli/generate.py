@@ -100,10 +100,10 @@ def run(arguments: argparse.Namespace) -> int:
         view = View(cache if isinstance(cache, Cache) else None, device, len(prompt), kept, quiet=arguments.json)
         with view:
             try:
-                for event in generate(model, cache, sequence, rest, arguments.tokens, sampler, chunk=arguments.chunk):
+                events = generate(model, cache, sequence, rest, arguments.tokens, sampler, chunk=arguments.chunk)
+                for event in view.watch(events):
                     if isinstance(event, Read) and event.tokens == event.total and arguments.session is not None:
                         cache.save(sequence, arguments.session, meta=_mark(arguments.model, prompt))
-                    view.show(event)
             except OutOfBlocks as error:
                 given = ", ".join(f"--{tier}-memory = {getattr(arguments, f'{tier}_memory')}" for tier in TIERS)
                 limit = f"more, or fewer tokens a step by --chunk = {arguments.chunk}"

@@ -7,6 +7,7 @@ import hashlib
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,14 +48,12 @@ class View:
     _attended: Counter[str] = field(default_factory=Counter)
     """Bytes that attention has read, by link."""
     _waited: float = 0.0
-    _start: float = 0.0
     _read_seconds: float = 0.0
     _write_seconds: float = 0.0
     _drawn: float = 0.0
     _live: Live | None = None
 
     def __enter__(self) -> View:
-        self._start = time.perf_counter()
         console = Console()
         if console.is_terminal and not self.quiet:
             self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
@@ -71,18 +70,28 @@ class View:
             if error[0] is None:
                 print(self._summary())
 
-    def show(self, event: Any) -> None:
-        """Takes note of an event, and draws now and then."""
-        now = time.perf_counter()
+    def watch(self, events: Iterator[Any]) -> Iterator[Any]:
+        """Passes events on, takes note of them, and draws now and then. Timed is what makes them, not what anybody does
+        between two of them."""
+        while True:
+            start = time.perf_counter()
+            event = next(events, None)
+            now = time.perf_counter()
+            if event is None:
+                return
+            self._show(event, now - start, now)
+            yield event
+
+    def _show(self, event: Any, seconds: float, now: float) -> None:
         self._note(event.step)
         if isinstance(event, Read):
             self.read = event.tokens
-            self._read_seconds = now - self._start
+            self._read_seconds += seconds
         else:
             self.tokens.append(event.token)
             self.text += event.text
             self._digest.update(np.ascontiguousarray(event.logits).tobytes())
-            self._write_seconds = now - self._start - self._read_seconds
+            self._write_seconds += seconds
         due = now - self._drawn > (REFRESH_SECONDS if self._live else 2.0)
         if self._live is not None and due:
             self._drawn = now
@@ -140,9 +149,13 @@ class View:
 
     def _rates(self) -> tuple[str, str]:
         def rate(tokens: int, seconds: float) -> str:
-            return f"{tokens / seconds:,.0f} tok/s" if seconds > 0 else "-"
+            if tokens < 1 or seconds <= 0:
+                return "-"
+            speed = tokens / seconds
+            return f"{speed:,.{0 if speed >= 10 else 2}f} tok/s"
 
-        return rate(self.read, self._read_seconds), rate(len(self.tokens), self._write_seconds)
+        # The step that reads the end of the prompt chooses the first token: each of the others takes one of its own.
+        return rate(self.read, self._read_seconds), rate(len(self.tokens) - 1, self._write_seconds)
 
     def _summary(self) -> str:
         read, written = self._rates()
