@@ -18,6 +18,7 @@ from pagoda.cli.bench import longcontext
 from pagoda.cli.bench.longcontext import budgets_of
 from pagoda.device import cuda
 from pagoda.kernels.instances import Kernel
+from pagoda.measuring import machine
 from pagoda.planner import Planner
 from pagoda.rates import Calibration, keep
 from shares import Shares
@@ -88,6 +89,17 @@ def test_for_so_many_seconds(rates: dict[str, float], capsys: pytest.CaptureFixt
     assert 1 <= row["tokens"] <= 52
     assert row["tokens"] == 52 or row["seconds"] >= 0.05
     assert row["bytes_per_token"]["disk"] == row["tier_bytes"]["disk"] == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is that of the process")
+def test_the_peak_is_of_the_row(rates: dict[str, float], capsys: pytest.CaptureFixture[str]) -> None:
+    """Not what was there before and is gone."""
+    most = machine.resident() + (256 << 20)
+    np.ones(2 * (256 << 20), np.uint8)
+    assert machine.peak_resident() > most
+    assert main([*bench("--contexts", "300", "--tokens", "1", "--weights", "0"), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["longcontext"]
+    assert row["peak_resident_bytes"] < most
 
 
 def test_a_table_for_people(

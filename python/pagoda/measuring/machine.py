@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,12 @@ def ram() -> tuple[int, int]:
         return total, total
     rows = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     return int(rows["MemAvailable"].split()[0]) * 1024, total
+
+
+def forget_peak() -> None:
+    """Has `peak_resident` begin anew, where the system can do that."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_resident() -> int:

@@ -238,6 +238,8 @@ def measure(
     token_bytes = spec.bytes_per_token(options["k_dtype"], options["v_dtype"])
     # Half of the device tier, or steps would wait for their own pages to leave.
     chunk = options["device_memory"] // (2 * token_bytes)
+    # Of ceilings and other contexts.
+    machine.forget_peak()
     with Cache(spec, **options) as cache:
         sequence = cache.create()
 
