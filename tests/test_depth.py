@@ -26,9 +26,11 @@ def test_every_model_format_and_depth_has_a_row(capsys: pytest.CaptureFixture[st
         "--depths",
         "70,100",
     ]
-    arguments += ["--tokens", "2", "--memory", "1MiB"]
+    arguments += ["--tokens", "2", "--threads", "2", "--memory", "1MiB"]
     assert main([*arguments, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["depth"]
+    document = json.loads(capsys.readouterr().out)
+    assert document["threads"] == 2
+    rows = document["depth"]
     assert [(row["model"], row["format"], row["depth"]) for row in rows] == list(
         itertools.product(["shipped", "gemma-4-12b"], ["f16", "q8_0/q4_0"], [70, 100])
     )

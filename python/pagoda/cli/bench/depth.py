@@ -61,7 +61,8 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "--memory",
         default="1GiB",
-        help="of attention as many layers are run as fit; others count alike; %(default)s by default",
+        help="of attention as many layers are run as fit; others count alike; what caches of the CPU hold is not read from "
+        "memory; %(default)s by default",
     )
     add_retention(parser)
     parser.add_argument("--threads", type=int, help="CPU workers; all cores by default")
@@ -118,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
                 }
             )
     if arguments.json:
-        print(json.dumps({"build": machine.build(), "depth": rows}, indent=2))
+        print(json.dumps({"build": machine.build(), "threads": threads, "depth": rows}, indent=2))
         return 0
     for model in specs:
         results().print(table(model, [row for row in rows if row["model"] == model]))
