@@ -218,7 +218,7 @@ def _memory() -> Finding:
 def _huge_pages() -> Finding:
     setting = _read("/sys/kernel/mm/transparent_hugepage/enabled")
     fine = "[never]" not in setting and bool(setting)
-    remedy = "" if fine else "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: 5 to 15 % faster reads"
+    remedy = "" if fine else "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: memory is then read faster"
     return Finding("huge pages", fine, setting or "not known", remedy)
 
 
