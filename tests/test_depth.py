@@ -41,6 +41,19 @@ def test_every_model_format_and_depth_has_a_row(capsys: pytest.CaptureFixture[st
     assert "gemma-4-12b" in printed
 
 
+@pytest.mark.parametrize(
+    ("speed", "deviation", "said"),
+    [
+        (1234.56, 7.0, "1,234.6 ± 7.0"),
+        (14.84, 0.26, "14.8 ± 0.3"),
+        (1.449, 0.051, "1.45 ± 0.05"),
+        (0.1234, 0.004, "0.123 ± 0.004"),
+    ],
+)
+def test_slow_speeds_are_told_apart(speed: float, deviation: float, said: str) -> None:
+    assert depth.cell({"tokens_per_second": speed, "deviation": deviation}) == said
+
+
 def test_a_window_bounds_what_is_kept(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was read before the tokens that are timed."""
     held, timed = [], depth.timed

@@ -135,9 +135,14 @@ def table(model: str, rows: list[Row]) -> Table:
         what += f", kept: {rows[0]['retention']}"
     result = Table("format", *tests, title=escape(f"{model}{what}: tokens a second"))
     for name in dict.fromkeys(row["format"] for row in rows):
-        cells = [f"{row['tokens_per_second']:,.1f} ± {row['deviation']:,.1f}" for row in rows if row["format"] == name]
-        result.add_row(name, *cells)
+        result.add_row(name, *(cell(row) for row in rows if row["format"] == name))
     return result
+
+
+def cell(row: Row) -> str:
+    """Three digits at least, down to a token in ten seconds."""
+    digits = 1 if row["tokens_per_second"] >= 10 else 2 if row["tokens_per_second"] >= 1 else 3
+    return f"{row['tokens_per_second']:,.{digits}f} ± {row['deviation']:,.{digits}f}"
 
 
 def language_model(depth: int, tokens: int, options: dict[str, Any]) -> list[float]:
