@@ -1,7 +1,8 @@
 """Attention of one new token a sequence, and of batches that share a prefix, beside the ceiling and other libraries.
 
 Ceiling: a kernel that reads as many bytes as the K and V of a layer. of_ceiling: its time over that of attention.
-over_pagoda: another library's time over ours. error: the largest one, against float64, with that of the row format.
+over_pagoda: another library's time over ours; what sequences share it has, and reads, once for each, though some have calls
+for that case. error: the largest one, against float64, with that of the row format.
 of_bf16: the time over bf16 rows of the same batch over that of quantised ones.
 """
 
