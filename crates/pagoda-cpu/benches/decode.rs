@@ -92,7 +92,7 @@ impl Cache {
         };
         let row = format.row_bytes(shape.dim) + format.scale_bytes(shape.dim);
         let bytes = 2 * u64::from(shape.kv_heads) * row * context as u64;
-        let layers = cold.div_ceil(bytes).clamp(1, 64) as usize;
+        let layers = cold.div_ceil(bytes).max(1) as usize;
         let layout = BlockLayout::new(&vec![geometry; layers], page as u32);
         let pages = context.div_ceil(page);
         let mut memory = MmapMut::map_anon(layout.block_bytes as usize * pages).expect("memory");
@@ -395,7 +395,7 @@ fn small(options: &Options) {
         let backend = backend(options, threads, false);
         for word in options.words("formats", "f16,q8_0,q4_0") {
             for context in [1, 64, 512] {
-                let mut cache = Cache::new(shape("32/8x128"), format(&word), context, 64, false, 1, COLD);
+                let mut cache = Cache::new(shape("32/8x128"), format(&word), context, 64, false, 1, 0);
                 print!("  {threads}T {word:>7} context {context:>4}:");
                 for rotate in [false, true] {
                     cache.layer.transform = rotated(rotate);
