@@ -227,11 +227,13 @@ impl Store {
         }
         self.sync(pages)?;
         let entry = Entry { pages: records, meta: meta.to_vec() };
-        let before = unless_given_up(index, wanted)?.put(key, entry.clone())?;
+        let mut index = unless_given_up(index, wanted)?;
+        let before = index.put(key, entry.clone())?;
         let mut known = lock(&self.pages);
         keep(&mut known, &entry);
         before.iter().for_each(|before| unkeep(&mut known, before));
-        drop(known);
+        // Not earlier: who changes the key next takes away what was counted here.
+        drop((known, index));
         if let Some(budget) = &self.budget {
             // A refusal leaves more noted than was written, which is no error.
             let _ = lock(budget).settle(SystemTime::now());

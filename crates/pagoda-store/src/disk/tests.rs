@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::channel;
 
 mod kills;
 mod parsers;
@@ -769,6 +770,35 @@ fn a_log_that_cannot_be_written_anew_goes_on_as_far_as_it_may() {
     assert!(store.delete(b"again").unwrap().is_some());
     let (store, _) = open(&disk.power_lost(|| false)).unwrap();
     assert_eq!(store.entries().len(), entries.len() + 4);
+}
+
+/// Else who changes a key next would take away what is not yet counted.
+#[test]
+fn the_next_change_of_a_key_waits_until_the_pages_of_this_one_count_as_kept() {
+    let store = open(&FaultyDisk::default()).unwrap().0;
+    let mut lane = store.lane().unwrap();
+    let block = blocks(LARGE)[0];
+    write(&mut lane, LARGE, &[(block, 1)]).unwrap();
+    let (place, store) = ((LARGE, BlockId::new(block)), &store);
+    let ((begins, begun), (lets, goes), (ends, ended)) = (channel(), channel(), channel());
+    std::thread::scope(|scope| {
+        let wanted = move || {
+            begins.send(()).unwrap();
+            goes.recv().unwrap();
+            true
+        };
+        scope.spawn(move || store.put_if(b"it", &[place], b"", wanted).unwrap());
+        begun.recv().unwrap();
+        let pages = store::lock(&store.pages);
+        lets.send(()).unwrap();
+        scope.spawn(move || ends.send(store.is_sure()).unwrap());
+        // If it does not wait for the index, it is done by then.
+        let ended = ended.recv_timeout(std::time::Duration::from_millis(100));
+        drop(pages);
+        assert!(ended.is_err());
+    });
+    store.delete(b"it").unwrap();
+    write(&mut lane, LARGE, &[(block, 2)]).unwrap();
 }
 
 #[test]
