@@ -7,7 +7,6 @@ use pagoda_core::fence::{Completion, Failure};
 use pagoda_core::ids::{BlockId, Epoch, GroupId};
 use std::collections::VecDeque;
 use std::io;
-use std::ops::Range;
 use std::sync::Arc;
 
 /// Slots at least: one is gone over while others are read.
@@ -124,7 +123,7 @@ impl Ring {
             let generations = self.store.generations(what.group, &what.blocks);
             let (what, completion) = (what.clone(), Completion::new());
             // SAFETY: nobody else uses the slot, and the caller keeps others from writing to the blocks.
-            unsafe { mover.fetch(&what, &self.slab, self.range(slot).start, completion.clone()) };
+            unsafe { mover.fetch(&what, &self.slab, self.start(slot), completion.clone()) };
             self.ahead.push_back(Reading { slot, what, generations, completion, since, same: since });
             known += 1;
         }
@@ -159,7 +158,7 @@ impl Ring {
             let failure = completion.failure().expect("a read that fails says why").clone();
             return Err(Unread { group: what.group, block: what.blocks[copied as usize], failure });
         }
-        let address = self.slab.base().wrapping_add(self.range(slot).start as usize);
+        let address = self.slab.base().wrapping_add(self.start(slot) as usize);
         let stride = self.store.geometry().stored_run(what.group, what.layer);
         Ok(Filled { slot, what, address, stride })
     }
@@ -170,7 +169,7 @@ impl Ring {
     /// When the slot has no such page.
     pub fn page(&self, filled: &Filled, page: usize) -> &[u8] {
         assert!(page < filled.what.blocks.len(), "page {page} of {:?}", filled.what);
-        let start = self.range(filled.slot).start + page as u64 * filled.stride;
+        let start = self.start(filled.slot) + page as u64 * filled.stride;
         assert!(start + filled.stride <= self.bytes(), "{filled:?} is of another ring");
         // SAFETY: the slot is in the slab and holds so many pages, and nobody writes to it until it is given back, which takes it.
         unsafe { std::slice::from_raw_parts(self.slab.base().add(start as usize), filled.stride as usize) }
@@ -212,7 +211,7 @@ impl Ring {
     /// Makes a slot free that nobody reads or writes.
     fn give(&mut self, slot: usize, what: &LayerOfPages) {
         if self.store.zeroes() {
-            let start = self.range(slot).start;
+            let start = self.start(slot);
             let used = what.blocks.len() as u64 * self.store.geometry().stored_run(what.group, what.layer);
             // SAFETY: nobody reads or writes the slot.
             unsafe { self.slab.zero(start..start + used) };
@@ -220,9 +219,9 @@ impl Ring {
         self.free.push(slot);
     }
 
-    fn range(&self, slot: usize) -> Range<u64> {
-        let start = slot as u64 * self.slot_bytes;
-        start..start + self.slot_bytes
+    /// Where a slot begins in the slab.
+    fn start(&self, slot: usize) -> u64 {
+        slot as u64 * self.slot_bytes
     }
 }
 
@@ -262,6 +261,7 @@ mod tests {
     use super::*;
     use crate::disk::io::fault::{Fault, FaultyDisk};
     use pagoda_core::ids::BlockId;
+    use std::ops::Range;
     use std::time::Duration;
 
     const GROUP: GroupId = GroupId(0);
