@@ -157,6 +157,20 @@ mod tests {
         assert!(is_left(&mut less, 0, at(500)));
     }
 
+    /// As what was spent becomes less with time, so does what others find of it.
+    #[test]
+    fn what_is_spent_is_noted_also_where_more_was_noted_before() {
+        let disk = FaultyDisk::default();
+        let opened = |now| Budget::new(DAY, at(now)).noted_in(&disk).unwrap();
+        let mut budget = opened(0);
+        budget.spend(DAY / 2, at(0)).unwrap();
+        budget.spend(DAY / 4, at(DAY / 2)).unwrap();
+        assert!(
+            is_left(&mut opened(DAY / 2), DAY - DAY / 4 - DAY / 64, at(DAY / 2)),
+            "as if it had been killed"
+        );
+    }
+
     #[test]
     fn what_cannot_be_noted_is_not_written_and_what_does_not_verify_is_no_note() {
         let disk = FaultyDisk::default();
