@@ -299,6 +299,13 @@ mod tests {
                     taken.push(at..at + geometry.stored_run(group, layer));
                 }
             }
+            for group in 0..runs.len() as u8 {
+                let behind = (memory.bytes / sizes[usize::from(group)]) as u32;
+                for block in (0..40.min(behind)).chain(behind.saturating_sub(3)..behind + 3) {
+                    let mut arena = Arena::new(memory.bytes, memory.extent_bytes, &sizes).unwrap();
+                    prop_assert_eq!(geometry.has(group, block), arena.take_at(GroupId(group), BlockId::new(block)));
+                }
+            }
             for segment in 0..geometry.segments().1 {
                 let mut there = geometry.blocks_in(segment);
                 prop_assert!(there.all(|(group, block)| geometry.slot(group, block).segment == segment));
