@@ -348,3 +348,51 @@ fn joined(pieces: &[Piece]) -> Vec<(u64, usize)> {
     }
     ranges
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disk::io::fault::{Fault, FaultyDisk};
+
+    const GROUP: GroupId = GroupId(0);
+
+    /// Where bytes have to go with their pages: also when there are more than the lane gathers at once, and when I/O fails.
+    #[test]
+    fn memory_that_pages_went_through_is_zeroed_where_that_is_asked_for() {
+        let blocks = [0, 1, 2].map(BlockId::new);
+        for zeroes in [true, false] {
+            let disk = FaultyDisk::default();
+            let opened = || {
+                let geometry = Geometry::new(&[vec![3_000_001]], 64 << 20).unwrap();
+                let store = Arc::new(Store::open(&disk, geometry, [1; 16], None).unwrap().0);
+                if zeroes {
+                    store.zero_on_free().unwrap();
+                }
+                store
+            };
+            let is_dirty = |lane: &Lane| {
+                // SAFETY: the lane does nothing meanwhile.
+                let bytes = unsafe { std::slice::from_raw_parts(lane.stage.base(), lane.stage.bytes()) };
+                bytes.iter().any(|&byte| byte != 0)
+            };
+            let store = opened();
+            let mut lane = store.lane().unwrap();
+            let write = |lane: &mut Lane| lane.write(GROUP, &blocks, |_, _, target| target.fill(7));
+            disk.fail(0, Fault::Errno(5));
+            write(&mut lane).unwrap_err();
+            assert_eq!(is_dirty(&lane), !zeroes);
+            write(&mut lane).unwrap();
+            assert_eq!(is_dirty(&lane), !zeroes);
+            store.put(b"it", &blocks.map(|block| (GROUP, block)), b"").unwrap();
+            drop((lane, store));
+            // Of this one headers are read first.
+            let mut lane = opened().lane().unwrap();
+            let read = |lane: &mut Lane| lane.read(GROUP, &blocks, 0..1, |_, _, _| ());
+            disk.fail(1, Fault::Flip);
+            read(&mut lane).unwrap_err();
+            assert_eq!(is_dirty(&lane), !zeroes);
+            read(&mut lane).unwrap();
+            assert_eq!(is_dirty(&lane), !zeroes);
+        }
+    }
+}
