@@ -390,6 +390,15 @@ mod tests {
         unsafe { mover.copy_now(&transfer(1, 0, 1 << 16)) };
     }
 
+    #[test]
+    #[should_panic(expected = "leaves its slab")]
+    fn refuses_to_send_out_of_a_slab() {
+        let mover = Mover::new(slabs(), None).unwrap();
+        let far = vec![transfer(0, 0, 8), transfer(0, 1, 1 << 16)];
+        // SAFETY: it panics before it copies.
+        unsafe { mover.send(far, Completion::new()) };
+    }
+
     mod on_disk {
         use super::*;
         use crate::disk::Geometry;
@@ -467,6 +476,71 @@ mod tests {
             let back = (0..PAGES).map(|page| Transfer { from: disk(page), to: memory(1, page), bytes: PAGE });
             assert_eq!(run(&mover, back.collect()).copied(), Some(16), "parts of 16 pages");
             assert_eq!(store.traffic().corrupt, 1);
+        }
+
+        /// Of a page or two, as few as it takes.
+        #[test]
+        fn a_layer_is_read_in_parts() {
+            let (_, store, slabs) = parts();
+            let mut mover = Mover::new(slabs.clone(), Some(&store)).unwrap();
+            let out = (0..5).map(|page| Transfer { from: memory(0, page), to: disk(page), bytes: PAGE });
+            run(&mover, out.collect());
+            let what = LayerOfPages { group: GROUP, layer: 1, blocks: (0..5).map(BlockId::new).collect() };
+            for most in [1, 2 * 4096 + 1] {
+                mover.fetch_bytes = most;
+                let (slab, arrived) = (Arc::new(Slab::new(6 * 4096).unwrap()), Completion::new());
+                // SAFETY: nobody touches the slab until it has arrived.
+                unsafe { mover.fetch(&what, &slab, 4096, arrived.clone()) };
+                assert!(mover.waiter().wait(&arrived, Duration::from_secs(60)));
+                assert_eq!(arrived.copied(), Some(5));
+                // SAFETY: the job has finished.
+                let bytes = unsafe { std::slice::from_raw_parts(slab.base(), 6 * 4096) };
+                for (page, read) in bytes[4096..].chunks(4096).enumerate() {
+                    let second = page as u64 * PAGE + 3000..(page as u64 + 1) * PAGE;
+                    assert!(second.zip(read).all(|(at, &byte)| byte == (at % 249) as u8), "page {page}");
+                }
+            }
+        }
+
+        /// That of one extent and no other; what is written there from then on stays.
+        #[test]
+        fn space_is_given_back_in_the_background() {
+            let (faulty, store, slabs) = parts();
+            let mover = Mover::new(slabs.clone(), Some(&store)).unwrap();
+            let extent_bytes = store.geometry().arena().extent_bytes;
+            let (there, pages) = (extent_bytes / PAGE, 2 * (extent_bytes / PAGE));
+            let out = |pages: Range<u64>| {
+                let out = pages.map(|page| Transfer { from: memory(0, page), to: disk(page), bytes: PAGE });
+                out.collect::<Vec<_>>()
+            };
+            let back = |pages: Range<u64>| {
+                let back = pages.map(|page| Transfer { from: disk(page), to: memory(1, page), bytes: PAGE });
+                back.collect::<Vec<_>>()
+            };
+            run(&mover, out(0..pages));
+            let whole = faulty.with("scratch 1", |bytes| bytes.clone());
+            assert!(mover.waiter().is_idle());
+            faulty.with("scratch 1", |_| {
+                // The disk answers nobody meanwhile.
+                mover.discard(extent_bytes..2 * extent_bytes);
+                assert!(!mover.waiter().is_idle());
+            });
+            assert_eq!(store.generations(GROUP, &[BlockId::new(there as u32)]), [None]);
+            while !mover.waiter().is_idle() {
+                std::thread::yield_now();
+            }
+            faulty.with("scratch 1", |bytes| {
+                // A header, and the layers of 3000 and 2000 bytes.
+                let segment = there as usize * 3 * 4096;
+                assert!(
+                    bytes[..segment] == whole[..segment] && bytes[segment..].iter().all(|&byte| byte == 0)
+                );
+            });
+            assert_eq!(run(&mover, back(there..pages)).copied(), Some(0), "no block has a page");
+            assert_eq!(run(&mover, back(0..there)).copied(), Some(there as u32));
+            mover.discard(extent_bytes..2 * extent_bytes);
+            assert_eq!(run(&mover, out(there..pages)).copied(), Some(there as u32));
+            assert_eq!(run(&mover, back(0..pages)).copied(), Some(pages as u32));
         }
 
         #[test]

@@ -259,7 +259,9 @@ fn layer_bytes_max(geometry: &Geometry) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::disk::Error;
     use crate::disk::io::fault::{Fault, FaultyDisk};
+    use crate::mover::by_hand::ByHand;
     use pagoda_core::ids::BlockId;
     use std::ops::Range;
     use std::time::Duration;
@@ -510,6 +512,50 @@ mod tests {
         assert!(reason.contains("os error 5"), "{reason}");
         world.ahead(&[what(0, 0..20)], 0);
         world.check(1, &what(0, 0..20));
+    }
+
+    #[test]
+    fn another_layer_of_the_same_pages_is_another_read() {
+        let mut world = world();
+        world.write(1, 0..20);
+        for (step, layer) in [0, 1, 0].into_iter().enumerate() {
+            world.ahead(&[what(layer, 0..20), what(1 - layer, 0..20)], step as u64);
+            world.quiet();
+            world.check(1, &what(layer, 0..20));
+            // Ahead when the next step begins, which begins with the other one.
+            world.ahead(&[what(layer, 0..20)], step as u64);
+            world.quiet();
+        }
+    }
+
+    /// In whatever order its parts end.
+    #[test]
+    fn a_read_of_which_several_parts_fail_has_what_came_before_the_first_of_them() {
+        for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
+            let mut world = world();
+            world.write(1, 0..3);
+            let mut lane = world.store.lane().unwrap();
+            let mut reads = ByHand::new(&world.store, 4096);
+            reads.read_ahead(&mut world.ring, [what(0, 0..3)].iter(), Epoch(0));
+            let [third, second, first] = [2, 1, 0].map(|at| Some(reads.take(at)));
+            let mut parts = [first, second, third];
+            for at in order {
+                let mut part = parts[at].take().unwrap();
+                let refused = |why: &'static str| {
+                    Err(Error::Io { operation: why, source: io::ErrorKind::Other.into() })
+                };
+                let result = match at {
+                    0 => part.read(&mut lane),
+                    1 => refused("the second"),
+                    _ => refused("the third"),
+                };
+                part.end(result);
+            }
+            let Unread { block, failure: Failure::Io(why), .. } = world.ring.take().unwrap_err() else {
+                panic!("a failure of I/O")
+            };
+            assert!(block == BlockId::new(1) && why.contains("the second"), "{order:?}: {block:?}, {why}");
+        }
     }
 
     #[test]
