@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::channel;
 
+mod bytes;
 mod kills;
 mod parsers;
 mod places;
@@ -117,6 +118,10 @@ fn pages_come_back_by_layers_on_every_way_to_a_real_disk() {
         let pages: Vec<_> = right.iter().chain(left).map(|&block| (block, u64::from(block))).collect();
         write(&mut lane, LARGE, &pages).unwrap();
         read(&mut lane, LARGE, &pages, 0..3).unwrap();
+        // More I/Os at once than a ring has room for.
+        let apart: Vec<_> = own.iter().step_by(2).map(|&block| (block, u64::from(block))).collect();
+        write(&mut lane, LARGE, &apart).unwrap();
+        read(&mut lane, LARGE, &apart, 0..3).unwrap();
         let mut other = store.lane().unwrap();
         for page in &pages {
             (0..3).for_each(|layer| read(&mut other, LARGE, &[*page], layer..layer + 1).unwrap());
@@ -652,13 +657,55 @@ fn keeping_goes_on_after_it_has_failed() {
             entries[0].1.iter().map(|((group, block), _)| (*group, BlockId::new(*block))).collect();
         disk.fail(after, Fault::Errno(rustix::io::Errno::IO.raw_os_error()));
         store.put(b"more", &places, b"1").unwrap_err();
+        assert_eq!(store.is_sure(), after < 2, "a line was written, and nobody knows what became of it");
         store.put(b"else", &places, b"2").unwrap();
+        assert!(store.is_sure());
         store.put(b"more", &places, b"3").unwrap();
         let (store, _) = open(&disk.power_lost(|| false)).unwrap();
         let found: Vec<_> = store.entries().into_iter().map(|(key, entry)| (key, entry.meta)).collect();
         assert_eq!(found.len(), 4);
         assert_eq!(found[0], (b"else".to_vec(), b"2".to_vec()));
         assert_eq!(found[2], (b"more".to_vec(), b"3".to_vec()));
+    }
+}
+
+/// The drive may have its line all the same: it has in one of the two cases.
+#[test]
+fn a_key_that_could_not_be_kept_is_gone_when_it_is_forgotten() {
+    let mut found = 0;
+    for operations_before in 0..2 {
+        let (disk, _) = kept();
+        let (store, _) = open(&disk).unwrap();
+        (0..operations_before).for_each(|_| drop(disk.lock("another").unwrap()));
+        disk.fail(2, Fault::Errno(rustix::io::Errno::IO.raw_os_error()));
+        store.put(b"more", &[], b"").unwrap_err();
+        let has_it = || open(&disk.killed()).unwrap().0.entries().iter().any(|(key, _)| key == b"more");
+        found += u32::from(has_it());
+        assert_eq!(store.delete(b"more").unwrap(), None);
+        assert!(!has_it());
+    }
+    assert_eq!(found, 1);
+}
+
+/// Of two keys with pages that were written to the same block, the one with the older page: whichever comes first.
+#[test]
+fn a_key_whose_block_was_written_anew_is_lost() {
+    let (disk, _) = kept();
+    let block = blocks(LARGE)[5];
+    for (old, new) in [(b"x", b"y"), (b"y", b"x")] {
+        let hostile = disk.killed();
+        hostile.with("index", |bytes| {
+            let header = format::IndexHeader::parse(bytes).unwrap().0;
+            for (number, (key, generation)) in (header.lines + 2..).zip([(old, 30), (new, 50)]) {
+                let pages = vec![format::Record { group: LARGE.0, block, generation, sum: 3 }];
+                let line = format::Line::Put { key: key.to_vec(), pages, meta: Vec::new() };
+                bytes.extend(line.to_bytes(header.salt, number, bytes.len() as u64));
+            }
+        });
+        let (store, recovered) = open(&hostile).unwrap();
+        let [(lost, why)] = &recovered.lost[..] else { panic!("{:?}", recovered.lost) };
+        assert!(lost == old && why.contains("was written anew"), "{why}");
+        assert_eq!(store.generations(LARGE, &[BlockId::new(block)]), [Some(50)]);
     }
 }
 
@@ -879,6 +926,8 @@ fn what_is_zeroed_is_nowhere_and_the_rest_as_it_was() {
         assert!(matches!(read(&mut lane, LARGE, &[(block, name)], 0..3), Err(Error::Corrupt { .. })));
         pages[at + 1..].iter().for_each(|page| read(&mut lane, LARGE, &[*page], 0..3).unwrap());
     }
+    // A header, and the layers of 5000, 64 and 4096 bytes.
+    assert_eq!(store.traffic().bytes_cleared, pages.len() as u64 * 5 * 4096);
     let kept = entries[0].1[0].0.1;
     assert!(matches!(store.zero(LARGE, kept..kept + 1), Err(Error::Invalid { .. })));
     disk.fail(0, Fault::Errno(rustix::io::Errno::IO.raw_os_error()));
@@ -988,6 +1037,33 @@ fn a_failing_operation_leaves_an_error_with_its_errno_and_the_rest_as_it_was() {
     }
     write(&mut lane, LARGE, &[(1, 4)]).unwrap();
     read(&mut lane, LARGE, &[(1, 4)], 0..3).unwrap();
+}
+
+/// What the system did in part, or was kept from, goes on where it ended; behind the end of the file there is nothing.
+#[test]
+fn short_and_interrupted_operations_go_on() {
+    let disk = FaultyDisk::default();
+    let store = scratch(&disk);
+    let mut lane = store.lane().unwrap();
+    let page = [(blocks(LARGE)[1], 1)];
+    let before = disk.operations();
+    write(&mut lane, LARGE, &page).unwrap();
+    let writes = disk.operations() - before;
+    let [interrupted, again] = [rustix::io::Errno::INTR, rustix::io::Errno::AGAIN];
+    for fault in [Fault::Short, Fault::Errno(interrupted.raw_os_error()), Fault::Errno(again.raw_os_error())]
+    {
+        for after in 0..writes {
+            disk.fail(after, fault);
+            write(&mut lane, LARGE, &page).unwrap();
+            for after in 0..2 {
+                disk.fail(after, fault);
+                read(&mut lane, LARGE, &page, layers(LARGE)).unwrap();
+            }
+        }
+    }
+    disk.with("scratch 1", Vec::clear);
+    let result = read(&mut lane, LARGE, &page, layers(LARGE));
+    assert!(matches!(result, Err(Error::Corrupt { .. })), "{result:?}");
 }
 
 /// Parts of real files in any order, and noise: none of it panics, and what comes out was put in.

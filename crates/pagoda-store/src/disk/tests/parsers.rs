@@ -1,7 +1,9 @@
 //! What parsers make of bytes that nobody wrote: nothing. Lengths are looked at in crates/pagoda-store/tests/hostile_index.rs.
 
 use super::*;
-use crate::disk::format::{IndexHeader, Line, Lines, Record, header_bytes, read_header, write_header};
+use crate::disk::format::{
+    IndexHeader, Line, Lines, Record, header_bytes, put_bytes, read_header, write_header,
+};
 use pagoda_core::keep::{KeptGroup, KeptPage, KeptSequence};
 
 const RECORD: Record = Record { group: 3, block: 0x0102_0304, generation: 0x0506_0708_090a_0b0c, sum: 0 };
@@ -183,6 +185,15 @@ fn every_bit_of_every_header_and_line_counts() {
             bytes[bit / 8] ^= 1 << (bit % 8);
         }
         assert_eq!(first_line(&bytes, 7, 0), Some((line, 3, bytes.len())));
+    }
+}
+
+/// Room in the index is asked for by these.
+#[test]
+fn a_line_has_as_many_bytes_as_is_said_before_it_is_made() {
+    for (key, count, meta) in [(0, 0, 0), (1, 0, 0), (0, 3, 0), (0, 0, 5), (7, 100, 11)] {
+        let line = Line::Put { key: vec![1; key], pages: vec![RECORD; count], meta: vec![2; meta] };
+        assert_eq!(line.to_bytes(7, 3, 0).len() as u64, put_bytes(key, count, meta));
     }
 }
 
