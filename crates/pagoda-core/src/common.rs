@@ -78,7 +78,6 @@ impl Commons {
             if worth {
                 let start = self.members.len();
                 self.members.extend(group.iter().map(|candidate| candidate.place));
-                self.members[start..].sort_unstable();
                 let tokens = (taken * page_size) as u32..(end * page_size) as u32;
                 self.nodes.push(Common { tokens, members: start..self.members.len() });
             }
@@ -130,6 +129,9 @@ mod tests {
                 .map(|(place, row)| Candidate { place: place as u32, pages: row }).collect();
             let mut commons = Commons::default();
             commons.find(&mut candidates, page_size);
+            let found = commons.clone();
+            commons.find(&mut candidates, page_size);
+            prop_assert_eq!(&commons, &found, "what was found before is gone");
             let mut covered = vec![0; rows.len()];
             for node in &commons.nodes {
                 let members = &commons.members[node.members.clone()];
@@ -152,6 +154,25 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Each row has twenty pages more of the same than the one before.
+    #[test]
+    fn a_sequence_takes_part_in_no_more_nodes_than_levels() {
+        let rows: Vec<Vec<_>> =
+            (1..=7).map(|row| (0..20 * row).chain([1000 + row]).map(page).collect()).collect();
+        let places = (0..).zip(&rows);
+        let mut candidates: Vec<_> = places.map(|(place, pages)| Candidate { place, pages }).collect();
+        let mut commons = Commons::default();
+        commons.find(&mut candidates, 64);
+        let nodes =
+            commons.nodes.iter().map(|node| (node.tokens.clone(), &commons.members[node.members.clone()]));
+        let nodes: Vec<_> = nodes.collect();
+        let all = [0, 1, 2, 3, 4, 5, 6];
+        let wanted = [0..1280, 1280..2560, 2560..3840, 3840..5120];
+        assert!(
+            nodes.into_iter().eq(wanted.into_iter().enumerate().map(|(row, tokens)| (tokens, &all[row..])))
+        );
     }
 
     #[test]
