@@ -105,6 +105,9 @@ mod tests {
                 for _ in 0..give % 97 {
                     prop_assert_eq!(map.take_lowest(), model.pop_first());
                 }
+                // Take any; one that is there no more, or never was, is not free.
+                let any = give / 97 % (len + 3);
+                prop_assert_eq!(map.take(any), model.remove(&any));
                 let taken = give % len.max(1);
                 if len > 0 && !model.contains(&taken) {
                     map.give(taken);
@@ -116,6 +119,14 @@ mod tests {
                 prop_assert_eq!(map.contains(index), model.contains(&index));
             }
         }
+    }
+
+    #[test]
+    fn what_has_been_taken_one_by_one_is_passed_over() {
+        let mut map = Bitmap::default();
+        map.reset(200);
+        assert!((64..128).all(|index| map.take(index)));
+        assert!(std::iter::from_fn(|| map.take_lowest()).eq((0..64).chain(128..200)));
     }
 
     #[test]

@@ -387,6 +387,16 @@ mod tests {
     }
 
     #[test]
+    fn nothing_behind_the_end_of_an_arena_is_given_back() {
+        let (group, mut arena) = (GroupId(0), Arena::new(40, 32, &[8]).unwrap());
+        let blocks = [(); 5].map(|()| arena.take(group).unwrap());
+        blocks.into_iter().for_each(|block| arena.give(group, block));
+        let mut ranges: Vec<_> = arena.reclaim().collect();
+        ranges.sort_unstable_by_key(|range| range.start);
+        assert_eq!(ranges, [0..32, 32..40]);
+    }
+
+    #[test]
     fn an_extent_that_was_emptied_twice_is_given_back_once() {
         let (group, mut arena) = (GroupId(0), Arena::new(64, 32, &[8]).unwrap());
         for _ in 0..2 {
