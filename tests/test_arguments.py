@@ -681,6 +681,55 @@ def test_counts_at_an_odd_address() -> None:
             step.commit(counts)
 
 
+def test_an_array_that_its_library_does_not_hand_out() -> None:
+    """As torch where there is a gradient, and JAX where it is deleted, which has no `repr` either."""
+
+    class Refused:
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+            raise RuntimeError("detach it first")
+
+        def __repr__(self) -> str:
+            raise RuntimeError("detach it first")
+
+    refused: Any = Refused()
+    with pagoda.Cache(DERIVED, k_norms=[np.ones(16)], device_memory="1MiB", host_memory=0) as cache:
+        calls: dict[str, Callable[[], object]] = {
+            "new_tokens": lambda: cache.step([cache.create()], refused),
+            "x": lambda: formats.encode(refused, "f16"),
+            "k_norms[0]": lambda: pagoda.Cache(DERIVED, k_norms=[refused]),
+        }
+        for name, call in calls.items():
+            with pytest.raises(pagoda.InvalidArgument, match=rf"^{re.escape(name)} = Refused: .* \(detach it first\)$"):
+                call()
+
+
+def test_bytes_and_numbers_in_other_kinds_of_arrays() -> None:
+    """Which NumPy takes for one of its own, or which behave in a way of their own."""
+    x = np.random.default_rng(0).standard_normal((2, 64), np.float32)
+    blocks = formats.encode(x, "q5_0")
+    assert (formats.encode(memoryview(x.tobytes()).cast("f", x.shape), "q5_0") == blocks).all()
+    stored, matrix = formats.from_ggml(blocks, "q5_0"), blocks.view(np.matrix)
+    for array, plain in zip(formats.from_ggml(matrix, "q5_0"), stored, strict=True):
+        assert type(array) is np.ndarray
+        assert (array == plain).all()
+    rows, scales = (part.view(np.matrix) for part in stored)
+    assert (formats.to_ggml(rows, scales, "q5_0") == blocks).all()
+    assert (formats.decode(matrix, "q5_0", x.shape) == formats.decode(blocks, "q5_0", x.shape)).all()
+
+
+def test_logits_that_no_token_is_picked_by() -> None:
+    floats = np.zeros(3, np.float32)
+    refused: dict[str, Any] = {
+        "MaskedArray": np.ma.masked_array(floats, mask=[True, False, False]),
+        "float32 [1, 3]": floats[None],
+        "int64 [3]": np.arange(3),
+    }
+    for sampler in (lm.Sampler(), lm.Sampler(1.0)):
+        for shown, logits in refused.items():
+            with pytest.raises(pagoda.InvalidArgument, match=rf"^logits = {re.escape(shown)}: an array of floats"):
+                sampler.pick(logits)
+
+
 @pytest.mark.parametrize("what", [True, np.False_])
 def test_true_is_no_number_beside_others(what: Any) -> None:
     """NumPy takes it for one."""

@@ -110,10 +110,7 @@ def token_range(name: str, value: tuple[int, int]) -> tuple[int, int]:
 
 def integers(name: str, values: Collection[int] | npt.ArrayLike, limit: str) -> npt.NDArray[np.int64]:
     """A list of integers as int64; a bool is none. Raises InvalidArgument, with `limit`, for what is none."""
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"{name} = {values!r}: {limit}") from error
+    array = _array(name, values, limit)
     kind = array.dtype.kind
     if array.ndim != 1 or (kind not in "iu" and array.size):
         raise InvalidArgument(f"{name} = {array.dtype} {list(array.shape)}: {limit}")
@@ -124,6 +121,15 @@ def integers(name: str, values: Collection[int] | npt.ArrayLike, limit: str) -> 
     return _plain(array, np.int64)
 
 
+def _array(name: str, values: Any, limit: str) -> npt.NDArray[Any]:
+    """What NumPy makes of a value. Raises InvalidArgument, with `limit`, for what it or the value's own library refuses."""
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        # Its type alone: what JAX has deleted has no `repr` either.
+        raise InvalidArgument(f"{name} = {type(values).__name__}: {limit} ({error})") from error
+
+
 def _plain(array: npt.NDArray[Any], dtype: type[Any]) -> npt.NDArray[Any]:
     """An array as `pagoda._core` reads one from end to end: without gaps, and aligned."""
     plain = np.asarray(array, dtype, order="C")
@@ -132,7 +138,7 @@ def _plain(array: npt.NDArray[Any], dtype: type[Any]) -> npt.NDArray[Any]:
 
 def _has_bool(values: Any) -> bool:
     """Whether a list of numbers, or one in it, has True or False: beside a number NumPy takes them for 1 and 0."""
-    if not isinstance(values, Sequence):
+    if not isinstance(values, Sequence) or isinstance(values, memoryview):
         return False
     kinds = set(map(type, values))
     return not kinds.isdisjoint(BOOLS) or (
@@ -142,10 +148,7 @@ def _has_bool(values: Any) -> bool:
 
 def floats(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float32]:
     """Numbers as float32; a bool is none. Raises InvalidArgument for what is no array of numbers, or too large for that."""
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"{name} = {values!r}: an array of numbers") from error
+    array = _array(name, values, "an array of numbers")
     if array.dtype.kind not in "iuf" and array.dtype.name != "bfloat16":
         raise InvalidArgument(f"{name} = {array.dtype} {list(array.shape)}: an array of numbers")
     if _has_bool(values):

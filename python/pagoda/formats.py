@@ -144,7 +144,7 @@ def decode(rows: Bytes, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.flo
     shape = tuple(natural("shape", size) for size in shape)
     dim = _row(name, shape, f"shape = {list(shape)}")
     size = FORMATS[name].bytes(dim)
-    _check_bytes("rows", rows, (*shape[:-1], size))
+    rows = _bytes("rows", rows, (*shape[:-1], size))
     if not rows.size:
         return np.zeros(shape, np.float32)
     packed = rows.reshape(-1, size)
@@ -164,10 +164,10 @@ def to_ggml(rows: Bytes, scales: Bytes, name: str) -> Bytes:
     InvalidArgument.
     """
     check_choice("name", name, GGML)
-    _check_bytes("rows", rows)
+    rows = _bytes("rows", rows)
     form, unit, lead = FORMATS[name], _unit(name), rows.shape[:-1]
     dim = _row(name, (int(rows.shape[-1] * 8 / form.bits),), f"rows = uint8 {list(rows.shape)}")
-    _check_bytes("scales", scales, (*lead, form.scales_bytes(dim)))
+    scales = _bytes("scales", scales, (*lead, form.scales_bytes(dim)))
     parts = [scales.reshape(*lead, dim // unit, form.scales_bytes(unit))]
     if name == "q5_0":
         rows, fifth = np.split(rows, [dim // 2], axis=-1)
@@ -182,10 +182,10 @@ def to_ggml(rows: Bytes, scales: Bytes, name: str) -> Bytes:
 def from_ggml(blocks: Bytes, name: str) -> tuple[Bytes, Bytes]:
     """Rows and scales, as `to_ggml` takes them, from blocks in ggml's order, uint8 [..., bytes]. Raises InvalidArgument."""
     check_choice("name", name, GGML)
-    _check_bytes("blocks", blocks)
+    blocks = _bytes("blocks", blocks)
     form, unit, lead = FORMATS[name], _unit(name), blocks.shape[:-1]
     dim = _row(name, (blocks.shape[-1] // form.bytes(unit) * unit,), f"blocks = uint8 {list(blocks.shape)}")
-    _check_bytes("blocks", blocks, (*lead, form.bytes(dim)))
+    blocks = _bytes("blocks", blocks, (*lead, form.bytes(dim)))
     parts = blocks.reshape(*lead, dim // unit, form.bytes(unit))
     scales, rows = np.split(parts, [form.scales_bytes(unit)], axis=-1)
     if name == "q5_0":
@@ -219,10 +219,11 @@ def _row(name: str, shape: tuple[int, ...], given: str) -> int:
     return shape[-1]
 
 
-def _check_bytes(argument: str, value: Bytes, shape: tuple[int, ...] | None = None) -> None:
-    """Raises InvalidArgument unless the value is an array of bytes, of this shape if it is known."""
+def _bytes(argument: str, value: Bytes, shape: tuple[int, ...] | None = None) -> Bytes:
+    """An array of bytes, of this shape if it is known, and of no subclass. Raises InvalidArgument for what is none."""
     if not isinstance(value, np.ndarray):
         raise InvalidArgument(f"{argument} = {type(value).__name__}: an array of uint8")
     if value.dtype != np.uint8 or value.ndim == 0 or (shape is not None and value.shape != shape):
         limit = "[..., bytes]" if shape is None else list(shape)
         raise InvalidArgument(f"{argument} = {value.dtype} {list(value.shape)}: uint8 {limit}")
+    return np.asarray(value)

@@ -59,8 +59,11 @@ class Sampler:
 
 
 def _check(logits: npt.NDArray[np.float32]) -> None:
-    if not isinstance(logits, np.ndarray) or logits.ndim != 1 or logits.dtype.kind != "f":
+    # NumPy's functions ignore a mask.
+    if not isinstance(logits, np.ndarray) or isinstance(logits, np.ma.MaskedArray):
         raise InvalidArgument(f"logits = {type(logits).__name__}: an array of floats [vocab]")
+    if logits.ndim != 1 or logits.dtype.kind != "f":
+        raise InvalidArgument(f"logits = {logits.dtype} {list(logits.shape)}: an array of floats [vocab]")
     top = logits.max(initial=-np.inf)
     if not math.isfinite(top):
         raise InvalidArgument(f"logits: the highest is {top}; a finite number was expected")
