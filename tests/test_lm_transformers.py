@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import checkpoints
 import numpy as np
@@ -35,3 +37,41 @@ def test_the_shipped_model() -> None:
 def test_random_models(name: str, tmp_path: Path) -> None:
     checkpoints.make(tmp_path, name)
     compare(tmp_path, np.arange(100) * 37 % 256, 2e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_the_example_of_the_docs(name: str, tmp_path: Path) -> None:
+    """A prompt in two parts beside another one, against whole prompts under the attention of transformers."""
+    config = transformers.AutoConfig.for_model(
+        name,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=256,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        sliding_window=24,
+        **({"num_local_experts": 4, "num_experts_per_tok": 2} if name == "gpt_oss" else {}),
+    )
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    theirs.save_pretrained(tmp_path)
+    text = (Path(__file__).parent.parent / "docs" / "transformers.md").read_text()
+    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert example is not None
+    names: dict[str, Any] = {"folder": tmp_path}
+    exec(example[1], names)
+    prompts = [np.arange(50) * 37 % 256, np.arange(31) * 91 % 256]
+    one, other = (prompt.tolist() for prompt in prompts)
+    with names["cache"] as cache:
+        sequences = [cache.create(), cache.create()]
+        parts = [names["forward"](sequences, tokens) for tokens in ([one[:40], other[:1]], [one[40:], other[1:]])]
+        cache.audit()
+    for prompt, logits in zip(prompts, zip(*parts, strict=True), strict=True):
+        with torch.no_grad():
+            expected = theirs(torch.tensor(prompt)[None]).logits[0].numpy()
+        # K and V are f16.
+        np.testing.assert_allclose(torch.cat(logits).numpy(), expected, rtol=0, atol=2e-3)

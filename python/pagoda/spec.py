@@ -146,7 +146,8 @@ class ModelSpec:
 
     @classmethod
     def from_config(cls, config: str | Path | dict[str, Any], *, name: str = "") -> ModelSpec:
-        """The geometry in a Hugging Face config.json: its path, its folder's, or its content. Raises InvalidArgument."""
+        """The geometry in a Hugging Face config.json: its path, its folder's, or its content, as `to_dict()` of a config of
+        transformers gives it. Raises InvalidArgument."""
         from pagoda.families import layers_of
         from pagoda.hf_config import read_config
 

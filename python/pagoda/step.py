@@ -171,8 +171,9 @@ class Step:
 
         k: [sum(new), num_kv_heads, head_dim] and v: [.., v_head_dim], float32, float16 or bfloat16 (or its bits as
         uint16 with dtype="bf16"), any strides with a contiguous last dimension; of NumPy, on a GPU of CuPy or torch there,
-        both of one type. No v for a layer with v_alias, no k for one with k_eq_v. Rounds to nearest even; what f16 cannot
-        hold is stored as +-65504, or raises InvalidArgument in a cache with checked=True.
+        both of one type. docs/transformers.md says how arrays of torch and JAX are handed to a cache on the CPU. No v for a
+        layer with v_alias, no k for one with k_eq_v. Rounds to nearest even; what f16 cannot hold is stored as +-65504, or
+        raises InvalidArgument in a cache with checked=True.
         """
         self._core.append(self._number, natural("layer", layer), k, v, dtype)
 
