@@ -65,7 +65,7 @@ class Mirror:
     """A cache and what it must hold."""
 
     cache: pagoda.Cache
-    rng: np.random.Generator
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     q_scale: float = 1.0
     """What random queries are multiplied with."""
     k_norms: Sequence[Array | None] = ()

@@ -55,7 +55,7 @@ def test_a_cache_lives(device: str, copy_engine_bytes: int, copying: None, monke
     """Steps, moves by both ways and zeroing, whichever device is current meanwhile."""
     monkeypatch.setattr(cuda.CudaDriver, "copy_engine_bytes", copy_engine_bytes)
     with open_cache(device, zero_on_free=True) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         live = [mirror.create(), mirror.create()]
         # Pages lie alternately, so that they go in several runs.
         for _ in range(3):
@@ -78,7 +78,7 @@ def test_a_cache_lives(device: str, copy_engine_bytes: int, copying: None, monke
 def test_pages_of_the_host_come_through_a_ring(copying: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda.device.ring.SLOT_BYTES_MIN", 1)
     with open_cache(device_memory="256KiB") as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         one = mirror.create()
         mirror.step([one], [200])
         assert cache.demote(one.sequence).wait()
@@ -93,7 +93,7 @@ def test_memory_that_cannot_be_registered_is_allocated(
     """Kernels are given addresses of the host, for pages of the host tier and for those on disk."""
     monkeypatch.setattr(Device, "host_pointers", 0)
     with open_cache(device_memory="256KiB", disk=tmp_path / "kept", disk_memory="1MiB") as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         one = mirror.create()
         mirror.step([one], [200])
         for tier in ("host", "disk"):
@@ -131,7 +131,7 @@ def test_a_cache_on_a_device_that_has_failed_can_be_closed(
     """Whatever CUDA is asked for, it says no from then on; no step stays open, and the directory is free for others."""
     disk: dict[str, Any] = {"disk": tmp_path / "kept", "disk_memory": "1MiB", "resume": True}
     cache = open_cache(zero_on_free=True, **disk)
-    mirror = Mirror(cache, np.random.default_rng(0))
+    mirror = Mirror(cache)
     one = mirror.create()
     mirror.step([one], [200])
     assert cache.demote(one.sequence).wait()
@@ -180,7 +180,7 @@ def test_what_measures_a_gpu_runs_on_it(cupy: Any) -> None:
 
 def test_host_memory_of_a_forgotten_cache_is_not_registered_any_more(copying: None) -> None:
     cache = open_cache()
-    mirror = Mirror(cache, np.random.default_rng(0))
+    mirror = Mirror(cache)
     tokens = mirror.create()
     mirror.step([tokens], [40])
     assert cache.demote(tokens.sequence).wait()

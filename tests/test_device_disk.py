@@ -155,7 +155,7 @@ def test_without_room_for_a_ring_nothing_on_disk_is_attended_to(
     """And nothing goes there by itself."""
     options: dict[str, Any] = {"device_memory": "256KiB", "deterministic": True, "host_memory": "64KiB"}
     with with_disk(monkeypatch, tmp_path, EmulatedDriver(), [layer()], **options) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens, other = mirror.create(), mirror.create()
         mirror.step([tokens, other], [100, 20])
         assert cache.demote(tokens.sequence, to="disk").wait()
@@ -208,7 +208,7 @@ def test_a_step_that_ends_with_a_copy_that_failed_gives_its_blocks_back(
 ) -> None:
     """It had taken all blocks there are, for the next one to have."""
     with with_disk(monkeypatch, tmp_path, RestlessDriver(3), [layer()], device_memory="512KiB", spill=False) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         cut, other = mirror.create(), cache.create()
         mirror.step([cut], [16])
         cache.demote(cut.sequence, to="disk").wait()
@@ -250,7 +250,7 @@ def test_a_plan_of_which_a_part_fails(parts: int, tmp_path: Path, monkeypatch: p
     stored = 2 * 4096
     options: dict[str, Any] = {"spill": False, "disk_writes_per_day": 5 * stored}
     with with_disk(monkeypatch, tmp_path, RestlessDriver(9), [layer()], device_memory="512KiB", **options) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [16 * 12])
         ticket = cache.demote(tokens.sequence, to="disk")
@@ -300,7 +300,7 @@ def test_ctrl_c_anywhere_in_a_move(ways: tuple[str, str], tmp_path: Path, monkey
     monkeypatch.setattr(passage, "PARTS", 2)
     driver = RestlessDriver(12)
     with with_disk(monkeypatch, tmp_path, driver, [layer()], device_memory="512KiB", spill=False) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens, between = mirror.create(), mirror.create()
         for _ in range(4):
             # Pages of others lie between, so that they go in several copies.
@@ -335,7 +335,7 @@ def test_memory_that_cannot_be_pinned(tmp_path: Path, monkeypatch: pytest.Monkey
     """Pages stay on disk, the error is told once, and the next try succeeds."""
     driver = RestlessDriver(10)
     with with_disk(monkeypatch, tmp_path, driver, [layer()], device_memory="512KiB", spill=False) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [64])
         assert cache.demote(tokens.sequence, to="disk").wait()
@@ -358,7 +358,7 @@ def a_write_follows_the_kernel(monkeypatch: pytest.MonkeyPatch, path: Path) -> N
     """Pages leave for disk before the append that wrote them has run."""
     driver = LateDriver()
     with with_disk(monkeypatch, path, driver, [layer()], device_memory="512KiB", spill=False) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         k, v = mirror.rng.standard_normal((2, 64, 2, 16), np.float32).astype(np.float16)
         with cache.step([tokens.sequence], [64]) as step:
@@ -372,7 +372,7 @@ def a_page_is_read_when_it_has_arrived(monkeypatch: pytest.MonkeyPatch, path: Pa
     """Pages that come from disk are read on the device before they are there."""
     driver = LateDriver()
     with with_disk(monkeypatch, path, driver, [layer()], device_memory="512KiB", spill=False) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [64])
         assert cache.demote(tokens.sequence, to="disk").wait()
@@ -402,7 +402,7 @@ def a_slot_waits_for_its_copy(monkeypatch: pytest.MonkeyPatch, path: Path) -> No
 def memory_is_pinned_before_it_is_written(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Pages that came from disk to the host are there when memory beside them is pinned."""
     with with_disk(monkeypatch, path, EmulatedDriver(), [layer()], device_memory="512KiB", spill=False) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens, other = mirror.create(), mirror.create()
         mirror.step([tokens, other], [64, 64])
         assert cache.demote(tokens.sequence, to="disk").wait()

@@ -319,7 +319,7 @@ def test_a_look_at_copies_under_way_is_not_a_look_at_each(driver: LateDriver, mo
     monkeypatch.setattr(driver_module, "Event", Counted)
     spec = pagoda.ModelSpec(layers=[LAYER])
     with pagoda.Cache(spec, page_size=16, device="cuda", device_memory="1MiB", host_memory="1MiB") as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         all_tokens = [mirror.create() for _ in range(40)]
         mirror.step(all_tokens, [16] * 40)
         each, tickets = [], []

@@ -85,7 +85,7 @@ class Life:
         self.driver, self.refused = driver, 0
         spec = pagoda.ModelSpec(layers=[layer()])
         open_it = lambda: pagoda.Cache(spec, device="cuda", page_size=16, **options)  # noqa: E731
-        self.mirror = Mirror(self.insist(open_it, None), np.random.default_rng(0))
+        self.mirror = Mirror(self.insist(open_it, None))
 
     def insist(self, call: Callable[[], Any], mirror: Mirror | None) -> Any:
         """Makes a call; if it is refused, everything has to be as it was, and the second time it goes well."""
@@ -183,7 +183,7 @@ def test_a_move_that_is_refused_has_no_copy_under_way(monkeypatch: pytest.Monkey
     # Five pages, so that those which come back go where they were: before and behind another's.
     options: dict[str, Any] = {"device_memory": "20KiB", "host_memory": "256KiB", "spill": False, "page_size": 16}
     with pagoda.Cache(spec, device="cuda", **options) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         one, between = mirror.create(), mirror.create()
         mirror.step([one], [48])
         mirror.step([between], [1])
@@ -210,7 +210,7 @@ def test_scratch_memory_is_enough_for_layers_of_every_kind(
     driver = install_driver(monkeypatch, EmulatedDriver())
     spec = pagoda.ModelSpec(layers=[layer(), second])
     with pagoda.Cache(spec, device="cuda", page_size=16, device_memory="2MiB", host_memory=0) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         batch = [mirror.create(), mirror.create()]
         for new in ([1, 1], [300, 40], [1, 1]):
             mirror.step(batch, new)
@@ -227,7 +227,7 @@ def test_scratch_memory_follows_the_number_of_sequences(deterministic: bool, mon
         options: dict[str, Any] = {"device_memory": "1MiB", "host_memory": 0, "deterministic": deterministic}
         with pagoda.Cache(spec, device="cuda", page_size=16, **options) as cache:
             before = sum(len(memory.array) for memory in driver.lent)
-            mirror = Mirror(cache, np.random.default_rng(0))
+            mirror = Mirror(cache)
             batch = [mirror.create() for _ in range(sequences)]
             mirror.step(batch, [12] * sequences)
             for tokens in batch:
@@ -279,7 +279,7 @@ def test_a_move_that_is_refused_late_says_why(tmp_path: Path, monkeypatch: pytes
     options: dict[str, Any] = {"device_memory": "256KiB", "host_memory": 0, "spill": False, "page_size": 16}
     options |= {"disk": tmp_path / "pages", "disk_memory": "1MiB"}
     with pagoda.Cache(spec, device="cuda", **options) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         first, one, between = mirror.create(), mirror.create(), mirror.create()
         mirror.step([first], [16])
         # Two runs, which a kernel copies.
@@ -318,7 +318,7 @@ def test_rows_lie_beyond_four_gibibytes(dtype: str, monkeypatch: pytest.MonkeyPa
         fillers = [cache.create() for _ in range(-(-(1 << 32) // block_bytes))]
         with cache.step(fillers, [1] * len(fillers)) as step:
             step.table(0)
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [20])
         mirror.step([tokens], [1])

@@ -100,7 +100,7 @@ def test_pages_on_disk_beside_those_of_the_cpu(
     driver = RestlessDriver(1)
     options = {"device_memory": "512KiB", "headroom": 400, "disk": tmp_path / "pages", "disk_memory": "32MiB"}
     with opened(monkeypatch, driver, pagoda.ModelSpec([layer(), layer(window=120)]), spill=False, **options) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         long, other = mirror.create(), mirror.create()
         mirror.step([long, other], [410, 150])
         cache.demote(long.sequence).wait()
@@ -146,7 +146,7 @@ def test_pages_that_sequences_share_stay_with_the_device(
     divided(EVERYTHING)
     spec = pagoda.ModelSpec(layers=[layer()])
     with opened(monkeypatch, RestlessDriver(2), spec, device_memory="512KiB") as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         root, alone = mirror.create(), mirror.create()
         mirror.step([root, alone], [600, 96])
         forks = [root, *(mirror.fork(root) for _ in range(3))]
@@ -252,7 +252,7 @@ def test_a_deterministic_cache_is_not_divided(
     spec = pagoda.ModelSpec(layers=[layer(num_q_heads=2, num_kv_heads=1)])
     options: dict[str, Any] = {"device_memory": "1MiB", "deterministic": True}
     with opened(monkeypatch, EmulatedDriver(), spec, **options) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [130])
         cache.demote(tokens.sequence).wait()
@@ -268,7 +268,7 @@ def test_a_step_that_is_divided_is_not_captured(
     stream = CallerStream(driver)
     with opened(monkeypatch, driver, pagoda.ModelSpec(layers=[layer()]), device_memory="2MiB") as cache:
         cache.declare(sequences=1, new_tokens=200, context=1000)
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [200])
         cache.demote(tokens.sequence).wait()

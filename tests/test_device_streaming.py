@@ -117,7 +117,7 @@ def a_ragged_batch(
     driver = RestlessDriver(1)
     options = {"device_memory": "1MiB" if options.get("k_dtype") == "f32" else "512KiB", "headroom": 400} | options
     with opened(monkeypatch, driver, pagoda.ModelSpec(layers=layers), **options, **given) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         long, other, short = (mirror.create() for _ in range(3))
         mirror.step([long, other, short], [410, 150, 7])
         if gap:
@@ -150,7 +150,7 @@ def test_pages_that_sequences_share_are_brought_once(monkeypatch: pytest.MonkeyP
     """A prefix in host memory under four forks, large enough to be gone over as common pages, in passes of its own."""
     driver = RestlessDriver(2)
     with opened(monkeypatch, driver, pagoda.ModelSpec(layers=[layer()]), device_memory="512KiB") as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         root = mirror.create()
         mirror.step([root], [600])
         forks = [root, *(mirror.fork(root) for _ in range(3))]
@@ -356,7 +356,7 @@ def test_no_copy_crosses_a_border_between_pieces_of_pinned_memory(monkeypatch: p
         driver = RestlessDriver(9)
         spec = pagoda.ModelSpec(layers=[layer()])
         with opened(monkeypatch, driver, spec, device_memory="768KiB", host_memory="256KiB") as cache:
-            mirror = Mirror(cache, np.random.default_rng(0))
+            mirror = Mirror(cache)
             tokens = mirror.create()
             mirror.step([tokens], [600])
             cache.demote(tokens.sequence).wait()

@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = {"device_memory": "256KiB", "threads": 2, "headroom": 
 @pytest.fixture
 def mirror(tmp_path: Path) -> Iterator[Mirror]:
     with opened(tmp_path) as cache:
-        yield Mirror(cache, np.random.default_rng(0))
+        yield Mirror(cache)
 
 
 def opened(path: Path, **changes: Any) -> pagoda.Cache:
@@ -56,7 +56,7 @@ def test_pages_go_down_three_tiers_and_come_back_unchanged(mirror: Mirror, tmp_p
 
 def test_tables_have_no_address_of_a_page_on_disk(tmp_path: Path) -> None:
     with opened(tmp_path, spill=False) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [80])
         assert cache.demote(tokens.sequence, (0, 32), to="disk").wait(60)
@@ -194,7 +194,7 @@ def test_an_error_of_a_copy_that_is_waited_for_names_the_sequences_that_hold_the
     page = 2 * 4096
     options = OPTIONS | {"disk": tmp_path / "kept", "disk_memory": "1MiB", "resume": True}
     with pagoda.Cache(pagoda.ModelSpec(layers=[layer()]), page_size=16, **options, disk_writes_per_day=page) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [20])
         twin = mirror.fork(tokens)
@@ -287,7 +287,7 @@ def test_one_sequence_longer_than_memory(tmp_path: Path, deterministic: bool) ->
 def test_a_step_reports_what_it_read(tmp_path: Path) -> None:
     """On a device see tests/test_device_disk.py."""
     cache = opened(tmp_path, device="cpu")
-    mirror = Mirror(cache, np.random.default_rng(0))
+    mirror = Mirror(cache)
     tokens = mirror.create()
     mirror.step([tokens], [320])
     rows = [np.zeros((1, shape, 16), np.float32) for shape in (2, 2, 4)]
@@ -399,7 +399,7 @@ def test_a_cache_without_a_host_tier_spills_to_disk(tmp_path: Path) -> None:
 def test_who_holds_a_ticket_that_failed_is_told_whenever_they_ask(tmp_path: Path) -> None:
     """Inside a step too, which may be another thread's. Where nobody holds it the next step is told, once."""
     with opened(tmp_path, spill=False, disk_writes_per_day="20KiB") as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens, forgotten, other = (mirror.create() for _ in range(3))
         mirror.step([tokens, forgotten], [160, 160])
         with cache.step([other.sequence], [0]):

@@ -26,7 +26,7 @@ def opened(**changes):
                    disk_memory="16MiB", resume=True, threads=2)
     return pagoda.Cache(spec, **(options | changes))
 def mirrored(cache, count=800):
-    mirror = Mirror(cache, np.random.default_rng(0))
+    mirror = Mirror(cache)
     tokens = mirror.create()
     mirror.step([tokens], [count])
     return mirror, tokens
@@ -1019,7 +1019,7 @@ assert cache.promote(resting.sequence).wait(60)
 assert written_by(lambda: cache.save(resting.sequence, "resting")) == once
 closes()
 with reopened() as cache:
-    mirror = Mirror(cache, np.random.default_rng(0))
+    mirror = Mirror(cache)
     loaded(mirror, "new", tokens)
     loaded(mirror, "resting", resting)
     mirror.look()

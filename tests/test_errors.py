@@ -205,7 +205,7 @@ CALLS: list[tuple[str, Call]] = [
 @pytest.mark.parametrize(("named", "call"), CALLS)
 def test_refused_inside_a_step(named: str, call: Call) -> None:
     with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=1) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [40])
         before = settled(cache)
@@ -219,7 +219,7 @@ def test_refused_inside_a_step(named: str, call: Call) -> None:
 
 def test_a_step_that_cannot_be_committed_ends_with_its_block() -> None:
     with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=1) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [40])
         with pytest.raises(pagoda.InvalidArgument, match="appended to before commit"):
@@ -335,7 +335,7 @@ def test_out_must_be_writeable_and_apart_from_q() -> None:
 )
 def test_refused_between_steps(error: type[Exception], call: Callable[[Any, Any], object]) -> None:
     with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=1) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [40])
         with pytest.raises(error):
@@ -346,7 +346,7 @@ def test_refused_between_steps(error: type[Exception], call: Callable[[Any, Any]
 @pytest.mark.parametrize("call", [lambda c, s: c.save(s, "name"), lambda c, s: c.load("name")])
 def test_nothing_is_kept_without_a_disk(call: Callable[[Any, Any], object]) -> None:
     with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=1) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [40])
         with pytest.raises(pagoda.InvalidArgument):
@@ -450,6 +450,6 @@ def test_a_refused_step_keeps_nothing_alive() -> None:
 @pytest.mark.parametrize("timeout", [-1.0, float("nan")])
 def test_a_wait_of_no_time_that_there_is(timeout: float) -> None:
     with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=1) as cache:
-        tokens = Mirror(cache, np.random.default_rng(0)).create()
+        tokens = Mirror(cache).create()
         with pytest.raises(pagoda.InvalidArgument, match="timeout"):
             cache.demote(tokens.sequence).wait(timeout)

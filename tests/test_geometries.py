@@ -171,7 +171,7 @@ def test_the_least_memory_holds_a_page_of_each_group(counts: tuple[int, int]) ->
     with pytest.raises(pagoda.InvalidArgument, match="one page of each"):
         opened(least - 1)
     with opened(least) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         mirror.step([mirror.create()], [8])
 
 

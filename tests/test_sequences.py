@@ -17,7 +17,7 @@ from mirror import Mirror, Tokens, layer, settled
 def mirror() -> Any:
     spec = pagoda.ModelSpec(layers=[layer(), layer(window=24)])
     with pagoda.Cache(spec, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=2, headroom=2000) as cache:
-        yield Mirror(cache, np.random.default_rng(0))
+        yield Mirror(cache)
 
 
 def used(mirror: Mirror) -> int:

@@ -63,7 +63,7 @@ def test_a_sequence_is_found_again_by_the_next_cache(
     with opened(tmp_path, retention=retention) as cache:
         assert cache.saved() == {"it": b"turn 1", "longer": b""}
         cache.audit()
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         longer = load(mirror, "longer", kept)
         mirror.look()
         again = load(mirror, "longer", kept)
@@ -77,7 +77,7 @@ def test_a_key_that_no_call_takes_goes_when_the_directory_is_opened(
 ) -> None:
     """Nobody could forget it, or have its space again."""
     with opened(tmp_path) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [100])
         cache.save(tokens.sequence, "k" * 1024)
@@ -95,7 +95,7 @@ def test_a_key_that_no_call_takes_goes_when_the_directory_is_opened(
 
 def test_what_is_kept_does_not_change_with_the_sequence_it_was(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [100])
         like = Tokens(tokens.sequence, list(tokens.k), list(tokens.v))
@@ -128,7 +128,7 @@ def test_what_is_kept_does_not_change_with_the_sequence_it_was(tmp_path: Path) -
 
 def test_what_is_kept_beside_a_sequence_has_a_limit(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [40])
         before = settled(cache)
@@ -151,7 +151,7 @@ def test_an_empty_sequence_is_kept_and_found(tmp_path: Path) -> None:
 def test_what_keys_alone_hold_makes_room_without_spill_too(tmp_path: Path) -> None:
     """Copies in memory of pages that are kept, and that no sequence has, are in nobody's way."""
     with opened(tmp_path, spill=False, device_memory="128KiB", host_memory="64KiB") as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         kept = {}
         for key in "abcdef":
             tokens = mirror.create()
@@ -173,7 +173,7 @@ def test_what_keys_alone_hold_makes_room_without_spill_too(tmp_path: Path) -> No
 
 def test_loading_makes_room_as_a_step_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path, device_memory="64KiB") as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [30])
         cache.save(tokens.sequence, "it")
@@ -198,7 +198,7 @@ def test_saving_gives_up_copies_that_memory_has_as_well(order: str, tmp_path: Pa
     options = {"spec": pagoda.ModelSpec(layers=[layer()]), "disk_memory": "256KiB", "spill": False}
     with opened(tmp_path, **options) as cache:
         room = cache.stats().disk[0].free
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         pair = [mirror.create(), mirror.create()]
         mirror.step(pair, [96, 96])
         away = mirror.create()
@@ -220,7 +220,7 @@ def test_a_save_that_is_refused_keeps_what_it_has_written(tmp_path: Path) -> Non
     page = 4096 + 4096
     options = {"spec": pagoda.ModelSpec(layers=[layer()]), "disk_writes_per_day": 10 * page}
     with opened(tmp_path, **options) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [165])
         for _ in range(2):
@@ -240,13 +240,13 @@ def test_what_earlier_caches_have_written_counts_for_the_day(tmp_path: Path) -> 
     page = 4096 + 4096
     options = {"spec": pagoda.ModelSpec(layers=[layer()]), "disk_writes_per_day": 10 * page + page // 2}
     with opened(tmp_path, **options) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [16 * 7])
         cache.save(tokens.sequence, "it")
     for pages, fits in ((4, False), (3, True), (1, False)):
         with opened(tmp_path, **options) as cache:
-            mirror = Mirror(cache, np.random.default_rng(0))
+            mirror = Mirror(cache)
             found = load(mirror, "it", tokens)
             mirror.step([found], [16 * pages])
             if fits:
@@ -260,7 +260,7 @@ def test_what_earlier_caches_have_written_counts_for_the_day(tmp_path: Path) -> 
 
 def test_a_part_of_which_pages_have_left_a_window_is_refused_by_its_name(tmp_path: Path) -> None:
     with opened(tmp_path, headroom=0) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [200])
         with pytest.raises(pagoda.InvalidArgument, match=r"tokens = \(180, 200\): a start of 0, or .* left a window"):
@@ -271,7 +271,7 @@ def test_a_part_of_which_pages_have_left_a_window_is_refused_by_its_name(tmp_pat
 
 def test_a_part_is_kept(tmp_path: Path) -> None:
     with opened(tmp_path, headroom=200) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [100])
         cache.save(tokens.sequence, "part", tokens=(10, 70))
@@ -283,7 +283,7 @@ def test_a_part_is_kept(tmp_path: Path) -> None:
 
 def test_sessions_beyond_memory_spill_and_share_pages(tmp_path: Path) -> None:
     with opened(tmp_path, headroom=1000) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         prompt = mirror.create()
         mirror.step([prompt], [160])
         kept = {}
@@ -308,7 +308,7 @@ def test_sessions_beyond_memory_spill_and_share_pages(tmp_path: Path) -> None:
 
 def test_what_does_not_verify_is_not_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opened(tmp_path) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         one, other = mirror.create(), mirror.create()
         mirror.step([one, other], [100, 50])
         cache.save(one.sequence, "one")
@@ -324,7 +324,7 @@ def test_what_does_not_verify_is_not_there(tmp_path: Path, caplog: pytest.LogCap
         assert settled(cache).used_bytes("device") == 0
         assert "'one' does not verify: " in caplog.text
         assert "generation" in caplog.text
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         load(mirror, "other", other)
         mirror.look()
         cache.audit()
@@ -337,7 +337,7 @@ def test_a_damaged_index_serves_the_newest_save_or_nothing_and_says_so(
     """Of a line that saves a key anew one copy, or both."""
     index = tmp_path / "kept" / "index"
     with opened(tmp_path) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [20])
         cache.save(tokens.sequence, "other")
@@ -360,7 +360,7 @@ def test_a_damaged_index_serves_the_newest_save_or_nothing_and_says_so(
             assert disk is not None
             if copies == 1:
                 assert cache.saved() == {"other": b"", "it": b"newer", "last": b""}
-                mirror = Mirror(cache, np.random.default_rng(0))
+                mirror = Mirror(cache)
                 load(mirror, "it", tokens)
                 mirror.look()
                 assert [f"{line} damaged bytes of the index" in told for told in disk.refused] == [True]
@@ -373,7 +373,7 @@ def test_a_damaged_index_serves_the_newest_save_or_nothing_and_says_so(
 
 def test_a_file_that_was_cut_short_has_what_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opened(tmp_path) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         one, other = mirror.create(), mirror.create()
         mirror.step([one, other], [50, 100])
         cache.save(one.sequence, "one")
@@ -381,7 +381,7 @@ def test_a_file_that_was_cut_short_has_what_is_left(tmp_path: Path, caplog: pyte
         cache.save(other.sequence, "other")
     os.truncate(tmp_path / "kept" / "pages", length)
     with opened(tmp_path) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         load(mirror, "one", one)
         mirror.look()
         assert cache.load("other") is None
@@ -389,7 +389,7 @@ def test_a_file_that_was_cut_short_has_what_is_left(tmp_path: Path, caplog: pyte
         mirror.step([mirror.live[0]], [70])
         cache.save(mirror.live[0].sequence, "other")
     with opened(tmp_path) as cache:
-        load(Mirror(cache, np.random.default_rng(0)), "other", mirror.live[0])
+        load(Mirror(cache), "other", mirror.live[0])
 
 
 @pytest.mark.parametrize(
@@ -644,7 +644,7 @@ def test_an_index_that_is_full_is_refused_before_any_page_is_written(
 
     monkeypatch.setattr(pagoda.cache, "META_BYTES_MAX", 1 << 40)
     with opened(tmp_path) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [100])
         cache.save(tokens.sequence, "it", meta=b"1")
@@ -676,7 +676,7 @@ def test_what_was_loaded_and_nobody_holds_makes_room_for_the_next(tmp_path: Path
 
 def test_ctrl_c_at_any_instruction_of_loading_leaves_no_sequence_without_a_handle(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
-        mirror, strays = Mirror(cache, np.random.default_rng(0)), 0
+        mirror, strays = Mirror(cache), 0
         tokens = mirror.create()
         mirror.step([tokens], [20])
         cache.save(tokens.sequence, "it")
@@ -695,7 +695,7 @@ def test_ctrl_c_at_any_instruction_of_loading_leaves_no_sequence_without_a_handl
 def test_what_is_saved_may_be_on_the_move(tmp_path: Path, move: str) -> None:
     """Its pages arrive first: those of the other sequence go before them, and take longer than a call."""
     with opened(tmp_path, device_memory="32MiB", host_memory="32MiB") as cache:
-        mirror, other = Mirror(cache, np.random.default_rng(0)), cache.create()
+        mirror, other = Mirror(cache), cache.create()
         with cache.step([other], [1 << 16]) as step:
             for index in range(len(SPEC.layers)):
                 step.append(index, *[np.zeros((1 << 16, 2, 16), np.float16)] * 2)
@@ -762,7 +762,7 @@ def test_what_is_refused_for_good_is_not_asked_for_forever(tmp_path: Path, monke
         raise pagoda.InvalidArgument("refused")
 
     with opened(tmp_path) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [100])
         core = Meddled(cache._core, int, int)
@@ -774,7 +774,7 @@ def test_what_is_refused_for_good_is_not_asked_for_forever(tmp_path: Path, monke
 
 def test_a_save_in_an_open_step_says_what_it_waits_for(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens, other = mirror.create(), mirror.create()
         mirror.step([tokens], [100])
         with cache.step([other.sequence], [0]), pytest.raises(pagoda.InvalidArgument, match="no step is open"):

@@ -52,7 +52,7 @@ class Meddled:
 def test_a_step_makes_room_whatever_other_threads_do_to_sequences_that_rest(after: str, meddle: str) -> None:
     options: dict[str, Any] = {"device_memory": "256KiB", "host_memory": "1MiB", "threads": 1, "headroom": 1000}
     with pagoda.Cache(SPEC, page_size=16, **options) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         resting, others, busy = mirror.create(), mirror.create(), mirror.create()
         mirror.step([resting], [100])
         mirror.step([others], [100])
@@ -77,7 +77,7 @@ def test_a_step_makes_room_whatever_other_threads_do_to_sequences_that_rest(afte
 @pytest.mark.parametrize("call", ["demote", "promote", "prefetch"])
 def test_pages_that_another_thread_has_moved_meanwhile_are_moved_from_where_they_are(call: str) -> None:
     with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=1) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [100])
         child = mirror.fork(tokens)
@@ -121,7 +121,7 @@ def test_ctrl_c_in_a_step_of_one_thread_leaves_that_of_another_alone(moment: str
 
 def check_steps_of_others(cache: pagoda.Cache, moment: str) -> None:
     """Opens a step before, or between, what Ctrl-C has left of another and its end."""
-    mirror = Mirror(cache, np.random.default_rng(0))
+    mirror = Mirror(cache)
     tokens, other = mirror.create(), mirror.create()
     mirror.step([tokens, other], [20, 20])
     interrupted = cache.step([other.sequence], [0])
@@ -183,7 +183,7 @@ def check_overtaken(cache: pagoda.Cache, call: str) -> None:
     """Makes a call of a step that another thread ends meanwhile, to open one that could take the call and must not."""
     if call == "replay":
         cache.declare(sequences=2, new_tokens=20, context=64)
-    mirror = Mirror(cache, np.random.default_rng(0))
+    mirror = Mirror(cache)
     tokens, other = mirror.create(), mirror.create()
     mirror.step([tokens, other], [20, 20])
     old, new = cache.step([tokens.sequence], [1]), cache.step([other.sequence], [1])
@@ -253,7 +253,7 @@ def test_a_call_that_waits_until_its_step_has_ended_is_none_of_the_next_step_on_
 
 
 def test_calls_on_a_device_take_turns(on_device: pagoda.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    mirror = Mirror(on_device, np.random.default_rng(0))
+    mirror = Mirror(on_device)
     sequences = [mirror.create() for _ in range(3)]
     mirror.step(sequences, [40] * 3)
     engine: Any = on_device._device
@@ -290,7 +290,7 @@ def test_a_handler_that_calls_a_cache_in_the_middle_of_a_call_on_a_device_is_ref
     on_device: pagoda.Cache, ask: str
 ) -> None:
     """At any instruction: it gets an answer or that error, and the call that it interrupted goes on as if nothing were."""
-    mirror = Mirror(on_device, np.random.default_rng(0))
+    mirror = Mirror(on_device)
     tokens, other = mirror.create(), mirror.create()
     mirror.step([tokens, other], [40, 40])
     rows, q = np.zeros((1, 2, 16), np.float32), np.ones((1, 4, 16), np.float32)
@@ -353,7 +353,7 @@ def test_what_interrupts_a_call_waits_for_no_other_threads_turn_on_a_device(
 def test_who_waits_for_a_copy_on_a_device_lets_others_go_on(
     on_device: pagoda.Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mirror = Mirror(on_device, np.random.default_rng(0))
+    mirror = Mirror(on_device)
     tokens = mirror.create()
     mirror.step([tokens], [40])
     ticket = on_device.demote(tokens.sequence)
@@ -408,7 +408,7 @@ def test_a_fork_in_another_threads_turn_leaves_a_child_whose_calls_are_refused(o
 
 def test_a_step_is_on_the_stream_that_it_was_given(on_device: pagoda.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever stream another thread's step has been on meanwhile."""
-    mirror = Mirror(on_device, np.random.default_rng(0))
+    mirror = Mirror(on_device)
     tokens, other = mirror.create(), mirror.create()
     engine: Any = on_device._device
     reserve, given = engine.reserve, engine.caller_stream(None)

@@ -21,7 +21,7 @@ SPEC = pagoda.ModelSpec(layers=[layer(), layer(), layer(window=40)])
 def mirror() -> Any:
     options: dict[str, Any] = {"device_memory": "1MiB", "host_memory": "1MiB", "threads": 2, "headroom": 1000}
     with pagoda.Cache(SPEC, page_size=16, **options) as cache:
-        yield Mirror(cache, np.random.default_rng(0))
+        yield Mirror(cache)
 
 
 def test_demote_and_promote_move_whole_pages_and_no_byte_changes(mirror: Mirror) -> None:
@@ -94,7 +94,7 @@ def test_more_sequences_rest_than_the_device_has_blocks() -> None:
     spec = pagoda.ModelSpec(layers=[layer()])
     with pagoda.Cache(spec, page_size=16, device_memory="256KiB", host_memory="4MiB", threads=1) as cache:
         blocks = cache.stats().device[0].free
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         resting = [mirror.create() for _ in range(3 * blocks)]
         for turn in range(2):
             for tokens in resting:
@@ -122,7 +122,7 @@ def test_prefetch_copies_what_finds_room_though_groups_take_it_from_each_other()
     """What is free of an extent that nobody has is free for each group, and not for all of them."""
     spec = pagoda.ModelSpec(layers=[layer(), layer(num_kv_heads=4)])
     with pagoda.Cache(spec, page_size=16, device_memory="128KiB", host_memory="4MiB", threads=1) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens, other = mirror.create(), mirror.create()
         mirror.step([tokens], [64])
         assert cache.demote(tokens.sequence).wait(60)
@@ -292,7 +292,7 @@ def test_sequences_with_nothing_to_move_are_not_looked_through_at_every_step(
     options: dict[str, Any] = {"device": "cpu", "device_memory": "256KiB", "host_memory": 0}
     options |= {"disk": tmp_path / "disk", "disk_memory": "4MiB"}
     with pagoda.Cache(spec, page_size=16, threads=1, **options) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         resting = [mirror.create() for _ in range(125)]
         for tokens in resting:
             mirror.step([tokens], [17])
@@ -321,7 +321,7 @@ def test_making_room_looks_at_what_moves_and_not_at_all_that_rest(
         "host_memory": 0 if on_disk else "4MiB",
     }
     with pagoda.Cache(spec, page_size=16, threads=1, **memory, **disk) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         resting = [cache.create() for _ in range(300)]
         rows = np.zeros((16, 2, 16), np.float16)
         for sequence in resting:
@@ -344,7 +344,7 @@ def test_what_a_batch_has_on_disk_is_not_looked_for_sequence_by_sequence(
     options: dict[str, Any] = {"device": "cpu", "device_memory": "256KiB", "host_memory": 0}
     options |= {"disk": tmp_path / "disk", "disk_memory": "16MiB"}
     with pagoda.Cache(spec, page_size=16, threads=1, **options) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         few = [mirror.create() for _ in range(40)]
         mirror.step(few, [3] * 40)
         long = mirror.create()
@@ -367,7 +367,7 @@ def test_pages_that_move_or_stay_are_counted_without_a_list_of_them(
     options: dict[str, Any] = {"device": "cpu", "device_memory": "32KiB", "host_memory": "32KiB"}
     options |= {"disk": tmp_path / "disk", "disk_memory": "4MiB"}
     with pagoda.Cache(spec, page_size=16, threads=1, **options) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         pair = [mirror.create() for _ in range(2)]
         for tokens in pair:
             for _ in range(10):
@@ -428,7 +428,7 @@ def test_a_step_that_could_never_be_served_moves_no_page(tmp_path: Path) -> None
         "disk_memory": "4MiB",
     }
     with pagoda.Cache(pagoda.ModelSpec(layers=[layer()]), page_size=16, threads=1, **memory) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [300])
         before = [cache.stats().used_bytes(tier) for tier in ("device", "host", "disk")]

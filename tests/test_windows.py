@@ -153,7 +153,7 @@ def test_memory_is_constant(tokens: int, positions: str, emulated: bool) -> None
 def test_speculation_is_taken_back_within_the_headroom() -> None:
     """Rejected tokens cost nothing; accepted ones can be taken back as far as the headroom goes, and no farther."""
     with open_cache([layer(window=40), layer()], headroom=24) as cache:
-        mirror = Mirror(cache, np.random.default_rng(0))
+        mirror = Mirror(cache)
         tokens = mirror.create()
         mirror.step([tokens], [300])
         for accepted in (0, 1, 5, 8, 3):
