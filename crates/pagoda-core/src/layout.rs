@@ -4,6 +4,8 @@
 //! `[K rows][K scales][V rows][V scales]`, and each of these is `[kv_head][token][row]`: one head of one page is one
 //! contiguous run.
 
+use std::fmt;
+
 /// How one K or V row (one token, one head) is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RowFormat {
@@ -75,6 +77,23 @@ impl RowFormat {
             Self::Mxfp4 => dim / 32,
             Self::Nvfp4 => dim / 16,
         }
+    }
+}
+
+impl fmt::Display for RowFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+            Self::Fp8E4m3 => "fp8_e4m3",
+            Self::Int8 => "int8",
+            Self::Q8_0 => "q8_0",
+            Self::Q5_0 => "q5_0",
+            Self::Q4_0 => "q4_0",
+            Self::Mxfp4 => "mxfp4",
+            Self::Nvfp4 => "nvfp4",
+        })
     }
 }
 

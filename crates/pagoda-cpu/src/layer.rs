@@ -164,7 +164,7 @@ impl Layer {
 pub enum LayerError {
     /// A head dimension.
     #[error(
-        "{what} is {dim}; {format:?} rows have a multiple of {unit} from {unit} to {HEAD_DIM_MAX}", unit = format.unit()
+        "{what} is {dim}; {format} rows have a multiple of {unit} from {unit} to {HEAD_DIM_MAX}", unit = format.unit()
     )]
     Dim {
         /// Which one.

@@ -13,12 +13,11 @@ use pyo3::sync::PyOnceLock;
 
 /// The row format of a name, as in Python.
 pub(crate) fn format_named(py: Python<'_>, argument: &str, name: &str) -> PyResult<RowFormat> {
-    const NAMES: [&str; RowFormat::ALL.len()] =
-        ["f32", "f16", "bf16", "fp8_e4m3", "int8", "q8_0", "q5_0", "q4_0", "mxfp4", "nvfp4"];
-    match NAMES.iter().position(|&known| known == name) {
-        Some(index) => Ok(RowFormat::ALL[index]),
-        None => Err(invalid(py, argument, format_args!("{name:?}"), format_args!("one of {NAMES:?}"))),
-    }
+    let named = RowFormat::ALL.into_iter().find(|format| format.to_string() == name);
+    named.ok_or_else(|| {
+        let names = RowFormat::ALL.map(|format| format.to_string());
+        invalid(py, argument, format_args!("{name:?}"), format_args!("one of {names:?}"))
+    })
 }
 
 /// An array, of whatever type and shape.
