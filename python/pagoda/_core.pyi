@@ -15,12 +15,40 @@ _P = ParamSpec("_P")
 _Link = Callable[[npt.NDArray[np.uint64]], None]
 
 __version__: str
+ARENA_BYTES_MAX: int
+BLOCKS_PER_GROUP_MAX: int
+BLOCK_ALIGN: int
 COMMON_LEVELS_MAX: int
+DISK_ALIGN: int
+EXTENTS_MAX: int
+F16_MAX: float
+GROUPS_MAX: int
+HEAD_DIM_MAX: int
 KEY_BYTES_MAX: int
+PAGE_SIZE_MAX: int
+PAGE_SIZE_MIN: int
+RUN_ROWS: int
+SEQUENCES_MAX: int
+TILE: int
+TOKENS_MAX: int
 
 __all__ = [
+    "ARENA_BYTES_MAX",
+    "BLOCKS_PER_GROUP_MAX",
+    "BLOCK_ALIGN",
     "COMMON_LEVELS_MAX",
+    "DISK_ALIGN",
+    "EXTENTS_MAX",
+    "F16_MAX",
+    "GROUPS_MAX",
+    "HEAD_DIM_MAX",
     "KEY_BYTES_MAX",
+    "PAGE_SIZE_MAX",
+    "PAGE_SIZE_MIN",
+    "RUN_ROWS",
+    "SEQUENCES_MAX",
+    "TILE",
+    "TOKENS_MAX",
     "Cache",
     "DiskCopies",
     "Handle",

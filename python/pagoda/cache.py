@@ -31,9 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core, placement
+from pagoda._core import SEQUENCES_MAX, TOKENS_MAX
 from pagoda.checks import (
-    SEQUENCES_MAX,
-    TOKENS_MAX,
     as_int,
     check_choice,
     check_flag,

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pagoda._core import PAGE_SIZE_MAX, PAGE_SIZE_MIN
 from pagoda.errors import InvalidArgument
-
-SEQUENCES_MAX, TOKENS_MAX = 1 << 24, (1 << 31) - 1
-"""Sequences of a cache, and tokens of the longest, or in a window: `limits` of the core. Kernels count to as many tokens."""
 
 FACTOR_MIN, FACTOR_MAX = 1e-18, 1e18
 """Numbers that kernels multiply with: products and quotients of two of them are normal numbers of float32."""
@@ -84,8 +82,8 @@ def check_list(name: str, value: Sequence[Any], of: str) -> None:
 
 def check_page_size(name: str, value: int) -> None:
     """Raises InvalidArgument unless pages of a cache may have so many tokens."""
-    if not isinstance(value, int) or value not in {1 << n for n in range(3, 13)}:
-        raise InvalidArgument(f"{name} = {value!r}: an int, a power of two from 8 to 4096")
+    if not isinstance(value, int) or not PAGE_SIZE_MIN <= value <= PAGE_SIZE_MAX or value.bit_count() != 1:
+        raise InvalidArgument(f"{name} = {value!r}: an int, a power of two from {PAGE_SIZE_MIN} to {PAGE_SIZE_MAX}")
 
 
 def check_threads(name: str, value: int) -> None:

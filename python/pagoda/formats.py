@@ -10,15 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core
+from pagoda._core import HEAD_DIM_MAX
 from pagoda.checks import check_choice, check_list, floats, natural
 from pagoda.errors import InvalidArgument
 
 VARIABLE = "PAGODA_KV_DTYPE"
 """Of the environment: formats for every cache, whatever it asks for, to find out whether a format is at fault. One for K and
 V, or two with a comma. What measures formats that it names, or plans with them, refuses to."""
-
-ROW_MAX = 1024
-"""Elements of a row at most."""
 
 BLOCK = 32
 """Elements of a block with a scale of its own, in most formats."""
@@ -214,8 +212,8 @@ def _row(name: str, shape: tuple[int, ...], given: str) -> int:
     """The elements of a row of an array of a shape. given: what the message says that it was."""
     row_format(name, "name")
     unit = _unit(name)
-    if not shape or not 1 <= shape[-1] <= ROW_MAX or shape[-1] % unit:
-        raise InvalidArgument(f"{given}: rows of a multiple of {unit} elements up to {ROW_MAX}, for {name}")
+    if not shape or not 1 <= shape[-1] <= HEAD_DIM_MAX or shape[-1] % unit:
+        raise InvalidArgument(f"{given}: rows of a multiple of {unit} elements up to {HEAD_DIM_MAX}, for {name}")
     return shape[-1]
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from pagoda._core import ARENA_BYTES_MAX, BLOCK_ALIGN, BLOCKS_PER_GROUP_MAX, EXTENTS_MAX, GROUPS_MAX
 from pagoda.checks import check_list, finite
 from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.formats import FORMATS, cause
@@ -23,18 +24,6 @@ EXTENT_BYTES = 32 << 20
 
 EXTENT_GROWTH = 4
 """How much larger than aimed at an extent may be, so that no block of any group lies across its borders."""
-
-TIER_BYTES_MAX, EXTENTS_MAX, BLOCKS_MAX = 1 << 48, 1 << 20, 1 << 30
-"""The largest arena, its extents, and a group's blocks in it: `limits` of the core."""
-
-GROUPS_MAX = 64
-"""Layer groups: `limits::GROUPS_MAX` of the core."""
-
-TILE = 64
-"""Stored rows that are worked on together: `TILE` of the core."""
-
-RUN_ROWS = 64 * TILE
-"""Stored rows of a fixed run: `RUN_ROWS` of the core. Entries of pages that have left a window go a run at a time."""
 
 
 class CoreLayer(TypedDict):
@@ -170,13 +159,9 @@ def _norms(spec: ModelSpec, k_norms: Sequence[npt.NDArray[Any] | None] | None) -
     return norms
 
 
-ALIGN = 16
-"""Rows and scales of each plane begin at multiples of this: `BlockLayout::ALIGN` of the core."""
-
-
 def strip_bytes(row_bytes: int, page_size: int, heads: int) -> int:
     """Bytes of rows, or their scales, of one layer inside a block."""
-    return -(-row_bytes * page_size * heads // ALIGN) * ALIGN
+    return -(-row_bytes * page_size * heads // BLOCK_ALIGN) * BLOCK_ALIGN
 
 
 @dataclass(frozen=True)
@@ -268,7 +253,7 @@ def tier_memory(layouts: list[BlockLayout], device_bytes: int, host_bytes: int) 
     memory = []
     aim = max(fewest, EXTENT_BYTES // largest)
     least = largest * fewest * groups
-    most = min(TIER_BYTES_MAX, EXTENTS_MAX * aim * largest, BLOCKS_MAX * min(sizes))
+    most = min(ARENA_BYTES_MAX, EXTENTS_MAX * aim * largest, BLOCKS_PER_GROUP_MAX * min(sizes))
     for name, budget in (("device_memory", device_bytes), ("host_memory", host_bytes)):
         if budget > most or (budget < least and (budget > 0 or name == "device_memory")):
             limit = f"from {least} bytes, one page of each of {groups} layer group(s), to {most}"

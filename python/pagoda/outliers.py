@@ -15,13 +15,11 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from pagoda._core import F16_MAX
 from pagoda.checks import finite
 from pagoda.errors import InvalidArgument
 from pagoda.formats import FORMATS
 from pagoda.spec import AttentionLayer
-
-CENTER_MAX = 65504.0
-"""The largest float16: K of no model has an offset beyond, and rows beside a larger one would be lost."""
 
 
 class CoreOutliers(TypedDict):
@@ -36,7 +34,7 @@ class Outliers:
     """The choice of a cache.
 
     center: "first" takes the mean of the first K rows that a layer is given, those of a step of 8 tokens or more in an empty
-    cache, or nothing if a number of it is NaN or beyond CENTER_MAX. It stays as long as any sequence has tokens: when all are
+    cache, or nothing if a number of it is NaN or beyond float16. It stays as long as any sequence has tokens: when all are
     gone, also as a warm-up's are, the next first rows count. Or an array [num_kv_heads, head_dim] for each layer, such as the
     bias of the K projection, or None; or None for all.
     "auto": "first", but None where results are to be deterministic, as "first" depends on what came first.
@@ -86,8 +84,7 @@ class Outliers:
             return None
         center = finite(f"center[{index}]", given, (layer.num_kv_heads, layer.head_dim))
         largest = max(center, key=abs)
-        if abs(largest) > CENTER_MAX:
-            raise InvalidArgument(
-                f"center[{index}] = {largest} among others: numbers from {-CENTER_MAX:g} to {CENTER_MAX:g}"
-            )
+        # K of no model has an offset beyond, and rows beside a larger one would be lost.
+        if abs(largest) > F16_MAX:
+            raise InvalidArgument(f"center[{index}] = {largest} among others: numbers from {-F16_MAX:g} to {F16_MAX:g}")
         return center

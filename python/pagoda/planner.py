@@ -7,12 +7,13 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from pagoda import _core
-from pagoda.checks import TOKENS_MAX, as_ints, check_flag, check_integer, natural
+from pagoda._core import RUN_ROWS, TOKENS_MAX
+from pagoda.checks import as_ints, check_flag, check_integer, natural
 from pagoda.device.passage import passage_bytes, stored_bytes
 from pagoda.device.ring import SLOTS, ring_slots
 from pagoda.errors import InvalidArgument
 from pagoda.formats import FORMATS, row_format
-from pagoda.geometry import RUN_ROWS, formats_stored, group_layers, strip_bytes
+from pagoda.geometry import formats_stored, group_layers, strip_bytes
 from pagoda.retention import Keeps, SinkWindow, keeps_by_layer
 from pagoda.spec import AttentionLayer, ModelSpec, check_spec
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagoda.checks import TOKENS_MAX, as_ints, check_choice, check_integer
+from pagoda._core import TOKENS_MAX
+from pagoda.checks import as_ints, check_choice, check_integer
 from pagoda.errors import InvalidArgument
 from pagoda.spec import ModelSpec
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.checks import FACTOR_MAX, TOKENS_MAX, as_ints, check_factor, check_flag, check_integer, is_number, natural
+from pagoda._core import HEAD_DIM_MAX, TOKENS_MAX
+from pagoda.checks import FACTOR_MAX, as_ints, check_factor, check_flag, check_integer, is_number, natural
 from pagoda.errors import InvalidArgument
-from pagoda.formats import ROW_MAX
 
 
 def check_factors(**numbers: float) -> None:
@@ -174,7 +174,7 @@ class Rope:
         if not is_number(self.theta) or not 1 < self.theta <= FACTOR_MAX:
             raise InvalidArgument(f"rope.theta = {self.theta!r}: a number above 1, at most {FACTOR_MAX}")
         if self.rotary_dim is not None:
-            check_integer("rope.rotary_dim", self.rotary_dim, 2, ROW_MAX)
+            check_integer("rope.rotary_dim", self.rotary_dim, 2, HEAD_DIM_MAX)
             if self.rotary_dim % 2:
                 raise InvalidArgument(f"rope.rotary_dim = {self.rotary_dim}: even")
         check_flag("rope.interleaved", self.interleaved)
@@ -183,7 +183,7 @@ class Rope:
 
     def dim_of(self, head_dim: int) -> int:
         """How many elements of a row of `head_dim` turn. Raises InvalidArgument where the row has fewer."""
-        head_dim = natural("head_dim", head_dim, 2, ROW_MAX)
+        head_dim = natural("head_dim", head_dim, 2, HEAD_DIM_MAX)
         dim = head_dim if self.rotary_dim is None else self.rotary_dim
         if dim > head_dim:
             raise InvalidArgument(f"rope.rotary_dim = {dim}: at most head_dim = {head_dim}")

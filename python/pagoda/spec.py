@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pagoda.checks import TOKENS_MAX, as_ints, check_factor, check_flag, check_integer, check_list, check_text
+from pagoda._core import HEAD_DIM_MAX, TOKENS_MAX
+from pagoda.checks import as_ints, check_factor, check_flag, check_integer, check_list, check_text
 from pagoda.errors import InvalidArgument
-from pagoda.formats import ROW_MAX, row_format
+from pagoda.formats import row_format
 from pagoda.rope import Rope
 
 __all__ = ["AttentionLayer", "Layer", "ModelSpec", "Rope", "StateLayer"]
@@ -57,7 +58,7 @@ class AttentionLayer:
         if self.num_q_heads % self.num_kv_heads:
             raise InvalidArgument(f"num_q_heads = {self.num_q_heads}: a multiple of num_kv_heads = {self.num_kv_heads}")
         for name, dim in (("head_dim", self.head_dim), ("v_head_dim", self.v_dim)):
-            check_integer(name, dim, 8, ROW_MAX)
+            check_integer(name, dim, 8, HEAD_DIM_MAX)
             if dim % 8:
                 raise InvalidArgument(f"{name} = {dim}: a multiple of 8")
         if self.window is not None:

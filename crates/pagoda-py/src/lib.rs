@@ -24,7 +24,10 @@ mod tables;
 mod ticket;
 mod upload;
 
+use pagoda_core::layout::BlockLayout;
+use pagoda_core::{limits, work};
 use pagoda_cpu::Isa;
+use pagoda_store::disk::io;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -44,8 +47,22 @@ fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add("ARENA_BYTES_MAX", limits::ARENA_BYTES_MAX)?;
+    module.add("BLOCKS_PER_GROUP_MAX", limits::BLOCKS_PER_GROUP_MAX)?;
+    module.add("BLOCK_ALIGN", BlockLayout::ALIGN)?;
     module.add("COMMON_LEVELS_MAX", pagoda_core::common::LEVELS_MAX)?;
+    module.add("DISK_ALIGN", io::ALIGN)?;
+    module.add("EXTENTS_MAX", limits::EXTENTS_MAX)?;
+    module.add("F16_MAX", pagoda_cpu::F16_MAX)?;
+    module.add("GROUPS_MAX", limits::GROUPS_MAX)?;
+    module.add("HEAD_DIM_MAX", pagoda_cpu::HEAD_DIM_MAX)?;
     module.add("KEY_BYTES_MAX", sessions::KEY_BYTES_MAX)?;
+    module.add("PAGE_SIZE_MAX", pagoda_cpu::PAGE_SIZE_MAX)?;
+    module.add("PAGE_SIZE_MIN", pagoda_cpu::PAGE_SIZE_MIN)?;
+    module.add("RUN_ROWS", work::RUN_ROWS)?;
+    module.add("SEQUENCES_MAX", limits::SEQUENCES_MAX)?;
+    module.add("TILE", work::TILE)?;
+    module.add("TOKENS_MAX", limits::TOKENS_PER_SEQUENCE_MAX)?;
     module.add_function(wrap_pyfunction!(build_info, module)?)?;
     module.add_function(wrap_pyfunction!(codec::encode_rows, module)?)?;
     module.add_function(wrap_pyfunction!(codec::decode_rows, module)?)?;

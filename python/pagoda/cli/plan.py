@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pagoda.checks import TOKENS_MAX, check_page_size
+from pagoda._core import TOKENS_MAX
+from pagoda.checks import check_page_size
 from pagoda.cli.console import results
 from pagoda.cli.options import Commands, add_cache_types, load_spec
 from pagoda.errors import InvalidArgument

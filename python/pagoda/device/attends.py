@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pagoda._core import RUN_ROWS
 from pagoda.device.driver import Driver, Stream, View
 from pagoda.device.layers import Kind, LayerKernels
 from pagoda.device.scratch import Scratch
 from pagoda.device.streaming import GroupPasses, Streams
 from pagoda.device.tables import ListTables, StepTables
 from pagoda.errors import BackendUnavailable, InvalidArgument
-from pagoda.geometry import RUN_ROWS
 from pagoda.kernels import arguments, instances
 from pagoda.kernels.arguments import Attend, Division
 

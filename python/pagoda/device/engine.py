@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core
+from pagoda._core import RUN_ROWS
 from pagoda.device.appends import Appends, Centers, Misfits
 from pagoda.device.arrays import Arrays
 from pagoda.device.attends import Attends, Maxima
@@ -39,7 +40,7 @@ from pagoda.device.streaming import Streams, Traffic
 from pagoda.device.tables import Room, StepTables
 from pagoda.disk import DiskArguments
 from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, PagodaError
-from pagoda.geometry import RUN_ROWS, Geometry, owners_of
+from pagoda.geometry import Geometry, owners_of
 from pagoda.rates import Routes
 
 T = TypeVar("T")
@@ -182,6 +183,7 @@ class DeviceEngine:
         if self._maxima is not None:
             raise InvalidArgument("declare: a second time; graphs that were captured since the first use its tables")
         self._wait_for_steps()
+        # Entries of pages that have left a window go a run at a time.
         passed = RUN_ROWS if any(layer["keeps"] for layer in self._layers) else 0
         columns = -(-(context + passed) // self._page_size) + SPANS_DECLARED
         maxima, spans = Maxima(sequences, new_tokens, context, tokens), sequences * SPANS_DECLARED

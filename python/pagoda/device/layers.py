@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 
-from pagoda.checks import TOKENS_MAX
+from pagoda._core import TOKENS_MAX
 from pagoda.device.arrays import FLOATS
 from pagoda.device.derived import DerivedKeys
 from pagoda.device.tables import Work

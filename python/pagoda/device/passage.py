@@ -10,6 +10,7 @@ import ctypes
 from dataclasses import dataclass
 
 from pagoda import _core
+from pagoda._core import DISK_ALIGN
 from pagoda.device.driver import Driver
 
 PART_BYTES = 16 << 20
@@ -18,13 +19,10 @@ PART_BYTES = 16 << 20
 PARTS = 4
 """Some are copied while others are written or read."""
 
-ALIGN = 4096
-"""Of a layer of a page on disk: docs/layout.md."""
-
 
 def stored_bytes(size: int) -> int:
     """Bytes of a layer of a page as the ring has it."""
-    return -(-size // ALIGN) * ALIGN
+    return -(-size // DISK_ALIGN) * DISK_ALIGN
 
 
 @dataclass(frozen=True)

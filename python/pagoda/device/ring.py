@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from pagoda._core import RUN_ROWS, TILE
 from pagoda.device.driver import Driver, Event, Stream
 from pagoda.device.passage import stored_bytes
 from pagoda.device.reads import Found, Reads
-from pagoda.geometry import RUN_ROWS, TILE
 
 SLOTS = 2
 """One is read while the other is filled; more would only be filled earlier."""

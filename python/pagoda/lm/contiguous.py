@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.checks import TOKENS_MAX, check_list, integers
+from pagoda._core import TOKENS_MAX
+from pagoda.checks import check_list, integers
 from pagoda.errors import InvalidArgument
 from pagoda.formats import decode, encode, formats_by_layer
 from pagoda.spec import ModelSpec, check_spec

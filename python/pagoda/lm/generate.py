@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.checks import TOKENS_MAX, integers, natural
+from pagoda._core import TOKENS_MAX
+from pagoda.checks import integers, natural
 from pagoda.errors import InvalidArgument
 from pagoda.lm.arrays import to_host
 from pagoda.lm.model import LanguageModel

@@ -15,8 +15,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from pagoda._core import TOKENS_MAX
 from pagoda.cache import Cache
-from pagoda.checks import TOKENS_MAX, check_threads
+from pagoda.checks import check_threads
 from pagoda.cli.console import results
 from pagoda.cli.options import Commands, directory, format_pair
 from pagoda.cli.plan import describe
