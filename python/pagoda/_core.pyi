@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.disk import DiskArguments
-from pagoda.geometry import CoreLayer
+from pagoda.geometry import CoreLayer, Plane
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -17,7 +17,6 @@ _Link = Callable[[npt.NDArray[np.uint64]], None]
 __version__: str
 ARENA_BYTES_MAX: int
 BLOCKS_PER_GROUP_MAX: int
-BLOCK_ALIGN: int
 COMMON_LEVELS_MAX: int
 DISK_ALIGN: int
 EXTENTS_MAX: int
@@ -27,6 +26,7 @@ HEAD_DIM_MAX: int
 KEY_BYTES_MAX: int
 PAGE_SIZE_MAX: int
 PAGE_SIZE_MIN: int
+ROW_FORMATS: list[tuple[str, int, int, int, int | None]]
 RUN_ROWS: int
 SEQUENCES_MAX: int
 TILE: int
@@ -35,7 +35,6 @@ TOKENS_MAX: int
 __all__ = [
     "ARENA_BYTES_MAX",
     "BLOCKS_PER_GROUP_MAX",
-    "BLOCK_ALIGN",
     "COMMON_LEVELS_MAX",
     "DISK_ALIGN",
     "EXTENTS_MAX",
@@ -45,6 +44,7 @@ __all__ = [
     "KEY_BYTES_MAX",
     "PAGE_SIZE_MAX",
     "PAGE_SIZE_MIN",
+    "ROW_FORMATS",
     "RUN_ROWS",
     "SEQUENCES_MAX",
     "TILE",
@@ -57,6 +57,7 @@ __all__ = [
     "Ticket",
     "__version__",
     "after_fork_in_child",
+    "block_layout",
     "build_info",
     "decode_rows",
     "disk_access",
@@ -67,6 +68,9 @@ __all__ = [
 ]
 
 def build_info() -> dict[str, Any]: ...
+def block_layout(
+    layers: Sequence[tuple[int, int, int, str, str | None]], page_size: int
+) -> tuple[int, list[tuple[Plane, Plane]]]: ...
 def after_fork_in_child() -> None: ...
 def disk_room(runs: list[list[int]], disk_memory: int) -> int: ...
 def ring_bytes(slot_bytes: int) -> int: ...

@@ -1,4 +1,4 @@
-"""Row formats: how one K or V row (one token, one head) is stored. The one table of them, and their bytes."""
+"""Row formats: how one K or V row (one token, one head) is stored. What they are, and their bytes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ VARIABLE = "PAGODA_KV_DTYPE"
 """Of the environment: formats for every cache, whatever it asks for, to find out whether a format is at fault. One for K and
 V, or two with a comma. What measures formats that it names, or plans with them, refuses to."""
 
-BLOCK = 32
-"""Elements of a block with a scale of its own, in most formats."""
-
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -31,7 +28,7 @@ class RowFormat:
     unit: a row has a multiple of so many elements. rotate: whether rows are rotated by default (`pagoda.outliers`).
     """
 
-    bits: float
+    bits: int
     unit: int
     scale_bytes: int = 0
     block: int | None = None
@@ -44,7 +41,7 @@ class RowFormat:
 
     def row_bytes(self, dim: int) -> int:
         """Bytes of the elements of a row."""
-        return int(dim * self.bits // 8)
+        return dim * self.bits // 8
 
     def scales_bytes(self, dim: int) -> int:
         """Bytes of the scales of a row."""
@@ -56,16 +53,8 @@ class RowFormat:
 
 
 FORMATS = {
-    "f32": RowFormat(32, 8),
-    "f16": RowFormat(16, 8),
-    "bf16": RowFormat(16, 8),
-    "fp8_e4m3": RowFormat(8, 16, 4),
-    "int8": RowFormat(8, 16, 4, rotate=True),
-    "q8_0": RowFormat(8, 32, 2, BLOCK, rotate=True),
-    "q5_0": RowFormat(5, 32, 2, BLOCK, rotate=True),
-    "q4_0": RowFormat(4, 32, 2, BLOCK, rotate=True),
-    "mxfp4": RowFormat(4, 32, 1, BLOCK),
-    "nvfp4": RowFormat(4, 32, 1, 16),
+    name: RowFormat(bits, unit, scale_bytes, block, rotate=name in ("int8", "q8_0", "q5_0", "q4_0"))
+    for name, bits, unit, scale_bytes, block in _core.ROW_FORMATS
 }
 """fp8_e4m3 and int8: one float32 scale a row. q8_0, q5_0, q4_0: ggml's blocks of 32 elements with a float16 scale
 (ggml-common.h). mxfp4: OCP's blocks of 32 E2M1 with an E8M0 scale. nvfp4: blocks of 16 E2M1 with an E4M3 scale.
@@ -164,7 +153,7 @@ def to_ggml(rows: Bytes, scales: Bytes, name: str) -> Bytes:
     check_choice("name", name, GGML)
     rows = _bytes("rows", rows)
     form, unit, lead = FORMATS[name], _unit(name), rows.shape[:-1]
-    dim = _row(name, (int(rows.shape[-1] * 8 / form.bits),), f"rows = uint8 {list(rows.shape)}")
+    dim = _row(name, (rows.shape[-1] * 8 // form.bits,), f"rows = uint8 {list(rows.shape)}")
     scales = _bytes("scales", scales, (*lead, form.scales_bytes(dim)))
     parts = [scales.reshape(*lead, dim // unit, form.scales_bytes(unit))]
     if name == "q5_0":

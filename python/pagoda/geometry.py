@@ -11,7 +11,8 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from pagoda._core import ARENA_BYTES_MAX, BLOCK_ALIGN, BLOCKS_PER_GROUP_MAX, EXTENTS_MAX, GROUPS_MAX
+from pagoda import _core
+from pagoda._core import ARENA_BYTES_MAX, BLOCKS_PER_GROUP_MAX, EXTENTS_MAX, GROUPS_MAX
 from pagoda.checks import check_list, finite
 from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.formats import FORMATS, cause
@@ -159,30 +160,13 @@ def _norms(spec: ModelSpec, k_norms: Sequence[npt.NDArray[Any] | None] | None) -
     return norms
 
 
-def strip_bytes(row_bytes: int, page_size: int, heads: int) -> int:
-    """Bytes of rows, or their scales, of one layer inside a block."""
-    return -(-row_bytes * page_size * heads // BLOCK_ALIGN) * BLOCK_ALIGN
-
-
-@dataclass(frozen=True)
-class Strip:
-    """Rows, or their scales, of one layer inside a block: [kv_head][token][row]. Bytes."""
-
-    offset: int
-    head_stride: int
-
-
-@dataclass(frozen=True)
-class Plane:
-    """K or V of one layer inside a block."""
-
-    rows: Strip
-    scales: Strip
+Plane = tuple[tuple[int, int], tuple[int, int]]
+"""K or V of one layer inside a block: offset and head stride of its rows, and of their scales. Bytes."""
 
 
 @dataclass
 class BlockLayout:
-    """Where the layers of a group lie in its blocks: docs/layout.md, as `layout.rs` has it. planes: K and V of each layer."""
+    """Where the layers of a group lie in its blocks: docs/layout.md. planes: K and V of each layer."""
 
     planes: dict[int, tuple[Plane, Plane]]
     block_bytes: int
@@ -206,24 +190,21 @@ class Geometry:
     @cached_property
     def layouts(self) -> list[BlockLayout]:
         """The blocks of each layer group."""
-        layouts = [BlockLayout({}, 0) for _ in range(1 + max((layer["group"] for layer in self.layers), default=-1))]
-        for index, layer in enumerate(self.layers):
-            if layer["kv_owner"] is not None:
-                continue
-            layout = layouts[layer["group"]]
-
-            def strip(row_bytes: int, layout: BlockLayout = layout, heads: int = layer["num_kv_heads"]) -> Strip:
-                strip = Strip(layout.block_bytes, row_bytes * self.page_size)
-                layout.block_bytes += strip_bytes(row_bytes, self.page_size, heads)
-                return strip
-
-            planes = []
-            for dim, dtype in ((layer["head_dim"], layer["k_dtype"]), (layer["v_head_dim"], layer["v_dtype"])):
-                form = FORMATS[dtype]
-                planes.append(Plane(strip(form.row_bytes(dim)), strip(form.scales_bytes(dim))))
-                if layer["v_alias"]:
-                    break
-            layout.planes[index] = (planes[0], planes[-1])
+        layouts = []
+        for group in range(1 + max((layer["group"] for layer in self.layers), default=-1)):
+            stored = {
+                index: (
+                    layer["num_kv_heads"],
+                    layer["head_dim"],
+                    layer["v_head_dim"],
+                    layer["k_dtype"],
+                    None if layer["v_alias"] else layer["v_dtype"],
+                )
+                for index, layer in enumerate(self.layers)
+                if layer["group"] == group and layer["kv_owner"] is None
+            }
+            block_bytes, planes = _core.block_layout(list(stored.values()), self.page_size)
+            layouts.append(BlockLayout(dict(zip(stored, planes, strict=True)), block_bytes))
         return layouts
 
     @cached_property
@@ -235,7 +216,7 @@ class Geometry:
     def runs(self) -> list[Run]:
         """Of each layer, or its owner: everything in a block that belongs to it is one run."""
         places = ((layer["group"], owner) for layer, owner in zip(self.layers, owners_of(self.layers), strict=True))
-        return [Run(self.layouts[at].planes[owner][0].rows.offset, self.layer_bytes[at]) for at, owner in places]
+        return [Run(self.layouts[at].planes[owner][0][0][0], self.layer_bytes[at]) for at, owner in places]
 
 
 def tier_memory(layouts: list[BlockLayout], device_bytes: int, host_bytes: int) -> list[tuple[int, int]]:

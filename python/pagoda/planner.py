@@ -12,8 +12,8 @@ from pagoda.checks import as_ints, check_flag, check_integer, natural
 from pagoda.device.passage import passage_bytes, stored_bytes
 from pagoda.device.ring import SLOTS, ring_slots
 from pagoda.errors import InvalidArgument
-from pagoda.formats import FORMATS, row_format
-from pagoda.geometry import formats_stored, group_layers, strip_bytes
+from pagoda.formats import row_format
+from pagoda.geometry import formats_stored, group_layers
 from pagoda.retention import Keeps, SinkWindow, keeps_by_layer
 from pagoda.spec import AttentionLayer, ModelSpec, check_spec
 
@@ -149,10 +149,10 @@ class Planner:
         assert isinstance(layer, AttentionLayer)
         if layer.kv_owner is not None:
             return 0
-        rows = [] if layer.k_eq_v else [(layer.head_dim, FORMATS[self.k_dtype])]
-        rows += [] if layer.v_alias else [(layer.v_dim, FORMATS[self.v_dtype])]
-        sizes = [size for dim, form in rows for size in (form.row_bytes(dim), form.scales_bytes(dim))]
-        return sum(strip_bytes(size, self.page_size, layer.num_kv_heads) for size in sizes)
+        k_dtype, v_dtype = formats_stored(index, layer, self.k_dtype, self.v_dtype)
+        v_stored = None if layer.v_alias or layer.k_eq_v else v_dtype
+        stored = layer.num_kv_heads, layer.head_dim, layer.v_dim, k_dtype, v_stored
+        return _core.block_layout([stored], self.page_size)[0]
 
     def room(self, size: int) -> int:
         """Bytes of pages for which so many bytes of the device or the host tier have room: no page lies in two tiers.

@@ -55,28 +55,41 @@ impl RowFormat {
         }
     }
 
+    /// Bits of an element.
+    pub const fn bits(self) -> u32 {
+        match self {
+            Self::F32 => 32,
+            Self::F16 | Self::Bf16 => 16,
+            Self::Fp8E4m3 | Self::Int8 | Self::Q8_0 => 8,
+            Self::Q5_0 => 5,
+            Self::Q4_0 | Self::Mxfp4 | Self::Nvfp4 => 4,
+        }
+    }
+
+    /// Bytes of a scale, 0 without one, and the elements that share it: a row if `None`.
+    pub const fn scale(self) -> (u32, Option<u32>) {
+        match self {
+            Self::F32 | Self::F16 | Self::Bf16 => (0, None),
+            Self::Fp8E4m3 | Self::Int8 => (4, None),
+            Self::Q8_0 | Self::Q5_0 | Self::Q4_0 => (2, Some(32)),
+            Self::Mxfp4 => (1, Some(32)),
+            Self::Nvfp4 => (1, Some(16)),
+        }
+    }
+
     /// Bytes of a row of `dim` elements, without scales.
     pub const fn row_bytes(self, dim: u32) -> u64 {
-        let dim = dim as u64;
-        match self {
-            Self::F32 => dim * 4,
-            Self::F16 | Self::Bf16 => dim * 2,
-            Self::Fp8E4m3 | Self::Int8 | Self::Q8_0 => dim,
-            Self::Q5_0 => dim / 2 + dim / 8,
-            Self::Q4_0 | Self::Mxfp4 | Self::Nvfp4 => dim / 2,
-        }
+        dim as u64 * self.bits() as u64 / 8
     }
 
     /// Bytes of the scales of a row of `dim` elements.
     pub const fn scale_bytes(self, dim: u32) -> u64 {
-        let dim = dim as u64;
-        match self {
-            Self::F32 | Self::F16 | Self::Bf16 => 0,
-            Self::Fp8E4m3 | Self::Int8 => 4,
-            Self::Q8_0 | Self::Q5_0 | Self::Q4_0 => dim / 32 * 2,
-            Self::Mxfp4 => dim / 32,
-            Self::Nvfp4 => dim / 16,
-        }
+        let (bytes, block) = self.scale();
+        let scales = match block {
+            Some(block) => dim / block,
+            None => 1,
+        };
+        bytes as u64 * scales as u64
     }
 }
 

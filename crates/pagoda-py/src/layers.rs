@@ -4,7 +4,7 @@ use crate::arrays::format_named;
 use crate::errors::invalid_because;
 use pagoda_core::cache::{Group, GroupKind};
 use pagoda_core::ids::GroupId;
-use pagoda_core::layout::{BlockLayout, LayerGeometry, LayerLayout};
+use pagoda_core::layout::{BlockLayout, LayerGeometry, LayerLayout, Plane, Strip};
 use pagoda_core::window::Window;
 use pagoda_cpu::{DerivedKeys, Layer, Rope, Transform};
 use pyo3::prelude::*;
@@ -63,18 +63,43 @@ pub(crate) struct Placed {
     pub(crate) layers: Vec<PlacedLayer>,
 }
 
+/// K/V heads of a layer, elements of its K and of its V rows, and their formats: none of V where that is part of K.
+type Stored<S> = (u32, u32, u32, S, Option<S>);
+
+fn geometry(
+    py: Python<'_>,
+    (num_kv_heads, head_dim, v_head_dim, k_dtype, v_dtype): Stored<&str>,
+) -> PyResult<LayerGeometry> {
+    let k_format = format_named(py, "k_dtype", k_dtype)?;
+    let v_format = v_dtype.map(|name| format_named(py, "v_dtype", name)).transpose()?;
+    Ok(LayerGeometry { num_kv_heads, head_dim, v_head_dim, k_format, v_format })
+}
+
+/// Offset and head stride of rows, and of their scales.
+type PlanePlace = ((u64, u64), (u64, u64));
+
+/// Bytes of a block of a group of layers, and where in it the K and the V of each one lie.
+#[pyfunction]
+pub(crate) fn block_layout(
+    py: Python<'_>,
+    layers: Vec<Stored<String>>,
+    page_size: u32,
+) -> PyResult<(u64, Vec<(PlanePlace, PlanePlace)>)> {
+    let layers = layers
+        .iter()
+        .map(|(heads, k, v, k_dtype, v_dtype)| geometry(py, (*heads, *k, *v, k_dtype, v_dtype.as_deref())));
+    let layout = BlockLayout::new(&layers.collect::<PyResult<Vec<_>>>()?, page_size);
+    let strip = |strip: Strip| (strip.offset, strip.head_stride);
+    let plane = |plane: Plane| (strip(plane.rows), strip(plane.scales));
+    Ok((layout.block_bytes, layout.layers.iter().map(|layer| (plane(layer.k), plane(layer.v))).collect()))
+}
+
 /// Lays out the blocks of every group and checks every layer.
 pub(crate) fn place(py: Python<'_>, layers: &[LayerArguments], page_size: u32) -> PyResult<Placed> {
     let geometry = |layer: &LayerArguments| {
-        let (k, v) =
-            (format_named(py, "k_dtype", &layer.k_dtype)?, format_named(py, "v_dtype", &layer.v_dtype)?);
-        PyResult::Ok(LayerGeometry {
-            num_kv_heads: layer.num_kv_heads,
-            head_dim: layer.head_dim,
-            v_head_dim: layer.v_head_dim,
-            k_format: k,
-            v_format: (!layer.v_alias).then_some(v),
-        })
+        let LayerArguments { num_kv_heads, head_dim, v_head_dim, ref k_dtype, ref v_dtype, .. } = *layer;
+        let v_dtype = (!layer.v_alias).then_some(v_dtype.as_str());
+        geometry(py, (num_kv_heads, head_dim, v_head_dim, k_dtype, v_dtype))
     };
     let count = layers.iter().map(|layer| layer.group as usize + 1).max().unwrap_or(0);
     let (mut groups, mut runs) = (Vec::with_capacity(count), Vec::with_capacity(count));

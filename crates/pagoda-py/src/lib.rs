@@ -24,7 +24,7 @@ mod tables;
 mod ticket;
 mod upload;
 
-use pagoda_core::layout::BlockLayout;
+use pagoda_core::layout::RowFormat;
 use pagoda_core::{limits, work};
 use pagoda_cpu::Isa;
 use pagoda_store::disk::io;
@@ -49,7 +49,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("ARENA_BYTES_MAX", limits::ARENA_BYTES_MAX)?;
     module.add("BLOCKS_PER_GROUP_MAX", limits::BLOCKS_PER_GROUP_MAX)?;
-    module.add("BLOCK_ALIGN", BlockLayout::ALIGN)?;
     module.add("COMMON_LEVELS_MAX", pagoda_core::common::LEVELS_MAX)?;
     module.add("DISK_ALIGN", io::ALIGN)?;
     module.add("EXTENTS_MAX", limits::EXTENTS_MAX)?;
@@ -63,6 +62,11 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("SEQUENCES_MAX", limits::SEQUENCES_MAX)?;
     module.add("TILE", work::TILE)?;
     module.add("TOKENS_MAX", limits::TOKENS_PER_SEQUENCE_MAX)?;
+    let facts = |format: RowFormat| {
+        let (scale_bytes, block) = format.scale();
+        (format.to_string(), format.bits(), format.unit(), scale_bytes, block)
+    };
+    module.add("ROW_FORMATS", RowFormat::ALL.map(facts))?;
     module.add_function(wrap_pyfunction!(build_info, module)?)?;
     module.add_function(wrap_pyfunction!(codec::encode_rows, module)?)?;
     module.add_function(wrap_pyfunction!(codec::decode_rows, module)?)?;
@@ -70,6 +74,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(disk::disk_room, module)?)?;
     module.add_function(wrap_pyfunction!(disk::ring_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(disk::time_disk_reads, module)?)?;
+    module.add_function(wrap_pyfunction!(layers::block_layout, module)?)?;
     module.add_function(wrap_pyfunction!(fork::after_fork_in_child, module)?)?;
     module.add_class::<cache::Cache>()?;
     module.add_class::<handle::Handle>()?;

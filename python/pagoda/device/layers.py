@@ -10,8 +10,7 @@ from pagoda.device.arrays import FLOATS
 from pagoda.device.derived import DerivedKeys
 from pagoda.device.tables import Work
 from pagoda.errors import BackendUnavailable
-from pagoda.geometry import BlockLayout, CoreLayer
-from pagoda.geometry import Plane as PlaneLayout
+from pagoda.geometry import BlockLayout, CoreLayer, Plane
 from pagoda.kernels import arguments, instances
 from pagoda.kernels.arguments import Append, Attend
 
@@ -63,7 +62,7 @@ class LayerKernels:
     def place(
         self,
         layout: BlockLayout,
-        planes: tuple[PlaneLayout, PlaneLayout],
+        planes: tuple[Plane, Plane],
         page_size: int,
         bases: tuple[int, int],
         center: int | None,
@@ -72,7 +71,7 @@ class LayerKernels:
     ) -> None:
         """Says where memory is. bases: addresses of the device and the host tier. center: what K is centred by, if it is.
         misfit: where `append` notes values that do not fit their format, if it is to. derived: where a layer stores no K."""
-        shape, (k_plane, v_plane) = self.shape, map(_plane, planes)
+        shape, (k_plane, v_plane) = self.shape, planes
         page_shift, block_bytes = page_size.bit_length() - 1, layout.block_bytes
         rotate_k, rotate_v = shape["rotate"]
         self._append = Append(
@@ -158,9 +157,3 @@ class LayerKernels:
         """Of a block: as many as fit a unit, of whichever of the types."""
         chosen = [self.attention(mode, q) for q in types]
         return min(one.rows // (self.heads // one.sets) for one in chosen)
-
-
-def _plane(layout: PlaneLayout) -> arguments.Plane:
-    return arguments.Plane(
-        *(arguments.Strip(strip.offset, strip.head_stride) for strip in (layout.rows, layout.scales))
-    )
