@@ -466,6 +466,11 @@ def test_generate_refuses_in_one_line(arguments: list[str], refused: Callable[..
     refused("generate", *arguments)
 
 
+def test_a_model_that_is_not_there_is_named_by_its_option(refused: Callable[..., str]) -> None:
+    for path in ("/nowhere", "x" * 300):
+        assert refused("generate", "--model", path).startswith(f"--model = {path!r}: a folder")
+
+
 @pytest.mark.parametrize("command", [["generate"], ["plan", "qwen3-8b"]])
 def test_row_formats_are_listed_to_choose_from(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--help"], ["--cache-type-k", "q9"]):

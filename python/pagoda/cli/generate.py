@@ -18,6 +18,7 @@ from pagoda.cli.options import Commands, add_cache_types, add_retention, directo
 from pagoda.cli.view import View
 from pagoda.errors import InvalidArgument, OutOfBlocks
 from pagoda.lm import ContiguousCache, LanguageModel, Read, Sampler, generate
+from pagoda.lm.model import is_folder
 from pagoda.models import SHIPPED_MODEL, SHIPPED_TEXT
 from pagoda.retention import keeps_by_layer
 from pagoda.sizes import format_size, parse_size, parse_tokens
@@ -87,6 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.tokens < 0:
         raise InvalidArgument(f"--tokens = {arguments.tokens}: at least 0")
     device = _device(arguments)
+    if not is_folder(arguments.model):
+        raise InvalidArgument(f"--model = {str(arguments.model)!r}: a folder with config.json and model.safetensors")
     model = LanguageModel.load(arguments.model, device)
     prompt = model.tokenizer.encode(_text(arguments))
     if arguments.read is not None:

@@ -86,6 +86,14 @@ class Block:
     down_bias: Array | None
 
 
+def is_folder(path: str | Path) -> bool:
+    """Whether it names a folder. What is no path names none."""
+    try:
+        return bool(str(path)) and Path(path).is_dir()
+    except (OSError, TypeError):
+        return False
+
+
 class LanguageModel:
     """A decoder-only model: token ids in, logits out. Made by `LanguageModel.load`."""
 
@@ -128,11 +136,7 @@ class LanguageModel:
         `with model.device, cache.step(...) as step`. Raises InvalidArgument for what cannot be, BackendUnavailable for a
         device that is not there.
         """
-        try:
-            is_there = bool(str(folder)) and Path(folder).is_dir()
-        except (OSError, TypeError):
-            is_there = False
-        if not is_there:
+        if not is_folder(folder):
             raise InvalidArgument(f"folder = {folder!r}: one with config.json and model.safetensors")
         arrays, folder = library(device), Path(folder)
         config = read_config(folder)
