@@ -333,6 +333,16 @@ def test_what_a_cache_refuses_is_refused_before_anything_is_measured(
     assert refused(*bench("--contexts", "2k", "--weights", "0", *arguments)).startswith(named)
 
 
+def test_budgets_whose_pages_are_too_few_are_named(rates: dict[str, float], refused: Callable[..., str]) -> None:
+    """Five pages of 768 KiB fit 4 MiB, but neither half of it holds more than two."""
+    memory = ["--device-memory", "2MiB", "--host-memory", "2MiB"]
+    said = refused(*bench("--contexts", "256", "--tokens", "1", "--weights", "0", *memory))
+    page = PAGE * BYTES * 2
+    assert said.startswith(
+        f"--device-memory = {2 << 20}, --host-memory = {2 << 20}: together at least {page} bytes more"
+    )
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -22,7 +22,7 @@ from pagoda.cli.console import results
 from pagoda.cli.options import Commands, directory, format_pair
 from pagoda.cli.plan import describe
 from pagoda.device import cuda, device_index
-from pagoda.errors import InvalidArgument
+from pagoda.errors import InvalidArgument, OutOfBlocks
 from pagoda.lm.arrays import library
 from pagoda.measuring import machine
 from pagoda.measuring.backends import Backend, CpuBackend, GpuBackend
@@ -157,7 +157,12 @@ def run(arguments: argparse.Namespace) -> int:
         rates = backend.ceilings() | ceilings(threads, place)
         for context, budget in zip(contexts, budgets, strict=True):
             status.update(f"{format_tokens(context)} tokens")
-            row = measure(spec, context, backend, most, seconds, options | budget)
+            try:
+                row = measure(spec, context, backend, most, seconds, options | budget)
+            except OutOfBlocks as error:
+                sizes = ", ".join(f"--{name.replace('_', '-')} = {size}" for name, size in budget.items())
+                limit = f"together at least {error.bytes_short} bytes more, for {context:,} tokens"
+                raise InvalidArgument(f"{sizes}: {limit} ({error})") from error
             planned = plan_of(planner, context + 1 + most, budget, on_gpu=on_gpu)
             rows.append(row | against(rates, row) | {"planned_bytes": planned})
     document = {
