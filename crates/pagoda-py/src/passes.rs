@@ -19,8 +19,8 @@ pub(crate) struct StreamArguments {
     group: u8,
     /// Pages that a pass brings at most.
     room: usize,
-    /// Of the first pages of sequences that may be divided, as far as these are on the host tier: what the CPU computes.
-    computed: f64,
+    /// Of the first pages of sequences that may be divided, as far as these are on the host tier: what the CPU attends to.
+    on_cpu: f64,
     /// Of all others there: what kernels read in place.
     in_place: f64,
 }
@@ -169,7 +169,7 @@ impl Upload {
         core: &Cache,
         step: &StepState,
         layers: &[PlacedLayer],
-        &StreamArguments { group, room, computed, in_place }: &StreamArguments,
+        &StreamArguments { group, room, on_cpu, in_place }: &StreamArguments,
     ) -> Passes {
         let id = GroupId(group);
         let works = || self.works_of(id).map(|(_, work)| work);
@@ -188,7 +188,7 @@ impl Upload {
             let (low, queries) = (low.unwrap_or(0), length - new_tokens);
             Scanned { spans, row: core.step_row(index, id).0, low, queries, divisible }
         });
-        let shares = Shares { elsewhere: computed, in_place };
+        let shares = Shares { on_cpu, in_place };
         Passes::plan(&scanned.collect::<Vec<_>>(), page_size, stretch, room, shares)
     }
 

@@ -220,7 +220,7 @@ class Streams:
     def _way(self, group: int) -> dict[str, float] | None:
         """How the group is streamed; None where its pages are read in place, in one pass."""
         size, on_disk, pages = self._widths[group], self._on_disk[group], self._pages.get(group)
-        way = {"group": group, "room": self._rooms[group], "computed": 0.0, "in_place": 0.0}
+        way = {"group": group, "room": self._rooms[group], "on_cpu": 0.0, "in_place": 0.0}
         if pages is None:
             return way if on_disk else None
         if self._partials is None:
@@ -231,7 +231,7 @@ class Streams:
         if not ring and not memory and not on_disk:
             return None
         if memory:
-            way["computed"] = memory / (pages["divisible"] * size)
+            way["on_cpu"] = memory / (pages["divisible"] * size)
         return way | {"in_place": mapped / (ring + mapped) if ring else 1.0}
 
     def _group(self, group: int, base: int, placed: dict[str, Any], tables: StepTables) -> GroupPasses:

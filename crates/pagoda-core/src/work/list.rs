@@ -143,7 +143,7 @@ impl WorkList {
 
     /// Adds each block of a list to the lists of the passes that go over some of its work. From pass to pass its parts are
     /// carried in two rows a query, by turns, which begin at row `carried`; `queries`: of all blocks together. Behind these rows is
-    /// one more for each query, for what is computed elsewhere: where there is some, results begin with it in the last pass.
+    /// one more for each query, for what the CPU attends to: where there is some, results begin with it in the last pass.
     pub fn split<'a>(
         &self,
         passes: &Passes,

@@ -37,8 +37,8 @@ impl Scanned<'_> {
 /// How the pages of the slower tier are divided between the ways to them. What is left is brought.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Shares {
-    /// Of the first of divisible sequences, as far as all lie there: computed elsewhere, where they are.
-    pub elsewhere: f64,
+    /// Of the first of divisible sequences, as far as all lie there: attended to by the CPU, where they are.
+    pub on_cpu: f64,
     /// Of all others: read in place.
     pub in_place: f64,
 }
@@ -53,7 +53,7 @@ pub struct Passes {
     pub entries: Vec<(u32, u32, u32)>,
     /// Of each sequence, entries of that tier that are read in place.
     pub in_place: Vec<u32>,
-    /// `[sequence]`: the token before which all is computed elsewhere.
+    /// `[sequence]`: the token before which the CPU attends to all.
     begins: Vec<u32>,
     /// `[pass][sequence]`: the token that the pass ends before; the last pass has none, it goes to the end.
     ends: Vec<u32>,
@@ -64,9 +64,9 @@ impl Passes {
     /// fit, and by turns: pages that several hold at the same place come together, and of those that hold common pages the
     /// first in the batch is never behind.
     ///
-    /// What is computed elsewhere are the first stretches of a sequence that all of its queries come behind. One more
+    /// What the CPU attends to are the first stretches of a sequence that all of its queries come behind. One more
     /// pass, the last, then goes over the stretches with queries of these sequences. It brings nothing, and no other has to wait for
-    /// what is computed elsewhere.
+    /// the CPU.
     pub fn plan(
         sequences: &[Scanned<'_>],
         page_size: usize,
@@ -74,7 +74,7 @@ impl Passes {
         capacity: usize,
         shares: Shares,
     ) -> Self {
-        let begins = begins(sequences, page_size, stretch, shares.elsewhere);
+        let begins = begins(sequences, page_size, stretch, shares.on_cpu);
         let rest = sequences.iter().zip(&begins).map(|(scanned, &begin)| {
             scanned.stretches(page_size, stretch).skip_while(move |(_, end)| *end <= begin).peekable()
         });
@@ -130,7 +130,7 @@ impl Passes {
         (if pass == 0 { self.begin(sequence) } else { end(pass - 1) })..end(pass)
     }
 
-    /// The token of a sequence before which all is computed elsewhere.
+    /// The token of a sequence before which the CPU attends to all.
     pub fn begin(&self, sequence: usize) -> u32 {
         self.begins[sequence]
     }
@@ -156,7 +156,7 @@ impl Passes {
     }
 }
 
-/// Of each sequence, the token before which all is computed elsewhere: about the part `share` of what could be.
+/// Of each sequence, the token before which the CPU attends to all: about the part `share` of what could be.
 fn begins(sequences: &[Scanned<'_>], page_size: usize, stretch: usize, share: f64) -> Vec<u32> {
     let mut begins = vec![0; sequences.len()];
     let mut due = 0.0;

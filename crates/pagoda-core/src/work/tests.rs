@@ -83,7 +83,7 @@ proptest! {
         shared in 0usize..700,
         tiers in prop_oneof![
             3 => proptest::collection::vec(0usize..3, 40),
-            // What is to be computed elsewhere, or read in place, is all there is only where nothing else is in between.
+            // What the CPU is to attend to, or is read in place, is all there is only where nothing else is in between.
             1 => proptest::collection::vec(0usize..2, 40),
             1 => Just(vec![1; 40]),
         ],
@@ -91,7 +91,7 @@ proptest! {
         new in [1u32..200, 1u32..200],
         by_runs: bool,
         room in 0usize..300,
-        elsewhere in prop_oneof![Just(0.0), 0.0..1.0, Just(1.0)],
+        on_cpu in prop_oneof![Just(0.0), 0.0..1.0, Just(1.0)],
         in_place in prop_oneof![Just(0.0), 0.0..1.0, Just(1.0)],
         divisible: [bool; 2],
     ) {
@@ -111,7 +111,7 @@ proptest! {
             let (low, queries, divisible) = (low(i), length - new[i], divisible[i]);
             Scanned { spans: &spans, row: &rows[i], low, queries, divisible }
         });
-        let shares = Shares { elsewhere, in_place };
+        let shares = Shares { on_cpu, in_place };
         let passes = Passes::plan(&scanned, PAGE, stretch, capacity, shares);
         let begins = [0, 1].map(|i| passes.begin(i));
         for pass in 0..passes.blocks.len() {
@@ -119,16 +119,16 @@ proptest! {
             prop_assert!(ahead || low(0) != low(1) || begins != [0, 0], "who comes first is never behind");
         }
         for (one, begin) in scanned.iter().zip(begins) {
-            check_begin(one, stretch, elsewhere, begin)?;
+            check_begin(one, stretch, on_cpu, begin)?;
         }
         let before = |ends: [u32; 2]| {
             let all = |i: usize| stretches(&spans, low(i) as usize, PAGE, stretch).take_while(move |(_, end)| *end <= ends[i]);
             [0, 1].map(|i| all(i).map(|(entries, _)| entries.len()).sum::<usize>()).iter().sum::<usize>() as f64
         };
-        let most = elsewhere * before(scanned.map(|one| one.queries));
-        prop_assert!(before(begins) <= most + 1e-6, "no more than its part is computed elsewhere");
+        let most = on_cpu * before(scanned.map(|one| one.queries));
+        prop_assert!(before(begins) <= most + 1e-6, "the CPU attends to no more than its part");
         let waits = passes.blocks.last().expect("a pass").is_empty();
-        prop_assert!(begins == [0, 0] || waits, "the pass that waits for what is computed elsewhere brings nothing");
+        prop_assert!(begins == [0, 0] || waits, "the pass that waits for the CPU brings nothing");
         for blocks in &passes.blocks {
             let ascending = blocks.is_sorted_by(|a, b| (a.tier(), a.block()) < (b.tier(), b.block()));
             prop_assert!(blocks.len() <= capacity && ascending);
@@ -202,11 +202,11 @@ proptest! {
     }
 }
 
-/// What is computed elsewhere of a sequence, before `begin`, is there; and nothing that could be is left where all may be.
+/// What the CPU attends to of a sequence, before `begin`, is there; and nothing that could be is left where all may be.
 fn check_begin(
     one: &Scanned<'_>,
     stretch: usize,
-    elsewhere: f64,
+    on_cpu: f64,
     begin: u32,
 ) -> std::result::Result<(), TestCaseError> {
     let &Scanned { spans, row, low, queries, divisible } = one;
@@ -215,9 +215,9 @@ fn check_begin(
             .flat_map(|piece| piece.rows.clone().map(move |row| piece.span.first_page as usize + row / PAGE));
         seen.all(|entry| row[entry].tier() == Tier::Host)
     };
-    prop_assert!(begin == 0 || divisible && elsewhere > 0.0);
-    prop_assert!(is_there(begin) && begin <= queries, "what is computed elsewhere is there");
-    if elsewhere == 1.0 && divisible {
+    prop_assert!(begin == 0 || divisible && on_cpu > 0.0);
+    prop_assert!(is_there(begin) && begin <= queries, "what the CPU attends to is there");
+    if on_cpu == 1.0 && divisible {
         let all = || stretches(spans, low as usize, PAGE, stretch);
         let (_, next) = all().find(|(_, end)| *end > begin).expect("what has queries");
         let mut behind = all().filter(|(_, end)| *end > queries);
