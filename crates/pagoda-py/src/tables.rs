@@ -4,6 +4,7 @@ use crate::arrays::{by_token, zeros};
 use crate::cache::Inner;
 use crate::errors::invalid_because;
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
+use pagoda_core::Cache;
 use pagoda_core::ids::{BlockRef, GroupId, SequenceId, Tier};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -22,8 +23,24 @@ struct GroupTable {
     pointers: Option<Py<PyArray2<u64>>>,
     rows: usize,
     columns: usize,
-    /// What each row holds: a sequence, the version of its table, and how many pages of it.
-    stamps: Vec<Option<(SequenceId, u32, usize)>>,
+    /// What each row holds.
+    stamps: Vec<Option<Stamp>>,
+}
+
+/// What a row of a block table holds: of which sequence, the version of its table, and how many pages of it.
+#[derive(Clone, Copy)]
+pub(crate) struct Stamp {
+    pub(crate) sequence: SequenceId,
+    pub(crate) version: u32,
+    pub(crate) pages: usize,
+}
+
+impl Stamp {
+    /// How many entries stay as they are in a row that is to hold this and held `before`: tables of one version only grow.
+    pub(crate) fn kept(self, before: Option<Self>) -> usize {
+        let is_of = |held: &Self| (held.sequence, held.version) == (self.sequence, self.version);
+        before.filter(is_of).map(|held| held.pages).filter(|&pages| pages <= self.pages).unwrap_or(0)
+    }
 }
 
 impl GroupTable {
@@ -64,14 +81,11 @@ pub(crate) fn export<'py>(py: Python<'py>, inner: &mut Inner, layer: usize) -> P
         let (block_rows, pointer_rows) = unsafe { (blocks.as_slice_mut()?, pointers.as_slice_mut()?) };
         for (index, &(sequence, _)) in batch.iter().enumerate() {
             let (row, version) = inner.core.step_row(index, group);
+            let stamp = Stamp { sequence, version, pages: row.len() };
+            let before = table.stamps[index].replace(stamp);
             // Entries that are as they should be, and those that may be no padding.
-            let (clean, used) = match table.stamps[index] {
-                Some((id, stamped, pages)) if id == sequence && stamped == version && pages <= row.len() => {
-                    (pages, pages)
-                }
-                Some((.., pages)) => (0, pages),
-                None => (0, table.columns),
-            };
+            let clean = stamp.kept(before);
+            let used = before.map_or(table.columns, |held| held.pages);
             let start = index * table.columns;
             for (column, at) in row.iter().enumerate().skip(clean) {
                 block_rows[start + column] = device_block(*at);
@@ -90,7 +104,6 @@ pub(crate) fn export<'py>(py: Python<'py>, inner: &mut Inner, layer: usize) -> P
                     pointer_rows[entry] = 0;
                 }
             }
-            table.stamps[index] = Some((sequence, version, row.len()));
         }
     }
     let slice = |array: &Bound<'py, PyAny>| -> PyResult<Bound<'py, PyAny>> {
@@ -104,7 +117,8 @@ pub(crate) fn export<'py>(py: Python<'py>, inner: &mut Inner, layer: usize) -> P
     let result = PyDict::new(py);
     result.set_item("block_table", slice(blocks.as_any())?)?;
     result.set_item("pointers", slice(pointers.as_any())?)?;
-    result.set_item("slot_mapping", slot_mapping(py, inner, group, page_size)?)?;
+    let slots = slots(&inner.core, group, page_size);
+    result.set_item("slot_mapping", by_token(py, inner.step.new_tokens(), slots)?)?;
     Ok(result)
 }
 
@@ -113,15 +127,9 @@ fn device_block(at: BlockRef) -> i32 {
 }
 
 /// `block * page_size + row` of every new token.
-fn slot_mapping<'py>(
-    py: Python<'py>,
-    inner: &Inner,
-    group: GroupId,
-    page_size: u32,
-) -> PyResult<Bound<'py, PyArray1<i64>>> {
-    let places = (0..inner.core.step_batch().len()).flat_map(|index| inner.core.step_slots(index, group));
-    let slots = places.map(|(block, row)| i64::from(block.index()) * i64::from(page_size) + i64::from(row));
-    by_token(py, inner.step.new_tokens(), slots)
+pub(crate) fn slots(core: &Cache, group: GroupId, page_size: u32) -> impl Iterator<Item = i64> {
+    let places = (0..core.step_batch().len()).flat_map(move |index| core.step_slots(index, group));
+    places.map(move |(block, row)| i64::from(block.index()) * i64::from(page_size) + i64::from(row))
 }
 
 /// The CSR form that FlashInfer takes, of pages on the device tier.

@@ -7,9 +7,10 @@ use crate::common::Found;
 use crate::layers::{PlacedLayer, page_size};
 use crate::passes::Streams;
 use crate::step::StepState;
+use crate::tables::{Stamp, slots};
 use pagoda_core::Cache;
 use pagoda_core::common::LEVELS_MAX;
-use pagoda_core::ids::{GroupId, SequenceId, Tier};
+use pagoda_core::ids::{GroupId, Tier};
 use pagoda_core::table::{Sight, SpanView};
 use pagoda_core::work::{Cut, Held, QueryBlock, WorkList};
 use pyo3::prelude::*;
@@ -104,13 +105,10 @@ struct Shared {
     holds: Vec<(u32, i32, u32)>,
 }
 
-/// The row of a block table that is on the device: of which sequence, the version of its table, how many pages of it, and how
-/// many of these are on the host tier.
+/// The row of a block table that is on the device, and how many of its pages are on the host tier.
 #[derive(Clone, Copy)]
 struct Row {
-    sequence: SequenceId,
-    version: u32,
-    pages: usize,
+    stamp: Stamp,
     on_host: usize,
 }
 
@@ -239,19 +237,14 @@ impl Upload {
         }
         for (index, &(sequence, _)) in batch.iter().enumerate() {
             let (row, version) = core.step_row(index, GroupId(group as u8));
-            let (clean, on_host) = match self.held[group][index] {
-                Some(held)
-                    if (held.sequence, held.version) == (sequence, version) && held.pages <= row.len() =>
-                {
-                    (held.pages, held.on_host)
-                }
-                _ => (0, 0),
-            };
-            let on_host = on_host + row[clean..].iter().filter(|entry| entry.tier() == Tier::Host).count();
+            let (stamp, held) = (Stamp { sequence, version, pages: row.len() }, self.held[group][index]);
+            let clean = stamp.kept(held.map(|held| held.stamp));
+            let before = held.filter(|_| clean > 0).map_or(0, |held| held.on_host);
+            let on_host = before + row[clean..].iter().filter(|entry| entry.tier() == Tier::Host).count();
             let start = self.words.len();
             self.words.extend(row[clean..].iter().map(|entry| entry.bits()));
             self.run(table + 4 * (index * columns + clean) as u64, start..self.words.len());
-            self.held[group][index] = Some(Row { sequence, version, pages: row.len(), on_host });
+            self.held[group][index] = Some(Row { stamp, on_host });
         }
     }
 
@@ -292,15 +285,11 @@ impl Upload {
         self.run(spans, first..self.words.len());
     }
 
-    /// `block * page_size + row` of every new token, int64.
+    /// Of every new token, int64.
     fn slots(&mut self, core: &Cache, step: &StepState, layers: &[PlacedLayer], group: usize) {
-        let (id, page_size) = (GroupId(group as u8), page_size(layers));
         let first = self.words.len();
-        for index in 0..core.step_batch().len() {
-            for (block, row) in core.step_slots(index, id) {
-                let slot = u64::from(block.index()) * u64::from(page_size) + u64::from(row);
-                self.words.extend([slot as u32, (slot >> 32) as u32]);
-            }
+        for slot in slots(core, GroupId(group as u8), page_size(layers)) {
+            self.words.extend([slot as u32, (slot >> 32) as u32]);
         }
         self.run(self.groups[group].slots, first..self.words.len());
         let first = self.words.len();
