@@ -215,8 +215,11 @@ class Geometry:
     @cached_property
     def runs(self) -> list[Run]:
         """Of each layer, or its owner: everything in a block that belongs to it is one run."""
-        places = ((layer["group"], owner) for layer, owner in zip(self.layers, owners_of(self.layers), strict=True))
-        return [Run(self.layouts[at].planes[owner][0][0][0], self.layer_bytes[at]) for at, owner in places]
+        runs = []
+        for layer, owner in zip(self.layers, owners_of(self.layers), strict=True):
+            ((offset, _), _), _ = self.layouts[layer["group"]].planes[owner]
+            runs.append(Run(offset, self.layer_bytes[layer["group"]]))
+        return runs
 
 
 def tier_memory(layouts: list[BlockLayout], device_bytes: int, host_bytes: int) -> list[tuple[int, int]]:
