@@ -97,19 +97,20 @@ pub(crate) unsafe fn append(
     }
 }
 
-/// The mean of the rows of each head, or nothing if a number of it is NaN or larger than any f16: no model has such an offset, and
-/// other rows would be lost beside it.
+/// What rows are centred by: the mean of each element of each head where it is at least twice the standard deviation, else 0; or
+/// nothing if a mean is NaN or larger than any f16: no model has such an offset, and other rows would be lost beside it.
 ///
 /// # Safety
 /// There are `tokens` rows for each head; the kernels are for this CPU.
-pub(crate) unsafe fn mean(
+pub(crate) unsafe fn center_of(
     kernels: &Kernels,
     rows: Rows,
     tokens: usize,
     heads: usize,
     dim: usize,
 ) -> Option<Vec<f32>> {
-    let mut sums = vec![0.0f64; heads * dim];
+    // Of the numbers, and of their squares, which f64 holds exactly.
+    let mut sums = vec![[0.0f64; 2]; heads * dim];
     let mut numbers = [0.0f32; HEAD_DIM_MAX as usize];
     for token in 0..tokens {
         for (head, sums) in sums.chunks_exact_mut(dim).enumerate() {
@@ -118,11 +119,22 @@ pub(crate) unsafe fn mean(
                 let convert = kernels.convert(rows.element, Element::F32);
                 convert(rows.row(token, head), numbers.as_mut_ptr().cast(), dim);
             }
-            sums.iter_mut().zip(&numbers).for_each(|(sum, &x)| *sum += f64::from(x));
+            for ([sum, squares], x) in sums.iter_mut().zip(&numbers) {
+                let x = f64::from(*x);
+                *sum += x;
+                *squares += x * x;
+            }
         }
     }
-    let means: Vec<f32> = sums.iter().map(|sum| (sum / tokens as f64) as f32).collect();
-    means.iter().all(|x| x.abs() <= F16_MAX).then_some(means)
+    let tokens = tokens as f64;
+    sums.iter()
+        .map(|[sum, squares]| {
+            let mean = (sum / tokens) as f32;
+            // mean^2 >= 4 (squares / tokens - mean^2)
+            let stands_out = 5.0 * sum * sum >= 4.0 * tokens * squares;
+            (mean.abs() <= F16_MAX).then_some(if stands_out { mean } else { 0.0 })
+        })
+        .collect()
 }
 
 /// Where a row is stored, and how.

@@ -105,8 +105,8 @@ impl Cache {
             before = Some(layers[layer].layer.transform.center.clone());
             let (heads, dim) = (geometry.num_kv_heads as usize, geometry.head_dim as usize);
             // SAFETY: the array was checked.
-            let mean = unsafe { backend.mean(keys, step.new_tokens(), heads, dim) };
-            center_by(layers, layer, &mean.unwrap_or_default());
+            let center = unsafe { backend.center_of(keys, step.new_tokens(), heads, dim) };
+            center_by(layers, layer, &center.unwrap_or_default());
         }
         let memory = std::mem::take(&mut step.sequences);
         let tables = sequence_tables(core, step, layers[layer].group, memory);

@@ -1,4 +1,4 @@
-// What K rows are centred by where nobody has said: the mean of the first rows that an empty cache is given.
+// What K rows are centred by where nobody has said: the mean of the first rows that an empty cache is given, where it stands out.
 #pragma once
 
 #include <pagoda/formats.cuh>
@@ -15,8 +15,8 @@ struct Center {
     float* center;
 };
 
-/// Means of all elements over the tokens, added in order and in double as on the CPU; zeros if one is NaN or larger
-/// than any f16. One thread block.
+/// The mean of each element over the tokens where it is at least twice the standard deviation, else 0; zeros if a mean is NaN or
+/// larger than any f16. Numbers and their squares, which doubles hold exactly, are added in order as on the CPU. One thread block.
 template <class Input>
 __global__ void center(const Center args) {
     const int tokens = *args.tokens, all = args.kv_heads * args.head_dim;
@@ -24,11 +24,16 @@ __global__ void center(const Center args) {
     int fit = 1;
     for (int i = threadIdx.x; i < all; i += blockDim.x) {
         const int64 at = static_cast<int64>(i % args.head_dim) * Input::BYTES;
-        double sum = 0.0;
+        double sum = 0.0, squares = 0.0;
 #pragma unroll 8
-        for (int token = 0; token < tokens; ++token) sum += widen_exact(Input::load_one(args.k.row(token, i / args.head_dim) + at));
+        for (int token = 0; token < tokens; ++token) {
+            const double x = widen_exact(Input::load_one(args.k.row(token, i / args.head_dim) + at));
+            sum += x;
+            squares += x * x;
+        }
         const float mean = narrow_exact(sum / tokens);
-        args.center[i] = mean;
+        // mean^2 >= 4 (squares / tokens - mean^2)
+        args.center[i] = 5.0 * sum * sum >= 4.0 * tokens * squares ? mean : 0.0f;
         fit &= fabsf(mean) <= F16_MAX;
     }
     fit = __syncthreads_and(fit);
