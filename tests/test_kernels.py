@@ -62,7 +62,7 @@ def test_docs_quote_registers_as_they_are() -> None:
     (quoted,) = re.findall(r"sm_90, NVRTC ([\d.]+)\)", text)
     if not version("nvidia-cuda-nvrtc").startswith(f"{quoted}."):
         pytest.skip(f"the figures are of NVRTC {quoted}")
-    pattern = r"\| ((decode|prefill) (\d+), (\w+) queries(?: over (\w+))?, \d stages) \| (\d+) \| (\d+) KB \|"
+    pattern = r"\| ((decode|prefill) (\d+), (\w+) queries(?: over (\w+))?, \d stages) \| (\d+) \| ([\d.]+) KB \|"
     rows = re.findall(pattern, text)
     assert len(rows) >= 2
     ones = [
@@ -74,7 +74,7 @@ def test_docs_quote_registers_as_they_are() -> None:
     for (_, mode, dim, q, over, *_), one, compiled in zip(rows, ones, all_compiled, strict=True):
         stages = one.kernel.expression.removesuffix(">>>").split(", ")[-1]
         name = f"{mode} {dim}, {q} queries{' over ' * bool(over)}{over}, {stages} stages"
-        found.append((name, mode, dim, q, over, str(compiled.registers), str(round(one.shared_bytes / 1000))))
+        found.append((name, mode, dim, q, over, str(compiled.registers), f"{one.shared_bytes / 1024:.1f}"))
     assert rows == found
 
 
