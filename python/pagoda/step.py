@@ -46,9 +46,9 @@ Rows = Array | DeviceArray | DLPackArray
 class Table:
     """The page table of one layer of an open step, as arrays under their usual names. Valid until the step ends.
 
-    Taking a table takes over the writing of the layer's new rows, as docs/layout.md draws them: `append` is not required any
-    more. Other kernels know neither centres nor rotations: quantised rows want a cache with center=None and rotate=False. A
-    layer with kv_owner has the table of its owner, and no rows.
+    Taking a table takes over the writing of the layer's new rows, as docs/layout.md draws them: `append` comes before it, or
+    not at all. Other kernels know neither centres nor rotations: quantised rows want a cache with center=None and
+    rotate=False. A layer with kv_owner has the table of its owner, and no rows.
     """
 
     __slots__ = ("_layer", "_step", "block_table", "pointers", "slot_mapping")
@@ -58,7 +58,8 @@ class Table:
         arrays = step._core.table(step._number, layer)
         self.block_table: npt.NDArray[np.int32] = arrays["block_table"]
         """int32 [B, pages]: device block of each page; -1 past the end, for pages on another tier and for those that have
-        left a window. Of a layer with a window the columns begin at a multiple of 4096 tokens not far before it."""
+        left a window. Of a layer with a window the columns begin at a multiple of 4096 tokens not far before it. A page that
+        was cut, by `drop` or between sinks and a window, has a column for either side."""
         self.pointers: npt.NDArray[np.uint64] = arrays["pointers"]
         """uint64 [B, pages]: address of each page's block; 0 past the end, for pages on disk and for those that have left."""
         self.slot_mapping: npt.NDArray[np.int64] = arrays["slot_mapping"]
