@@ -1,0 +1,191 @@
+"""Pages, in memory and on disk, read with NumPy as docs/layout.md draws them, and compared with what was appended."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pagoda
+import pytest
+from mirror import layer
+from pagoda import _core, formats
+
+Array = npt.NDArray[Any]
+
+NEAR = {"fp8_e4m3": 0.04, "int8": 0.01, "q8_0": 0.01, "q5_0": 0.08, "q4_0": 0.15, "mxfp4": 0.3, "nvfp4": 0.2}
+"""What a format leaves of a row: an error of so much of its length."""
+
+
+def rotated_back(rows: Array) -> Array:
+    """Rows that were rotated before they were stored."""
+    dim = rows.shape[-1]
+    z = np.arange(1, dim + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    odd = (z ^ z >> np.uint64(31)) & np.uint64(1)
+    size = dim & -dim
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    blocks = rows.reshape(*rows.shape[:-1], -1, size) @ matrix / np.sqrt(size)
+    return np.asarray(np.where(odd, -1, 1) * blocks.reshape(rows.shape))
+
+
+@pytest.mark.parametrize(("name", "dim"), [*((name, 96) for name in NEAR), ("int8", 80), ("q4_0", 128), ("q8_0", 64)])
+def test_rows_are_found_in_pages_centred_and_rotated(name: str, dim: int) -> None:
+    """Two layers in a block, heads beside heads, scales behind the rows of all heads."""
+    rng = np.random.default_rng(5)
+    heads, page_size, tokens = 3, 16, 40
+    spec = pagoda.ModelSpec([layer(num_q_heads=heads, num_kv_heads=heads, head_dim=dim)] * 2)
+    centers: list[Array] = [rng.normal(0, 9, (heads, dim)).astype(np.float32) for _ in range(2)]
+    given = rng.standard_normal((2, 2, tokens, heads, dim), np.float32)
+    given[:, 0] += np.array(centers)[:, None]
+    options: dict[str, Any] = {"center": centers, "rotate": True, "device_memory": "1MiB", "host_memory": 0}
+    with (
+        pagoda.Cache(spec, page_size=page_size, device="cpu", k_dtype=name, v_dtype=name, **options) as cache,
+        cache.step([cache.create()], [tokens]) as step,
+    ):
+        for index in range(2):
+            step.append(index, *given[index])
+        (size,) = cache.stats().block_bytes
+        pages = [np.frombuffer(ctypes.string_at(int(at), size), np.uint8) for at in step.table(1).pointers[0]]
+    row, scales = formats.FORMATS[name].row_bytes(dim), formats.FORMATS[name].scales_bytes(dim)
+    count = heads * page_size
+    for page, start in zip(pages, range(0, tokens, page_size), strict=True):
+        at = 0
+        for index in range(2):
+            for which, center in enumerate([centers[index], np.zeros(dim)]):
+                rows = page[at : at + count * row].reshape(count, row)
+                at += -(-count * row // 16) * 16
+                behind = page[at : at + count * scales].reshape(count, scales)
+                at += -(-count * scales // 16) * 16
+                stored = _core.decode_rows(rows, behind, name, dim).reshape(heads, page_size, dim).swapaxes(0, 1)
+                part = given[index, which, start : start + page_size]
+                read = rotated_back(stored[: len(part)]) + center
+                error = np.linalg.norm(read - part, axis=-1) / np.linalg.norm(part - center, axis=-1)
+                assert error.max() < NEAR[name]
+        assert at == size
+
+
+class Words:
+    """Bytes of a file, read from front to back."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 0
+
+    def take(self, form: str) -> tuple[Any, ...]:
+        found = struct.unpack_from(f"<{form}", self.data, self.at)
+        self.at += struct.calcsize(f"<{form}")
+        return found
+
+    def word(self) -> int:
+        return int(self.take("Q")[0])
+
+
+def lines_of(index: Words) -> Iterator[bytes]:
+    """The bodies of all lines, whose checksums have tests of their own."""
+    while index.at < len(index.data):
+        size, _, _ = index.take("IIQ")
+        yield index.take(f"{size}s")[0]
+        index.word()
+
+
+def kept_rows(
+    folder: Path, key: str, page_size: int, groups: list[list[int]]
+) -> tuple[int, bytes, list[dict[int, bytes]]]:
+    """What is kept under a key: tokens, `meta`, and the bytes of K and V of each layer by position. Layers store rows of f32,
+    as long for K as for V, of one head."""
+    index, file = Words((folder / "index").read_bytes()), (folder / "pages").read_bytes()
+    magic, version, numbers = index.take("8sII")
+    assert (magic, version) == (b"PAGODAIX", 2)
+    index.take("16sQQI")
+    extent, segment, *rest = index.take(f"{numbers}Q")
+    index.word()
+    for line in lines_of(index):
+        body = Words(line)
+        kind, size = body.take("II")
+        count, _ = body.take("II") if kind == 1 else (0, 0)
+        if body.take(f"{size}s")[0] == key.encode():
+            places, found = iter([body.take("IIQQ") for _ in range(count)]), body
+    tokens, group_count = found.take("QQ")
+    assert group_count == len(groups)
+    result: list[dict[int, bytes]] = [{} for layers in groups for _ in layers]
+    for group, layers in enumerate(groups):
+        assert rest.pop(0) == len(layers)
+        sizes = [rest.pop(0) for _ in layers]
+        block_bytes = sum(sizes)
+        slots = extent // block_bytes
+        _, _, span_count, entries = found.take("QQQQ")
+        spans = [found.take("QQQQ") for _ in range(span_count)]
+        pages: list[tuple[int, list[bytes]] | None] = []
+        for code in found.take(f"{entries}Q"):
+            if code == 0:
+                pages.append(None)
+                continue
+            group_of_page, block, generation, _ = next(places)
+            number = block * block_bytes // extent
+            slot = block - -(-number * extent // block_bytes)
+            header = file[number * segment + slot * 4096 :][:64]
+            assert struct.unpack_from("<8sII", header) == (b"PAGODAPG", 2, group)
+            assert struct.unpack_from("<IIQQ", header, 32) == (block, len(layers), generation, block_bytes)
+            assert group_of_page == group
+            begin, parts = number * segment + slots * 4096, []
+            for size in sizes:
+                room = -(-size // 4096) * 4096
+                parts.append(file[begin + slot * room :][:size])
+                begin += slots * room
+            pages.append((page_size if code == 1 else code - 2, parts))
+        for first, skip, count, position in spans:
+            for token in range(count):
+                page, row = pages[first + (skip + token) // page_size], (skip + token) % page_size
+                assert page is not None, "a token of a page that has left"
+                assert row < page[0], "a token behind what is filled"
+                for at, part in zip(layers, page[1], strict=True):
+                    half = len(part) // 2
+                    bytes_of_row = half // page_size
+                    k, v = (part[start + row * bytes_of_row :][:bytes_of_row] for start in (0, half))
+                    result[at][position + token] = k + v
+    assert next(places, None) is None
+    return tokens, found.data[found.at :], result
+
+
+@pytest.mark.parametrize("retention", [None, pagoda.SinkWindow(sinks=11, window=20, positions="cache")])
+def test_a_kept_sequence_is_read_from_its_files(tmp_path: Path, retention: pagoda.SinkWindow | None) -> None:
+    """With dropped tokens, and windows that pages have left, of three sizes of blocks, once the cache is closed."""
+    rng, page_size, tokens = np.random.default_rng(6), 8, 90
+    shape: dict[str, Any] = {"num_q_heads": 1, "num_kv_heads": 1, "rope": pagoda.Rope()}
+    layers = [
+        layer(head_dim=dim, window=window, **shape) for dim, window in ((32, None), (24, 17), (32, None), (40, None))
+    ]
+    spec = pagoda.ModelSpec(layers)
+    memory: dict[str, Any] = {"device_memory": "1MiB", "host_memory": 0, "disk_memory": "64MiB"}
+    options: dict[str, Any] = {"k_dtype": "f32", "v_dtype": "f32", "disk": tmp_path, "resume": True, **memory}
+    given = [rng.standard_normal((tokens, 2, 1, one.head_dim), np.float32) for one in layers]
+    with pagoda.Cache(spec, page_size=page_size, device="cpu", retention=retention, **options) as cache:
+        sequence = cache.create()
+        for start, stop in ((0, 30), (30, 70), (70, 90)):
+            if start == 30:
+                sequence.drop(4, 9)
+            with cache.step([sequence], [stop - start]) as step:
+                assert step.positions[0] == start
+                for index, rows in enumerate(given):
+                    step.append(index, rows[start:stop, 0], rows[start:stop, 1])
+            cache.save(sequence, "some", meta=b"%d tokens" % stop)
+        cache.save(sequence, "other")
+        cache.forget("other")
+    length, meta, found = kept_rows(tmp_path, "some", page_size, [[0, 2], [1], [3]])
+    assert (length, meta) == (tokens - 5, b"90 tokens")
+    everything = {*range(4), *range(9, tokens)}
+    for index, one in enumerate(layers):
+        assert found[index] == {at: given[index][at].tobytes() for at in found[index]}
+        if one.window is None and retention is None:
+            assert set(found[index]) == everything
+        else:
+            sinks, window = (0, one.window) if one.window is not None else (11, 20)
+            kept = sorted(everything)
+            assert {*kept[:sinks], *kept[-window:]} <= set(found[index]) < everything
