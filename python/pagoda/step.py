@@ -49,6 +49,12 @@ class Table:
     Taking a table takes over the writing of the layer's new rows, as docs/layout.md draws them: `append` comes before it, or
     not at all. Other kernels know neither centres nor rotations: quantised rows want a cache with center=None and
     rotate=False. A layer with kv_owner has the table of its owner, and no rows.
+
+    block_table: int32 [B, pages]: device block of each page; -1 past the end, for pages on another tier and for those that
+    have left a window. Of a layer with a window the columns begin at a multiple of 4096 tokens not far before it. A page that
+    was cut, by `drop` or between sinks and a window, has a column for either side.
+    pointers: uint64 [B, pages]: address of each page's block; 0 past the end, for pages on disk and for those that have left.
+    slot_mapping: int64 [sum(new)]: device block * page_size + row of each new token.
     """
 
     __slots__ = ("_layer", "_step", "block_table", "pointers", "slot_mapping")
@@ -57,13 +63,8 @@ class Table:
         self._step, self._layer = step, layer
         arrays = step._core.table(step._number, layer)
         self.block_table: npt.NDArray[np.int32] = arrays["block_table"]
-        """int32 [B, pages]: device block of each page; -1 past the end, for pages on another tier and for those that have
-        left a window. Of a layer with a window the columns begin at a multiple of 4096 tokens not far before it. A page that
-        was cut, by `drop` or between sinks and a window, has a column for either side."""
         self.pointers: npt.NDArray[np.uint64] = arrays["pointers"]
-        """uint64 [B, pages]: address of each page's block; 0 past the end, for pages on disk and for those that have left."""
         self.slot_mapping: npt.NDArray[np.int64] = arrays["slot_mapping"]
-        """int64 [sum(new)]: device block * page_size + row of each new token."""
 
     @property
     def csr(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
