@@ -247,6 +247,47 @@ def test_room_is_made_for_a_page_of_each_sequence(monkeypatch: pytest.MonkeyPatc
         assert not waits
 
 
+@pytest.mark.parametrize("windowed", [False, True])
+def test_nothing_moves_for_a_step_that_the_device_could_never_hold(windowed: bool) -> None:
+    """Each sequence of a step writes to a page of each layer group: there would be too few were all else gone."""
+    spec = pagoda.ModelSpec(layers=[layer(), layer(window=40)] if windowed else [layer()])
+    with pagoda.Cache(spec, page_size=16, device_memory="256KiB", host_memory="4MiB", threads=1) as cache:
+        mirror = Mirror(cache)
+        mirror.step([mirror.create()], [500])
+        before = settled(cache)
+        most = (256 << 10) // sum(before.block_bytes)
+        batch = [cache.create() for _ in range(most + 1)]
+        with pytest.raises(pagoda.OutOfBlocks), cache.step(batch, [1] * len(batch)):
+            pass
+        after = settled(cache)
+        assert (after.moved_bytes, after.device, after.host) == (before.moved_bytes, before.device, before.host)
+        mirror.look()
+
+
+@pytest.mark.usefixtures("names_the_cpu")
+def test_no_room_is_made_below_for_pages_that_stay_where_they_are(tmp_path: Path) -> None:
+    """The open pages of a batch fill a device: what rests in the host tier, which has room, does not go to disk for that."""
+    spec = pagoda.ModelSpec(layers=[layer()])
+    options: dict[str, Any] = {"device": "cpu", "device_memory": "64KiB", "host_memory": "256KiB"}
+    options |= {"disk": tmp_path / "disk", "disk_memory": "4MiB"}
+    with pagoda.Cache(spec, page_size=16, threads=1, **options) as cache:
+        mirror = Mirror(cache)
+        rests = mirror.create()
+        for _ in range(30):
+            mirror.step([rests], [16])
+        assert cache.demote(rests.sequence).wait(60)
+        whole = settled(cache).device[0].free
+        batch = [mirror.create() for _ in range(whole // 2 + 1)]
+        mirror.step(batch, [8] * len(batch))
+        before = settled(cache)
+        assert before.host[0].used == 30
+        assert before.host[0].free > 0
+        with pytest.raises(pagoda.OutOfBlocks):
+            mirror.step(batch, [16] * len(batch))
+        assert settled(cache).moved_bytes == before.moved_bytes
+        mirror.look()
+
+
 def test_pages_leave_ahead_of_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step waits for room; of what rests an eighth of the tier goes at once, of the batch no more than a 32nd."""
     spec = pagoda.ModelSpec(layers=[layer()])

@@ -243,6 +243,9 @@ class Cache:
         to_disk = on_disk is not None and (self._device is None or self._device.attends_to_disk)
         below = [tier for tier, there in (("host", memory[1][0] > 0), ("disk", to_disk)) if there]
         self._spill = placement.Spill(self._core, below if spill else [])
+        page_bytes = sum(layout.block_bytes for layout in geometry.layouts)
+        self._pages_max = min(*self._core.free_blocks("device"), memory[0][0] // page_bytes)
+        """Of the device, pages that have a block of every layer group, were all else gone from there."""
         if on_disk is not None:
             for refused in self._core.stats()["disk"]["refused"]:
                 log.warning("disk = %s: without %s", disk, refused)
@@ -513,8 +516,8 @@ class Cache:
             try:
                 result = call()
             except OutOfBlocks as error:
-                # No page moves for a step whose whole pages alone are more than there could ever be room for.
-                if not self._spill.can_hold(int((new_tokens // self.page_size).sum())):
+                # No page moves for a step whose own pages alone are more than there could ever be room for.
+                if (-(-new_tokens // self.page_size)).sum() > self._pages_max:
                     raise
                 # Blocks of the target tier may be draining because of a drive that is slow to read, or have drained by now.
                 if not self._spill.make_room(error.blocks_short, batch) and not self._spill.drain(drained):

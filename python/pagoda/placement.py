@@ -83,11 +83,14 @@ class Spill:
         """Makes room for about `blocks` blocks on the device, or below it so that there can be some; says whether it did."""
         if self.spare("device", blocks):
             return True
-        return any(self._settle(pair) or self._demote_now(pair, blocks, batch) for pair in self._pairs)
-
-    def can_hold(self, blocks: int) -> bool:
-        """Whether the device has so many blocks of each layer group, were all else gone from there."""
-        return all(blocks <= whole for whole in self._blocks.get("device", []))
+        for pair in self._pairs:
+            has_room_below = all(self._core.free_blocks(pair[1]))
+            if self._settle(pair) or self._demote_now(pair, blocks, batch):
+                return True
+            if has_room_below:
+                # More of it would be of no use: nothing may leave.
+                return False
+        return False
 
     def drain(self, before: int) -> bool:
         """Waits for what blocks may drain for; says whether any have drained since there were `before` that had."""
