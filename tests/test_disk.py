@@ -369,6 +369,23 @@ def test_without_spilling_nothing_moves_by_itself(tmp_path: Path) -> None:
         mirror.step([tokens], [1])
 
 
+@pytest.mark.usefixtures("names_the_cpu")
+def test_a_batch_in_another_order_is_no_other_batch(tmp_path: Path) -> None:
+    """Pages on disk come in when another sequence steps, and not whenever a batch is sorted anew."""
+    with opened(tmp_path) as cache:
+        mirror = Mirror(cache)
+        one, other, third = (mirror.create() for _ in range(3))
+        mirror.step([one, other], [100, 100])
+        for tokens in (one, other):
+            assert cache.demote(tokens.sequence, to="disk").wait(60)
+        before = settled(cache).moved_bytes
+        mirror.step([other, one], [1, 1])
+        assert settled(cache).moved_bytes == before
+        mirror.step([third], [1])
+        mirror.step([one, other], [1, 1])
+        assert settled(cache).moved_bytes["disk", "host"] > before["disk", "host"]
+
+
 def test_pages_that_change_under_the_ring_are_read_again(mirror: Mirror) -> None:
     """What was read ahead for a step that did not come is not taken for pages that were written to the same blocks since."""
     for turn in range(6):

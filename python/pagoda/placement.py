@@ -56,7 +56,7 @@ class Spill:
         self._memory = sorted({source for source, _ in self._pairs}, reverse=True)
         self._has_disk = "disk" in below
         self._resting = dict.fromkeys(self._pairs, 0)
-        self._stepped = b""
+        self._stepped = frozenset[int]()
 
     def ahead(self, batch: Handles) -> None:
         """Starts moving pages when free blocks run low, to disk those of sequences in `batch` last. Returns at once."""
@@ -107,7 +107,7 @@ class Spill:
         """Whether the open step of `batch` is the first one with these sequences and has pages on disk."""
         if not self._has_disk:
             return False
-        before, self._stepped = self._stepped, batch.tobytes()
+        before, self._stepped = self._stepped, frozenset(batch.tolist())
         return before != self._stepped and self._core.pages_on_disk() > 0
 
     def bring_in(self, batch: Handles) -> None:
