@@ -159,10 +159,10 @@ class Cache:
     checked: values that do not fit their row format, infinities and NaN raise in `append`.
 
     spill: when the device tier is full, its oldest pages go to the host tier, and from there to disk, those of sequences
-    that are not in the step first. They come back when a step has their sequence and there is room. Steps attend to pages on
-    disk all the same: these are read layer by layer, ahead of need, through memory beside the budgets (see
-    `stats().disk_io`). On a GPU that takes the ring: if device_memory is too small for one, nothing goes to disk by itself,
-    and a step with pages there raises InvalidArgument with the memory that would do.
+    that are not in the step first. Pages on disk come back when a step has other sequences than the one before, as many as
+    find room. Steps attend to those on disk all the same: these are read layer by layer, ahead of need, through memory beside
+    the budgets (see `stats().disk_io`). On a GPU that takes the ring: if device_memory is too small for one, nothing goes to
+    disk by itself, and a step with pages there raises InvalidArgument with the memory that would do.
     retention: what layers without a window keep; everything by default, or `SinkWindow`.
     headroom: tokens that are kept behind every window, so that `truncate` can take back as many; a page by default. A layer
     with a window holds the pages of its last `window + headroom` tokens; others leave when a step is committed, so memory
@@ -269,7 +269,8 @@ class Cache:
     ) -> Step:
         """A step that appends `new_tokens[i]` tokens to the i-th sequence, 2**31 - 1 in all at most; enter it with `with`.
 
-        Entering raises OutOfBlocks, and changes nothing, when the device tier has too few blocks and none can be spilled.
+        Entering raises OutOfBlocks, and changes no sequence, when the device tier has too few blocks and no more can be
+        spilled; pages may have moved by then.
         stream: on a GPU the stream of the step, as CuPy, torch or an address has it; None is the current one of CuPy, or that
         of torch where CuPy's is the default one. Kernels use the arrays of the step on it: what they are to read is written
         there before or waited for, as arrays by DLPack are, and nobody else gets their memory before it has come by.

@@ -15,8 +15,10 @@ class BlockCounts:
     """Blocks of one layer group on one tier."""
 
     free: int
+    """That the group could have now, if the others took none: groups share the memory of a tier."""
     used: int
     draining: int
+    """That become free when the steps and copies that may use them have ended."""
 
 
 @dataclass(frozen=True)
