@@ -108,15 +108,20 @@ impl Ring {
         let mut known = 0;
         for what in what {
             let Self { ahead, store, .. } = self;
-            if ahead.get_mut(known).is_some_and(|reading| reading.is_of(what, store, since)) {
+            // Where another batch follows, what was read ahead is needed in another order, or in part.
+            let mut guessed = ahead.iter_mut().skip(known);
+            if let Some(at) = guessed.position(|reading| reading.is_of(what, store, since)) {
+                let reading = ahead.remove(known + at).expect("found there");
+                ahead.insert(known, reading);
                 known += 1;
                 continue;
             }
-            // Reads that were guessed wrong are given up.
-            while self.ahead.len() > known {
-                self.idle.extend(self.ahead.pop_back());
-            }
             self.reclaim();
+            // Reads that were guessed wrong are given up.
+            while self.free.is_empty() && self.ahead.len() > known {
+                self.idle.extend(self.ahead.pop_back());
+                self.reclaim();
+            }
             let Some(slot) = self.free.pop() else { return };
             let unit = self.store.geometry().stored_run(what.group, what.layer);
             assert!(unit * what.blocks.len() as u64 <= self.slot_bytes, "{what:?} does not fit a slot");
@@ -124,9 +129,11 @@ impl Ring {
             let (what, completion) = (what.clone(), Completion::new());
             // SAFETY: nobody else uses the slot, and the caller keeps others from writing to the blocks.
             unsafe { mover.fetch(&what, &self.slab, self.start(slot), completion.clone()) };
-            self.ahead.push_back(Reading { slot, what, generations, completion, since, same: since });
+            self.ahead.insert(known, Reading { slot, what, generations, completion, since, same: since });
             known += 1;
         }
+        self.idle.extend(self.ahead.drain(known..));
+        self.reclaim();
     }
 
     /// Of the first of what `read_ahead` was given last: when it has ended. None if no slot was free for it.
@@ -229,11 +236,18 @@ impl Reading {
     /// Whether this is of these pages, and they are still what they were; they are while a step has them. What failed when no step
     /// needed it is read again.
     fn is_of(&mut self, what: &LayerOfPages, store: &Store, step: Epoch) -> bool {
-        if self.what != *what || self.same == step {
-            return self.what == *what;
+        if self.what != *what {
+            return false;
         }
-        self.same = step;
-        self.completion.failure().is_none() && self.generations == store.generations(what.group, &what.blocks)
+        if self.same != step {
+            if self.completion.failure().is_some()
+                || self.generations != store.generations(what.group, &what.blocks)
+            {
+                return false;
+            }
+            self.same = step;
+        }
+        true
     }
 }
 
@@ -390,6 +404,37 @@ mod tests {
                 world.ring.under_way().cloned().iter().for_each(|completion| world.wait(completion));
             }
             world.check(1, &right);
+        }
+    }
+
+    #[test]
+    fn what_another_batch_needs_as_well_is_not_read_again() {
+        let mut world = world();
+        world.write(1, 0..60);
+        let [a, b, c, d] = [what(0, 0..20), what(0, 20..40), what(0, 40..60), what(1, 0..20)];
+        world.ahead(&[a.clone(), b, c.clone(), d.clone()], 0);
+        world.quiet();
+        let before = world.store.traffic().bytes_read;
+        let parts = [d, a, c];
+        for next in 0..parts.len() {
+            world.ahead(&parts[next..], 1);
+            world.check(1, &parts[next]);
+        }
+        assert_eq!(world.store.traffic().bytes_read, before);
+    }
+
+    /// As pages that two sequences of a batch share are.
+    #[test]
+    fn a_page_that_was_written_since_is_read_again_for_all_who_need_it() {
+        let mut world = world();
+        world.write(1, 0..20);
+        world.ahead(&[what(0, 0..20)], 0);
+        world.quiet();
+        world.write(2, 0..20);
+        let parts = [what(0, 0..20), what(0, 0..20)];
+        for next in 0..2 {
+            world.ahead(&parts[next..], 1);
+            world.check(2, &parts[next]);
         }
     }
 
