@@ -132,8 +132,13 @@ impl Cache {
         let mut covered = HashMap::<PageId, Vec<Range<u32>>>::new();
         let rows = self.paged_tables().flat_map(|(table, page_size)| table.covered(page_size));
         rows.for_each(|(page, rows)| covered.entry(page).or_default().push(rows));
-        let dead =
-            covered.into_iter().map(|(page, ranges)| uncovered(self.pages[page].fill, ranges)).sum::<u64>();
+        let dead: u64 = covered
+            .into_iter()
+            .map(|(page, mut ranges)| {
+                ranges.sort_by_key(|range| range.start);
+                uncovered(self.pages[page].fill, &ranges)
+            })
+            .sum();
         require!(dead == self.dead_rows(), "{dead} rows are dead, {} counted", self.dead_rows());
         Ok(())
     }

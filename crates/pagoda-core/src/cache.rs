@@ -13,7 +13,7 @@ use crate::step::Step;
 use crate::table::{Sequences, Table};
 use crate::window::Window;
 use crate::zeroing::Freed;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// One layer group: what its blocks are.
@@ -301,22 +301,19 @@ impl Cache {
 
     /// Rows of pages that no sequence's span covers: what `drop`, `truncate` and windows left behind.
     pub fn dead_rows(&self) -> u64 {
-        // Only where a span ends can a row of a page be without one. How many references to the page were seen, and its rows.
-        let mut at_ends = HashMap::<PageId, (u32, Vec<Range<u32>>)>::new();
-        for (table, page_size) in self.paged_tables() {
-            for (page, rows) in table.covered_at_ends(page_size) {
-                let (seen, ranges) = at_ends.entry(page).or_default();
-                *seen += 1;
-                ranges.push(rows);
-            }
-        }
-        for page in self.step.undo.iter().filter_map(|undo| undo.replaced) {
-            at_ends.entry(page).and_modify(|(seen, _)| *seen += 1);
-        }
-        let dead = at_ends.into_iter().map(|(page, (seen, ranges))| {
+        // Only where a span ends can a row of a page be without one.
+        let tables = self.paged_tables();
+        let mut ends: Vec<_> =
+            tables.flat_map(|(table, page_size)| table.covered_at_ends(page_size)).collect();
+        ends.sort_unstable_by_key(|(page, rows)| (*page, rows.start));
+        let mut replaced: Vec<_> = self.step.undo.iter().filter_map(|undo| undo.replaced).collect();
+        replaced.sort_unstable();
+        let dead = ends.chunk_by(|(one, _), (other, _)| one == other).map(|ends| {
+            let page = ends[0].0;
+            let undo = replaced.partition_point(|&at| at <= page) - replaced.partition_point(|&at| at < page);
             // Another reference is from the middle of a span, which covers all of it.
-            let is_whole = self.pages.references(page) > seen + self.pages.kept(page);
-            if is_whole { 0 } else { uncovered(self.pages[page].fill, ranges) }
+            let is_whole = self.pages.references(page) > (ends.len() + undo) as u32 + self.pages.kept(page);
+            if is_whole { 0 } else { uncovered(self.pages[page].fill, ends.iter().map(|(_, rows)| rows)) }
         });
         dead.sum()
     }
@@ -421,10 +418,9 @@ impl Cache {
     }
 }
 
-/// Of the first `fill` rows, those in none of the ranges.
-pub(crate) fn uncovered(fill: u32, mut ranges: Vec<Range<u32>>) -> u64 {
-    ranges.sort_by_key(|range| range.start);
-    let (_, covered) = ranges.iter().fold((0, 0), |(end, sum), range| {
+/// Of the first `fill` rows, those in none of the ranges, which come in the order of their starts.
+pub(crate) fn uncovered<'a>(fill: u32, ranges: impl IntoIterator<Item = &'a Range<u32>>) -> u64 {
+    let (_, covered) = ranges.into_iter().fold((0, 0), |(end, sum), range| {
         (end.max(range.end), sum + range.end.saturating_sub(end.max(range.start)))
     });
     u64::from(fill.saturating_sub(covered))
