@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,8 +188,10 @@ def test_an_error_of_a_copy_that_is_waited_for_names_the_sequences_that_hold_the
     mirror.truncate(tokens, 40)
     twin = mirror.fork(tokens)
     spoil(tmp_path / "pages", tokens, 39)
+    before = settled(cache).device
     with pytest.raises(pagoda.CorruptPage) as raised:
         mirror.step([other, tokens], [1, 1])
+    assert cache.stats().device == before or cache._device is not None, "a device has yet to end the step"
     assert sorted(raised.value.sequences) == sorted([tokens.sequence.id, twin.sequence.id])
     mirror.step([other], [1])
     page = 2 * 4096
@@ -293,14 +296,17 @@ def test_a_step_reports_what_it_read(tmp_path: Path) -> None:
     rows = [np.zeros((1, shape, 16), np.float32) for shape in (2, 2, 4)]
     for on_disk in (0, 192):
         cache.demote(tokens.sequence, (0, on_disk), to="disk").wait(60)
+        before = time.perf_counter()
         with cache.step([tokens.sequence], [1]) as step:
             for index in range(3):
                 step.forward(index, rows[2], rows[0], rows[1])
             inside = step.report
             step.commit(accepted=[0])
+        after = time.perf_counter()
         report = step.report
         assert report.bytes == inside.bytes
-        assert report.seconds >= inside.seconds >= report.waited
+        assert after - before >= report.seconds >= inside.seconds >= report.waited
+        assert step.report == report, "time goes on, the step does not"
         # The window of 40 has none of the pages on disk; 16 tokens of 2 heads of K and V in f16 are 2 KiB, stored as 4.
         assert report.bytes == {"memory": (321 + 321 + 40) * 2 * 2 * 32, "disk": 2 * on_disk // 16 * 4096}
         assert report.fractions({"disk": 1e9, "pcie": 1.0}) == {"disk": report.bytes["disk"] / 1e9 / report.seconds}

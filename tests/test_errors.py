@@ -265,6 +265,42 @@ def test_a_step_that_is_entered_twice_goes_on() -> None:
         sequence.truncate(0)
 
 
+def test_a_step_that_is_not_open_may_be_entered() -> None:
+    """For the first time, once there is room after all, and again after an exception."""
+    with pagoda.Cache(SPEC, page_size=16, device_memory="64KiB", host_memory=0, threads=1) as cache:
+        sequence, large, k = cache.create(), cache.create(), rows(2, 2, 16)
+        step = cache.step([sequence], [2])
+
+        def refused() -> None:
+            calls: list[Callable[[], object]] = [
+                lambda: step.append(0, k, k),
+                lambda: step.attend(0, rows(2, 4, 16)),
+                lambda: step.table(0),
+                lambda: step.positions,
+                lambda: step.cu_seqlens,
+                step.commit,
+                step.rollback,
+            ]
+            for call in calls:
+                with pytest.raises(pagoda.InvalidArgument, match="step = closed"):
+                    call()
+
+        refused()
+        with cache.step([large], [512]) as filled:
+            filled.append(0, rows(512, 2, 16), rows(512, 2, 16))
+        with pytest.raises(pagoda.OutOfBlocks), step:
+            pass
+        refused()
+        large.release()
+        with pytest.raises(KeyError), step:
+            raise KeyError
+        refused()
+        with step:
+            step.append(0, k, k)
+        refused()
+        assert len(sequence) == 2
+
+
 def test_sixteen_bit_integers_are_what_dtype_says_and_nothing_else_is() -> None:
     bits = np.full((2, 2, 16), 0x3F80, np.uint16)
     with pagoda.Cache(SPEC, threads=1) as cache, cache.step([cache.create()], [2]) as step:
@@ -305,6 +341,37 @@ def test_out_must_be_writeable_and_apart_from_q() -> None:
                 step.attend(0, q, out=out)
         backwards = rows(2, 4, 16)[::-1, ::-1]
         assert step.attend(0, q, out=backwards) is backwards
+
+
+def test_out_may_have_its_rows_anywhere_but_in_one_another_or_in_q() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, heads, 16), np.float32) for heads in (4, 2, 2))
+    with pagoda.Cache(SPEC, threads=1) as cache, cache.step([cache.create()], [2]) as step:
+        right = step.forward(0, q, k, v)
+        four, pair = np.concatenate([q, q]), np.concatenate([q.ravel(), q.ravel()])
+        for out in (rows(4, 2, 16).transpose(1, 0, 2), four[2:]):
+            step.attend(0, four[:2], out=out)
+            np.testing.assert_array_equal(out, right)
+        step.attend(0, pair[:128].reshape(2, 4, 16), out=pair[128:].reshape(2, 4, 16))
+        np.testing.assert_array_equal(pair[128:].reshape(2, 4, 16), right)
+        next_token = np.lib.stride_tricks.as_strided(rows(80), (2, 4, 16), (64, 64, 4))
+        for like, out, limit in (
+            (q, next_token, "rows that do not overlap"),
+            (four[:2], four[2:0:-1], "memory of its own"),
+            (pair[:128].reshape(2, 4, 16), pair[127:255].reshape(2, 4, 16), "memory of its own"),
+        ):
+            before = out.copy()
+            with pytest.raises(pagoda.InvalidArgument, match=f"out = .*{limit}"):
+                step.attend(0, like, out=out)
+            np.testing.assert_array_equal(out, before)
+
+
+def test_a_single_token_has_no_stride() -> None:
+    v = np.arange(32, dtype=np.float32).reshape(1, 2, 16)
+    with pagoda.Cache(SPEC, threads=1) as cache, cache.step([cache.create()], [1]) as step:
+        out = rows(4, 16)
+        step.forward(0, rows(1, 4, 16), rows(1, 2, 16), v, out=out[None])
+        np.testing.assert_array_equal(out, v[0].repeat(2, axis=0))
 
 
 @pytest.mark.parametrize(

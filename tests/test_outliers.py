@@ -247,6 +247,18 @@ def test_an_absurd_row_makes_no_centre(k_dtype: str, absurd: float) -> None:
     np.testing.assert_allclose(results[0], attention(*given)[0], atol=0.5)
 
 
+def test_layers_that_read_the_keys_of_another_know_its_centre() -> None:
+    """The log-sum-exp shows it: weights do not depend on what all keys have in common."""
+    q, k, v = rows(100, "offset")
+    spec = pagoda.ModelSpec([SHAPE, replace(SHAPE, kv_owner=0)])
+    with pagoda.Cache(spec, k_dtype="q8_0", device_memory="8MiB", host_memory=0) as cache:
+        with cache.step([cache.create()], [100]) as step:
+            owner = step.forward(0, q, k, v, return_lse=True)
+            reader = step.attend(1, q, return_lse=True)
+    for mine, theirs in zip(owner, reader, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 @pytest.mark.parametrize("bad", [np.nan, 1e38])
 @pytest.mark.parametrize("count", [7, 40])
 def test_rows_that_are_refused_say_nothing_of_the_centre(bad: float, count: int) -> None:

@@ -204,12 +204,16 @@ def test_tables_name_the_blocks_that_attention_reads(mirror: Mirror) -> None:
         assert table.pointers[0, 0] != 0
         with pytest.raises(pagoda.InvalidArgument, match="on the device"):
             _ = table.csr
+    cut = mirror.create()
+    mirror.step([cut], [64])
     mirror.drop(b, 0, 3)
-    with (
-        mirror.cache.step([b.sequence], [0]) as step,
-        pytest.raises(pagoda.InvalidArgument, match="one whole span"),
-    ):
-        _ = step.table(0).kv_indices
+    mirror.drop(cut, 16, 32)
+    for tokens in (b, cut):
+        with (
+            mirror.cache.step([tokens.sequence], [0]) as step,
+            pytest.raises(pagoda.InvalidArgument, match="one whole span"),
+        ):
+            _ = step.table(0).kv_indices
 
 
 def test_rows_of_a_table_are_of_whoever_is_there_now(mirror: Mirror) -> None:

@@ -127,6 +127,29 @@ def generate(cache: pagoda.Cache, sequence: pagoda.Sequence, tokens: int) -> lis
     return seen
 
 
+def test_tables_have_no_page_that_has_left() -> None:
+    with open_cache([layer(window=20)], headroom=0) as cache:
+        mirror = Mirror(cache)
+        old, new = mirror.create(), mirror.create()
+        mirror.step([old], [30])
+        for _ in range(6):
+            mirror.step([old, new], [9, 5])
+            lengths = len(old), len(new)
+            with cache.step([old.sequence, new.sequence], [0, 0]) as step:
+                table = step.table(0)
+            with cache.step([old.sequence, new.sequence], [0, 0]) as step:
+                again = step.table(0)
+                indptr, indices, last = again.csr
+            pages = np.arange(-(-max(lengths) // 16))
+            there = np.array([(pages >= max(0, n - 20) // 16) & (pages < -(-n // 16)) for n in lengths])
+            for each in (table, again):
+                np.testing.assert_array_equal(each.block_table >= 0, there)
+                np.testing.assert_array_equal(each.pointers > 0, there)
+            np.testing.assert_array_equal(indptr, [0, *np.cumsum(there.sum(axis=1))])
+            np.testing.assert_array_equal(indices, again.block_table[there])
+            np.testing.assert_array_equal(last, [(n - 1) % 16 + 1 for n in lengths])
+
+
 @pytest.mark.parametrize("positions", ["original", "cache"])
 @pytest.mark.parametrize("tokens", [200_000, pytest.param(1_050_000, marks=pytest.mark.long)])
 def test_memory_is_constant(tokens: int, positions: str, emulated: bool) -> None:
