@@ -82,15 +82,18 @@ def test_a_key_that_no_call_takes_goes_when_the_directory_is_opened(
         mirror.step([tokens], [100])
         cache.save(tokens.sequence, "k" * 1024)
         cache._core.save(tokens.sequence.id, key, b"")
+    used = []
     for lost in (True, False):
         caplog.clear()
         with opened(tmp_path) as cache:
+            used.append(cache.stats().used_bytes("disk"))
             assert (f"{key!r} is lost: its key is not a text of 1 to 1024 bytes" in caplog.text) == lost
             assert cache.saved() == {"k" * 1024: b""}
             if not lost:
                 assert cache.forget("k" * 1024)
                 assert cache.stats().used_bytes("disk") == 0
             cache.audit()
+    assert used[0] == used[1], "blocks of the key that is lost are nobody's at once"
 
 
 def test_what_is_kept_does_not_change_with_the_sequence_it_was(tmp_path: Path) -> None:
@@ -281,6 +284,34 @@ def test_a_part_is_kept(tmp_path: Path) -> None:
         mirror.look()
 
 
+def test_a_part_that_is_none_is_refused_by_its_name(tmp_path: Path) -> None:
+    with opened(tmp_path) as cache:
+        mirror = Mirror(cache)
+        tokens = mirror.create()
+        mirror.step([tokens], [30])
+        for start, stop in ((0, 31), (20, 10), (31, 31), (31, 40)):
+            with pytest.raises(
+                pagoda.InvalidArgument, match=rf"tokens = \({start}, {stop}\): a start and a stop, 0 or"
+            ):
+                cache.save(tokens.sequence, "part", tokens=(start, stop))
+        assert (cache.saved(), cache.stats().sequences) == ({}, 1)
+        for at in (0, 10, 30):
+            cache.save(tokens.sequence, "nothing", tokens=(at, at))
+            nothing = cache.load("nothing")
+            assert nothing is not None
+            assert len(nothing) == 0
+
+
+def test_saving_leaves_pages_where_they_are(tmp_path: Path) -> None:
+    with opened(tmp_path) as cache:
+        mirror = Mirror(cache)
+        tokens = mirror.create()
+        mirror.step([tokens], [100])
+        before = settled(cache).device
+        cache.save(tokens.sequence, "it")
+        assert settled(cache).device == before
+
+
 def test_sessions_beyond_memory_spill_and_share_pages(tmp_path: Path) -> None:
     with opened(tmp_path, headroom=1000) as cache:
         mirror = Mirror(cache)
@@ -321,13 +352,21 @@ def test_what_does_not_verify_is_not_there(tmp_path: Path, caplog: pytest.LogCap
     with opened(tmp_path) as cache:
         assert cache.load("one") is None
         # What was begun is let go of at once, though the error is still in the log.
-        assert settled(cache).used_bytes("device") == 0
+        assert (settled(cache).used_bytes("device"), cache.stats().sequences) == (0, 0)
         assert "'one' does not verify: " in caplog.text
         assert "generation" in caplog.text
         mirror = Mirror(cache)
         load(mirror, "other", other)
         mirror.look()
         cache.audit()
+    with (tmp_path / "kept" / "pages").open("r+b") as pages:
+        for start in starts:
+            pages.seek(start + 40)
+            pages.write(b"\xff")
+    with opened(tmp_path) as cache:
+        # Its last page is not to be had, which comes first.
+        assert cache.load("other") is None
+        assert (settled(cache).used_bytes("device"), cache.stats().sequences) == (0, 0)
 
 
 @pytest.mark.parametrize("copies", [1, 2])
@@ -780,6 +819,7 @@ def test_a_save_in_an_open_step_says_what_it_waits_for(tmp_path: Path) -> None:
         with cache.step([other.sequence], [0]), pytest.raises(pagoda.InvalidArgument, match="no step is open"):
             cache.save(tokens.sequence, "it")
         assert cache.saved() == {}
+        assert cache.stats().sequences == 2
         cache.save(tokens.sequence, "it")
         # Nothing has to move any more.
         with cache.step([other.sequence], [0]):

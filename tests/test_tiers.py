@@ -136,6 +136,24 @@ def test_prefetch_copies_what_finds_room_though_groups_take_it_from_each_other()
         mirror.look()
 
 
+def test_prefetch_takes_the_newest_pages() -> None:
+    with pagoda.Cache(pagoda.ModelSpec([layer()]), page_size=16, device_memory="32KiB", host_memory="4MiB") as cache:
+        mirror = Mirror(cache)
+        tokens, other = mirror.create(), mirror.create()
+        mirror.step([tokens], [112])
+        assert cache.demote(tokens.sequence).wait(60)
+        mirror.step([other], [192])
+        cache._spill.settle()
+        room = settled(cache).device[0].free
+        assert 0 < room < 7
+        assert cache.prefetch(tokens.sequence).wait(60)
+        missing = [
+            page for page in range(7) if cache.plan(tokens.sequence, "device", (16 * page, 16 * page + 16)).bytes
+        ]
+        assert missing == list(range(7 - room))
+        mirror.look()
+
+
 def test_a_stale_plan_is_refused(mirror: Mirror) -> None:
     tokens = mirror.create()
     mirror.step([tokens], [64])

@@ -366,7 +366,6 @@ class Cache:
 
         The slower copies stay, so that demoting these pages again moves no bytes.
         """
-        self._check_ours(sequence)
         room = min(self._core.free_blocks("device")) // len(self._groups)
         while True:
             newest = partial(self._plan, sequence, "device", pages_max=room, keep=True, newest_first=True)
