@@ -29,7 +29,7 @@ def mirror(tmp_path: Path) -> Iterator[Mirror]:
 
 def opened(path: Path, **changes: Any) -> pagoda.Cache:
     disk: dict[str, Any] = {"host_memory": "256KiB", "disk": path / "pages", "disk_memory": "32MiB"}
-    return pagoda.Cache(SPEC, page_size=16, **(OPTIONS | disk | changes))
+    return pagoda.Cache(changes.pop("spec", SPEC), page_size=16, **(OPTIONS | disk | changes))
 
 
 def test_pages_go_down_three_tiers_and_come_back_unchanged(mirror: Mirror, tmp_path: Path) -> None:
@@ -53,6 +53,22 @@ def test_pages_go_down_three_tiers_and_come_back_unchanged(mirror: Mirror, tmp_p
     assert stats.moved_bytes["disk", "device"] > 0
     assert stats.moved_bytes["host", "disk"] + stats.moved_bytes["device", "disk"] == plan.bytes
     mirror.look()
+
+
+def test_layers_of_any_group_and_window_read_their_own_pages(tmp_path: Path) -> None:
+    """Layers that are alike read the same pages; those of another group have others, and other windows see fewer."""
+    reader = layer(kv_owner=0, window=40)
+    spec = pagoda.ModelSpec([layer(), layer(num_kv_heads=4), reader, layer(), layer(num_kv_heads=4), reader])
+    with opened(tmp_path, spec=spec, spill=False) as cache:
+        mirror = Mirror(cache)
+        tokens, other = mirror.create(), mirror.create()
+        mirror.step([tokens, other], [160, 50])
+        assert cache.demote(tokens.sequence, (0, 96), to="disk").wait(60)
+        assert cache.execute(cache.plan(other.sequence, "disk", (0, 32), layers=[1, 4])).wait(60)
+        mirror.look()
+        assert mirror.last is not None
+        if cache._device is None:  # A device reads for the step to come as well.
+            assert mirror.last.report.bytes["disk"] == 4096 * (2 * 6 + 2 * (6 + 2)), "no window reaches so far back"
 
 
 def test_tables_have_no_address_of_a_page_on_disk(tmp_path: Path) -> None:
