@@ -273,6 +273,29 @@ def test_layers_in_any_order_and_more_than_once(monkeypatch: pytest.MonkeyPatch)
     look_in_any_order(*cache_of_pages(monkeypatch, RestlessDriver(5)))
 
 
+def test_ctrl_c_between_taking_a_slot_and_giving_it_back_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror, tokens = cache_of_pages(monkeypatch, RestlessDriver(6))
+    follow, left = Stream.follow, 0
+
+    def interrupted(stream: Stream, event: Event) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        follow(stream, event)
+
+    rows, q = np.zeros((1, 2, 16), np.float32), np.zeros((1, 4, 16), np.float32)
+    for nth in range(1, 8):
+        left = nth
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Stream, "follow", interrupted)
+            with mirror.cache.step([tokens.sequence], [1]) as step:
+                for index in (0, 1):
+                    step.forward(index, q, rows, rows)
+        mirror.look()
+    mirror.cache.close()
+
+
 def test_a_step_that_streams_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph reads in place, so it may be replayed by such a step, but not come from one."""
     spec = pagoda.ModelSpec(layers=[layer(head_dim=64)])
