@@ -290,6 +290,26 @@ def test_memory_does_not_go_before_its_last_kernel(driver: LateDriver, open_step
     assert stream.finished >= given
 
 
+def test_scratch_memory_does_not_go_before_a_kernel_of_the_step_that_uses_it(driver: LateDriver) -> None:
+    class LateCaller(CallerStream):
+        """A caller who does not wait for attention."""
+
+        launch = Stream.launch
+
+    stream, large = LateCaller(driver), pagoda.AttentionLayer(16, 8, 64)
+    with pagoda.Cache(pagoda.ModelSpec([LAYER, large]), device="cuda", device_memory="4MiB", host_memory=0) as cache:
+        with cache.step([cache.create()], [1], stream=stream) as step:
+            for index, shape in enumerate((LAYER, large)):
+                given = len(stream.work)
+                k, q = (
+                    np.zeros((1, heads, shape.head_dim), np.float32)
+                    for heads in (shape.num_kv_heads, shape.num_q_heads)
+                )
+                step.forward(index, q, k, k, out=np.zeros_like(q))
+                assert stream.finished >= given, "what has used the memory that was too small has ended"
+            assert stream.finished < len(stream.work), "what uses the new one has not"
+
+
 def test_a_step_is_committed_whatever_becomes_of_copies(driver: LateDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that a plan under way needs is refused in the middle of a commit: the plan fails, and the step has ended."""
     world = World(driver)
