@@ -408,6 +408,22 @@ def test_a_batch_in_another_order_is_no_other_batch(tmp_path: Path) -> None:
         assert settled(cache).moved_bytes["disk", "host"] > before["disk", "host"]
 
 
+@pytest.mark.usefixtures("names_the_cpu")
+def test_room_that_others_leave_is_used_by_a_batch_that_stays(tmp_path: Path) -> None:
+    with opened(tmp_path) as cache:
+        mirror = Mirror(cache)
+        tokens, rests = mirror.create(), mirror.create()
+        mirror.step([tokens], [100])
+        assert cache.demote(tokens.sequence, to="disk").wait(60)
+        cache._spill.may_bring_in(np.array([tokens.sequence.id], np.uint64))
+        before = settled(cache).moved_bytes
+        mirror.step([tokens], [1])
+        assert settled(cache).moved_bytes == before
+        mirror.release(rests)
+        mirror.step([tokens], [1])
+        assert settled(cache).moved_bytes["disk", "host"] > before["disk", "host"]
+
+
 def test_pages_that_change_under_the_ring_are_read_again(mirror: Mirror) -> None:
     """What was read ahead for a step that did not come is not taken for pages that were written to the same blocks since."""
     for turn in range(6):

@@ -159,10 +159,11 @@ class Cache:
     checked: values that do not fit their row format, infinities and NaN raise in `append`.
 
     spill: when the device tier is full, its oldest pages go to the host tier, and from there to disk, those of sequences
-    that are not in the step first. Pages on disk come back when a step has other sequences than the one before, as many as
-    find room. Steps attend to those on disk all the same: these are read layer by layer, ahead of need, through memory beside
-    the budgets (see `stats().disk_io`). On a GPU that takes the ring: if device_memory is too small for one, nothing goes to
-    disk by itself, and a step with pages there raises InvalidArgument with the memory that would do.
+    that are not in the step first. Pages on disk come back when a step has other sequences than the one before, or others
+    were released since, as many as find room. Steps attend to those on disk all the same: these are read layer by layer,
+    ahead of need, through memory beside the budgets (see `stats().disk_io`). On a GPU that takes the ring: if device_memory
+    is too small for one, nothing goes to disk by itself, and a step with pages there raises InvalidArgument with the memory
+    that would do.
     retention: what layers without a window keep; everything by default, or `SinkWindow`.
     headroom: tokens that are kept behind every window, so that `truncate` can take back as many; a page by default. A layer
     with a window holds the pages of its last `window + headroom` tokens; others leave when a step is committed, so memory

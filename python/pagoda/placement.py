@@ -2,9 +2,9 @@
 
 Every token is attended to at every step, so the pages of one sequence are read in a cycle and recency among them says
 nothing; between sequences it does. So pages of a sequence stay where they are while it grows, and move only when it comes
-back after others: then what fits comes in once, in the place of what rests, and the others are read from disk at every
-step. A page that was written to disk stays there while it is in memory again, as long as there is room, so that it is written
-once.
+back after others, or others are released: then what fits comes in once, in the place of what rests, and the others are read
+from disk at every step. A page that was written to disk stays there while it is in memory again, as long as there is room, so
+that it is written once.
 
 Which sequences have pages to move the core knows, so that making room takes as long as what is moved, however many rest.
 """
@@ -56,7 +56,7 @@ class Spill:
         self._memory = sorted({source for source, _ in self._pairs}, reverse=True)
         self._has_disk = "disk" in below
         self._resting = dict.fromkeys(self._pairs, 0)
-        self._stepped = frozenset[int]()
+        self._stepped: tuple[frozenset[int], int] | None = None
 
     def ahead(self, batch: Handles) -> None:
         """Starts moving pages when free blocks run low, to disk those of sequences in `batch` last. Returns at once."""
@@ -104,10 +104,11 @@ class Spill:
         return any([self._core.drop_copies(tier, group, blocks) for group in groups])
 
     def may_bring_in(self, batch: Handles) -> bool:
-        """Whether the open step of `batch` is the first one with these sequences and has pages on disk."""
+        """Whether the open step of `batch` has pages on disk, and is the first one with these sequences or since another one
+        came or was released, which may have left room."""
         if not self._has_disk:
             return False
-        before, self._stepped = self._stepped, frozenset(batch.tolist())
+        before, self._stepped = self._stepped, (frozenset(batch.tolist()), self._core.sequence_count())
         return before != self._stepped and self._core.pages_on_disk() > 0
 
     def bring_in(self, batch: Handles) -> None:

@@ -310,6 +310,11 @@ impl Cache {
         Ok(self.lock(py)?.core.drained_blocks())
     }
 
+    /// Sequences that there are.
+    fn sequence_count(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.lock(py)?.core.sequence_count())
+    }
+
     /// Block counts by tier and group, and counters.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let mut inner = self.lock(py)?;
