@@ -235,6 +235,12 @@ def derived(v: Array, weight: Array | None, rope: pagoda.Rope | None, positions:
     return k
 
 
+def center_of(k: Array) -> Array:
+    """What K rows are centred by that come first, float64 [K/V heads, head_dim]: the means that stand out."""
+    mean = k.mean(0, np.float64)
+    return np.where(np.abs(mean) >= 2 * k.std(0, dtype=np.float64), mean, 0)
+
+
 def settled(cache: pagoda.Cache) -> Stats:
     """What a cache holds once a device has been seen to end its steps: until then what they freed is draining."""
     while True:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pagoda
 import pytest
 from emulator.driver import EmulatedDriver
-from mirror import INTEGER_ISAS, layer
+from mirror import INTEGER_ISAS, center_of, layer
 from pagoda import formats
 from pagoda.attention.reference import attention
 from pagoda.device import cuda
@@ -84,12 +84,6 @@ def odd_rows(tokens: int, dim: int) -> Array:
     x[8::9] = rng.choice([0.0, -0.0], x[8::9].shape)
     with np.errstate(over="ignore"):
         return x.astype(np.float32)
-
-
-def center_of(k: Array) -> Array:
-    """float64 [K/V heads, head_dim]: the means that stand out."""
-    mean = k.mean(0, np.float64)
-    return np.where(np.abs(mean) >= 2 * k.std(0, dtype=np.float64), mean, 0)
 
 
 def pages(cache: pagoda.Cache, k: Array, v: Array, chunks: list[int], *, of_gpu: bool) -> Array:
