@@ -238,7 +238,7 @@ class _Engine:
 def _many(given: Operands, warps: int, columns: int, stack: int) -> _Engine:
     """`ManyShape` of many_queries.cuh."""
     rows, stage_rows = 16 * stack * warps // columns, 16 if given.dim + given.v_dim > 512 else 32
-    from_v = _stride(given.dim) * (2 if given.q == "f32" else 1)
+    from_v = _elements(given.dim) * (2 if given.q == "f32" else 1)
     keys = from_v if given.k == FROM_V else _decoded(given.k, given.dim)
     decoded = stage_rows * (keys + _decoded(given.values, given.v_dim))
     most = max(1, WARPS_WANTED // warps)
@@ -259,7 +259,7 @@ def _tensor(engine: _Engine, given: Operands, stages: int, sets: int) -> Attenti
     k, v, q, dim, v_dim = given
     rows = engine.rows
     keys = CODES if k in QUANTISED or k == FROM_V else k
-    q_bytes = SPLITS.get((q, keys), 1) * rows * _stride(dim) + rows * 4
+    q_bytes = SPLITS.get((q, keys), 1) * rows * _elements(dim) + rows * 4
     if k in QUANTISED:
         q_bytes += rows * 4 + engine.warps * dim * 4
     row_bytes = 0 if k == FROM_V else _stored(k, dim, _depth(dim))
@@ -277,15 +277,15 @@ def _depth(dim: int) -> int:
     return -(-dim // 16) * 16
 
 
-def _stride(dim: int) -> int:
-    """`Q_STRIDE`, and `STRIDE` of decoded rows: bytes from one row of 16-bit elements to the next."""
-    return (_depth(dim) // 8 | 1) * 16
+def _elements(dim: int) -> int:
+    """Bytes of a row of 16-bit elements in shared memory."""
+    return _depth(dim) * 2
 
 
 def _stored(name: str, dim: int, depth: int) -> int:
     """Bytes of a stored row and its scales in shared memory; `depth`: elements with zeros behind them."""
     row = FORMATS[name]
-    return (-(-row.row_bytes(depth) // 16) | 1) * 16 + row.scales_bytes(dim)
+    return -(-row.row_bytes(depth) // 16) * 16 + row.scales_bytes(dim)
 
 
 def _decoded(name: str, dim: int) -> int:
@@ -294,7 +294,7 @@ def _decoded(name: str, dim: int) -> int:
     if not row.quantised:
         return 0
     scales = 0 if name in FOLDED else row.scales_bytes(dim) // row.scale_bytes
-    return _stride(dim) + 4 * scales
+    return _elements(dim) + 4 * scales
 
 
 def _cores(given: Operands, rows: int, sets: int) -> Attention:

@@ -133,7 +133,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
     /// Right factors of two steps of a block of queries. Past an odd number of steps lies something else.
     __device__ void load_query(uint32 (&b)[4], int q, int split, int step) const {
         const int row = split * Shape::ROWS + q * 8 + lane % 8;
-        load_matrix(b, q_shared + (row * Shape::Q_STRIDE + step * 2 + lane / 8) * 16);
+        load_matrix(b, q_shared + Shape::QRows::place(row, step * 2 ^ lane / 8));
     }
 
     /// The right factor of a step; of odd ones from `pair`, which the step before has loaded, if those are not in registers.
@@ -197,7 +197,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
 #pragma unroll
             for (int n = 0; n < KEYS; ++n) {
                 uint32 a[4];
-                load_matrix(a, keys + ((n * 16 + lane % 16) * Shape::K_STRIDE + step * 2 + lane / 16) * 16);
+                load_matrix(a, keys + Shape::KRows::place(n * 16 + lane % 16, step * 2 ^ lane / 16));
 #pragma unroll
                 for (int i = 0; i < COUNT * Shape::Q_SPLITS; ++i) {
                     const uint32(&right)[2] = b[i / Shape::Q_SPLITS][i % Shape::Q_SPLITS];
@@ -224,12 +224,12 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
 #pragma unroll
             for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
                 uint32 codes[4];
-                load_matrix(codes, keys + ((n * 16 + lane % 16) * Shape::K_STRIDE + chunk + lane / 16) * 16);
+                load_matrix(codes, keys + Shape::KRows::place(n * 16 + lane % 16, chunk ^ lane / 16));
                 typename K::Word words[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const uint8* const row = keys + (n * 16 + i % 2 * 8 + lane / 4) * Shape::K_STRIDE * 16;
-                    words[i] = K::template along<D>(codes[i], row, chunk + i / 2, lane % 4);
+                    const int row = n * 16 + i % 2 * 8 + lane / 4;
+                    words[i] = K::template along<typename Shape::KRows, D>(codes[i], keys, row, chunk + i / 2, lane % 4);
                 }
 #pragma unroll
                 for (int i = 0; i < 2 * PARTS; ++i) {
@@ -372,7 +372,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
                 // 8 columns past the last may be another row's, and their results are nobody's.
                 uint32 a[4];
                 const int row = n * 16 + lane / 16 * 8 + lane % 8;
-                load_matrix_transposed(a, rows_of_v + (row * Shape::V_STRIDE + column * 2 + lane / 8 % 2) * 16);
+                load_matrix_transposed(a, rows_of_v + Shape::VRows::place(row, column * 2 ^ lane / 8 % 2));
                 if (CAREFUL) take_out<COUNT>(column, sees, a);
 #pragma unroll
                 for (int i = 0; i < COUNT * Shape::P_SPLITS; ++i) {
@@ -398,12 +398,12 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
 #pragma unroll
             for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
                 uint32 codes[4];
-                load_matrix_transposed(codes, rows_of_v + ((n * 16 + lane % 16) * Shape::V_STRIDE + chunk + lane / 16) * 16);
+                load_matrix_transposed(codes, rows_of_v + Shape::VRows::place(n * 16 + lane % 16, chunk ^ lane / 16));
                 typename V::Word words[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const uint8* const row = rows_of_v + (n * 16 + i % 2 * 8 + lane % 4 * 2) * Shape::V_STRIDE * 16;
-                    words[i] = V::template across<SCALED>(codes[i], row, row + Shape::V_STRIDE * 16, chunk + i / 2, lane / 4);
+                    const int row = n * 16 + i % 2 * 8 + lane % 4 * 2;
+                    words[i] = V::template across<typename Shape::VRows, SCALED>(codes[i], rows_of_v, row, chunk + i / 2, lane / 4);
                 }
 #pragma unroll
                 for (int i = 0; i < 2 * PARTS; ++i) {

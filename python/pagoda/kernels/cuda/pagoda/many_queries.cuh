@@ -27,10 +27,10 @@ struct ManyShape : TensorShape<K_, V_, Q_, D_, DV_, 16 * STACK_ * WARPS_ / COLUM
     /// Keys that are made from values lie there, too: for float queries as two elements that together hold them.
     static constexpr bool FROM_V = K_::BITS == 0;
     static constexpr int KEY_PARTS = FROM_V && Common::Q::BYTES == 4 ? 2 : 1;
-    /// From row to row, in pieces of 16 bytes, where products take them.
-    static constexpr int KEY_STRIDE = FROM_V ? Common::Q_STRIDE : K_::QUANTISED ? DecodedK::STRIDE : Common::K_STRIDE;
-    static constexpr int KEY_PART_BYTES = Common::SCORES * KEY_STRIDE * 16;
-    static constexpr int VALUE_STRIDE = V::QUANTISED ? DecodedV::STRIDE : Common::V_STRIDE;
+    /// Keys and values where products take them: elements of 16 bits.
+    using Keys = SharedRows<Common::DEPTH * 2>;
+    using Values = SharedRows<(Common::V_IN_K && !V::QUANTISED ? Common::DEPTH : DV_) * 2>;
+    static constexpr int KEY_PART_BYTES = Common::SCORES * Keys::PIECES * 16;
     static constexpr int KEYS_START = Common::Q_BYTES + Common::RING_BYTES;
     static constexpr int VALUES_START = KEYS_START + (FROM_V ? KEY_PARTS * KEY_PART_BYTES : DecodedK::BYTES);
     static constexpr int DECODED_END = VALUES_START + DecodedV::BYTES + KEPT_BYTES;
@@ -101,9 +101,9 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
     }
 
     __device__ void load_query(uint32 (&a)[STACK][4], int split, int step) const {
-        const uint8* const mine = q_shared + ((first_row + lane % 16) * Shape::Q_STRIDE + lane / 16) * 16;
+        const uint8* const mine = q_shared + Shape::QRows::place(first_row + lane % 16, step * 2 ^ lane / 16);
 #pragma unroll
-        for (int t = 0; t < STACK; ++t) load_matrix(a[t], mine + ((split * Shape::ROWS + t * 16) * Shape::Q_STRIDE + step * 2) * 16);
+        for (int t = 0; t < STACK; ++t) load_matrix(a[t], mine + (split * Shape::ROWS + t * 16) * Shape::QRows::PIECES * 16);
     }
 
     /// What centring K adds to scores of numbers `r`.
@@ -146,12 +146,12 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
     __device__ void decode(const uint8* keys, const uint8* rows_of_v) const {
         if constexpr (K::QUANTISED) {
             const uint8* const scales = keys + Shape::K_SCALES;
-            Shape::DecodedK::template decode<Shape::TEAM, Shape::K_STRIDE, D>(shared_memory() + Shape::KEYS_START, keys, scales);
+            Shape::DecodedK::template decode<Shape::TEAM, typename Shape::KRows, D>(shared_memory() + Shape::KEYS_START, keys, scales);
         }
         if constexpr (V::QUANTISED) {
             constexpr int DIM = Shape::V_IN_K ? D : DV;
             const uint8* const scales = rows_of_v + (Shape::V_IN_K ? Shape::K_SCALES : Shape::V_SCALES);
-            Shape::DecodedV::template decode<Shape::TEAM, Shape::V_STRIDE, DIM>(shared_memory() + Shape::VALUES_START, rows_of_v, scales);
+            Shape::DecodedV::template decode<Shape::TEAM, typename Shape::VRows, DIM>(shared_memory() + Shape::VALUES_START, rows_of_v, scales);
         }
     }
 
@@ -160,14 +160,14 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
         const auto value = [=](int row, int e) {
             if constexpr (V::QUANTISED) {
                 constexpr int BLOCK = DV / Shape::DecodedV::BLOCKS;
-                const float code = V::Values::load_one(rows_of_v + row * Shape::VALUE_STRIDE * 16 + place_of(e) * 2);
+                const float code = V::Values::load_one(rows_of_v + Shape::Values::place_of_byte(row, place_of(e) * 2));
                 return code * Shape::DecodedV::scale(rows_of_v, e / BLOCK, row) / unit_of_values<V>();
             } else {
-                return V::load_one(rows_of_v + row * Shape::VALUE_STRIDE * 16 + e * 2);
+                return V::load_one(rows_of_v + Shape::Values::place_of_byte(row, e * 2));
             }
         };
         const auto keep = [=](int row, int e, float x) {
-            uint8* target = shared_memory() + Shape::KEYS_START + row * Shape::KEY_STRIDE * 16 + e * 2;
+            uint8* target = shared_memory() + Shape::KEYS_START + Shape::Keys::place_of_byte(row, e * 2);
 #pragma unroll
             for (int part = 0; part < Shape::KEY_PARTS; ++part, target += Shape::KEY_PART_BYTES) {
                 const uint32 element = Pair<KElement>::pack(x, 0.0f);
@@ -212,9 +212,9 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
     /// Adds products of STEPS times 16 elements.
     template <int STEPS>
     __device__ void multiply_keys(Scores& sums, const uint8* keys, int first, int step) const {
-        const uint8* const mine = keys + ((first + lane / 16 * 8 + lane % 8) * Shape::KEY_STRIDE + lane / 8 % 2) * 16;
 #pragma unroll(Shape::Q_IN_REGISTERS || STEPS <= 8 ? STEPS : 4)
         for (int k = step; k < step + STEPS; ++k) {
+            const uint8* const mine = keys + Shape::Keys::place(first + lane / 16 * 8 + lane % 8, k * 2 ^ lane / 8 % 2);
 #pragma unroll
             for (int s = 0; s < Shape::Q_SPLITS; ++s) {
                 uint32 a[STACK][4];
@@ -225,7 +225,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
 #pragma unroll
                     for (int n = 0; n < KEYS / 8; n += 2) {
                         uint32 b[4];
-                        load_matrix(b, mine + part * Shape::KEY_PART_BYTES + (n * 8 * Shape::KEY_STRIDE + k * 2) * 16);
+                        load_matrix(b, mine + part * Shape::KEY_PART_BYTES + n * 8 * Shape::Keys::PIECES * 16);
 #pragma unroll
                         for (int t = 0; t < STACK; ++t) {
                             multiply_add(sums[t][n], a[t], b[0], b[1], KElement());
@@ -318,7 +318,6 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
     __device__ void accumulate(const Scores& weights, const uint8* rows_of_v, int first) {
         // Columns for which weights are the same.
         constexpr int BLOCK = DV / Shape::DecodedV::BLOCKS;
-        const uint8* const mine = rows_of_v + ((first + lane % 16) * Shape::VALUE_STRIDE + first_column / 8 + lane / 16) * 16;
 #pragma unroll
         for (int k = 0; k < KEYS / 16; ++k) {
             uint32 a[STACK][Shape::P_SPLITS][4], sees[STACK][4];
@@ -331,7 +330,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
                     for (int t = 0; t < STACK; ++t) take_weights<CAREFUL>(a[t], sees[t], scale, weights[t][2 * k], weights[t][2 * k + 1]);
                 }
                 uint32 b[4];
-                load_matrix_transposed(b, mine + (k * 16 * Shape::VALUE_STRIDE + n) * 16);
+                load_matrix_transposed(b, rows_of_v + Shape::Values::place(first + k * 16 + lane % 16, first_column / 8 + n + lane / 16));
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     // An odd number of blocks: the last load has brought 8 elements of another row.

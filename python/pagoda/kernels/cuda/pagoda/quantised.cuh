@@ -11,6 +11,7 @@
 #pragma once
 
 #include <pagoda/formats.cuh>
+#include <pagoda/shared_rows.cuh>
 
 namespace pagoda {
 
@@ -28,8 +29,8 @@ __device__ constexpr int place_of(int element) { return element / 16 * 16 + elem
 /// What all quantised formats have. Each also has:
 /// BITS: of a row for each element. PARTS: codes, or parts of codes, that a byte holds. BLOCK: elements that share a scale; 0 where all of
 /// a row do.
-/// Word: what a decoder takes. along(codes, row, chunk, lane) makes it of word `lane` of a chunk of 16 bytes of a row of DIM elements, and
-/// across(codes, row, next, chunk, lane) of bytes 2 * lane and the next of such chunks of two rows.
+/// Word: what a decoder takes. along(codes, rows, row, chunk, lane) makes it of word `lane` of a chunk of 16 bytes of a row of DIM elements,
+/// and across(codes, rows, row, chunk, lane) of bytes 2 * lane and the next of such chunks of that row and the next.
 /// Decoder<Element>: pair(word, step, odd) is what the word stands for in that step, without the scale; any codes are finite.
 /// SCALE_BYTES: of a scale; scale_of(bits) is what those stand for that end in it.
 /// FOLDS: whether any code times any scale is exact in Keys, in units of theirs, and in Values.
@@ -40,12 +41,12 @@ struct Quantised {
     using Word = uint32;
     static constexpr bool QUANTISED = true, FOLDS = false;
 
-    template <int DIM>
-    __device__ static Word along(uint32 codes, const uint8*, int, int) {
+    template <class Rows, int DIM>
+    __device__ static Word along(uint32 codes, const uint8*, int, int, int) {
         return codes;
     }
-    template <int DIM>
-    __device__ static Word across(uint32 codes, const uint8*, const uint8*, int, int) {
+    template <class Rows, int DIM>
+    __device__ static Word across(uint32 codes, const uint8*, int, int, int) {
         return codes;
     }
 };
@@ -266,18 +267,18 @@ struct Q5_0 : BlockScales {
     template <class Element>
     using Decoder = FiveBitDecoder<Element>;
 
-    template <int DIM>
-    __device__ static Word along(uint32 codes, const uint8* row, int chunk, int lane) {
-        return {codes, fifths<DIM>(row, chunk) >> 4 * lane};
+    template <class Rows, int DIM>
+    __device__ static Word along(uint32 codes, const uint8* rows, int row, int chunk, int lane) {
+        return {codes, fifths<Rows, DIM>(rows, row, chunk) >> 4 * lane};
     }
-    template <int DIM>
-    __device__ static Word across(uint32 codes, const uint8* row, const uint8* next, int chunk, int lane) {
-        const uint32 low = fifths<DIM>(row, chunk) >> 2 * lane, high = fifths<DIM>(next, chunk) >> 2 * lane;
+    template <class Rows, int DIM>
+    __device__ static Word across(uint32 codes, const uint8* rows, int row, int chunk, int lane) {
+        const uint32 low = fifths<Rows, DIM>(rows, row, chunk) >> 2 * lane, high = fifths<Rows, DIM>(rows, row + 1, chunk) >> 2 * lane;
         return {codes, (low & twice(3)) | (high & twice(3)) << 2};
     }
-    template <int DIM>
-    __device__ static uint32 fifths(const uint8* row, int chunk) {
-        return reinterpret_cast<const uint32*>(row + DIM / 2)[chunk];
+    template <class Rows, int DIM>
+    __device__ static uint32 fifths(const uint8* rows, int row, int chunk) {
+        return *reinterpret_cast<const uint32*>(rows + Rows::place_of_byte(row, DIM / 2 + chunk * 4));
     }
 };
 
@@ -318,7 +319,7 @@ struct Nvfp4 : E2m1 {
 template <class Format, class As, int DIM, int ROWS, bool QUANTISED = Format::QUANTISED>
 struct DecodedRows {
     static constexpr bool SCALED = false;
-    static constexpr int BLOCKS = 1, STRIDE = 0, BYTES = 0;
+    static constexpr int BLOCKS = 1, BYTES = 0;
     __device__ static float2 scales(const uint8*, int, int) { return {1.0f, 1.0f}; }
 };
 
@@ -326,12 +327,11 @@ template <class Format, class As, int DIM, int ROWS>
 struct DecodedRows<Format, As, DIM, ROWS, true> {
     static constexpr bool SCALED = !Format::FOLDS;
     static constexpr int BLOCKS = Format::BLOCK == 0 || !SCALED ? 1 : DIM / Format::BLOCK;
-    /// From row to row, in pieces of 16 bytes. Odd, so that eight rows lie in different banks.
-    static constexpr int STRIDE = (DIM / 8) | 1;
-    static constexpr int SCALES = ROWS * STRIDE * 16, BYTES = SCALES + (SCALED ? BLOCKS * ROWS * 4 : 0);
+    using Rows = SharedRows<DIM * 2>;
+    static constexpr int SCALES = ROWS * Rows::PIECES * 16, BYTES = SCALES + (SCALED ? BLOCKS * ROWS * 4 : 0);
 
-    /// By THREADS threads. From row to row there are FROM pieces of 16 bytes, and scales of STORED elements.
-    template <int THREADS, int FROM, int STORED>
+    /// By THREADS threads. Rows lie as Stored has them, with scales of STORED elements.
+    template <int THREADS, class Stored, int STORED>
     __device__ static void decode(uint8* target, const uint8* rows, const uint8* scales) {
         constexpr int STEPS = Format::PARTS, PIECES = DIM / STEP / STEPS;
         using Element = typename As::Element;
@@ -340,12 +340,9 @@ struct DecodedRows<Format, As, DIM, ROWS, true> {
         for (int i = thread_here() % THREADS; i < ROWS * PIECES; i += THREADS) {
             // Eight threads at a time have eight rows.
             const int row = i / 8 / PIECES * 8 + i % 8, piece = i / 8 % PIECES;
-            const uint8* const stored = rows + row * FROM * 16;
-            const uint4 codes = *reinterpret_cast<const uint4*>(stored + piece * 16);
-            const typename Format::Word words[4] = {
-                Format::template along<STORED>(codes.x, stored, piece, 0), Format::template along<STORED>(codes.y, stored, piece, 1),
-                Format::template along<STORED>(codes.z, stored, piece, 2), Format::template along<STORED>(codes.w, stored, piece, 3)};
-            uint4* const elements = reinterpret_cast<uint4*>(target + (row * STRIDE + piece * STEPS * 2) * 16);
+            const uint4 codes = *reinterpret_cast<const uint4*>(rows + Stored::place(row, piece));
+            const auto word = [=](uint32 four, int lane) { return Format::template along<Stored, STORED>(four, rows, row, piece, lane); };
+            const typename Format::Word words[4] = {word(codes.x, 0), word(codes.y, 1), word(codes.z, 2), word(codes.w, 3)};
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
 #pragma unroll
@@ -359,7 +356,7 @@ struct DecodedRows<Format, As, DIM, ROWS, true> {
                         four = make_uint4(fuse_pair(four.x, both, 0, Element()), fuse_pair(four.y, both, 0, Element()),
                                           fuse_pair(four.z, both, 0, Element()), fuse_pair(four.w, both, 0, Element()));
                     }
-                    elements[step * 2 + odd] = four;
+                    *reinterpret_cast<uint4*>(target + Rows::place(row, (piece * STEPS + step) * 2 + odd)) = four;
                 }
             }
         }

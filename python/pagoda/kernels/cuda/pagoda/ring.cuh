@@ -1,6 +1,7 @@
 // How stored rows come to shared memory: a ring of stages, which asynchronous copies fill ahead. Each team of warps has its own.
 #pragma once
 
+#include <pagoda/shared_rows.cuh>
 #include <pagoda/unit.cuh>
 
 namespace pagoda {
@@ -99,31 +100,31 @@ struct Ring : Unit<Shape_> {
             const uint8* const page = args.pages.block(__shfl_sync(~0u, window.now, (first >> shift) % WARP));
             const Extent here{first & ((1 << shift) - 1), wanted.low - run, wanted.high - run};
             if constexpr (Shape::K::BITS > 0) {
-                copy_plane<ROWS, typename Shape::K, Shape::D, Shape::K_STRIDE * 16>(target, run, page, args.k_plane, here);
+                copy_plane<ROWS, typename Shape::K, Shape::D, typename Shape::KRows>(target, run, page, args.k_plane, here);
             }
             if constexpr (!Shape::V_IN_K) {
                 uint8* const values = target + Shape::V_START;
-                copy_plane<ROWS, typename Shape::V, Shape::DV, Shape::V_STRIDE * 16>(values, run, page, args.v_plane, here);
+                copy_plane<ROWS, typename Shape::V, Shape::DV, typename Shape::VRows>(values, run, page, args.v_plane, here);
             }
         }
     }
 
     /// Rows of a plane, and their scales. `page`: the block that they are in.
-    template <int ROWS, class Format, int DIM, int STRIDE>
+    template <int ROWS, class Format, int DIM, class Target>
     __device__ void copy_plane(uint8* target, int run, const uint8* page, const Plane& plane, const Extent& here) const {
-        copy_strip<ROWS, DIM * Format::BITS / 8, STRIDE>(target + run * STRIDE, page, plane.rows, here);
+        copy_strip<ROWS, DIM * Format::BITS / 8, Target>(target + run * Target::PIECES * 16, page, plane.rows, here);
         if constexpr (Format::QUANTISED) {
             constexpr int BYTES = Format::scale_bytes(DIM);
-            copy_strip<ROWS, BYTES, BYTES>(target + Shape::SCORES * STRIDE + run * BYTES, page, plane.scales, here);
+            copy_strip<ROWS, BYTES, SideBySide>(target + Shape::SCORES * Target::PIECES * 16 + run * BYTES, page, plane.scales, here);
         }
     }
 
-    /// ROWS rows of ROW_BYTES, which lie side by side in the page and STRIDE bytes apart in shared memory. What is copied at once is
-    /// zeros where none of its rows is real.
-    template <int ROWS, int ROW_BYTES, int STRIDE>
+    /// ROWS rows of ROW_BYTES, which lie side by side in the page, and in shared memory as Target has them. What is copied at once is zeros
+    /// where none of its rows is real.
+    template <int ROWS, int ROW_BYTES, class Target>
     __device__ void copy_strip(uint8* target, const uint8* page, const Strip& strip, const Extent& here) const {
         // What is copied at once stays together.
-        constexpr int ALL = ROWS * ROW_BYTES, WHOLE = ROW_BYTES == STRIDE ? ALL : ROW_BYTES;
+        constexpr int ALL = ROWS * ROW_BYTES, WHOLE = Target::SIDE_BY_SIDE ? ALL : ROW_BYTES;
         constexpr int BYTES = WHOLE % 16 == 0 ? 16 : WHOLE % 8 == 0 ? 8 : 4, ROUND = Shape::TEAM * BYTES;
         const uint8* const source = page + strip.offset + this->kv_head() * strip.head_stride + static_cast<int64>(here.first) * ROW_BYTES;
         // What follows from the thread is kept only where it is little and used often.
@@ -132,7 +133,7 @@ struct Ring : Unit<Shape_> {
 #pragma unroll(ROUND % ROW_BYTES == 0 ? ALL / ROUND + 1 : Shape::WARPS > 1 ? 1 : 2)
             for (int start = 0; start < ALL; start += ROUND) {
                 if (start + ROUND > ALL && start + mine >= ALL) break;
-                copy_async<BYTES>(target + place_of<ROW_BYTES, STRIDE, ROUND>(start, mine), source + mine + start, true);
+                copy_async<BYTES>(target + place_of<Target, ROW_BYTES, ROUND>(start, mine), source + mine + start, true);
             }
         } else {
             const int mine = thread_here() % Shape::TEAM * BYTES;
@@ -140,21 +141,23 @@ struct Ring : Unit<Shape_> {
             for (int start = 0; start + mine < ALL; start += ROUND) {
                 const int byte = start + mine;
                 const bool valid = (byte + BYTES - 1) / ROW_BYTES >= here.low && byte / ROW_BYTES < here.high;
-                copy_async<BYTES>(target + place_of<ROW_BYTES, STRIDE, ROUND>(start, mine), source + byte, valid);
+                copy_async<BYTES>(target + place_of<Target, ROW_BYTES, ROUND>(start, mine), source + byte, valid);
             }
         }
     }
 
     /// Where byte `start + mine` of the rows goes, in the round of copies that begins at `start`. What depends on the thread is apart
     /// from constants where it can be.
-    template <int ROW_BYTES, int STRIDE, int ROUND>
+    template <class Target, int ROW_BYTES, int ROUND>
     __device__ static int place_of(int start, int mine) {
-        if constexpr (ROW_BYTES == STRIDE) {
+        if constexpr (Target::SIDE_BY_SIDE) {
             return start + mine;
         } else if constexpr (ROUND % ROW_BYTES == 0) {
-            return start / ROW_BYTES * STRIDE + (mine / ROW_BYTES * STRIDE + mine % ROW_BYTES);
+            // Both are powers of two: rows of a round have bits that no first row of a round has.
+            const int first = start / ROW_BYTES, place = Target::place_of_byte(mine / ROW_BYTES, mine % ROW_BYTES);
+            return first * Target::PIECES * 16 + (place ^ Target::turn(first) * 16);
         } else {
-            return (start + mine) / ROW_BYTES * STRIDE + (start + mine) % ROW_BYTES;
+            return Target::place_of_byte((start + mine) / ROW_BYTES, (start + mine) % ROW_BYTES);
         }
     }
 };

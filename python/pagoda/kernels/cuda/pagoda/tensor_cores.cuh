@@ -29,22 +29,23 @@ struct TensorShape {
     static constexpr int SCORES = SLICE < LONG ? SLICE : LONG, SUBS = SLICE / SCORES;
     /// Elements of a K row with zeros behind it, for whole steps of 16.
     static constexpr int DEPTH = (D + 15) / 16 * 16;
-    /// From row to row, in pieces of 16 bytes. Odd, so that eight rows lie in different banks.
-    static constexpr int Q_STRIDE = (DEPTH / 8) | 1, K_STRIDE = K::BITS == 0 ? 0 : (DEPTH * K::BITS + 127) / 128 | 1;
-    static constexpr int V_STRIDE = V_IN_K ? K_STRIDE : (DV * V::BITS + 127) / 128 | 1;
+    /// Queries as products take them, and rows of a stage as they are stored.
+    using QRows = SharedRows<DEPTH * 2>;
+    using KRows = SharedRows<DEPTH * K::BITS / 8>;
+    using VRows = SharedRows<(V_IN_K ? DEPTH : DV) * V::BITS / 8>;
     static constexpr int Q_SPLITS = Splits<Q, typename K::Keys>::COUNT;
     /// Weights are as exact as queries are: 16-bit queries are content with 16-bit weights.
     static constexpr int P_SPLITS = Q::BYTES == 4 || V::QUANTISED ? Splits<Q, typename V::Values>::COUNT : 1;
     /// Query rows are brought to a range in which small elements are not lost where f16 has to hold another type, or what a
     /// rotation makes of them.
     static constexpr bool Q_SCALED = K::QUANTISED || K::Keys::MIN_EXPONENT > Q::MIN_EXPONENT;
-    static constexpr int Q_SPLIT_BYTES = Q_SPLITS * ROWS * Q_STRIDE * 16;
+    static constexpr int Q_SPLIT_BYTES = Q_SPLITS * ROWS * QRows::PIECES * 16;
     /// Of each row a factor, and where K may be centred what that adds to its scores; and room for a row of each warp to be
     /// rotated in.
     static constexpr int WORK_BYTES = K::QUANTISED ? ROWS * 4 + THREADS / WARP * D * 4 : 0;
     static constexpr int Q_BYTES = Q_SPLIT_BYTES + ROWS * 4 + WORK_BYTES;
-    static constexpr int K_SCALES = SCORES * K_STRIDE * 16, K_BYTES = K_SCALES + SCORES * K::scale_bytes(D);
-    static constexpr int V_SCALES = SCORES * V_STRIDE * 16, V_BYTES = V_SCALES + SCORES * V::scale_bytes(DV);
+    static constexpr int K_SCALES = SCORES * KRows::PIECES * 16, K_BYTES = K_SCALES + SCORES * K::scale_bytes(D);
+    static constexpr int V_SCALES = SCORES * VRows::PIECES * 16, V_BYTES = V_SCALES + SCORES * V::scale_bytes(DV);
     static constexpr int V_START = V_IN_K ? 0 : K_BYTES, NOTE_START = V_IN_K ? K_BYTES : K_BYTES + V_BYTES;
     static constexpr int STAGE_BYTES = NOTE_START + 32;
     /// Floats of a row of values on their way between teams.
@@ -96,8 +97,8 @@ struct TensorCores : Ring<Shape_> {
     __device__ void pad_keys() const {
         if constexpr (D < Shape::DEPTH && K::BITS > 0) {
             for (int i = thread_here(); i < TEAMS * STAGES * Shape::SCORES; i += Shape::THREADS) {
-                uint8* row = ring + i / Shape::SCORES * Shape::STAGE_BYTES + i % Shape::SCORES * Shape::K_STRIDE * 16;
-                *reinterpret_cast<uint4*>(row + D * 2) = make_uint4(0, 0, 0, 0);
+                uint8* const keys = ring + i / Shape::SCORES * Shape::STAGE_BYTES;
+                *reinterpret_cast<uint4*>(keys + Shape::KRows::place(i % Shape::SCORES, D / 8)) = make_uint4(0, 0, 0, 0);
             }
         }
     }
@@ -195,7 +196,7 @@ struct TensorCores : Ring<Shape_> {
             const uint32 pair = Pair<KElement>::pack(x, y);
             x -= Pair<KElement>::low(pair);
             y -= Pair<KElement>::high(pair);
-            *reinterpret_cast<uint32*>(q_shared + ((s * Shape::ROWS + row) * Shape::Q_STRIDE * 16 + place * 2)) = pair;
+            *reinterpret_cast<uint32*>(q_shared + Shape::QRows::place_of_byte(s * Shape::ROWS + row, place * 2)) = pair;
         }
     }
 
