@@ -108,7 +108,8 @@ class Attention:
 
     sets: units that the query heads of a K/V head are cut into, a power of two. rows: query rows of a unit at most.
     shared_bytes, threads: of a thread block. v_dim: elements of a result. most: thread blocks of a multiprocessor that have
-    registers and are of use.
+    registers and are of use. ahead: stages that are on their way to each at a time, where more of them are better than more
+    thread blocks; else 1.
     """
 
     kernel: Kernel
@@ -118,6 +119,7 @@ class Attention:
     shared_bytes: int
     v_dim: int
     most: int
+    ahead: int = 1
 
     @property
     def partial(self) -> int:
@@ -127,6 +129,11 @@ class Attention:
     def resident(self, shared_max: int) -> int:
         """Thread blocks of a multiprocessor at a time."""
         return min((shared_max + RESERVED_BYTES) // (self.shared_bytes + RESERVED_BYTES), self.most)
+
+    def merit(self, shared_max: int) -> tuple[int, int]:
+        """The most is the best of those that differ in stages: of what is under way, then of thread blocks."""
+        resident = self.resident(shared_max)
+        return resident * self.ahead, resident
 
 
 @cache
@@ -162,7 +169,7 @@ def attend(k: str, v: str, q: str, dim: int, v_dim: int, group: int, mode: str, 
             if group <= sets * stages[0].rows:
                 fitting = [one for one in stages if one.shared_bytes <= shared_max]
                 if fitting:
-                    return max(fitting, key=lambda one: one.resident(shared_max))
+                    return max(fitting, key=lambda one: one.merit(shared_max))
                 least = min(stages[-1], least or stages[-1], key=lambda one: one.shared_bytes)
     if least is None:
         raise BackendUnavailable(f"num_q_heads = {group} a K/V head: fewer, for {k}/{v} rows of {dim} and {v_dim}")
@@ -237,7 +244,9 @@ class _Engine:
 
 def _many(given: Operands, warps: int, columns: int, stack: int) -> _Engine:
     """`ManyShape` of many_queries.cuh."""
-    rows, stage_rows = 16 * stack * warps // columns, 16 if given.dim + given.v_dim > 512 else 32
+    rows, elements = 16 * stack * warps // columns, given.dim + given.v_dim
+    plain = given.k in NAMES and given.values in NAMES
+    stage_rows = 64 if plain and elements <= 256 and warps >= 4 else 32 if elements <= 512 else 16
     from_v = _elements(given.dim) * (2 if given.q == "f32" else 1)
     keys = from_v if given.k == FROM_V else _decoded(given.k, given.dim)
     decoded = stage_rows * (keys + _decoded(given.values, given.v_dim))
@@ -269,7 +278,9 @@ def _tensor(engine: _Engine, given: Operands, stages: int, sets: int) -> Attenti
     shape = f"pagoda::{engine.name}Shape<{given.names}, {dim}, {v_dim}, {engine.cut}, {stages}>"
     kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::{engine.name}Queries<{shape}>>")
     shared_bytes = q_bytes + max(ring + engine.decoded, exchange) + KEPT_BYTES
-    return Attention(kernel, sets, rows, 32 * engine.warps, shared_bytes, v_dim, engine.most)
+    # Decoding reads at the speed of memory, which wants bytes under way.
+    ahead = stages - 1 if engine.name == "Few" else 1
+    return Attention(kernel, sets, rows, 32 * engine.warps, shared_bytes, v_dim, engine.most, ahead)
 
 
 def _depth(dim: int) -> int:

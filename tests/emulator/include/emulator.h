@@ -223,6 +223,7 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     return result;
 }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline float __fmul_rn(float x, float y) { return x * y; }
 using std::max;
 using std::min;

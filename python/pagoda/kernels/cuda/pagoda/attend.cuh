@@ -14,15 +14,14 @@ struct Place {
     int64 start;
     int work;
 
+    /// For whole warps, whose lanes look at 32 blocks at once: each look takes the way to memory and back.
     __device__ static Place of(const Attend& args, int blocks, int64 at) {
         int low = 0, high = blocks;
         while (high - low > 1) {
-            const int middle = (low + high) / 2;
-            if (static_cast<int64>(args.prefix[middle]) * args.sets <= at) {
-                low = middle;
-            } else {
-                high = middle;
-            }
+            const int step = (high - low + WARP - 1) / WARP, mine = low + static_cast<int>(threadIdx.x) % WARP * step;
+            const bool begun = mine < high && static_cast<int64>(args.prefix[mine]) * args.sets <= at;
+            low += (__popc(__ballot_sync(~0u, begun)) - 1) * step;
+            high = min(high, low + step);
         }
         Place place;
         const int64 before = static_cast<int64>(args.prefix[low]) * args.sets;
@@ -101,6 +100,7 @@ __global__ void __launch_bounds__(Engine::Shape::THREADS, Engine::BLOCKS) attend
         engine.index = now.place.block;
         engine.set = now.place.set;
         engine.rows = engine.block().queries * args.group;
+        engine.begun = now.begun;
         engine.work(first, now.count);
         now = *kept;
         finish(args, engine, now);

@@ -133,7 +133,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
     /// Right factors of two steps of a block of queries. Past an odd number of steps lies something else.
     __device__ void load_query(uint32 (&b)[4], int q, int split, int step) const {
         const int row = split * Shape::ROWS + q * 8 + lane % 8;
-        load_matrix(b, q_shared + Shape::QRows::place(row, step * 2 ^ lane / 8));
+        load_matrix(b, q_shared + Shape::QRows::place(row, step * 2 + lane / 8));
     }
 
     /// The right factor of a step; of odd ones from `pair`, which the step before has loaded, if those are not in registers.
@@ -186,6 +186,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
 #pragma unroll
         for (int i = 0; i < COUNT * KEYS * 4; ++i) scores[i / 4 / KEYS][i / 4 % KEYS][i % 4] = 0.0f;
         uint32 pairs[COUNT][Shape::Q_SPLITS][4];
+        const int mine = Shape::KRows::place(lane % 16, lane / 16);
 #pragma unroll(Shape::Q_IN_REGISTERS ? Shape::STEPS : 4)
         for (int step = 0; step < Shape::STEPS; ++step) {
             uint32 b[COUNT][Shape::Q_SPLITS][2];
@@ -197,7 +198,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
 #pragma unroll
             for (int n = 0; n < KEYS; ++n) {
                 uint32 a[4];
-                load_matrix(a, keys + Shape::KRows::place(n * 16 + lane % 16, step * 2 ^ lane / 16));
+                load_matrix(a, keys + n * 16 * Shape::KRows::PIECES * 16 + Shape::KRows::beside(mine, step * 2));
 #pragma unroll
                 for (int i = 0; i < COUNT * Shape::Q_SPLITS; ++i) {
                     const uint32(&right)[2] = b[i / Shape::Q_SPLITS][i % Shape::Q_SPLITS];
@@ -213,6 +214,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
         // What is loaded at once, two chunks, has one scale or whole blocks.
         constexpr int PARTS = K::PARTS, CHUNKS = D / STEP / PARTS, BLOCK = K::BLOCK == 0 ? D : K::BLOCK;
         const typename K::template Decoder<KElement> decoder;
+        const int mine = Shape::KRows::place(lane % 16, lane / 16);
         uint32 pairs[COUNT][Shape::Q_SPLITS][4];
 #pragma unroll
         for (int n = 0; n < KEYS; ++n) {
@@ -224,7 +226,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
 #pragma unroll
             for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
                 uint32 codes[4];
-                load_matrix(codes, keys + Shape::KRows::place(n * 16 + lane % 16, chunk ^ lane / 16));
+                load_matrix(codes, keys + n * 16 * Shape::KRows::PIECES * 16 + Shape::KRows::beside(mine, chunk));
                 typename K::Word words[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -355,6 +357,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
     /// NaN there, and times a weight of 0 is NaN, must not reach them.
     template <int COUNT, bool CAREFUL>
     __device__ void accumulate(const Scores<COUNT>& weights, const uint8* rows_of_v) {
+        const int mine = Shape::VRows::place(lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
         for (int n = 0; n < KEYS; ++n) {
             Weights b[COUNT];
@@ -371,8 +374,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
             for (int column = 0; column < Shape::VALUES; ++column) {
                 // 8 columns past the last may be another row's, and their results are nobody's.
                 uint32 a[4];
-                const int row = n * 16 + lane / 16 * 8 + lane % 8;
-                load_matrix_transposed(a, rows_of_v + Shape::VRows::place(row, column * 2 ^ lane / 8 % 2));
+                load_matrix_transposed(a, rows_of_v + n * 16 * Shape::VRows::PIECES * 16 + Shape::VRows::beside(mine, column * 2));
                 if (CAREFUL) take_out<COUNT>(column, sees, a);
 #pragma unroll
                 for (int i = 0; i < COUNT * Shape::P_SPLITS; ++i) {
@@ -389,6 +391,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
         constexpr int PARTS = V::PARTS, CHUNKS = DV / STEP / PARTS, BLOCK = V::BLOCK == 0 ? DV : V::BLOCK;
         constexpr int SCALED = Shape::V_IN_K ? D : DV, SCALE_BYTES = V::scale_bytes(SCALED);
         const typename V::template Decoder<VElement> decoder;
+        const int mine = Shape::VRows::place(lane % 16, lane / 16);
 #pragma unroll
         for (int n = 0; n < KEYS; ++n) {
             const int start = Shape::V_IN_K ? Shape::K_SCALES : Shape::V_SCALES;
@@ -398,7 +401,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
 #pragma unroll
             for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
                 uint32 codes[4];
-                load_matrix_transposed(codes, rows_of_v + Shape::VRows::place(n * 16 + lane % 16, chunk ^ lane / 16));
+                load_matrix_transposed(codes, rows_of_v + n * 16 * Shape::VRows::PIECES * 16 + Shape::VRows::beside(mine, chunk));
                 typename V::Word words[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {

@@ -8,16 +8,24 @@
 
 namespace pagoda {
 
+/// Stored rows of a stage: warps wait for each other at each, and few have no shared memory to spare.
+template <class K, class V, int WARPS>
+__device__ constexpr int rows_of_many(int elements) {
+    const bool plain = K::BITS == 16 && StoredV<K, V>::Format::BITS == 16;
+    return plain && elements <= 256 && WARPS >= 4 ? 64 : elements <= 512 ? 32 : 16;
+}
+
 /// COLUMNS: warps that share query rows, each for its part of the values, where these do not fit the registers of one. STACK: 16 query
 /// rows that a warp has, so many times.
 template <class K_, class V_, class Q_, int D_, int DV_, int WARPS_, int COLUMNS_, int STACK_, int STAGES_>
-struct ManyShape : TensorShape<K_, V_, Q_, D_, DV_, 16 * STACK_ * WARPS_ / COLUMNS_, WARPS_, 1, D_ + DV_ <= 512 ? 32 : 16, STAGES_> {
+struct ManyShape : TensorShape<K_, V_, Q_, D_, DV_, 16 * STACK_ * WARPS_ / COLUMNS_, WARPS_, 1, rows_of_many<K_, V_, WARPS_>(D_ + DV_), STAGES_> {
     using Common = typename ManyShape::TensorShape;
     using V = typename Common::V;
     static constexpr int COLUMNS = COLUMNS_, STACK = STACK_;
     static_assert(DV_ % (V::UNIT * COLUMNS) == 0, "a warp has whole units of columns");
     /// Elements of V that a warp accumulates, and stored rows whose scores it holds at once.
-    static constexpr int WIDTH = DV_ / COLUMNS, KEYS = STACK > 1 && (K_::QUANTISED || V::QUANTISED) ? 16 : Common::SCORES;
+    static constexpr int WIDTH = DV_ / COLUMNS, MOST = STACK > 1 && (K_::QUANTISED || V::QUANTISED) ? 16 : 32;
+    static constexpr int KEYS = Common::SCORES < MOST ? Common::SCORES : MOST;
     /// What is quantised of a stage is decoded for all warps at once, behind the ring. Results may take that place, too.
     using DecodedK = DecodedRows<K_, typename K_::Keys, D_, Common::SCORES>;
     using DecodedV = DecodedRows<V, typename V::Values, DV_, Common::SCORES>;
@@ -101,7 +109,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
     }
 
     __device__ void load_query(uint32 (&a)[STACK][4], int split, int step) const {
-        const uint8* const mine = q_shared + Shape::QRows::place(first_row + lane % 16, step * 2 ^ lane / 16);
+        const uint8* const mine = q_shared + Shape::QRows::beside(Shape::QRows::place(first_row + lane % 16, lane / 16), step * 2);
 #pragma unroll
         for (int t = 0; t < STACK; ++t) load_matrix(a[t], mine + (split * Shape::ROWS + t * 16) * Shape::QRows::PIECES * 16);
     }
@@ -212,9 +220,12 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
     /// Adds products of STEPS times 16 elements.
     template <int STEPS>
     __device__ void multiply_keys(Scores& sums, const uint8* keys, int first, int step) const {
+        using Rows = typename Shape::Keys;
+        const int mine = Rows::place(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+        keys += first * Rows::PIECES * 16;
 #pragma unroll(Shape::Q_IN_REGISTERS || STEPS <= 8 ? STEPS : 4)
         for (int k = step; k < step + STEPS; ++k) {
-            const uint8* const mine = keys + Shape::Keys::place(first + lane / 16 * 8 + lane % 8, k * 2 ^ lane / 8 % 2);
+            const uint8* const pieces = keys + Rows::beside(mine, k * 2);
 #pragma unroll
             for (int s = 0; s < Shape::Q_SPLITS; ++s) {
                 uint32 a[STACK][4];
@@ -225,7 +236,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
 #pragma unroll
                     for (int n = 0; n < KEYS / 8; n += 2) {
                         uint32 b[4];
-                        load_matrix(b, mine + part * Shape::KEY_PART_BYTES + n * 8 * Shape::Keys::PIECES * 16);
+                        load_matrix(b, pieces + part * Shape::KEY_PART_BYTES + n * 8 * Rows::PIECES * 16);
 #pragma unroll
                         for (int t = 0; t < STACK; ++t) {
                             multiply_add(sums[t][n], a[t], b[0], b[1], KElement());
@@ -318,8 +329,13 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
     __device__ void accumulate(const Scores& weights, const uint8* rows_of_v, int first) {
         // Columns for which weights are the same.
         constexpr int BLOCK = DV / Shape::DecodedV::BLOCKS;
+        using Rows = typename Shape::Values;
+        // Whether numbers of columns of a warp have no bit in common with the first one's.
+        constexpr bool APART = Shape::WIDTH / 8 % Rows::TURNS == 0;
+        const int mine = Rows::place(lane % 16, first_column / 8 + lane / 16);
 #pragma unroll
         for (int k = 0; k < KEYS / 16; ++k) {
+            const uint8* const sixteen = rows_of_v + (first + k * 16) * Rows::PIECES * 16;
             uint32 a[STACK][Shape::P_SPLITS][4], sees[STACK][4];
 #pragma unroll
             for (int n = 0; n < Shape::WIDTH / 8; n += 2) {
@@ -330,7 +346,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
                     for (int t = 0; t < STACK; ++t) take_weights<CAREFUL>(a[t], sees[t], scale, weights[t][2 * k], weights[t][2 * k + 1]);
                 }
                 uint32 b[4];
-                load_matrix_transposed(b, rows_of_v + Shape::Values::place(first + k * 16 + lane % 16, first_column / 8 + n + lane / 16));
+                load_matrix_transposed(b, sixteen + (APART ? Rows::beside(mine, n) : Rows::place(lane % 16, first_column / 8 + n + lane / 16)));
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     // An odd number of blocks: the last load has brought 8 elements of another row.

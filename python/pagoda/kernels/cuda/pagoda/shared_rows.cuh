@@ -23,6 +23,9 @@ struct SharedRows {
     /// Where a piece lies, in bytes.
     __device__ static int place(int row, int piece) { return (row * PIECES + (piece ^ turn(row))) * 16; }
 
+    /// Where piece `piece + by` of the row lies whose piece `piece` is at `place`, if `piece` and `by` have no bit in common.
+    __device__ static int beside(int place, int by) { return (place ^ by % TURNS * 16) + by / TURNS * TURNS * 16; }
+
     /// Where a byte of a row lies.
     __device__ static int place_of_byte(int row, int byte) { return place(row, byte / 16) + byte % 16; }
 };

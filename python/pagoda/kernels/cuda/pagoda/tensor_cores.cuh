@@ -121,35 +121,51 @@ struct TensorCores : Ring<Shape_> {
     /// What scores of a row are multiplied with.
     __device__ float scale_of_row(int row) const { return args.scale * __uint_as_float((254u << 23) - __float_as_uint(factors()[row])); }
 
-    /// Query rows for K that is not quantised: by all threads, element by element.
+    /// Query rows for K that is not quantised: a warp a row, two elements a lane. Some rows are asked for at once.
     __device__ void copy_queries(const Span* span) const {
-        for (int row = thread_here() / WARP; row < Shape::ROWS; row += Shape::THREADS / WARP) {
-            const float factor = Shape::Q_SCALED && row < rows ? factor_of(row, this->angles_of(span, row)) : 1.0f;
-            if (lane == 0) factors()[row] = factor;
-        }
-        __syncthreads();
-        for (int i = thread_here(); i < Shape::ROWS * Shape::DEPTH / 2; i += Shape::THREADS) {
-            const int row = i / (Shape::DEPTH / 2), e = i % (Shape::DEPTH / 2) * 2;
-            float x = 0.0f, y = 0.0f;
-            if (row < rows && e < D) {
-                const uint8* source = args.q.row(this->token_of(row), this->head_of(row));
-                const float2* angles = this->angles_of(span, row);
-                x = this->query_element(source, e, angles) * factors()[row];
-                y = this->query_element(source, e + 1, angles) * factors()[row];
+        constexpr int WARPS = Shape::THREADS / WARP, PAIRS = (Shape::DEPTH / 2 + WARP - 1) / WARP, MANY = PAIRS < 4 ? 8 / PAIRS : 2;
+        constexpr int COUNT = MANY < Shape::ROWS / WARPS ? MANY : Shape::ROWS / WARPS;
+        static_assert(Shape::ROWS % (COUNT * WARPS) == 0, "all warps have as many rows");
+#pragma unroll 1
+        for (int first = thread_here() / WARP; first < Shape::ROWS; first += COUNT * WARPS) {
+            float2 x[COUNT][PAIRS];
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) load_query_row(x[i], first + i * WARPS, span);
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                const int row = first + i * WARPS;
+                float factor = 1.0f;
+                if (Shape::Q_SCALED && row < rows) {
+                    float largest = 0.0f;
+#pragma unroll
+                    for (int k = 0; k < PAIRS; ++k) largest = fmaxf(largest, fmaxf(fabsf(x[i][k].x), fabsf(x[i][k].y)));
+                    factor = factor_for(largest);
+                }
+                if (lane_of_warp() == 0) factors()[row] = factor;
+#pragma unroll
+                for (int k = 0; k < PAIRS; ++k) {
+                    const int e = 2 * (lane_of_warp() + k * WARP);
+                    if (e < Shape::DEPTH) store_query(row, e, x[i][k].x * factor, x[i][k].y * factor);
+                }
             }
-            store_query(row, e, x, y);
         }
     }
 
-    /// The power of two that brings the largest element of a query row to about 2^8. For a whole warp.
-    __device__ float factor_of(int row, const float2* angles) const {
-        const uint8* source = args.q.row(this->token_of(row), this->head_of(row));
-        float largest = 0.0f;
-        for (int e = lane_of_warp(); e < D; e += WARP) largest = fmaxf(largest, fabsf(this->query_element(source, e, angles)));
-        return factor_for(largest);
+    /// This lane's elements of a query row; zeros where there are none.
+    template <int PAIRS>
+    __device__ void load_query_row(float2 (&x)[PAIRS], int row, const Span* span) const {
+        const bool real = row < rows;
+        const uint8* const source = real ? args.q.row(this->token_of(row), this->head_of(row)) : nullptr;
+        const float2* const angles = real ? this->angles_of(span, row) : nullptr;
+#pragma unroll
+        for (int k = 0; k < PAIRS; ++k) {
+            const int e = 2 * (lane_of_warp() + k * WARP);
+            x[k] = {0.0f, 0.0f};
+            if (real && e < D) x[k] = {this->query_element(source, e, angles), this->query_element(source, e + 1, angles)};
+        }
     }
 
-    /// The same from the largest element that each lane has seen. At most 2^66: a scale of 1e-18 divided by that is not below 2^-126,
+    /// The power of two that brings the largest element that lanes have seen to about 2^8. At most 2^66: a scale of 1e-18 divided by that is not below 2^-126,
     /// where -ftz makes it 0, which times the -inf of what is masked would be NaN.
     __device__ static float factor_for(float largest) {
         for (int step = WARP / 2; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
@@ -245,7 +261,12 @@ struct TensorCores : Ring<Shape_> {
 #pragma unroll 1
         for (int i = 0; i < STAGES - 1; ++i) advance(i);
         engine().begin();
-        load_queries(args.pages.spans + prepared);
+        // Queries are there from before where the unit goes on in the middle of a span.
+        if (this->begun && walk.tile > walk.piece.first_tile()) {
+            engine().take_queries();
+        } else {
+            load_queries(args.pages.spans + prepared);
+        }
         for (int at = 0; ahead > 0; --ahead, at = at + 1 == STAGES ? 0 : at + 1) {
             copy_wait<STAGES - 2>();
             // The stage has arrived for all, and all are done with the one before, whose place is filled next.

@@ -187,6 +187,8 @@ struct Unit {
     int* const flag;
     /// The place of the block of queries in the list, the set of heads, and query rows.
     int index, set, rows;
+    /// Whether some of the unit has been done just before.
+    bool begun;
 
     __device__ Unit(const Attend& args_, void* exchanged_, void* flag_)
         : args(args_), exchanged(static_cast<float*>(exchanged_)), flag(static_cast<int*>(flag_)) {}
@@ -338,7 +340,7 @@ struct Unit {
     /// Merges `count` partial results in order. Each is the first of so many `slots`, from `start` on, but the one that begins the unit the
     /// last. Some are asked for at once: each takes the way to L2 and back.
     __device__ void merge(int count, int64 start, int slots) const {
-        constexpr int AHEAD = 8;
+        constexpr int AHEAD = 16;
         for (int i = first_value(); i < rows * DV; i += ROUND) {
             Sum sum = before(i / DV, i % DV);
             for (int first = 0; first < count; first += AHEAD) {
