@@ -434,17 +434,12 @@ BROKEN_CODES = {
     "pieces of another row": ("quantised.cuh", "i / 8 / PIECES * 8 + i % 8", "i / 8 / PIECES * 8 + i % 7"),
     "scales past the fill": ("many_queries.cuh", "!CAREFUL || x != 0.0f", "true"),
     "scales past the fill for few": ("few_queries.cuh", "!CAREFUL || scaled[j] != 0.0f", "true"),
-    "elements in another order": ("tensor_cores.cuh", "real ? x[element_at(place)]", "real ? x[place]"),
+    "elements in another order": ("tensor_cores.cuh", "place_of(first + i)", "first + 2 * i"),
     "columns in another order": ("many_queries.cuh", "element_at(place) : place", "place : place"),
     "columns in another order for few": ("few_queries.cuh", "column_at(place) : place", "place : place"),
     "halves of bytes": ("quantised.cuh", "step == 0 ? scale : sixteenth", "scale"),
     "values in units": ("many_queries.cuh", "% 2] / unit_of_values<V>();", "% 2];"),
     "values in units for few": ("few_queries.cuh", "% 2] / unit_of_values<V>();", "% 2];"),
-    "queries of the row behind": (
-        "tensor_cores.cuh",
-        "__syncwarp();\n    }\n\n    /// Writes two elements",
-        "}\n\n    /// Writes two elements",
-    ),
 }
 """The same of quantised rows."""
 

@@ -124,6 +124,27 @@ def test_pages_are_byte_for_byte_those_of_the_cpu(
     np.testing.assert_array_equal(held[0], held[1])
 
 
+@pytest.mark.parametrize(
+    ("pair", "dims"),
+    [
+        (("q8_0", "q5_0"), (128, 512)),
+        (("q5_0", "int8"), (256, 80)),
+        (("fp8_e4m3", "q4_0"), (16, 192)),
+        (("nvfp4", "mxfp4"), (512, 384)),
+        (("int8", "nvfp4"), (208, 256)),
+    ],
+)
+def test_rows_of_any_length_are_those_of_the_cpu(pair: tuple[str, str], dims: tuple[int, int], kind: str) -> None:
+    """A rotation mixes blocks of 16 to 512 elements: of fewer lanes than a warp has, of all, and of several registers of each."""
+    shape = layer(num_q_heads=2, num_kv_heads=2, head_dim=dims[0], v_head_dim=dims[1])
+    k, v = odd_rows(32, dims[0]), odd_rows(32, dims[1])[::-1]
+    held = []
+    for device in ("cpu", "cuda"):
+        with cache_on(device, [shape], pair, rotate=True) as cache:
+            held.append(pages(cache, k, v, [32], of_gpu=(device, kind) == ("cuda", "cuda")))
+    np.testing.assert_array_equal(held[0], held[1])
+
+
 def test_no_centre_of_few_rows_or_of_numbers_out_of_range(kind: str) -> None:
     """As on the CPU: fewer than 8 first rows, or a mean that is none, and K stays as it is for good."""
     _, k, v = rows(64)

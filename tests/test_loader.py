@@ -74,7 +74,7 @@ def test_cupy_is_asked_for_what_the_fingerprint_covers(cupy: Any) -> None:
 def test_compiling_is_logged(cupy: Any, caplog: pytest.LogCaptureFixture) -> None:
     cupy(until(lambda: caplog.records), patience=0.0)
     with caplog.at_level(logging.INFO, "pagoda.kernels"):
-        loader.load(instances.append("f16", "bf16", "f32"))
+        loader.load(instances.append("f16", "bf16", "f32", 64))
     before, after = [record.getMessage() for record in caplog.records]
     assert before == "compiling append<F16, BF16, F32> (first use; kept in /kept/here)"
     assert re.fullmatch(r"compiled append<F16, BF16, F32>: [\d.]+ s", after)
@@ -94,7 +94,7 @@ def test_compiling_shows_on_a_terminal_and_vanishes(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     with caplog.at_level(logging.INFO, "pagoda.kernels"):
-        loader.load(instances.append("f16", "bf16", "f32"))
+        loader.load(instances.append("f16", "bf16", "f32", 64))
     assert "compiling append<F16, BF16, F32> (first use; kept in /kept/here)" in terminal.getvalue()
     assert terminal.getvalue().endswith("\x1b[2K")
     assert not caplog.records
@@ -136,7 +136,7 @@ def test_what_fails_is_readable(error: Exception, lines: list[str], cupy: Any) -
 @pytest.mark.gpu
 def test_compiled_kernels_are_kept_on_disk(tmp_path: Path) -> None:
     """A second process writes no file, and one that is damaged is compiled anew."""
-    script = "from pagoda.kernels import instances, loader; loader.load(instances.append('f16', 'f16', 'f32'))"
+    script = "from pagoda.kernels import instances, loader; loader.load(instances.append('f16', 'f16', 'f32', 64))"
 
     def load() -> dict[Path, int]:
         environment = {**os.environ, "CUPY_CACHE_DIR": str(tmp_path)}

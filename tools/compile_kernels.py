@@ -89,8 +89,9 @@ def every(arch: str) -> list[Kernel]:
     parts = [(k, instances.PART_OF_K, q) for k in halves for q in (k, "f32")]
     parts += [(k, instances.PART_OF_K, "bf16") for k in instances.QUANTISED]
     derived = [(instances.FROM_V, v, q) for v, q in product((*halves, *instances.QUANTISED), ("bf16", "f32"))]
-    appends = [instances.append(*names) for names in product(instances.NAMES, repeat=3)]
-    appends += [instances.append(*pair, "bf16") for pair in QUANTISED]
+    appends = [instances.append(*names, 128) for names in product(instances.NAMES, repeat=3)]
+    appends += [instances.append(*pair, "bf16", 128) for pair in QUANTISED]
+    appends += [instances.append(name, name, "bf16", 512) for name in instances.QUANTISED]
     centers = [instances.center(given) for given in instances.NAMES]
     attends = [
         *_fitting(arch, [*product(types, SIZES)], GROUPS),
@@ -107,8 +108,8 @@ def covering(arch: str) -> list[Kernel]:
     layers = [*product((("f16", "f16", "f32"), ("bf16", "bf16", "bf16")), sizes), (("f16", "f16", "f32"), (192, 128))]
     layers += [(("bf16", instances.PART_OF_K, "bf16"), both) for both in PART_SIZES]
     layers += [(("f32", "f32", "f32"), (128, 128)), (("f32", "f16", "bf16"), (256, 256))]
-    appends = [instances.append("f16", "bf16", "f32"), instances.center("f16")]
-    appends += [instances.append("q8_0", "q4_0", "f32")]
+    appends = [instances.append("f16", "bf16", "f32", 128), instances.center("f16")]
+    appends += [instances.append("q8_0", "q4_0", "f32", 128), instances.append("nvfp4", "q5_0", "f32", 1024)]
     quantised = [
         (("mxfp4", "nvfp4", "bf16"), (128, 128)),
         (("q4_0", "q4_0", "bf16"), (128, 128)),

@@ -18,9 +18,6 @@ from pagoda.kernels import arguments, instances
 APPEND_THREADS = 256
 """Of a thread block of `append` and `append_rows`."""
 
-APPEND_ROWS_BYTES = APPEND_THREADS // 32 * 4 * 1024
-"""Shared memory of `append_rows`: the largest row for each warp."""
-
 CENTER_THREADS = 512
 """Of the one thread block of `center`."""
 
@@ -111,13 +108,14 @@ class Appends:
             )
             stream.launch(instances.center(keys.dtype), 1, CENTER_THREADS, centering)
         # A warp writes a row; where nothing is quantised, a thread writes 8 elements.
-        rows, shared = arrays.tokens_max * call.kv_heads, 0
+        rows = arrays.tokens_max * call.kv_heads
         if kernels.quantises:
-            threads, shared = 32 * rows * (2 if call.v_head_dim else 1), APPEND_ROWS_BYTES
+            threads = 32 * rows * (2 if call.v_head_dim else 1)
         else:
             threads = rows * (call.head_dim + call.v_head_dim) // 8
         blocks = min(-(-threads // APPEND_THREADS), self._blocks_max)
-        stream.launch(instances.append(*kernels.stored, keys.dtype), blocks, APPEND_THREADS, call, shared_bytes=shared)
+        dim = max(call.head_dim, call.v_head_dim)
+        stream.launch(instances.append(*kernels.stored, keys.dtype, dim), blocks, APPEND_THREADS, call)
         if self._misfits is not None:
             try:
                 self._misfits.check(layer, stream)

@@ -54,6 +54,9 @@ TEAMS = 4
 FEW_ROWS = 8
 """Query rows that it takes at the cost of one."""
 
+PART = 128
+"""Elements of a row that a warp holds as four registers: rotation.cuh."""
+
 KEPT_BYTES = 64
 """As in unit.cuh."""
 
@@ -137,12 +140,13 @@ class Attention:
 
 
 @cache
-def append(k: str, v: str, given: str) -> Kernel:
+def append(k: str, v: str, given: str, dim: int) -> Kernel:
     """Appends rows of type `given` to pages of formats `k` and `v` (or PART_OF_K): `append`, or `append_rows` where one of
-    them is quantised. Raises BackendUnavailable."""
+    them is quantised. dim: elements of the longer rows. Raises BackendUnavailable."""
     names = _formats((k, k if v == PART_OF_K else v, given))
-    name = "append_rows" if k in QUANTISED or v in QUANTISED else "append"
-    return Kernel(f"{name}.cuh", f"pagoda::{name}<{names}>")
+    if k in QUANTISED or v in QUANTISED:
+        return Kernel("append_rows.cuh", f"pagoda::append_rows<{names}, {-(-dim // PART)}>")
+    return Kernel("append.cuh", f"pagoda::append<{names}>")
 
 
 @cache
@@ -270,7 +274,7 @@ def _tensor(engine: _Engine, given: Operands, stages: int, sets: int) -> Attenti
     keys = CODES if k in QUANTISED or k == FROM_V else k
     q_bytes = SPLITS.get((q, keys), 1) * rows * _elements(dim) + rows * 4
     if k in QUANTISED:
-        q_bytes += rows * 4 + engine.warps * dim * 4
+        q_bytes += rows * 4
     row_bytes = 0 if k == FROM_V else _stored(k, dim, _depth(dim))
     row_bytes += 0 if v == PART_OF_K else _stored(v, v_dim, v_dim)
     ring = engine.teams * stages * (engine.stage_rows * row_bytes + 32) + 16

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -202,9 +203,11 @@ template <class T>
 T __ldcs(const T* source) { return *source; }
 
 struct alignas(8) float2 { float x, y; };
+struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 template <class To, class From>
 To emulated_bits(From from) {
@@ -225,5 +228,19 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline float __fmul_rn(float x, float y) { return x * y; }
+/// Rounded towards 0.
+inline float __fadd_rz(float x, float y) {
+    const double sum = static_cast<double>(x) + y;
+    const float near = static_cast<float>(sum);
+    return std::fabs(near) > std::fabs(sum) && std::isfinite(near) ? emulated_bits<float>(emulated_bits<unsigned>(near) - 1) : near;
+}
+/// The nearest integer that there is; 0 for NaN.
+template <class T>
+T emulated_integer(double x) {
+    return x != x ? 0 : static_cast<T>(std::clamp<double>(x, std::numeric_limits<T>::min(), std::numeric_limits<T>::max()));
+}
+inline int __float2int_rn(float x) { return emulated_integer<int>(std::nearbyint(x)); }
+inline int __float2int_rz(float x) { return emulated_integer<int>(std::trunc(x)); }
+inline unsigned __float2uint_rz(float x) { return emulated_integer<unsigned>(std::trunc(x)); }
 using std::max;
 using std::min;

@@ -272,6 +272,12 @@ T exact(T a, T b, Operation operation) {
 PTX_BINARY(add_rn_f32, f32, f32, exact(a, b, std::plus<>()))
 PTX_BINARY(sub_rn_f32, f32, f32, exact(a, b, std::minus<>()))
 PTX_BINARY(mul_rn_f32, f32, f32, exact(a, b, std::multiplies<>()))
+PTX_TERNARY(fma_rn_f32, f32, f32, exact(a, b, [&](f32 x, f32 y) { return std::fma(x, y, here(c)); }))
+PTX_UNARY(rcp_rn_f32, f32, f32, exact(1.0f, a, std::divides<>()))
+PTX_UNARY(abs_f32, u32, u32, a & 0x7fffffff)
+/// NaN where one is; numbers below 2^-126 stay.
+PTX_BINARY(min_NaN_f32, f32, f32, a != a ? a : b != b ? b : exact(a, b, [](f32 x, f32 y) { return std::min(x, y); }))
+PTX_BINARY(max_NaN_f32, f32, f32, a != a ? a : b != b ? b : exact(a, b, [](f32 x, f32 y) { return std::max(x, y); }))
 PTX_BINARY(div_rn_f32, f32, f32, exact(a, b, std::divides<>()))
 PTX_UNARY(sqrt_rn_f32, f32, f32, exact(a, a, [](f32 x, f32) { return std::sqrt(x); }))
 PTX_BINARY(add_f64, f64, f64, exact(a, b, std::plus<>()))
@@ -313,7 +319,11 @@ T truncated(f32 x) {
     return static_cast<T>(std::clamp(std::trunc(static_cast<f64>(x)), least, most));
 }
 PTX_UNARY(cvt_rzi_ftz_s32_f32, s32, f32, truncated<s32>(a))
+PTX_UNARY(cvt_rni_ftz_s32_f32, s32, f32, truncated<s32>(std::nearbyint(a)))
 PTX_UNARY(cvt_rzi_ftz_u32_f32, u32, f32, truncated<u32>(a))
+inline u32 saturated(u32 x) { return static_cast<u32>(std::clamp(static_cast<s32>(x), -128, 127)); }
+/// Two bytes in front of those of the third.
+PTX_TERNARY(cvt_pack_sat_s8_s32_b32, u32, u32, c << 16 | (saturated(a) & 0xff) << 8 | (saturated(b) & 0xff))
 inline f64 widened(f32 x) {
     const f32 from = here(x);
     const Subnormals kept;

@@ -150,6 +150,10 @@ void multiply_add(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, Ele
     for (int i = 0; i < 4; ++i) d[i] = mine.d[i];
 }
 
+inline uint32 pack_int8(int a, int b, int c, int d) {
+    const auto byte = [](int x) { return static_cast<uint32>(std::clamp(x, -128, 127)) & 0xff; };
+    return byte(a) | byte(b) << 8 | byte(c) << 16 | byte(d) << 24;
+}
 inline uint32 held(uint32 constant) { return constant; }
 inline int thread_here() { return threadIdx.x; }
 inline int block_here() { return blockIdx.x; }
@@ -178,7 +182,17 @@ To converted(From x) {
 inline float add_exact(float x, float y) { return exact(x, y, std::plus<float>()); }
 inline float subtract_exact(float x, float y) { return exact(x, y, std::minus<float>()); }
 inline float multiply_exact(float x, float y) { return exact(x, y, std::multiplies<float>()); }
+inline float fuse_exact(float x, float y, float z) {
+    return exact(x, y, [&](float a, float b) { return std::fma(a, b, z); });
+}
 inline float divide_exact(float x, float y) { return exact(x, y, std::divides<float>()); }
+inline float inverse_exact(float x) { return divide_exact(1.0f, x); }
+inline float larger_magnitude(float x, float y) {
+    // As integers numbers are in the same order, and NaN is the largest.
+    const uint32 all = std::max(__float_as_uint(x) & 0x7fffffffu, __float_as_uint(y) & 0x7fffffffu);
+    return __uint_as_float(all > 0x7f800000u ? 0x7fffffffu : all);
+}
+inline float clamp_exact(float x, float most) { return x != x ? __uint_as_float(0x7fffffffu) : x > most ? most : x < -most ? -most : x; }
 inline double widen_exact(float x) { return converted<double>(x); }
 inline float narrow_exact(double x) { return converted<float>(x); }
 inline float root_exact(float x) { return std::sqrt(x); }

@@ -6,67 +6,83 @@
 
 namespace pagoda {
 
-/// Stores a row of numbers in shared memory; false if this lane has seen one that does not fit.
-template <class Format>
-__device__ bool store_numbers(const float* x, int dim, uint8* row, uint8* scales) {
-    bool fits = true;
-    if constexpr (Format::QUANTISED) {
-        for (int e = lane_of_warp(); e < dim; e += WARP) fits &= fabsf(x[e]) <= Encoder<Format>::limit();
-        Encoder<Format>::store(x, dim, row, scales);
-    } else {
-        for (int first = 8 * lane_of_warp(); first < dim; first += 8 * WARP) {
-            float part[8];
-            for (int i = 0; i < 8; ++i) {
-                part[i] = x[first + i];
-                fits &= fabsf(part[i]) < bound<Format>();
-            }
-            Format::store(row + first * Format::BYTES, part);
-        }
-    }
-    return fits;
+/// A lane's elements of a part of a row, whose address is a multiple of an element's size.
+template <class Input>
+__device__ void load_part(const uint8* source, bool aligned, float (&x)[4]) {
+    if (aligned) return Input::load_four(source, x);
+    for (int i = 0; i < 4; ++i) x[i] = Input::load_one(source + i * Input::BYTES);
 }
 
-/// K and V in `Input` are centred, rotated and stored; v_head_dim is 0 where V is a part of K. Threads: whole warps, each with
-/// the larger of head_dim and v_head_dim floats of shared memory.
-template <class K, class V, class Input>
-__global__ void append_rows(const Append args) {
-    const int lane = lane_of_warp(), warps = blockDim.x / WARP, planes = args.v_head_dim == 0 ? 1 : 2;
-    float* const x = reinterpret_cast<float*>(shared_memory()) + threadIdx.x / WARP * max(args.head_dim, args.v_head_dim);
-    const int64 all = static_cast<int64>(*args.tokens) * args.kv_heads * planes;
-    const int64 step = static_cast<int64>(gridDim.x) * warps;
-    for (int64 i = static_cast<int64>(blockIdx.x) * warps + threadIdx.x / WARP; i < all; i += step) {
-        const bool is_v = i % planes == 1;
-        const int64 row = i / planes, token = row / args.kv_heads, head = row % args.kv_heads;
-        const int64 slot = args.slots[token], in_page = slot & ((1ll << args.page_shift) - 1);
-        if (slot < 0) continue;
-        const Plane& plane = is_v ? args.v_plane : args.k_plane;
-        const int dim = is_v ? args.v_head_dim : args.head_dim;
-        uint8* const block = args.base + (slot >> args.page_shift) * args.block_bytes;
-        uint8* const rows = block + plane.rows.offset + head * plane.rows.head_stride;
-        uint8* const scales = block + plane.scales.offset + head * plane.scales.head_stride;
-        const uint8* const source = (is_v ? args.v : args.k).row(token, head);
-        const float* const center = is_v || args.center == nullptr ? nullptr : args.center + head * dim;
-        const bool rotated = is_v ? args.rotate_v : args.rotate_k;
+/// Stores a row that the warp holds, and sets `misfit`, if it is not null, where a number does not fit.
+template <class Format, int PARTS>
+__device__ void store_numbers(float (&x)[PARTS][4], const Target& to, int* misfit) {
+    if constexpr (Format::QUANTISED) {
+        limit(x, Encoder<Format>::limit(), misfit);
+        Encoder<Format>::store(x, to);
+    } else {
         bool fits = true;
-        for (int e = lane; e < dim; e += WARP) {
-            float number = Input::load_one(source + e * Input::BYTES);
-            if (center != nullptr) number = subtract_exact(number, center[e]);
-            if (rotated) {
-                fits &= fabsf(number) <= STORED_MAX;
-                number = limited(number, STORED_MAX);
-            }
-            x[e] = number;
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p) {
+            for (int i = 0; i < 4; ++i) fits &= fabsf(x[p][i]) < bound<Format>();
+            if (first_of(p, to.lane) < to.dim) Format::store_four(to.row + first_of(p, to.lane) * Format::BYTES, x[p]);
         }
-        __syncwarp();
-        if (rotated) rotate(x, dim);
-        const auto store = [&](auto format) {
-            using Format = decltype(format);
-            const int row_bytes = dim * Format::BITS / 8;
-            return store_numbers<Format>(x, dim, rows + in_page * row_bytes, scales + in_page * Format::scale_bytes(dim));
-        };
-        fits &= is_v ? store(V()) : store(K());
-        if (args.misfit != nullptr && !fits) *args.misfit = 1;
-        __syncwarp();
+        if (!fits && misfit != nullptr) *misfit = 1;
+    }
+}
+
+/// K and V in `Input` are centred, rotated and stored; v_head_dim is 0 where V is a part of K. PARTS: of the longer rows. Threads:
+/// whole warps, 256 at most. Of those four thread blocks are to find registers on a multiprocessor, or two where rows are long.
+template <class K, class V, class Input, int PARTS>
+__global__ void __launch_bounds__(256, PARTS <= 2 ? 4 : 2) append_rows(const Append args) {
+    const int tokens = *args.tokens, planes = args.v_head_dim == 0 ? 1 : 2, kinds = args.kv_heads * planes;
+    const int lane = threadIdx.x % WARP, per_block = blockDim.x / WARP, warps = gridDim.x * per_block;
+    // From one lane, so that the compiler knows that all of a warp go the same way.
+    const int warp = __shfl_sync(~0u, static_cast<int>(blockIdx.x * per_block + threadIdx.x / WARP), 0);
+    // A warp has rows of one head of K or of V, and `step` warps share those. Where there are fewer warps than kinds of rows it has
+    // one kind after the other.
+    const int step = max(warps / kinds, 1);
+    for (int i = warp; i < kinds * step; i += warps) {
+        const int first = i / kinds, kind = i % kinds, head = kind / planes;
+        const bool is_v = kind % planes == 1;
+        const Plane& plane = is_v ? args.v_plane : args.k_plane;
+        const Rows& given = is_v ? args.v : args.k;
+        const int dim = is_v ? args.v_head_dim : args.head_dim;
+        const bool rotated = is_v ? args.rotate_v : args.rotate_k;
+        const uint64 row_bytes = dim * (is_v ? V::BITS : K::BITS) / 8, scale_bytes = is_v ? V::scale_bytes(dim) : K::scale_bytes(dim);
+        const Rotation<PARTS> rotation(dim, lane);
+        float center[PARTS][4] = {};
+        if (!is_v && args.center != nullptr) {
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p) {
+                if (first_of(p, lane) < dim) F32::load_four(args.center + head * dim + first_of(p, lane), center[p]);
+            }
+        }
+        uint8* const rows = args.base + plane.rows.offset + head * plane.rows.head_stride;
+        uint8* const scales = args.base + plane.scales.offset + head * plane.scales.head_stride;
+        const uint8* source = given.row(first, head);
+        const int64 stride = step * given.token_stride;
+        const bool aligned = (reinterpret_cast<uint64>(source) | stride) % (4 * Input::BYTES) == 0;
+        for (int token = first; token < tokens; token += step, source += stride) {
+            const int64 slot = args.slots[token];
+            float x[PARTS][4] = {};
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p) {
+                if (first_of(p, lane) < dim) load_part<Input>(source + first_of(p, lane) * Input::BYTES, aligned, x[p]);
+            }
+            if (slot < 0) continue;
+#pragma unroll
+            for (int n = 0; n < 4 * PARTS; ++n) x[n / 4][n % 4] = subtract_exact(x[n / 4][n % 4], center[n / 4][n % 4]);
+            if (rotated) {
+                limit(x, STORED_MAX, args.misfit);
+                rotation.rotate(x);
+            }
+            // Numbers of blocks and of rows in them have 32 bits.
+            const uint32 block = static_cast<uint32>(slot >> args.page_shift);
+            const uint32 in_page = static_cast<uint32>(slot) & ((1u << args.page_shift) - 1);
+            const uint64 start = block * static_cast<uint64>(args.block_bytes);
+            const Target to{dim, rows + (start + in_page * row_bytes), scales + (start + in_page * scale_bytes), lane};
+            is_v ? store_numbers<V>(x, to, args.misfit) : store_numbers<K>(x, to, args.misfit);
+        }
     }
 }
 

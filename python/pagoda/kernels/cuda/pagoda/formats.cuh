@@ -23,6 +23,13 @@ struct F32 {
         words[0] = make_float4(x[0], x[1], x[2], x[3]);
         words[1] = make_float4(x[4], x[5], x[6], x[7]);
     }
+    __device__ static void load_four(const void* source, float (&x)[4]) {
+        const float4 words = *static_cast<const float4*>(source);
+        x[0] = words.x, x[1] = words.y, x[2] = words.z, x[3] = words.w;
+    }
+    __device__ static void store_four(void* target, const float (&x)[4]) {
+        *static_cast<float4*>(target) = make_float4(x[0], x[1], x[2], x[3]);
+    }
     __device__ static float load_one(const void* source) { return *static_cast<const float*>(source); }
 };
 
@@ -66,6 +73,10 @@ struct Half {
             x[2 * i + 1] = Pair<E>::high(pairs[i]);
         }
     }
+    __device__ static void load_four(const void* source, float (&x)[4]) {
+        const uint2 words = *static_cast<const uint2*>(source);
+        x[0] = Pair<E>::low(words.x), x[1] = Pair<E>::high(words.x), x[2] = Pair<E>::low(words.y), x[3] = Pair<E>::high(words.y);
+    }
     __device__ static float load_one(const void* source) { return Pair<E>::low(*static_cast<const unsigned short*>(source)); }
     __device__ static void store_pairs(void* target, const float (&x)[8]) {
         *static_cast<uint4*>(target) = make_uint4(Pair<E>::pack(x[0], x[1]), Pair<E>::pack(x[2], x[3]),
@@ -91,6 +102,10 @@ struct F16 : Half<__half> {
         for (int i = 0; i < 8; ++i) y[i] = saturated(x[i]);
         store_pairs(target, y);
     }
+    __device__ static void store_four(void* target, const float (&x)[4]) {
+        const uint32 low = Pair<__half>::pack(saturated(x[0]), saturated(x[1]));
+        *static_cast<uint2*>(target) = make_uint2(low, Pair<__half>::pack(saturated(x[2]), saturated(x[3])));
+    }
     __device__ static float saturated(float x) { return x > F16_MAX ? F16_MAX : x < -F16_MAX ? -F16_MAX : x; }
 };
 
@@ -101,6 +116,9 @@ struct BF16 : Half<__nv_bfloat16> {
     static constexpr int MIN_EXPONENT = -126, LIFT = 0;
 
     __device__ static void store(void* target, const float (&x)[8]) { store_pairs(target, x); }
+    __device__ static void store_four(void* target, const float (&x)[4]) {
+        *static_cast<uint2*>(target) = make_uint2(Pair<__nv_bfloat16>::pack(x[0], x[1]), Pair<__nv_bfloat16>::pack(x[2], x[3]));
+    }
     __device__ static float saturated(float x) { return x; }
 };
 

@@ -120,6 +120,14 @@ __device__ __forceinline__ uint32 fuse_pair(uint32 a, uint32 b, uint32 c, __nv_b
     return d;
 }
 
+/// Four integers as the bytes of a word, the first lowest; each from -128 to 127, which larger ones become.
+__device__ __forceinline__ uint32 pack_int8(int a, int b, int c, int d) {
+    uint32 above, word;
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(above) : "r"(d), "r"(c));
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(b), "r"(a), "r"(above));
+    return word;
+}
+
 /// A constant that the compiler does not know: it stays in a register, and is not made anew wherever it is used.
 __device__ __forceinline__ uint32 held(uint32 constant) {
     uint32 x;
@@ -158,7 +166,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-/// x + y, x - y, x y, x / y, the root of x: rounded once, never fused, and numbers below 2^-126 stay though CuPy compiles with -ftz=true.
+/// x + y, x - y, x y, x y + z, x / y, 1 / x, the root of x: rounded once, never fused otherwise, and numbers below 2^-126 stay though CuPy compiles with -ftz=true.
 __device__ __forceinline__ float add_exact(float x, float y) {
     float z;
     asm("add.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
@@ -174,14 +182,36 @@ __device__ __forceinline__ float multiply_exact(float x, float y) {
     asm("mul.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
     return z;
 }
+__device__ __forceinline__ float fuse_exact(float x, float y, float z) {
+    float sum;
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(sum) : "f"(x), "f"(y), "f"(z));
+    return sum;
+}
 __device__ __forceinline__ float divide_exact(float x, float y) {
     float z;
     asm("div.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
     return z;
 }
+__device__ __forceinline__ float inverse_exact(float x) {
+    float y;
+    asm("rcp.rn.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 __device__ __forceinline__ float root_exact(float x) {
     float y;
     asm("sqrt.rn.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/// The larger of |x| and |y|, and the number from -most to most that is nearest to x, in the same way; NaN stays.
+__device__ __forceinline__ float larger_magnitude(float x, float y) {
+    float z;
+    asm("{ .reg .f32 a, b; abs.f32 a, %1; abs.f32 b, %2; max.NaN.f32 %0, a, b; }" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+__device__ __forceinline__ float clamp_exact(float x, float most) {
+    float y;
+    asm("{ .reg .f32 low; max.NaN.f32 low, %1, %3; min.NaN.f32 %0, low, %2; }" : "=f"(y) : "f"(x), "f"(most), "f"(-most));
     return y;
 }
 

@@ -40,10 +40,8 @@ struct TensorShape {
     /// rotation makes of them.
     static constexpr bool Q_SCALED = K::QUANTISED || K::Keys::MIN_EXPONENT > Q::MIN_EXPONENT;
     static constexpr int Q_SPLIT_BYTES = Q_SPLITS * ROWS * QRows::PIECES * 16;
-    /// Of each row a factor, and where K may be centred what that adds to its scores; and room for a row of each warp to be
-    /// rotated in.
-    static constexpr int WORK_BYTES = K::QUANTISED ? ROWS * 4 + THREADS / WARP * D * 4 : 0;
-    static constexpr int Q_BYTES = Q_SPLIT_BYTES + ROWS * 4 + WORK_BYTES;
+    /// Of each row a factor, and where K may be centred what that adds to its scores.
+    static constexpr int Q_BYTES = Q_SPLIT_BYTES + ROWS * 4 * (K::QUANTISED ? 2 : 1);
     static constexpr int K_SCALES = SCORES * KRows::PIECES * 16, K_BYTES = K_SCALES + SCORES * K::scale_bytes(D);
     static constexpr int V_SCALES = SCORES * VRows::PIECES * 16, V_BYTES = V_SCALES + SCORES * V::scale_bytes(DV);
     static constexpr int V_START = V_IN_K ? 0 : K_BYTES, NOTE_START = V_IN_K ? K_BYTES : K_BYTES + V_BYTES;
@@ -176,33 +174,42 @@ struct TensorCores : Ring<Shape_> {
     /// A query row for quantised K: rotated as K rows were, in the order of their elements. For a whole warp. With its factor
     /// goes what centring K adds to its scores.
     __device__ void prepare_query(int row, const Span* span) const {
-        float* const x = factors() + 2 * Shape::ROWS + thread_here() / WARP * D;
+        constexpr int PARTS = parts_of(D);
+        const int lane = lane_of_warp();
+        float x[PARTS][4] = {};
         float factor = 1.0f, bias = 0.0f;
         if (row < rows) {
             const uint8* source = args.q.row(this->token_of(row), this->head_of(row));
             const float2* angles = this->angles_of(span, row);
             const float* center = args.center == nullptr ? nullptr : args.center + this->kv_head() * D;
-            for (int e = lane_of_warp(); e < D; e += WARP) {
-                x[e] = this->query_element(source, e, angles);
-                if (center != nullptr) bias = fmaf(x[e], center[e], bias);
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p) {
+                const int first = first_of(p, lane);
+                if (first >= D) continue;
+                for (int i = 0; i < 4; ++i) {
+                    x[p][i] = this->query_element(source, first + i, angles);
+                    if (center != nullptr) bias = fmaf(x[p][i], center[first + i], bias);
+                }
             }
             for (int step = WARP / 2; step > 0; step /= 2) bias += __shfl_xor_sync(~0u, bias, step);
-            __syncwarp();
-            if (args.rotate_k) rotate(x, D);
+            if (args.rotate_k) Rotation<PARTS>(D, lane).rotate(x);
             float largest = 0.0f;
-            for (int e = lane_of_warp(); e < D; e += WARP) largest = fmaxf(largest, fabsf(x[e]));
+#pragma unroll
+            for (int i = 0; i < 4 * PARTS; ++i) largest = fmaxf(largest, fabsf(x[i / 4][i % 4]));
             factor = factor_for(largest);
         }
-        if (lane_of_warp() == 0) {
+        if (lane == 0) {
             const float in_units = factor * K::template Decoder<KElement>::unit();
             factors()[row] = in_units;
             factors()[Shape::ROWS + row] = bias * in_units;
         }
-        for (int place = 2 * lane_of_warp(); place < D; place += 2 * WARP) {
-            const bool real = row < rows;
-            store_query(row, place, real ? x[element_at(place)] * factor : 0.0f, real ? x[element_at(place + 1)] * factor : 0.0f);
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p) {
+            const int first = first_of(p, lane);
+            if (first >= D) continue;
+            // Elements at a place and the next of the order are two apart.
+            for (int i = 0; i < 2; ++i) store_query(row, place_of(first + i), x[p][i] * factor, x[p][i + 2] * factor);
         }
-        __syncwarp();
     }
 
     /// Writes two elements of a query row, in as many parts as they have.
@@ -290,9 +297,22 @@ struct TensorCores : Ring<Shape_> {
 
     /// Rotates the results of all teams back, one warp a row: what is linear may be done before they are merged.
     __device__ void rotate_results() const {
+        const int lane = lane_of_warp();
         for (int i = thread_here() / WARP; i < TEAMS * Shape::ROWS; i += Shape::THREADS / WARP) {
             const int row = i % Shape::ROWS;
-            if (row < rows) rotate_back(this->exchange(i / Shape::ROWS) + row * Shape::EXCHANGE, DV);
+            if (row >= rows) continue;
+            constexpr int PARTS = parts_of(DV);
+            float* const values = this->exchange(i / Shape::ROWS) + row * Shape::EXCHANGE;
+            float x[PARTS][4] = {};
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p) {
+                if (first_of(p, lane) < DV) F32::load_four(values + first_of(p, lane), x[p]);
+            }
+            Rotation<PARTS>(DV, lane).rotate_back(x);
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p) {
+                if (first_of(p, lane) < DV) F32::store_four(values + first_of(p, lane), x[p]);
+            }
         }
         __syncthreads();
     }
