@@ -135,7 +135,7 @@ def test_pages_are_byte_for_byte_those_of_the_cpu(
     ],
 )
 def test_rows_of_any_length_are_those_of_the_cpu(pair: tuple[str, str], dims: tuple[int, int], kind: str) -> None:
-    """A rotation mixes blocks of 16 to 512 elements: of fewer lanes than a warp has, of all, and of several registers of each."""
+    """A rotation mixes blocks of 16 to 512 elements: of some lanes of a warp, of all, and of several registers each."""
     shape = layer(num_q_heads=2, num_kv_heads=2, head_dim=dims[0], v_head_dim=dims[1])
     k, v = odd_rows(32, dims[0]), odd_rows(32, dims[1])[::-1]
     held = []

@@ -155,6 +155,7 @@ inline uint32 pack_int8(int a, int b, int c, int d) {
     return byte(a) | byte(b) << 8 | byte(c) << 16 | byte(d) << 24;
 }
 inline uint32 held(uint32 constant) { return constant; }
+inline uint32 kept(uint32 x) { return x; }
 inline int thread_here() { return threadIdx.x; }
 inline int block_here() { return blockIdx.x; }
 /// As inexact as the instructions may be.

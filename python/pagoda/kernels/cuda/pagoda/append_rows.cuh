@@ -35,7 +35,7 @@ __device__ void store_numbers(float (&x)[PARTS][4], const Target& to, int* misfi
 template <class K, class V, class Input, int PARTS>
 __global__ void __launch_bounds__(256, PARTS <= 2 ? 4 : 2) append_rows(const Append args) {
     const int tokens = *args.tokens, planes = args.v_head_dim == 0 ? 1 : 2, kinds = args.kv_heads * planes;
-    const int lane = threadIdx.x % WARP, per_block = blockDim.x / WARP, warps = gridDim.x * per_block;
+    const int lane = kept(threadIdx.x % WARP), per_block = blockDim.x / WARP, warps = gridDim.x * per_block;
     // From one lane, so that the compiler knows that all of a warp go the same way.
     const int warp = __shfl_sync(~0u, static_cast<int>(blockIdx.x * per_block + threadIdx.x / WARP), 0);
     // A warp has rows of one head of K or of V, and `step` warps share those. Where there are fewer warps than kinds of rows it has
@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(256, PARTS <= 2 ? 4 : 2) append_rows(const App
         const Rows& given = is_v ? args.v : args.k;
         const int dim = is_v ? args.v_head_dim : args.head_dim;
         const bool rotated = is_v ? args.rotate_v : args.rotate_k;
-        const uint64 row_bytes = dim * (is_v ? V::BITS : K::BITS) / 8, scale_bytes = is_v ? V::scale_bytes(dim) : K::scale_bytes(dim);
+        const uint32 row_bytes = kept(dim * (is_v ? V::BITS : K::BITS) / 8);
+        const uint32 scale_bytes = kept(is_v ? V::scale_bytes(dim) : K::scale_bytes(dim));
         const Rotation<PARTS> rotation(dim, lane);
         float center[PARTS][4] = {};
         if (!is_v && args.center != nullptr) {
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(256, PARTS <= 2 ? 4 : 2) append_rows(const App
                 limit(x, STORED_MAX, args.misfit);
                 rotation.rotate(x);
             }
-            // Numbers of blocks and of rows in them have 32 bits.
+            // Numbers of blocks, of rows in them and of bytes in a page have 32 bits.
             const uint32 block = static_cast<uint32>(slot >> args.page_shift);
             const uint32 in_page = static_cast<uint32>(slot) & ((1u << args.page_shift) - 1);
             const uint64 start = block * static_cast<uint64>(args.block_bytes);

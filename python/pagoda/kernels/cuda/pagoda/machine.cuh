@@ -135,6 +135,13 @@ __device__ __forceinline__ uint32 held(uint32 constant) {
     return x;
 }
 
+/// What the compiler is not to make anew wherever it is used: it stays in a register.
+__device__ __forceinline__ uint32 kept(uint32 x) {
+    uint32 y;
+    asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
 /// threadIdx.x and blockIdx.x, read where this stands: what follows from them is not kept in registers all the while.
 __device__ __forceinline__ int thread_here() {
     int x;
@@ -206,7 +213,7 @@ __device__ __forceinline__ float root_exact(float x) {
 /// The larger of |x| and |y|, and the number from -most to most that is nearest to x, in the same way; NaN stays.
 __device__ __forceinline__ float larger_magnitude(float x, float y) {
     float z;
-    asm("{ .reg .f32 a, b; abs.f32 a, %1; abs.f32 b, %2; max.NaN.f32 %0, a, b; }" : "=f"(z) : "f"(x), "f"(y));
+    asm("{ .reg .f32 a; .reg .f32 b; abs.f32 a, %1; abs.f32 b, %2; max.NaN.f32 %0, a, b; }" : "=f"(z) : "f"(x), "f"(y));
     return z;
 }
 __device__ __forceinline__ float clamp_exact(float x, float most) {

@@ -101,8 +101,9 @@ public:
             const uint32 low = lane & 8 ? words[1] : words[0], high = lane & 8 ? words[3] : words[2];
             signs |= ((lane & 16 ? high : low) >> 4 * (lane % 8) & 15) << 4 * p;
         }
+        signs = kept(signs);
 #pragma unroll
-        for (int bit = 0; bit < 5; ++bit) sides[bit] = lane >> bit & 1 ? -1.0f : 1.0f;
+        for (int bit = 0; bit < 5; ++bit) sides[bit] = __uint_as_float(kept(__float_as_uint(lane >> bit & 1 ? -1.0f : 1.0f)));
     }
 
     __device__ void rotate(float (&x)[PARTS][4]) const {
