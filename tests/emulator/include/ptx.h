@@ -324,6 +324,17 @@ PTX_UNARY(cvt_rzi_ftz_u32_f32, u32, f32, truncated<u32>(a))
 inline u32 saturated(u32 x) { return static_cast<u32>(std::clamp(static_cast<s32>(x), -128, 127)); }
 /// Two bytes in front of those of the third.
 PTX_TERNARY(cvt_pack_sat_s8_s32_b32, u32, u32, c << 16 | (saturated(a) & 0xff) << 8 | (saturated(b) & 0xff))
+/// The E4M3 nearest to a number: of three bits behind the first, the least multiples of 2^-9, the largest 448.
+inline u32 nearest_e4m3(f32 x) {
+    if (x != x) return 0x7f;
+    const u32 sign = std::signbit(x) ? 0x80 : 0;
+    const f64 size = std::fabs(static_cast<f64>(x));
+    if (size >= 448) return sign | 0x7e;
+    const int exponent = size < 0x1p-6 ? -6 : std::ilogb(size);
+    // In units of the last bit: from 8 on where there is a first bit, 16 of them are one exponent more.
+    return sign | static_cast<u32>(8 * (exponent + 6) + static_cast<int>(std::nearbyint(std::ldexp(size, 3 - exponent))));
+}
+PTX_BINARY(cvt_rn_satfinite_e4m3x2_f32, u16, f32, nearest_e4m3(a) << 8 | nearest_e4m3(b))
 inline f64 widened(f32 x) {
     const f32 from = here(x);
     const Subnormals kept;

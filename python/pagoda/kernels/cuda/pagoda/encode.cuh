@@ -127,7 +127,13 @@ struct Encoder<Fp8E4m3> {
     __device__ static float limit() { return half_of_largest(); }
     template <int PARTS>
     __device__ static void store(const float (&x)[PARTS][4], const Target& to) {
-        store_row(x, to, E4M3_MAX, [](const float (&q)[4]) { return four_codes(q, to_e4m3); });
+        store_row(x, to, E4M3_MAX, [](const float (&q)[4]) {
+#if __CUDA_ARCH__ >= 890
+            return four_e4m3(q[0], q[1], q[2], q[3]);
+#else
+            return four_codes(q, to_e4m3);
+#endif
+        });
     }
 };
 
