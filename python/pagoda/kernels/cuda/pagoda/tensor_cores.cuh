@@ -191,7 +191,9 @@ struct TensorCores : Ring<Shape_> {
                     if (center != nullptr) bias = fmaf(x[p][i], center[first + i], bias);
                 }
             }
-            for (int step = WARP / 2; step > 0; step /= 2) bias += __shfl_xor_sync(~0u, bias, step);
+            if (center != nullptr) {
+                for (int step = WARP / 2; step > 0; step /= 2) bias += __shfl_xor_sync(~0u, bias, step);
+            }
             if (args.rotate_k) Rotation<PARTS>(D, lane).rotate(x);
             float largest = 0.0f;
 #pragma unroll
