@@ -31,9 +31,9 @@ __device__ void store_numbers(float (&x)[PARTS][4], const Target& to, int* misfi
 }
 
 /// K and V in `Input` are centred, rotated and stored; v_head_dim is 0 where V is a part of K. PARTS: of the longer rows. Threads:
-/// whole warps, 256 at most. Of those four thread blocks are to find registers on a multiprocessor, or two where rows are long.
+/// whole warps, 256 at most. Four thread blocks of so many find registers on a multiprocessor, unless rows have several parts.
 template <class K, class V, class Input, int PARTS>
-__global__ void __launch_bounds__(256, PARTS <= 2 ? 4 : 2) append_rows(const Append args) {
+__global__ void __launch_bounds__(256, PARTS == 1 ? 4 : 1) append_rows(const Append args) {
     const int tokens = *args.tokens, planes = args.v_head_dim == 0 ? 1 : 2, kinds = args.kv_heads * planes;
     const int lane = kept(threadIdx.x % WARP), per_block = blockDim.x / WARP, warps = gridDim.x * per_block;
     // From one lane, so that the compiler knows that all of a warp go the same way.
