@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pagoda
 from pagoda.device import cuda, tables
 from pagoda.device.driver import View
@@ -68,8 +69,8 @@ class NullMemory:
         self.array = np.zeros(size if real else 0, np.uint8)
         self.address = self.array.ctypes.data if real else 1 << 40
 
-    def pin(self, address: int, size: int) -> bool:
-        return False
+    def pin(self, addresses: npt.ArrayLike, sizes: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        return np.zeros(np.broadcast_shapes(np.shape(addresses), np.shape(sizes)), bool)
 
     def close(self) -> None:
         pass

@@ -119,6 +119,20 @@ def test_a_fork_copies_nothing_that_is_pinned(cupy: Any) -> None:
     assert ctypes.string_at(arena.address, 1) == b"\1"
 
 
+def test_pieces_are_registered_that_are_touched(cupy: Any) -> None:
+    """By any of many runs, whichever order they come in; not what lies between, nor for memory of others."""
+    arena = cuda.open_driver(0).host_arena(8 * cuda.PIECE_BYTES, 1 << 16)
+    start, piece = arena.address, cuda.PIECE_BYTES
+    places = np.array([start + 5 * piece, start - 64, start + piece - 32, start + 8 * piece, 1 << 62], np.uint64)
+    begins = arena.pin(places, np.full(5, 64, np.uint64))
+    assert begins.tolist() == [True, False, False, False, False]
+    assert sorted((address - start) // piece for address in registered) == [0, 1, 5]
+    assert not arena.pin(start + 5 * piece - 1, 2 * piece)
+    assert sorted((address - start) // piece for address in registered) == [0, 1, 4, 5, 6]
+    arena.close()
+    assert not registered
+
+
 def test_a_system_that_does_not_know_the_advice_has_a_host_arena(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "MADV_WIPEONFORK", 999)
     arena = cuda.open_driver(0).host_arena(1 << 20, 1 << 16)

@@ -3,6 +3,7 @@ succeeds, and nothing is left when the cache has gone."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 from collections.abc import Callable
@@ -15,8 +16,7 @@ import pagoda
 import pytest
 from emulator.driver import EmulatedDriver, HostArena, Memory, install_driver
 from mirror import Mirror, Tokens, layer
-from pagoda.device import passage, ring
-from pagoda.device.mover import Mover
+from pagoda.device import mover, passage, ring
 from pagoda.errors import BackendUnavailable
 
 
@@ -34,13 +34,13 @@ class StingyArena(HostArena):
         super().__init__(size, piece, driver.guarded)
         self.driver = driver
 
-    def pin(self, address: int, size: int) -> bool:
-        start = address - self.address
+    def _pin(self, address: int, size: int) -> bool:
+        start = int(address) - self.address
         if 0 <= start < len(self.array):
-            for piece in range(start // self.piece, (start + size - 1) // self.piece + 1):
+            for piece in range(start // self.piece, (start + int(size) - 1) // self.piece + 1):
                 if piece not in self.pinned:
                     self.driver.allocate(f"piece {piece} of the host tier")
-        return super().pin(address, size)
+        return super()._pin(address, size)
 
 
 class StingyDriver(EmulatedDriver):
@@ -242,14 +242,14 @@ def test_lists_for_the_kernel_that_copies_do_not_pile_up() -> None:
     """Whatever sizes they have; those that are still read are left alone."""
     driver = StingyDriver(0)
     source, target, stream = driver.memory(1 << 16), driver.memory(1 << 16), driver.stream()
-    mover, rng = Mover(driver, None), np.random.default_rng(0)
+    copying, rng = mover.Mover(driver, None), np.random.default_rng(0)
 
     def copied(runs: int) -> None:
         """Every second 16 bytes, so that no two are copied as one."""
         source.array[:] = rng.integers(0, 256, len(source.array))
         places = 32 * np.arange(runs, dtype=np.uint64)
         transfers = np.stack([places + np.uint64(source.address), places + np.uint64(target.address)], 1)
-        mover.copy(stream, np.column_stack([transfers, np.full(runs, 16, np.uint64)]))
+        copying.copy(stream, np.column_stack([transfers, np.full(runs, 16, np.uint64)]))
 
     def arrived(runs: int) -> None:
         stream.record().wait()
@@ -268,6 +268,71 @@ def test_lists_for_the_kernel_that_copies_do_not_pile_up() -> None:
         copied(50)
         copied(runs)
     arrived(50)
+
+
+@pytest.mark.parametrize("engine_bytes", [0, 96, 1 << 62])
+@pytest.mark.parametrize("piece_bytes", [32, mover.PIECE_BYTES])
+def test_neighbours_are_copied_in_one(engine_bytes: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a piece of the host arena begins between them; by the copy engine where runs are large, not of whole words, or
+    alone. Both ways, and however runs are cut for the kernel."""
+    monkeypatch.setattr(mover, "PIECE_BYTES", piece_bytes)
+    driver, rng = EmulatedDriver(), np.random.default_rng(0)
+    driver.copy_engine_bytes = engine_bytes
+    arena, memory, stream = driver.host_arena(1 << 12, 256), driver.memory(1 << 13), driver.stream()
+    copies: list[tuple[int, int, int]] = []
+    launches: list[Any] = []
+    monkeypatch.setattr(stream, "copy", lambda target, source, size: copies.append((source, target, size)))
+    monkeypatch.setattr(stream, "launch", lambda kernel, grid, threads, call: launches.append(call))
+    merging = mover.Mover(driver, arena)
+    for number in [0, 1, 2, *[40] * 20]:
+        # Blocks of 32 bytes, each in the place behind the one before or in another; on the device a byte off at times.
+        places = rng.permutation(128)[:number]
+        for at in range(1, number):
+            if rng.random() < 0.6 and places[at - 1] < 127:
+                places[at] = places[at - 1] + 1
+        here = arena.address + 32 * places
+        there = memory.address + 32 * (places + 128 * (rng.random() < 0.5)) + 8 * (rng.random(number) < 0.1)
+        ends = [here, there] if rng.random() < 0.5 else [there, here]
+        transfers = np.stack([*ends, np.full(number, 32)], 1).astype(np.uint64)
+        expected: list[list[int]] = []
+        for (source, target, size), host in zip(transfers.tolist(), here.tolist(), strict=True):
+            last = expected[-1] if expected and (host - arena.address) % 256 else None
+            if last and (last[0] + last[2], last[1] + last[2]) == (source, target):
+                last[2] += size
+            else:
+                expected.append([source, target, size])
+        copies.clear()
+        launches.clear()
+        merging.copy(stream, transfers)
+        assert arena.pinned >= set((32 * places // 256).tolist())
+        by_kernel = [run for run in expected if run[2] < engine_bytes and not any(x % 16 for x in run)]
+        by_kernel = by_kernel if len(expected) > 1 else []
+        assert copies == [tuple(run) for run in expected if run not in by_kernel]
+        assert len(launches) == bool(by_kernel)
+        pieces = [
+            [source + at, target + at, min(piece_bytes, size - at)]
+            for source, target, size in by_kernel
+            for at in range(0, size, piece_bytes)
+        ]
+        for call in launches:
+            listed = (ctypes.c_uint64 * (3 * call.count)).from_address(call.runs)
+            assert np.array(listed).reshape(-1, 3).tolist() == pieces
+
+
+def test_long_runs_arrive_by_the_kernel() -> None:
+    driver = EmulatedDriver()
+    driver.copy_engine_bytes = 1 << 62
+    size = 2 * mover.PIECE_BYTES + 48
+    source, target, stream = driver.memory(4 * size), driver.memory(4 * size), driver.stream()
+    source.array[:] = np.random.default_rng(0).integers(1, 256, 4 * size)
+    places = np.array([[0, 2], [2, 0]], np.uint64) * np.uint64(size)
+    runs = places + np.array([source.address, target.address], np.uint64)
+    copying = mover.Mover(driver, None)
+    copying.copy(stream, np.column_stack([runs, np.full(2, size, np.uint64)]))
+    stream.record().wait()
+    there, here = target.array.reshape(4, size), source.array.reshape(4, size)
+    np.testing.assert_array_equal(there[[2, 0]], here[[0, 2]])
+    assert not there[[1, 3]].any()
 
 
 def test_a_move_that_is_refused_late_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

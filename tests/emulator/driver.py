@@ -96,11 +96,16 @@ class HostArena(Memory):
         super().__init__(size, emulator.POISON, guarded)
         self.piece, self.pinned = piece, set[int]()
 
-    def pin(self, address: int, size: int) -> bool:
-        start = address - self.address
+    def pin(self, addresses: npt.ArrayLike, sizes: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        one_by_one = np.vectorize(self._pin, otypes=[bool])
+        begins: npt.NDArray[np.bool_] = one_by_one(addresses, sizes)
+        return begins
+
+    def _pin(self, address: int, size: int) -> bool:
+        start = int(address) - self.address
         if not 0 <= start < len(self.array):
             return False
-        for index in range(start // self.piece, (start + size - 1) // self.piece + 1):
+        for index in range(start // self.piece, (start + int(size) - 1) // self.piece + 1):
             if index not in self.pinned:
                 # As on a GPU: the system takes memory that somebody writes to.
                 self.array[index * self.piece : (index + 1) * self.piece : 4096] = 0

@@ -189,14 +189,22 @@ class _HostArena:
         self._unregister = weakref.finalize(self._bytes, _unregister, runtime, self.address, self._pinned, self.piece)
         self._unregister.atexit = False
 
-    def pin(self, address: int, size: int) -> bool:
-        start = address - self.address
-        if not 0 <= start < len(self._bytes):
-            return False
-        for index in range(start // self.piece, (start + size - 1) // self.piece + 1):
+    def pin(self, addresses: npt.ArrayLike, sizes: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        # What lies before the arena comes out far behind it.
+        starts = np.array(addresses, np.uint64, ndmin=1) - np.uint64(self.address)
+        inside: npt.NDArray[np.bool_] = starts < len(self._bytes)
+        if not inside.any():
+            return inside
+        lasts = starts + np.asarray(sizes, np.uint64) - np.uint64(1)
+        begin, end = (places[inside].astype(np.intp) // self.piece for places in (starts, lasts))
+        pieces = -(-len(self._bytes) // self.piece)
+        # How many runs each piece is touched by, from where they begin and end.
+        touched = np.bincount(begin, minlength=pieces + 1) - np.bincount(end + 1, minlength=pieces + 1)
+        for index in np.flatnonzero(touched.cumsum()).tolist():
             if index not in self._pinned:
                 self._register(index)
-        return start % self.piece == 0
+        inside &= starts % self.piece == 0
+        return inside
 
     def _register(self, index: int) -> None:
         import cupy
@@ -248,8 +256,9 @@ class _AllocatedArena:
         self.address = -(-int(self._memory.ptr) // mmap.PAGESIZE) * mmap.PAGESIZE
         self.piece = size
 
-    def pin(self, address: int, size: int) -> bool:
-        return address == self.address
+    def pin(self, addresses: npt.ArrayLike, sizes: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        begins: npt.NDArray[np.bool_] = np.array(addresses, np.uint64, ndmin=1) == self.address
+        return begins
 
     def close(self) -> None:
         """The memory goes with this object: a drive may still answer for it."""

@@ -75,8 +75,9 @@ class HostArena(Protocol):
     def piece(self) -> int:
         """Bytes of a piece."""
 
-    def pin(self, address: int, size: int) -> bool:
-        """Makes bytes usable by the device, if they are of this arena; says whether a piece begins with the first.
+    def pin(self, addresses: npt.ArrayLike, sizes: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """Makes runs of bytes usable by the device, as far as they are of this arena; says of each whether a piece begins
+        with its first byte. sizes: broadcast to the shape of the addresses.
 
         Raises BackendUnavailable when the system refuses.
         """

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from pagoda import _core
 from pagoda.device.driver import Driver, Event, Pinned, Stream, View
-from pagoda.device.mover import KERNEL_BLOCKS, KERNEL_THREADS, RUN_BYTES, WORD, Run, list_runs
+from pagoda.device.mover import KERNEL_BLOCKS, KERNEL_THREADS, RUN_BYTES, WORD, list_runs
 from pagoda.formats import FORMATS
 from pagoda.geometry import CoreLayer, owners_of
 from pagoda.kernels import instances
@@ -144,7 +144,7 @@ class Partials:
         self._send(stream, [(pinned.address + at * row, target + token * row, row) for at, token in enumerate(tokens)])
         return read
 
-    def _send(self, stream: Stream, runs: list[Run]) -> None:
+    def _send(self, stream: Stream, runs: list[tuple[int, int, int]]) -> None:
         """By a kernel: the copy engine would first make the copies into the ring that it has been given."""
         if any(x % WORD for run in runs for x in run):
             for source, target, size in runs:

@@ -253,9 +253,8 @@ class Plans:
 
     def _pin(self, rows: Rows) -> None:
         """Pins memory of the host tier that threads of the disk are to use: to pin is to write, so it comes before."""
-        for address, size in zip(rows[:, :2].max(1).tolist(), rows[:, 2].tolist(), strict=True):
-            if self._memory.host is not None:
-                self._memory.host.pin(address, size)
+        if self._memory.host is not None:
+            self._memory.host.pin(rows[:, :2].max(1), rows[:, 2])
 
     def _by_link(self, rows: Rows) -> Pending:
         self._mover.copy(self._copying, rows)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from pagoda.device.driver import Driver, Event, Stream
-from pagoda.device.mover import KERNEL_BLOCKS, KERNEL_THREADS, RUN_BYTES, WORD, Run, list_runs
+from pagoda.device.mover import KERNEL_THREADS, RUN_BYTES, WORD, Mover, list_runs
 from pagoda.device.ring import SLOTS
 from pagoda.kernels import arguments, instances
 
-MEASURED_RUNS = [1 << shift for shift in range(14, 21)]
-"""16 KiB to 1 MiB."""
+MEASURED_RUNS = [1 << shift for shift in range(14, 23)]
+"""16 KiB to 4 MiB."""
 
-MEASURED_BYTES = 8 << 20
+MEASURED_BYTES = 16 << 20
 REPEATS = 3
 
 MEASURED_LAYER_BYTES = [1 << shift for shift in range(16, 23)]
@@ -23,27 +26,21 @@ MEASURED_LAYERS = 8
 
 
 def copy_engine_bytes(driver: Driver) -> int:
-    """From what size on the copy engine beats the kernel at copying scattered runs from pinned memory.
+    """From what size on the copy engine beats the kernel at copying runs from pinned memory, as `Mover` has both do it.
 
-    Copies 4 MiB in runs of each size, both ways; returns the least size at which the copy engine is not slower.
-
-    Seconds are those that the caller waits, because to issue a copy is a part of its cost. Takes about 20 ms.
+    Copies MEASURED_BYTES in runs of each size by both; returns the least size at which the copy engine is not slower, or
+    twice the largest. Seconds are those that the caller waits, because to issue a copy is a part of its cost.
     """
-    host, device, listed = driver.pinned(MEASURED_BYTES), driver.memory(MEASURED_BYTES), driver.pinned(1 << 14)
-    stream = driver.stream()
+    host, device = driver.pinned(MEASURED_BYTES), driver.memory(MEASURED_BYTES)
+    stream, mover = driver.stream(), Mover(driver, None)
     for size in MEASURED_RUNS:
-        # Every second run, so that no two are adjacent.
-        runs = [(host.address + at, device.address + at, size) for at in range(0, MEASURED_BYTES, 2 * size)]
-        call = list_runs(listed, runs)
-
-        def by_engine(runs: list[Run] = runs) -> None:
-            for source, target, length in runs:
-                stream.copy(target, source, length)
-
-        def by_kernel(call: arguments.Move = call) -> None:
-            stream.launch(instances.MOVE, KERNEL_BLOCKS, KERNEL_THREADS, call)
-
-        if seconds(stream, by_engine) <= seconds(stream, by_kernel):
+        places = np.arange(0, MEASURED_BYTES, size, dtype=np.uint64)
+        ends = [places + np.uint64(host.address), places + np.uint64(device.address)]
+        runs = np.stack([*ends, np.full(len(places), size, np.uint64)], 1)
+        by_engine, by_kernel = (
+            seconds(stream, functools.partial(copy, stream, runs)) for copy in (mover.by_engine, mover.by_kernel)
+        )
+        if by_engine <= by_kernel:
             return size
     return 2 * MEASURED_RUNS[-1]
 
