@@ -397,10 +397,12 @@ class RawModule:
 
 
 class NdArray:
-    """An array of the device."""
+    """An array of the device; its memory has no address where it is empty."""
 
     def __init__(self, hidden: npt.NDArray[Any]) -> None:
         self.hidden, self.dtype, self.shape, self.device = hidden, hidden.dtype, hidden.shape, Device()
+        self.strides, self.itemsize = hidden.strides, hidden.itemsize
+        self.data = SimpleNamespace(ptr=hidden.ctypes.data if hidden.size else 0, device_id=self.device.id)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -459,6 +461,7 @@ def install(monkeypatch: Any) -> Any:
     )
     cupy: Any = ModuleType("cupy")
     cupy.cuda, cupy.RawModule, cupy.empty, cupy.float32 = cuda, RawModule, empty, np.float32
+    cupy.ndarray = NdArray
     cupy.get_default_memory_pool, cupy.from_dlpack = lambda: pool, from_dlpack
     registered.clear()
     pool.blocks.clear()

@@ -11,12 +11,13 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import cupy_stand_in
 import emulator
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import pagoda
 import pytest
 from cupy_stand_in import Device, DLPackArray, Event, NdArray, RawKernel, Stream, on_default, registered
@@ -281,23 +282,93 @@ def test_an_array_by_dlpack_is_waited_for_on_the_stream_of_the_step(cupy: Any) -
     assert [array.stream for array in (q, k, v)] == [stream.ptr] * 3
 
 
-class Float8:
-    """A tensor of torch, of a type that its array interface has no name for."""
+class Tensor:
+    """A tensor of torch over memory of the host, as one on a GPU. slow: whether its array interface was read, for which torch
+    needs microseconds."""
 
-    dtype = "torch.float8_e4m3fn"
+    kinds: ClassVar = {"float32": "<f4", "float16": "<f2", "uint16": "<u2", "bfloat16": "<V2", "int16": "<i2"}
 
-    def detach(self) -> Float8:
+    def __init__(self, hidden: npt.NDArray[Any], dtype: str, index: int = 0, layout: str = "strided") -> None:
+        self.hidden, self.dtype, self.layout = hidden, f"torch.{dtype}", layout
+        self.device, self.is_cuda = SimpleNamespace(type="cuda", index=index), index >= 0
+        self.shape, self.slow, self.negative = hidden.shape, False, False
+
+    def get_device(self) -> int:
+        return int(self.device.index)
+
+    def data_ptr(self) -> int:
+        assert self.layout == "strided", "torch raises"
+        return self.hidden.ctypes.data if self.hidden.size else 0
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(stride // self.hidden.itemsize for stride in self.hidden.strides)
+
+    def is_neg(self) -> bool:
+        return self.negative
+
+    def detach(self) -> Tensor:
         return self
+
+    def view(self, dtype: str) -> Tensor:
+        return Tensor(self.hidden, dtype.removeprefix("torch."))
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        raise KeyError(self.dtype)
+        self.slow = True
+        if not self.is_cuda or self.layout != "strided":
+            raise AttributeError("torch has none of these")
+        # torch has no name for some of its types.
+        typestr = self.kinds[self.dtype.removeprefix("torch.")]
+        contiguous = self.hidden.flags.c_contiguous
+        strides, data = None if contiguous else self.hidden.strides, (self.data_ptr(), False)
+        return {"shape": self.shape, "typestr": typestr, "strides": strides, "data": data, "version": 2}
 
 
-def test_a_tensor_of_a_type_without_a_name(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Float8))
-    with pytest.raises(pagoda.InvalidArgument, match=r"k = dtype torch\.float8_e4m3fn"):
-        view_of(Float8())
+class Parameter(Tensor):
+    pass
+
+
+class Subclass(Tensor):
+    pass
+
+
+@pytest.fixture
+def tensors(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch, as far as its tensors go."""
+    names = {name: f"torch.{name}" for name in Tensor.kinds}
+    torch = SimpleNamespace(Tensor=Tensor, nn=SimpleNamespace(Parameter=Parameter), strided="strided", **names)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+
+
+@pytest.mark.parametrize("kind", [Tensor, Parameter, Subclass])
+@pytest.mark.parametrize(
+    ("dtype", "name"), [("float32", "f32"), ("float16", "f16"), ("bfloat16", "bf16"), ("uint16", "u16")]
+)
+def test_tensors_of_torch(dtype: str, name: str, kind: type[Tensor], tensors: None) -> None:
+    """What they are, whichever way they are read; and without their array interface if nobody has changed what that says."""
+    whole = np.zeros((3, 4, 8), np.float32 if dtype == "float32" else np.uint16)
+    for hidden in (whole, whole[:, ::2], whole[1:, :, 4:], whole[:1, ::4], whole[:1, :1].transpose(1, 0, 2)):
+        tensor = kind(hidden, dtype)
+        view = view_of(tensor)
+        strides = np.empty(hidden.shape, hidden.dtype).strides if hidden.flags.c_contiguous else hidden.strides
+        assert view == View(hidden.ctypes.data, hidden.shape, strides, name)
+        assert tensor.slow == (kind is Subclass and dtype != "bfloat16")
+    assert view_of(kind(whole[:0], dtype)).shape == (0, 4, 8)
+
+
+def test_tensors_that_are_refused(tensors: None) -> None:
+    rows = np.zeros((3, 2, 8), np.float32)
+    negative = Tensor(rows, "float32")
+    negative.negative = True
+    for tensor, why in (
+        (Tensor(rows, "float8_e4m3fn"), r"k = dtype torch\.float8_e4m3fn"),
+        (Tensor(rows, "float32", index=1), "k = an array on cuda:1: on cuda:0, the device of the cache"),
+        (Tensor(rows, "float32", index=-1), "k = Tensor: an array of CuPy or torch on the device"),
+        (Tensor(rows, "float32", layout="sparse_coo"), "k = Tensor: an array of CuPy or torch on the device"),
+        (negative, r"k = a tensor that is yet to be negated: what its resolve_neg\(\) returns"),
+    ):
+        with pytest.raises(pagoda.InvalidArgument, match=why):
+            view_of(tensor)
 
 
 @pytest.mark.parametrize(

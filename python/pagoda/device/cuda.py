@@ -10,6 +10,7 @@ import operator
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate
@@ -390,9 +391,64 @@ def _of_torch(array: Any) -> bool:
 
 
 @lru_cache
-def _contiguous(shape: tuple[int, ...], typestr: str) -> tuple[int, ...]:
+def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """The strides of an array without gaps."""
-    return tuple(accumulate(shape[:0:-1], operator.mul, initial=np.dtype(typestr).itemsize))[::-1]
+    return tuple(accumulate(shape[:0:-1], operator.mul, initial=itemsize))[::-1]
+
+
+@lru_cache
+def _apart(shape: tuple[int, ...], strides: tuple[int, ...], unit: int, itemsize: int) -> tuple[int, ...]:
+    """Strides in bytes, of strides in units; where only axes of length 1 say otherwise, those of an array without gaps."""
+    dense, given = _contiguous(shape, itemsize), tuple(stride * unit for stride in strides)
+    gaps = any(length > 1 and a != b for length, a, b in zip(shape, given, dense, strict=True))
+    return given if gaps else dense
+
+
+@lru_cache
+def _kind(dtype: np.dtype[Any]) -> str | None:
+    """What kernels call a type of NumPy's, if they take it."""
+    return TYPES.get(dtype.str)
+
+
+class Tensors:
+    """Reads the tensors of a torch."""
+
+    def __init__(self, torch: Any) -> None:
+        self._strided = torch.strided
+        self._kinds = {torch.float32: ("f32", 4), torch.float16: ("f16", 2), torch.bfloat16: ("bf16", 2)}
+        if hasattr(torch, "uint16"):
+            self._kinds[torch.uint16] = "u16", 2
+
+    def read(self, tensor: Any, device: int) -> View | None:
+        """A tensor of a GPU as it lies there; None for one that is not on the device, not dense, of no type that kernels
+        take, without memory, or yet to be negated."""
+        kind, itemsize = self._kinds.get(tensor.dtype, ("", 0))
+        if not kind or not tensor.is_cuda or tensor.get_device() != device or tensor.layout is not self._strided:
+            return None
+        address = tensor.data_ptr()
+        if not address or tensor.is_neg():
+            return None
+        shape = tuple(tensor.shape)
+        return View(address, shape, _apart(shape, tensor.stride(), itemsize, itemsize), kind)
+
+
+def _read_cupy(array: Any, device: int) -> View | None:
+    """An array of CuPy; None for one of another device, without memory, or of no type that kernels take."""
+    memory, kind = array.data, _kind(array.dtype)
+    if kind is None or memory.device_id != device or not memory.ptr:
+        return None
+    shape = array.shape
+    return View(memory.ptr, shape, _apart(shape, array.strides, 1, array.itemsize), kind)
+
+
+@lru_cache
+def _reader(kind: type) -> Callable[[Any, int], View | None] | None:
+    """What reads arrays of a type without the array interface of CUDA, which to make and to check takes longer than all else
+    that a launch takes. Not those of other classes: whatever they override goes on to hold."""
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and issubclass(kind, getattr(torch, "Tensor", ())):
+        return Tensors(torch).read if kind in (torch.Tensor, torch.nn.Parameter) else None
+    return _read_cupy if kind is getattr(cupy, "ndarray", None) else None
 
 
 @lru_cache
@@ -421,8 +477,14 @@ def _cupy_array(name: str, array: Any) -> Any:
 def view(name: str, array: Any, device: int, stream: Stream) -> View:
     """An array on the device of that number, with the array interface of CUDA or by DLPack, for kernels on a stream. Raises
     InvalidArgument."""
+    known: Any = type(array)
+    reader = _reader(known)
+    if reader is not None and (found := reader(array, device)) is not None:
+        return found
     kind = None
     if _of_torch(array):
+        if array.is_neg():
+            raise InvalidArgument(f"{name} = a tensor that is yet to be negated: what its resolve_neg() returns")
         array = array.detach()
         # Not every torch names bf16 in its array interface.
         if str(array.dtype) == "torch.bfloat16":
@@ -445,7 +507,7 @@ def view(name: str, array: Any, device: int, stream: Stream) -> View:
         raise InvalidArgument(f"{name} = an array on cuda:{index}: on cuda:{device}, the device of the cache")
     try:
         shape, typestr, strides = tuple(interface["shape"]), interface["typestr"], interface.get("strides")
-        strides = _contiguous(shape, typestr) if strides is None else tuple(strides)
+        strides = _contiguous(shape, np.dtype(typestr).itemsize) if strides is None else tuple(strides)
         address, read_only = interface["data"]
         # Kernels would read at address 0, which ends all work on the device, and know nothing of masks.
         fits = _are_sizes(shape, strides) and (0 < address < 1 << 64 or 0 in shape) and interface.get("mask") is None

@@ -67,8 +67,7 @@ RESERVED_BYTES = 1 << 10
 """Shared memory that a multiprocessor keeps of each thread block (CUDA C++ Programming Guide, shared memory)."""
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """A kernel instance: the header that it is in and the expression that names it."""
 
     header: str
