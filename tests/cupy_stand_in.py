@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -19,6 +20,7 @@ from typing import Any, ClassVar
 import emulator
 import numpy as np
 import numpy.typing as npt
+from pagoda.kernels import arguments
 
 DEVICES = 2
 DEVICE_BYTES = 64 << 20
@@ -43,6 +45,11 @@ class CompileException(Exception):
     pass
 
 
+bound = threading.local()
+"""Whether a thread has a context. CuPy tells CUDA which device is to be the current one when it is left, and when it is
+entered only if another one was."""
+
+
 class Device:
     """A device, the current one inside of `with`."""
 
@@ -61,6 +68,7 @@ class Device:
 
     def __exit__(self, *_: object) -> None:
         Device.current = self._before.pop()
+        bound.context = 1
 
     @property
     def compute_capability(self) -> str:
@@ -289,6 +297,11 @@ class Runtime(ModuleType):
         return f"0000:{device:02x}:00.0"
 
     @staticmethod
+    def memGetInfo() -> tuple[int, int]:
+        bound.context = 1
+        return DEVICE_BYTES, DEVICE_BYTES
+
+    @staticmethod
     def hostRegister(ptr: int, size: int, flags: int) -> None:
         refuse_in_captures()
         assert flags == 1 | 2, "for every context, and mapped"
@@ -350,33 +363,87 @@ class Runtime(ModuleType):
 
 
 class RawKernel:
-    """A kernel on the emulator, loaded on one device."""
+    """A kernel on the emulator. kernel: of the device that is current."""
 
-    def __init__(self, library: emulator.Library) -> None:
-        self._library, self._device = library, Device.current
-        self.max_dynamic_shared_size_bytes = STATIC_SHARED_BYTES
+    def __init__(self, header: str, library: emulator.Library) -> None:
+        self._function = Function(header, library)
 
-    def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int = 0) -> None:
+    @property
+    def kernel(self) -> Function:
+        self._function.require()
+        return self._function
+
+    @property
+    def max_dynamic_shared_size_bytes(self) -> int:
+        return self.kernel.shared_bytes_max
+
+    @max_dynamic_shared_size_bytes.setter
+    def max_dynamic_shared_size_bytes(self, size: int) -> None:
+        self.kernel.shared_bytes_max = size
+
+
+class Function:
+    """A kernel that is loaded on one device, as long as this lives."""
+
+    loaded: ClassVar[weakref.WeakValueDictionary[int, Function]] = weakref.WeakValueDictionary()
+
+    def __init__(self, header: str, library: emulator.Library) -> None:
+        self.library, self._device, self.shared_bytes_max = library, Device.current, STATIC_SHARED_BYTES
+        self.arguments, self.ptr = ARGUMENTS[header], id(self)
+        Function.loaded[self.ptr] = self
+
+    def require(self) -> None:
         assert Device.current == self._device, "a kernel of another device"
-        for size in (grid, block):
-            assert isinstance(size, tuple)
-            assert len(size) == 1
-        (value,) = args
-        assert isinstance(value, np.ndarray)
-        assert value.size == 1, "CuPy passes arrays of one element by value, and no others"
-        if shared_mem > self.max_dynamic_shared_size_bytes:
-            raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
-        size = value.nbytes
-        arguments: Any = type("Arguments", (ctypes.Structure,), {"_fields_": [("bytes", ctypes.c_uint8 * size)]})
-        given = arguments.from_buffer_copy(value.tobytes())
 
-        def launch() -> None:
-            self._library.launch("kernel", grid[0], block[0], given, shared_bytes=shared_mem)
 
-        if graph := Stream.captured.get(get_current_stream().ptr):
-            graph.launches.append(launch)
-        else:
-            launch()
+ARGUMENTS: dict[str, type[ctypes.Structure]] = {
+    "append.cuh": arguments.Append,
+    "append_rows.cuh": arguments.Append,
+    "attend.cuh": arguments.Attend,
+    "center.cuh": arguments.Center,
+    "move.cuh": arguments.Move,
+    "read.cuh": arguments.Read,
+    "unpack.cuh": arguments.Unpack,
+}
+
+
+def ctx_get_current() -> int:
+    """0 in a thread that has called nothing yet that makes a context the current one."""
+    return int(getattr(bound, "context", 0))
+
+
+def launch_kernel(
+    f: int,
+    grid_dim_x: int,
+    grid_dim_y: int,
+    grid_dim_z: int,
+    block_dim_x: int,
+    block_dim_y: int,
+    block_dim_z: int,
+    shared_mem_bytes: int,
+    stream: int,
+    kernel_params: int,
+    extra: int,
+) -> None:
+    assert ctx_get_current(), "CUDA_ERROR_INVALID_CONTEXT"
+    assert (grid_dim_y, grid_dim_z, block_dim_y, block_dim_z, extra) == (1, 1, 1, 1, 0)
+    function = Function.loaded[f]
+    function.require()
+    note_default(stream)
+    if shared_mem_bytes > function.shared_bytes_max:
+        raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+    address = ctypes.c_void_p.from_address(kernel_params).value
+    assert address is not None
+    # As CUDA does: what the caller has there may change at once.
+    given = function.arguments.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(function.arguments)))
+
+    def launch() -> None:
+        function.library.launch("kernel", grid_dim_x, block_dim_x, given, shared_bytes=shared_mem_bytes)
+
+    if graph := Stream.captured.get(stream):
+        graph.launches.append(launch)
+    else:
+        launch()
 
 
 class RawModule:
@@ -393,7 +460,8 @@ class RawModule:
         assert name in self._names
         # To load a module allocates.
         refuse_in_captures()
-        return RawKernel(emulator.compile(self._include, {"kernel": name}))
+        header = self._include.partition("/")[2].rstrip(">")
+        return RawKernel(header, emulator.compile(self._include, {"kernel": name}))
 
 
 class NdArray:
@@ -451,6 +519,7 @@ def install(monkeypatch: Any) -> Any:
         Device=Device,
         Stream=Stream,
         Event=Event,
+        driver=SimpleNamespace(launchKernel=launch_kernel, ctxGetCurrent=ctx_get_current),
         get_current_stream=get_current_stream,
         alloc=pool.alloc,
         alloc_pinned_memory=alloc_pinned_memory,

@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pagoda
 import pytest
-from cupy_stand_in import Device, DLPackArray, Event, NdArray, RawKernel, Stream, on_default, registered
+from cupy_stand_in import Device, DLPackArray, Event, NdArray, Stream, on_default, registered
 from gpu_driver import CopyingDriver
 from mirror import Mirror, layer
 from pagoda.device import cuda
@@ -157,8 +158,9 @@ def test_a_cache_on_a_device_that_has_failed_can_be_closed(
     monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: 700)
     for name in ("deviceSynchronize", "hostUnregister", "memcpyAsync", "memcpy2DAsync", "memsetAsync"):
         monkeypatch.setattr(cupy.cuda.runtime, name, failed)
-    for place, name in ((Event, "record"), (Event, "synchronize"), (Stream, "wait_event"), (RawKernel, "__call__")):
+    for place, name in ((Event, "record"), (Event, "synchronize"), (Stream, "wait_event")):
         monkeypatch.setattr(place, name, failed)
+    monkeypatch.setattr(cupy.cuda.driver, "launchKernel", failed)
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
         mirror.step([one], [1])
     one.sequence.release()
@@ -412,6 +414,28 @@ def test_an_array_of_another_gpu_is_refused(cupy: Any) -> None:
         view_of(array)
 
 
+def test_an_event_is_recorded_again_when_nobody_has_it(cupy: Any) -> None:
+    stream = cuda.open_driver(0).stream()
+    first, second = stream.record(), stream.record()
+    made = {id(first.event), id(second.event)}  # type: ignore[attr-defined]
+    assert len(made) == 2
+    del first
+    third, fourth = stream.record(), stream.record()
+    assert id(third.event) in made  # type: ignore[attr-defined]
+    assert len({id(event.event) for event in (second, third, fourth)}) == 3  # type: ignore[attr-defined]
+
+
+def test_a_thread_that_has_called_nothing_yet_launches(cupy: Any) -> None:
+    """Kernels that another has loaded."""
+    rows = NdArray(np.zeros((1, 2, 16), np.float32))
+    with open_cache() as cache, ThreadPoolExecutor(1) as pool:
+        tokens = cache.create()
+        with cache.step([tokens], [1]) as step:
+            step.append(0, rows, rows)
+        with cache.step([tokens], [1]) as step:
+            pool.submit(step.append, 0, rows, rows).result()
+
+
 def test_streams_of_cupy(cupy: Any) -> None:
     driver = cuda.open_driver(0)
     stream = Stream(non_blocking=True)
@@ -528,6 +552,17 @@ def test_steps_are_on_the_stream_of_torch(cupy: Any, monkeypatch: pytest.MonkeyP
             assert cupy_stand_in.get_current_stream().ptr == address
         assert torch.now.cuda_stream == 17
     assert driver.caller_stream(SimpleNamespace(cuda_stream=4712))._stream.ptr == 4712  # type: ignore[attr-defined]
+
+
+def test_a_stream_that_is_current_in_torch_is_not_made_so(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes longer than a launch."""
+    torch = Torch(initialized=True)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    torch.cuda.stream = lambda stream: pytest.fail("it is")
+    for address, now in ((4712, 4712), (0, 0), (1, 0)):
+        torch.now = SimpleNamespace(cuda_stream=now)
+        with cuda.open_driver(0).caller_stream(address).current():
+            assert cupy_stand_in.get_current_stream().ptr == address
 
 
 def test_the_default_stream_has_two_addresses(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:

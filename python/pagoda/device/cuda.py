@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -43,6 +43,10 @@ DEFAULT_STREAM = (0, 1)
 
 PITCH_MAX = (1 << 31) - 1
 """Bytes from row to row that a copy of rows takes, on every device (cudaDevAttrMaxPitch)."""
+
+
+ONE_ADDRESS = ctypes.c_void_p * 1
+"""Where the arguments of a kernel are, as CUDA wants it to be told: every kernel has one."""
 
 
 class Lack(NamedTuple):
@@ -266,13 +270,16 @@ class _AllocatedArena:
 
 
 class _Event:
-    def __init__(self, stream: Any, device: Any) -> None:
-        import cupy
+    """A point in a stream. kept: where the event of CUDA goes when nobody has this any more, to mark another point: to make
+    one takes several times as long as to record it."""
 
-        # An event belongs to the current device, and only streams of that device can record it.
-        with device:
-            self.event = cupy.cuda.Event(block=True, disable_timing=True)
-            self.event.record(stream)
+    __slots__ = ("_kept", "event")
+
+    def __init__(self, event: Any, kept: list[Any]) -> None:
+        self.event, self._kept = event, kept
+
+    def __del__(self) -> None:
+        self._kept.append(self.event)
 
     def done(self) -> bool:
         import cupy
@@ -305,7 +312,15 @@ class _Stream:
         self._stream, self._driver = stream, driver
 
     def record(self) -> _Event:
-        return _Event(self._stream, self._driver.device)
+        driver = self._driver
+        # An event belongs to the current device, and only streams of that device can record it.
+        with driver.device:
+            try:
+                event = driver.events.pop()
+            except IndexError:
+                event = driver.new_event()
+            event.record(self._stream)
+        return _Event(event, driver.events)
 
     def follow(self, event: Any) -> None:
         with self._driver.device:
@@ -319,43 +334,37 @@ class _Stream:
                 index, address = self._driver.device.id, self._stream.ptr
                 # torch takes an external stream at address 0 for a new one, and none at 1.
                 default = address in DEFAULT_STREAM
-                stream = torch.cuda.default_stream(index) if default else torch.cuda.ExternalStream(address, index)
-                every.enter_context(torch.cuda.stream(stream))
+                # To make a stream torch's current one takes longer than a launch.
+                if torch.cuda.current_stream(index).cuda_stream != (0 if default else address):
+                    stream = torch.cuda.default_stream(index) if default else torch.cuda.ExternalStream(address, index)
+                    every.enter_context(torch.cuda.stream(stream))
             return every.pop_all()
 
     def copy(self, target: int, source: int, size: int) -> None:
-        import cupy
-
-        kind = cupy.cuda.runtime.memcpyDefault
+        runtime = self._driver.runtime
         with self._driver.device:
-            cupy.cuda.runtime.memcpyAsync(target, source, size, kind, self._stream.ptr)
+            runtime.memcpyAsync(target, source, size, runtime.memcpyDefault, self._stream.ptr)
 
     def zero(self, target: int, size: int) -> None:
-        import cupy
-
         with self._driver.device:
-            cupy.cuda.runtime.memsetAsync(target, 0, size, self._stream.ptr)
+            self._driver.runtime.memsetAsync(target, 0, size, self._stream.ptr)
 
     def copy_rows(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
-        import cupy
-
         if max(target_pitch, source_pitch) > PITCH_MAX:
             for row in range(rows):
                 self.copy(target + row * target_pitch, source + row * source_pitch, width)
             return
-        runtime = cupy.cuda.runtime
+        runtime = self._driver.runtime
         pitches = target, target_pitch, source, source_pitch
         with self._driver.device:
             runtime.memcpy2DAsync(*pitches, width, rows, runtime.memcpyDefault, self._stream.ptr)
 
     @property
     def capturing(self) -> bool:
-        import cupy
-
         with self._driver.device:
             try:
                 return bool(self._stream.is_capturing())
-            except cupy.cuda.runtime.CUDARuntimeError:
+            except self._driver.runtime.CUDARuntimeError:
                 raise
             except RuntimeError:
                 # So says CuPy of a capture that an error has made invalid, which goes on until somebody ends it.
@@ -364,18 +373,22 @@ class _Stream:
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
     ) -> None:
-        value = np.frombuffer(bytes(arguments), _by_value(ctypes.sizeof(arguments)))
-        if not self._driver.has(kernel) and self.capturing:
-            raise not_loaded(kernel)
-        with self._driver.device, self._stream:
-            function = self._driver.function(kernel, shared_bytes)
-            function((grid,), (threads,), (value,), shared_mem=shared_bytes)
-
-
-@cache
-def _by_value(size: int) -> np.dtype[np.void]:
-    """The type of arguments that are so many bytes: CuPy passes an array of one element by value."""
-    return np.dtype((np.void, size))
+        driver = self._driver
+        function = driver.functions.get(kernel)
+        if function is None:
+            if self.capturing:
+                raise not_loaded(kernel)
+            function = driver.load(kernel, shared_bytes)
+        address, api = self._stream.ptr, driver.api
+        # Copied before the call returns, as the arguments are.
+        places = ONE_ADDRESS(ctypes.addressof(arguments))
+        with driver.device:
+            if not api.ctxGetCurrent():
+                # The first call of this thread; of the runtime's any makes the device's context the current one.
+                driver.runtime.memGetInfo()
+            api.launchKernel(
+                function.ptr, grid, 1, 1, threads, 1, 1, shared_bytes, address, ctypes.addressof(places), 0
+            )
 
 
 def _torch() -> Any:
@@ -524,24 +537,27 @@ class CudaDriver:
     """One GPU."""
 
     def __init__(self, device: Any) -> None:
+        import cupy
+
         self.device = device
         attributes = device.attributes
         self.multiprocessors = int(attributes["MultiProcessorCount"])
         self.shared_bytes_max = int(attributes["MaxSharedMemoryPerBlockOptin"])
         self._registers = bool(attributes["CanUseHostPointerForRegisteredMem"])
-        self._functions: dict[Kernel, Any] = {}
+        self.api, self.runtime = cupy.cuda.driver, cupy.cuda.runtime
+        self.functions: dict[Kernel, Any] = {}
+        """Those that are loaded."""
+        self.events: list[Any] = []
+        """Those that mark nothing."""
+        self.new_event = partial(cupy.cuda.Event, block=True, disable_timing=True)
 
-    def has(self, kernel: Kernel) -> bool:
-        """Whether the kernel is loaded."""
-        return kernel in self._functions
-
-    def function(self, kernel: Kernel, shared_bytes: int) -> Any:
-        """The compiled kernel. Raises KernelCompileError."""
-        if kernel not in self._functions:
-            function = loader.load(kernel)
-            function.max_dynamic_shared_size_bytes = shared_bytes
-            self._functions[kernel] = function
-        return self._functions[kernel]
+    def load(self, kernel: Kernel, shared_bytes: int) -> Any:
+        """The compiled kernel, as a function of CUDA. Raises KernelCompileError."""
+        with self.device:
+            compiled = loader.load(kernel)
+            compiled.max_dynamic_shared_size_bytes = shared_bytes
+            self.functions[kernel] = compiled.kernel
+        return self.functions[kernel]
 
     def memory(self, size: int) -> _Memory:
         """Zeroed bytes on the device."""
