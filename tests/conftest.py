@@ -108,6 +108,12 @@ def emulated(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
+def on_cpu(request: pytest.FixtureRequest) -> bool:
+    """Whether caches are on the CPU, where a step takes least."""
+    return bool(request.config.getoption("--device") == "cpu")
+
+
+@pytest.fixture
 def names_the_cpu(request: pytest.FixtureRequest) -> None:
     """Of a test that chooses the CPU itself: once is enough."""
     if request.config.getoption("--device") != "cpu":

@@ -417,12 +417,13 @@ def test_an_array_of_another_gpu_is_refused(cupy: Any) -> None:
 def test_an_event_is_recorded_again_when_nobody_has_it(cupy: Any) -> None:
     stream = cuda.open_driver(0).stream()
     first, second = stream.record(), stream.record()
-    made = {id(first.event), id(second.event)}  # type: ignore[attr-defined]
-    assert len(made) == 2
-    del first
+    given: list[Any] = [first, second]
+    kept = [event.event for event in given]
+    assert kept[0] is not kept[1]
+    del first, given
     third, fourth = stream.record(), stream.record()
-    assert id(third.event) in made  # type: ignore[attr-defined]
-    assert len({id(event.event) for event in (second, third, fourth)}) == 3  # type: ignore[attr-defined]
+    assert third.event is kept[0]  # type: ignore[attr-defined]
+    assert fourth.event is not kept[0] and fourth.event is not kept[1]  # type: ignore[attr-defined]
 
 
 def test_a_thread_that_has_called_nothing_yet_launches(cupy: Any) -> None:

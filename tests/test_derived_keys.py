@@ -263,17 +263,17 @@ def test_rows_that_cannot_be() -> None:
 
 
 def test_queries_that_a_device_has_no_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 99 KB of shared memory Gemma 4's layer in q8_0 takes more, with queries of 32 bits alone: others are attended to."""
+    """Of 99 KB of shared memory rows of 640 elements in q8_0 take more, with queries of 32 bits alone: others are attended to."""
     driver = install_driver(monkeypatch, EmulatedDriver())
     monkeypatch.setattr(driver, "shared_bytes_max", 99 << 10)
-    spec, rows = pagoda.ModelSpec([GEMMA_4]), np.ones((1, 16, 512), np.float16)
+    spec, rows = pagoda.ModelSpec([replace(GEMMA_4, head_dim=640)]), np.ones((1, 16, 640), np.float16)
     memory: dict[str, Any] = {"device_memory": "8MiB", "host_memory": 0}
-    norms = [np.ones(512)]
+    norms = [np.ones(640)]
     with pagoda.Cache(spec, device="cuda", v_dtype="q8_0", k_norms=norms, **memory) as cache:
         with cache.step([cache.create()], [1]) as step:
             step.append(0, v=rows[:, :1])
             with pytest.raises(
-                pagoda.BackendUnavailable, match=r"q = dtype f32: .* needs 102352 bytes of shared memory"
+                pagoda.BackendUnavailable, match=r"q = dtype f32: .* needs 125648 bytes of shared memory"
             ):
                 step.attend(0, rows.astype(np.float32))
             np.testing.assert_array_equal(step.attend(0, rows), rows)

@@ -151,7 +151,7 @@ def test_ctrl_c_at_any_instruction_leaves_no_sequence_without_a_handle(mirror: M
     assert strays > 1, "it came between the making of a sequence and its handle"
 
 
-def test_ctrl_c_anywhere_in_a_step(mirror: Mirror, emulated: bool) -> None:
+def test_ctrl_c_anywhere_in_a_step(mirror: Mirror, on_cpu: bool) -> None:
     """It is Ctrl-C that is raised, the step has been or has not, and the next one goes well."""
     tokens, cache, after, came = mirror.create(), mirror.cache, 0, True
     mirror.step([tokens], [20])
@@ -172,7 +172,7 @@ def test_ctrl_c_anywhere_in_a_step(mirror: Mirror, emulated: bool) -> None:
         tokens.sequence.truncate(kept)
         cache.audit()
         mirror.look()
-        after += 1 + (after // 30 if emulated else 0)
+        after += 1 if on_cpu else 1 + after // 30
     assert after > 200
 
 

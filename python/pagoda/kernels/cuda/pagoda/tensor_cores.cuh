@@ -248,6 +248,8 @@ struct TensorCores : Ring<Shape_> {
     __device__ void work(int from, int count) {
         Walk walk;
         walk.start(args.pages, block(), from, count, args.division != TILES);
+        // Queries are there from before where the unit goes on in the middle of a span.
+        const bool queries_are_there = this->begun && walk.tile > walk.piece.first_tile();
         PageWindow window;
         pad_keys();
         int prepared = static_cast<int>(walk.span - args.pages.spans);
@@ -270,8 +272,7 @@ struct TensorCores : Ring<Shape_> {
 #pragma unroll 1
         for (int i = 0; i < STAGES - 1; ++i) advance(i);
         engine().begin();
-        // Queries are there from before where the unit goes on in the middle of a span.
-        if (this->begun && walk.tile > walk.piece.first_tile()) {
+        if (queries_are_there) {
             engine().take_queries();
         } else {
             load_queries(args.pages.spans + prepared);
