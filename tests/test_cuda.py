@@ -23,6 +23,7 @@ import pagoda
 import pytest
 from cupy_stand_in import Device, DLPackArray, Event, NdArray, Stream, on_default, registered
 from gpu_driver import CopyingDriver
+from interrupts import interrupted
 from mirror import Mirror, layer
 from pagoda.device import cuda
 from pagoda.device.driver import View
@@ -423,7 +424,17 @@ def test_an_event_is_recorded_again_when_nobody_has_it(cupy: Any) -> None:
     del first, given
     third, fourth = stream.record(), stream.record()
     assert third.event is kept[0]  # type: ignore[attr-defined]
-    assert fourth.event is not kept[0] and fourth.event is not kept[1]  # type: ignore[attr-defined]
+    assert fourth.event is not kept[0]  # type: ignore[attr-defined]
+    assert fourth.event is not kept[1]  # type: ignore[attr-defined]
+
+
+def test_ctrl_c_anywhere_in_recording_leaves_no_half_of_an_event(cupy: Any) -> None:
+    stream, came, after = cuda.open_driver(0).stream(), True, 0
+    while came:
+        # What a finaliser raises is a warning, and warnings are errors.
+        came = interrupted(stream.record, after)
+        after += 1
+    assert after > 10
 
 
 def test_a_thread_that_has_called_nothing_yet_launches(cupy: Any) -> None:

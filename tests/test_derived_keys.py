@@ -263,7 +263,7 @@ def test_rows_that_cannot_be() -> None:
 
 
 def test_queries_that_a_device_has_no_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 99 KB of shared memory rows of 640 elements in q8_0 take more, with queries of 32 bits alone: others are attended to."""
+    """Of 99 KB of shared memory rows of 640 elements in q8_0 take more with queries of 32 bits: others are attended to."""
     driver = install_driver(monkeypatch, EmulatedDriver())
     monkeypatch.setattr(driver, "shared_bytes_max", 99 << 10)
     spec, rows = pagoda.ModelSpec([replace(GEMMA_4, head_dim=640)]), np.ones((1, 16, 640), np.float16)

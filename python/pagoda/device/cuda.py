@@ -276,10 +276,13 @@ class _Event:
     __slots__ = ("_kept", "event")
 
     def __init__(self, event: Any, kept: list[Any]) -> None:
-        self.event, self._kept = event, kept
+        self._kept = kept
+        self.event = event
 
     def __del__(self) -> None:
-        self._kept.append(self.event)
+        # Not if Ctrl-C came before it was all there.
+        if hasattr(self, "event"):
+            self._kept.append(self.event)
 
     def done(self) -> bool:
         import cupy
