@@ -131,7 +131,9 @@ def test_tensors_of_torch_on_a_stream_that_is_behind(torch: Any, name: str, by_n
             assert out.dtype == dtype
             rows = [part.double().cpu().numpy() for part in source.split(heads, 1)]
             expected, _ = attention(rows[0], stored(rows[1], "bf16"), stored(rows[2], "bf16"))
-            np.testing.assert_allclose(out.double().cpu().numpy(), expected, rtol=0, atol=ERROR[short])
+            # Weights of 16-bit queries are of the type of the rows: 2^-9 of each, for values up to 5.
+            error = 1.2e-2 if short == "f16" else ERROR[short]
+            np.testing.assert_allclose(out.double().cpu().numpy(), expected, rtol=0, atol=error)
 
 
 def test_a_graph_of_torch(torch: Any) -> None:

@@ -56,7 +56,7 @@ tests() {
     shift 3
     # A process that hangs, or whose GPU is broken by a kernel, is replaced by another.
     has xdist && plugins+=(-p xdist.plugin -n "$processes" --max-worker-restart=30)
-    has pytest_timeout && plugins+=(-p pytest_timeout --timeout=100 --timeout-method=thread)
+    has pytest_timeout && plugins+=(-p pytest_timeout --timeout=200 --timeout-method=thread)
     has hypothesis && plugins+=(-p _hypothesis_pytestplugin)
     part "$limit" "$log" "$python" -m pytest -v --tb=short -p no:cacheprovider --continue-on-collection-errors "${plugins[@]}" "$@"
 }
