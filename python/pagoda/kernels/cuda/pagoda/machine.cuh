@@ -183,7 +183,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-/// x + y, x - y, x y, x y + z, x / y, 1 / x, the root of x: rounded once, never fused otherwise, and numbers below 2^-126 stay though CuPy compiles with -ftz=true.
+/// x + y, x - y, x y, x y + z, x / y, 1 / x, the root of x: rounded once, never fused otherwise, and numbers below 2^-126 stay though CuPy
+/// compiles with -ftz=true.
 __device__ __forceinline__ float add_exact(float x, float y) {
     float z;
     asm("add.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));

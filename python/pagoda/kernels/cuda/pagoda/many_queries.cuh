@@ -18,7 +18,8 @@ __device__ constexpr int rows_of_many(int elements) {
 /// COLUMNS: warps that share query rows, each for its part of the values, where these do not fit the registers of one. STACK: 16 query
 /// rows that a warp has, so many times.
 template <class K_, class V_, class Q_, int D_, int DV_, int WARPS_, int COLUMNS_, int STACK_, int STAGES_>
-struct ManyShape : TensorShape<K_, V_, Q_, D_, DV_, 16 * STACK_ * WARPS_ / COLUMNS_, WARPS_, 1, rows_of_many<K_, V_, WARPS_>(D_ + DV_), STAGES_> {
+struct ManyShape
+    : TensorShape<K_, V_, Q_, D_, DV_, 16 * STACK_ * WARPS_ / COLUMNS_, WARPS_, 1, rows_of_many<K_, V_, WARPS_>(D_ + DV_), STAGES_> {
     using Common = typename ManyShape::TensorShape;
     using V = typename Common::V;
     static constexpr int COLUMNS = COLUMNS_, STACK = STACK_;
@@ -346,7 +347,8 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
                     for (int t = 0; t < STACK; ++t) take_weights<CAREFUL>(a[t], sees[t], scale, weights[t][2 * k], weights[t][2 * k + 1]);
                 }
                 uint32 b[4];
-                load_matrix_transposed(b, sixteen + (APART ? Rows::beside(mine, n) : Rows::place(lane % 16, first_column / 8 + n + lane / 16)));
+                const int piece = APART ? Rows::beside(mine, n) : Rows::place(lane % 16, first_column / 8 + n + lane / 16);
+                load_matrix_transposed(b, sixteen + piece);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     // An odd number of blocks: the last load has brought 8 elements of another row.

@@ -163,8 +163,8 @@ struct TensorCores : Ring<Shape_> {
         }
     }
 
-    /// The power of two that brings the largest element that lanes have seen to about 2^8. At most 2^66: a scale of 1e-18 divided by that is not below 2^-126,
-    /// where -ftz makes it 0, which times the -inf of what is masked would be NaN.
+    /// The power of two that brings the largest element that lanes have seen to about 2^8. At most 2^66: a scale of 1e-18 divided by that
+    /// is not below 2^-126, where -ftz makes it 0, which times the -inf of what is masked would be NaN.
     __device__ static float factor_for(float largest) {
         for (int step = WARP / 2; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
         const int exponent = 127 + 8 + 127 - static_cast<int>(__float_as_uint(largest) >> 23);
