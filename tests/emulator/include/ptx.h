@@ -175,6 +175,7 @@ inline u32 reversed(u32 x) {
     return y;
 }
 PTX_UNARY(brev_b32, u32, u32, reversed(a))
+PTX_UNARY(popc_b32, u32, u32, static_cast<u32>(__builtin_popcount(a)))
 /// Four bytes out of eight; bit 3 of a selector asks for the byte's sign instead, eight times.
 inline u32 permuted(u32 a, u32 b, u32 selectors) {
     u32 result = 0;

@@ -347,11 +347,11 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
                     for (int t = 0; t < STACK; ++t) take_weights<CAREFUL>(a[t], sees[t], scale, weights[t][2 * k], weights[t][2 * k + 1]);
                 }
                 uint32 b[4];
-                const int piece = APART ? Rows::beside(mine, n) : Rows::place(lane % 16, first_column / 8 + n + lane / 16);
-                load_matrix_transposed(b, sixteen + piece);
+                // Of an odd number of blocks the last is loaded twice where what lies behind it may be under way.
+                const int block = first_column / 8 + n + (n + 1 < Shape::WIDTH / 8 ? lane / 16 : 0);
+                load_matrix_transposed(b, sixteen + (APART ? Rows::beside(mine, n) : Rows::place(lane % 16, block)));
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    // An odd number of blocks: the last load has brought 8 elements of another row.
                     if (n + half == Shape::WIDTH / 8) break;
                     uint32 &b0 = b[2 * half], &b1 = b[2 * half + 1];
                     if (CAREFUL && !Shape::DecodedV::SCALED) take_out(n + half, sees, b0, b1);
