@@ -269,7 +269,7 @@ __global__ void write_twice(Arguments args) {
     args.out[threadIdx.x] = threadIdx.x;
 }
 
-__global__ void count_bits(Arguments args) { args.out[threadIdx.x] = __popc(threadIdx.x); }
+__global__ void reverse_bits(Arguments args) { args.out[threadIdx.x] = __brevll(threadIdx.x) >> 32; }
 """
 
 
@@ -303,8 +303,8 @@ def test_threads_that_meet_in_shared_memory() -> None:
 
 
 def test_instructions_that_are_not_there() -> None:
-    with pytest.raises(EmulatorError, match=r"popc_b32.* was not declared"):
-        ptx.compile(SHARING, {"kernel": "count_bits"})
+    with pytest.raises(EmulatorError, match=r"brev_b64.* was not declared"):
+        ptx.compile(SHARING, {"kernel": "reverse_bits"})
 
 
 def test_registers_of_their_own_and_guards() -> None:
