@@ -42,9 +42,16 @@ __device__ inline void put_scale(uint8* target, float x) {
     *reinterpret_cast<unsigned short*>(target) = static_cast<unsigned short>(bits);
 }
 
-/// The largest magnitude of a lane's elements of a part, and that of so many lanes beside each other.
+/// The largest magnitude of a lane's elements of a part, that of all parts, and that of so many lanes beside each other.
 __device__ inline uint32 largest_of(const float (&x)[4]) {
     return __float_as_uint(larger_magnitude(larger_magnitude(x[0], x[1]), larger_magnitude(x[2], x[3])));
+}
+template <int PARTS>
+__device__ uint32 largest_of(const float (&x)[PARTS][4]) {
+    uint32 largest = 0;
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) largest = max(largest, largest_of(x[p]));
+    return largest;
 }
 template <int LANES>
 __device__ uint32 largest_among(uint32 largest) {
@@ -57,10 +64,7 @@ __device__ uint32 largest_among(uint32 largest) {
 /// Most rows are within.
 template <int PARTS>
 __device__ void limit(float (&x)[PARTS][4], float most, int* misfit) {
-    uint32 largest = 0;
-#pragma unroll
-    for (int p = 0; p < PARTS; ++p) largest = max(largest, largest_of(x[p]));
-    const bool within = largest <= __float_as_uint(most);
+    const bool within = largest_of(x) <= __float_as_uint(most);
     if (__all_sync(~0u, within)) return;
     if (!within && misfit != nullptr) *misfit = 1;
 #pragma unroll
@@ -107,10 +111,7 @@ struct Encoder;
 /// A row with one scale, which brings its largest number to `most`; NaN if there is one. codes(x): of four quotients.
 template <int PARTS, class Codes>
 __device__ void store_row(const float (&x)[PARTS][4], const Target& to, float most, Codes codes) {
-    uint32 largest = 0;
-#pragma unroll
-    for (int p = 0; p < PARTS; ++p) largest = max(largest, largest_of(x[p]));
-    largest = __reduce_max_sync(~0u, largest);
+    const uint32 largest = __reduce_max_sync(~0u, largest_of(x));
     const float scale = largest > INFINITE ? not_a_number() : divide_exact(__uint_as_float(largest), most);
     if (to.lane == 0) *reinterpret_cast<float*>(to.scales) = scale;
 #pragma unroll

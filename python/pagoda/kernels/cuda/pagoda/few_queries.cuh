@@ -198,7 +198,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
 #pragma unroll
             for (int n = 0; n < KEYS; ++n) {
                 uint32 a[4];
-                load_matrix(a, keys + n * 16 * Shape::KRows::PIECES * 16 + Shape::KRows::beside(mine, step * 2));
+                load_matrix(a, keys + Shape::KRows::bytes(n * 16) + Shape::KRows::beside(mine, step * 2));
 #pragma unroll
                 for (int i = 0; i < COUNT * Shape::Q_SPLITS; ++i) {
                     const uint32(&right)[2] = b[i / Shape::Q_SPLITS][i % Shape::Q_SPLITS];
@@ -226,7 +226,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
 #pragma unroll
             for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
                 uint32 codes[4];
-                load_matrix(codes, keys + n * 16 * Shape::KRows::PIECES * 16 + Shape::KRows::beside(mine, chunk));
+                load_matrix(codes, keys + Shape::KRows::bytes(n * 16) + Shape::KRows::beside(mine, chunk));
                 typename K::Word words[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -374,7 +374,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
             for (int column = 0; column < Shape::VALUES; ++column) {
                 // 8 columns past the last may be another row's, and their results are nobody's.
                 uint32 a[4];
-                load_matrix_transposed(a, rows_of_v + n * 16 * Shape::VRows::PIECES * 16 + Shape::VRows::beside(mine, column * 2));
+                load_matrix_transposed(a, rows_of_v + Shape::VRows::bytes(n * 16) + Shape::VRows::beside(mine, column * 2));
                 if (CAREFUL) take_out<COUNT>(column, sees, a);
 #pragma unroll
                 for (int i = 0; i < COUNT * Shape::P_SPLITS; ++i) {
@@ -401,7 +401,7 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
 #pragma unroll
             for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
                 uint32 codes[4];
-                load_matrix_transposed(codes, rows_of_v + n * 16 * Shape::VRows::PIECES * 16 + Shape::VRows::beside(mine, chunk));
+                load_matrix_transposed(codes, rows_of_v + Shape::VRows::bytes(n * 16) + Shape::VRows::beside(mine, chunk));
                 typename V::Word words[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {

@@ -39,7 +39,7 @@ struct ManyShape
     /// Keys and values where products take them: elements of 16 bits.
     using Keys = SharedRows<Common::DEPTH * 2>;
     using Values = SharedRows<(Common::V_IN_K && !V::QUANTISED ? Common::DEPTH : DV_) * 2>;
-    static constexpr int KEY_PART_BYTES = Common::SCORES * Keys::PIECES * 16;
+    static constexpr int KEY_PART_BYTES = Keys::bytes(Common::SCORES);
     static constexpr int KEYS_START = Common::Q_BYTES + Common::RING_BYTES;
     static constexpr int VALUES_START = KEYS_START + (FROM_V ? KEY_PARTS * KEY_PART_BYTES : DecodedK::BYTES);
     static constexpr int DECODED_END = VALUES_START + DecodedV::BYTES + KEPT_BYTES;
@@ -112,7 +112,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
     __device__ void load_query(uint32 (&a)[STACK][4], int split, int step) const {
         const uint8* const mine = q_shared + Shape::QRows::beside(Shape::QRows::place(first_row + lane % 16, lane / 16), step * 2);
 #pragma unroll
-        for (int t = 0; t < STACK; ++t) load_matrix(a[t], mine + (split * Shape::ROWS + t * 16) * Shape::QRows::PIECES * 16);
+        for (int t = 0; t < STACK; ++t) load_matrix(a[t], mine + Shape::QRows::bytes(split * Shape::ROWS + t * 16));
     }
 
     /// What centring K adds to scores of numbers `r`.
@@ -223,7 +223,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
     __device__ void multiply_keys(Scores& sums, const uint8* keys, int first, int step) const {
         using Rows = typename Shape::Keys;
         const int mine = Rows::place(lane / 16 * 8 + lane % 8, lane / 8 % 2);
-        keys += first * Rows::PIECES * 16;
+        keys += Rows::bytes(first);
 #pragma unroll(Shape::Q_IN_REGISTERS || STEPS <= 8 ? STEPS : 4)
         for (int k = step; k < step + STEPS; ++k) {
             const uint8* const pieces = keys + Rows::beside(mine, k * 2);
@@ -237,7 +237,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
 #pragma unroll
                     for (int n = 0; n < KEYS / 8; n += 2) {
                         uint32 b[4];
-                        load_matrix(b, pieces + part * Shape::KEY_PART_BYTES + n * 8 * Rows::PIECES * 16);
+                        load_matrix(b, pieces + part * Shape::KEY_PART_BYTES + Rows::bytes(n * 8));
 #pragma unroll
                         for (int t = 0; t < STACK; ++t) {
                             multiply_add(sums[t][n], a[t], b[0], b[1], KElement());
@@ -336,7 +336,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
         const int mine = Rows::place(lane % 16, first_column / 8 + lane / 16);
 #pragma unroll
         for (int k = 0; k < KEYS / 16; ++k) {
-            const uint8* const sixteen = rows_of_v + (first + k * 16) * Rows::PIECES * 16;
+            const uint8* const sixteen = rows_of_v + Rows::bytes(first + k * 16);
             uint32 a[STACK][Shape::P_SPLITS][4], sees[STACK][4];
 #pragma unroll
             for (int n = 0; n < Shape::WIDTH / 8; n += 2) {

@@ -328,7 +328,7 @@ struct DecodedRows<Format, As, DIM, ROWS, true> {
     static constexpr bool SCALED = !Format::FOLDS;
     static constexpr int BLOCKS = Format::BLOCK == 0 || !SCALED ? 1 : DIM / Format::BLOCK;
     using Rows = SharedRows<DIM * 2>;
-    static constexpr int SCALES = ROWS * Rows::PIECES * 16, BYTES = SCALES + (SCALED ? BLOCKS * ROWS * 4 : 0);
+    static constexpr int SCALES = Rows::bytes(ROWS), BYTES = SCALES + (SCALED ? BLOCKS * ROWS * 4 : 0);
 
     /// By THREADS threads. Rows lie as Stored has them, with scales of STORED elements.
     template <int THREADS, class Stored, int STORED>

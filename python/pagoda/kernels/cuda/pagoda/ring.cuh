@@ -112,10 +112,10 @@ struct Ring : Unit<Shape_> {
     /// Rows of a plane, and their scales. `page`: the block that they are in.
     template <int ROWS, class Format, int DIM, class Target>
     __device__ void copy_plane(uint8* target, int run, const uint8* page, const Plane& plane, const Extent& here) const {
-        copy_strip<ROWS, DIM * Format::BITS / 8, Target>(target + run * Target::PIECES * 16, page, plane.rows, here);
+        copy_strip<ROWS, DIM * Format::BITS / 8, Target>(target + Target::bytes(run), page, plane.rows, here);
         if constexpr (Format::QUANTISED) {
             constexpr int BYTES = Format::scale_bytes(DIM);
-            copy_strip<ROWS, BYTES, SideBySide>(target + Shape::SCORES * Target::PIECES * 16 + run * BYTES, page, plane.scales, here);
+            copy_strip<ROWS, BYTES, SideBySide>(target + Target::bytes(Shape::SCORES) + run * BYTES, page, plane.scales, here);
         }
     }
 
@@ -155,7 +155,7 @@ struct Ring : Unit<Shape_> {
         } else if constexpr (ROUND % ROW_BYTES == 0) {
             // Both are powers of two: rows of a round have bits that no first row of a round has.
             const int first = start / ROW_BYTES, place = Target::place_of_byte(mine / ROW_BYTES, mine % ROW_BYTES);
-            return first * Target::PIECES * 16 + (place ^ Target::turn(first) * 16);
+            return Target::bytes(first) + (place ^ Target::turn(first) * 16);
         } else {
             return Target::place_of_byte((start + mine) / ROW_BYTES, (start + mine) % ROW_BYTES);
         }

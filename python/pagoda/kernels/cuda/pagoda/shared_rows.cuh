@@ -10,12 +10,14 @@ namespace pagoda {
 /// sector of 32 bytes once where both of its halves go to such a pair, and else twice.
 template <int BYTES>
 struct SharedRows {
-    /// From row to row.
     static constexpr int PIECES = (BYTES + 15) / 16;
     /// Places that a piece may have: as many as leave it in its own row. An odd number of pieces leads to other banks by itself.
     static constexpr int TURNS = PIECES % 8 == 0 ? 8 : PIECES % 4 == 0 ? 4 : PIECES % 2 == 0 ? 2 : 1;
     /// Whether a row is followed by the next, byte for byte.
     static constexpr bool SIDE_BY_SIDE = TURNS == 1 && BYTES % 16 == 0;
+
+    /// What so many rows take.
+    __device__ static constexpr int bytes(int rows) { return rows * PIECES * 16; }
 
     /// What the numbers of a row's pieces are combined with, by exclusive or, to be their places.
     __device__ static int turn(int row) { return row / (8 / TURNS) % TURNS; }

@@ -39,11 +39,11 @@ struct TensorShape {
     /// Query rows are brought to a range in which small elements are not lost where f16 has to hold another type, or what a
     /// rotation makes of them.
     static constexpr bool Q_SCALED = K::QUANTISED || K::Keys::MIN_EXPONENT > Q::MIN_EXPONENT;
-    static constexpr int Q_SPLIT_BYTES = Q_SPLITS * ROWS * QRows::PIECES * 16;
+    static constexpr int Q_SPLIT_BYTES = QRows::bytes(Q_SPLITS * ROWS);
     /// Of each row a factor, and where K may be centred what that adds to its scores.
     static constexpr int Q_BYTES = Q_SPLIT_BYTES + ROWS * 4 * (K::QUANTISED ? 2 : 1);
-    static constexpr int K_SCALES = SCORES * KRows::PIECES * 16, K_BYTES = K_SCALES + SCORES * K::scale_bytes(D);
-    static constexpr int V_SCALES = SCORES * VRows::PIECES * 16, V_BYTES = V_SCALES + SCORES * V::scale_bytes(DV);
+    static constexpr int K_SCALES = KRows::bytes(SCORES), K_BYTES = K_SCALES + SCORES * K::scale_bytes(D);
+    static constexpr int V_SCALES = VRows::bytes(SCORES), V_BYTES = V_SCALES + SCORES * V::scale_bytes(DV);
     static constexpr int V_START = V_IN_K ? 0 : K_BYTES, NOTE_START = V_IN_K ? K_BYTES : K_BYTES + V_BYTES;
     static constexpr int STAGE_BYTES = NOTE_START + 32;
     /// Floats of a row of values on their way between teams.
