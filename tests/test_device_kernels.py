@@ -71,6 +71,7 @@ SHAPES = [
     Shape("Q5_0", "PartOfK", "F32", 96, 64, "deterministic"),
     Shape("Q5_0", "Q4_0", "BF16", 32, 64, "stacked"),
     Shape("FromV", "Q5_0", "F32", 64, 64, "wide"),
+    Shape("Q8_0", "Q4_0", "BF16", 128, 128, "deterministic"),
 ]
 FROM_V = [shape for shape in SHAPES if shape.k_from_v]
 FOLDED = [
@@ -234,6 +235,7 @@ def test_no_query_at_all(library: emulator.Library) -> None:
         (SHAPES[10], Shape("F16", "F16", "F32", 128, 128, "prefill")),
         (Shape("F16", "F16", "F16", 128, 128, "deterministic"), Shape("F16", "F16", "F16", 128, 128, "stacked")),
         (Shape("Q4_0", "Q4_0", "F32", 96, 32, "deterministic"), SHAPES[23]),
+        (Shape("Q8_0", "Q4_0", "BF16", 128, 128, "deterministic"), Shape("Q8_0", "Q4_0", "BF16", 128, 128, "stacked")),
         (FROM_V[2], FROM_V[6]),
     ],
 )
@@ -353,12 +355,12 @@ BROKEN = {
     "counters stay": ("unit.cuh", "if (last) args.pending[unit] = 0;", ""),
     "rows past the fill": ("ring.cuh", "byte / ROW_BYTES < here.high", "true"),
     "rows past the fill of a whole stage": ("ring.cuh", "high >= rows", "high > 0 * rows"),
-    "no mask": ("many_queries.cuh", "if (!seen)", "if (!seen && args.window < 0)"),
-    "no mask for few": ("few_queries.cuh", "if (!seen)", "if (!seen && args.window < 0)"),
+    "no mask": ("many_queries.cuh", "row >= seen.y)", "row >= seen.y + 4096)"),
+    "no mask for few": ("few_queries.cuh", "row >= seen.y)", "row >= seen.y + 4096)"),
     "rows of another's tiles": ("ring.cuh", "(walk.tile + tiles) * TILE)", "(walk.tile + tiles + 1) * TILE)"),
     "another page of a stage": ("ring.cuh", "const int first = wanted.first + run;", "const int first = wanted.first;"),
     "the entry of another page": ("ring.cuh", "(first >> shift) % WARP", "((first >> shift) + 1) % WARP"),
-    "values of an old maximum": ("many_queries.cuh", "if (__all_sync(~0u, same)) return;", "return;"),
+    "values of an old maximum": ("many_queries.cuh", "values[r / 2][n][r % 2 * 2] *= decay[r];", ""),
     "values of an old maximum for few": ("few_queries.cuh", "[i % 4] *= decay[", "[i % 4] *= 1.0f + 0.0f * decay["),
     "a maximum that some lanes do not know": (
         "few_queries.cuh",

@@ -60,6 +60,9 @@ PART = 128
 KEPT_BYTES = 64
 """As in unit.cuh."""
 
+WAY_BYTES = 48
+"""As in tensor_cores.cuh."""
+
 WARPS_WANTED = 8
 """Warps of a multiprocessor from which on more stages are better than more warps of the engine for many queries."""
 
@@ -233,7 +236,7 @@ def _cuts(given: Operands, mode: str) -> list[tuple[int, int, int]]:
 @dataclass(frozen=True)
 class _Engine:
     """cut: the parameters that are its own. stage_rows: stored rows of a stage of one team.
-    decoded: bytes for those that it decodes."""
+    decoded: bytes for those that it decodes. parked: whether threads put their way through the stages into shared memory."""
 
     name: str
     cut: str
@@ -243,6 +246,7 @@ class _Engine:
     stage_rows: int
     most: int
     decoded: int = 0
+    parked: bool = False
 
 
 def _many(given: Operands, warps: int, columns: int, stack: int) -> _Engine:
@@ -254,7 +258,8 @@ def _many(given: Operands, warps: int, columns: int, stack: int) -> _Engine:
     keys = from_v if given.k == FROM_V else _decoded(given.k, given.dim)
     decoded = stage_rows * (keys + _decoded(given.values, given.v_dim))
     most = max(1, WARPS_WANTED // warps)
-    return _Engine("Many", f"{warps}, {columns}, {stack}", rows, warps, 1, stage_rows, most, decoded)
+    parked = stack > 1 and stage_rows > 16
+    return _Engine("Many", f"{warps}, {columns}, {stack}", rows, warps, 1, stage_rows, most, decoded, parked)
 
 
 def _few(given: Operands, queries: int) -> _Engine:
@@ -277,6 +282,7 @@ def _tensor(engine: _Engine, given: Operands, stages: int, sets: int) -> Attenti
     row_bytes = 0 if k == FROM_V else _stored(k, dim, _depth(dim))
     row_bytes += 0 if v == PART_OF_K else _stored(v, v_dim, v_dim)
     ring = engine.teams * stages * (engine.stage_rows * row_bytes + 32) + 16
+    ring += 32 * engine.warps * engine.teams * WAY_BYTES if engine.parked else 0
     exchange = engine.teams * rows * (v_dim + 4 + 2) * 4
     shape = f"pagoda::{engine.name}Shape<{given.names}, {dim}, {v_dim}, {engine.cut}, {stages}>"
     kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::{engine.name}Queries<{shape}>>")

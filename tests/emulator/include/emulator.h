@@ -203,6 +203,7 @@ template <class T>
 T __ldcs(const T* source) { return *source; }
 
 struct alignas(8) float2 { float x, y; };
+struct alignas(8) int2 { int x, y; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };

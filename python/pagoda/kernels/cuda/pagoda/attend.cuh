@@ -18,7 +18,7 @@ struct Place {
     __device__ static Place of(const Attend& args, int blocks, int64 at) {
         int low = 0, high = blocks;
         while (high - low > 1) {
-            const int step = (high - low + WARP - 1) / WARP, mine = low + static_cast<int>(threadIdx.x) % WARP * step;
+            const int step = (high - low + WARP - 1) / WARP, mine = low + lane_of_warp() * step;
             const bool begun = mine < high && static_cast<int64>(args.prefix[mine]) * args.sets <= at;
             low += (__popc(__ballot_sync(~0u, begun)) - 1) * step;
             high = min(high, low + step);

@@ -281,13 +281,11 @@ struct FewQueries : TensorCores<Shape_, FewQueries<Shape_>> {
         const int position = block().position;
 #pragma unroll
         for (int r = 0; r < 2 * COUNT; ++r) {
-            const int last = position + row_of(r) / args.group;
+            const int2 seen = note.seen(position + row_of(r) / args.group, args.window);
 #pragma unroll
             for (int i = 0; i < 2 * KEYS; ++i) {
-                const int row = i * 8 + lane / 4, place = note.place + row;
-                const bool near = note.always || place > last - args.window;
-                const bool seen = row >= note.low && row < note.high && place <= last && near;
-                if (!seen) scores[r / 2][i / 2][i % 2 * 2 + r % 2] = minus_infinity();
+                const int row = i * 8 + lane / 4;
+                if (row < seen.x || row >= seen.y) scores[r / 2][i / 2][i % 2 * 2 + r % 2] = minus_infinity();
             }
         }
     }

@@ -19,14 +19,18 @@ __device__ constexpr int rows_of_many(int elements) {
 /// rows that a warp has, so many times.
 template <class K_, class V_, class Q_, int D_, int DV_, int WARPS_, int COLUMNS_, int STACK_, int STAGES_>
 struct ManyShape
-    : TensorShape<K_, V_, Q_, D_, DV_, 16 * STACK_ * WARPS_ / COLUMNS_, WARPS_, 1, rows_of_many<K_, V_, WARPS_>(D_ + DV_), STAGES_> {
+    : TensorShape<K_, V_, Q_, D_, DV_, 16 * STACK_ * WARPS_ / COLUMNS_, WARPS_, 1, rows_of_many<K_, V_, WARPS_>(D_ + DV_), STAGES_,
+                  (STACK_ > 1 && rows_of_many<K_, V_, WARPS_>(D_ + DV_) > 16)> {
     using Common = typename ManyShape::TensorShape;
     using V = typename Common::V;
     static constexpr int COLUMNS = COLUMNS_, STACK = STACK_;
     static_assert(DV_ % (V::UNIT * COLUMNS) == 0, "a warp has whole units of columns");
-    /// Elements of V that a warp accumulates, and stored rows whose scores it holds at once.
-    static constexpr int WIDTH = DV_ / COLUMNS, MOST = STACK > 1 && (K_::QUANTISED || V::QUANTISED) ? 16 : 32;
-    static constexpr int KEYS = Common::SCORES < MOST ? Common::SCORES : MOST;
+    /// Elements of V that a warp accumulates.
+    static constexpr int WIDTH = DV_ / COLUMNS;
+    /// Stored rows whose scores a warp holds at once: with more of them, what is loaded of queries serves more products. Of so many the
+    /// maximum is taken, whatever the stack: results are the same.
+    static constexpr int MOST = STACK > 1 && !Common::Q_SCALED ? 64 : 32;
+    static constexpr int KEYS = Common::SCORES < MOST ? Common::SCORES : MOST, PORTION = KEYS < 32 ? KEYS : 32;
     /// What is quantised of a stage is decoded for all warps at once, behind the ring. Results may take that place, too.
     using DecodedK = DecodedRows<K_, typename K_::Keys, D_, Common::SCORES>;
     using DecodedV = DecodedRows<V, typename V::Values, DV_, Common::SCORES>;
@@ -63,7 +67,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
     using Common::q_shared;
     using KElement = typename Common::KElement;
     using VElement = typename Common::VElement;
-    static constexpr int D = Shape::D, DV = Shape::DV, STACK = Shape::STACK, KEYS = Shape::KEYS;
+    static constexpr int D = Shape::D, DV = Shape::DV, STACK = Shape::STACK, KEYS = Shape::KEYS, PORTION = Shape::PORTION;
     using Scores = float[STACK][KEYS / 8][4];
     /// Thread blocks of a multiprocessor that registers are sparing for: more would spill.
     static constexpr int BLOCKS = Shape::THREADS > 128 ? 1 : 2;
@@ -143,11 +147,20 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
         if (args.softcap > 0.0f) cap(scores);
         const bool whole = note.whole;
         if (!whole) mask(scores, note, first);
-        weigh(scores);
         if (whole || (!V::QUANTISED && block().queries == 1)) {
-            accumulate<false>(scores, rows_of_v, first);
+            add<false>(scores, rows_of_v, first);
         } else {
-            accumulate<true>(scores, rows_of_v, first);
+            add<true>(scores, rows_of_v, first);
+        }
+    }
+
+    /// Softmax and values of rows with scores.
+    template <bool CAREFUL>
+    __device__ void add(Scores& scores, const uint8* rows_of_v, int first) {
+#pragma unroll
+        for (int portion = 0; portion < KEYS; portion += PORTION) {
+            weigh(scores, portion);
+            accumulate<CAREFUL>(scores, rows_of_v, first, portion);
         }
     }
 
@@ -197,7 +210,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
             for (int i = 0; i < KEYS / 4; ++i) scores[r / 2][i / 2][r % 2 * 2 + i % 2] = start;
         }
         if constexpr (Shape::DecodedK::SCALED) {
-#pragma unroll(Shape::Q_IN_REGISTERS || BLOCKS <= 4 ? BLOCKS : 2)
+#pragma unroll(Shape::Q_IN_REGISTERS || BLOCKS <= 2 ? BLOCKS : 1)
             for (int block = 0; block < BLOCKS; ++block) {
                 // Keeps loads of later blocks from being begun: registers are short.
                 __syncwarp();
@@ -224,7 +237,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
         using Rows = typename Shape::Keys;
         const int mine = Rows::place(lane / 16 * 8 + lane % 8, lane / 8 % 2);
         keys += Rows::bytes(first);
-#pragma unroll(Shape::Q_IN_REGISTERS || STEPS <= 8 ? STEPS : 4)
+#pragma unroll(Shape::Q_IN_REGISTERS ? STEPS : Shape::DecodedK::SCALED ? 2 : STEPS <= 8 ? STEPS : 4)
         for (int k = step; k < step + STEPS; ++k) {
             const uint8* const pieces = keys + Rows::beside(mine, k * 2);
 #pragma unroll
@@ -265,69 +278,83 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
     }
 
     /// Makes scores of rows that their query does not see -inf.
-    __device__ void mask(Scores& scores, const Note note, int first) const {
+    __device__ void mask(Scores& scores, const Note& note, int first) const {
         const int position = block().position;
 #pragma unroll
         for (int r = 0; r < 2 * STACK; ++r) {
-            const int last = position + row_of(r) / args.group;
+            const int2 seen = note.seen(position + row_of(r) / args.group, args.window);
 #pragma unroll
             for (int i = 0; i < KEYS / 4; ++i) {
-                const int column = first + i / 2 * 8 + lane % 4 * 2 + i % 2, place = note.place + column;
-                const bool near = note.always || place > last - args.window;
-                const bool seen = column >= note.low && column < note.high && place <= last && near;
-                if (!seen) scores[r / 2][i / 2][r % 2 * 2 + i % 2] = minus_infinity();
+                const int row = first + i / 2 * 8 + lane % 4 * 2 + i % 2;
+                if (row < seen.x || row >= seen.y) scores[r / 2][i / 2][r % 2 * 2 + i % 2] = minus_infinity();
             }
         }
     }
 
-    /// Online softmax: scores are scaled and become weights relative to the new maximum, and the values so far are scaled to it.
-    __device__ void weigh(Scores& scores) {
+    /// Online softmax: scores from `portion` on are scaled and become weights relative to the new maximum, and the values so far are scaled
+    /// to it.
+    __device__ void weigh(Scores& scores, int portion) {
         float decay[2 * STACK];
         bool same = true;
 #pragma unroll
         for (int r = 0; r < 2 * STACK; ++r) {
-            float(&mine)[KEYS / 8][4] = scores[r / 2];
+            const float(*const mine)[4] = scores[r / 2] + portion / 8;
             const int i = r % 2 * 2;
-            const float factor = args.softcap > 0.0f ? args.softcap : scale_of(r);
             float highest = minus_infinity();
 #pragma unroll
-            for (int n = 0; n < KEYS / 8; ++n) highest = fmaxf(highest, fmaxf(mine[n][i], mine[n][i + 1]));
+            for (int n = 0; n < PORTION / 8; ++n) highest = fmaxf(highest, fmaxf(mine[n][i], mine[n][i + 1]));
             highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
             highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
             // Factors are above 0: the largest stays the largest.
-            highest = fmaxf(highest * factor, top[r]);
-            // Where nothing is seen so far every weight is exp2(-inf - 0) = 0.
-            const float base = highest == minus_infinity() ? 0.0f : highest;
-            decay[r] = exp2_fast(top[r] - base);
+            highest = fmaxf(highest * factor_of(r), top[r]);
+            decay[r] = exp2_fast(top[r] - base_of(highest));
             same &= decay[r] == 1.0f;
             top[r] = highest;
+        }
+        // Maxima settle soon: most stages leave the values as they are.
+        if (!__all_sync(~0u, same)) scale_values(decay);
+#pragma unroll
+        for (int r = 0; r < 2 * STACK; ++r) {
+            float(*const mine)[4] = scores[r / 2] + portion / 8;
+            const int i = r % 2 * 2;
+            // Keeps weights of later rows from being begun: registers are short.
+            if (K::QUANTISED || V::QUANTISED) __syncwarp();
+            const float factor = factor_of(r), shift = Common::LIFT - base_of(top[r]);
             float total = 0.0f;
 #pragma unroll
-            for (int n = 0; n < KEYS / 8; ++n) {
-                mine[n][i] = exp2_fast(fmaf(mine[n][i], factor, Common::LIFT - base));
-                mine[n][i + 1] = exp2_fast(fmaf(mine[n][i + 1], factor, Common::LIFT - base));
+            for (int n = 0; n < PORTION / 8; ++n) {
+                mine[n][i] = exp2_fast(fmaf(mine[n][i], factor, shift));
+                mine[n][i + 1] = exp2_fast(fmaf(mine[n][i + 1], factor, shift));
                 total += mine[n][i];
                 total += mine[n][i + 1];
             }
-            sum[r] = sum[r] * decay[r] + total;
+            sum[r] += total;
         }
-        // Maxima settle soon: most stages leave the values as they are.
-        if (__all_sync(~0u, same)) return;
+    }
+
+    __device__ float factor_of(int r) const { return args.softcap > 0.0f ? args.softcap : scale_of(r); }
+
+    /// Where nothing is seen so far every weight is exp2(-inf - 0) = 0.
+    __device__ static float base_of(float top) { return top == minus_infinity() ? 0.0f : top; }
+
+    /// Scales values and sums to a new maximum.
+    __device__ void scale_values(const float (&decay)[2 * STACK]) {
 #pragma unroll
-        for (int t = 0; t < STACK; ++t) {
+        for (int r = 0; r < 2 * STACK; ++r) {
+            sum[r] *= decay[r];
 #pragma unroll
             for (int n = 0; n < Shape::WIDTH / 8; ++n) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) values[t][n][i] *= decay[2 * t + i / 2];
+                values[r / 2][n][r % 2 * 2] *= decay[r];
+                values[r / 2][n][r % 2 * 2 + 1] *= decay[r];
             }
         }
     }
 
-    /// Adds the V rows, times their weights, to the warp's values. CAREFUL: some queries do not see some of the rows, and what
+    /// Adds the V rows from `portion` on, times their weights, to the warp's values. CAREFUL: some queries do not see some of the rows, and what
     /// is infinite or NaN there, and times a weight of 0 is NaN, must not reach them. Codes are finite; scales are not looked at where
     /// the weight is 0.
     template <bool CAREFUL>
-    __device__ void accumulate(const Scores& weights, const uint8* rows_of_v, int first) {
+    __device__ void accumulate(const Scores& weights, const uint8* rows_of_v, int first, int portion) {
         // Columns for which weights are the same.
         constexpr int BLOCK = DV / Shape::DecodedV::BLOCKS;
         using Rows = typename Shape::Values;
@@ -335,7 +362,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
         constexpr bool APART = Shape::WIDTH / 8 % Rows::TURNS == 0;
         const int mine = Rows::place(lane % 16, first_column / 8 + lane / 16);
 #pragma unroll
-        for (int k = 0; k < KEYS / 16; ++k) {
+        for (int k = portion / 16; k < (portion + PORTION) / 16; ++k) {
             const uint8* const sixteen = rows_of_v + Rows::bytes(first + k * 16);
             uint32 a[STACK][Shape::P_SPLITS][4], sees[STACK][4];
 #pragma unroll

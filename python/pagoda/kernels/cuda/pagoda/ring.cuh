@@ -10,6 +10,13 @@ namespace pagoda {
 /// every query sees all of them; `always`: whatever the window.
 struct Note {
     int low, high, place, span, whole, always;
+
+    /// The rows that a query sees, [first, second), of which `last` is the last place that it sees. Nothing overflows where a window has no
+    /// end.
+    __device__ int2 seen(int last, int window) const {
+        const int hidden = always ? 0 : max(last - window, place - 1) - (place - 1);
+        return {max(low, hidden), min(high, last - place + 1)};
+    }
 };
 
 /// Table entries of 64 pages of a span: a lane holds one of the 32 from `base` on and one of the next. Below 0 there are none yet.

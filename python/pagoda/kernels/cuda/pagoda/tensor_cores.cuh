@@ -9,16 +9,20 @@
 
 namespace pagoda {
 
+constexpr int WAY_BYTES = 48;
+
 /// The parameters of a kernel and what they imply. K, V: row formats of 16 bits or less, or FromV for K, or PartOfK for V. Q: the format
 /// of queries and outputs. D, DV: head_dim and v_head_dim, multiples of 8, or of what formats ask for. ROWS: query rows of a unit at most.
-/// WARPS: of a team. TEAMS: that have a ring of STAGES each. LONG: stored rows of a stage at most.
-template <class K_, class V_, class Q_, int D_, int DV_, int ROWS_, int WARPS_, int TEAMS_, int LONG, int STAGES_>
+/// WARPS: of a team. TEAMS: that have a ring of STAGES each. LONG: stored rows of a stage at most. PARKED: the way through the stages is put
+/// into shared memory while one is computed, for want of registers.
+template <class K_, class V_, class Q_, int D_, int DV_, int ROWS_, int WARPS_, int TEAMS_, int LONG, int STAGES_, bool PARKED_ = false>
 struct TensorShape {
     using K = K_;
     using V = typename StoredV<K_, V_>::Format;
     using Q = Q_;
     static constexpr bool V_IN_K = StoredV<K_, V_>::IN_K;
     static constexpr int D = D_, DV = DV_, ROWS = ROWS_, WARPS = WARPS_, TEAMS = TEAMS_, STAGES = STAGES_;
+    static constexpr bool PARKED = PARKED_;
     static_assert(WARPS == 1 || TEAMS == 1, "a team of several warps uses the barrier of the thread block");
     static_assert(D % K::UNIT == 0 && DV % V::UNIT == 0, "rows are whole units");
     static_assert(STAGES >= 2, "a stage to fill beside the one that is read");
@@ -49,11 +53,21 @@ struct TensorShape {
     /// Floats of a row of values on their way between teams.
     static constexpr int EXCHANGE = DV + 4;
     static constexpr int EXCHANGE_BYTES = TEAMS * ROWS * (EXCHANGE + 2) * 4;
-    static constexpr int RING_BYTES = TEAMS * STAGES * STAGE_BYTES + 16;
+    static constexpr int WAYS_START = TEAMS * STAGES * STAGE_BYTES;
+    static constexpr int RING_BYTES = WAYS_START + (PARKED ? THREADS * WAY_BYTES : 0) + 16;
     static constexpr int SHARED_BYTES = Q_BYTES + (RING_BYTES > EXCHANGE_BYTES ? RING_BYTES : EXCHANGE_BYTES) + KEPT_BYTES;
     /// Floats of a partial result: values, then maxima, then sums.
     static constexpr int PARTIAL = ROWS * DV + 2 * ROWS;
 };
+
+/// Where a thread is on its way through the stages of a unit. prepared: the span that queries are prepared for. sub: the part of the tiles
+/// that the next stage is. ahead: stages whose copies have been started and that are yet to be computed.
+struct Way {
+    Walk walk;
+    PageWindow window;
+    int prepared, sub, ahead;
+};
+static_assert(sizeof(Way) == WAY_BYTES, "as much is left for it");
 
 template <int WARPS>
 __device__ void team_barrier() {
@@ -244,49 +258,57 @@ struct TensorCores : Ring<Shape_> {
         return Pair<VElement>::pack(low, high);
     }
 
+    /// Starts copying the next stage, if there is one, to number `index` of the ring.
+    __device__ void advance(Way& way, int index) const {
+        if (way.walk.left > 0) {
+            const int tiles = this->tiles_of(way.walk);
+            this->copy_stage(index, way.walk, tiles, way.sub, way.window);
+            ++way.ahead;
+            if (++way.sub == Shape::SUBS) {
+                const Span* span = way.walk.span;
+                way.sub = 0;
+                for (int i = 0; i < tiles; ++i) way.walk.next(block());
+                if (way.walk.span != span) way.window.base = -1;
+            }
+        }
+        copy_commit();
+    }
+
+    __device__ Way& parked() const { return reinterpret_cast<Way*>(ring + Shape::WAYS_START)[thread_here()]; }
+
     /// Goes over the tiles (or the run) from `from` on. Leaves maxima, sums and values of all teams in the exchange.
     __device__ void work(int from, int count) {
-        Walk walk;
-        walk.start(args.pages, block(), from, count, args.division != TILES);
+        Way way;
+        way.walk.start(args.pages, block(), from, count, args.division != TILES);
+        way.prepared = static_cast<int>(way.walk.span - args.pages.spans);
+        way.sub = way.ahead = 0;
         // Queries are there from before where the unit goes on in the middle of a span.
-        const bool queries_are_there = this->begun && walk.tile > walk.piece.first_tile();
-        PageWindow window;
+        const bool queries_are_there = this->begun && way.walk.tile > way.walk.piece.first_tile();
         pad_keys();
-        int prepared = static_cast<int>(walk.span - args.pages.spans);
-        // Stages whose copies have been started and that are yet to be computed: all teams have as many, of the same spans.
-        int sub = 0, ahead = 0;
-        auto advance = [&](int index) {
-            if (walk.left > 0) {
-                const int tiles = this->tiles_of(walk);
-                this->copy_stage(index, walk, tiles, sub, window);
-                ++ahead;
-                if (++sub == Shape::SUBS) {
-                    const Span* span = walk.span;
-                    sub = 0;
-                    for (int i = 0; i < tiles; ++i) walk.next(block());
-                    if (walk.span != span) window.base = -1;
-                }
-            }
-            copy_commit();
-        };
 #pragma unroll 1
-        for (int i = 0; i < STAGES - 1; ++i) advance(i);
+        for (int i = 0; i < STAGES - 1; ++i) advance(way, i);
         engine().begin();
         if (queries_are_there) {
             engine().take_queries();
         } else {
-            load_queries(args.pages.spans + prepared);
+            load_queries(args.pages.spans + way.prepared);
         }
-        for (int at = 0; ahead > 0; --ahead, at = at + 1 == STAGES ? 0 : at + 1) {
+        if (Shape::PARKED) parked() = way;
+        // All teams have as many stages, of the same spans.
+        for (int at = 0;; at = at + 1 == STAGES ? 0 : at + 1) {
             copy_wait<STAGES - 2>();
             // The stage has arrived for all, and all are done with the one before, whose place is filled next.
             team_barrier<Shape::WARPS>();
-            advance(at == 0 ? STAGES - 1 : at - 1);
+            if (Shape::PARKED) way = parked();
+            if (way.ahead == 0) break;
+            advance(way, at == 0 ? STAGES - 1 : at - 1);
+            --way.ahead;
             const int span = note(at).span;
-            if (span != prepared) {
-                if (!args.pages.spans[span].turns_as(args.pages.spans[prepared])) load_queries(args.pages.spans + span);
-                prepared = span;
+            if (span != way.prepared) {
+                if (!args.pages.spans[span].turns_as(args.pages.spans[way.prepared])) load_queries(args.pages.spans + span);
+                way.prepared = span;
             }
+            if (Shape::PARKED) parked() = way;
             engine().compute_stage(at);
         }
         copy_wait<0>();

@@ -194,7 +194,7 @@ struct Unit {
         : args(args_), exchanged(static_cast<float*>(exchanged_)), flag(static_cast<int*>(flag_)) {}
 
     /// Read where it is needed, and not kept: registers are short.
-    __device__ const QueryBlock& block() const { return args.blocks[index]; }
+    __device__ const QueryBlock& block() const { return args.blocks[static_cast<uint32>(index)]; }
 
     /// The pages of the span that the walk is in.
     __device__ const uint32* table_of(const Walk& walk) const {
