@@ -21,6 +21,7 @@ from shares import Shares
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max_examples=2000)
 hypothesis.settings.register_profile("device", deadline=None, print_blob=True, max_examples=12, stateful_step_count=25)
+hypothesis.settings.register_profile("ptx", deadline=None, print_blob=True, max_examples=6, stateful_step_count=25)
 hypothesis.settings.load_profile(os.environ.get("PAGODA_HYPOTHESIS", "default"))
 
 DEVICES = ["cpu", "emulated", "ptx", "streamed", "divided", "copied", "cuda"]
@@ -35,8 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") != "cpu":
-        # A new shape of attention takes a compiler two seconds.
-        hypothesis.settings.load_profile("device")
+        # A new shape of attention takes a compiler two seconds, and by way of PTX eight.
+        hypothesis.settings.load_profile("ptx" if config.getoption("--device") == "ptx" else "device")
     if config.getoption("--device") == "cuda" and (lack := cuda.lack()):
         raise pytest.UsageError(f"--device=cuda: {lack.found}; {lack.remedy}")
 

@@ -23,10 +23,10 @@ def test_kernels_compile_and_do_not_spill() -> None:
 
     kernels = {arch: compile_kernels.covering(arch) for arch in ("sm_80", "sm_90", "sm_120")}
     for arch, wanted in kernels.items():
-        assert 20 <= len(wanted) <= 60
+        assert 20 <= len(wanted) <= 50
         for mode in compile_kernels.MODES:
             shared_max = compile_kernels.SHARED_MAX[arch] << 10
-            assert instances.attend("bf16", "bf16", "bf16", 256, 256, 4, mode, shared_max).kernel in wanted
+            assert instances.attend("bf16", "bf16", "bf16", 128, 128, 4, mode, shared_max).kernel in wanted
         assert {instances.MOVE, instances.READ, instances.UNPACK} <= set(wanted)
         assert sum("PartOfK" in kernel.expression for kernel in wanted) >= 2
         assert all(sum(name in kernel.expression for kernel in wanted) for name in instances.QUANTISED.values())
@@ -172,6 +172,7 @@ def test_the_fingerprint_covers_every_file(tmp_path: Path, monkeypatch: pytest.M
 def test_python_knows_the_shapes_of_kernels() -> None:
     """Threads, rows, shared memory and partial results, computed in Python, are those of the templates."""
     formats = [("f16", "f16", "f32"), ("bf16", "bf16", "f16"), ("bf16", "f16", "bf16"), ("f32", "f16", "f16")]
+    formats += [("f16", "f16", "bf16")]
     quantised = [("q8_0", "q8_0", "bf16"), ("fp8_e4m3", "q4_0", "f32"), ("q4_0", "f16", "f16"), ("bf16", "int8", "f16")]
     quantised += [("q5_0", "q5_0", "bf16")]
     sizes = [(64, 64), (72, 40), (128, 128), (256, 256), (200, 136)]

@@ -103,32 +103,31 @@ def every(arch: str) -> list[Kernel]:
 
 
 def covering(arch: str) -> list[Kernel]:
-    """A few of each kind: at most 60."""
-    sizes = ((64, 64), (128, 128), (256, 256), (512, 512))
-    layers = [*product((("f16", "f16", "f32"), ("bf16", "bf16", "bf16")), sizes), (("f16", "f16", "f32"), (192, 128))]
-    layers += [(("bf16", instances.PART_OF_K, "bf16"), both) for both in PART_SIZES]
-    layers += [(("f32", "f32", "f32"), (128, 128)), (("f32", "f16", "bf16"), (256, 256))]
+    """A few of each kind: at most 50."""
     appends = [instances.append("f16", "bf16", "f32", 128), instances.center("f16")]
     appends += [instances.append("q8_0", "q4_0", "f32", 128), instances.append("nvfp4", "q5_0", "f32", 1024)]
-    quantised = [
+    floats, halves = ("f16", "f16", "f32"), ("bf16", "bf16", "bf16")
+    layers: list[Layer] = [
+        *((halves, both) for both in ((64, 64), (80, 80), (256, 256), (512, 512))),
+        *((floats, both) for both in ((192, 128), (256, 256))),
+        *((("bf16", instances.PART_OF_K, "bf16"), both) for both in PART_SIZES),
+        (("f16", "f16", "bf16"), (128, 128)),
         (("mxfp4", "nvfp4", "bf16"), (128, 128)),
         (("q4_0", "q4_0", "bf16"), (128, 128)),
+        (("q8_0", "q8_0", "bf16"), (256, 256)),
         (("fp8_e4m3", "fp8_e4m3", "f16"), (256, 256)),
         (("f16", "int8", "f32"), (256, 256)),
         (("q8_0", "q4_0", "f32"), (512, 512)),
     ]
+    decoded = [(("f32", "f16", "bf16"), (256, 256)), (("q5_0", "q5_0", "bf16"), (128, 128))]
     derived = [((instances.FROM_V, v, q), DERIVED) for v, q in (("bf16", "bf16"), ("f16", "f32"), ("q5_0", "bf16"))]
-    many = [(("f16", "f16", "f32"), (256, 256)), (("bf16", instances.PART_OF_K, "bf16"), (576, 512))]
     attends = [
-        *_fitting(arch, layers, [4], [mode for mode in MODES if mode != "verify"]),
-        *_fitting(arch, quantised, [4], ("decode", "prefill")),
-        *_fitting(arch, [(("q5_0", "q5_0", "bf16"), (128, 128))], [4], ["decode"]),
-        *_fitting(arch, [(("bf16", "bf16", "bf16"), (80, 80))], [4], ["prefill"]),
-        *_fitting(
-            arch, [(("bf16", "bf16", "bf16"), (256, 256)), (("q4_0", "q4_0", "bf16"), (128, 128))], [4], ["verify"]
-        ),
-        *_fitting(arch, derived, [16], ("decode", "prefill")),
-        *_fitting(arch, many, [128]),
+        *_fitting(arch, [(floats, (128, 128)), (halves, (128, 128))], [4]),
+        *_fitting(arch, layers, [4], ("decode", "prefill")),
+        *_fitting(arch, decoded, [4], ["decode"]),
+        *_fitting(arch, [(("q4_0", "q4_0", "bf16"), (128, 128))], [4], ["verify"]),
+        *_fitting(arch, derived, [16], ["prefill"]),
+        *_fitting(arch, [(("bf16", instances.PART_OF_K, "bf16"), (576, 512))], [128], ["decode"]),
     ]
     return _distinct(appends, attends)
 
