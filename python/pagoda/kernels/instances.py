@@ -61,7 +61,7 @@ KEPT_BYTES = 64
 """As in unit.cuh."""
 
 WAY_BYTES = 48
-"""As in tensor_cores.cuh."""
+"""Of `Way` in tensor_cores.cuh."""
 
 WARPS_WANTED = 8
 """Warps of a multiprocessor from which on more stages are better than more warps of the engine for many queries."""

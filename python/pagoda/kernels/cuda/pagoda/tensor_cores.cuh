@@ -9,7 +9,13 @@
 
 namespace pagoda {
 
-constexpr int WAY_BYTES = 48;
+/// Where a thread is on its way through the stages of a unit. prepared: the span that queries are prepared for. sub: the part of the tiles
+/// that the next stage is. ahead: stages whose copies have been started and that are yet to be computed.
+struct Way {
+    Walk walk;
+    PageWindow window;
+    int prepared, sub, ahead;
+};
 
 /// The parameters of a kernel and what they imply. K, V: row formats of 16 bits or less, or FromV for K, or PartOfK for V. Q: the format
 /// of queries and outputs. D, DV: head_dim and v_head_dim, multiples of 8, or of what formats ask for. ROWS: query rows of a unit at most.
@@ -54,20 +60,11 @@ struct TensorShape {
     static constexpr int EXCHANGE = DV + 4;
     static constexpr int EXCHANGE_BYTES = TEAMS * ROWS * (EXCHANGE + 2) * 4;
     static constexpr int WAYS_START = TEAMS * STAGES * STAGE_BYTES;
-    static constexpr int RING_BYTES = WAYS_START + (PARKED ? THREADS * WAY_BYTES : 0) + 16;
+    static constexpr int RING_BYTES = WAYS_START + (PARKED ? THREADS * static_cast<int>(sizeof(Way)) : 0) + 16;
     static constexpr int SHARED_BYTES = Q_BYTES + (RING_BYTES > EXCHANGE_BYTES ? RING_BYTES : EXCHANGE_BYTES) + KEPT_BYTES;
     /// Floats of a partial result: values, then maxima, then sums.
     static constexpr int PARTIAL = ROWS * DV + 2 * ROWS;
 };
-
-/// Where a thread is on its way through the stages of a unit. prepared: the span that queries are prepared for. sub: the part of the tiles
-/// that the next stage is. ahead: stages whose copies have been started and that are yet to be computed.
-struct Way {
-    Walk walk;
-    PageWindow window;
-    int prepared, sub, ahead;
-};
-static_assert(sizeof(Way) == WAY_BYTES, "as much is left for it");
 
 template <int WARPS>
 __device__ void team_barrier() {
