@@ -349,9 +349,11 @@ def test_attention_is_that_of_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_deterministic_bits_of_quantised_rows() -> None:
+@pytest.mark.parametrize("queries", [np.float32, np.float16])
+def test_deterministic_bits_of_quantised_rows(queries: type) -> None:
     """One token at a time or all at once: the same bits, rotated or not, where the centre is given."""
     q, k, v = rows(90)
+    q = q.astype(queries)
     center = [k.mean(0)]
     outs = []
     for chunks in ([90], [70, 19, 1]):
