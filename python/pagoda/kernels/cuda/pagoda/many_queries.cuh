@@ -27,9 +27,9 @@ struct ManyShape
     static_assert(DV_ % (V::UNIT * COLUMNS) == 0, "a warp has whole units of columns");
     /// Elements of V that a warp accumulates.
     static constexpr int WIDTH = DV_ / COLUMNS;
-    /// Stored rows whose scores a warp holds at once: with more of them, what is loaded of queries serves more products. Of so many the
-    /// maximum is taken, whatever the stack: results are the same.
-    static constexpr int MOST = STACK > 1 && !Common::Q_SCALED ? 64 : 32;
+    /// Stored rows whose scores a warp holds at once: with more of them, what is loaded of queries serves more products. 64 take all
+    /// registers. PORTION: of so many the maximum is taken, whatever the stack, so that results are the same.
+    static constexpr int MOST = STACK > 1 && !Common::Q_SCALED && !Common::V_IN_K ? 64 : 32;
     static constexpr int KEYS = Common::SCORES < MOST ? Common::SCORES : MOST, PORTION = KEYS < 32 ? KEYS : 32;
     /// What is quantised of a stage is decoded for all warps at once, behind the ring. Results may take that place, too.
     using DecodedK = DecodedRows<K_, typename K_::Keys, D_, Common::SCORES>;
