@@ -184,6 +184,8 @@ __global__ void crooked_load(Arguments args) {
     static_cast<float4*>(args.out)[threadIdx.x] = *reinterpret_cast<const float4*>(from);
 }
 
+__global__ void far_load(Arguments args) { *static_cast<uint8*>(args.out) = static_cast<const uint8*>(args.a)[args.n]; }
+
 __global__ void far_shift(Arguments args) { *static_cast<uint32*>(args.out) = 1u << args.n; }
 
 __global__ void large_cast(Arguments args) {
@@ -273,7 +275,8 @@ KERNELS |= {f"product{kind}": f"product<{kind}, false>" for kind in HALVES}
 KERNELS |= {f"turned{kind}": f"product<{kind}, true>" for kind in HALVES}
 PLAIN = ["ballots", "uneven", "order", "late_copies", "crooked_copy", "crooked_row", "different_collectives"]
 PLAIN += ["different_masks", "not_in_its_mask", "lanes_missing", "a_warp_waits_for_the_block", "poison"]
-PLAIN += ["halves", "ahead", "past_shared", "past_array", "widen", "narrow", "crooked_load", "far_shift", "large_cast"]
+PLAIN += ["halves", "ahead", "past_shared", "past_array", "widen", "narrow", "crooked_load", "far_load", "far_shift"]
+PLAIN += ["large_cast"]
 KERNELS |= {name: name for name in PLAIN}
 
 
@@ -477,6 +480,7 @@ FAILURES = {
     "crooked_copy": (8, "not aligned"),
     "crooked_row": (8, "not aligned"),
     "crooked_load": (8, r"kernel.cpp:\d+: an address is not aligned"),
+    "far_load": (-(1 << 46), "no memory is where it reads or writes"),
     "far_shift": (32, r"kernel.cpp:\d+: a shift is too far"),
     "large_cast": (3, r"kernel.cpp:\d+: a number becomes an integer that it does not fit"),
     "past_shared": (512, "past its shared memory"),

@@ -120,7 +120,7 @@ def program(source: str, known: list[str], options: list[str], optimise: str = "
         "h.gch", "#include <emulator.h>\n#include <launcher.h>", [*contents(INCLUDE), _version()], [optimise]
     )
     # The emulator's own object file: to compile it takes as long as a kernel.
-    machine = _built("o", (HERE / "emulator.cpp").read_text(), contents(INCLUDE), ["-O1", "-c"])
+    machine = _built("o", (HERE / "emulator.cpp").read_text(), contents(INCLUDE), ["-O3", "-c"])
     options = [optimise, *options, "-include", str(header.with_suffix("")), "-shared", str(machine)]
     return _built("so", source, known, options)
 

@@ -1,5 +1,6 @@
 #include <emulator.h>
 
+#include <csignal>
 #include <immintrin.h>
 #include <sys/mman.h>
 
@@ -19,11 +20,12 @@ const std::function<void()>* kernel_body;
 std::string failure;
 uint64_t random_state;
 
-uint64_t draw() {
+/// A number below `end`.
+size_t draw(size_t end) {
     random_state ^= random_state << 13;
     random_state ^= random_state >> 7;
     random_state ^= random_state << 17;
-    return random_state;
+    return (random_state >> 32) * end >> 32;
 }
 
 /// Saves this context's registers on its stack and its stack pointer in `save`, and goes on where `load` left off.
@@ -115,10 +117,9 @@ void touch(const void* at, size_t bytes, bool writes) {
     const auto first = static_cast<size_t>(static_cast<const unsigned char*>(at) - block->shared);
     for (size_t byte = first; byte < first + bytes; ++byte) {
         Touched& touched = block->touched[byte];
-        const bool written = touched.writer != Touched::NOBODY && touched.writer != self &&
-                             (touched.writer / LANES == warp ? touched.write_warp_phase == warp_phase
-                                                             : touched.write_block_phase == block_phase);
-        const bool read = touched.reading_warp != Touched::NOBODY && touched.read_block_phase == block_phase &&
+        const bool written = touched.writer != self && (touched.writer / LANES == warp ? touched.write_warp_phase == warp_phase
+                                                                                       : touched.write_block_phase == block_phase);
+        const bool read = touched.read_block_phase == block_phase &&
                           (touched.reading_warp != warp || (touched.reader != self && touched.read_warp_phase == warp_phase));
         if (written || (writes && read)) {
             fail("byte " + std::to_string(byte) + " of shared memory is " + (writes ? "written" : "read") +
@@ -127,7 +128,7 @@ void touch(const void* at, size_t bytes, bool writes) {
         }
         if (writes) {
             touched = {self, block_phase, warp_phase};
-        } else if (touched.reading_warp == Touched::NOBODY || touched.read_block_phase != block_phase) {
+        } else if (touched.read_block_phase != block_phase) {
             touched.reading_warp = warp, touched.reader = self;
         } else if (touched.reading_warp != warp) {
             touched.reading_warp = Touched::SEVERAL;
@@ -170,7 +171,7 @@ const Offer* meet(const char* name, unsigned mask, const void* data, size_t byte
     for (const auto& other : warp.meetings) {
         if (!other->arrived) {
             if (!other->unread) unused = other.get();
-        } else if (other->mask == mask && !std::strcmp(other->name, name)) {
+        } else if (other->mask == mask && (other->name == name || !std::strcmp(other->name, name))) {
             meeting = other.get();
         } else if ((other->mask & self) && (other->arrived & mask)) {
             // Each would wait for the other for ever.
@@ -262,6 +263,54 @@ void copy_wait(int pending) {
 
 namespace {
 
+using Doubles [[gnu::vector_size(64)]] = double;
+using Words [[gnu::vector_size(64)]] = int64_t;
+using Floats [[gnu::vector_size(32)]] = float;
+using Integers [[gnu::vector_size(32)]] = int32_t;
+
+/// sums + the products of 8 elements of a row of A with 8 rows of B, side by side.
+[[gnu::target_clones("arch=x86-64-v3", "default"), gnu::no_sanitize("float-cast-overflow")]] void add_eight(
+    float (&sums)[8], const double* a, const double (*b)[8]) {
+    // Without signs the bits of numbers are in their order, infinity behind them and NaN last.
+    constexpr int64_t SIZE = INT64_MAX, INFINITE = 0x7ffll << 52;
+    Floats before;
+    std::memcpy(&before, sums, sizeof before);
+    Doubles addends[9] = {__builtin_convertvector(before, Doubles)}, plain = addends[0];
+    Words largest = (Words)plain & SIZE;
+    for (int k = 0; k < 8; ++k) {
+        Doubles row;
+        std::memcpy(&row, b[k], sizeof row);
+        const Doubles product = addends[k + 1] = a[k] * row;
+        plain += product;
+        const Words size = (Words)product & SIZE;
+        largest = size > largest ? size : largest;
+    }
+    const Words exponent = (largest >> 52) - 24;
+    const Doubles unit = (Doubles)(exponent << 52), per_unit = (Doubles)((2046 - exponent) << 52);
+    // Below 2^25 each. Where one is infinite or NaN they are not used.
+    Integers units = {};
+    for (const Doubles& addend : addends) units += __builtin_convertvector(addend * per_unit, Integers);
+    const Doubles all = __builtin_convertvector(units, Doubles) * unit;
+    const Floats near = __builtin_convertvector(all, Floats);
+    const Words size = (Words)__builtin_convertvector(near, Doubles) & SIZE;
+    // Towards 0: where it is not, one less, which is what true is.
+    const Words farther = (size > ((Words)all & SIZE)) & (size < INFINITE);
+    const Floats cut = (Floats)((Integers)near + __builtin_convertvector(farther, Integers));
+    const Integers as_it_is = __builtin_convertvector((largest == 0) | (largest >= INFINITE), Integers);
+    const Floats after = as_it_is ? __builtin_convertvector(plain, Floats) : cut;
+    std::memcpy(sums, &after, sizeof after);
+}
+
+}  // namespace
+
+void add_products(float (&sums)[16][8], const double (&a)[16][16], const double (&b)[16][8]) {
+    for (int i = 0; i < 16; ++i) {
+        for (int k = 0; k < 16; k += 8) add_eight(sums[i], a[i] + k, b + k);
+    }
+}
+
+namespace {
+
 /// Who waits where, after a deadlock.
 std::string waiting() {
     std::string text;
@@ -281,31 +330,42 @@ std::string waiting() {
 /// Which of those that may run is next: any. For some hundred turns one warp is ahead of the others, as far as it gets without them.
 size_t choose(const std::vector<int>& ready, unsigned turn) {
     static int ahead = 0;
-    if (turn % 512 == 0) ahead = static_cast<int>(draw() % block->warps.size());
-    size_t at = draw() % ready.size();
-    for (int tries = 0; tries < 8 && ready[at] / LANES != ahead; ++tries) at = draw() % ready.size();
+    if (turn % 512 == 0) ahead = static_cast<int>(draw(block->warps.size()));
+    size_t at = draw(ready.size());
+    for (int tries = 0; tries < 8 && ready[at] / LANES != ahead; ++tries) at = draw(ready.size());
     return at;
 }
 
+/// Memory that the system gives as it is touched, all zeros.
+template <class T>
+struct Pages {
+    size_t bytes;
+    T* start;
+
+    explicit Pages(size_t count)
+        : bytes(count * sizeof(T)),
+          start(static_cast<T*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))) {}
+    Pages(const Pages&) = delete;
+    ~Pages() { munmap(start, bytes); }
+};
+
 /// What the blocks of a launch use one after the other: the system takes longer to give it than many blocks to run.
 struct Room {
-    size_t shared_bytes, stacks_bytes;
+    size_t shared_bytes;
+    // Of the allocator, which tells AddressSanitizer where it ends.
     unsigned char* shared;
-    std::vector<Touched> touched;
-    unsigned char* stacks;
+    Pages<Touched> touched;
+    Pages<unsigned char> stacks;
+    /// Larger than the phases of all blocks before, so that what they touched is of no account.
+    int first_phase = 1;
 
     Room(unsigned threads, size_t bytes)
         : shared_bytes(bytes),
-          stacks_bytes(STACK_BYTES * threads),
           shared(static_cast<unsigned char*>(std::aligned_alloc(128, (shared_bytes + CANARY_BYTES + 127) / 128 * 128))),
-          touched(shared_bytes),
-          stacks(static_cast<unsigned char*>(mmap(nullptr, stacks_bytes, PROT_READ | PROT_WRITE,
-                                                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))) {}
+          touched(std::max<size_t>(bytes, 1)),
+          stacks(STACK_BYTES * threads) {}
     Room(const Room&) = delete;
-    ~Room() {
-        munmap(stacks, stacks_bytes);
-        std::free(shared);
-    }
+    ~Room() { std::free(shared); }
 };
 
 void run_block(unsigned threads, Room& room) {
@@ -315,15 +375,15 @@ void run_block(unsigned threads, Room& room) {
     now.shared = room.shared;
     std::memset(now.shared, POISON, shared_bytes);
     for (size_t i = 0; i < CANARY_BYTES; ++i) now.shared[shared_bytes + i] = static_cast<unsigned char>(i * 7 + 13);
-    std::fill(room.touched.begin(), room.touched.end(), Touched{});
-    now.touched = room.touched.data();
+    now.touched = room.touched.start;
     now.fibers.resize(threads);
     now.warps.resize((threads + LANES - 1) / LANES);
     now.alive = static_cast<int>(threads);
     for (unsigned i = 0; i < threads; ++i) {
         now.fibers[i].index = static_cast<int>(i);
         now.fibers[i].thread = {i, 0, 0};
-        now.fibers[i].stack = room.stacks + STACK_BYTES * i;
+        now.fibers[i].stack = room.stacks.start + STACK_BYTES * i;
+        now.fibers[i].block_phase = now.fibers[i].warp_phase = room.first_phase;
         prepare(now.fibers[i]);
     }
     now.ready.resize(threads);
@@ -345,6 +405,7 @@ void run_block(unsigned threads, Room& room) {
             if (now.alive > 0 && now.barrier.arrived == now.alive) complete(now.barrier);
         }
     }
+    for (const Fiber& fiber : now.fibers) room.first_phase = std::max(room.first_phase, fiber.warp_phase + 1);
     for (size_t i = 0; failure.empty() && i < CANARY_BYTES; ++i) {
         if (now.shared[shared_bytes + i] != static_cast<unsigned char>(i * 7 + 13)) {
             failure = "block " + std::to_string(block_index.x) + ": wrote past its shared memory";
@@ -367,8 +428,13 @@ std::string launch(dim3 grid, unsigned threads, size_t shared_bytes, uint64_t se
     block_size = {threads, 1, 1};
     std::vector<unsigned> order(grid.x);
     for (unsigned i = 0; i < grid.x; ++i) order[i] = i;
-    for (unsigned i = grid.x; i > 1; --i) std::swap(order[i - 1], order[draw() % i]);
+    for (unsigned i = grid.x; i > 1; --i) std::swap(order[i - 1], order[draw(i)]);
     Room room(threads, shared_bytes);
+    // Its thread is left where it is, as after any failure, so the signal has to be able to come again.
+    struct sigaction fault = {}, before;
+    fault.sa_handler = [](int) { fail("no memory is where it reads or writes"); };
+    fault.sa_flags = SA_NODEFER;
+    sigaction(SIGSEGV, &fault, &before);
     flush(true);
     for (unsigned at : order) {
         block_index = {at, 0, 0};
@@ -376,6 +442,7 @@ std::string launch(dim3 grid, unsigned threads, size_t shared_bytes, uint64_t se
         if (!failure.empty()) break;
     }
     flush(false);
+    sigaction(SIGSEGV, &before, nullptr);
     return failure;
 }
 

@@ -63,11 +63,11 @@ struct Fiber {
     bool wrote_since = false;
 };
 
-/// Who has last written to a byte of shared memory, and who has read it since, as far as no barrier lies between.
+/// Who has last written to a byte of shared memory, and who has read it since, as far as no barrier lies between. In phase 0 is nobody.
 struct Touched {
-    static constexpr int NOBODY = -1, SEVERAL = -2;
-    int writer = NOBODY, write_block_phase = 0, write_warp_phase = 0;
-    int reading_warp = NOBODY, reader = NOBODY, read_block_phase = 0, read_warp_phase = 0;
+    static constexpr int SEVERAL = -1;
+    int writer = 0, write_block_phase = 0, write_warp_phase = 0;
+    int reading_warp = 0, reader = 0, read_block_phase = 0, read_warp_phase = 0;
 };
 
 /// What a lane brings to a collective.
@@ -127,6 +127,11 @@ inline int lane() { return current->index % LANES; }
 void copy_async(void* target, const void* source, size_t bytes, bool valid);
 void copy_commit();
 void copy_wait(int pending);
+
+/// sums += a b as tensor cores add, 8 products at a time: every addend is cut off one bit behind the last of a float as large as
+/// the largest, and the sum behind a float's last. Those of Ampere do so (Fasi et al., Numerical behavior of NVIDIA tensor cores,
+/// 2021); later ones are more exact. Products of elements have to be exact.
+void add_products(float (&sums)[16][8], const double (&a)[16][16], const double (&b)[16][8]);
 
 /// Whether floats below 2^-126 are 0: on in kernels, since CuPy compiles them with -ftz=true, but for some instructions.
 void flush(bool on);

@@ -91,52 +91,25 @@ struct Product {
     float d[4];
 };
 
-/// sum + a b over 8 elements as tensor cores add: every addend is cut off one bit behind the last of a float as large as the
-/// largest, and the sum behind a float's last. Those of Ampere do so, of 8 (Fasi et al., Numerical behavior of NVIDIA tensor
-/// cores, 2021); later ones are more exact.
-inline double add_products(double sum, const double* a, const double* b) {
-    double addends[9] = {sum}, largest = std::fabs(sum), plain = sum;
-    for (int k = 0; k < 8; ++k) {
-        addends[k + 1] = a[k] * b[k];
-        largest = std::fmax(largest, std::fabs(addends[k + 1]));
-        plain += addends[k + 1];
-    }
-    if (largest == 0 || !std::isfinite(plain)) return plain;
-    uint64 bits;
-    std::memcpy(&bits, &largest, sizeof bits);
-    const uint64 exponent = (bits >> 52) - 24, inverse = 2046 - exponent;
-    const auto power = [](uint64 biased) {
-        biased <<= 52;
-        double x;
-        std::memcpy(&x, &biased, sizeof x);
-        return x;
-    };
-    const double per_unit = power(inverse);
-    int64 units = 0;
-    for (double addend : addends) units += static_cast<int64>(addend * per_unit);
-    const double all = static_cast<double>(units) * power(exponent);
-    const float near = static_cast<float>(all);
-    const double size = std::fabs(static_cast<double>(near));
-    // Towards 0.
-    return size > std::fabs(all) && size < INFINITY ? __uint_as_float(__float_as_uint(near) - 1) : near;
-}
-
 /// All lanes' products.
 template <class Element>
 void multiply_all(emulator::Offer* offers) {
     Product lanes[WARP];
     for (int lane = 0; lane < WARP; ++lane) std::memcpy(&lanes[lane], offers[lane].data, sizeof(Product));
-    double a[16][16], b[8][16];
+    double a[16][16], b[16][8];
+    float sums[16][8];
     const auto half = [](uint32 w, int i) { return number(static_cast<unsigned short>(w >> 16 * i), Element{}); };
+    const auto sum = [&](int i, int j) -> float& { return lanes[i % 8 * 4 + j / 2].d[i / 8 * 2 + j % 2]; };
     for (int k = 0; k < 16; ++k) {
         for (int i = 0; i < 16; ++i) a[i][k] = half(lanes[i % 8 * 4 + k % 8 / 2].a[i / 8 + k / 8 * 2], k % 2);
-        for (int j = 0; j < 8; ++j) b[j][k] = half(lanes[j * 4 + k % 8 / 2].b[k / 8], k % 2);
+        for (int j = 0; j < 8; ++j) b[k][j] = half(lanes[j * 4 + k % 8 / 2].b[k / 8], k % 2);
     }
     for (int i = 0; i < 16; ++i) {
-        for (int j = 0; j < 8; ++j) {
-            float& sum = lanes[i % 8 * 4 + j / 2].d[i / 8 * 2 + j % 2];
-            for (int k = 0; k < 16; k += 8) sum = static_cast<float>(add_products(sum, &a[i][k], &b[j][k]));
-        }
+        for (int j = 0; j < 8; ++j) sums[i][j] = sum(i, j);
+    }
+    emulator::add_products(sums, a, b);
+    for (int i = 0; i < 16; ++i) {
+        for (int j = 0; j < 8; ++j) sum(i, j) = sums[i][j];
     }
     for (int lane = 0; lane < WARP; ++lane) std::memcpy(offers[lane].data, &lanes[lane], sizeof(Product));
 }
