@@ -265,8 +265,8 @@ def test_a_batch_that_memory_cannot_hold_is_read_from_disk_at_every_step(mirror:
         mirror.step(sessions, [1, 0, 3, 1, 20, 1, 0, 1])
         assert mirror.last is not None
         read = mirror.last.report.bytes
-        # Moves that are under way hold memory, too.
-        assert read["disk"] >= sum(read.values()) - (512 << 10) > 100 << 10
+        # How much depends on when moves end, which hold memory until then.
+        assert read["disk"] > 150 << 10
         stats.append(cache.stats())
     before, first, *_, after = stats
     assert before.disk_io is not None

@@ -265,16 +265,16 @@ def test_command_counts_rings_where_they_are(capsys: pytest.CaptureFixture[str])
         rings[device], split[device] = document["rings"], document["contexts"][0]["budgets"]["1.0 GiB"]
     run = 2 * 32 * 128 * 2 * 64
     nothing = {"device_bytes": 0, "disk_bytes": 0, "stage_bytes": 0, "reaches_disk": True}
-    assert rings["cpu"] == {"1.0 GiB": nothing | {"disk_bytes": 3 * 64 * run}}
-    # A slot of 16 MiB has 16 layers of pages, eight make 128 MiB; a page of all 32 layers is more than 16 MiB.
-    on_gpu = nothing | {"device_bytes": 32 << 20, "disk_bytes": 8 * 16 * run, "stage_bytes": 5 * 32 * run}
+    assert rings["cpu"] == {"1.0 GiB": nothing | {"disk_bytes": 4 * 64 * run}}
+    # A slot of 16 MiB has 16 layers of pages, sixteen make 256 MiB; a page of all 32 layers is more than 16 MiB.
+    on_gpu = nothing | {"device_bytes": 32 << 20, "disk_bytes": 16 * 16 * run, "stage_bytes": 5 * 32 * run}
     assert rings["cuda"] == {"1.0 GiB": on_gpu}
     assert split["cpu"] == {"device_bytes": GIB, "host_bytes": 15 * GIB, "disk_bytes": 0, "lacking_bytes": 0}
     assert split["cuda"]["device_bytes"] == GIB - (32 << 20)
     assert split["cuda"]["disk_bytes"] == 32 << 20
     assert main([*command, "--disk-memory", "1GiB", "--device", "cuda"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "to attention through memory beside the budgets: 128.0 MiB." in out
+    assert "to attention through memory beside the budgets: 256.0 MiB." in out
     assert "between disk and device through memory beside the budgets: 160.0 MiB." in out
     assert "which holds none: 32.0 MiB." in out
 

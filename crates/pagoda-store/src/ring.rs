@@ -12,8 +12,8 @@ use std::sync::Arc;
 /// Slots at least: one is gone over while others are read.
 const SLOTS_MIN: u64 = 3;
 /// Slots at most, and bytes that are enough: a drive goes on reading while pages in memory are gone over.
-const SLOTS_MAX: u64 = 16;
-const BYTES_ENOUGH: u64 = 128 << 20;
+const SLOTS_MAX: u64 = 64;
+const BYTES_ENOUGH: u64 = 256 << 20;
 
 /// Slots, each of which holds one layer of some pages. Reads are begun in the order in which they will be needed, and go on
 /// from one step into the next: a page on disk never changes while it is there.
