@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,14 +37,15 @@ def rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Ceilings that are said to be measured. A calibration that was kept says other things, and is not asked."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     keep(Calibration(1, str(tmp_path), {"memory": 1e9, "disk": 1e9}, {"memory": 1e9, "disk": 1e9}))
-    rates = {"memory": 7e9, "disk": 2e8}
+    drives = itertools.cycle([1e8, 3e8])  # Before the tokens and after them.
 
-    def measured(threads: int, directory: Path | None) -> dict[str, float]:
+    def memory(threads: int) -> float:
         assert threads == 1
-        return {link: rate for link, rate in rates.items() if link == "memory" or directory is not None}
+        return 7e9
 
-    monkeypatch.setattr(longcontext, "ceilings", measured)
-    return rates
+    monkeypatch.setattr(longcontext, "memory_ceiling", memory)
+    monkeypatch.setattr(longcontext, "disk_ceiling", lambda directory, seconds: next(drives))
+    return {"memory": 7e9, "disk": 2e8}
 
 
 def bench(*arguments: str) -> list[str]:
@@ -59,11 +61,10 @@ def test_what_is_read_and_what_could_be(
     tiers = ["--device-memory", "4MiB", "--host-memory", "3MiB", "--disk", str(tmp_path / "pages")]
     assert main([*arguments, *tiers, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["ceilings"] == rates
     assert document["device"] == "cpu"
     assert document["weights_bytes"] == weights
     for row, context in zip(document["longcontext"], contexts, strict=True):
-        assert (row["context"], row["tokens"]) == (context, tokens)
+        assert (row["context"], row["tokens"], row["ceilings"]) == (context, tokens, rates)
         # One token is written before those that are timed; each of these sees itself and all before it.
         seen = np.mean([context + 1 + written for written in range(1, tokens + 1)])
         assert row["bytes_per_token"]["memory"] == pytest.approx(weights + seen * BYTES * size)
@@ -108,7 +109,7 @@ def test_a_table_for_people(
     monkeypatch.setenv("COLUMNS", "240")
     assert main(bench("--contexts", "300", "--tokens", "1", "--weights", "0")) == 0
     printed = capsys.readouterr().out
-    assert "ceilings: memory 7.0 GB/s\n" in printed
+    assert "of 7.0 GB/s" in printed
     assert "Qwen3.5-0.8B" in printed
     assert "achieved" in printed
 
@@ -149,12 +150,11 @@ def gpu(rates: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Iterator[St
     driver.check()
 
 
-def on_gpu(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, float], dict[str, Any]]:
-    """The ceilings, and the one row."""
+def on_gpu(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The one row."""
     assert main([*bench("--device", "cuda", "--model", "small"), *arguments, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    (row,) = document["longcontext"]
-    return document["ceilings"], row
+    (row,) = json.loads(capsys.readouterr().out)["longcontext"]
+    return row
 
 
 @pytest.mark.parametrize(("name", "size"), [("f16", 2), ("q8_0", 34 / 32)])
@@ -184,7 +184,8 @@ def test_what_a_gpu_reads_over_which_link(
     if way == "divided":
         thirds = Shares(ring=1 / 3, mapped=1 / 3, memory=1 / 3)
         monkeypatch.setattr(pagoda.rates, "routes_of", lambda gpu, threads: thirds)
-    ceilings, row = on_gpu(capsys, *arguments)
+    row = on_gpu(capsys, *arguments)
+    ceilings = row["ceilings"]
     assert ceilings.keys() == {"device", "pcie", "memory", "disk"} - ({"disk"} if way != "disk" else set())
     assert ceilings["memory"] == rates["memory"]
 
@@ -210,7 +211,7 @@ def test_what_a_gpu_reads_over_which_link(
 
 
 def test_a_gpu_with_room_for_everything(gpu: StrictDriver, capsys: pytest.CaptureFixture[str]) -> None:
-    _, row = on_gpu(capsys, "--contexts", "300", "--tokens", "2", "--device-memory", "4MiB")
+    row = on_gpu(capsys, "--contexts", "300", "--tokens", "2", "--device-memory", "4MiB")
     seen = np.mean([302, 303]) * 3 * LAYER_ELEMENTS * 2
     assert row["bytes_per_token"] == {"device": 10_000 + seen, "pcie": 0, "memory": 0, "disk": 0}
     assert row["planned_bytes"] == {"ring": 0, "device": 5 * PAGE * 3 * LAYER_ELEMENTS * 2, "host": 0, "disk": 0}
@@ -268,12 +269,11 @@ def test_on_a_gpu(name: str, rates: dict[str, float], capsys: pytest.CaptureFixt
     """4 K tokens of the small hybrid, most of them on the host."""
     arguments = bench("--device", "cuda", "--contexts", "4k", "--weights", "64MB", "--format", name, "--json")
     assert main([*arguments, "--device-memory", "24MiB"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    (row,) = document["longcontext"]
-    slots = document["longcontext"][0]["planned_bytes"]["ring"]
+    (row,) = json.loads(capsys.readouterr().out)["longcontext"]
+    slots = row["planned_bytes"]["ring"]
     assert row["tier_bytes"]["host"] <= row["bytes_per_token"]["pcie"] <= row["tier_bytes"]["host"] + slots
     assert row["achieved"] < 1.1
-    assert document["ceilings"]["device"] > document["ceilings"]["pcie"]
+    assert row["ceilings"]["device"] > row["ceilings"]["pcie"]
 
 
 def planner() -> Planner:
@@ -329,7 +329,7 @@ def test_what_a_cache_refuses_is_refused_before_anything_is_measured(
     arguments: list[str], named: str, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(longcontext, "ceilings", lambda *_: pytest.fail("something is measured"))
+    monkeypatch.setattr(longcontext, "memory_ceiling", lambda _: pytest.fail("something is measured"))
     assert refused(*bench("--contexts", "2k", "--weights", "0", *arguments)).startswith(named)
 
 
@@ -365,6 +365,6 @@ def test_budgets_whose_pages_are_too_few_are_named(rates: dict[str, float], refu
 def test_the_command_refuses_in_one_line(
     arguments: list[str], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(longcontext, "ceilings", lambda *_: pytest.fail("something is measured"))
+    monkeypatch.setattr(longcontext, "memory_ceiling", lambda _: pytest.fail("something is measured"))
     said = refused("bench", "longcontext", "--contexts", "2k", *arguments)
     assert said.startswith("--") or arguments[0] == "--format"

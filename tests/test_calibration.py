@@ -137,10 +137,10 @@ def test_what_met_nothing_is_measured_again(directory: Path, monkeypatch: pytest
 def test_a_bench_measures_its_ceilings_and_keeps_nothing(directory: Path) -> None:
     made = kept(directory)
     assert rates.kept() == made
-    measured = calibration.ceilings(2, directory)
-    assert measured.keys() == {"memory", "disk"}
-    assert min(measured.values()) > 1e3
-    assert calibration.ceilings(1, None).keys() == {"memory"}
+    start = time.perf_counter()
+    assert calibration.disk_ceiling(directory, 0.2) > 1e3
+    assert time.perf_counter() >= start + 0.2
+    assert calibration.memory_ceiling(2) > 1e3
     assert rates.kept() == made
 
 
@@ -156,7 +156,7 @@ def test_memory_gives_what_the_fastest_reader_gets(
 
     monkeypatch.setattr(calibration._MemoryReader, "read", attended)
     monkeypatch.setattr(calibration, "_rate_in_order", lambda threads: in_order)
-    assert calibration.ceilings(1, None) == pytest.approx({"memory": max(by_attention, in_order)})
+    assert calibration.memory_ceiling(1) == pytest.approx(max(by_attention, in_order))
 
 
 def test_reading_in_order_reads_every_word_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -412,7 +412,7 @@ def test_what_measures_or_plans_formats_by_name_takes_no_others(
     for module, name in (
         (quality, "measure"),
         (depth, "timed"),
-        (longcontext, "ceilings"),
+        (longcontext, "memory_ceiling"),
         (calibration, "_read_disk"),
     ):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("something is measured"))

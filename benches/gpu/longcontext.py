@@ -45,7 +45,7 @@ def main() -> None:
                 (row,) = document["longcontext"]
                 rate = row["tokens_per_second"]
                 moved = {f"{link}_GBs": size * rate / 1e9 for link, size in row["bytes_per_token"].items()}
-                ceilings = {f"{link}_ceiling_GBs": size / 1e9 for link, size in document["ceilings"].items()}
+                ceilings = {f"{link}_ceiling_GBs": size / 1e9 for link, size in row["ceilings"].items()}
                 report.line(
                     context,
                     what,

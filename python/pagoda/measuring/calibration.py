@@ -71,15 +71,19 @@ def _rate_of(dtype: str, threads: int) -> float:
         return _rate(_read_for(SECONDS, reader.read))
 
 
-def ceilings(threads: int, directory: Path | None) -> dict[str, float]:
-    """Bytes a second of memory, and of the disk if there is a directory, each alone, measured now.
+def memory_ceiling(threads: int) -> float:
+    """Bytes a second of memory alone, measured now, by attention or in order, whichever is faster.
 
-    Memory is read by attention and in order, and the faster of these counts: attention does not wait for memory alone.
+    Attention does not wait for memory alone.
     """
     with _memory_reader(threads) as reader:
         by_attention = _rate(_read_for(SECONDS, reader.read))
-    rates = {"memory": max(by_attention, _rate_in_order(threads))}
-    return rates if directory is None else rates | {"disk": _read_disk(directory).rate}
+    return max(by_attention, _rate_in_order(threads))
+
+
+def disk_ceiling(directory: Path, seconds: float) -> float:
+    """Bytes a second of a file of `DISK_BYTES` that is read in order for so long, measured now. Raises TierIOError."""
+    return _read_disk(directory, seconds).rate
 
 
 def _rate_in_order(threads: int) -> float:
@@ -175,8 +179,8 @@ def _memory_reader(threads: int, dtype: str = READER_DTYPE) -> Iterator[_MemoryR
         yield _MemoryReader(cache, sequence)
 
 
-def _read_disk(directory: Path) -> _Span:
-    limits = timedelta(seconds=SECONDS), timedelta(seconds=DISK_TIMEOUT)
-    size, seconds = _core.time_disk_reads(str(directory), DISK_BYTES, *limits)
+def _read_disk(directory: Path, seconds: float = SECONDS) -> _Span:
+    limits = timedelta(seconds=seconds), timedelta(seconds=DISK_TIMEOUT)
+    size, took = _core.time_disk_reads(str(directory), DISK_BYTES, *limits)
     stop = time.perf_counter()
-    return _Span(stop - seconds, stop, size)
+    return _Span(stop - took, stop, size)

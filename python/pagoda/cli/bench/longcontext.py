@@ -26,7 +26,7 @@ from pagoda.errors import InvalidArgument, OutOfBlocks
 from pagoda.lm.arrays import library
 from pagoda.measuring import machine
 from pagoda.measuring.backends import Backend, CpuBackend, GpuBackend
-from pagoda.measuring.calibration import ceilings
+from pagoda.measuring.calibration import DISK_BYTES, disk_ceiling, memory_ceiling
 from pagoda.measuring.filling import CHUNK, fill, rows_of
 from pagoda.planner import Planner
 from pagoda.sizes import format_size, format_tokens, parse_size, parse_tokens
@@ -50,6 +50,9 @@ but with 16 query heads. Its other layers keep a state of fixed size, and are he
 PAGES_MIN = 16
 """Pages that a tier has room for at least, if its budget is not given."""
 
+DISK_SECONDS = 4.0
+"""How long the disk's ceiling is measured before the tokens, and after them: what a drive carries drifts within seconds."""
+
 TOKENS_A_SECOND = 1024
 """More than are written in a second: how much room --seconds is given."""
 
@@ -62,7 +65,8 @@ def register(commands: Commands) -> None:
         description="Times the decode loop of a real geometry, its pages over device, host and disk. The cache is filled "
         f"with the same random rows over and over, up to {CHUNK} tokens of them: no prefill is computed, nor anything of a "
         "model but attention. Weights are memory, on a GPU its own, read layer by layer, before each one's attention. "
-        "Ceilings are measured first: memory by attention or in order, whichever is faster, and a file on the disk in order.",
+        "Ceilings are measured too: memory first, by attention or in order, whichever is faster, and a file on the disk, "
+        "read in order, right before and right after the tokens.",
         epilog=ABOUT,
     )
     parser.add_argument(
@@ -122,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise InvalidArgument(f"--weights = {weight_bytes}: at most the RAM that is free, {ram}")
         ram -= weight_bytes
     place = None if arguments.disk is None else existing(arguments.disk)
-    disk = None if place is None else shutil.disk_usage(place).free
+    disk = None if place is None else max(0, shutil.disk_usage(place).free - DISK_BYTES)
     given = {
         name: parse_size(size, f"--{name.replace('_', '-')}")
         for name in ("device_memory", "host_memory", "disk_memory")
@@ -154,17 +158,18 @@ def run(arguments: argparse.Namespace) -> int:
         else GpuBackend(driver, arrays, weight_bytes, layers)
     )
     with Console(stderr=True).status("ceilings") as status, backend:
-        rates = backend.ceilings() | ceilings(threads, place)
+        rates = backend.ceilings() | {"memory": memory_ceiling(threads)}
         for context, budget in zip(contexts, budgets, strict=True):
             status.update(f"{format_tokens(context)} tokens")
             try:
-                row = measure(spec, context, backend, most, seconds, options | budget)
+                row = measure(spec, context, backend, most, seconds, place, options | budget)
             except OutOfBlocks as error:
                 sizes = ", ".join(f"--{name.replace('_', '-')} = {size}" for name, size in budget.items())
                 limit = f"together at least {error.bytes_short} bytes more, for {context:,} tokens"
                 raise InvalidArgument(f"{sizes}: {limit} ({error})") from error
             planned = plan_of(planner, context + 1 + most, budget, on_gpu=on_gpu)
-            rows.append(row | against(rates, row) | {"planned_bytes": planned})
+            row["ceilings"] = rates | row["ceilings"]
+            rows.append(row | against(row) | {"planned_bytes": planned})
     document = {
         "build": machine.build(),
         "model": arguments.model,
@@ -172,7 +177,6 @@ def run(arguments: argparse.Namespace) -> int:
         "device": arguments.device,
         "threads": threads,
         "weights_bytes": weight_bytes,
-        "ceilings": rates,
         "longcontext": rows,
     }
     if arguments.json:
@@ -234,9 +238,18 @@ def plan_of(planner: Planner, tokens: int, budgets: dict[str, int], *, on_gpu: b
 
 
 def measure(
-    spec: ModelSpec, context: int, backend: Backend, most: int, seconds: float | None, options: dict[str, Any]
+    spec: ModelSpec,
+    context: int,
+    backend: Backend,
+    most: int,
+    seconds: float | None,
+    place: Path | None,
+    options: dict[str, Any],
 ) -> Row:
-    """Writes `most` tokens after `context` others, or until so many seconds have passed: what was read, in what time."""
+    """Writes `most` tokens after `context` others, or until so many seconds have passed: what was read, in what time.
+
+    place: where the disk's ceiling is measured, if there is a disk tier.
+    """
     layers, rng, convert = spec.attention_layers, np.random.default_rng(0), backend.array
     shapes = {layer: (1, layer.num_q_heads, layer.head_dim) for layer in layers}
     queries = {layer: convert(rng.standard_normal(shape, np.float32)) for layer, shape in shapes.items()}
@@ -263,6 +276,7 @@ def measure(
         # Kernels are compiled, and pages that had to make room arrive where they go.
         write()
         cache._spill.settle()
+        drive = [] if place is None else [disk_ceiling(place, DISK_SECONDS)]
         moved, waited = Counter[str](), list[float]()
         before, start = machine.resident(), time.perf_counter()
         while len(waited) < most and (seconds is None or time.perf_counter() < start + seconds):
@@ -270,6 +284,8 @@ def measure(
             moved.update(links)
             waited.append(wait)
         took, grown = time.perf_counter() - start, machine.resident() - before
+        if place is not None:
+            drive.append(disk_ceiling(place, DISK_SECONDS))
         stats = cache.stats()
     tokens = len(waited)
     return {
@@ -280,15 +296,16 @@ def measure(
         "tokens_per_second": tokens / took,
         "waited_seconds_per_token": sum(waited) / tokens,
         "bytes_per_token": {link: size / tokens for link, size in moved.items()},
+        "ceilings": {"disk": sum(drive) / len(drive)} if drive else {},
         "tier_bytes": {tier: stats.used_bytes(tier) for tier in TIERS},
         "peak_resident_bytes": machine.peak_resident(),
         "grown_bytes": grown,
     }
 
 
-def against(rates: dict[str, float], row: Row) -> Row:
+def against(row: Row) -> Row:
     """The roofline: tokens a second if every link carried what it can, all at once; and how much of that was reached."""
-    slowest = max(size / rates[link] for link, size in row["bytes_per_token"].items() if size)
+    slowest = max(size / row["ceilings"][link] for link, size in row["bytes_per_token"].items() if size)
     return {
         "roofline_tokens_per_second": 1 / slowest,
         "achieved": row["tokens_per_second"] * slowest,
@@ -297,24 +314,27 @@ def against(rates: dict[str, float], row: Row) -> Row:
 
 def draw(document: Row, console: Console) -> None:
     """Prints it for people."""
-    links = ", ".join(f"{link} {rate / 1e9:.1f} GB/s" for link, rate in document["ceilings"].items())
+    links = document["longcontext"][0]["ceilings"]
     weights = f"{document['weights_bytes'] / 1e9:.2f} GB of weights a token"
     on = f"{document['device']}, {document['threads']} threads"
-    console.print(f"{document['model']}, {document['format']}, {weights}, {on}; ceilings: {links}")
+    console.print(f"{document['model']}, {document['format']}, {weights}, {on}")
     table = Table("context", "tok/s", "roofline", "achieved", caption=ABOUT if document["model"] == HYBRID else None)
-    for link in document["ceilings"]:
+    for link in links:
         table.add_column(f"{link} a token", justify="right")
     tiers = ", ".join(TIERS)
     for column in ("waited", f"planned: ring, {tiers}", f"on {tiers}", "peak RSS", "grown", "filled in"):
         table.add_column(column, justify="right")
     for row in document["longcontext"]:
-        sizes = [row["bytes_per_token"][link] / 1e9 for link in document["ceilings"]]
+        sizes = {link: row["bytes_per_token"][link] / 1e9 for link in links}
         table.add_row(
             format_tokens(row["context"]),
             f"{row['tokens_per_second']:.2f}",
             f"{row['roofline_tokens_per_second']:.2f}",
             f"{row['achieved']:.0%}",
-            *(f"{size:.2f} GB, {size * row['tokens_per_second']:.1f} GB/s" for size in sizes),
+            *(
+                f"{size:.2f} GB, {size * row['tokens_per_second']:.1f} of {row['ceilings'][link] / 1e9:.1f} GB/s"
+                for link, size in sizes.items()
+            ),
             f"{row['waited_seconds_per_token']:.3f} s",
             *(", ".join(map(format_size, row[key].values())) for key in ("planned_bytes", "tier_bytes")),
             format_size(row["peak_resident_bytes"]),
