@@ -277,8 +277,8 @@ impl File for OnDisk {
     }
 
     fn lanes(&self) -> usize {
-        // Some threads of rings verify and copy while the others' I/O is under way.
-        if self.uring { 4 } else { 8 }
+        // Some verify and copy while the others' I/O is under way.
+        8
     }
 
     fn lane(&self) -> io::Result<Box<dyn Lane>> {
