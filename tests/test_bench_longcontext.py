@@ -164,6 +164,7 @@ def gpu(rates: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Iterator[St
 def on_gpu(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     """The one row."""
     assert main([*bench("--device", "cuda", "--model", "small"), *arguments, "--json"]) == 0
+    row: dict[str, Any]
     (row,) = json.loads(capsys.readouterr().out)["longcontext"]
     return row
 
