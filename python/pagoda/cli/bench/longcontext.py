@@ -162,13 +162,12 @@ def run(arguments: argparse.Namespace) -> int:
         for context, budget in zip(contexts, budgets, strict=True):
             status.update(f"{format_tokens(context)} tokens")
             try:
-                row = measure(spec, context, backend, most, seconds, place, options | budget)
+                row = measure(spec, context, backend, most, seconds, rates, options | budget)
             except OutOfBlocks as error:
                 sizes = ", ".join(f"--{name.replace('_', '-')} = {size}" for name, size in budget.items())
                 limit = f"together at least {error.bytes_short} bytes more, for {context:,} tokens"
                 raise InvalidArgument(f"{sizes}: {limit} ({error})") from error
             planned = plan_of(planner, context + 1 + most, budget, on_gpu=on_gpu)
-            row["ceilings"] = rates | row["ceilings"]
             rows.append(row | against(row) | {"planned_bytes": planned})
     document = {
         "build": machine.build(),
@@ -243,12 +242,12 @@ def measure(
     backend: Backend,
     most: int,
     seconds: float | None,
-    place: Path | None,
+    rates: dict[str, float],
     options: dict[str, Any],
 ) -> Row:
     """Writes `most` tokens after `context` others, or until so many seconds have passed: what was read, in what time.
 
-    place: where the disk's ceiling is measured, if there is a disk tier.
+    rates: ceilings that are known. That of the disk is measured where the tier is, if there is one.
     """
     layers, rng, convert = spec.attention_layers, np.random.default_rng(0), backend.array
     shapes = {layer: (1, layer.num_q_heads, layer.head_dim) for layer in layers}
@@ -277,7 +276,8 @@ def measure(
         write()
         cache._spill.settle()
         peak = machine.peak_resident()
-        drive = [] if place is None else [disk_ceiling(place, DISK_SECONDS)]
+        disk = options["disk"]
+        drive = [] if disk is None else [disk_ceiling(disk, DISK_SECONDS)]
         machine.forget_peak()
         moved, waited = Counter[str](), list[float]()
         before, start = machine.resident(), time.perf_counter()
@@ -287,8 +287,8 @@ def measure(
             waited.append(wait)
         took, grown = time.perf_counter() - start, machine.resident() - before
         peak = max(peak, machine.peak_resident())
-        if place is not None:
-            drive.append(disk_ceiling(place, DISK_SECONDS))
+        if disk is not None:
+            drive.append(disk_ceiling(disk, DISK_SECONDS))
         stats = cache.stats()
     tokens = len(waited)
     return {
@@ -299,7 +299,7 @@ def measure(
         "tokens_per_second": tokens / took,
         "waited_seconds_per_token": sum(waited) / tokens,
         "bytes_per_token": {link: size / tokens for link, size in moved.items()},
-        "ceilings": {"disk": sum(drive) / len(drive)} if drive else {},
+        "ceilings": rates | ({"disk": sum(drive) / len(drive)} if drive else {}),
         "tier_bytes": {tier: stats.used_bytes(tier) for tier in TIERS},
         "peak_resident_bytes": peak,
         "grown_bytes": grown,
