@@ -131,17 +131,36 @@ unsafe fn score_rows<S: Dot, C: Codes, T: Tile<S>, const R: usize>(
 ) {
     // SAFETY: as the caller promises.
     unsafe {
-        if S::MANY_REGISTERS {
-            score_blocks::<S, C, T, R, 2>(args, row, size, tile);
-        } else {
-            score_blocks::<S, C, T, R, 1>(args, row, size, tile);
+        match (S::MANY_REGISTERS, C::BYTES) {
+            (false, _) => score_blocks::<S, C, T, R, 1, false>(args, row, size, tile),
+            (true, 1) => score_blocks::<S, C, T, R, 2, false>(args, row, size, tile),
+            // Twice as many sums leave no registers for the columns of two blocks, but for twice those of one.
+            (true, _) => score_blocks::<S, C, T, R, 1, true>(args, row, size, tile),
         }
     }
 }
 
-/// `B` blocks of 16 rows at a time, which share the loads of queries.
+/// The columns of some blocks.
 #[inline(always)]
-unsafe fn score_blocks<S: Dot, C: Codes, T: Tile<S>, const R: usize, const B: usize>(
+unsafe fn columns_of<S: Dot, T: Tile<S>, const B: usize>(
+    tile: &T,
+    blocks: [T::Block; B],
+    step: usize,
+) -> [T::Columns; B] {
+    // SAFETY: as the caller promises.
+    unsafe {
+        let mut columns = [tile.columns(blocks[0], step); B];
+        for b in 1..B {
+            columns[b] = tile.columns(blocks[b], step);
+        }
+        columns
+    }
+}
+
+/// `B` blocks of 16 rows at a time, which share the loads of queries. `AHEAD`: columns are taken apart while those before them
+/// are multiplied.
+#[inline(always)]
+unsafe fn score_blocks<S: Dot, C: Codes, T: Tile<S>, const R: usize, const B: usize, const AHEAD: bool>(
     args: &Score<'_>,
     row: usize,
     size: RowSize,
@@ -152,15 +171,17 @@ unsafe fn score_blocks<S: Dot, C: Codes, T: Tile<S>, const R: usize, const B: us
     unsafe {
         let queries = args.codes.add(row * steps);
         let ahead = args.keys.streams(0, size);
-        for first in (args.low / LANES * LANES..args.high).step_by(B * LANES) {
-            let mut firsts = [first; B];
-            for (b, block) in firsts.iter_mut().enumerate() {
-                // Rows that nobody sees may have no page.
-                if first + b * LANES < args.high {
-                    *block = first + b * LANES;
-                }
-            }
-            let blocks = firsts.map(|first| tile.block(first / LANES));
+        // Rows that nobody sees may have no page.
+        let firsts = |first: usize| {
+            std::array::from_fn::<_, B, _>(|b| {
+                if first + b * LANES < args.high { first + b * LANES } else { first }
+            })
+        };
+        let blocks_from = |first: usize| firsts(first).map(|first| tile.block(first / LANES));
+        let begin = args.low / LANES * LANES;
+        let mut next = columns_of(tile, blocks_from(begin), 0);
+        for first in (begin..args.high).step_by(B * LANES) {
+            let blocks = blocks_from(first);
             if tile.asks(row, 0) {
                 for ahead in ahead.0.iter().skip(first / LANES).take(B) {
                     prefetch_scales::<S>(ahead.scales, size);
@@ -168,9 +189,15 @@ unsafe fn score_blocks<S: Dot, C: Codes, T: Tile<S>, const R: usize, const B: us
             }
             let mut scores = [[S::floats(0.0); R]; B];
             for step in 0..steps {
-                let mut columns = [tile.columns(blocks[0], step); B];
-                for b in 1..B {
-                    columns[b] = tile.columns(blocks[b], step);
+                let mut columns = next;
+                if AHEAD {
+                    // After the last any will do.
+                    let follows = if first + B * LANES < args.high { first + B * LANES } else { first };
+                    let (blocks, step) =
+                        if step + 1 < steps { (blocks, step + 1) } else { (blocks_from(follows), 0) };
+                    next = columns_of(tile, blocks, step);
+                } else {
+                    columns = columns_of(tile, blocks, step);
                 }
                 for part in 0..C::SCALES {
                     let mut sums = [[S::begin(0, C::BYTES); B]; R];
@@ -205,6 +232,7 @@ unsafe fn score_blocks<S: Dot, C: Codes, T: Tile<S>, const R: usize, const B: us
                     }
                 }
             }
+            let firsts = firsts(first);
             for b in 0..B {
                 for r in 0..R {
                     S::store(args.scores.add((row + r) * TILE + firsts[b]), scores[b][r]);
