@@ -67,7 +67,7 @@ pub(crate) struct Chunk<'a> {
     pub(crate) here: Lines<'a>,
     /// What will be read after that, in order: to be prefetched.
     pub(crate) ahead: &'a [Lines<'a>; STREAMS],
-    /// Whether lines of floats are asked for in order, from one place: for pages of whole tiles.
+    /// Whether lines of floats and of integers are asked for in order, from one place: for pages of whole tiles.
     pub(crate) in_order: bool,
     /// Rows of a piece, as a power of two.
     pub(crate) piece_shift: u32,
@@ -84,16 +84,33 @@ impl Chunk<'_> {
     pub(crate) fn row(&self, t: usize, size: RowSize) -> Row {
         self.find(&self.here, t, size)
     }
+    /// Row `t` of the tile, or of the next one, past the end of this.
+    #[inline(always)]
+    pub(crate) fn row_or_next(&self, t: usize, size: RowSize) -> Row {
+        if t < TILE { self.row(t, size) } else { self.find(&self.ahead[0], t - TILE, size) }
+    }
     /// What to ask for while this is read from row `t` on, of each of the next tiles: the last part of the nearest, the first of
     /// the farthest, so that all parts of a tile have been asked for when its turn comes. The parts have as many rows each,
     /// which lie one after the other as far as pages go.
     #[inline(always)]
     pub(crate) fn streams(&self, t: usize, size: RowSize) -> Streams {
         let before = ((t / STREAMS) >> self.piece_shift) << self.piece_shift;
-        Streams(std::array::from_fn(|i| {
+        let rows = std::array::from_fn(|i| {
             let row = self.find(&self.ahead[i], (STREAMS - 1 - i) * STREAM_ROWS + before, size);
             Row { data: row.data.wrapping_sub(before * size.bytes), ..row }
-        }))
+        });
+        Streams { rows, stride: LINE }
+    }
+    /// The lines of the tile after the next, in order, and the scales of quarters of it.
+    #[inline(always)]
+    pub(crate) fn tile_ahead(&self, size: RowSize) -> Streams {
+        let first = self.find(&self.ahead[1], 0, size);
+        let rows = std::array::from_fn(|i| Row {
+            data: first.data.wrapping_add(i * LINE),
+            scales: first.scales.wrapping_add(i * STREAM_ROWS * size.scale_bytes),
+            ..first
+        });
+        Streams { rows, stride: STREAMS * LINE }
     }
     /// The lines of that by turns, or those of the tile after the next.
     #[inline(always)]
@@ -120,13 +137,17 @@ impl Chunk<'_> {
 
 /// Rows in several places, to be asked for by turns. A CPU fetches ahead by itself what is asked for in order, but never across
 /// 4 KiB and some 20 lines at most: it fetches from several such places at once (docs/benchmarks/2026-11-25-cpu-intel.md).
-pub(crate) struct Streams(pub(crate) [Row; STREAMS]);
+pub(crate) struct Streams {
+    pub(crate) rows: [Row; STREAMS],
+    /// Bytes from a line of a place to the next.
+    stride: usize,
+}
 
 impl Streams {
     /// Line `n` of all.
     #[inline(always)]
     pub(crate) fn line(&self, n: usize) -> *const u8 {
-        self.0[n % STREAMS].data.wrapping_add(n / STREAMS * LINE)
+        self.rows[n % STREAMS].data.wrapping_add(n / STREAMS * self.stride)
     }
 }
 

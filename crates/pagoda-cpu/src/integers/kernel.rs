@@ -8,13 +8,14 @@
 #![expect(clippy::needless_range_loop, reason = "an index runs over several arrays of vectors")]
 
 use std::mem::MaybeUninit;
+use std::ops::Range;
 
 use pagoda_core::work::TILE;
 
 use super::tile::{BLOCKS, Stored, Tile, Unpacked};
 use super::{Codes, QUAD, QueryStep, STEP, code_max};
-use crate::kernel::{Accumulate, LINE, RowSize, Score, Streams, rows_at_once};
-use crate::simd::dot::{COLUMNS, Dot, LANES};
+use crate::kernel::{Accumulate, Chunk, LINE, RowSize, Score, Streams, rows_at_once};
+use crate::simd::dot::{COLUMNS, Cache, Dot, LANES};
 
 /// Products with one byte that are added up before sums are settled.
 const UNSETTLED: usize = LANES / QUAD;
@@ -27,27 +28,44 @@ pub(crate) fn quantise<S: Dot, C: Codes>(row: &[f32], steps: &mut [QueryStep]) {
     super::quantise(row, C::zero::<S>(), C::BYTES, S::SHORTS, C::SCALES, steps);
 }
 
-/// Asks for part `part` of what lies ahead, of parts of so many bytes.
+/// The lines of part `part`, of parts of so many bytes.
 #[inline(always)]
-unsafe fn prefetch<S: Dot>(ahead: &Streams, part: usize, bytes: usize) {
+fn lines(part: usize, bytes: usize) -> Range<usize> {
     // As many lines every time, where that is so: a loop that does not know is a twentieth of the time in the cache.
-    let (first, count) = if bytes.is_multiple_of(LINE) {
-        (part * (bytes / LINE), bytes / LINE)
+    if bytes.is_multiple_of(LINE) {
+        part * (bytes / LINE)..part * (bytes / LINE) + bytes / LINE
     } else {
-        (part * bytes / LINE, (part + 1) * bytes / LINE - part * bytes / LINE)
-    };
-    for line in first..first + count {
+        part * bytes / LINE..(part + 1) * bytes / LINE
+    }
+}
+
+/// Where what lies ahead of a tile is to be.
+#[inline(always)]
+fn cache(in_order: bool) -> Cache {
+    if in_order { Cache::L2 } else { Cache::L1 }
+}
+
+/// What lies ahead of a tile.
+#[inline(always)]
+fn streams(chunk: &Chunk<'_>, in_order: bool, size: RowSize) -> Streams {
+    if in_order { chunk.tile_ahead(size) } else { chunk.streams(0, size) }
+}
+
+/// Asks for some lines of what lies ahead.
+#[inline(always)]
+unsafe fn prefetch<S: Dot>(ahead: &Streams, lines: Range<usize>, to: Cache) {
+    for line in lines {
         // SAFETY: a prefetch never faults.
-        unsafe { S::prefetch(ahead.line(line)) };
+        unsafe { S::prefetch(ahead.line(line), to) };
     }
 }
 
 /// Asks for the scales of 16 rows.
 #[inline(always)]
-unsafe fn prefetch_scales<S: Dot>(scales: *const u8, size: RowSize) {
+unsafe fn prefetch_scales<S: Dot>(scales: *const u8, size: RowSize, to: Cache) {
     for line in (0..LANES * size.scale_bytes).step_by(LINE) {
         // SAFETY: a prefetch never faults.
-        unsafe { S::prefetch(scales.wrapping_add(line)) };
+        unsafe { S::prefetch(scales.wrapping_add(line), to) };
     }
 }
 
@@ -170,7 +188,8 @@ unsafe fn score_blocks<S: Dot, C: Codes, T: Tile<S>, const R: usize, const B: us
     // SAFETY: 16 rows lie within a page; `codes` and `scores` are as large as `Score` says.
     unsafe {
         let queries = args.codes.add(row * steps);
-        let ahead = args.keys.streams(0, size);
+        let in_order = tile.in_order();
+        let ahead = streams(args.keys, in_order, size);
         // Rows that nobody sees may have no page.
         let firsts = |first: usize| {
             std::array::from_fn::<_, B, _>(|b| {
@@ -183,12 +202,24 @@ unsafe fn score_blocks<S: Dot, C: Codes, T: Tile<S>, const R: usize, const B: us
         for first in (begin..args.high).step_by(B * LANES) {
             let blocks = blocks_from(first);
             if tile.asks(row, 0) {
-                for ahead in ahead.0.iter().skip(first / LANES).take(B) {
-                    prefetch_scales::<S>(ahead.scales, size);
+                for ahead in ahead.rows.iter().skip(first / LANES).take(B) {
+                    prefetch_scales::<S>(ahead.scales, size, cache(in_order));
                 }
             }
             let mut scores = [[S::floats(0.0); R]; B];
             for step in 0..steps {
+                let begun = (first / (B * LANES) * steps + step) * COLUMNS;
+                let bytes = B * LANES * C::STEP_BYTES / COLUMNS;
+                if in_order && tile.asks(row, 0) {
+                    // L1 is asked for the next rows, for which it has room: it misses those of a step all at once otherwise.
+                    let near = args.keys.row_or_next(first + B * LANES, size).data;
+                    for i in 0..COLUMNS {
+                        prefetch::<S>(&ahead, lines(begun + i, bytes), Cache::L2);
+                        for line in lines(step * COLUMNS + i, bytes) {
+                            S::prefetch(near.wrapping_add(line * LINE), Cache::L1);
+                        }
+                    }
+                }
                 let mut columns = next;
                 if AHEAD {
                     // After the last any will do.
@@ -205,17 +236,16 @@ unsafe fn score_blocks<S: Dot, C: Codes, T: Tile<S>, const R: usize, const B: us
                         sums[r] = [S::begin((*queries.add(r * steps + step)).start[part], C::BYTES); B];
                     }
                     for i in part * COLUMNS / C::SCALES..(part + 1) * COLUMNS / C::SCALES {
-                        // Evenly: what is asked for in bursts is not fetched.
-                        if tile.asks(row, i) {
-                            let part = (first / (B * LANES) * steps + step) * COLUMNS + i;
-                            prefetch::<S>(&ahead, part, B * LANES * C::STEP_BYTES / COLUMNS);
+                        // Evenly: what is asked for from several places in bursts is not fetched.
+                        if !in_order && tile.asks(row, i) {
+                            prefetch::<S>(&ahead, lines(begun + i, bytes), Cache::L1);
                         }
                         for r in 0..R {
                             let query = &*queries.add(r * steps + step);
+                            let words = [query.words[0][i], query.words[1][i]];
                             for b in 0..B {
-                                let words = [query.words[0][i], query.words[1][i]];
-                                sums[r][b] =
-                                    S::add_products(sums[r][b], T::column(&columns[b], i), words, C::BYTES);
+                                let column = T::column(&columns[b], i);
+                                sums[r][b] = S::add_products(sums[r][b], column, words, C::BYTES);
                                 if (i + 1) % UNSETTLED == 0 {
                                     sums[r][b] = S::settle(sums[r][b], C::BYTES);
                                 }
@@ -335,13 +365,13 @@ unsafe fn accumulate_rows<S: Dot, C: Codes, T: Tile<S>, const R: usize>(
     let steps = args.dim / STEP;
     let seen_blocks = args.low / LANES..args.high.div_ceil(LANES);
     let blocks: [T::Block; BLOCKS] = std::array::from_fn(|index| tile.block(index));
-    let ahead = args.prefetch.then(|| args.chunk.streams(0, size));
+    let ahead = args.prefetch.then(|| streams(args.chunk, tile.in_order(), size));
     let seen = (u64::MAX >> (TILE - args.high)) & (u64::MAX << args.low);
     // SAFETY: as the caller promises; 16 rows lie within a page, and pages without a row that is seen are not read.
     unsafe {
-        for ahead in ahead.iter().flat_map(|ahead| &ahead.0) {
+        for ahead in ahead.iter().flat_map(|ahead| &ahead.rows) {
             if tile.asks(row, 0) {
-                prefetch_scales::<S>(ahead.scales, size);
+                prefetch_scales::<S>(ahead.scales, size, cache(tile.in_order()));
             }
         }
         let mut weights = MaybeUninit::<Weights<R>>::uninit();
@@ -410,7 +440,8 @@ impl<S: Dot, T: Tile<S>, const R: usize> Columns<'_, S, T, R> {
                     if let Some(ahead) = ahead.filter(|_| half == 0)
                         && tile.asks(row, word % 8)
                     {
-                        prefetch::<S>(ahead, step * (TILE / QUAD) + word, QUAD * C::STEP_BYTES);
+                        let lines = lines(step * (TILE / QUAD) + word, QUAD * C::STEP_BYTES);
+                        prefetch::<S>(ahead, lines, cache(tile.in_order()));
                     }
                     for r in 0..R {
                         for h in 0..H {
@@ -449,7 +480,7 @@ mod tests {
     use super::*;
     use crate::attend::Floats;
     use crate::codec::decode_row;
-    use crate::kernel::{ALIGN, Chunk};
+    use crate::kernel::ALIGN;
     use crate::simd::{Isa, Many};
     use crate::tests::samples::{Random, read};
 

@@ -15,6 +15,8 @@ pub(super) const BLOCKS: usize = TILE / LANES;
 
 /// What of a tile is multiplied. Rows go by blocks of 16.
 pub(super) trait Tile<S: Dot> {
+    /// Whether what lies ahead is asked for in order (see [`Chunk::in_order`]).
+    fn in_order(&self) -> bool;
     /// Whether the block of query rows that begins with `row` asks at turn `turn` of eight.
     fn asks(&self, row: usize, turn: usize) -> bool;
     /// Where a block is.
@@ -49,6 +51,10 @@ impl<'a, C> Stored<'a, C> {
 
 // SAFETY (of every block): as callers promise.
 impl<S: Dot, C: Codes> Tile<S> for Stored<'_, C> {
+    #[inline(always)]
+    fn in_order(&self) -> bool {
+        self.chunk.in_order
+    }
     #[inline(always)]
     fn asks(&self, row: usize, _: usize) -> bool {
         row == 0
@@ -181,6 +187,11 @@ impl<S: Dot> Unpacked<S> {
 
 // SAFETY (of every block): callers ask for what has been written.
 impl<S: Dot> Tile<S> for Unpacked<S> {
+    /// Several blocks of query rows ask by turns.
+    #[inline(always)]
+    fn in_order(&self) -> bool {
+        false
+    }
     #[inline(always)]
     fn asks(&self, _: usize, turn: usize) -> bool {
         self.turns >> turn & 1 != 0

@@ -6,7 +6,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{COLUMNS, Dot, LANES, column};
+use super::{COLUMNS, Cache, Dot, LANES, column};
 use crate::simd::avx2::e4m3;
 
 /// AVX2, FMA and F16C, and AVX-VNNI if so.
@@ -506,8 +506,13 @@ impl<const VNNI: bool> Dot for Dot256<VNNI> {
     }
 
     #[inline(always)]
-    unsafe fn prefetch(p: *const u8) {
+    unsafe fn prefetch(p: *const u8, to: Cache) {
         // SAFETY: a prefetch never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+        unsafe {
+            match to {
+                Cache::L1 => _mm_prefetch::<_MM_HINT_T0>(p.cast()),
+                Cache::L2 => _mm_prefetch::<_MM_HINT_T1>(p.cast()),
+            }
+        }
     }
 }

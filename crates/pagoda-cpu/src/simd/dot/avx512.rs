@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::avx2::shorts;
-use super::{COLUMNS, Dot, LANES};
+use super::{COLUMNS, Cache, Dot, LANES};
 use crate::integers::{QUAD, STEP};
 use crate::simd::avx512::e4m3;
 
@@ -442,8 +442,13 @@ impl Dot for Vnni512 {
     }
 
     #[inline(always)]
-    unsafe fn prefetch(p: *const u8) {
+    unsafe fn prefetch(p: *const u8, to: Cache) {
         // SAFETY: a prefetch never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+        unsafe {
+            match to {
+                Cache::L1 => _mm_prefetch::<_MM_HINT_T0>(p.cast()),
+                Cache::L2 => _mm_prefetch::<_MM_HINT_T1>(p.cast()),
+            }
+        }
     }
 }

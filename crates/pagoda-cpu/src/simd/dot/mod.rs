@@ -96,7 +96,14 @@ pub(crate) trait Dot {
     unsafe fn half_e4m3_scales(scales: *const u8, stride: usize, index: usize) -> Self::Floats;
 
     /// Asks for the cache line of `p`, which need not be mapped.
-    unsafe fn prefetch(p: *const u8);
+    unsafe fn prefetch(p: *const u8, to: Cache);
+}
+
+/// Where a line is to be.
+#[derive(Clone, Copy)]
+pub(crate) enum Cache {
+    L1,
+    L2,
 }
 
 /// Of 16 rows of bytes, number `index` of each.

@@ -3,7 +3,7 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
-use super::{COLUMNS, Dot, LANES, column};
+use super::{COLUMNS, Cache, Dot, LANES, column};
 use crate::simd::Simd;
 use crate::simd::neon::Neon;
 
@@ -433,8 +433,17 @@ impl Dot for NeonDot {
     }
 
     #[inline(always)]
-    unsafe fn prefetch(p: *const u8) {
+    unsafe fn prefetch(p: *const u8, to: Cache) {
         // SAFETY: a prefetch never faults.
-        unsafe { asm!("prfm pldl1keep, [{p}]", p = in(reg) p, options(nostack, preserves_flags, readonly)) };
+        unsafe {
+            match to {
+                Cache::L1 => {
+                    asm!("prfm pldl1keep, [{p}]", p = in(reg) p, options(nostack, preserves_flags, readonly));
+                }
+                Cache::L2 => {
+                    asm!("prfm pldl2keep, [{p}]", p = in(reg) p, options(nostack, preserves_flags, readonly));
+                }
+            }
+        }
     }
 }
