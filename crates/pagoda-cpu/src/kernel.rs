@@ -67,7 +67,7 @@ pub(crate) struct Chunk<'a> {
     pub(crate) here: Lines<'a>,
     /// What will be read after that, in order: to be prefetched.
     pub(crate) ahead: &'a [Lines<'a>; STREAMS],
-    /// Whether lines of floats and of integers are asked for in order, from one place: for pages of whole tiles.
+    /// Whether lines of floats and of bytes are asked for in order, from one place: for pages of whole tiles.
     pub(crate) in_order: bool,
     /// Rows of a piece, as a power of two.
     pub(crate) piece_shift: u32,

@@ -53,7 +53,8 @@ impl<'a, C> Stored<'a, C> {
 impl<S: Dot, C: Codes> Tile<S> for Stored<'_, C> {
     #[inline(always)]
     fn in_order(&self) -> bool {
-        self.chunk.in_order
+        // Codes of fewer bits gained nothing by it, and lost where a query row is alone.
+        C::BYTES == 2 && self.chunk.in_order
     }
     #[inline(always)]
     fn asks(&self, row: usize, _: usize) -> bool {
