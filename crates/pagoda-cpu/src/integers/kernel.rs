@@ -220,16 +220,15 @@ unsafe fn score_blocks<S: Dot, C: Codes, T: Tile<S>, const R: usize, const B: us
                         }
                     }
                 }
-                let mut columns = next;
-                if AHEAD {
+                let columns = if AHEAD {
                     // After the last any will do.
                     let follows = if first + B * LANES < args.high { first + B * LANES } else { first };
                     let (blocks, step) =
                         if step + 1 < steps { (blocks, step + 1) } else { (blocks_from(follows), 0) };
-                    next = columns_of(tile, blocks, step);
+                    std::mem::replace(&mut next, columns_of(tile, blocks, step))
                 } else {
-                    columns = columns_of(tile, blocks, step);
-                }
+                    columns_of(tile, blocks, step)
+                };
                 for part in 0..C::SCALES {
                     let mut sums = [[S::begin(0, C::BYTES); B]; R];
                     for r in 0..R {

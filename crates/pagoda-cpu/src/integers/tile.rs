@@ -53,7 +53,7 @@ impl<'a, C> Stored<'a, C> {
 impl<S: Dot, C: Codes> Tile<S> for Stored<'_, C> {
     #[inline(always)]
     fn in_order(&self) -> bool {
-        // Codes of fewer bits gained nothing by it, and lost where a query row is alone.
+        // Codes of fewer bits gained little by it, and lost where a query row is alone.
         C::BYTES == 2 && self.chunk.in_order
     }
     #[inline(always)]
