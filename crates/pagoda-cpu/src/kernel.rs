@@ -101,10 +101,10 @@ impl Chunk<'_> {
         });
         Streams { rows, stride: LINE }
     }
-    /// The lines of the tile after the next, in order, and the scales of quarters of it.
+    /// The lines of the tile after the next from row `t` on, in order, and where the scales of its quarters begin.
     #[inline(always)]
-    pub(crate) fn tile_ahead(&self, size: RowSize) -> Streams {
-        let first = self.find(&self.ahead[1], 0, size);
+    pub(crate) fn tile_ahead(&self, t: usize, size: RowSize) -> Streams {
+        let first = self.find(&self.ahead[1], t, size);
         let rows = std::array::from_fn(|i| Row {
             data: first.data.wrapping_add(i * LINE),
             scales: first.scales.wrapping_add(i * STREAM_ROWS * size.scale_bytes),
@@ -116,9 +116,8 @@ impl Chunk<'_> {
     #[inline(always)]
     pub(crate) fn lines_ahead(&self, t: usize, size: RowSize) -> StreamLines {
         if self.in_order {
-            let first = self.find(&self.ahead[1], t, size).data;
-            let next = std::array::from_fn(|i| first.wrapping_add(i * LINE));
-            return StreamLines { next, stride: STREAMS * LINE, owed: 0 };
+            let Streams { rows, stride } = self.tile_ahead(t, size);
+            return StreamLines { next: rows.map(|row| row.data), stride, owed: 0 };
         }
         let (streams, asked) = (self.streams(t, size), t * size.bytes);
         let next = std::array::from_fn(|i| streams.line(asked / LINE + i));

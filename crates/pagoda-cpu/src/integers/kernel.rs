@@ -48,7 +48,7 @@ fn cache(in_order: bool) -> Cache {
 /// What lies ahead of a tile.
 #[inline(always)]
 fn streams(chunk: &Chunk<'_>, in_order: bool, size: RowSize) -> Streams {
-    if in_order { chunk.tile_ahead(size) } else { chunk.streams(0, size) }
+    if in_order { chunk.tile_ahead(0, size) } else { chunk.streams(0, size) }
 }
 
 /// Asks for some lines of what lies ahead.
@@ -196,11 +196,12 @@ unsafe fn score_blocks<S: Dot, C: Codes, T: Tile<S>, const R: usize, const B: us
                 if first + b * LANES < args.high { first + b * LANES } else { first }
             })
         };
-        let blocks_from = |first: usize| firsts(first).map(|first| tile.block(first / LANES));
+        let blocks_at = |firsts: [usize; B]| firsts.map(|first| tile.block(first / LANES));
         let begin = args.low / LANES * LANES;
-        let mut next = columns_of(tile, blocks_from(begin), 0);
+        let mut next = columns_of(tile, blocks_at(firsts(begin)), 0);
         for first in (begin..args.high).step_by(B * LANES) {
-            let blocks = blocks_from(first);
+            let here = firsts(first);
+            let blocks = blocks_at(here);
             if tile.asks(row, 0) {
                 for ahead in ahead.rows.iter().skip(first / LANES).take(B) {
                     prefetch_scales::<S>(ahead.scales, size, cache(in_order));
@@ -208,36 +209,34 @@ unsafe fn score_blocks<S: Dot, C: Codes, T: Tile<S>, const R: usize, const B: us
             }
             let mut scores = [[S::floats(0.0); R]; B];
             for step in 0..steps {
-                let begun = (first / (B * LANES) * steps + step) * COLUMNS;
-                let bytes = B * LANES * C::STEP_BYTES / COLUMNS;
+                let part = first / (B * LANES) * steps + step;
+                let bytes = B * LANES * C::STEP_BYTES;
                 if in_order && tile.asks(row, 0) {
+                    prefetch::<S>(&ahead, lines(part, bytes), Cache::L2);
                     // L1 is asked for the next rows, for which it has room: it misses those of a step all at once otherwise.
                     let near = args.keys.row_or_next(first + B * LANES, size).data;
-                    for i in 0..COLUMNS {
-                        prefetch::<S>(&ahead, lines(begun + i, bytes), Cache::L2);
-                        for line in lines(step * COLUMNS + i, bytes) {
-                            S::prefetch(near.wrapping_add(line * LINE), Cache::L1);
-                        }
+                    for line in lines(step, bytes) {
+                        S::prefetch(near.wrapping_add(line * LINE), Cache::L1);
                     }
                 }
                 let columns = if AHEAD {
                     // After the last any will do.
                     let follows = if first + B * LANES < args.high { first + B * LANES } else { first };
                     let (blocks, step) =
-                        if step + 1 < steps { (blocks, step + 1) } else { (blocks_from(follows), 0) };
+                        if step + 1 < steps { (blocks, step + 1) } else { (blocks_at(firsts(follows)), 0) };
                     std::mem::replace(&mut next, columns_of(tile, blocks, step))
                 } else {
                     columns_of(tile, blocks, step)
                 };
-                for part in 0..C::SCALES {
+                for scale in 0..C::SCALES {
                     let mut sums = [[S::begin(0, C::BYTES); B]; R];
                     for r in 0..R {
-                        sums[r] = [S::begin((*queries.add(r * steps + step)).start[part], C::BYTES); B];
+                        sums[r] = [S::begin((*queries.add(r * steps + step)).start[scale], C::BYTES); B];
                     }
-                    for i in part * COLUMNS / C::SCALES..(part + 1) * COLUMNS / C::SCALES {
+                    for i in scale * COLUMNS / C::SCALES..(scale + 1) * COLUMNS / C::SCALES {
                         // Evenly: what is asked for from several places in bursts is not fetched.
                         if !in_order && tile.asks(row, i) {
-                            prefetch::<S>(&ahead, lines(begun + i, bytes), Cache::L1);
+                            prefetch::<S>(&ahead, lines(part * COLUMNS + i, bytes / COLUMNS), Cache::L1);
                         }
                         for r in 0..R {
                             let query = &*queries.add(r * steps + step);
@@ -252,19 +251,18 @@ unsafe fn score_blocks<S: Dot, C: Codes, T: Tile<S>, const R: usize, const B: us
                         }
                     }
                     for b in 0..B {
-                        let scales = tile.scales(blocks[b], step * C::SCALES + part);
+                        let scales = tile.scales(blocks[b], step * C::SCALES + scale);
                         for r in 0..R {
-                            let scale = S::floats((*queries.add(r * steps + step)).scale);
-                            let sum = S::mul(S::to_floats(S::total(sums[r][b], C::BYTES)), scale);
+                            let query_scale = S::floats((*queries.add(r * steps + step)).scale);
+                            let sum = S::mul(S::to_floats(S::total(sums[r][b], C::BYTES)), query_scale);
                             scores[b][r] = S::fma(sum, scales, scores[b][r]);
                         }
                     }
                 }
             }
-            let firsts = firsts(first);
             for b in 0..B {
                 for r in 0..R {
-                    S::store(args.scores.add((row + r) * TILE + firsts[b]), scores[b][r]);
+                    S::store(args.scores.add((row + r) * TILE + here[b]), scores[b][r]);
                 }
             }
         }
