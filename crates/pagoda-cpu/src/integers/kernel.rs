@@ -28,15 +28,12 @@ pub(crate) fn quantise<S: Dot, C: Codes>(row: &[f32], steps: &mut [QueryStep]) {
     super::quantise(row, C::zero::<S>(), C::BYTES, S::SHORTS, C::SCALES, steps);
 }
 
-/// The lines of part `part`, of parts of so many bytes.
+/// The lines of part `part`, of parts of so many bytes: as many every time, if need be one that another part has. A loop that does
+/// not know how many takes up to a fifth longer.
 #[inline(always)]
 fn lines(part: usize, bytes: usize) -> Range<usize> {
-    // As many lines every time, where that is so: a loop that does not know is a twentieth of the time in the cache.
-    if bytes.is_multiple_of(LINE) {
-        part * (bytes / LINE)..part * (bytes / LINE) + bytes / LINE
-    } else {
-        part * bytes / LINE..(part + 1) * bytes / LINE
-    }
+    let first = part * bytes / LINE;
+    first..first + bytes.div_ceil(LINE)
 }
 
 /// Where what lies ahead of a tile is to be.
