@@ -17,7 +17,7 @@ use crate::kernel::{ALIGN, Accumulate, Chunk, Fold, Lines, PIECES, RowSize, STRE
 use crate::layer::{Layer, PagedKv};
 use crate::plan::{Group, Item, Plan, Scope, state_floats, value_stride};
 use crate::rows::{Element, Rows, RowsMut};
-use crate::simd::{Kernels, Many, RowKernels, is_intel};
+use crate::simd::{Kernels, Many, RowKernels, asks_in_order};
 
 /// Memory for floats, aligned to vectors, that only grows.
 #[derive(Default)]
@@ -161,8 +161,8 @@ struct Call<'a> {
     values: &'static RowKernels,
     /// How tiles of K, and of V, are taken by many query rows of a head.
     many: [Many; 2],
-    /// See [`Chunk::in_order`]; on which CPUs is found in docs/adr/0025.
-    in_order: bool,
+    /// See [`Chunk::in_order`]: of K, and of V.
+    in_order: [bool; 2],
     deterministic: bool,
     kv: PagedKv<'a>,
     queries: Rows,
@@ -224,6 +224,8 @@ pub(crate) unsafe fn attend(
         if layer.derived.is_some() { Many::AsFew } else { keys.many.with_same_bits(deterministic) },
         values.many.with_same_bits(deterministic),
     ];
+    let in_order =
+        [k_format, v_format].map(|format| layer.page_size as usize >= TILE && asks_in_order(format));
     // Pages in common, level by level, then what is each sequence's own.
     for level in 0..=levels {
         let scope = match (target, shared) {
@@ -238,7 +240,7 @@ pub(crate) unsafe fn attend(
             keys,
             values,
             many,
-            in_order: layer.page_size as usize >= TILE && !is_intel(),
+            in_order,
             deterministic,
             kv: *kv,
             queries,
@@ -768,7 +770,7 @@ impl Pass<'_> {
 
     /// The first of some batches that follow each other.
     unsafe fn batch(&mut self, piece: &Piece<'_>, batches: [&Batch; BATCHES], state: &mut State<'_>) {
-        let Call { in_order, kv: PagedKv { layer, .. }, .. } = *self.call;
+        let Call { in_order: [keys_in_order, values_in_order], kv: PagedKv { layer, .. }, .. } = *self.call;
         let piece_shift = TILE.min(layer.page_size as usize).ilog2();
         let batch = batches[0];
         let cells = batch.cells();
@@ -793,7 +795,8 @@ impl Pass<'_> {
         let ahead =
             |index: usize| reads[index + 1..].first_chunk().expect("as many as streams come after it");
         for (index, cell) in cells.iter().enumerate() {
-            let chunk = Chunk { here: reads[index], ahead: ahead(index), in_order, piece_shift };
+            let chunk =
+                Chunk { here: reads[index], ahead: ahead(index), in_order: keys_in_order, piece_shift };
             // SAFETY: as the caller promises.
             unsafe { self.score(piece, cell.tile, cell.head, index, &chunk) };
         }
@@ -804,7 +807,8 @@ impl Pass<'_> {
         }
         for (index, cell) in cells.iter().enumerate() {
             let here = batch.lines(cell, cell.values);
-            let chunk = Chunk { here, ahead: ahead(cells.len() + index), in_order, piece_shift };
+            let ahead = ahead(cells.len() + index);
+            let chunk = Chunk { here, ahead, in_order: values_in_order, piece_shift };
             // SAFETY: as the caller promises.
             unsafe { self.accumulate(piece, cell.tile, cell.head, index, &chunk, state) };
         }

@@ -71,7 +71,7 @@ impl Isa {
 
     /// The best instruction set of this CPU.
     pub fn detect() -> Self {
-        let pays = |isa| isa != Self::Avx512Bf16 || !is_intel();
+        let pays = |isa| isa != Self::Avx512Bf16 || Maker::detect() != Maker::Intel;
         Self::ALL.into_iter().find(|&isa| isa.is_supported() && pays(isa)).unwrap_or(Self::Scalar)
     }
 
@@ -152,19 +152,45 @@ impl Isa {
     }
 }
 
-/// Whether this CPU is one of Intel's.
-pub(crate) fn is_intel() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    {
-        // Kept: a virtual machine takes a microsecond to answer.
-        static IS_INTEL: LazyLock<bool> = LazyLock::new(|| {
-            let vendor = std::arch::x86_64::__cpuid(0);
-            [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).concat() == b"GenuineIntel"
-        });
-        *IS_INTEL
+/// What a CPU does not say by its instructions.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Maker {
+    Intel,
+    /// AMD, from Zen 5 on.
+    Zen5,
+    Other,
+}
+
+impl Maker {
+    /// That of this CPU.
+    fn detect() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::x86_64::__cpuid;
+            // Kept: a virtual machine takes a microsecond to answer.
+            static MAKER: LazyLock<Maker> = LazyLock::new(|| {
+                let (vendor, version) = (__cpuid(0), __cpuid(1).eax);
+                let family = (version >> 8 & 0xf) + (version >> 20 & 0xff);
+                match [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).concat().as_slice() {
+                    b"GenuineIntel" => Maker::Intel,
+                    b"AuthenticAMD" if family >= 26 => Maker::Zen5,
+                    _ => Maker::Other,
+                }
+            });
+            *MAKER
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        Self::Other
     }
-    #[cfg(not(target_arch = "x86_64"))]
-    false
+}
+
+/// Whether lines of rows in pages of whole tiles are asked for in order, from one place: see docs/adr/0025.
+pub(crate) fn asks_in_order(format: RowFormat) -> bool {
+    match Maker::detect() {
+        Maker::Intel => false,
+        Maker::Zen5 => !matches!(format, RowFormat::Int8 | RowFormat::Q8_0),
+        Maker::Other => true,
+    }
 }
 
 impl fmt::Display for Isa {
