@@ -67,7 +67,7 @@ pub(crate) struct Chunk<'a> {
     pub(crate) here: Lines<'a>,
     /// What will be read after that, in order: to be prefetched.
     pub(crate) ahead: &'a [Lines<'a>; STREAMS],
-    /// Whether lines of floats and of bytes are asked for in order, from one place: for pages of whole tiles.
+    /// Whether lines of floats, fp8_e4m3 and bytes are asked for in order, from one place: for pages of whole tiles.
     pub(crate) in_order: bool,
     /// Rows of a piece, as a power of two.
     pub(crate) piece_shift: u32,
@@ -93,7 +93,7 @@ impl Chunk<'_> {
     /// the farthest, so that all parts of a tile have been asked for when its turn comes. The parts have as many rows each,
     /// which lie one after the other as far as pages go.
     #[inline(always)]
-    pub(crate) fn streams(&self, t: usize, size: RowSize) -> Streams {
+    fn streams(&self, t: usize, size: RowSize) -> Streams {
         let before = ((t / STREAMS) >> self.piece_shift) << self.piece_shift;
         let rows = std::array::from_fn(|i| {
             let row = self.find(&self.ahead[i], (STREAMS - 1 - i) * STREAM_ROWS + before, size);
@@ -103,7 +103,7 @@ impl Chunk<'_> {
     }
     /// The lines of the tile after the next from row `t` on, in order, and where the scales of its quarters begin.
     #[inline(always)]
-    pub(crate) fn tile_ahead(&self, t: usize, size: RowSize) -> Streams {
+    fn tile_ahead(&self, t: usize, size: RowSize) -> Streams {
         let first = self.find(&self.ahead[1], t, size);
         let rows = std::array::from_fn(|i| Row {
             data: first.data.wrapping_add(i * LINE),
@@ -112,7 +112,12 @@ impl Chunk<'_> {
         });
         Streams { rows, stride: STREAMS * LINE }
     }
-    /// The lines of that by turns, or those of the tile after the next.
+    /// The lines of the one or of the other to ask for while all of this is read.
+    #[inline(always)]
+    pub(crate) fn to_ask_for(&self, in_order: bool, size: RowSize) -> Streams {
+        if in_order { self.tile_ahead(0, size) } else { self.streams(0, size) }
+    }
+    /// The same line by line, while this is read from row `t` on.
     #[inline(always)]
     pub(crate) fn lines_ahead(&self, t: usize, size: RowSize) -> StreamLines {
         if self.in_order {

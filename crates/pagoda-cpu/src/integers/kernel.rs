@@ -14,7 +14,7 @@ use pagoda_core::work::TILE;
 
 use super::tile::{BLOCKS, Stored, Tile, Unpacked};
 use super::{Codes, QUAD, QueryStep, STEP, code_max};
-use crate::kernel::{Accumulate, Chunk, LINE, RowSize, Score, Streams, rows_at_once};
+use crate::kernel::{Accumulate, LINE, RowSize, Score, Streams, rows_at_once};
 use crate::simd::dot::{COLUMNS, Cache, Dot, LANES};
 
 /// Products with one byte that are added up before sums are settled.
@@ -40,12 +40,6 @@ fn lines(part: usize, bytes: usize) -> Range<usize> {
 #[inline(always)]
 fn cache(in_order: bool) -> Cache {
     if in_order { Cache::L2 } else { Cache::L1 }
-}
-
-/// What lies ahead of a tile.
-#[inline(always)]
-fn streams(chunk: &Chunk<'_>, in_order: bool, size: RowSize) -> Streams {
-    if in_order { chunk.tile_ahead(0, size) } else { chunk.streams(0, size) }
 }
 
 /// Asks for some lines of what lies ahead.
@@ -186,7 +180,7 @@ unsafe fn score_blocks<S: Dot, C: Codes, T: Tile<S>, const R: usize, const B: us
     unsafe {
         let queries = args.codes.add(row * steps);
         let in_order = tile.in_order();
-        let ahead = streams(args.keys, in_order, size);
+        let ahead = args.keys.to_ask_for(in_order, size);
         // Rows that nobody sees may have no page.
         let firsts = |first: usize| {
             std::array::from_fn::<_, B, _>(|b| {
@@ -359,7 +353,7 @@ unsafe fn accumulate_rows<S: Dot, C: Codes, T: Tile<S>, const R: usize>(
     let steps = args.dim / STEP;
     let seen_blocks = args.low / LANES..args.high.div_ceil(LANES);
     let blocks: [T::Block; BLOCKS] = std::array::from_fn(|index| tile.block(index));
-    let ahead = args.prefetch.then(|| streams(args.chunk, tile.in_order(), size));
+    let ahead = args.prefetch.then(|| args.chunk.to_ask_for(tile.in_order(), size));
     let seen = (u64::MAX >> (TILE - args.high)) & (u64::MAX << args.low);
     // SAFETY: as the caller promises; 16 rows lie within a page, and pages without a row that is seen are not read.
     unsafe {
@@ -474,7 +468,7 @@ mod tests {
     use super::*;
     use crate::attend::Floats;
     use crate::codec::decode_row;
-    use crate::kernel::ALIGN;
+    use crate::kernel::{ALIGN, Chunk};
     use crate::simd::{Isa, Many};
     use crate::tests::samples::{Random, read};
 

@@ -75,7 +75,7 @@ unsafe fn score_rows<const R: usize>(args: &Score<'_>, row: usize) -> usize {
         let words = |r: usize, step: usize| {
             _mm512_loadu_si512((&raw const (*queries.add(r * steps + step)).words).cast())
         };
-        let ahead = args.keys.streams(0, size);
+        let ahead = args.keys.to_ask_for(args.keys.in_order, size);
         for first in (args.low / ROWS * ROWS..args.high).step_by(ROWS) {
             let keys = args.keys.row(first, size);
             let mut sums = [[_mm512_setzero_ps(); ROWS]; R];
@@ -117,7 +117,7 @@ unsafe fn accumulate_rows<const R: usize>(args: &Accumulate<'_>, row: usize) -> 
     // SAFETY: as the caller promises; 16 rows lie within a page, and those that are not seen are not read.
     unsafe {
         let tables = Tables::load();
-        let ahead = args.chunk.streams(0, size);
+        let ahead = args.chunk.to_ask_for(args.chunk.in_order, size);
         // Of two tokens in a word; 0 of those that are not seen.
         let mut weights = [[0u32; TILE / 2]; R];
         for (r, weights) in weights.iter_mut().enumerate() {

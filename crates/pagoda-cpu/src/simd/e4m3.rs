@@ -130,7 +130,7 @@ unsafe fn score_rows<const R: usize>(args: &Score<'_>, row: usize) -> usize {
         let tables = Tables::load();
         let queries = args.queries.add(row * args.stride);
         let chunks = size.dim / CODES;
-        let ahead = args.keys.streams(0, size);
+        let ahead = args.keys.to_ask_for(args.keys.in_order, size);
         for first in (args.low / ROWS * ROWS..args.high).step_by(ROWS) {
             let keys = args.keys.row(first, size);
             let mut sums = [[_mm512_setzero_ps(); ROWS]; R];
@@ -173,7 +173,7 @@ unsafe fn accumulate_rows<const R: usize>(args: &Accumulate<'_>, row: usize) -> 
     // SAFETY: as the caller promises.
     unsafe {
         let tables = Tables::load();
-        let ahead = args.chunk.streams(0, size);
+        let ahead = args.chunk.to_ask_for(args.chunk.in_order, size);
         let weights = args.weights.add(row * TILE);
         for c in 0..args.dim / CODES {
             let values = args.values.add(row * args.stride + c * CODES);
