@@ -112,7 +112,7 @@ impl Chunk<'_> {
         });
         Streams { rows, stride: STREAMS * LINE }
     }
-    /// The lines of the one or of the other to ask for while all of this is read.
+    /// What to ask for while all of this is read: in order from one place, or from four by turns.
     #[inline(always)]
     pub(crate) fn to_ask_for(&self, in_order: bool, size: RowSize) -> Streams {
         if in_order { self.tile_ahead(0, size) } else { self.streams(0, size) }

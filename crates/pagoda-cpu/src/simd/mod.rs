@@ -71,7 +71,7 @@ impl Isa {
 
     /// The best instruction set of this CPU.
     pub fn detect() -> Self {
-        let pays = |isa| isa != Self::Avx512Bf16 || Maker::detect() != Maker::Intel;
+        let pays = |isa| isa != Self::Avx512Bf16 || Cpu::detect() != Cpu::Intel;
         Self::ALL.into_iter().find(|&isa| isa.is_supported() && pays(isa)).unwrap_or(Self::Scalar)
     }
 
@@ -154,30 +154,31 @@ impl Isa {
 
 /// What a CPU does not say by its instructions.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Maker {
+enum Cpu {
     Intel,
     /// AMD, from Zen 5 on.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "never found there"))]
     Zen5,
     Other,
 }
 
-impl Maker {
-    /// That of this CPU.
+impl Cpu {
+    /// This one.
     fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
             use std::arch::x86_64::__cpuid;
             // Kept: a virtual machine takes a microsecond to answer.
-            static MAKER: LazyLock<Maker> = LazyLock::new(|| {
+            static CPU: LazyLock<Cpu> = LazyLock::new(|| {
                 let (vendor, version) = (__cpuid(0), __cpuid(1).eax);
                 let family = (version >> 8 & 0xf) + (version >> 20 & 0xff);
                 match [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).concat().as_slice() {
-                    b"GenuineIntel" => Maker::Intel,
-                    b"AuthenticAMD" if family >= 26 => Maker::Zen5,
-                    _ => Maker::Other,
+                    b"GenuineIntel" => Cpu::Intel,
+                    b"AuthenticAMD" if family >= 26 => Cpu::Zen5,
+                    _ => Cpu::Other,
                 }
             });
-            *MAKER
+            *CPU
         }
         #[cfg(not(target_arch = "x86_64"))]
         Self::Other
@@ -186,10 +187,10 @@ impl Maker {
 
 /// Whether lines of rows in pages of whole tiles are asked for in order, from one place: see docs/adr/0025.
 pub(crate) fn asks_in_order(format: RowFormat) -> bool {
-    match Maker::detect() {
-        Maker::Intel => false,
-        Maker::Zen5 => !matches!(format, RowFormat::Int8 | RowFormat::Q8_0),
-        Maker::Other => true,
+    match Cpu::detect() {
+        Cpu::Intel => false,
+        Cpu::Zen5 => !matches!(format, RowFormat::Int8 | RowFormat::Q8_0),
+        Cpu::Other => true,
     }
 }
 
