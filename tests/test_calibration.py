@@ -208,6 +208,7 @@ ROUTES = Routes(
         (["alone", "disk"], 0),
         (["together", "memory"], -1.0),
         (["together", "memory"], float("nan")),
+        (["together", "disk"], float("inf")),
         (["alone", "memory"], "fast"),
         (["alone"], 5),
         (["gpus", "one", "threads"], None),

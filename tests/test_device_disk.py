@@ -93,6 +93,23 @@ def pages_on_disk(
     return mirror, tokens
 
 
+def test_passes_of_wide_and_of_narrow_layers_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot holds as many bytes of either; on disk pages of the narrow one, in a group of its own, are mostly padding."""
+    narrow = layer(num_kv_heads=1, num_q_heads=2, window=400)
+    layers = [layer(num_kv_heads=4), narrow]
+    with with_disk(monkeypatch, tmp_path, RestlessDriver(4), layers, device_memory="512KiB", spill=False) as cache:
+        mirror = Mirror(cache, np.random.default_rng(7))
+        tokens = mirror.create()
+        for _ in range(4):
+            mirror.step([tokens], [120])
+            cache.demote(tokens.sequence, to="disk").wait()
+        for _ in range(3):
+            mirror.step([tokens], [1])
+        assert mirror.last is not None
+        assert mirror.last.report.bytes["disk"] > 0
+        mirror.look()
+
+
 def bytes_read(cache: pagoda.Cache) -> int:
     disk_io = cache.stats().disk_io
     assert disk_io is not None

@@ -16,6 +16,7 @@ import pagoda
 import pytest
 from interrupts import alarms
 from mirror import Mirror, Tokens, layer, nameless, settled
+from pagoda.report import StepReport
 
 SPEC = pagoda.ModelSpec(layers=[layer(), layer(), layer(window=40)])
 OPTIONS: dict[str, Any] = {"device_memory": "256KiB", "threads": 2, "headroom": 1000}
@@ -330,6 +331,14 @@ def test_a_step_reports_what_it_read(tmp_path: Path) -> None:
         assert report.bytes == {"memory": (321 + 321 + 40) * 2 * 2 * 32, "disk": 2 * on_disk // 16 * 4096}
         assert report.fractions({"disk": 1e9, "pcie": 1.0}) == {"disk": report.bytes["disk"] / 1e9 / report.seconds}
     cache.close()
+
+
+@pytest.mark.parametrize("rate", [0, -1.0, float("nan"), "1", None])
+def test_fractions_are_of_rates_above_0(rate: Any) -> None:
+    report = StepReport(2.0, 0.0, {"disk": 3, "memory": 5})
+    with pytest.raises(pagoda.InvalidArgument, match="bytes a second above 0, by link"):
+        report.fractions({"memory": 1.0, "disk": rate})
+    assert report.fractions({"disk": 0.5}) == {"disk": 3.0}
 
 
 @pytest.mark.usefixtures("names_the_cpu")

@@ -324,6 +324,40 @@ def test_nothing_is_left_where_pages_pass_on_a_device(
         assert (found(ctypes.string_at(memory.address, size), SECRET) == 0) == zero_on_free
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_what_is_ahead_of_a_step_is_brought_again_once_it_was_zeroed(
+    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device, whose ring has pages of one sequence for the next step when those of another are let go of."""
+    driver = install_driver(monkeypatch, EmulatedDriver())
+    monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
+    world = World(True, tmp_path / "pages", spill=False, device="cuda")
+    memory, size = ring_of(world.cache)
+
+    def outputs() -> list[npt.NDArray[np.float32]]:
+        q = np.zeros((1, 4, 16), np.float32)
+        with world.cache.step([world.other], [1]) as step:
+            rows = [step.forward(index, q, q[:, :2], q[:, :2]) for index in range(len(SPEC.layers))]
+            step.commit(accepted=[0])
+        return rows
+
+    with world.cache as cache:
+        world.move(world.secret, tier)
+        world.move(world.other, tier)
+        # In a page that has room, so that a step changes none of what is brought.
+        world.append(world.other, OTHER, new=1)
+        before = outputs()
+        for stream in driver.streams:
+            stream.reach(len(stream.work))
+        assert found(ctypes.string_at(memory.address, size), OTHER) > 0, "it is needed for the next step"
+        world.secret.release()
+        settled(cache)
+        for stream in driver.streams:
+            stream.reach(len(stream.work))
+        assert found(ctypes.string_at(memory.address, size), OTHER) == 0
+        np.testing.assert_array_equal(outputs(), before)
+
+
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_ctrl_c_while_blocks_are_zeroed_leaves_nothing_of_them(
     tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
