@@ -110,6 +110,33 @@ def test_passes_of_wide_and_of_narrow_layers_are_read_whole(tmp_path: Path, monk
         mirror.look()
 
 
+def test_ctrl_c_between_a_read_and_its_copies_loses_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More often than there are slots."""
+    mirror, tokens = pages_on_disk(monkeypatch, tmp_path, LateDriver())
+    mirror.step([tokens], [1])
+    copied, left = Reads.copied, 0
+
+    def interrupted(reads: Reads, slot: int) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        copied(reads, slot)
+
+    rows, q = np.zeros((1, 2, 16), np.float32), np.zeros((1, 4, 16), np.float32)
+    for turn in range(80):
+        left = 1 + turn % 6
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Reads, "copied", interrupted)
+            with mirror.cache.step([tokens.sequence], [1]) as step:
+                for index in (0, 1):
+                    step.forward(index, q, rows, rows)
+        if turn % 8 == 0:
+            mirror.look()
+    mirror.look()
+    mirror.cache.close()
+
+
 def bytes_read(cache: pagoda.Cache) -> int:
     disk_io = cache.stats().disk_io
     assert disk_io is not None
