@@ -32,6 +32,7 @@ from test_device_streaming import (
     a_ragged_batch,
     attended,
     engine_of,
+    interrupted_step,
     look_in_any_order,
     opened,
     poisoned_slots,
@@ -114,23 +115,8 @@ def test_ctrl_c_between_a_read_and_its_copies_loses_no_slot(tmp_path: Path, monk
     """More often than there are slots."""
     mirror, tokens = pages_on_disk(monkeypatch, tmp_path, LateDriver())
     mirror.step([tokens], [1])
-    copied, left = Reads.copied, 0
-
-    def interrupted(reads: Reads, slot: int) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise KeyboardInterrupt
-        copied(reads, slot)
-
-    rows, q = np.zeros((1, 2, 16), np.float32), np.zeros((1, 4, 16), np.float32)
     for turn in range(80):
-        left = 1 + turn % 6
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Reads, "copied", interrupted)
-            with mirror.cache.step([tokens.sequence], [1]) as step:
-                for index in (0, 1):
-                    step.forward(index, q, rows, rows)
+        interrupted_step(monkeypatch, mirror, tokens, Reads, "copied", 1 + turn % 6)
         if turn % 8 == 0:
             mirror.look()
     mirror.look()

@@ -78,11 +78,6 @@ class World:
             step.append(0, k, v)
         return k, v
 
-    def catch_up(self) -> None:
-        """Does all work that is left, of the caller's streams first."""
-        for stream in self.driver.streams:
-            stream.reach(len(stream.work))
-
     def look(self, stream: Stream) -> None:
         """Attends with one more token, and compares."""
         k, v = self.rows(1), self.rows(1)
@@ -142,11 +137,11 @@ def a_block_waits_for_its_copy(driver: LateDriver) -> None:
 def a_load_waits_for_the_readers_of_its_target(driver: LateDriver) -> None:
     """A block is freed and loaded into while a step has yet to read it."""
     world = World(driver, device_pages=4)
-    world.catch_up()
+    world.driver.catch_up()
     world.cache.demote(world.sequence).wait()
     hot, stream = world.cache.create(), PatientStream(driver)
     keys, values = world.append(hot, TOKENS, world.streams[0])
-    world.catch_up()
+    world.driver.catch_up()
     q, k, v = world.rng.standard_normal((1, 2, 64)).astype(np.float32), world.rows(1), world.rows(1)
     with world.cache.step([hot], [1], stream=stream) as step:
         out = step.forward(0, q, k, v)
@@ -156,17 +151,17 @@ def a_load_waits_for_the_readers_of_its_target(driver: LateDriver) -> None:
         ticket = world.cache.promote(world.sequence)
     except pagoda.OutOfBlocks as error:
         assert error.draining
-        world.catch_up()
+        world.driver.catch_up()
         ticket = world.cache.promote(world.sequence)
     ticket.wait()
-    world.catch_up()
+    world.driver.catch_up()
     check(out, q, np.concatenate([keys, k]), np.concatenate([values, v]))
 
 
 def tables_stay_until_they_have_come(driver: LateDriver) -> None:
     """The words of a step's tables are written over by a later step while their copy to the device is under way."""
     world = World(driver, device_pages=20)
-    world.catch_up()
+    world.driver.catch_up()
     late = [world.cache.create() for _ in range(4)]
     rows = [world.append(sequence, 16 + index, world.streams[0]) for index, sequence in enumerate(late)]
     for sequence, (world.k, world.v) in zip(late, rows, strict=True):
@@ -177,7 +172,7 @@ def tables_stay_until_they_have_come(driver: LateDriver) -> None:
 def a_step_follows_the_zeros(driver: LateDriver) -> None:
     """Blocks of a sequence that was released are zeroed after the next one has written to them."""
     world = World(driver, device_pages=4, zero_on_free=True)
-    world.catch_up()
+    world.driver.catch_up()
     world.look(world.streams[0])
 
 
@@ -187,7 +182,7 @@ def a_copy_follows_the_zeros(driver: LateDriver) -> None:
     world.look(world.streams[0])
     world.cache.demote(world.sequence).wait()
     world.cache.promote(world.sequence).wait()
-    world.catch_up()
+    world.driver.catch_up()
     world.look(world.streams[0])
 
 
@@ -376,7 +371,7 @@ def test_ctrl_c_in_a_step_leaves_the_next_one_right(monkeypatch: pytest.MonkeyPa
         world.append(child, 5, world.streams[1])
         world.look(world.streams[0])
         child.release()
-        world.catch_up()
+        world.driver.catch_up()
         world.cache.audit()
         blocks = world.cache.stats().device[0]
         assert (blocks.used, blocks.draining) == (-(-len(world.sequence) // 16), 0)

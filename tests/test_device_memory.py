@@ -135,8 +135,7 @@ class Life:
             mirror.release(tokens)
         # The steps have to end before blocks are free.
         self.insist(lambda: mirror.step([], []), mirror)
-        for stream in self.driver.streams:
-            stream.reach(len(stream.work))
+        self.driver.catch_up()
         stats = mirror.cache.stats()
         assert all(counts.used == 0 for tier in (stats.device, stats.host) for counts in tier)
         mirror.cache.close()
@@ -196,8 +195,7 @@ def test_a_move_that_is_refused_has_no_copy_under_way(monkeypatch: pytest.Monkey
             cache.promote(one.sequence)
         other = mirror.create()
         mirror.step([other], [60])
-        for stream in driver.streams:
-            stream.reach(len(stream.work))
+        driver.catch_up()
         mirror.step([other], [1], accepted=[0])
 
 

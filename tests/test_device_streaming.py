@@ -273,6 +273,27 @@ def test_layers_in_any_order_and_more_than_once(monkeypatch: pytest.MonkeyPatch)
     look_in_any_order(*cache_of_pages(monkeypatch, RestlessDriver(5)))
 
 
+def interrupted_step(
+    monkeypatch: pytest.MonkeyPatch, mirror: Mirror, tokens: Tokens, kind: type, method: str, nth: int
+) -> None:
+    """A step of one token, of a cache of `cache_of_pages`, with Ctrl-C instead of the nth call of a method."""
+    call, left = getattr(kind, method), nth
+
+    def interrupted(*given: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        call(*given)
+
+    rows, q = np.zeros((1, 2, 16), np.float32), np.zeros((1, 4, 16), np.float32)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(kind, method, interrupted)
+        with mirror.cache.step([tokens.sequence], [1]) as step:
+            for index in (0, 1):
+                step.forward(index, q, rows, rows)
+
+
 @pytest.mark.parametrize("room", [False, True])
 def test_ctrl_c_between_taking_a_slot_and_giving_it_back_loses_none(
     room: bool, monkeypatch: pytest.MonkeyPatch
@@ -281,23 +302,8 @@ def test_ctrl_c_between_taking_a_slot_and_giving_it_back_loses_none(
     if room:
         # Tokens need no page, so later steps want what has been brought ahead.
         mirror.step([tokens], [1])
-    follow, left = Stream.follow, 0
-
-    def interrupted(stream: Stream, event: Event) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise KeyboardInterrupt
-        follow(stream, event)
-
-    rows, q = np.zeros((1, 2, 16), np.float32), np.zeros((1, 4, 16), np.float32)
     for nth in range(1, 8):
-        left = nth
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Stream, "follow", interrupted)
-            with mirror.cache.step([tokens.sequence], [1]) as step:
-                for index in (0, 1):
-                    step.forward(index, q, rows, rows)
+        interrupted_step(monkeypatch, mirror, tokens, Stream, "follow", nth)
         mirror.look()
     mirror.cache.close()
 

@@ -16,7 +16,6 @@ from emulator.driver import EmulatedDriver, install_driver
 from interrupts import interrupted
 from mirror import layer, nameless, settled
 from pagoda.device import ring
-from pagoda.device.driver import Memory
 
 PAGE, MEMORY = 16, 1 << 20
 SPEC = pagoda.ModelSpec(layers=[layer(), layer()])
@@ -284,12 +283,25 @@ def test_nothing_is_left_where_pages_pass_between_disk_and_device(
         cache.audit()
 
 
-def ring_of(cache: pagoda.Cache) -> tuple[Memory, int]:
-    """The ring in a device's memory, which nobody else gets as long as it is held, and its bytes."""
-    assert cache._device is not None
-    slots = cache._device._streams.ring
-    assert slots._memory is not None
-    return slots._memory, len(slots) * slots.slot_bytes
+def world_with_ring(
+    zero_on_free: bool, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[World, Callable[[int], int]]:
+    """On an emulated device, whose ring is as small as one layer of a few pages; and how often the numbers of a sequence are
+    in it once the device has done all its work, of closed caches, too."""
+    driver = install_driver(monkeypatch, EmulatedDriver())
+    monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
+    world = World(zero_on_free, disk, spill=False, device="cuda")
+    assert world.cache._device is not None
+    slots = world.cache._device._streams.ring
+    # Nobody else gets it as long as it is held.
+    memory, size = slots._memory, len(slots) * slots.slot_bytes
+    assert memory is not None
+
+    def in_ring(bits: int) -> int:
+        driver.catch_up()
+        return found(ctypes.string_at(memory.address, size), bits)
+
+    return world, in_ring
 
 
 def closed(world: World) -> None:
@@ -303,25 +315,18 @@ def closed(world: World) -> None:
 def test_nothing_is_left_where_pages_pass_on_a_device(
     scene: Callable[[World], None], tier: str, zero_on_free: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ring in its memory, as small as one layer of a few pages: both slots have the secret in turn, and what is ahead."""
-    driver = install_driver(monkeypatch, EmulatedDriver())
-    monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
-    world = World(zero_on_free, tmp_path / "pages", spill=False, device="cuda")
-    memory, size = ring_of(world.cache)
+    """The ring in its memory: both slots have the secret in turn, and what is ahead."""
+    world, in_ring = world_with_ring(zero_on_free, tmp_path / "pages", monkeypatch)
     with world.cache as cache:
         world.move(world.other, tier)
         world.move(world.secret, tier)
         attended(world)
-        for stream in driver.streams:
-            stream.reach(len(stream.work))
-        assert found(ctypes.string_at(memory.address, size), SECRET) > 0, "it is needed for the next step"
+        assert in_ring(SECRET) > 0, "it is needed for the next step"
         scene(world)
         if scene is not closed:
             settled(cache)
             cache.audit()
-        for stream in driver.streams:
-            stream.reach(len(stream.work))
-        assert (found(ctypes.string_at(memory.address, size), SECRET) == 0) == zero_on_free
+        assert (in_ring(SECRET) == 0) == zero_on_free
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -329,10 +334,7 @@ def test_what_is_ahead_of_a_step_is_brought_again_once_it_was_zeroed(
     tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device, whose ring has pages of one sequence for the next step when those of another are let go of."""
-    driver = install_driver(monkeypatch, EmulatedDriver())
-    monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
-    world = World(True, tmp_path / "pages", spill=False, device="cuda")
-    memory, size = ring_of(world.cache)
+    world, in_ring = world_with_ring(True, tmp_path / "pages", monkeypatch)
 
     def outputs() -> list[npt.NDArray[np.float32]]:
         q = np.zeros((1, 4, 16), np.float32)
@@ -347,14 +349,10 @@ def test_what_is_ahead_of_a_step_is_brought_again_once_it_was_zeroed(
         # In a page that has room, so that a step changes none of what is brought.
         world.append(world.other, OTHER, new=1)
         before = outputs()
-        for stream in driver.streams:
-            stream.reach(len(stream.work))
-        assert found(ctypes.string_at(memory.address, size), OTHER) > 0, "it is needed for the next step"
+        assert in_ring(OTHER) > 0, "it is needed for the next step"
         world.secret.release()
         settled(cache)
-        for stream in driver.streams:
-            stream.reach(len(stream.work))
-        assert found(ctypes.string_at(memory.address, size), OTHER) == 0
+        assert in_ring(OTHER) == 0
         np.testing.assert_array_equal(outputs(), before)
 
 
@@ -363,11 +361,8 @@ def test_ctrl_c_while_blocks_are_zeroed_leaves_nothing_of_them(
     tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device, which is told what to zero: what it was not told is asked for again. So is the ring in its memory."""
-    driver = install_driver(monkeypatch, EmulatedDriver())
-    monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
-    world = World(True, tmp_path / "pages", spill=False, device="cuda")
+    world, in_ring = world_with_ring(True, tmp_path / "pages", monkeypatch)
     with world.cache as cache:
-        memory, size = ring_of(cache)
         for after in count(0, 3 if tier == "device" else 13):
             if tier != "device":
                 world.move(world.secret, tier)
@@ -377,9 +372,7 @@ def test_ctrl_c_while_blocks_are_zeroed_leaves_nothing_of_them(
             world.secret.release()
             came = interrupted(cache.stats, after)
             assert sum(world.found(SECRET).values()) == 0, after
-            for stream in driver.streams:
-                stream.reach(len(stream.work))
-            assert found(ctypes.string_at(memory.address, size), SECRET) == 0, after
+            assert in_ring(SECRET) == 0, after
             cache.audit()
             if not came:
                 break

@@ -286,6 +286,11 @@ class EmulatedDriver:
             if self.random.random() < 0.5:
                 stream.reach(self.random.randint(stream.finished, len(stream.work)))
 
+    def catch_up(self) -> None:
+        """Does all work that is left."""
+        for stream in self.streams:
+            stream.reach(len(stream.work))
+
     def check(self) -> None:
         """Raises EmulatorError if something wrote past the end of any memory."""
         for guarded in self.guarded:

@@ -185,7 +185,8 @@ impl Cpu {
     }
 }
 
-/// Whether lines of rows in pages of whole tiles are asked for in order, from one place: see docs/adr/0025.
+/// Whether lines of rows in pages of whole tiles are asked for in order, from one place: see docs/adr/0025. Products of integers
+/// heed it for bytes alone.
 pub(crate) fn asks_in_order(format: RowFormat) -> bool {
     match Cpu::detect() {
         Cpu::Intel => false,
