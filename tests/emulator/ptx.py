@@ -121,7 +121,8 @@ def _statement(text: str, symbols: Mapping[str, str]) -> str:
 
 
 def _call(opcode: str, operands: list[str]) -> str:
-    root, *modifiers = opcode.split(".")
+    # What is brought to L2 besides changes no bytes.
+    root, *modifiers = re.sub(r"\.L2::\w+", "", opcode).split(".")
     if root == "bra":
         return f"goto {operands[0]}"
     if root == "ret":

@@ -25,12 +25,13 @@ __device__ __forceinline__ uint32 shared_address(const void* pointer) {
 }
 
 /// Starts copying 16 bytes, or 8 or 4, to shared memory; zeros if not `valid`, and then `source` is not read. Both are aligned to as many.
+/// With 16 the whole line of 128 bytes is brought to L2: what is left of it other lanes ask for.
 template <int BYTES = 16>
 __device__ __forceinline__ void copy_async(void* target, const void* source, bool valid) {
     static_assert(BYTES == 16 || BYTES == 8 || BYTES == 4, "PTX ISA, cp.async");
     const int bytes = valid ? BYTES : 0;
     if constexpr (BYTES == 16) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source), "r"(bytes)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source), "r"(bytes)
                      : "memory");
     } else {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(shared_address(target)), "l"(source), "r"(bytes), "n"(BYTES)
