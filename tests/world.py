@@ -267,7 +267,7 @@ class World:
         angles = np.array(offsets)[:, None] * self.inv_freq
         self.angles = self.filled(np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32))
         self.spans = self.filled(np.array([tuple(span) for span in spans], arguments.SPAN))
-        self.span_starts = self.filled(np.array(starts, np.int32))
+        self.first_spans = starts
         self.tokens = sum(sequence.new for sequence in self.sequences)
         q_heads = heads * self.group
         q = rng.standard_normal((self.tokens, q_heads, self.shape.dim)).astype(DTYPES[self.shape.q])
@@ -350,7 +350,8 @@ class World:
             for first in range(start, len(members), rows // self.set_heads):
                 queries = min(rows // self.set_heads, len(members) - first)
                 position, seen = common.high - 1, (0, common.low, common.high)
-                block = (common.members[0], first, queries, position, *seen, 0, 0, first)
+                sequence = common.members[0]
+                block = (sequence, self.first_spans[sequence], first, queries, position, *seen, 0, 0, first)
                 blocks.append(block)
                 prefix.append(prefix[-1] + len({t // TILE for t in range(common.low, common.high)}))
         return np.array(blocks, arguments.QUERY_BLOCK), np.array(prefix, np.int32), np.array(members, np.int32)
@@ -386,7 +387,8 @@ class World:
                 carried[query] = target
                 seen = range(max(low, tokens.start), min(high, tokens.stop))
                 axis = position, tokens.start, seen.start, seen.stop
-                blocks.append((index, query, queries, *axis, len(part_rows), len(parts), target))
+                parts_here = len(part_rows), len(parts), target
+                blocks.append((index, self.first_spans[index], query, queries, *axis, *parts_here))
                 part_rows += parts
                 prefix.append(prefix[-1] + len(units))
             token += sequence.new
@@ -404,7 +406,6 @@ class World:
             bases,
             (ctypes.c_int64 * 3)(self.block_bytes, self.block_bytes, 0),
             int(math.log2(self.page_size)),
-            self.span_starts.address,
             self.spans.address,
         )
 
@@ -475,7 +476,7 @@ class World:
         pending = self.filled(np.zeros(len(blocks) * self.kv_heads * self.sets, np.int32))
         call.pending = pending.address
         call.blocks, call.prefix = self.filled(blocks).address, self.filled(prefix).address
-        call.block_count = self.filled(np.array([len(blocks)], np.int32)).address
+        call.totals = self.filled(np.array([len(blocks), prefix[-1]], np.int32)).address
         options = {"shared_bytes": library.constant(f"{name}_SHARED_BYTES"), "seed": seed}
         library.launch(name, grid, threads, call, **options)
         for array in self.keep:

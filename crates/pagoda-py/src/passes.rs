@@ -43,7 +43,7 @@ pub(crate) struct HostPages {
 pub(crate) struct ListPlaces {
     blocks: usize,
     prefix: usize,
-    count: usize,
+    totals: usize,
     rows: usize,
 }
 
@@ -216,6 +216,7 @@ impl Upload {
         let members = self.members() as u32;
         let tokens = step.new_tokens() as u32;
         let spans = |sequence: usize| step.spans(core, sequence, id);
+        let first_spans = &self.first_spans[usize::from(id.0)];
         let mut lists = vec![WorkList::default(); passes.blocks.len()];
         let mut works = Vec::new();
         for (index, work) in self.works.iter().enumerate().filter(|(_, work)| GroupId(work.group) == id) {
@@ -224,7 +225,8 @@ impl Upload {
             let mut write = |list: &WorkList, carried: u32, queries: u32| {
                 lists.iter_mut().for_each(WorkList::clear);
                 list.split(passes, work.by_runs, spans, carried, queries, &mut lists);
-                lists.iter().map(|list| write_part(&mut self.streams.words, list)).collect::<Vec<_>>()
+                let words = &mut self.streams.words;
+                lists.iter().map(|list| write_part(words, list, first_spans)).collect::<Vec<_>>()
             };
             let Lists { own, common } = &self.lists[index];
             let (own, common) = (write(own, members, tokens), write(common, members + 3 * tokens, members));
@@ -257,10 +259,10 @@ fn of_tier(blocks: &[BlockRef], tier: Tier) -> Vec<BlockId> {
 }
 
 /// Writes a list down, if there is work in it; returns where.
-fn write_part(words: &mut Vec<u32>, list: &WorkList) -> Option<ListPlaces> {
+fn write_part(words: &mut Vec<u32>, list: &WorkList, first_spans: &[u32]) -> Option<ListPlaces> {
     if list.blocks.is_empty() {
         return None;
     }
-    let [blocks, prefix, count, rows] = write_list(words, list).map(|range| 4 * range.start);
-    Some(ListPlaces { blocks, prefix, count, rows })
+    let [blocks, prefix, totals, rows] = write_list(words, list, first_spans).map(|range| 4 * range.start);
+    Some(ListPlaces { blocks, prefix, totals, rows })
 }

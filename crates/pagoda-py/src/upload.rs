@@ -23,8 +23,6 @@ pub(crate) struct GroupPlaces {
     /// uint32 `[batch, columns]`.
     table: u64,
     columns: usize,
-    /// int32 `[batch + 1]`.
-    span_starts: u64,
     spans: u64,
     /// int64 `[tokens]`.
     slots: u64,
@@ -66,8 +64,8 @@ pub(crate) struct ListAddresses {
     blocks: u64,
     /// int32 `[blocks + 1]`.
     prefix: u64,
-    /// One int32.
-    count: u64,
+    /// Two int32: how many blocks, and their work.
+    totals: u64,
     /// int32: where the parts that blocks begin with are among the queries that hold common pages.
     rows: u64,
 }
@@ -127,6 +125,8 @@ pub(crate) struct Upload {
     angles: Vec<AnglePlaces>,
     /// Per group and place in the batch.
     held: Vec<Vec<Option<Row>>>,
+    /// Likewise, of the open step: which span of all is the sequence's first.
+    pub(crate) first_spans: Vec<Vec<u32>>,
     /// Per work list.
     shared: Vec<Shared>,
     pub(crate) lists: Vec<Lists>,
@@ -144,12 +144,13 @@ impl Upload {
         works: Vec<WorkPlaces>,
         angles: Vec<AnglePlaces>,
     ) {
-        let held = groups.iter().map(|_| Vec::new()).collect();
+        let held = vec![Vec::new(); groups.len()];
+        let first_spans = vec![Vec::new(); groups.len()];
         let shared = works.iter().map(|_| Shared::default()).collect();
         let lists = vec![Lists::default(); works.len()];
         // Pages that were brought ahead are in the ring, which stays where it is.
         let streams = std::mem::take(&mut self.streams);
-        *self = Self { groups, works, angles, held, shared, lists, streams, ..Self::default() };
+        *self = Self { groups, works, angles, held, first_spans, shared, lists, streams, ..Self::default() };
     }
 
     /// Writes down what the open step changes; returns how many words [`Self::take`] gives, and how many queries hold pages
@@ -249,15 +250,12 @@ impl Upload {
     }
 
     fn spans(&mut self, core: &Cache, step: &StepState, group: usize) {
-        let (starts, spans) = (self.groups[group].span_starts, self.groups[group].spans);
-        let first = self.words.len();
         let mut count = 0;
-        self.words.push(0);
+        self.first_spans[group].clear();
         for index in 0..core.step_batch().len() {
+            self.first_spans[group].push(count);
             count += step.spans(core, index, GroupId(group as u8)).len() as u32;
-            self.words.push(count);
         }
-        self.run(starts, first..self.words.len());
         let first = self.words.len();
         let mut turned = i64::from(count);
         for (index, (_, new_tokens)) in core.step_batch().enumerate() {
@@ -282,7 +280,7 @@ impl Upload {
                 before += count;
             }
         }
-        self.run(spans, first..self.words.len());
+        self.run(self.groups[group].spans, first..self.words.len());
     }
 
     /// Of every new token, int64.
@@ -336,12 +334,13 @@ impl Upload {
         let first = self.words.len();
         self.words.extend(&shared.members);
         self.run(members, first..self.words.len());
-        let words = write_list(&mut self.words, &self.lists[at].common);
+        let words =
+            write_list(&mut self.words, &self.lists[at].common, &self.first_spans[usize::from(group)]);
         self.run_list(places, words);
     }
 
     fn run_list(&mut self, places: ListAddresses, words: [Range<usize>; 4]) {
-        let targets = [places.blocks, places.prefix, places.count, places.rows];
+        let targets = [places.blocks, places.prefix, places.totals, places.rows];
         targets.into_iter().zip(words).for_each(|(target, words)| self.run(target, words));
     }
 
@@ -366,7 +365,7 @@ impl Upload {
                 list.push(cut, index as u32, bounds[index], step.spans(core, index, id), new_tokens, held);
             }
         }
-        let words = write_list(&mut self.words, &self.lists[at].own);
+        let words = write_list(&mut self.words, &self.lists[at].own, &self.first_spans[usize::from(group)]);
         self.run_list(own, words);
     }
 
@@ -405,19 +404,21 @@ fn trails(span: &SpanView) -> bool {
     matches!(span.sight, Sight::Trailing { .. })
 }
 
-/// Writes blocks, prefix, count and parts of a work list down; returns where.
-pub(crate) fn write_list(words: &mut Vec<u32>, list: &WorkList) -> [Range<usize>; 4] {
+/// Writes blocks, prefix, totals and parts of a work list down, as cuda/pagoda/unit.cuh has them; returns where. `first_spans`: of each
+/// sequence of the batch.
+pub(crate) fn write_list(words: &mut Vec<u32>, list: &WorkList, first_spans: &[u32]) -> [Range<usize>; 4] {
     let first = words.len();
     for block in &list.blocks {
         let QueryBlock { sequence, token, queries, position, from, low, high, first_part, parts, target } =
             *block;
-        let fields = [sequence, token, queries, position, from, low, high, first_part, parts, target];
+        let fields = [token, queries, position, from, low, high, first_part, parts, target];
+        words.extend([sequence as u32, first_spans[sequence as usize]]);
         words.extend(fields.map(|field| field as u32));
     }
     let second = words.len();
     words.extend(list.prefix.iter().map(|&work| work as u32));
     let third = words.len();
-    words.push(list.blocks.len() as u32);
+    words.extend([list.blocks.len() as u32, words[third - 1]]);
     let fourth = words.len();
     words.extend(list.part_rows.iter().map(|&row| row as u32));
     [first..second, second..third, third..fourth, fourth..words.len()]

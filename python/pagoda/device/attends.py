@@ -112,7 +112,7 @@ class Attends:
         tables, call = self._tables.groups[kernels.shape["group"]], kernels.attend()
         pages = call.pages
         pages.table, pages.columns = tables.table, tables.columns
-        pages.span_starts, pages.spans = tables.span_starts, tables.spans
+        pages.spans = tables.spans
         call.q = arguments.Rows(queries.address, queries.strides[0], queries.strides[1])
         call.out = arguments.Rows(result.address, result.strides[0], result.strides[1])
         call.lse, call.sinks, call.angles = lse, sinks, self._tables.angles.get(layer)
@@ -195,7 +195,7 @@ class Attends:
     def _launch_list(
         self, kernels: LayerKernels, chosen: instances.Attention, call: Attend, work: ListTables, stream: Stream
     ) -> None:
-        call.blocks, call.prefix, call.block_count, call.part_rows = work.blocks, work.prefix, work.count, work.rows
+        call.blocks, call.prefix, call.totals, call.part_rows = work.blocks, work.prefix, work.totals, work.rows
         call.sets = kernels.shape["num_kv_heads"] * chosen.sets
         call.group = kernels.heads // chosen.sets
         call.set_shift = chosen.sets.bit_length() - 1

@@ -68,7 +68,6 @@ class GroupTables:
 
     table: int
     columns: int
-    span_starts: int
     spans: int
     slots: int
     tokens: int
@@ -85,7 +84,7 @@ class ListTables:
 
     blocks: int
     prefix: int
-    count: int
+    totals: int
     rows: int
 
 
@@ -223,7 +222,6 @@ class StepTables:
             GroupTables(
                 table=carve.take(4 * room.sequences * room.columns),
                 columns=room.columns,
-                span_starts=carve.take(4 * (room.sequences + 1)),
                 spans=carve.take(arguments.SPAN.itemsize * room.spans),
                 slots=carve.take(8 * room.tokens),
                 tokens=carve.take(8),
@@ -244,7 +242,7 @@ class StepTables:
 
         def list_of(blocks: int, rows: int) -> ListTables:
             size = arguments.QUERY_BLOCK.itemsize
-            taken = [carve.take(bytes_) for bytes_ in (size * blocks, 4 * (blocks + 1), 4, 4 * rows)]
+            taken = [carve.take(bytes_) for bytes_ in (size * blocks, 4 * (blocks + 1), 8, 4 * rows)]
             return ListTables(*taken)
 
         if not work.common_queries:

@@ -17,7 +17,7 @@ SPAN = np.dtype(
 """`Span` of tables.cuh."""
 
 QUERY_BLOCK = np.dtype(
-    [(name, "<i4") for name in ("sequence", "token", "queries", "position", "from", "low", "high")]
+    [(name, "<i4") for name in ("sequence", "first_span", "token", "queries", "position", "from", "low", "high")]
     + [(name, "<i4") for name in ("first_part", "parts", "target")]
 )
 """`QueryBlock` of unit.cuh."""
@@ -66,7 +66,6 @@ class Pages(ctypes.Structure):
         ("bases", ctypes.c_void_p * TIERS),
         ("pitches", ctypes.c_int64 * TIERS),
         ("page_shift", ctypes.c_int),
-        ("span_starts", ctypes.c_void_p),
         ("spans", ctypes.c_void_p),
     ]
 
@@ -118,7 +117,7 @@ class Attend(ctypes.Structure):
         ("lse", ctypes.c_void_p),
         ("blocks", ctypes.c_void_p),
         ("prefix", ctypes.c_void_p),
-        ("block_count", ctypes.c_void_p),
+        ("totals", ctypes.c_void_p),
         ("members", ctypes.c_void_p),
         ("part_rows", ctypes.c_void_p),
         ("parts", ctypes.c_void_p),

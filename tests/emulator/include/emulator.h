@@ -167,7 +167,6 @@ inline bool __syncthreads_and(int predicate) {
     return agreed;
 }
 inline void __syncwarp(unsigned mask = ~0u) { emulator::warp_barrier(mask); }
-inline void __threadfence() {}
 template <class T>
 T __shfl_sync(unsigned mask, T value, int lane, int = 32) { return emulator::shuffle("__shfl_sync", mask, value, lane & 31); }
 template <class T>

@@ -479,7 +479,10 @@ inline void atom_global_add_u32(u32& d, u64 address, u32 a) {
     std::memcpy(at, &sum, sizeof sum);
 }
 inline void atom_relaxed_gpu_global_add_u32(u32& d, u64 address, u32 a) { atom_global_add_u32(d, address, a); }
-inline void membar_gl() { emulator::fence(); }
+inline void atom_acq_rel_gpu_global_add_u32(u32& d, u64 address, u32 a) {
+    emulator::fence();
+    atom_global_add_u32(d, address, a);
+}
 inline void cp_async_cg_shared_global(u32 target, u64 source, int bytes, u32 from_source) {
     if (from_source != 0 && from_source != static_cast<u32>(bytes)) fail("cp.async of a part");
     const auto* from = reinterpret_cast<const void*>(source);

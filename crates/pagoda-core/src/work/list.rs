@@ -4,9 +4,7 @@ use super::{Passes, pieces_from};
 use crate::table::SpanView;
 use std::ops::Range;
 
-/// Consecutive queries of one sequence, or queries of several that hold pages in common, in the layout that device kernels
-/// read (cuda/pagoda/unit.cuh).
-#[repr(C)]
+/// Consecutive queries of one sequence, or queries of several that hold pages in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueryBlock {
     /// The sequence's place in the batch.

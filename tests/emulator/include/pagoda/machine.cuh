@@ -20,6 +20,8 @@ inline void copy_commit() { emulator::copy_commit(); }
 template <int PENDING>
 void copy_wait() { emulator::copy_wait(PENDING); }
 
+inline int count_up(int* counter) { return atomicAdd(counter, 1); }
+
 /// Element `e` of row `row` of matrix `matrix`, from the rows that the lanes named.
 inline uint32 matrix_element(const emulator::Offer* met, int matrix, int row, int e) {
     const unsigned short* address;

@@ -79,9 +79,10 @@ __device__ void finish(const Attend& args, const Engine& engine, const Progress&
 /// Grid: any number of thread blocks, in one dimension, with Engine::Shape::THREADS threads and SHARED_BYTES of shared memory.
 template <class Engine>
 __global__ void __launch_bounds__(Engine::Shape::THREADS, Engine::BLOCKS) attend(const Attend args) {
-    const int blocks = *args.block_count;
+    const int blocks = args.totals[0];
     Progress now;
-    now.all = static_cast<int64>(args.prefix[blocks]) * args.sets;
+    // Not from `prefix`, whose last would have to wait for the number of blocks.
+    now.all = static_cast<int64>(args.totals[1]) * args.sets;
     // Nobody's share is empty, unless units are whole.
     now.grid = min(static_cast<int64>(gridDim.x), now.all);
     if (block_here() >= now.grid) return;
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(Engine::Shape::THREADS, Engine::BLOCKS) attend
     now.begun = false;
     Engine engine(args);
     while (now.at < now.end) {
-        now.place = Place::of(args, *args.block_count, now.at);
+        now.place = Place::of(args, args.totals[0], now.at);
         const int first = static_cast<int>(now.at - now.place.start);
         const int64 stretch = static_cast<int64>(args.stretch) * Engine::Shape::TEAMS;
         now.count = args.division == TILES ? static_cast<int>(min(now.part_end() - now.at, stretch)) : 1;

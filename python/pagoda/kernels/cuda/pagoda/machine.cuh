@@ -48,6 +48,14 @@ __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+/// Adds 1 to a counter and returns what it was. Who counts later sees what this thread had written or seen: one instruction releases and
+/// acquires, where two fences would wait for memory one after the other.
+__device__ __forceinline__ int count_up(int* counter) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
 /// Four 8 x 8 matrices of 16-bit elements: lanes 8 i to 8 i + 7 name the rows (16 bytes each) of matrix i. Lane l gets
 /// elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of matrix i in `r[i]`.
 __device__ __forceinline__ void load_matrix(uint32 (&r)[4], const void* row) {

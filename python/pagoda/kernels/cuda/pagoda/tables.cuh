@@ -76,8 +76,7 @@ struct Pages {
     int64 pitches[TIERS];
     /// Tokens of a page, as a power of two.
     int page_shift;
-    /// [batch + 1] and the spans of all sequences.
-    const int* span_starts;
+    /// Of all sequences, one after the other.
     const Span* spans;
 
     __device__ const uint8* block(uint32 entry) const {

@@ -34,8 +34,8 @@ __device__ __forceinline__ float tanh_fast(float x) {
 
 /// Consecutive queries of one sequence, or queries of several that hold pages in common.
 struct QueryBlock {
-    /// The row of the page table.
-    int sequence;
+    /// The row of the page table, and the first span of its sequence.
+    int sequence, first_span;
     /// The row of the first query in the batch (or in `members`), and how many there are.
     int token, queries;
     /// The place of the first query on the sequence's token axis; for common pages the last place that they hold.
@@ -67,8 +67,8 @@ struct Attend {
     const QueryBlock* blocks;
     /// [blocks + 1]: the tiles (or runs) of the blocks before, for one set.
     const int* prefix;
-    /// How many blocks there are, on the device.
-    const int* block_count;
+    /// [2], on the device: how many blocks there are, and the last of `prefix`.
+    const int* totals;
     /// The row in the batch of each query that holds common pages; null where blocks are of consecutive queries.
     const int* members;
     const int* part_rows;
@@ -113,7 +113,7 @@ struct Walk {
 
     /// Begins at the tile (or run) `from` of what the block goes over, for `count` tiles (or one run).
     __device__ void start(const Pages& pages, const QueryBlock& block, int from, int count, bool by_runs) {
-        span = pages.spans + pages.span_starts[block.sequence];
+        span = pages.spans + block.first_span;
         while (true) {
             piece = Piece::of(*span, block.from, block.low, block.high);
             const int tiles = piece.last_tile() - piece.first_tile();
@@ -338,9 +338,10 @@ struct Unit {
     }
 
     /// Merges `count` partial results in order. Each is the first of so many `slots`, from `start` on, but the one that begins the unit the
-    /// last. Some are asked for at once: each takes the way to L2 and back.
+    /// last. Some are asked for at once: each takes the way to L2 and back. There are 33, for example, where 264 thread blocks have one
+    /// sequence's 8 K/V heads.
     __device__ void merge(int count, int64 start, int slots) const {
-        constexpr int AHEAD = 16;
+        constexpr int AHEAD = 17;
         for (int i = first_value(); i < rows * DV; i += ROUND) {
             Sum sum = before(i / DV, i % DV);
             for (int first = 0; first < count; first += AHEAD) {
@@ -358,14 +359,12 @@ struct Unit {
         }
     }
 
-    /// Counts finished parts of the unit; true in the thread block that finished the last of `count`. One thread's fences stand for all:
-    /// barriers are before and behind them.
+    /// Counts finished parts of the unit; true in the thread block that finished the last of `count`. One thread counts for all: barriers
+    /// are before and behind that.
     __device__ bool is_last(int unit, int count) const {
         __syncthreads();
         if (threadIdx.x == 0) {
-            __threadfence();
-            const bool last = atomicAdd(args.pending + unit, 1) == count - 1;
-            __threadfence();
+            const bool last = count_up(args.pending + unit) == count - 1;
             if (last) args.pending[unit] = 0;
             *flag = last;
         }
