@@ -273,7 +273,7 @@ def test_queries_that_a_device_has_no_memory_for(monkeypatch: pytest.MonkeyPatch
         with cache.step([cache.create()], [1]) as step:
             step.append(0, v=rows[:, :1])
             with pytest.raises(
-                pagoda.BackendUnavailable, match=r"q = dtype f32: .* needs 125712 bytes of shared memory"
+                pagoda.BackendUnavailable, match=r"q = dtype f32: .* needs 125648 bytes of shared memory"
             ):
                 step.attend(0, rows.astype(np.float32))
             np.testing.assert_array_equal(step.attend(0, rows), rows)

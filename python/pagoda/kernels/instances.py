@@ -60,12 +60,6 @@ PART = 128
 KEPT_BYTES = 64
 """As in unit.cuh."""
 
-LINE_BYTES = 128
-"""As in shared_rows.cuh."""
-
-NOTE_BYTES = 32
-"""As in tensor_cores.cuh."""
-
 WAY_BYTES = 48
 """Of `Way` in tensor_cores.cuh."""
 
@@ -285,14 +279,14 @@ def _tensor(engine: _Engine, given: Operands, stages: int, sets: int) -> Attenti
     q_bytes = SPLITS.get((q, keys), 1) * rows * _elements(dim) + rows * 4
     if k in QUANTISED:
         q_bytes += rows * 4
-    stage = 0 if k == FROM_V else _stored(k, dim, _depth(dim), engine.stage_rows)
-    stage += 0 if v == PART_OF_K else _stored(v, v_dim, v_dim, engine.stage_rows)
-    ring = engine.teams * stages * (stage + NOTE_BYTES) + 16
+    row_bytes = 0 if k == FROM_V else _stored(k, dim, _depth(dim))
+    row_bytes += 0 if v == PART_OF_K else _stored(v, v_dim, v_dim)
+    ring = engine.teams * stages * (engine.stage_rows * row_bytes + 32) + 16
     ring += 32 * engine.warps * engine.teams * WAY_BYTES if engine.parked else 0
     exchange = engine.teams * rows * (v_dim + 4 + 2) * 4
     shape = f"pagoda::{engine.name}Shape<{given.names}, {dim}, {v_dim}, {engine.cut}, {stages}>"
     kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::{engine.name}Queries<{shape}>>")
-    shared_bytes = _lines(q_bytes) + max(ring + engine.decoded, exchange) + KEPT_BYTES
+    shared_bytes = q_bytes + max(ring + engine.decoded, exchange) + KEPT_BYTES
     # Decoding reads at the speed of memory, which wants bytes under way.
     ahead = stages - 1 if engine.name == "Few" else 1
     return Attention(kernel, sets, rows, 32 * engine.warps, shared_bytes, v_dim, engine.most, ahead)
@@ -308,15 +302,10 @@ def _elements(dim: int) -> int:
     return _depth(dim) * 2
 
 
-def _stored(name: str, dim: int, depth: int, rows: int) -> int:
-    """Bytes of stored rows and their scales in shared memory; `depth`: elements with zeros behind them."""
+def _stored(name: str, dim: int, depth: int) -> int:
+    """Bytes of a stored row and its scales in shared memory; `depth`: elements with zeros behind them."""
     row = FORMATS[name]
-    return _lines(rows * (-(-row.row_bytes(depth) // 16) * 16 + row.scales_bytes(dim)))
-
-
-def _lines(size: int) -> int:
-    """`whole_lines` of shared_rows.cuh."""
-    return -(-size // LINE_BYTES) * LINE_BYTES
+    return -(-row.row_bytes(depth) // 16) * 16 + row.scales_bytes(dim)
 
 
 def _decoded(name: str, dim: int) -> int:

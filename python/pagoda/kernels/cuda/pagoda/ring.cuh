@@ -58,9 +58,7 @@ struct Ring : Unit<Shape_> {
         return Shape::TILES == 1 ? 1 : min(Shape::TILES, min(walk.left, walk.piece.last_tile() - walk.tile));
     }
 
-    __device__ Note& note(int index) const {
-        return *reinterpret_cast<Note*>(ring + Shape::NOTES_START + (team * Shape::STAGES + index) * Shape::NOTE_BYTES);
-    }
+    __device__ Note& note(int index) const { return *reinterpret_cast<Note*>(stage(index) + Shape::NOTE_START); }
 
     /// Starts copying a part of the team's rows of `tiles` tiles; rows of tiles beyond are not real.
     __device__ void copy_stage(int index, const Walk& walk, int tiles, int sub, PageWindow& window) const {

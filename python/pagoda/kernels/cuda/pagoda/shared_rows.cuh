@@ -5,13 +5,6 @@
 
 namespace pagoda {
 
-/// What rows in shared memory begin at multiples of, as they do in their page: an asynchronous copy of a line of 128 bytes that goes to
-/// parts of two is two requests to L2.
-constexpr int LINE_BYTES = 128;
-
-/// `bytes` and what is left of their last line.
-__device__ constexpr int whole_lines(int bytes) { return (bytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES; }
-
 /// Rows of BYTES, in pieces of 16 bytes, one after the other and without gaps. Pieces of a row change places so that the same piece of
 /// eight rows in line, as ldmatrix reads it, lies in different banks. Pairs of pieces stay together: an asynchronous copy asks for a
 /// sector of 32 bytes once where both of its halves go to such a pair, and else twice.

@@ -51,15 +51,15 @@ struct TensorShape {
     static constexpr bool Q_SCALED = K::QUANTISED || K::Keys::MIN_EXPONENT > Q::MIN_EXPONENT;
     static constexpr int Q_SPLIT_BYTES = QRows::bytes(Q_SPLITS * ROWS);
     /// Of each row a factor, and where K may be centred what that adds to its scores.
-    static constexpr int Q_BYTES = whole_lines(Q_SPLIT_BYTES + ROWS * 4 * (K::QUANTISED ? 2 : 1));
-    static constexpr int K_SCALES = KRows::bytes(SCORES), K_BYTES = whole_lines(K_SCALES + SCORES * K::scale_bytes(D));
-    static constexpr int V_SCALES = VRows::bytes(SCORES), V_BYTES = whole_lines(V_SCALES + SCORES * V::scale_bytes(DV));
-    static constexpr int V_START = V_IN_K ? 0 : K_BYTES, STAGE_BYTES = V_IN_K ? K_BYTES : K_BYTES + V_BYTES;
+    static constexpr int Q_BYTES = Q_SPLIT_BYTES + ROWS * 4 * (K::QUANTISED ? 2 : 1);
+    static constexpr int K_SCALES = KRows::bytes(SCORES), K_BYTES = K_SCALES + SCORES * K::scale_bytes(D);
+    static constexpr int V_SCALES = VRows::bytes(SCORES), V_BYTES = V_SCALES + SCORES * V::scale_bytes(DV);
+    static constexpr int V_START = V_IN_K ? 0 : K_BYTES, NOTE_START = V_IN_K ? K_BYTES : K_BYTES + V_BYTES;
+    static constexpr int STAGE_BYTES = NOTE_START + 32;
     /// Floats of a row of values on their way between teams.
     static constexpr int EXCHANGE = DV + 4;
     static constexpr int EXCHANGE_BYTES = TEAMS * ROWS * (EXCHANGE + 2) * 4;
-    /// The ring: stages, what each of them holds, ways.
-    static constexpr int NOTES_START = TEAMS * STAGES * STAGE_BYTES, NOTE_BYTES = 32, WAYS_START = NOTES_START + TEAMS * STAGES * NOTE_BYTES;
+    static constexpr int WAYS_START = TEAMS * STAGES * STAGE_BYTES;
     static constexpr int RING_BYTES = WAYS_START + (PARKED ? THREADS * static_cast<int>(sizeof(Way)) : 0) + 16;
     static constexpr int SHARED_BYTES = Q_BYTES + (RING_BYTES > EXCHANGE_BYTES ? RING_BYTES : EXCHANGE_BYTES) + KEPT_BYTES;
     /// Floats of a partial result: values, then maxima, then sums.
