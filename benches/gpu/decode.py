@@ -33,6 +33,17 @@ class Case:
         rows = self.dtype if self.formats is None else "/".join(self.formats)
         return f"{self.name} {rows} group {self.group} page {self.page_size}"
 
+    def filled(self) -> Filled:
+        """A cache with its tokens."""
+        return Filled(
+            self.lengths,
+            dtype=self.dtype,
+            page_size=self.page_size,
+            q_heads=8 * self.group,
+            shared=self.shared,
+            formats=self.formats,
+        )
+
 
 ONE, MANY = [128 * K], [4 * K] * 64
 CASES = [
@@ -75,15 +86,8 @@ def main() -> None:
     report = Report("decode")
     plain: dict[str, float] = {}
     for case in CASES:
-        filled = Filled(
-            case.lengths,
-            dtype=case.dtype,
-            page_size=case.page_size,
-            q_heads=8 * case.group,
-            shared=case.shared,
-            formats=case.formats,
-        )
-        held = (case.shared + sum(length - case.shared for length in case.lengths)) * filled.token_bytes
+        filled = case.filled()
+        held = filled.held_bytes
         ceiling = seconds(filled.reads(held))
         report.line(str(case), "read kernel", us=ceiling * 1e6, TBs=held / ceiling / 1e12)
         ours = seconds(filled.calls())

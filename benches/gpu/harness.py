@@ -101,9 +101,9 @@ class Filled:
         layer = pagoda.AttentionLayer(q_heads, KV_HEADS, DIM)
         k_dtype, v_dtype = formats or (dtype, dtype)
         self.token_bytes = pagoda.ModelSpec([layer]).bytes_per_token(k_dtype, v_dtype)
-        self.bytes = sum(lengths) * self.token_bytes
         held = shared + sum(length - shared for length in lengths)
-        self.layers = max(2, -(-COLD_BYTES // (held * self.token_bytes)))
+        self.held_bytes = held * self.token_bytes
+        self.layers = max(2, -(-COLD_BYTES // self.held_bytes))
         torch.manual_seed(0)
         self.k, self.v = (torch.randn(ROWS, KV_HEADS, DIM, device="cuda").to(self.kind) for _ in range(2))
         self.q = torch.randn(len(lengths) * new, q_heads, DIM, device="cuda").to(self.kind)

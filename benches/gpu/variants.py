@@ -11,26 +11,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from decode import CASES, Case
-from harness import Filled, machine, seconds
+from decode import CASES
+from harness import machine, seconds
 from pagoda.kernels import loader
 
 ROUNDS = 3
 DEFAULT = ["1 x 128K", "64 x 4K"]
-
-
-def filled(case: Case, folder: Path) -> Filled:
-    """A cache whose kernels come from `folder`."""
-    loader.SOURCES = folder
-    loader.fingerprint.cache_clear()
-    return Filled(
-        case.lengths,
-        dtype=case.dtype,
-        page_size=case.page_size,
-        q_heads=8 * case.group,
-        shared=case.shared,
-        formats=case.formats,
-    )
 
 
 def main() -> None:
@@ -46,8 +32,10 @@ def main() -> None:
         ceiling, error = 0.0, {}
         for _ in range(ROUNDS):
             for folder in options.folders:
-                cache = filled(case, folder)
-                ceiling = ceiling or seconds(cache.reads(cache.bytes))
+                loader.SOURCES = folder
+                loader.fingerprint.cache_clear()
+                cache = case.filled()
+                ceiling = ceiling or seconds(cache.reads(cache.held_bytes))
                 times[folder].append(seconds(cache.calls()))
                 error[folder] = cache.error(cache.out)
                 cache.close()
