@@ -1,6 +1,6 @@
 """Compiles device kernels by NVRTC, without a GPU: `make kernels` does what `every` lists, for every architecture.
 
-    .venv/bin/python tools/compile_kernels.py [--archs sm_80,sm_90] [--covering]
+    .venv/bin/python tools/compile_kernels.py [--archs sm_80,sm_90 | --covering]
 
 Prints registers, spilled bytes and the size of the code of each. Fails where one spills registers to memory. Needs the wheels
 nvidia-cuda-nvrtc, nvidia-cuda-runtime (headers) and cuda-bindings, which are among the development dependencies.
@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,6 +30,9 @@ from pagoda.kernels import instances, loader
 from pagoda.kernels.instances import Kernel
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+COVERED = ("sm_80", "sm_90", "sm_120")
+"""Those that the tests compile for."""
+
 SHARED_MAX = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}
 """KiB of shared memory that a thread block can have (CUDA C++ Programming Guide, technical specifications)."""
 
@@ -41,6 +44,9 @@ PART_SIZES = ((128, 128), (576, 512))
 
 Layer = tuple[tuple[str, str, str], tuple[int, int]]
 """Types of K, V and queries, and elements of a K and of a V row."""
+
+Attend = tuple[Layer, int, str]
+"""A layer, query heads of a K/V head, and the mode."""
 
 MODES = ("decode", "verify", "prefill", "common", "decode-deterministic", "prefill-deterministic")
 GROUPS = (1, 4, 8, 16)
@@ -93,58 +99,63 @@ def every(arch: str) -> list[Kernel]:
     appends += [instances.append(*pair, "bf16", 128) for pair in QUANTISED]
     appends += [instances.append(name, name, "bf16", 512) for name in instances.QUANTISED]
     centers = [instances.center(given) for given in instances.NAMES]
-    attends = [
-        *_fitting(arch, [*product(types, SIZES)], GROUPS),
-        *_fitting(arch, [*product(quantised, QUANTISED_SIZES)], GROUPS),
-        *_fitting(arch, [*product(parts, PART_SIZES)], LATENT_GROUPS),
-        *_fitting(arch, [(names, DERIVED) for names in derived], DERIVED_GROUPS),
+    attends: list[Attend] = [
+        *product(product(types, SIZES), GROUPS, MODES),
+        *product(product(quantised, QUANTISED_SIZES), GROUPS, MODES),
+        *product(product(parts, PART_SIZES), LATENT_GROUPS, MODES),
+        *product(product(derived, [DERIVED]), DERIVED_GROUPS, MODES),
     ]
-    return _distinct(appends + centers, attends)
+    return _kernels(arch, appends + centers, attends)
 
 
 def covering(arch: str) -> list[Kernel]:
-    """A few of each kind: at most 50."""
+    """A few of each kind, at most 50: those that want most registers, and of the others the share of one of COVERED."""
     appends = [instances.append("f16", "bf16", "f32", 128), instances.center("f16")]
     appends += [instances.append("q8_0", "q4_0", "f32", 128), instances.append("nvfp4", "q5_0", "f32", 1024)]
-    floats, halves = ("f16", "f16", "f32"), ("bf16", "bf16", "bf16")
-    layers: list[Layer] = [
-        *((halves, both) for both in ((64, 64), (80, 80), (256, 256), (512, 512))),
+    floats, halves, codes = ("f16", "f16", "f32"), ("bf16", "bf16", "bf16"), ("q4_0", "q4_0", "bf16")
+    latent = ("bf16", instances.PART_OF_K, "bf16")
+    derived = [(instances.FROM_V, v, q) for v, q in (("q5_0", "bf16"), ("bf16", "bf16"), ("f16", "f32"))]
+    large: list[Layer] = [
+        *((halves, both) for both in ((256, 256), (512, 512))),
+        (latent, (576, 512)),
+        (codes, (128, 128)),
+        (("q8_0", "q8_0", "bf16"), (256, 256)),
+    ]
+    others: list[Layer] = [
+        *((halves, both) for both in ((64, 64), (80, 80))),
         *((floats, both) for both in ((192, 128), (256, 256))),
-        *((("bf16", instances.PART_OF_K, "bf16"), both) for both in PART_SIZES),
+        (latent, (128, 128)),
         (("f16", "f16", "bf16"), (128, 128)),
         (("mxfp4", "nvfp4", "bf16"), (128, 128)),
-        (("q4_0", "q4_0", "bf16"), (128, 128)),
-        (("q8_0", "q8_0", "bf16"), (256, 256)),
         (("fp8_e4m3", "fp8_e4m3", "f16"), (256, 256)),
         (("f16", "int8", "f32"), (256, 256)),
         (("q8_0", "q4_0", "f32"), (512, 512)),
     ]
-    decoded = [(("f32", "f16", "bf16"), (256, 256)), (("q5_0", "q5_0", "bf16"), (128, 128))]
-    derived = [((instances.FROM_V, v, q), DERIVED) for v, q in (("bf16", "bf16"), ("f16", "f32"), ("q5_0", "bf16"))]
-    attends = [
-        *_fitting(arch, [(floats, (128, 128)), (halves, (128, 128))], [4]),
-        *_fitting(arch, layers, [4], ("decode", "prefill")),
-        *_fitting(arch, decoded, [4], ["decode"]),
-        *_fitting(arch, [(("q4_0", "q4_0", "bf16"), (128, 128))], [4], ["verify"]),
-        *_fitting(arch, derived, [16], ["prefill"]),
-        *_fitting(arch, [(("bf16", instances.PART_OF_K, "bf16"), (576, 512))], [128], ["decode"]),
+    everywhere: list[Attend] = [
+        *product([(halves, (128, 128))], [4], MODES),
+        *product(large, [4], ["prefill"]),
+        ((codes, (128, 128)), 4, "verify"),
+        ((derived[0], DERIVED), 16, "prefill"),
     ]
-    return _distinct(appends, attends)
+    in_turn: list[Attend] = [
+        *product([(floats, (128, 128))], [4], MODES),
+        *product(large, [4], ["decode"]),
+        *product(others, [4], ["decode", "prefill"]),
+        *(((names, DERIVED), 16, "prefill") for names in derived[1:]),
+        ((("f32", "f16", "bf16"), (256, 256)), 4, "decode"),
+        ((("q5_0", "q5_0", "bf16"), (128, 128)), 4, "decode"),
+        ((latent, (576, 512)), 128, "decode"),
+    ]
+    return _kernels(arch, appends, everywhere + in_turn[COVERED.index(arch) :: len(COVERED)])
 
 
-def _distinct(others: list[Kernel], attends: list[Kernel]) -> list[Kernel]:
-    """With the kernels of which there is one instance, each once."""
-    kernels = {instances.UNPACK, instances.MOVE, instances.READ, *others, *attends}
-    return sorted(kernels, key=lambda kernel: kernel.expression)
-
-
-def _fitting(arch: str, layers: Sequence[Layer], groups: Sequence[int], modes: Sequence[str] = MODES) -> list[Kernel]:
-    """Attention over layers, as far as it fits the architecture."""
-    kernels = []
-    for (types, sizes), group, mode in product(layers, groups, modes):
+def _kernels(arch: str, others: list[Kernel], attends: list[Attend]) -> list[Kernel]:
+    """With attention as far as it fits the architecture, and what there is one instance of; each once."""
+    kernels = {instances.UNPACK, instances.MOVE, instances.READ, *others}
+    for (types, sizes), group, mode in attends:
         with contextlib.suppress(BackendUnavailable):
-            kernels.append(instances.attend(*types, *sizes, group, mode, SHARED_MAX[arch] << 10).kernel)
-    return kernels
+            kernels.add(instances.attend(*types, *sizes, group, mode, SHARED_MAX[arch] << 10).kernel)
+    return sorted(kernels, key=lambda kernel: kernel.expression)
 
 
 def compile_for(arch: str, kernel: Kernel) -> Compiled:
@@ -239,12 +250,16 @@ def compile_all(kernels: dict[str, list[Kernel]]) -> Iterator[Compiled]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--archs", default=",".join(ARCHS))
-    parser.add_argument("--covering", action="store_true", help="only the instances that the tests compile")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--archs", default=",".join(ARCHS))
+    choice.add_argument("--covering", action="store_true", help="only what the tests compile")
     arguments = parser.parse_args()
-    choose = covering if arguments.covering else every
+    if arguments.covering:
+        kernels = {arch: covering(arch) for arch in COVERED}
+    else:
+        kernels = {arch: every(arch) for arch in arguments.archs.split(",")}
     count, spilling = 0, 0
-    for one in compile_all({arch: choose(arch) for arch in arguments.archs.split(",")}):
+    for one in compile_all(kernels):
         figures = f"{one.registers:>4} registers {one.spilled:>5} spilled {one.cubin_bytes:>7} bytes"
         print(f"{one.arch:>7} {figures}  {one.expression}", flush=True)
         count, spilling = count + 1, spilling + bool(one.spilled)
