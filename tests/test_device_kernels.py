@@ -495,7 +495,7 @@ def test_what_is_broken_is_noticed(broken: str, tmp_path: Path) -> None:
     elif broken in BROKEN_KEYS:
         shapes = [FROM_V[0], FROM_V[6]]
     # Most are noticed with the first shape; so the second is compiled when it is needed.
-    library_of = cache(lambda shape: compiled([shape], [], device_code=folder))
+    library_of = cache(lambda shape: compiled([shape], [], device_code=folder, optimise="-O0"))
     for seed, shape, page_size in product(range(8), shapes, (8, 32)):
         library = library_of(shape)
         commons = [Common([1, 2], 0, 32)]

@@ -209,7 +209,7 @@ def test_instructions() -> None:
     registers += [f".reg .b64 %{name};" for name in ("from", "to", "at", "d")]
     registers += [*(f".reg .b16 %h{name};" for name in "abd"), ".reg .pred %p;"]
     text = ".entry all(\n.param .align 8 .b8 given[16]\n)\n{\n" + "\n".join([*registers, *lines, "ret;"]) + "\n}"
-    library = emulator.Library(emulator.program(ptx.translated(text, {"all": "all"}), [], []))
+    library = emulator.Library(emulator.program(ptx.translated(text, {"all": "all"}), [], [], "-O1"))
 
     rng = np.random.default_rng(0)
     given, out = Guarded((THREADS, 3), np.uint32), Guarded((len(CASES), THREADS), np.uint32)

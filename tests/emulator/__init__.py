@@ -98,12 +98,15 @@ def compile(
     constants: Mapping[str, str] | None = None,
     *,
     device_code: Path = DEVICE_CODE,
+    optimise: str = "-O1",
 ) -> Library:
-    """Compiles kernels, each a template instance that takes one struct, and constants. The result is kept on disk."""
+    """Compiles kernels, each a template instance that takes one struct, and constants. The result is kept on disk.
+
+    optimise: at "-O0" compiling takes less time, and running kernels more."""
     for name, kernel in kernels.items():
         source += f"\nLAUNCHER({name}, ({kernel}))"
     source = with_constants(source, constants or {})
-    return Library(program(source, contents(device_code), [f"-I{device_code}"]))
+    return Library(program(source, contents(device_code), [f"-I{device_code}"], optimise))
 
 
 def with_constants(source: str, constants: Mapping[str, str]) -> str:
@@ -112,7 +115,7 @@ def with_constants(source: str, constants: Mapping[str, str]) -> str:
     return "\n".join([source, *functions])
 
 
-def program(source: str, known: list[str], options: list[str], optimise: str = "-O1") -> Path:
+def program(source: str, known: list[str], options: list[str], optimise: str) -> Path:
     """A program of C++ that says LAUNCHER(name, (kernel)) for each kernel. known: what it reads, besides the emulator."""
     require()
     # Compiled beforehand, for to read it takes a fourth of the time of a kernel.

@@ -63,7 +63,7 @@ def compile(
     translation = emulator.kept("cpp", [own, source, *kernels, *kernels.values(), *known], write)
     library = emulator.Library(emulator.program(translation.read_text(), [], [], "-Og"))
     if constants:
-        library.add(emulator.program(emulator.with_constants(source, constants), known, [f"-I{device_code}"]))
+        library.add(emulator.program(emulator.with_constants(source, constants), known, [f"-I{device_code}"], "-O0"))
     return library
 
 
