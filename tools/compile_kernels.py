@@ -109,37 +109,36 @@ def every(arch: str) -> list[Kernel]:
 
 
 def covering(arch: str) -> list[Kernel]:
-    """A few of each kind, at most 50: those that want most registers, and of the others the share of one of COVERED."""
+    """A few of each kind, at most 50: what wants most registers, every format, and of the rest one share of three."""
     appends = [instances.append("f16", "bf16", "f32", 128), instances.center("f16")]
     appends += [instances.append("q8_0", "q4_0", "f32", 128), instances.append("nvfp4", "q5_0", "f32", 1024)]
     floats, halves, codes = ("f16", "f16", "f32"), ("bf16", "bf16", "bf16"), ("q4_0", "q4_0", "bf16")
     latent = ("bf16", instances.PART_OF_K, "bf16")
     derived = [(instances.FROM_V, v, q) for v, q in (("q5_0", "bf16"), ("bf16", "bf16"), ("f16", "f32"))]
-    large: list[Layer] = [
+    prefilled: list[Layer] = [
         *((halves, both) for both in ((256, 256), (512, 512))),
-        (latent, (576, 512)),
+        *((latent, both) for both in PART_SIZES),
         (codes, (128, 128)),
+        (("f16", "f16", "bf16"), (128, 128)),
+        (("mxfp4", "nvfp4", "bf16"), (128, 128)),
         (("q8_0", "q8_0", "bf16"), (256, 256)),
+        (("fp8_e4m3", "fp8_e4m3", "f16"), (256, 256)),
+        (("f16", "int8", "f32"), (256, 256)),
     ]
     others: list[Layer] = [
         *((halves, both) for both in ((64, 64), (80, 80))),
         *((floats, both) for both in ((192, 128), (256, 256))),
-        (latent, (128, 128)),
-        (("f16", "f16", "bf16"), (128, 128)),
-        (("mxfp4", "nvfp4", "bf16"), (128, 128)),
-        (("fp8_e4m3", "fp8_e4m3", "f16"), (256, 256)),
-        (("f16", "int8", "f32"), (256, 256)),
         (("q8_0", "q4_0", "f32"), (512, 512)),
     ]
     everywhere: list[Attend] = [
         *product([(halves, (128, 128))], [4], MODES),
-        *product(large, [4], ["prefill"]),
+        *product(prefilled, [4], ["prefill"]),
         ((codes, (128, 128)), 4, "verify"),
         ((derived[0], DERIVED), 16, "prefill"),
     ]
     in_turn: list[Attend] = [
         *product([(floats, (128, 128))], [4], MODES),
-        *product(large, [4], ["decode"]),
+        *product(prefilled, [4], ["decode"]),
         *product(others, [4], ["decode", "prefill"]),
         *(((names, DERIVED), 16, "prefill") for names in derived[1:]),
         ((("f32", "f16", "bf16"), (256, 256)), 4, "decode"),
