@@ -130,6 +130,11 @@ impl LayerGeometry {
     pub fn v_rows(&self) -> RowFormat {
         self.v_format.unwrap_or(self.k_format)
     }
+
+    /// Elements of the rows that V is read from.
+    pub fn v_row_dim(&self) -> u32 {
+        if self.v_format.is_some() { self.v_head_dim } else { self.head_dim }
+    }
 }
 
 /// Rows of equal size inside a block: `[kv_head][token][row]`.

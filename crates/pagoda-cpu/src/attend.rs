@@ -217,9 +217,9 @@ pub(crate) unsafe fn attend(
     let v_format = layer.geometry.v_rows();
     let keys = match layer.derived {
         Some(_) => kernels.float_rows(k_format),
-        None => kernels.rows(k_format, head_dim, layer.page_size),
+        None => kernels.rows(k_format, head_dim, head_dim, layer.page_size),
     };
-    let values = kernels.rows(v_format, v_head_dim, layer.page_size);
+    let values = kernels.rows(v_format, v_head_dim, layer.geometry.v_row_dim(), layer.page_size);
     let many = [
         if layer.derived.is_some() { Many::AsFew } else { keys.many.with_same_bits(deterministic) },
         values.many.with_same_bits(deterministic),
@@ -906,8 +906,7 @@ impl Pass<'_> {
         let (call, group, layer) = (self.call, self.group, self.call.kv.layer);
         let rows = group.queries * layer.group();
         let stride = value_stride(layer);
-        let LayerGeometry { head_dim, v_head_dim, v_format, .. } = layer.geometry;
-        let stored_dim = if v_format.is_some() { v_head_dim } else { head_dim };
+        let LayerGeometry { v_head_dim, v_format, .. } = layer.geometry;
         for (part, seen) in call.sights(group, piece, tile) {
             let first = (head - group.heads.start) * rows;
             let state_part = first + part.start..first + part.end;
@@ -919,7 +918,7 @@ impl Pass<'_> {
                 stride,
                 count: part.len(),
                 dim: v_head_dim as usize,
-                size: row_size(&layer.layout.v, stored_dim),
+                size: row_size(&layer.layout.v, layer.geometry.v_row_dim()),
                 chunk: values,
                 low: seen.start,
                 high: seen.end,

@@ -60,53 +60,36 @@ unsafe fn prefetch_scales<S: Dot>(scales: *const u8, size: RowSize, to: Cache) {
     }
 }
 
-/// `$kernel::<S, C, _, R>($args, row, size, tile)` for all rows, of the tile of `$chunk` as it is stored.
-macro_rules! for_rows {
-    ($kernel:ident::<$simd:ident, $codes:ident>($args:ident, $chunk:expr), $dim:expr) => {{
-        // Strides that are known when this is compiled spare the kernels their registers, where vectors leave some.
-        let known = if $simd::MANY_REGISTERS && $args.size.dim == $dim { $dim / STEP } else { 0 };
-        let mut row = 0;
-        while row < $args.count {
-            let rows = rows_at_once($args.count - row, $simd::ROWS);
-            // SAFETY: as the caller promises; every block gets as many query rows as there are.
-            unsafe {
-                match known {
-                    2 => for_rows!(rows, $kernel::<$simd, $codes>($args, row, $codes::size(2), $chunk)),
-                    4 => for_rows!(rows, $kernel::<$simd, $codes>($args, row, $codes::size(4), $chunk)),
-                    8 => for_rows!(rows, $kernel::<$simd, $codes>($args, row, $codes::size(8), $chunk)),
-                    _ => for_rows!(rows, $kernel::<$simd, $codes>($args, row, $args.size, $chunk)),
-                }
-            }
-            row += rows;
-        }
-    }};
-    ($rows:ident, $kernel:ident::<$simd:ident, $codes:ident>($args:ident, $row:ident, $size:expr, $chunk:expr)) => {{
-        let size = $size;
-        let tile = Stored::<$codes>::new($chunk, size);
-        match $rows {
-            1 => $kernel::<$simd, $codes, _, 1>($args, $row, size, &tile),
-            2 => $kernel::<$simd, $codes, _, 2>($args, $row, size, &tile),
-            3 => $kernel::<$simd, $codes, _, 3>($args, $row, size, &tile),
-            _ => $kernel::<$simd, $codes, _, 4>($args, $row, size, &tile),
-        }
-    }};
+/// The size of rows: that of `STEPS` steps, or with 0 what it is said to be. Strides that are known when this is compiled spare
+/// kernels their registers.
+#[inline(always)]
+fn size<C: Codes, const STEPS: usize>(said: RowSize) -> RowSize {
+    if STEPS == 0 {
+        return said;
+    }
+    debug_assert_eq!(said, C::size(STEPS));
+    C::size(STEPS)
 }
 
-/// `$kernel::<S, C, _, R>($args, row, $size, $tile)` for all rows, of which there are many.
-macro_rules! for_many_rows {
-    ($kernel:ident::<$simd:ident, $codes:ident>($args:ident, $tile:ident)) => {{
+/// `$kernel::<S, C, _, R>($args, row, $size, $tile)` for all rows, of which one may be left alone or not.
+macro_rules! for_rows {
+    ($kernel:ident::<$simd:ident, $codes:ident>($args:ident, $size:expr, $tile:ident), alone: $alone:expr) => {{
         let (mut row, mut block) = (0, 0);
         while row < $args.count {
             let rows = rows_at_once($args.count - row, $simd::ROWS);
-            $tile.share(block, $args.count.div_ceil($simd::ROWS));
+            Tile::<$simd>::share(&mut $tile, block, $args.count.div_ceil($simd::ROWS));
             // SAFETY: as the caller promises; every block gets as many query rows as there are.
             unsafe {
                 match rows {
-                    1 if $simd::ROWS == 2 => $kernel::<$simd, $codes, _, 1>($args, row, $args.size, &$tile),
-                    2 => $kernel::<$simd, $codes, _, 2>($args, row, $args.size, &$tile),
-                    3 => $kernel::<$simd, $codes, _, 3>($args, row, $args.size, &$tile),
-                    4 => $kernel::<$simd, $codes, _, 4>($args, row, $args.size, &$tile),
-                    _ => unreachable!("five and more go by twos to fours"),
+                    1 if const { $alone } => $kernel::<$simd, $codes, _, 1>($args, row, $size, &$tile),
+                    2 => $kernel::<$simd, $codes, _, 2>($args, row, $size, &$tile),
+                    3 if const { $simd::ROWS > 2 } => {
+                        $kernel::<$simd, $codes, _, 3>($args, row, $size, &$tile)
+                    }
+                    4 if const { $simd::ROWS > 2 } => {
+                        $kernel::<$simd, $codes, _, 4>($args, row, $size, &$tile)
+                    }
+                    _ => unreachable!("not so many at once"),
                 }
             }
             (row, block) = (row + rows, block + 1);
@@ -116,8 +99,10 @@ macro_rules! for_many_rows {
 
 /// See [`kernel::score`](crate::kernel::score).
 #[inline(always)]
-pub(crate) unsafe fn score<S: Dot, C: Codes>(args: &Score<'_>) {
-    for_rows!(score_rows::<S, C>(args, args.keys), args.size.dim);
+pub(crate) unsafe fn score<S: Dot, C: Codes, const STEPS: usize>(args: &Score<'_>) {
+    let size = size::<C, STEPS>(args.size);
+    let mut tile = Stored::<C>::new(args.keys, size);
+    for_rows!(score_rows::<S, C>(args, size, tile), alone: true);
 }
 
 /// The same, unpacked for many query rows to scratch memory.
@@ -127,7 +112,8 @@ pub(crate) unsafe fn score_many<S: Dot, C: Codes>(args: &Score<'_>, scratch: &mu
     let seen = args.low / LANES..args.high.div_ceil(LANES);
     // SAFETY: as the caller promises.
     unsafe { tile.fill_columns::<C>(&Stored::new(args.keys, args.size), seen) };
-    for_many_rows!(score_rows::<S, C>(args, tile));
+    // Five and more go by twos to fours, where fours can.
+    for_rows!(score_rows::<S, C>(args, args.size, tile), alone: S::ROWS == 2);
 }
 
 /// Scores of `R` query rows.
@@ -140,11 +126,13 @@ unsafe fn score_rows<S: Dot, C: Codes, T: Tile<S>, const R: usize>(
 ) {
     // SAFETY: as the caller promises.
     unsafe {
-        match (S::MANY_REGISTERS, C::BYTES) {
-            (false, _) => score_blocks::<S, C, T, R, 1, false>(args, row, size, tile),
-            (true, 1) => score_blocks::<S, C, T, R, 2, false>(args, row, size, tile),
+        if const { !S::MANY_REGISTERS } {
+            score_blocks::<S, C, T, R, 1, false>(args, row, size, tile);
+        } else if const { C::BYTES == 1 } {
+            score_blocks::<S, C, T, R, 2, false>(args, row, size, tile);
+        } else {
             // Twice as many sums leave no registers for the columns of two blocks, but for twice those of one.
-            (true, _) => score_blocks::<S, C, T, R, 1, true>(args, row, size, tile),
+            score_blocks::<S, C, T, R, 1, true>(args, row, size, tile);
         }
     }
 }
@@ -262,8 +250,10 @@ unsafe fn score_blocks<S: Dot, C: Codes, T: Tile<S>, const R: usize, const B: us
 
 /// See [`kernel::accumulate`](crate::kernel::accumulate).
 #[inline(always)]
-pub(crate) unsafe fn accumulate<S: Dot, C: Codes>(args: &Accumulate<'_>) {
-    for_rows!(accumulate_rows::<S, C>(args, args.chunk), args.dim);
+pub(crate) unsafe fn accumulate<S: Dot, C: Codes, const STEPS: usize>(args: &Accumulate<'_>) {
+    let size = size::<C, STEPS>(args.size);
+    let mut tile = Stored::<C>::new(args.chunk, size);
+    for_rows!(accumulate_rows::<S, C>(args, size, tile), alone: true);
 }
 
 /// The same, unpacked for many query rows to scratch memory.
@@ -273,7 +263,7 @@ pub(crate) unsafe fn accumulate_many<S: Dot, C: Codes>(args: &Accumulate<'_>, sc
     let seen = args.low / LANES..args.high.div_ceil(LANES);
     // SAFETY: as the caller promises.
     unsafe { tile.fill_words::<C>(&Stored::new(args.chunk, args.size), seen) };
-    for_many_rows!(accumulate_rows::<S, C>(args, tile));
+    for_rows!(accumulate_rows::<S, C>(args, args.size, tile), alone: S::ROWS == 2);
 }
 
 /// The weights of a tile for `R` query rows, times the scales of some steps of V, as integers.
@@ -380,7 +370,7 @@ unsafe fn accumulate_rows<S: Dot, C: Codes, T: Tile<S>, const R: usize>(
             }
             let this =
                 Columns { args, row, step, part, tile, blocks: &blocks, ahead: ahead.as_ref(), weights };
-            if S::MANY_REGISTERS {
+            if const { S::MANY_REGISTERS } {
                 this.add::<C, 2>(0);
             } else {
                 this.add::<C, 1>(0);
@@ -616,7 +606,8 @@ mod tests {
         cases(|random, isa, format, tile, low, high, count| {
             let (dim, steps) = (tile.size.dim, tile.size.dim / STEP);
             let code_max = code_max(bytes_of(format));
-            let kernels = isa.kernels().expect("supported").rows(format, dim as u32, tile.page as u32);
+            let kernels =
+                isa.kernels().expect("supported").rows(format, dim as u32, dim as u32, tile.page as u32);
             let mut codes = vec![QueryStep::default(); count * steps];
             let mut scores = vec![0.0; count * TILE];
             let to = scores.as_mut_ptr();
@@ -678,7 +669,8 @@ mod tests {
         cases(|random, isa, format, tile, low, high, count| {
             let dim = tile.size.dim;
             let code_max = code_max(bytes_of(format));
-            let kernels = isa.kernels().expect("supported").rows(format, dim as u32, tile.page as u32);
+            let kernels =
+                isa.kernels().expect("supported").rows(format, dim as u32, dim as u32, tile.page as u32);
             let kind = random.pick(&[0.0, 1.0, 1e-3]);
             let weight = |random: &mut Random| {
                 if kind == 0.0 { random.pick(&[0.0, 1.0]) } else { random.float().abs() * kind }

@@ -17,6 +17,8 @@ pub(super) const BLOCKS: usize = TILE / LANES;
 pub(super) trait Tile<S: Dot> {
     /// Whether what lies ahead is asked for in order (see [`Chunk::in_order`]).
     fn in_order(&self) -> bool;
+    /// Lets block `block` of so many blocks of query rows ask for its share.
+    fn share(&mut self, block: usize, blocks: usize);
     /// Whether the block of query rows that begins with `row` asks at turn `turn` of eight.
     fn asks(&self, row: usize, turn: usize) -> bool;
     /// Where a block is.
@@ -56,6 +58,9 @@ impl<S: Dot, C: Codes> Tile<S> for Stored<'_, C> {
         // Codes of fewer bits gained little by it, and lost where a query row is alone.
         C::BYTES == 2 && self.chunk.in_order
     }
+    /// The first asks for everything.
+    #[inline(always)]
+    fn share(&mut self, _: usize, _: usize) {}
     #[inline(always)]
     fn asks(&self, row: usize, _: usize) -> bool {
         row == 0
@@ -112,18 +117,6 @@ impl<S: Dot> Unpacked<S> {
         let codes = scratch.as_mut_ptr();
         let scales = codes.wrapping_add(TILE * dim / QUAD);
         Self { codes: codes.cast(), scales: scales.cast(), steps: dim / STEP, turns: 0 }
-    }
-
-    /// Lets block `block` of so many blocks of query rows ask for its share: what is asked for in bursts is not fetched.
-    #[inline(always)]
-    pub(super) fn share(&mut self, block: usize, blocks: usize) {
-        let (turns, shares) = match blocks {
-            1 => (0b1111_1111, 1),
-            2..4 => (0b0101_0101, 2),
-            4..8 => (0b0001_0001, 4),
-            _ => (0b0000_0001, 8),
-        };
-        self.turns = if block < shares { turns << block } else { 0 };
     }
 
     /// Where columns of K are.
@@ -192,6 +185,17 @@ impl<S: Dot> Tile<S> for Unpacked<S> {
     #[inline(always)]
     fn in_order(&self) -> bool {
         false
+    }
+    /// What is asked for in bursts is not fetched.
+    #[inline(always)]
+    fn share(&mut self, block: usize, blocks: usize) {
+        let (turns, shares) = match blocks {
+            1 => (0b1111_1111, 1),
+            2..4 => (0b0101_0101, 2),
+            4..8 => (0b0001_0001, 4),
+            _ => (0b0000_0001, 8),
+        };
+        self.turns = if block < shares { turns << block } else { 0 };
     }
     #[inline(always)]
     fn asks(&self, _: usize, turn: usize) -> bool {

@@ -269,9 +269,9 @@ impl Many {
     }
 }
 
-/// Kernels that multiply the codes of rows, if there are any for rows of so many elements of a format. They take
+/// Kernels that multiply the codes of rows, if there are any for so many elements of a format, of rows of so many. They take
 /// [`PRODUCT_ROWS`] rows of a page at once.
-type ProductKernels = fn(RowFormat, usize) -> Option<&'static RowKernels>;
+type ProductKernels = fn(RowFormat, usize, usize) -> Option<&'static RowKernels>;
 /// See [`ProductKernels`].
 const PRODUCT_ROWS: usize = 16;
 
@@ -305,10 +305,11 @@ impl Kernels {
         self.convert[from as usize][to as usize]
     }
 
-    /// Reads `dim` elements of the rows of a layer.
-    pub(crate) fn rows(&self, format: RowFormat, dim: u32, page_size: u32) -> &RowKernels {
-        let products =
-            if page_size as usize >= PRODUCT_ROWS { (self.products)(format, dim as usize) } else { None };
+    /// Reads `dim` elements of rows of `stored`.
+    pub(crate) fn rows(&self, format: RowFormat, dim: u32, stored: u32, page_size: u32) -> &RowKernels {
+        let products = (page_size as usize >= PRODUCT_ROWS)
+            .then(|| (self.products)(format, dim as usize, stored as usize))
+            .flatten();
         products.unwrap_or(self.float_rows(format))
     }
 
@@ -334,7 +335,7 @@ pub(crate) trait Simd {
     const LANES: usize;
     /// Vectors that are in registers at once: 16 or 32.
     const REGISTERS: usize;
-    /// Query rows that share one conversion of a K or V vector in registers, at most: 4 or 6.
+    /// Query rows that share one conversion of a K or V vector in registers, at most: 1, 4 or 6.
     const ROWS: usize;
     /// The vector.
     type V: Copy;
@@ -501,7 +502,7 @@ macro_rules! kernels {
                     floats::<Mxfp4>(),
                     floats::<Nvfp4>(),
                 ],
-                products: |_, _| None,
+                products: |_, _, _| None,
                 encode,
                 scale,
                 product,
@@ -548,14 +549,14 @@ macro_rules! products {
                 kernel::quantise::<$dot, C>(row, steps);
             }
             #[target_feature(enable = $features)]
-            unsafe fn score<C: Codes>(args: &Score<'_>) {
+            unsafe fn score<C: Codes, const STEPS: usize>(args: &Score<'_>) {
                 // SAFETY: as the caller promises.
-                unsafe { kernel::score::<$dot, C>(args) }
+                unsafe { kernel::score::<$dot, C, STEPS>(args) }
             }
             #[target_feature(enable = $features)]
-            unsafe fn accumulate<C: Codes>(args: &Accumulate<'_>) {
+            unsafe fn accumulate<C: Codes, const STEPS: usize>(args: &Accumulate<'_>) {
                 // SAFETY: as the caller promises.
-                unsafe { kernel::accumulate::<$dot, C>(args) }
+                unsafe { kernel::accumulate::<$dot, C, STEPS>(args) }
             }
             #[target_feature(enable = $features)]
             unsafe fn score_many<C: Codes>(args: &Score<'_>, scratch: &mut [f32]) {
@@ -568,23 +569,36 @@ macro_rules! products {
                 unsafe { kernel::accumulate_many::<$dot, C>(args, scratch) }
             }
 
-            pub(super) fn rows(format: RowFormat, dim: usize) -> Option<&'static RowKernels> {
-                const fn kernels<C: Codes>() -> RowKernels {
-                    RowKernels {
-                        score: score::<C>,
-                        accumulate: accumulate::<C>,
-                        quantise: Some(quantise::<C>),
-                        many: Many::Unpacked { score: score_many::<C>, accumulate: accumulate_many::<C> },
+            const fn kernels<C: Codes, const STEPS: usize>() -> RowKernels {
+                RowKernels {
+                    score: score::<C, STEPS>,
+                    accumulate: accumulate::<C, STEPS>,
+                    quantise: Some(quantise::<C>),
+                    many: Many::Unpacked { score: score_many::<C>, accumulate: accumulate_many::<C> },
+                }
+            }
+
+            fn of<C: Codes>(dim: usize, stored: usize) -> &'static RowKernels {
+                if const { <$dot as dot::Dot>::MANY_REGISTERS } && dim == stored {
+                    match dim / STEP {
+                        2 => return const { &kernels::<C, 2>() },
+                        4 => return const { &kernels::<C, 4>() },
+                        8 => return const { &kernels::<C, 8>() },
+                        _ => {}
                     }
                 }
+                const { &kernels::<C, 0>() }
+            }
+
+            pub(super) fn rows(format: RowFormat, dim: usize, stored: usize) -> Option<&'static RowKernels> {
                 match format {
                     _ if !dim.is_multiple_of(STEP) => None,
-                    RowFormat::Int8 => Some(const { &kernels::<Int8>() }),
-                    RowFormat::Q8_0 => Some(const { &kernels::<Q8_0>() }),
-                    RowFormat::Q5_0 => Some(const { &kernels::<Q5_0>() }),
-                    RowFormat::Q4_0 => Some(const { &kernels::<Q4_0>() }),
-                    RowFormat::Mxfp4 => Some(const { &kernels::<Mxfp4>() }),
-                    RowFormat::Nvfp4 => Some(const { &kernels::<Nvfp4>() }),
+                    RowFormat::Int8 => Some(of::<Int8>(dim, stored)),
+                    RowFormat::Q8_0 => Some(of::<Q8_0>(dim, stored)),
+                    RowFormat::Q5_0 => Some(of::<Q5_0>(dim, stored)),
+                    RowFormat::Q4_0 => Some(of::<Q4_0>(dim, stored)),
+                    RowFormat::Mxfp4 => Some(of::<Mxfp4>(dim, stored)),
+                    RowFormat::Nvfp4 => Some(of::<Nvfp4>(dim, stored)),
                     _ => None,
                 }
             }
@@ -599,7 +613,7 @@ products!(#[cfg(target_arch = "aarch64")] mod neondot_products, dot::neon::NeonD
 
 /// Products of integers, and of floats that come off a table.
 #[cfg(target_arch = "x86_64")]
-fn vnni_products(format: RowFormat, dim: usize) -> Option<&'static RowKernels> {
+fn vnni_products(format: RowFormat, dim: usize, stored: usize) -> Option<&'static RowKernels> {
     const KERNELS: RowKernels = RowKernels {
         score: e4m3::score,
         accumulate: e4m3::accumulate,
@@ -610,13 +624,13 @@ fn vnni_products(format: RowFormat, dim: usize) -> Option<&'static RowKernels> {
     if format == RowFormat::Fp8E4m3 && dim.is_multiple_of(e4m3::CODES) {
         Some(&KERNELS)
     } else {
-        avx512vnni_products::rows(format, dim)
+        avx512vnni_products::rows(format, dim, stored)
     }
 }
 
 /// Products of bfloat16 for what they are good for, of integers for the rest.
 #[cfg(target_arch = "x86_64")]
-fn bf16_products(format: RowFormat, dim: usize) -> Option<&'static RowKernels> {
+fn bf16_products(format: RowFormat, dim: usize, stored: usize) -> Option<&'static RowKernels> {
     const KERNELS: RowKernels = RowKernels {
         score: bf16::score,
         accumulate: bf16::accumulate,
@@ -627,6 +641,6 @@ fn bf16_products(format: RowFormat, dim: usize) -> Option<&'static RowKernels> {
     if format == RowFormat::Fp8E4m3 && dim.is_multiple_of(e4m3::CODES) {
         Some(&KERNELS)
     } else {
-        vnni_products(format, dim)
+        vnni_products(format, dim, stored)
     }
 }

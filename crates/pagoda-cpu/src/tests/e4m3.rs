@@ -64,7 +64,7 @@ impl Tile {
 fn scores(isa: Isa, tile: &Tile, queries: &[Vec<f32>], low: usize, high: usize) -> Vec<f32> {
     let (dim, count) = (tile.size.dim, queries.len());
     let kernels = isa.kernels().expect("supported");
-    let kernels = kernels.rows(RowFormat::Fp8E4m3, dim as u32, tile.page as u32);
+    let kernels = kernels.rows(RowFormat::Fp8E4m3, dim as u32, dim as u32, tile.page as u32);
     let mut codes = vec![QueryStep::default(); count * dim / 32];
     if let Some(quantise) = kernels.quantise {
         for (row, steps) in queries.iter().zip(codes.chunks_mut(dim / 32)) {
@@ -136,7 +136,7 @@ fn values_are_those_of_rounded_weights() {
     cases(|(isa, rounded), random, tile, low, high, count| {
         let dim = tile.size.dim;
         let kernels = isa.kernels().expect("supported");
-        let kernels = kernels.rows(RowFormat::Fp8E4m3, dim as u32, tile.page as u32);
+        let kernels = kernels.rows(RowFormat::Fp8E4m3, dim as u32, dim as u32, tile.page as u32);
         let mut weights = vec![f32::NAN; count * TILE];
         for (i, weight) in weights.iter_mut().enumerate() {
             if (low..high).contains(&(i % TILE)) {
