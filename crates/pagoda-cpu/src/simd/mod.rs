@@ -335,7 +335,7 @@ pub(crate) trait Simd {
     const LANES: usize;
     /// Vectors that are in registers at once: 16 or 32.
     const REGISTERS: usize;
-    /// Query rows that share one conversion of a K or V vector in registers, at most: 1, 4 or 6.
+    /// Query rows that share one conversion of a K or V vector in registers, at most: 4 or 6.
     const ROWS: usize;
     /// The vector.
     type V: Copy;

@@ -26,8 +26,7 @@ fn greater(a: f32, b: f32) -> f32 {
 impl Simd for Scalar {
     const LANES: usize = 8;
     const REGISTERS: usize = 16;
-    // It is there to be right everywhere, not to be fast.
-    const ROWS: usize = 1;
+    const ROWS: usize = 4;
     type V = V;
 
     #[inline(always)]
