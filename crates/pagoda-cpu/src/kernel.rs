@@ -241,17 +241,16 @@ pub(crate) unsafe fn score<S: Simd, F: Stored>(args: &Score<'_>) {
     unsafe {
         while row < args.count {
             let rows = rows_at_once(args.count - row, S::ROWS);
-            // What an instruction set never calls is not compiled for it.
-            match rows {
-                1 => score_rows::<S, F, 2, 1, 8>(args, row),
-                2 if const { S::REGISTERS > 16 } => score_rows::<S, F, 2, 2, 8>(args, row),
-                3 if const { S::REGISTERS > 16 } => score_rows::<S, F, 1, 3, 4>(args, row),
-                4 if const { S::REGISTERS > 16 } => score_rows::<S, F, 1, 4, 4>(args, row),
-                2 => score_rows::<S, F, 1, 2, 4>(args, row),
-                3 => score_rows::<S, F, 1, 3, 2>(args, row),
-                4 => score_rows::<S, F, 1, 4, 2>(args, row),
-                5 if const { S::ROWS > 4 } => score_rows::<S, F, 1, 5, 4>(args, row),
-                6 if const { S::ROWS > 4 } => score_rows::<S, F, 1, 6, 4>(args, row),
+            match (rows, S::REGISTERS) {
+                (1, _) => score_rows::<S, F, 2, 1, 8>(args, row),
+                (2, 16) => score_rows::<S, F, 1, 2, 4>(args, row),
+                (2, _) => score_rows::<S, F, 2, 2, 8>(args, row),
+                (3, 16) => score_rows::<S, F, 1, 3, 2>(args, row),
+                (4, 16) => score_rows::<S, F, 1, 4, 2>(args, row),
+                (3, _) => score_rows::<S, F, 1, 3, 4>(args, row),
+                (4, _) => score_rows::<S, F, 1, 4, 4>(args, row),
+                (5, _) if S::ROWS > 4 => score_rows::<S, F, 1, 5, 4>(args, row),
+                (6, _) if S::ROWS > 4 => score_rows::<S, F, 1, 6, 4>(args, row),
                 _ => unreachable!("more than registers hold"),
             }
             row += rows;
@@ -514,15 +513,15 @@ unsafe fn accumulate_step<S: Simd, F: Stored>(args: &Accumulate<'_>, ahead: &mut
     unsafe {
         while row < args.count {
             let rows = rows_at_once(args.count - row, S::ROWS);
-            match rows {
-                1 => accumulate_rows::<S, F, 1, 8>(args, row, ahead),
-                2 if const { S::REGISTERS > 16 } => accumulate_rows::<S, F, 2, 8>(args, row, ahead),
-                4 if const { S::REGISTERS > 16 } => accumulate_rows::<S, F, 4, 4>(args, row, ahead),
-                2 => accumulate_rows::<S, F, 2, 4>(args, row, ahead),
-                3 => accumulate_rows::<S, F, 3, 4>(args, row, ahead),
-                4 => accumulate_rows::<S, F, 4, 2>(args, row, ahead),
-                5 if const { S::ROWS > 4 } => accumulate_rows::<S, F, 5, 4>(args, row, ahead),
-                6 if const { S::ROWS > 4 } => accumulate_rows::<S, F, 6, 4>(args, row, ahead),
+            match (rows, S::REGISTERS) {
+                (1, _) => accumulate_rows::<S, F, 1, 8>(args, row, ahead),
+                (2, 16) => accumulate_rows::<S, F, 2, 4>(args, row, ahead),
+                (2, _) => accumulate_rows::<S, F, 2, 8>(args, row, ahead),
+                (4, 16) => accumulate_rows::<S, F, 4, 2>(args, row, ahead),
+                (3, _) => accumulate_rows::<S, F, 3, 4>(args, row, ahead),
+                (4, _) => accumulate_rows::<S, F, 4, 4>(args, row, ahead),
+                (5, _) if S::ROWS > 4 => accumulate_rows::<S, F, 5, 4>(args, row, ahead),
+                (6, _) if S::ROWS > 4 => accumulate_rows::<S, F, 6, 4>(args, row, ahead),
                 _ => unreachable!("more than registers hold"),
             }
             row += rows;
