@@ -56,6 +56,8 @@ mod rest;
 pub mod step;
 mod sync;
 pub mod table;
+#[cfg(test)]
+mod tests;
 pub mod window;
 pub mod work;
 mod zeroing;

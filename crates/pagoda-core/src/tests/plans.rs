@@ -1,0 +1,228 @@
+use super::*;
+use crate::fence::Failure;
+
+/// A page is moved once, however often the selection, or the table, has it.
+#[test]
+fn a_plan_has_each_page_once() {
+    let mut cache = cache();
+    let sequence = cache.create().unwrap();
+    cache.reserve(&[(sequence, 12)]).unwrap();
+    cache.commit(None).unwrap();
+    // The second page is in two spans.
+    cache.drop_tokens(sequence, 5..7).unwrap();
+    let selection = Selection::of(0..10, vec![GroupId(0); 2]);
+    let plan = cache.plan(sequence, Tier::Host, &selection).unwrap();
+    assert_eq!(plan.moves().len(), 3);
+    let (_, completion, copies) = cache.execute(&plan).unwrap();
+    completion.finish(copies.len() as u32);
+    cache.audit().unwrap();
+    assert_eq!(cache.block_counts(Tier::Host, GroupId(0)).used, 3);
+}
+
+#[test]
+fn a_plan_takes_the_pages_that_were_selected() {
+    let (mut cache, sequence) = filled(8);
+    let fork = cache.fork(sequence).unwrap();
+    append(&mut cache, sequence, 6);
+    let pages = |selection: Selection| {
+        let plan = cache.plan(sequence, Tier::Host, &selection).unwrap();
+        plan.moves().iter().map(|m| m.page).collect::<Vec<_>>()
+    };
+    let all = || Selection::of(0..14, vec![GroupId(0)]);
+    let [a, b, c, open] = pages(all())[..] else { panic!("four pages") };
+    assert_eq!(pages(Selection { sealed: true, ..all() }), [a, b, c]);
+    assert_eq!(pages(Selection { pages_max: 2, ..all() }), [a, b]);
+    assert_eq!(pages(Selection { pages_max: 2, newest_first: true, ..all() }), [open, c]);
+    assert_eq!(pages(Selection { tokens: 4..9, ..all() }), [b, c]);
+    assert_eq!(pages(Selection { unshared: true, ..all() }), [c, open]);
+    // Of what a drop has left: tokens 0 and 6 to 13.
+    cache.drop_tokens(sequence, 1..6).unwrap();
+    for (tokens, expected) in [(0..1, vec![a]), (1..3, vec![b]), (2..4, vec![b, c]), (7..9, vec![open])] {
+        let plan = plan(&cache, sequence, Tier::Host, tokens, false);
+        assert_eq!(plan.moves().iter().map(|m| m.page).collect::<Vec<_>>(), expected);
+    }
+    // The fork holds rows 1 to 5 as well.
+    assert_eq!(cache.dead_rows(), 0);
+    cache.release(fork).unwrap();
+    assert_eq!(cache.dead_rows(), 3 + 2);
+}
+
+#[test]
+fn a_plan_of_what_is_not_there_is_refused() {
+    let mut cache = cache();
+    let sequence = cache.create().unwrap();
+    append(&mut cache, sequence, 4);
+    let all = |stop, group| Selection::of(0..stop, vec![GroupId(group)]);
+    #[expect(clippy::reversed_empty_ranges, reason = "it is what is refused")]
+    let backwards = Selection { tokens: 3..2, ..all(4, 0) };
+    for (to, selection, refused) in [
+        (Tier::Host, all(5, 0), "tokens"),
+        (Tier::Host, backwards, "tokens"),
+        (Tier::Host, all(4, 1), "groups"),
+        (Tier::Disk, all(4, 0), "to"),
+    ] {
+        let planned = cache.plan(sequence, to, &selection);
+        assert!(
+            matches!(planned, Err(Error::InvalidArgument { argument, .. }) if argument == refused),
+            "{planned:?}"
+        );
+    }
+    assert_eq!(cache.plan(sequence, Tier::Host, &all(4, 0)).unwrap().moves().len(), 1);
+}
+
+/// Numbers of pages say nothing about whose they are: their blocks have to be of the group that the plan says.
+#[test]
+fn a_plan_of_a_cache_of_another_shape_is_refused() {
+    let large = Group { block_bytes: 256, ..GROUP };
+    let filled = |groups: &[Group]| {
+        let mut cache = Cache::new(groups, [MEMORY; 3]).unwrap();
+        let sequence = cache.create().unwrap();
+        cache.reserve(&[(sequence, 8)]).unwrap();
+        cache.commit(None).unwrap();
+        (cache, sequence)
+    };
+    let (of_two, sequence) = filled(&[GROUP; 2]);
+    let plan = of_two.plan(sequence, Tier::Host, &Selection::of(0..8, vec![GroupId(1)])).unwrap();
+    let (of_large, sequence) = filled(&[large]);
+    let larger = of_large.plan(sequence, Tier::Host, &Selection::of(0..8, vec![GroupId(0)])).unwrap();
+    for plan in [plan, larger] {
+        let (mut other, _) = filled(&[GROUP; 1]);
+        other.reserve(&[(sequence, 8)]).unwrap();
+        other.commit(None).unwrap();
+        assert!(matches!(other.execute(&plan), Err(Error::InvalidArgument { argument: "plan", .. })));
+        other.audit().unwrap();
+    }
+}
+
+#[test]
+fn a_plan_is_refused_once_its_pages_move_have_moved_or_are_others() {
+    let (mut cache, sequence) = filled(4);
+    let [keeping, to_host, to_disk] = [(Tier::Host, true), (Tier::Host, false), (Tier::Disk, false)]
+        .map(|(to, keep)| plan(&cache, sequence, to, 0..4, keep));
+    let is_refused = |cache: &mut Cache, plan| {
+        let outcome = cache.execute(plan);
+        cache.audit().unwrap();
+        matches!(outcome, Err(Error::InvalidArgument { argument: "plan", .. }))
+    };
+    let (ticket, completion, _) = cache.execute(&keeping).unwrap();
+    assert!(is_refused(&mut cache, &to_host) && is_refused(&mut cache, &to_disk), "its page is being copied");
+    completion.finish(1);
+    assert!(is_refused(&mut cache, &to_host), "there is a copy already");
+    // Now a plan has nothing to copy, and is done at once.
+    let (next, completion, copies) = cache.execute(&plan(&cache, sequence, Tier::Host, 0..4, false)).unwrap();
+    assert!(next != ticket && copies.is_empty() && completion.copied() == Some(0));
+    assert_eq!(used(&mut cache), [0, 1, 0]);
+    let back = plan(&cache, sequence, Tier::Device, 0..4, false);
+    carry_out(&mut cache, &back);
+    let sealed = plan(&cache, sequence, Tier::Disk, 0..4, false);
+    cache.truncate(sequence, 2).unwrap();
+    append(&mut cache, sequence, 1);
+    assert!(is_refused(&mut cache, &sealed), "it was written to");
+    assert!(
+        plan(&cache, sequence, Tier::Disk, 0..3, false).moves().is_empty(),
+        "an open page stays in memory"
+    );
+    cache.truncate(sequence, 0).unwrap();
+    append(&mut cache, sequence, 4);
+    let before = plan(&cache, sequence, Tier::Disk, 0..4, false);
+    cache.truncate(sequence, 0).unwrap();
+    append(&mut cache, sequence, 4);
+    assert_eq!(before.moves()[0].page, plan(&cache, sequence, Tier::Disk, 0..4, false).moves()[0].page);
+    assert!(is_refused(&mut cache, &before), "another page has its number");
+}
+
+/// What moves to disk is nowhere else, also if a copy between the two was left behind.
+#[test]
+fn a_page_that_moves_down_leaves_all_tiers_above() {
+    let (mut cache, sequence) = filled(4);
+    for (to, keep, places) in [
+        (Tier::Host, true, [1, 1, 0]),
+        (Tier::Disk, false, [0, 0, 1]),
+        (Tier::Host, true, [0, 1, 1]),
+        (Tier::Device, true, [1, 1, 1]),
+        (Tier::Disk, true, [1, 1, 1]),
+        (Tier::Disk, false, [0, 0, 1]),
+    ] {
+        let there = plan(&cache, sequence, to, 0..4, keep);
+        carry_out(&mut cache, &there);
+        cache.audit().unwrap();
+        assert_eq!(used(&mut cache), places, "{to} {keep}");
+    }
+}
+
+/// The copies that a plan needs come before the pages that have one: of these it counts how many have arrived.
+#[test]
+fn a_copy_that_failed_is_not_read_whatever_else_a_plan_moves() {
+    let (mut cache, sequence) = filled(12);
+    let first = plan(&cache, sequence, Tier::Host, 0..4, true);
+    carry_out(&mut cache, &first);
+    let all = plan(&cache, sequence, Tier::Host, 0..12, false);
+    let (ticket, completion, copies) = cache.execute(&all).unwrap();
+    assert_eq!(copies.len(), 2);
+    completion.fail(1, Failure::Io("gone".into()));
+    assert!(matches!(cache.ticket_failure(ticket), Some(Error::CopyFailed { copied: 1, .. })));
+    cache.reserve(&[(sequence, 0)]).unwrap();
+    let tiers: Vec<_> = cache.step_row(0, GroupId(0)).0.iter().map(|at| at.tier()).collect();
+    assert_eq!(tiers, [Tier::Host, Tier::Host, Tier::Device]);
+    cache.rollback().unwrap();
+    cache.audit().unwrap();
+    assert_eq!((used(&mut cache), cache.moved_bytes()[0][1]), ([1, 2, 0], 2 * 64));
+}
+
+/// Whoever asks for a ticket is told what became of it, and else whoever comes next; nobody twice.
+#[test]
+fn a_failure_is_told_once() {
+    for (by_step, asks) in [(false, true), (true, true), (false, false), (true, false)] {
+        let (mut cache, sequence) = filled(4);
+        let [fork, other] = [cache.fork(sequence).unwrap(), cache.create().unwrap()];
+        append(&mut cache, other, 4);
+        let to_host = plan(&cache, sequence, Tier::Host, 0..4, false);
+        let (ticket, completion, copies) = cache.execute(&to_host).unwrap();
+        assert_eq!(cache.holders(GroupId(0), copies[0].from), [sequence, fork]);
+        if by_step {
+            cache.reserve(&[(other, 1)]).unwrap();
+        }
+        completion.fail(0, Failure::Corrupt("spoilt".into()));
+        assert_eq!(cache.take_failure(), None, "somebody may still ask");
+        let told = if asks {
+            cache.ticket_failure(ticket)
+        } else {
+            drop(completion);
+            // A step holds it, and notes that it has failed.
+            cache.settle();
+            if by_step {
+                cache.commit(None).unwrap();
+            }
+            cache.take_failure()
+        };
+        let (copied, planned, reason) = (0, 1, "spoilt".into());
+        let sequences = vec![sequence, fork];
+        assert_eq!(told, Some(Error::CorruptPage { ticket, copied, planned, sequences, reason }));
+        if by_step && asks {
+            cache.commit(None).unwrap();
+        }
+        assert_eq!((cache.ticket_failure(ticket), cache.take_failure()), (None, None));
+        cache.audit().unwrap();
+    }
+}
+
+#[test]
+fn tickets_and_pages_go_on_when_their_numbers_begin_anew() {
+    let mut cache = cache();
+    cache.tickets_minted = u32::MAX - 2;
+    let sequence = cache.create().unwrap();
+    append(&mut cache, sequence, 4);
+    for to in [Tier::Host, Tier::Device].into_iter().cycle().take(6) {
+        let selection = Selection::of(0..4, vec![GroupId(0)]);
+        let plan = cache.plan(sequence, to, &selection).unwrap();
+        let (_, completion, copies) = cache.execute(&plan).unwrap();
+        assert_eq!(copies.len(), 1);
+        completion.finish(1);
+        cache.audit().unwrap();
+    }
+    cache.pages.age(u32::MAX);
+    cache.truncate(sequence, 2).unwrap();
+    cache.reserve(&[(sequence, 1)]).unwrap();
+    cache.rollback().unwrap();
+    cache.audit().unwrap();
+}

@@ -1,0 +1,84 @@
+use super::*;
+use crate::window::Window;
+
+/// A slot whose numbers have all been handed out is not used again: the first of them would be good once more.
+#[test]
+fn a_handle_of_long_ago_is_never_good_again() {
+    let mut cache = cache();
+    let first = cache.create().unwrap();
+    cache.release(first).unwrap();
+    cache.sequences.age(first.index, u32::MAX);
+    let last = cache.create().unwrap();
+    assert_eq!((last.index, last.generation), (first.index, u32::MAX));
+    cache.release(last).unwrap();
+    let next = cache.create().unwrap();
+    assert_ne!(next.index, first.index);
+    for gone in [first, last] {
+        assert_eq!(cache.token_count(gone), Err(Error::UseAfterRelease { id: gone }));
+        assert_eq!(cache.release(gone), Err(Error::UseAfterRelease { id: gone }));
+    }
+    cache.audit().unwrap();
+}
+
+#[test]
+fn a_cache_is_empty_when_nobody_holds_a_row() {
+    let mut cache = Cache::new(&[GROUP], [MEMORY; 3]).unwrap();
+    let sequence = cache.create().unwrap();
+    assert!(cache.is_empty());
+    cache.reserve(&[(sequence, 9)]).unwrap();
+    assert!(!cache.is_empty());
+    cache.rollback().unwrap();
+    assert!(cache.is_empty());
+    // A fork holds pages, and copies do for a while. The blocks may still drain.
+    cache.reserve(&[(sequence, 9)]).unwrap();
+    cache.commit(None).unwrap();
+    let fork = cache.fork(sequence).unwrap();
+    cache.release(sequence).unwrap();
+    assert!(!cache.is_empty());
+    let plan = cache.plan(fork, Tier::Host, &Selection::of(0..4, vec![GroupId(0)])).unwrap();
+    let (_, completion, copies) = cache.execute(&plan).unwrap();
+    cache.truncate(fork, 0).unwrap();
+    assert!(!cache.is_empty());
+    completion.finish(copies.len() as u32);
+    assert!(cache.is_empty());
+    assert!(cache.block_counts(Tier::Device, GroupId(0)).draining > 0);
+    // Of what is kept here, no page is full.
+    cache.reserve(&[(fork, 3)]).unwrap();
+    cache.commit(None).unwrap();
+    let (kept, _) = cache.keep(fork).unwrap();
+    cache.release(fork).unwrap();
+    assert!(!cache.is_empty());
+    cache.forget(kept);
+    assert!(cache.is_empty());
+    cache.audit().unwrap();
+}
+
+#[test]
+fn a_cache_beyond_limits_is_refused() {
+    let window = Window { sinks: 0, tokens: 4, headroom: 0, trailing: false };
+    let paged = |page_size, window| Group { kind: GroupKind::Paged { page_size }, window, ..GROUP };
+    let windowed = |window| vec![paged(4, Some(window))];
+    let most = limits::TOKENS_PER_SEQUENCE_MAX as u32;
+    let state = Group { kind: GroupKind::State, window: Some(window), ..GROUP };
+    for (groups, refused) in [
+        (Vec::new(), Some("groups")),
+        (vec![paged(4, None); limits::GROUPS_MAX], None),
+        (vec![paged(4, None); limits::GROUPS_MAX + 1], Some("groups")),
+        (vec![paged(0, None)], Some("page_size")),
+        (vec![paged(limits::PAGE_SIZE_MAX, None)], None),
+        (vec![paged(limits::PAGE_SIZE_MAX + 1, None)], Some("page_size")),
+        (windowed(Window { tokens: 0, ..window }), Some("window")),
+        (windowed(Window { tokens: most, ..window }), None),
+        (windowed(Window { tokens: most, headroom: 1, ..window }), Some("window")),
+        (windowed(Window { tokens: most, sinks: 1, ..window }), Some("window")),
+        (vec![state], Some("window")),
+    ] {
+        let opened = Cache::new(&groups, [MEMORY; 3]);
+        let argument = match opened {
+            Ok(_) => None,
+            Err(Error::InvalidArgument { argument, .. }) => Some(argument),
+            Err(error) => panic!("{error}"),
+        };
+        assert_eq!(argument, refused, "{groups:?}");
+    }
+}

@@ -1,0 +1,82 @@
+use super::*;
+
+#[test]
+fn a_sequence_is_as_long_as_integers_of_kernels_count() {
+    let mut cache = cache();
+    let sequence = cache.create().unwrap();
+    assert!(matches!(cache.reserve(&[(sequence, 1 << 31)]), Err(Error::InvalidArgument { .. })));
+    assert!(matches!(cache.reserve(&[(sequence, (1 << 31) - 1)]), Err(Error::OutOfBlocks { .. })));
+}
+
+/// Where new tokens begin in a batch is counted in 32 bits: without a limit the numbers of a later sequence would be small again.
+#[test]
+fn a_step_has_as_many_tokens_as_integers_of_tables_count() {
+    let group = Group { kind: GroupKind::Paged { page_size: 1 << 15 }, ..GROUP };
+    let memory = TierMemory { bytes: 1 << 24, extent_bytes: 1 << 20 };
+    let mut cache = Cache::new(&[group], [memory; 3]).unwrap();
+    let [a, b, c] = [0; 3].map(|_| cache.create().unwrap());
+    let most = (1 << 31) - 1;
+    let refused = cache.reserve(&[(a, most), (b, most), (c, 3)]).unwrap_err();
+    assert_eq!(refused.to_string(), "new_tokens = 4294967297: at most 2147483647 of all sequences together");
+    assert!(matches!(cache.reserve(&[(a, most), (b, 1)]), Err(Error::InvalidArgument { .. })));
+    cache.audit().unwrap();
+    cache.reserve(&[(a, most - 1), (b, 1)]).unwrap();
+    cache.rollback().unwrap();
+}
+
+/// A page that a sequence was truncated into is reopened by the step that writes there, not by one that is refused.
+#[test]
+fn a_refused_step_leaves_plans_and_truncated_pages_as_they_were() {
+    let mut cache = cache();
+    let sequence = cache.create().unwrap();
+    append(&mut cache, sequence, 4);
+    cache.truncate(sequence, 2).unwrap();
+    let mut sealed = Selection::of(0..2, vec![GroupId(0)]);
+    sealed.sealed = true;
+    let plan = cache.plan(sequence, Tier::Host, &sealed).unwrap();
+    assert_eq!(plan.moves().len(), 1);
+    assert!(matches!(cache.reserve(&[(sequence, 1 << 20)]), Err(Error::OutOfBlocks { .. })));
+    cache.audit().unwrap();
+    assert_eq!(cache.plan(sequence, Tier::Host, &sealed).unwrap(), plan);
+    cache.execute(&plan).unwrap();
+}
+
+/// Who has rested longest is the same after a call that names a sequence twice.
+#[test]
+fn wrong_arguments_leave_sequences_at_rest() {
+    let mut cache = cache();
+    let [first, second] = [0; 2].map(|_| cache.create().unwrap());
+    for sequence in [first, second] {
+        cache.reserve(&[(sequence, 4)]).unwrap();
+        cache.commit(None).unwrap();
+    }
+    let resting = |cache: &mut Cache| cache.resting((Tier::Device, Tier::Host), GroupId(0), false, 2, &[]);
+    assert_eq!(resting(&mut cache), [first, second]);
+    assert!(matches!(cache.reserve(&[(first, 1), (first, 1)]), Err(Error::InvalidArgument { .. })));
+    assert_eq!(resting(&mut cache), [first, second]);
+    cache.audit().unwrap();
+}
+
+/// What is written anew when a page moves are the rows that have it.
+#[test]
+fn a_row_stays_as_it_is_when_pages_of_others_move() {
+    let mut cache = cache();
+    let [mover, other] = [0; 2].map(|_| cache.create().unwrap());
+    cache.reserve(&[(mover, 8), (other, 8)]).unwrap();
+    cache.commit(None).unwrap();
+    let fork = cache.fork(mover).unwrap();
+    let batch = [mover, other, fork].map(|id| (id, 0));
+    let versions = |cache: &mut Cache| {
+        cache.reserve(&batch).unwrap();
+        let versions = [0, 1, 2].map(|index| cache.step_row(index, GroupId(0)).1);
+        cache.commit(None).unwrap();
+        versions
+    };
+    let before = versions(&mut cache);
+    let plan = cache.plan(mover, Tier::Host, &Selection::of(0..4, vec![GroupId(0)])).unwrap();
+    let (_, completion, copies) = cache.execute(&plan).unwrap();
+    completion.finish(copies.len() as u32);
+    let after = versions(&mut cache);
+    assert_eq!([0, 1, 2].map(|index| before[index] == after[index]), [false, true, false]);
+    cache.audit().unwrap();
+}
