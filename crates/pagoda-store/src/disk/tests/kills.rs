@@ -1,6 +1,7 @@
 //! Processes that are killed while they write. `PAGODA_KILLS` says how many.
 
 use super::*;
+use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read, Write, stdout};
 use std::process::{Command, Stdio};
 use std::time::Duration;

@@ -5,6 +5,7 @@ use crate::disk::format::{
     IndexHeader, Line, Lines, Record, header_bytes, put_bytes, read_header, write_header,
 };
 use pagoda_core::keep::{KeptGroup, KeptPage, KeptSequence};
+use proptest::prelude::*;
 
 const RECORD: Record = Record { group: 3, block: 0x0102_0304, generation: 0x0506_0708_090a_0b0c, sum: 0 };
 const LAYERS: usize = 5;

@@ -5,7 +5,7 @@ use rustix::fs::{CWD, FileType, Mode, mknodat};
 use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{MetadataExt, chown};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::path::Path;
 
 /// A directory with something kept, and why a store cannot be opened there.
@@ -183,4 +183,49 @@ fn a_disk_memory_beyond_what_the_file_system_takes_is_as_good_as_any() {
     let store = opened();
     assert!(taken() == 0 || cfg!(not(target_os = "linux")), "holes are of Linux");
     store.zero_on_free().unwrap();
+}
+
+#[test]
+fn hostile_places_are_refused() {
+    let place = Place::new();
+    let path = |name: &str| place.0.join(name);
+    let refused = |name: &str| {
+        let folder = Folder::open(&path(name));
+        let error = folder.and_then(|folder| open(&folder)).unwrap_err();
+        error.to_string()
+    };
+    let rights =
+        |name: &str, mode| std::fs::set_permissions(path(name), PermissionsExt::from_mode(mode)).unwrap();
+    std::fs::create_dir(&place.0).unwrap();
+    assert!(refused("no/such").contains("No such file"));
+    std::fs::write(path("file"), b"").unwrap();
+    assert!(refused("file").contains("Not a directory"));
+    open(&Folder::open(&path("good")).unwrap()).unwrap();
+    assert_eq!(std::fs::metadata(path("good")).unwrap().permissions().mode() & 0o777, 0o700);
+    for name in ["pages", "index"] {
+        let mode = std::fs::metadata(path("good").join(name)).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "{name}");
+    }
+    symlink(path("good"), path("link")).unwrap();
+    assert!(refused("link").contains("Not a directory") || refused("link").contains("symbolic"));
+    rights("good", 0o770);
+    assert!(refused("good").contains("mode 770"));
+    rights("good", 0o700);
+    for name in ["good/pages", "good/index"] {
+        rights(name, 0o640);
+        assert!(refused("good").contains("mode 640"));
+        rights(name, 0o600);
+        std::fs::rename(path(name), path("aside")).unwrap();
+        symlink(path("aside"), path(name)).unwrap();
+        assert!(refused("good").contains("symbolic links"));
+        std::fs::remove_file(path(name)).unwrap();
+        std::fs::hard_link(path("aside"), path(name)).unwrap();
+        assert!(refused("good").contains("2 names"));
+        std::fs::remove_file(path("aside")).unwrap();
+        open(&Folder::open(&path("good")).unwrap()).unwrap();
+    }
+    std::fs::remove_file(path("good/index")).unwrap();
+    std::fs::create_dir(path("good/index")).unwrap();
+    rights("good/index", 0o700);
+    assert!(refused("good").contains("not a file"));
 }
