@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pagoda
-from pagoda.device import cuda, tables
+from pagoda.device import cuda, cuda_arrays, tables
 from pagoda.device.driver import View
 
 SEQUENCES, PAGE, STEPS, WARM = 64, 64, 2000, 200
@@ -112,7 +112,7 @@ class NullDriver:
         return NullStream()
 
     def view(self, name: str, array: Any, stream: Any) -> View:
-        return cuda.view(name, array, 0, stream)
+        return cuda_arrays.view(name, array, 0, stream)
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
         return NullArray(*shape)

@@ -25,7 +25,7 @@ from cupy_stand_in import Device, DLPackArray, Event, NdArray, Stream, on_defaul
 from gpu_driver import CopyingDriver
 from interrupts import interrupted
 from mirror import Mirror, layer
-from pagoda.device import cuda
+from pagoda.device import cuda, cuda_memory
 from pagoda.device.driver import View
 
 
@@ -124,8 +124,8 @@ def test_a_fork_copies_nothing_that_is_pinned(cupy: Any) -> None:
 
 def test_pieces_are_registered_that_are_touched(cupy: Any) -> None:
     """By any of many runs, whichever order they come in; not what lies between, nor for memory of others."""
-    arena = cuda.open_driver(0).host_arena(8 * cuda.PIECE_BYTES, 1 << 16)
-    start, piece = arena.address, cuda.PIECE_BYTES
+    arena = cuda.open_driver(0).host_arena(8 * cuda_memory.PIECE_BYTES, 1 << 16)
+    start, piece = arena.address, cuda_memory.PIECE_BYTES
     places = np.array([start + 5 * piece, start - 64, start + piece - 32, start + 8 * piece, 1 << 62], np.uint64)
     begins = arena.pin(places, np.full(5, 64, np.uint64))
     assert begins.tolist() == [True, False, False, False, False]
@@ -137,7 +137,7 @@ def test_pieces_are_registered_that_are_touched(cupy: Any) -> None:
 
 
 def test_a_system_that_does_not_know_the_advice_has_a_host_arena(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "MADV_WIPEONFORK", 999)
+    monkeypatch.setattr(cuda_memory, "MADV_WIPEONFORK", 999)
     arena = cuda.open_driver(0).host_arena(1 << 20, 1 << 16)
     assert arena.pin(arena.address, 1)
 
