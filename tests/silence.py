@@ -32,6 +32,7 @@ NUMBERS = {
         "unlinkat": 263,
         "rmdir": 84,
         "statfs": 137,
+        "flock": 73,
     },
     "aarch64": {
         "seccomp": 277,
@@ -43,6 +44,7 @@ NUMBERS = {
         "unlinkat": 35,
         "rmdir": 35,
         "statfs": 43,
+        "flock": 32,
     },
 }
 """By machine."""

@@ -129,6 +129,61 @@ print("fine")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere children share it until somebody writes to it")
+def test_a_child_forked_while_a_directory_is_opened_leaves_it_to_others(tmp_path: Path) -> None:
+    """Also if its parent is killed: nobody lets go of the lock then but those who have the file open."""
+    if not silence.is_possible():
+        pytest.skip("no system calls can be held up")
+    script = """
+import time
+from silence import answer, asked, silence
+drive = silence("fdatasync")
+opening = threading.Thread(target=opened)
+opening.start()
+while not asked(drive):
+    time.sleep(0.01)
+if os.fork() == 0:
+    os.close(drive)
+    print("ready", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+answer(drive)
+opening.join()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    command = [sys.executable, "-c", PRELUDE + script, str(tmp_path / "kept")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        parent.wait()
+        run("opened().close()\nprint('fine')", tmp_path / "kept")
+
+
+def test_a_child_keeps_no_space_of_a_file_that_its_parent_closes(tmp_path: Path) -> None:
+    script = """
+cache = opened(resume=False)
+mirror, tokens = mirrored(cache)
+assert cache.demote(tokens.sequence, to="disk").wait(60)
+ready, tell = os.pipe()
+child = os.fork()
+if child == 0:
+    os.write(tell, b"1")
+    signal.pause()
+os.read(ready, 1)
+def held(process):
+    folder = f"/proc/{process}/fd"
+    files = [f"{folder}/{descriptor}" for descriptor in os.listdir(folder)]
+    gone = [file for file in files if os.path.islink(file) and "(deleted)" in os.readlink(file)]
+    return sum(os.stat(file).st_blocks for file in gone)
+assert held("self") > 0
+assert held(child) == 0
+os.kill(child, signal.SIGKILL)
+os.waitpid(child, 0)
+cache.close()
+print("fine")
+"""
+    run(script, tmp_path / "kept")
+
+
 def test_a_forked_child_has_nothing_of_the_memory(tmp_path: Path) -> None:
     """A drive that reads into memory that a child shares might otherwise write to the child's copy."""
     script = """
@@ -788,6 +843,51 @@ assert "free of" in doctor._disk(Path(sys.argv[1])).found
 print("fine")
 """
 
+LOCKED = """
+closes()
+drive = silence("flock")
+for _ in range(2):
+    with pytest.raises(pagoda.TierIOError, match=GIVEN_UP):
+        opened(disk_timeout=0.2, **device)
+answer(drive)
+with reopened() as cache:
+    assert cache.saved() == SAVED
+print("fine")
+"""
+
+SLOW_INDEX = """
+closes()
+cache = reopened(disk_timeout=0.2)
+mirror, tokens = mirrored(cache, 100)
+cache.save(tokens.sequence, "it")
+# A line of 16 MiB is written 1 MiB at a time.
+answer(silence("pwrite64"), 0.02)
+cache.save(tokens.sequence, "it", meta=bytes(16 << 20))
+assert len(cache.saved()["it"]) == 16 << 20
+closes()
+print("fine")
+"""
+
+SLOW_READS = """
+closes()
+spec = pagoda.ModelSpec(layers=[layer()] * 64)
+cache = opened(disk=sys.argv[1] + "-deep", device_memory="2MiB", spill=False, disk_timeout=0.2, **device)
+room = cache.stats().device[0].free
+mirror, tokens = mirrored(cache, 64)
+assert cache.demote(tokens.sequence, to="disk").wait(60)
+other = mirror.create()
+mirror.step([other], [16 * (room - 2)])
+# Every layer is read ahead again, for a step that does not come; who wants the blocks waits for all of these reads.
+mirror.step([tokens], [1])
+answer(silence(*PAGES), 0.012)
+mirror.step([tokens], [1])
+mirror.release(other)
+other = mirror.create()
+mirror.step([other], [16 * (room - 2)])
+closes()
+print("fine")
+"""
+
 STALE = """
 import errno
 from silence import let, next_call
@@ -865,6 +965,9 @@ print("fine")
         (SLOWLY, ""),
         (ASKED, ""),
         (SPACE, ""),
+        (LOCKED, ""),
+        (SLOW_INDEX, ""),
+        (SLOW_READS, ""),
     ],
     ids=[
         "forget",
@@ -884,6 +987,9 @@ print("fine")
         "open slowly",
         "measure",
         "free space",
+        "lock",
+        "write the index slowly",
+        "read slowly",
     ],
 )
 def test_nobody_waits_forever_for_a_drive_that_does_not_answer(
@@ -1025,6 +1131,100 @@ with reopened() as cache:
     mirror.look()
 print("fine")
 """
+
+
+UNLUCKY = """
+import errno
+from silence import let, next_call
+closes()
+cache = reopened()
+mirror, tokens = mirrored(cache, 100)
+drive = silence("fdatasync")
+def supervise():
+    for file in ("index", "pages"):
+        while (call := next_call(drive)).file != file:
+            let(drive, call)
+        let(drive, call, errno.EIO)
+    answer(drive)
+threading.Thread(target=supervise, daemon=True).start()
+for match in ("syncing the index", "syncing the pages"):
+    with pytest.raises(pagoda.TierIOError, match=match):
+        cache.save(tokens.sequence, "new")
+cache.save(tokens.sequence, "new")
+loaded(mirror, "new", tokens)
+mirror.look()
+cache.audit()
+closes()
+with reopened() as cache:
+    mirror = Mirror(cache)
+    loaded(mirror, "new", tokens)
+    mirror.look()
+print("fine")
+"""
+
+FULL = """
+import errno
+from silence import let, next_call
+closes()
+cache = opened(disk=sys.argv[1] + "-small", disk_memory="1MiB")
+mirror = Mirror(cache)
+drive, lines = silence("fdatasync", "pwrite64"), []
+def supervise():
+    while True:
+        call = next_call(drive)
+        lines.extend([call] if call.file == "index" else [])
+        # The sync of the first line fails, and then there is no room for a new index.
+        failed = call.file == "index" and len(lines) == 2
+        let(drive, call, errno.EIO if failed else errno.ENOSPC if call.file == "index.new" else 0)
+threading.Thread(target=supervise, daemon=True).start()
+used = []
+for turn in range(4):
+    tokens = mirror.create()
+    mirror.step([tokens], [320])
+    with pytest.raises(pagoda.TierIOError, match="writing the index" if turn else "syncing the index"):
+        cache.save(tokens.sequence, "it")
+    mirror.release(tokens)
+    used.append(cache.stats().disk[0].used)
+# What the drive may have the line of; of the others it has none.
+assert used == [20] * 4, used
+cache.audit()
+print("fine", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("script", [UNLUCKY, FULL], ids=["pages after index", "no room for an index"])
+def test_saves_that_fail_leave_nothing_behind_for_good(script: str, tmp_path: Path) -> None:
+    if not silence.is_possible():
+        pytest.skip("no system calls can be held up")
+    run(SILENT + script, tmp_path / "kept", "cpu")
+
+
+RING = """
+import errno
+from silence import let, next_call
+had_it = cache.stats().disk_io.io_uring
+closes()
+drive = silence("io_uring_enter")
+def supervise():
+    while True:
+        let(drive, next_call(drive), errno.EPERM)
+threading.Thread(target=supervise, daemon=True).start()
+cache = reopened()
+io = cache.stats().disk_io
+assert not io.io_uring
+assert not had_it or any("io_uring: Operation not permitted" in why for why in io.refused)
+assert loads("it")
+closes()
+print("fine")
+"""
+
+
+def test_a_ring_that_may_not_be_entered_is_not_used(tmp_path: Path) -> None:
+    """Filters of containers may let a process make one and no more."""
+    if not silence.is_possible():
+        pytest.skip("no system calls can be held up")
+    run(SILENT + RING, tmp_path / "kept", "cpu")
 
 
 def test_what_a_sync_that_failed_may_have_lost_is_written_anew(tmp_path: Path) -> None:

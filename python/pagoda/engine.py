@@ -166,8 +166,8 @@ class Engine(Protocol):
     def drained_blocks(self) -> int:
         """Blocks of all tiers that have drained so far."""
 
-    def sequence_count(self) -> int:
-        """Sequences that there are."""
+    def ended_sequences(self) -> int:
+        """Sequences that have ended so far."""
 
     def drop_copies(self, tier: str, group: int, pages_max: int, *, but_of: int | None = None) -> int:
         """Frees blocks of pages that are read from a faster tier, or that keys on disk alone hold; returns how many.

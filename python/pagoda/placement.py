@@ -105,10 +105,10 @@ class Spill:
 
     def may_bring_in(self, batch: Handles) -> bool:
         """Whether the open step of `batch` has pages on disk, and is the first one with these sequences or since another one
-        came or was released, which may have left room."""
+        was released, which may have left room."""
         if not self._has_disk:
             return False
-        before, self._stepped = self._stepped, (frozenset(batch.tolist()), self._core.sequence_count())
+        before, self._stepped = self._stepped, (frozenset(batch.tolist()), self._core.ended_sequences())
         return before != self._stepped and self._core.pages_on_disk() > 0
 
     def bring_in(self, batch: Handles) -> None:

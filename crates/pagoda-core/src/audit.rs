@@ -162,6 +162,8 @@ impl Cache {
     fn audit_rests(&self) -> Result<()> {
         let found: HashMap<_, _> = self.sequences.rests.from(0).map(|(rest, id)| (id, rest)).collect();
         let ways = Tier::ALL.into_iter().flat_map(|from| Tier::ALL.map(|to| (from, to)));
+        let (count, counted) = (self.sequences.iter().count() as u64, self.sequence_count());
+        require!(count == counted, "there are {count} sequences, and {counted} are counted");
         for (id, sequence) in self.sequences.iter() {
             let (index, rest) = (id.index, sequence.rest);
             require!(found.get(&id) == Some(&rest), "sequence {index} is not found by its rest, {rest}");

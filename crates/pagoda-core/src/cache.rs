@@ -265,8 +265,13 @@ impl Cache {
     }
 
     /// How many sequences there are.
-    pub fn sequence_count(&self) -> usize {
-        self.sequences.iter().count()
+    pub fn sequence_count(&self) -> u64 {
+        self.sequences.made - self.sequences.ended
+    }
+
+    /// How many sequences have ended so far.
+    pub fn ended_sequences(&self) -> u64 {
+        self.sequences.ended
     }
 
     /// Whether no row is left of any sequence, nor of what is kept on disk. Pages that copies under way touch still count.

@@ -432,6 +432,9 @@ pub(crate) struct Sequences {
     slots: Vec<Sequence>,
     vacant: Vec<u32>,
     pub(crate) rests: Rests,
+    /// How many were made, and how many of them have ended.
+    pub(crate) made: u64,
+    pub(crate) ended: u64,
 }
 
 impl Sequences {
@@ -450,6 +453,7 @@ impl Sequences {
             self.slots.push(sequence(0));
             SequenceId { index: self.slots.len() as u32 - 1, generation: 0 }
         };
+        self.made += 1;
         self.rest(id);
         Ok(id)
     }
@@ -474,6 +478,7 @@ impl Sequences {
 
     /// Ends a sequence and hands out its tables.
     pub(crate) fn remove(&mut self, id: SequenceId) -> Vec<Table> {
+        self.ended += 1;
         let slot = &mut self.slots[id.index as usize];
         slot.live = false;
         // A slot that has had every number stays empty: a handle of long ago would be good again.

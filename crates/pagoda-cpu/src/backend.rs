@@ -8,9 +8,14 @@ use pagoda_core::work;
 use crate::append::{self, Overflow};
 use crate::attend::{self, Attention, Carried, Part, Scratch, Target};
 use crate::layer::{LayerError, PagedKv, TableError};
+use crate::plan::state_floats;
 use crate::pool::Pool;
 use crate::rows::Rows;
 use crate::simd::{Isa, Kernels};
+
+/// Floats of results of runs that `attend_runs` has at once, about: 64 MiB. In this crate's unit tests few enough to have several
+/// passes.
+const PARTS_FLOATS: usize = if cfg!(test) { 1 << 12 } else { 16 << 20 };
 
 /// Attention on the CPU.
 pub struct Backend {
@@ -156,6 +161,8 @@ impl Backend {
     /// # Safety
     /// As for `attend`, of the blocks of these runs. Calls for the runs before have been made in order, with the same
     /// arguments but for where pages lie.
+    ///
+    /// Each run of each query row has a result of its own until they are merged, which for many rows is done every few runs.
     pub unsafe fn attend_runs(
         &self,
         attention: &Attention<'_>,
@@ -166,9 +173,16 @@ impl Backend {
         if runs.is_empty() {
             return Ok(());
         }
-        let part = Part { runs, of: work::run_count(sequence.spans), carried };
-        // SAFETY: as the caller promises.
-        unsafe { self.attend_to(&attention.kv, attention.queries, attention.results(), Some(part)) }
+        let layer = attention.kv.layer;
+        let rows = sequence.new_tokens as usize * layer.num_q_heads as usize;
+        let at_once = (PARTS_FLOATS / state_floats(rows.max(1), layer)).max(1);
+        let of = work::run_count(sequence.spans);
+        for start in runs.clone().step_by(at_once) {
+            let part = Part { runs: start..runs.end.min(start + at_once), of, carried: &mut *carried };
+            // SAFETY: as the caller promises.
+            unsafe { self.attend_to(&attention.kv, attention.queries, attention.results(), Some(part))? };
+        }
+        Ok(())
     }
 
     unsafe fn attend_to(

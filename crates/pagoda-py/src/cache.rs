@@ -111,7 +111,7 @@ impl Inner {
         let limit = self.disk_timeout();
         let is_idle = self.mover.waiter().is_idle()
             && self.sessions.answered()
-            && self.disk.as_ref().is_none_or(|disk| disk.is_idle());
+            && self.disk.as_ref().is_none_or(|disk| disk.is_idle() && disk.store.is_settled());
         let Some(store) = self.store().filter(|_| !is_idle).cloned() else { return Ok(()) };
         // Where no thread can be had `self` is dropped here.
         Apart::begin(move || drop(self)).map_or(Ok(()), |end| end.finish(&store, limit, heeds_signals))
@@ -310,9 +310,9 @@ impl Cache {
         Ok(self.lock(py)?.core.drained_blocks())
     }
 
-    /// Sequences that there are.
-    fn sequence_count(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self.lock(py)?.core.sequence_count())
+    /// Sequences that have ended so far.
+    fn ended_sequences(&self, py: Python<'_>) -> PyResult<u64> {
+        Ok(self.lock(py)?.core.ended_sequences())
     }
 
     /// Block counts by tier and group, and counters.

@@ -1,7 +1,6 @@
 //! Opening the disk tier with the arguments that the facade has checked.
 
 use crate::errors;
-use crate::fork;
 use crate::patience::{Apart, Stop};
 use crate::reads::Reads;
 use crate::sessions::Sessions;
@@ -116,7 +115,7 @@ pub(crate) fn open(
     mut core: pagoda_core::Cache,
     zero_on_free: bool,
 ) -> PyResult<Opened> {
-    let opened = ask(py, &disk.path.clone(), disk.timeout, move |pulse| {
+    ask(py, &disk.path.clone(), disk.timeout, move |pulse| {
         let folder = Folder::open_watched(&disk.path, pulse)?;
         let budget = disk.writes_per_day.map(|bytes| Budget::new(bytes, SystemTime::now()));
         let (store, recovered) = if disk.resume {
@@ -129,9 +128,7 @@ pub(crate) fn open(
             store.zero_on_free()?;
         }
         Ok(Opened { core, store: Arc::new(store), sessions })
-    })?;
-    fork::opened(&opened.store);
-    Ok(opened)
+    })
 }
 
 /// Has a thread ask the drive of a directory, which goes on alone when one of the answers takes longer than `limit`.

@@ -75,9 +75,9 @@ fn while_busy(
     stop: impl Fn() -> PyResult<()>,
     awake: impl FnMut(Duration) -> bool,
 ) -> Result<(), Stop> {
-    let mut before = store.traffic();
+    let mut before = store.progress();
     let moves = || {
-        let now = store.traffic();
+        let now = store.progress();
         std::mem::replace(&mut before, now) != now
     };
     or_idle(store.directory(), limit, sleep(limit, moves, stop, awake))

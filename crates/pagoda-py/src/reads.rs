@@ -88,9 +88,8 @@ impl Reads {
 
     /// Waits for all reads under way.
     pub(crate) fn finish(&mut self, mover: &Mover) -> Result<(), patience::Stop> {
-        let start = Instant::now();
         while let Some(completion) = self.ring.under_way().cloned() {
-            self.wait(mover, &completion, start)?;
+            self.wait(mover, &completion)?;
         }
         Ok(())
     }
@@ -100,11 +99,10 @@ impl Reads {
         self.ring.release(filled);
     }
 
-    /// Sleeps until a read has ended, from `start` on as long as may be.
-    fn wait(&mut self, mover: &Mover, completion: &Completion, start: Instant) -> Result<(), patience::Stop> {
+    /// Sleeps until a read has ended, as long as may be.
+    fn wait(&mut self, mover: &Mover, completion: &Completion) -> Result<(), patience::Stop> {
         let (began, waiter) = (Instant::now(), mover.waiter());
-        let left = self.timeout.saturating_sub(start.elapsed());
-        let waited = patience::until(left, |slice| waiter.wait(completion, slice));
+        let waited = patience::until(self.timeout, |slice| waiter.wait(completion, slice));
         self.traffic.waited += began.elapsed();
         let late = || patience::Stop::late(&self.directory, self.timeout, "a read took longer");
         if waited.map_err(patience::Stop::Signal)? { Ok(()) } else { Err(late()) }
@@ -144,15 +142,14 @@ impl Reader<'_> {
     pub(crate) unsafe fn take(&mut self, at: usize) -> Result<Option<Filled>, Stop> {
         // SAFETY: as the caller promises.
         unsafe { self.read_ahead(at) };
-        let start = Instant::now();
         while self.reads.ring.next().is_none() {
             let Some(idle) = self.reads.ring.under_way().cloned() else { return Ok(None) };
-            self.reads.wait(self.mover, &idle, start)?;
+            self.reads.wait(self.mover, &idle)?;
             // SAFETY: as the caller promises.
             unsafe { self.read_ahead(at) };
         }
         let completion = self.reads.ring.next().expect("begun").clone();
-        self.reads.wait(self.mover, &completion, start)?;
+        self.reads.wait(self.mover, &completion)?;
         let filled = self.reads.ring.take().map_err(Stop::Unread)?;
         self.reads.traffic.bytes += filled.stride * self.reads.what[at].blocks.len() as u64;
         // SAFETY: as the caller promises.

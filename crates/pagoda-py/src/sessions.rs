@@ -9,6 +9,7 @@ use pagoda_core::fence::Failure;
 use pagoda_core::ids::{GroupId, KeptId, SequenceId, Tier};
 use pagoda_store::disk::{Error, Recovered, Store, sequence};
 use pyo3::prelude::*;
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -35,8 +36,16 @@ struct Change {
     to: Option<(KeptId, Vec<u8>)>,
     /// What was doubtful when it began.
     doubtful: Vec<KeptId>,
-    /// And whether the index is known to be what it should be.
-    answer: Apart<(Result<(), Error>, bool)>,
+    answer: Apart<Answer>,
+}
+
+/// What became of a change.
+struct Answer {
+    result: Result<(), Error>,
+    /// Whether its line was begun: if not, nobody finds it.
+    begun: bool,
+    /// Whether the index is known to be what it should be.
+    is_sure: bool,
 }
 
 impl Sessions {
@@ -186,8 +195,12 @@ impl Inner {
         let decided = Arc::new(AtomicBool::new(false));
         let (writer, at, first) = (store.clone(), key.as_bytes().to_vec(), decided.clone());
         let answer = Apart::begin(move || {
-            let result = line(&writer, &at, &|| !first.swap(true, Ordering::Relaxed));
-            (result, writer.is_sure())
+            let begun = Cell::new(false);
+            let result = line(&writer, &at, &|| {
+                begun.set(!first.swap(true, Ordering::Relaxed));
+                begun.get()
+            });
+            Answer { result, begun: begun.get(), is_sure: writer.is_sure() }
         });
         let answer = answer.map_err(|source| {
             to.iter().for_each(|&(kept, _)| self.core.forget(kept));
@@ -207,15 +220,16 @@ impl Inner {
 
     /// A change that the drive has answered.
     fn end_change(&mut self, Change { key, to, mut doubtful, answer }: Change) -> Result<(), Error> {
-        let (result, is_sure) = answer.join();
+        let Answer { result, begun, is_sure } = answer.join();
         let gone = match (&result, to) {
             (Ok(()), Some(now)) => self.sessions.kept.insert(key, now),
             (Ok(()), None) => self.sessions.kept.remove(&key),
-            (Err(_), to) => {
-                doubtful.extend(to.iter().map(|(kept, _)| *kept));
-                self.sessions.doubtful.extend(to.map(|(kept, _)| kept));
+            (Err(_), Some((kept, _))) if begun => {
+                doubtful.push(kept);
+                self.sessions.doubtful.push(kept);
                 None
             }
+            (Err(_), to) => to,
         };
         gone.into_iter().for_each(|(kept, _)| self.core.forget(kept));
         if is_sure {

@@ -234,7 +234,7 @@ impl Cache {
             if let Some(store) = inner.store() {
                 for copy in ticket.copies[copied as usize..].iter().filter(|copy| copy.to.0 == Tier::Disk) {
                     // What counts as not written takes no space; a refusal leaves it where it is, which is no error.
-                    let _ = store.give_back(copy.group, &[copy.to.1]);
+                    let _ = py.detach(|| store.give_back(copy.group, &[copy.to.1]));
                 }
             }
             let failure = match why {

@@ -3,7 +3,7 @@
 
 use pagoda_core::Cache;
 use pagoda_core::cache::{Group, GroupKind, TierMemory};
-use pagoda_store::disk::io::{Access, Directory, File, Lane};
+use pagoda_store::disk::io::{Access, Directory, File, Lane, Pulse};
 use pagoda_store::disk::{Geometry, Store, sequence};
 use proptest::prelude::*;
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -57,16 +57,20 @@ impl Directory for Given {
         Ok(Arc::new(Nothing))
     }
 
-    fn lock(&self, _: &str) -> io::Result<Arc<dyn File>> {
-        Ok(Arc::new(Nothing))
+    fn lock(&self, _: &str) -> io::Result<(Arc<dyn File>, Box<dyn Directory>)> {
+        Ok((Arc::new(Nothing), self.share()))
     }
 
     fn read(&self, _: &str, _: u64) -> io::Result<Option<Vec<u8>>> {
         Ok(Some(self.0.clone()))
     }
 
-    fn share(&self) -> io::Result<Box<dyn Directory>> {
-        Ok(Box::new(Self(self.0.clone())))
+    fn share(&self) -> Box<dyn Directory> {
+        Box::new(Self(self.0.clone()))
+    }
+
+    fn pulse(&self) -> Arc<Pulse> {
+        Arc::default()
     }
 
     fn replace(&self, _: &str, _: &[u8]) -> io::Result<Arc<dyn File>> {

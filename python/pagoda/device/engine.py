@@ -171,7 +171,7 @@ class DeviceEngine:
         self.resting, self.movable, self.audit, self.isa = core.resting, core.movable, core.audit, core.isa
         self.drop_copies, self.pages_on_disk, self.attended = core.drop_copies, core.pages_on_disk, core.attended
         self.step_is_open, self.drained_blocks = core.step_is_open, core.drained_blocks
-        self.sequence_count = core.sequence_count
+        self.ended_sequences = core.ended_sequences
         self.forget, self.saved, self.lost, self.check_save = core.forget, core.saved, core.lost, core.check_save
 
     @in_turn

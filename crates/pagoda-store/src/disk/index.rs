@@ -119,8 +119,8 @@ impl Index {
             header.epoch = stored.epoch + 1;
             recovered.lost.extend(remove_impossible(&mut entries, geometry, first_generation(header.epoch)));
         }
-        let directory = directory.share().map_err(Error::io("opening the directory"))?;
-        let mut index = Self { directory, file: None, header, end: 0, number: 0, limit: 0, entries };
+        let mut index =
+            Self { directory: directory.share(), file: None, header, end: 0, number: 0, limit: 0, entries };
         match index.rewrite() {
             // Entries can still be read, even if the drive is full.
             Err(error) if !is_new => recovered.unwritten = Some(error.to_string()),
@@ -156,6 +156,11 @@ impl Index {
     /// Whether the drive has these entries and no others: not after a failure, until the log has been written anew.
     pub(super) fn is_sure(&self) -> bool {
         self.file.is_some()
+    }
+
+    /// Writes the log anew if nobody knows what the drive has.
+    pub(super) fn make_sure(&mut self) -> Result<()> {
+        if self.is_sure() { Ok(()) } else { self.rewrite() }
     }
 
     pub(super) fn entries(&self) -> &BTreeMap<Vec<u8>, Entry> {

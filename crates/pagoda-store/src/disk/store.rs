@@ -4,7 +4,7 @@ use super::budget::Budget;
 use super::format::{Fingerprint, Record, first_generation};
 use super::hole::{Hole, Holes};
 use super::index::{Entry, Index, Recovered};
-use super::io::{ALIGN, Access, Directory, File};
+use super::io::{ALIGN, Access, Directory, File, Pulse};
 use super::lane::{Lane, stretches};
 use super::segment::{Geometry, Slot};
 use super::{Error, Result};
@@ -28,6 +28,7 @@ pub struct Store {
     pub(super) fingerprint: Fingerprint,
     pub(super) file: Arc<dyn File>,
     access: Access,
+    pulse: Arc<Pulse>,
     index: Option<Mutex<Index>>,
     pub(super) pages: Mutex<Pages>,
     pub(super) holes: Holes,
@@ -93,10 +94,11 @@ impl Store {
         fingerprint: Fingerprint,
         budget: Option<Budget>,
     ) -> Result<(Self, Recovered)> {
-        let file = directory.lock(PAGES).map_err(|source| match source.kind() {
+        let (file, directory) = directory.lock(PAGES).map_err(|source| match source.kind() {
             std::io::ErrorKind::WouldBlock => Error::Locked,
             _ => Error::Io { operation: "opening the pages", source },
         })?;
+        let directory = &*directory;
         let bytes = file.size().map_err(Error::io("opening the pages"))?;
         let (index, recovered) = Index::open(directory, &fingerprint, &geometry, bytes)?;
         let budget = budget.map(|budget| budget.noted_in(directory)).transpose();
@@ -126,6 +128,7 @@ impl Store {
             fingerprint,
             file,
             access: directory.access(),
+            pulse: directory.pulse(),
             index: index.map(Mutex::new),
             pages: Mutex::new(pages),
             holes: Holes::default(),
@@ -172,6 +175,16 @@ impl Store {
         }
     }
 
+    /// What changes as long as the drive does anything.
+    pub fn progress(&self) -> impl Copy + PartialEq + use<> {
+        (self.traffic(), self.pulse.answered())
+    }
+
+    /// Whether another process, were this one killed, would find that no more was written than was.
+    pub fn is_settled(&self) -> bool {
+        self.budget.as_ref().is_none_or(|budget| lock(budget).is_settled())
+    }
+
     /// How many lanes keep the drive busy, each in a thread of its own.
     pub fn lanes(&self) -> usize {
         self.file.lanes()
@@ -216,6 +229,11 @@ impl Store {
         wanted: impl FnOnce() -> bool,
     ) -> Result<Option<Entry>> {
         let index = self.named()?;
+        // First of all: pages that were kept in vain go with that, and syncs may have lost some of them. Where another change is under
+        // way, that one sees to it.
+        if let Ok(mut index) = index.try_lock() {
+            index.make_sure()?;
+        }
         let mut records = Vec::with_capacity(pages.len());
         for &(group, block) in pages {
             let known = lock(&self.pages);
@@ -380,15 +398,6 @@ impl Store {
         self.zeroes.load(Ordering::Relaxed)
     }
 
-    /// In a forked child: leaves the directory's lock to the parent alone.
-    ///
-    /// # Safety
-    /// Nothing of this process may use the store from now on, nor drop it.
-    pub unsafe fn abandon(&self) {
-        // SAFETY: as the caller promises.
-        unsafe { self.file.abandon() };
-    }
-
     fn named(&self) -> Result<&Mutex<Index>> {
         let missing = || Error::invalid("key", "on a scratch file", "a store with an index");
         self.index.as_ref().ok_or_else(missing)
@@ -429,6 +438,15 @@ impl Store {
             }
         }
         Ok(())
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        if let Some(budget) = &self.budget {
+            // As in `put`.
+            let _ = lock(budget).settle(SystemTime::now());
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! A disk in memory that fails as it is told, and knows what a loss of power may leave of what was written. It also knows what
 //! a drive that never fails would hold, so it can say when it hands out other bytes, and why.
 
-use super::{ALIGN, Access, Directory, File, Kind, Lane, Op};
+use super::{ALIGN, Access, Directory, File, Kind, Lane, Op, Pulse};
 use rustix::io::Errno;
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -417,20 +417,22 @@ impl Directory for FaultyDisk {
         Ok(self.open(&name, false))
     }
 
-    fn lock(&self, name: &str) -> io::Result<Arc<dyn File>> {
+    fn lock(&self, name: &str) -> io::Result<(Arc<dyn File>, Box<dyn Directory>)> {
         let mut state = self.0.lock().unwrap();
         state.admit()?;
         if std::mem::replace(&mut state.files.entry(name.into()).or_default().locked, true) {
             return Err(io::ErrorKind::WouldBlock.into());
         }
         drop(state);
-        Ok(self.open(name, true))
+        Ok((self.open(name, true), self.share()))
     }
 
     fn read(&self, name: &str, limit: u64) -> io::Result<Option<Vec<u8>>> {
         let mut state = self.0.lock().unwrap();
         let Some(len) = state.files.get(name).map(|image| image.live.len()) else { return Ok(None) };
-        assert!(len as u64 <= limit);
+        if len as u64 > limit {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
         state.act(name, Site::Sync, |image, turn| {
             let synced = image.sync(turn);
             if synced.is_ok() && !image.sync_lied {
@@ -447,8 +449,12 @@ impl Directory for FaultyDisk {
         Ok(Some(bytes))
     }
 
-    fn share(&self) -> io::Result<Box<dyn Directory>> {
-        Ok(Box::new(self.clone()))
+    fn share(&self) -> Box<dyn Directory> {
+        Box::new(self.clone())
+    }
+
+    fn pulse(&self) -> Arc<Pulse> {
+        Arc::default()
     }
 
     fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<Arc<dyn File>> {
@@ -569,7 +575,7 @@ mod tests {
     fn wrong_bytes_stay_wrong_until_they_are_written_over() {
         let unit = ALIGN as usize;
         let disk = FaultyDisk::default();
-        let file = disk.lock("pages").unwrap();
+        let (file, _) = disk.lock("pages").unwrap();
         let mut lane = file.lane().unwrap();
         // One bit of the second unit, in a byte that both have; then both are swapped before a sync, which makes that durable.
         let mut first = vec![3; unit];
@@ -582,7 +588,7 @@ mod tests {
         file.sync().unwrap();
         run(&mut *lane, Kind::Write, 2 * ALIGN, &mut [5; ALIGN as usize]);
         for disk in [disk.killed(), disk.power_lost(|| false), disk.power_lost(|| true)] {
-            let mut lane = disk.lock("pages").unwrap().lane().unwrap();
+            let mut lane = disk.lock("pages").unwrap().0.lane().unwrap();
             let mut wrong = |unit: u64| {
                 run(&mut *lane, Kind::Read, unit * ALIGN, &mut [0; ALIGN as usize]);
                 disk.events()

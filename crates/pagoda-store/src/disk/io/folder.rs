@@ -5,13 +5,14 @@ use super::{ALIGN, Access, Directory, File, IO_BYTES_MAX, Kind, Lane, Op, Pulse}
 use crate::Slab;
 use crate::disk::Error;
 use rustix::fs::{self, AtFlags, FlockOperation, Mode, OFlags};
+use std::collections::BTreeSet;
 use std::fmt;
 use std::io::{self, ErrorKind};
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// A process that was killed holds its lock until the kernel is done with the last of its I/O, which is as it should be: so
@@ -20,22 +21,49 @@ const LOCK_TRIES: u32 = 25;
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
 /// A directory that only its owner can write to.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Folder {
     path: PathBuf,
-    fd: OwnedFd,
+    fd: Arc<OwnedFd>,
     access: Access,
     pulse: Arc<Pulse>,
+    /// The file without which it is not ours any more.
+    locked: Option<Arc<OnDisk>>,
 }
 
 /// An open file of a folder.
 struct OnDisk {
     fd: Arc<OwnedFd>,
     uring: bool,
-    locked: bool,
-    /// Whether others find it again.
-    named: bool,
+    /// Where others find it again.
+    place: Option<Place>,
     pulse: Arc<Pulse>,
+}
+
+/// A name in a directory.
+struct Place {
+    directory: Arc<OwnedFd>,
+    name: String,
+}
+
+/// Files of pages. A forked child that kept one open would keep its lock, and the space of one that has no name.
+static OPEN: Mutex<BTreeSet<RawFd>> = Mutex::new(BTreeSet::new());
+
+fn open_files() -> MutexGuard<'static, BTreeSet<RawFd>> {
+    OPEN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// In a forked child: leaves files of pages to the parent alone.
+///
+/// # Safety
+/// Nothing of this process may use folders and files of the parent from now on, nor drop them.
+pub unsafe fn abandon() {
+    // It is free, unless another thread opened or closed a file at that moment.
+    let Ok(mut open) = OPEN.try_lock() else { return };
+    while let Some(fd) = open.pop_first() {
+        // SAFETY: it is open, nobody uses it any more, and its owner is not dropped, as the caller promises.
+        drop(unsafe { OwnedFd::from_raw_fd(fd) });
+    }
 }
 
 /// A file without a name in a directory, and how page I/O is done there. Others see by `pulse` whether the drive answers.
@@ -74,14 +102,25 @@ impl Folder {
     }
 
     fn try_open(path: &Path, pulse: Arc<Pulse>) -> io::Result<Self> {
-        match pulse.ask(|| fs::mkdir(path, Mode::RWXU)) {
-            Ok(()) | Err(rustix::io::Errno::EXIST) => {}
-            Err(errno) => return Err(errno.into()),
-        }
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let fd = pulse.ask(|| fs::open(path, flags, Mode::empty()))?;
-        require_ours(&fd, Mode::WGRP | Mode::WOTH, "directory")?;
-        let mut folder = Self { path: path.to_owned(), fd, access: Access::default(), pulse };
+        let open = |path: &Path, flags| pulse.ask(|| fs::open(path, flags, Mode::empty()));
+        let made = match pulse.ask(|| fs::mkdir(path, Mode::RWXU)) {
+            Err(rustix::io::Errno::EXIST) => false,
+            other => other.map(|()| true)?,
+        };
+        let fd = open(path, flags)?;
+        require_ours(&pulse, &fd, Mode::WGRP | Mode::WOTH, "directory")?;
+        let parent =
+            path.parent().map(|parent| if parent == Path::new("") { Path::new(".") } else { parent });
+        // Without that a loss of power could take a directory with all that was synced in it. Not everybody may open the parent.
+        if made
+            && let Some(parent) = parent
+            && let Ok(parent) = open(parent, flags - OFlags::NOFOLLOW)
+        {
+            pulse.ask(|| fs::fsync(&parent))?;
+        }
+        let (fd, path) = (Arc::new(fd), path.to_owned());
+        let mut folder = Self { path, fd, access: Access::default(), pulse, locked: None };
         folder.probe()?;
         Ok(folder)
     }
@@ -89,20 +128,19 @@ impl Folder {
     /// The same directory with less than it can do.
     #[cfg(test)]
     pub(crate) fn with(&self, access: Access) -> Self {
-        let fd = self.fd.try_clone().expect("a descriptor is left");
-        Self { path: self.path.clone(), fd, access, pulse: Arc::default() }
+        Self { access, pulse: Arc::default(), ..self.clone() }
     }
 
     /// Tries what is fastest with a real, aligned write and read, and remembers what does not work.
     fn probe(&mut self) -> io::Result<()> {
         let fd = Arc::new(self.nameless()?);
-        match set_direct(&fd).and_then(|()| self.round_trip(&fd, &mut Psync(fd.clone()))) {
+        match self.set_direct(&fd).and_then(|()| self.round_trip(&fd, &mut Psync(fd.clone()))) {
             Ok(()) => self.access.direct = true,
             Err(error) => self.access.refused.push(format!("O_DIRECT: {error}")),
         }
         let fd = Arc::new(self.nameless()?);
         if self.access.direct {
-            set_direct(&fd)?;
+            self.set_direct(&fd)?;
         }
         match ring(fd.clone()).and_then(|mut lane| self.round_trip(&fd, &mut *lane)) {
             Ok(()) => self.access.uring = true,
@@ -114,8 +152,12 @@ impl Folder {
     fn create(&self, name: &str, extra: OFlags) -> io::Result<OwnedFd> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | extra;
         let fd = self.pulse.ask(|| fs::openat(&self.fd, name, flags, Mode::RUSR | Mode::WUSR))?;
-        require_file(&fd)?;
+        require_file(&self.pulse, &fd)?;
         Ok(fd)
+    }
+
+    fn set_direct(&self, fd: impl AsFd) -> io::Result<()> {
+        self.pulse.ask(|| set_direct(fd))
     }
 
     /// Writes two aligned pieces and reads them back; on a full drive, which takes none, reads what nobody has written.
@@ -156,12 +198,16 @@ impl Folder {
         Ok(fd)
     }
 
-    fn pages(&self, fd: OwnedFd, locked: bool) -> io::Result<Arc<dyn File>> {
+    fn pages(&self, fd: OwnedFd, place: Option<Place>) -> io::Result<OnDisk> {
         if self.access.direct {
-            set_direct(&fd)?;
+            self.set_direct(&fd)?;
         }
-        let (uring, pulse) = (self.access.uring, self.pulse.clone());
-        Ok(Arc::new(OnDisk { fd: Arc::new(fd), uring, locked, named: locked, pulse }))
+        open_files().insert(fd.as_raw_fd());
+        Ok(OnDisk { fd: Arc::new(fd), uring: self.access.uring, place, pulse: self.pulse.clone() })
+    }
+
+    fn place(&self, name: &str) -> Place {
+        Place { directory: self.fd.clone(), name: name.into() }
     }
 }
 
@@ -175,13 +221,13 @@ impl Directory for Folder {
     }
 
     fn scratch(&self) -> io::Result<Arc<dyn File>> {
-        self.pages(self.nameless()?, false)
+        Ok(Arc::new(self.pages(self.nameless()?, None)?))
     }
 
-    fn lock(&self, name: &str) -> io::Result<Arc<dyn File>> {
-        let fd = self.create(name, OFlags::empty())?;
+    fn lock(&self, name: &str) -> io::Result<(Arc<dyn File>, Box<dyn Directory>)> {
+        let file = self.pages(self.create(name, OFlags::empty())?, Some(self.place(name)))?;
         for tries_left in (0..LOCK_TRIES).rev() {
-            match fs::flock(&fd, FlockOperation::NonBlockingLockExclusive) {
+            match self.pulse.ask(|| fs::flock(&*file.fd, FlockOperation::NonBlockingLockExclusive)) {
                 Err(rustix::io::Errno::WOULDBLOCK) if tries_left > 0 => std::thread::sleep(LOCK_PAUSE),
                 other => {
                     other?;
@@ -189,7 +235,9 @@ impl Directory for Folder {
                 }
             }
         }
-        self.pages(fd, true)
+        let file = Arc::new(file);
+        file.require_place()?;
+        Ok((file.clone(), Box::new(Self { locked: Some(file), ..self.clone() })))
     }
 
     fn read(&self, name: &str, limit: u64) -> io::Result<Option<Vec<u8>>> {
@@ -198,16 +246,17 @@ impl Directory for Folder {
             Err(rustix::io::Errno::NOENT) => return Ok(None),
             other => other?,
         };
-        require_file(&fd)?;
-        let len = fs::fstat(&fd)?.st_size as u64;
+        require_file(&self.pulse, &fd)?;
+        let len = self.pulse.ask(|| fs::fstat(&fd))?.st_size as u64;
         if len > limit {
-            return Err(io::Error::other(format!("{name} has {len} bytes: at most {limit}")));
+            let why = format!("{name} has {len} bytes: at most {limit}");
+            return Err(io::Error::new(ErrorKind::FileTooLarge, why));
         }
         let (mut file, mut bytes) = (std::fs::File::from(fd), Vec::new());
         bytes.try_reserve_exact(len as usize)?;
         // Another process may have written it and not come to sync it, or renamed it into its place.
         self.pulse.ask(|| fs::fdatasync(&file).and_then(|()| fs::fsync(&self.fd)))?;
-        forget_cached(&file)?;
+        self.pulse.ask(|| forget_cached(&file))?;
         loop {
             let piece = (limit - bytes.len() as u64).min(IO_BYTES_MAX as u64);
             let mut piece = io::Read::take(&mut file, piece);
@@ -217,9 +266,12 @@ impl Directory for Folder {
         }
     }
 
-    fn share(&self) -> io::Result<Box<dyn Directory>> {
-        let (path, access, pulse) = (self.path.clone(), self.access.clone(), self.pulse.clone());
-        Ok(Box::new(Self { path, fd: self.fd.try_clone()?, access, pulse }))
+    fn share(&self) -> Box<dyn Directory> {
+        Box::new(self.clone())
+    }
+
+    fn pulse(&self) -> Arc<Pulse> {
+        self.pulse.clone()
     }
 
     fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<Arc<dyn File>> {
@@ -228,14 +280,18 @@ impl Directory for Folder {
         let _ = self.pulse.ask(|| fs::unlinkat(&self.fd, &fresh, AtFlags::empty()));
         let fd = self.create(&fresh, OFlags::EXCL)?;
         let (fd, pulse) = (Arc::new(fd), self.pulse.clone());
-        let file = OnDisk { fd, uring: false, locked: false, named: true, pulse };
+        let mut file = OnDisk { fd, uring: false, place: None, pulse };
         let replaced = file.write(0, bytes).and_then(|()| file.sync()).and_then(|()| {
+            if let Some(locked) = &self.locked {
+                locked.require_place()?;
+            }
             self.pulse.ask(|| fs::renameat(&self.fd, &fresh, &self.fd, name))?;
+            file.place = Some(self.place(name));
             Ok(self.pulse.ask(|| fs::fsync(&self.fd))?)
         });
         if let Err(error) = replaced {
             // What is left of it is nobody's; that it cannot be removed is no second error.
-            let _ = fs::unlinkat(&self.fd, &fresh, AtFlags::empty());
+            let _ = self.pulse.ask(|| fs::unlinkat(&self.fd, &fresh, AtFlags::empty()));
             return Err(error);
         }
         Ok(Arc::new(file))
@@ -244,7 +300,7 @@ impl Directory for Folder {
 
 impl File for OnDisk {
     fn size(&self) -> io::Result<u64> {
-        Ok(fs::fstat(&*self.fd)?.st_size as u64)
+        Ok(self.pulse.ask(|| fs::fstat(&*self.fd))?.st_size as u64)
     }
 
     fn write(&self, mut offset: u64, mut bytes: &[u8]) -> io::Result<()> {
@@ -262,10 +318,7 @@ impl File for OnDisk {
 
     fn sync(&self) -> io::Result<()> {
         self.pulse.ask(|| fs::fdatasync(&*self.fd))?;
-        if self.named && fs::fstat(&*self.fd)?.st_nlink == 0 {
-            return Err(io::Error::other("somebody has removed the file: nobody would find it again"));
-        }
-        Ok(())
+        self.require_place()
     }
 
     fn discard(&self, range: Range<u64>) -> io::Result<()> {
@@ -284,16 +337,22 @@ impl File for OnDisk {
     fn lane(&self) -> io::Result<Box<dyn Lane>> {
         if self.uring { ring(self.fd.clone()) } else { Ok(Box::new(Psync(self.fd.clone()))) }
     }
-
-    unsafe fn abandon(&self) {
-        if self.locked {
-            // SAFETY: nobody uses the descriptor any more, and its owner is not dropped, as the caller promises.
-            drop(unsafe { OwnedFd::from_raw_fd(self.fd.as_raw_fd()) });
-        }
-    }
 }
 
 impl OnDisk {
+    /// Fails where others would find no file in its place, or another.
+    fn require_place(&self) -> io::Result<()> {
+        let Some(Place { directory, name }) = &self.place else { return Ok(()) };
+        let ours = self.pulse.ask(|| fs::fstat(&*self.fd))?;
+        match self.pulse.ask(|| fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW)) {
+            Ok(there) if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino) => Ok(()),
+            Ok(_) | Err(rustix::io::Errno::NOENT) => {
+                Err(io::Error::other("somebody has removed the file: nobody would find it again"))
+            }
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
     /// Makes a hole; says whether the file system has such.
     fn punch(&self, range: &Range<u64>) -> io::Result<bool> {
         self.pulse.ask(|| punch(&self.fd, range))
@@ -313,7 +372,8 @@ impl OnDisk {
 
 impl Drop for OnDisk {
     fn drop(&mut self) {
-        if self.locked {
+        let is_of_pages = open_files().remove(&self.fd.as_raw_fd());
+        if is_of_pages && self.place.is_some() {
             // A child that was forked meanwhile has the file open as well, and would keep the lock with it.
             let _ = fs::flock(&*self.fd, FlockOperation::Unlock);
         }
@@ -382,9 +442,8 @@ fn temporary() -> String {
 }
 
 /// Refuses what is not a file of ours with one name.
-fn require_file(fd: &OwnedFd) -> io::Result<()> {
-    require_ours(fd, Mode::RWXG | Mode::RWXO, "file")?;
-    let stat = fs::fstat(fd)?;
+fn require_file(pulse: &Pulse, fd: &OwnedFd) -> io::Result<()> {
+    let stat = require_ours(pulse, fd, Mode::RWXG | Mode::RWXO, "file")?;
     if !fs::FileType::from_raw_mode(stat.st_mode as _).is_file() {
         return Err(io::Error::other("not a file"));
     }
@@ -395,8 +454,8 @@ fn require_file(fd: &OwnedFd) -> io::Result<()> {
 }
 
 /// Refuses what another user owns, or has any of the rights `denied` to.
-fn require_ours(fd: &OwnedFd, denied: Mode, what: &str) -> io::Result<()> {
-    let (stat, user) = (fs::fstat(fd)?, rustix::process::geteuid().as_raw());
+fn require_ours(pulse: &Pulse, fd: &OwnedFd, denied: Mode, what: &str) -> io::Result<fs::Stat> {
+    let (stat, user) = (pulse.ask(|| fs::fstat(fd))?, rustix::process::geteuid().as_raw());
     if stat.st_uid != user {
         return Err(io::Error::other(format!("a {what} of user {}: this process is {user}", stat.st_uid)));
     }
@@ -407,7 +466,7 @@ fn require_ours(fd: &OwnedFd, denied: Mode, what: &str) -> io::Result<()> {
             mode.as_raw_mode()
         )));
     }
-    Ok(())
+    Ok(stat)
 }
 
 #[cfg(test)]
@@ -422,7 +481,7 @@ mod tests {
             let bytes: Vec<u8> = (0..len).map(|at| (at % 251) as u8).collect();
             folder.replace("index", &bytes).unwrap();
             assert!(folder.read("index", len as u64).unwrap().unwrap() == bytes);
-            folder.read("index", len as u64 - 1).unwrap_err();
+            assert_eq!(folder.read("index", len as u64 - 1).unwrap_err().kind(), ErrorKind::FileTooLarge);
         }
         assert_eq!(folder.pulse.awaited(), None);
         std::fs::remove_dir_all(&place).unwrap();
@@ -436,7 +495,7 @@ mod tests {
         for zero in [<OnDisk as File>::zero as Zero, OnDisk::write_zeros] {
             let fd = Arc::new(folder.nameless().unwrap());
             let (own, pulse) = (fd.clone(), Arc::default());
-            let file = OnDisk { fd: own, uring: false, locked: false, named: false, pulse };
+            let file = OnDisk { fd: own, uring: false, place: None, pulse };
             let len = 3 * IO_BYTES_MAX;
             file.write(0, &vec![7; len]).unwrap();
             let range = ALIGN..len as u64 - 2 * ALIGN;

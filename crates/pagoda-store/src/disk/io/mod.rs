@@ -10,7 +10,7 @@ mod uring;
 #[cfg(any(test, feature = "faults"))]
 pub mod fault;
 
-pub use folder::{Folder, scratch_in, space_in};
+pub use folder::{Folder, abandon, scratch_in, space_in};
 pub use pulse::Pulse;
 
 use std::fmt::Debug;
@@ -36,14 +36,20 @@ pub trait Directory: Debug + Send + Sync {
     /// A file that has no name and goes when it is closed.
     fn scratch(&self) -> io::Result<Arc<dyn File>>;
 
-    /// The file `name`, made if it is not there, for this process alone until it is closed. Fails with `WouldBlock` if another has it.
-    fn lock(&self, name: &str) -> io::Result<Arc<dyn File>>;
+    /// The file `name`, made if it is not there, for this process alone until it is closed; and the directory as its holder has it,
+    /// who replaces nothing there once that file has lost its name: the directory may be another process's by then. Fails with
+    /// `WouldBlock` if another has the file.
+    fn lock(&self, name: &str) -> io::Result<(Arc<dyn File>, Box<dyn Directory>)>;
 
-    /// The bytes of a small file, as a loss of power leaves them from then on; none if it is not there. Refuses more than `limit`.
+    /// The bytes of a small file, as a loss of power leaves them from then on; none if it is not there. Fails with `FileTooLarge` if
+    /// it has more than `limit`.
     fn read(&self, name: &str, limit: u64) -> io::Result<Option<Vec<u8>>>;
 
     /// The same directory, to hold on to.
-    fn share(&self) -> io::Result<Box<dyn Directory>>;
+    fn share(&self) -> Box<dyn Directory>;
+
+    /// Whether it answers; other callers of its files count as well.
+    fn pulse(&self) -> Arc<Pulse>;
 
     /// Puts a file with these bytes in the place of `name`, at once and for good; one caller at a time for each.
     fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<Arc<dyn File>>;
@@ -71,12 +77,6 @@ pub trait File: Debug + Send + Sync {
 
     /// A queue of one's own, for aligned I/O.
     fn lane(&self) -> io::Result<Box<dyn Lane>>;
-
-    /// In a forked child: leaves the lock to the parent alone.
-    ///
-    /// # Safety
-    /// Nothing of this process may use the file from now on, nor drop it.
-    unsafe fn abandon(&self) {}
 }
 
 /// One thread's way to a file.

@@ -23,4 +23,9 @@ impl Pulse {
         let (answered, asked) = (self.answered.load(Ordering::Relaxed), self.asked.load(Ordering::Relaxed));
         (asked != answered).then(|| asked.wrapping_add(answered))
     }
+
+    /// How many answers there were.
+    pub fn answered(&self) -> u64 {
+        self.answered.load(Ordering::Relaxed)
+    }
 }

@@ -13,11 +13,13 @@ const DEPTH: u32 = 16;
 pub(super) struct Ring {
     ring: IoUring,
     file: Arc<OwnedFd>,
+    /// The errno with which the kernel takes nothing.
+    refused: Option<i32>,
 }
 
 impl Ring {
     pub(super) fn new(file: Arc<OwnedFd>) -> io::Result<Self> {
-        Ok(Self { ring: IoUring::new(DEPTH)?, file })
+        Ok(Self { ring: IoUring::new(DEPTH)?, file, refused: None })
     }
 
     fn push(&mut self, index: usize, op: &mut Op<'_>) {
@@ -37,6 +39,9 @@ impl Ring {
 
 impl Lane for Ring {
     fn run(&mut self, ops: &mut [Op<'_>]) {
+        if let Some(errno) = self.refused {
+            return fail(ops, errno);
+        }
         let mut waiting: Vec<usize> = (0..ops.len()).rev().collect();
         let mut under_way = 0;
         loop {
@@ -55,6 +60,13 @@ impl Lane for Ring {
                     io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock | io::ErrorKind::ResourceBusy
                 )
             {
+                if let Some(errno) = error.raw_os_error()
+                    && self.ring.submission().len() == under_way as usize
+                {
+                    // It has none of them. Those in the queue stay there: nobody enters this ring again.
+                    self.refused = Some(errno);
+                    return fail(ops, errno);
+                }
                 // The kernel may still write to memory that nobody could keep from it: there is no way on.
                 std::process::abort();
             }
@@ -71,6 +83,12 @@ impl Lane for Ring {
             }
         }
     }
+}
+
+/// Ends operations that have no outcome.
+fn fail(ops: &mut [Op<'_>], errno: i32) {
+    let left = ops.iter_mut().filter(|op| op.outcome.is_none());
+    left.for_each(|op| op.outcome = Some(Err(io::Error::from_raw_os_error(errno))));
 }
 
 impl fmt::Debug for Ring {

@@ -25,6 +25,23 @@ fn keeping_goes_on_after_it_has_failed() {
     }
 }
 
+/// So that what was in doubt is not for as long as something else fails.
+#[test]
+fn a_change_makes_sure_of_the_index_before_all_else() {
+    let (disk, entries) = kept();
+    let (store, _) = open(&disk).unwrap();
+    let places: Vec<_> =
+        entries[0].1.iter().map(|((group, block), _)| (*group, BlockId::new(*block))).collect();
+    let fault = Fault::Errno(rustix::io::Errno::IO.raw_os_error());
+    // Behind the sync of the pages and the line comes its sync; behind the new index, that of the pages.
+    for (operations_before, is_sure) in [(2, false), (1, true)] {
+        disk.fail(operations_before, fault);
+        store.put(b"more", &places, b"").unwrap_err();
+        assert_eq!(store.is_sure(), is_sure);
+    }
+    store.put(b"more", &places, b"").unwrap();
+}
+
 /// The drive may have its line all the same: it has in one of the two cases.
 #[test]
 fn a_key_that_could_not_be_kept_is_gone_when_it_is_forgotten() {

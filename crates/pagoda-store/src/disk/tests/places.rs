@@ -100,6 +100,30 @@ fn nothing_is_said_to_be_kept_in_files_that_were_removed() {
     }
 }
 
+/// By then they may be those of another process.
+#[test]
+fn a_store_whose_files_were_removed_leaves_those_of_the_next_alone() {
+    let kept = Kept::new();
+    let folder = || Folder::open(&kept.place.0).unwrap();
+    let budget = Budget::new(1 << 40, std::time::SystemTime::now());
+    let (old, _) = Store::open(&folder(), geometry(), FINGERPRINT, Some(budget)).unwrap();
+    let old = Arc::new(old);
+    write(&mut old.lane().unwrap(), SMALL, &[(blocks(SMALL)[0], 1)]).unwrap();
+    ["pages", "index", "written"].iter().for_each(|name| fs::remove_file(kept.file(name)).unwrap());
+    let (next, _) = open(&folder()).unwrap();
+    write(&mut next.lane().unwrap(), LARGE, &kept.pages[..1]).unwrap();
+    next.put(b"of the next", &[(LARGE, BlockId::new(kept.pages[0].0))], b"").unwrap();
+    for _ in 0..3 {
+        let refused = old.delete(b"it").unwrap_err();
+        assert!(refused.to_string().contains("somebody has removed the file"), "{refused}");
+    }
+    drop(old);
+    assert!(!kept.file("written").exists());
+    drop(next);
+    let store = kept.open();
+    assert!(store.entries().iter().map(|(key, _)| &key[..]).eq([b"of the next"]));
+}
+
 #[test]
 fn what_others_own_is_refused() {
     if !rustix::process::geteuid().is_root() {

@@ -122,6 +122,25 @@ fn a_write_over_budget_is_refused_before_anything_is_lost() {
     read(&mut lane, LARGE, &[(0, 1), (1, 2)], 0..3).unwrap();
 }
 
+/// Whether or not anything was kept.
+#[test]
+fn a_store_that_is_closed_has_noted_what_it_wrote_and_no_more() {
+    let disk = FaultyDisk::default();
+    let page = geometry().written_bytes(LARGE);
+    let opened = || {
+        let budget = Budget::new(100 * page, std::time::SystemTime::now());
+        Arc::new(Store::open(&disk, geometry(), FINGERPRINT, Some(budget)).unwrap().0)
+    };
+    for turn in 0..100 {
+        let store = opened();
+        assert!(store.is_settled());
+        write(&mut store.lane().unwrap(), LARGE, &[(0, turn)]).unwrap();
+        assert!(!store.is_settled());
+    }
+    let refused = write(&mut opened().lane().unwrap(), LARGE, &[(0, 1)]).unwrap_err();
+    assert!(matches!(refused, Error::OverBudget { left, .. } if left < page), "{refused}");
+}
+
 #[test]
 fn what_was_written_before_a_kill_counts_for_the_next_store() {
     let disk = FaultyDisk::default();
