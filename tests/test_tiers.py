@@ -438,6 +438,10 @@ def test_pages_that_move_or_stay_are_counted_without_a_list_of_them(
             def __init__(self, plan: Any) -> None:
                 self.plan = plan
 
+            @property
+            def bytes(self) -> int:
+                return int(self.plan.bytes)
+
             def __len__(self) -> int:
                 moved.append(len(self.plan))
                 return moved[-1]
