@@ -227,6 +227,31 @@ def spoil(directory: Path, tokens: Tokens, token: int) -> None:
         pages.write(b"\x00\x00")
 
 
+def test_pages_that_are_on_a_full_disk_are_not_written_again_to_go_there(tmp_path: Path) -> None:
+    """Others' copies make room for pages that are not, and its own where there are no others'."""
+    with opened(tmp_path, spec=pagoda.ModelSpec(layers=[layer()]), disk_memory="256KiB", spill=False) as cache:
+        room, mirror = cache.stats().disk[0].free, Mirror(cache)
+        tokens, others = mirror.create(), mirror.create()
+        mirror.step([tokens, others], [160, 16 * (room - 10)])
+        for sequence in (tokens.sequence, others.sequence):
+            assert cache.execute(cache.plan(sequence, "disk", keep=True)).wait(60)
+        mirror.step([tokens], [64])
+        before = settled(cache)
+        assert before.disk[0].free == 0
+        assert cache.demote(tokens.sequence, to="disk").wait(60)
+        moved = settled(cache).moved_bytes["device", "disk"] - before.moved_bytes["device", "disk"]
+        assert moved == 4 * before.block_bytes[0]
+        mirror.look()
+        mirror.release(others)
+        more = mirror.create()
+        mirror.step([more], [16 * (room - 14)])
+        assert cache.execute(cache.plan(more.sequence, "disk", (16, 16 * (room - 14)), keep=True)).wait(60)
+        mirror.step([tokens], [32])
+        assert cache.demote(tokens.sequence, to="disk").wait(60)
+        assert cache.demote(more.sequence, (0, 16), to="disk").wait(60)
+        mirror.look()
+
+
 def test_an_error_names_the_sequences_that_hold_the_page(mirror: Mirror, tmp_path: Path) -> None:
     cache, others, tokens = mirror.cache, [mirror.create(), mirror.create()], mirror.create()
     mirror.step([*others, tokens], [160, 60, 160])

@@ -19,7 +19,6 @@ import contextlib
 import itertools
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Collection
 from functools import partial
@@ -410,16 +409,16 @@ class Cache:
                 return self.save(part, key, meta=meta)
         self._core.check_save(sequence.id, key, len(meta))
         to_disk = partial(self.plan, sequence, "disk", keep=True)
+        spare = partial(self._spill.spare, "disk", but_of=sequence.id)
         all_there = False
         while True:
             for under_way in self._core.under_way(sequence.id):
                 self._core.wait_patiently(under_way)
-            self._make_room_on_disk(sequence, to_disk())
-            ticket = self._once_drained(partial(self._start, to_disk))
+            ticket = self._sparing(spare, partial(self._start, to_disk))
             self._core.wait_patiently(ticket._core)
             ticket.done()
             try:
-                return self._once_drained(partial(self._core.save, sequence.id, key, meta))
+                return self._sparing(spare, partial(self._core.save, sequence.id, key, meta))
             except InvalidArgument:
                 # Another thread may have begun to move pages right before the plan was made; by now they may have arrived.
                 if all_there or self._core.step_is_open():
@@ -540,15 +539,13 @@ class Cache:
 
     def _move(self, sequence: Sequence, to: str, tokens: tuple[int, int] | None, only_from: str | None) -> Ticket:
         """Starts moving pages, in the place of copies that nobody needs, once steps have ended that may read these."""
-        while True:
-            plan = partial(self._plan, sequence, to, tokens, only_from=only_from)
-            drained = self._core.drained_blocks()
-            try:
-                return self._start(plan)
-            except OutOfBlocks as error:
-                spared = self._spill.spare(to, error.blocks_short)
-                if not spared and not (error.draining and self._spill.drain(drained)):
-                    raise
+        plan = partial(self._plan, sequence, to, tokens, only_from=only_from)
+
+        def spare(blocks: int) -> bool:
+            # Its own last: a page that has a copy there needs no room, and would without.
+            return self._spill.spare(to, blocks, sequence.id) or self._spill.spare(to, blocks)
+
+        return self._sparing(spare, partial(self._start, plan))
 
     def _start(self, plan: Callable[[], Plan]) -> Ticket:
         """Executes a plan, which is made anew where another thread has changed or moved its pages since."""
@@ -560,23 +557,15 @@ class Cache:
                 if plan().copies == made.copies:
                     raise
 
-    def _once_drained(self, call: Callable[[], T]) -> T:
-        """Makes a call that takes blocks, anew as long as some of their tier drain."""
+    def _sparing(self, spare: Callable[[int], bool], call: Callable[[], T]) -> T:
+        """Makes a call that takes blocks, anew as long as some of their tier drain, or copies there can be given up."""
         while True:
             drained = self._core.drained_blocks()
             try:
                 return call()
             except OutOfBlocks as error:
-                if not error.draining or not self._spill.drain(drained):
+                if not (error.draining and self._spill.drain(drained)) and not spare(error.blocks_short):
                     raise
-
-    def _make_room_on_disk(self, sequence: Sequence, plan: Plan) -> None:
-        """Gives up copies of others' pages that memory has as well, as far as a plan and a last page of each group need."""
-        written = Counter(group for _, group, _, _, size in plan.copies if size)
-        for group in range(len(self._groups)):
-            short = written[group] + 1 - self._core.free_blocks("disk")[group]
-            if short > 0:
-                self._core.drop_copies("disk", group, short, but_of=sequence.id)
 
     def _batch(self, name: str, sequences: Collection[Sequence]) -> Batch:
         check_list(name, sequences, "sequences")

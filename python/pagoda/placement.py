@@ -104,11 +104,11 @@ class Spill:
         self._core.finish_draining()
         return self._core.drained_blocks() > before
 
-    def spare(self, tier: str, blocks: int) -> bool:
-        """Gives up copies on a tier that no sequence needs there, of at most `blocks` pages of each layer group; says whether
-        there were any."""
+    def spare(self, tier: str, blocks: int, but_of: int | None = None) -> bool:
+        """Gives up copies on a tier that no sequence needs there, of at most `blocks` pages of each layer group and none that
+        sequence `but_of` holds; says whether there were any."""
         groups = range(len(self._core.free_blocks(tier)))
-        return any([self._core.drop_copies(tier, group, blocks) for group in groups])
+        return any([self._core.drop_copies(tier, group, blocks, but_of=but_of) for group in groups])
 
     def may_bring_in(self, batch: Handles) -> bool:
         """Whether the open step of `batch` has pages on disk, and is the first one with these sequences or since another one
