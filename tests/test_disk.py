@@ -245,6 +245,7 @@ def test_pages_that_are_on_a_full_disk_are_not_written_again_to_go_there(tmp_pat
         mirror.release(others)
         more = mirror.create()
         mirror.step([more], [16 * (room - 14)])
+        settled(cache)
         assert cache.execute(cache.plan(more.sequence, "disk", (16, 16 * (room - 14)), keep=True)).wait(60)
         mirror.step([tokens], [32])
         assert cache.demote(tokens.sequence, to="disk").wait(60)

@@ -243,8 +243,9 @@ class Cache:
         to_disk = on_disk is not None and (self._device is None or self._device.attends_to_disk)
         below = [tier for tier, there in (("host", memory[1][0] > 0), ("disk", to_disk)) if there]
         self._spill = placement.Spill(self._core, below if spill else [])
-        page_bytes = sum(layout.block_bytes for layout in geometry.layouts)
-        self._pages_max = min(*self._core.free_blocks("device"), memory[0][0] // page_bytes)
+        self._page_bytes = sum(layout.block_bytes for layout in geometry.layouts)
+        """Of a block of every layer group."""
+        self._pages_max = min(*self._core.free_blocks("device"), memory[0][0] // self._page_bytes)
         """Of the device, pages that have a block of every layer group, were all else gone from there."""
         if on_disk is not None:
             for refused in self._core.stats()["disk"]["refused"]:
@@ -366,14 +367,15 @@ class Cache:
 
         The slower copies stay, so that demoting these pages again moves no bytes.
         """
-        room = min(self._core.free_blocks("device")) // len(self._groups)
+        pages = max(self._core.free_blocks("device"))
         while True:
-            newest = partial(self._plan, sequence, "device", pages_max=room, keep=True, newest_first=True)
+            newest = partial(self._plan, sequence, "device", pages_max=pages, keep=True, newest_first=True)
             try:
                 return self._start(newest)
             except OutOfBlocks as error:
-                # Groups share extents: what is free is not free for all of them.
-                room = max(0, room - error.blocks_short)
+                # Groups share extents: what is free is not free for all of them, and a page less of each gives at most a
+                # block of each. At least a 32nd less: where little is short each time there would be as many tries as pages.
+                pages -= max(-(-error.bytes_short // self._page_bytes), pages // 32)
 
     def save(self, sequence: Sequence, key: str, tokens: tuple[int, int] | None = None, meta: bytes = b"") -> None:
         """Keeps a sequence on disk under a name, in the place of what was there. It is safe from a loss of power on return.
