@@ -110,9 +110,10 @@ class Ticket:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Sleeps until `done`, or for `timeout` seconds; says which."""
-        if timeout is not None and (not is_number(timeout) or not 0 <= timeout <= SECONDS_MAX):
+        timeout = SECONDS_MAX if timeout is None else as_int(timeout)
+        if not is_number(timeout) or not 0 <= timeout <= SECONDS_MAX:
             raise InvalidArgument(f"timeout = {timeout!r}: None, or seconds from 0 to {SECONDS_MAX}")
-        arrived = self._cache._core.wait(self._core, SECONDS_MAX if timeout is None else timeout)
+        arrived = self._cache._core.wait(self._core, timeout)
         return arrived and self.done()
 
 
