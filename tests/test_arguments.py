@@ -609,6 +609,29 @@ def test_integers_of_numpy_are_taken_as_others_are(
             assert repr(results[0]) == repr(results[1])
 
 
+def test_seconds_may_be_what_stands_for_an_integer(tmp_path: Path) -> None:
+    """And cannot be compared with one."""
+
+    class Three:
+        def __index__(self) -> int:
+            return 3
+
+    seconds: Any = Three()
+    with World(tmp_path / "world") as world:
+        assert world.ticket.wait(seconds)
+
+
+@pytest.mark.parametrize("dtype", ["i4,i4", bool, "M8[s]", "U1"])
+def test_an_empty_array_is_of_integers_too(dtype: Any) -> None:
+    """Or of floats, as an empty list is to NumPy."""
+    empty: Any = np.empty(0, dtype)
+    with pagoda.Cache(ONE, device_memory="1MiB", host_memory=0) as cache:
+        for none in ([], np.zeros(0), np.zeros(0, np.uint8)):
+            cache.step([], none)
+        with pytest.raises(pagoda.InvalidArgument, match=r"^new_tokens = .* \[0\]: a list of integers"):
+            cache.step([], empty)
+
+
 def test_a_config_may_have_integers_of_numpy() -> None:
     config = {
         "model_type": "llama",

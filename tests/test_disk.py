@@ -156,6 +156,58 @@ def test_a_page_is_written_once(mirror: Mirror) -> None:
     assert stats.disk_io.bytes_read > pages * stored, "they come and go"
 
 
+@pytest.mark.usefixtures("names_the_cpu")
+@pytest.mark.parametrize(("device_memory", "host_memory"), [("128KiB", 0), ("64KiB", "64KiB")])
+def test_a_change_of_sequence_writes_nothing_that_the_disk_has(
+    tmp_path: Path, device_memory: str, host_memory: int | str
+) -> None:
+    """Three in turn, more than memory holds: as many blocks on disk as there are pages."""
+    options: dict[str, Any] = {"spec": pagoda.ModelSpec(layers=[layer()]), "device": "cpu"}
+    options |= {"device_memory": device_memory, "host_memory": host_memory, "disk_memory": 120 * 2 * 4096}
+    with opened(tmp_path, **options) as cache:
+        assert cache.stats().disk[0].free == 120
+        mirror = Mirror(cache)
+        sessions = [mirror.create() for _ in range(3)]
+        for tokens in sessions:
+            for _ in range(5):
+                mirror.step([tokens], [128])
+        written = []
+        for _ in range(4):
+            for tokens in sessions:
+                mirror.step([tokens], [0])
+                cache._spill.settle()
+            stats = cache.stats()
+            assert stats.disk_io is not None
+            written.append(stats.disk_io.bytes_written // (2 * 4096))
+        assert len(set(written[1:])) == 1
+        assert written[-1] <= 120
+
+
+@pytest.mark.usefixtures("names_the_cpu")
+@pytest.mark.parametrize(("without", "writes"), [(None, 0), (5, 0), (0, 10)])
+def test_pages_leave_for_a_full_disk_that_has_them(tmp_path: Path, without: int | None, writes: int) -> None:
+    """No others could be given up. A page without one, if it is the first to leave, takes the place of its own sequence's."""
+    options: dict[str, Any] = {"spec": pagoda.ModelSpec(layers=[layer()]), "device": "cpu"}
+    options |= {"device_memory": "64KiB", "host_memory": 0, "disk_memory": "256KiB"}
+    with opened(tmp_path, **options) as cache:
+        mirror = Mirror(cache)
+        away, tokens = mirror.create(), mirror.create()
+        for _ in range(cache.stats().disk[0].free - (10 if without is None else 9)):
+            mirror.step([away], [16])
+        assert cache.demote(away.sequence, to="disk").wait(60)
+        mirror.step([tokens], [160])
+        for page in range(10):
+            if page != without:
+                there = cache.plan(tokens.sequence, "disk", (16 * page, 16 * page + 16), keep=True)
+                assert cache.execute(there).wait(60)
+        stats = settled(cache)
+        assert stats.disk[0].free == 0
+        mirror.step([mirror.create()], [16 * (stats.device[0].free + 1)])
+        moved = settled(cache).moved_bytes["device", "disk"] - stats.moved_bytes["device", "disk"]
+        assert moved <= writes * stats.block_bytes[0]
+        mirror.look()
+
+
 def test_copies_that_memory_has_make_room_on_a_full_disk(tmp_path: Path) -> None:
     options = OPTIONS | {"host_memory": "256KiB", "disk": tmp_path / "pages", "disk_memory": "1280KiB"}
     with pagoda.Cache(SPEC, page_size=16, **options) as cache:
@@ -173,6 +225,32 @@ def spoil(directory: Path, tokens: Tokens, token: int) -> None:
     with nameless(directory).open("r+b") as pages:
         pages.seek(pages.read().index(row))
         pages.write(b"\x00\x00")
+
+
+def test_pages_that_are_on_a_full_disk_are_not_written_again_to_go_there(tmp_path: Path) -> None:
+    """Others' copies make room for pages that are not, and its own where there are no others'."""
+    with opened(tmp_path, spec=pagoda.ModelSpec(layers=[layer()]), disk_memory="256KiB", spill=False) as cache:
+        room, mirror = cache.stats().disk[0].free, Mirror(cache)
+        tokens, others = mirror.create(), mirror.create()
+        mirror.step([tokens, others], [160, 16 * (room - 10)])
+        for sequence in (tokens.sequence, others.sequence):
+            assert cache.execute(cache.plan(sequence, "disk", keep=True)).wait(60)
+        mirror.step([tokens], [64])
+        before = settled(cache)
+        assert before.disk[0].free == 0
+        assert cache.demote(tokens.sequence, to="disk").wait(60)
+        moved = settled(cache).moved_bytes["device", "disk"] - before.moved_bytes["device", "disk"]
+        assert moved == 4 * before.block_bytes[0]
+        mirror.look()
+        mirror.release(others)
+        more = mirror.create()
+        mirror.step([more], [16 * (room - 14)])
+        settled(cache)
+        assert cache.execute(cache.plan(more.sequence, "disk", (16, 16 * (room - 14)), keep=True)).wait(60)
+        mirror.step([tokens], [32])
+        assert cache.demote(tokens.sequence, to="disk").wait(60)
+        assert cache.demote(more.sequence, (0, 16), to="disk").wait(60)
+        mirror.look()
 
 
 def test_an_error_names_the_sequences_that_hold_the_page(mirror: Mirror, tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_loading_makes_room_as_a_step_does(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("order", ["first", "last"])
 def test_saving_gives_up_copies_that_memory_has_as_well(order: str, tmp_path: Path) -> None:
-    """Of its own pages too, which are then written anew: there is room for all of them in the end."""
+    """Those of others: its own are what is saved."""
     options = {"spec": pagoda.ModelSpec(layers=[layer()]), "disk_memory": "256KiB", "spill": False}
     with opened(tmp_path, **options) as cache:
         room = cache.stats().disk[0].free
@@ -216,6 +216,48 @@ def test_saving_gives_up_copies_that_memory_has_as_well(order: str, tmp_path: Pa
         load(mirror, "it", saved)
         mirror.look()
         cache.audit()
+
+
+def test_saving_finds_room_for_every_open_page(tmp_path: Path) -> None:
+    """A sequence has many where ends of pages were dropped. No more is given up than they take."""
+    options = {"spec": pagoda.ModelSpec(layers=[layer()]), "disk_memory": "256KiB", "spill": False}
+    with opened(tmp_path, **options) as cache:
+        room = cache.stats().disk[0].free
+        mirror = Mirror(cache)
+        tokens, others = mirror.create(), mirror.create()
+        for _ in range(5):
+            mirror.step([tokens], [10])
+            mirror.drop(tokens, len(tokens) - 1, len(tokens))
+        mirror.step([others], [16 * room])
+        assert cache.execute(cache.plan(others.sequence, "disk", keep=True)).wait(60)
+        assert cache.stats().disk[0].free == 0
+        cache.save(tokens.sequence, "it")
+        assert cache.plan(others.sequence, "disk").bytes == 5 * cache.stats().block_bytes[0]
+        load(mirror, "it", tokens)
+        mirror.look()
+
+
+def test_saving_finds_room_that_layer_groups_take_from_each_other(tmp_path: Path) -> None:
+    """However much of the disk others' copies leave free: an extent that no group has is free for each, and not for all."""
+    spec = pagoda.ModelSpec(layers=[layer(num_kv_heads=4), layer(window=4000)])
+    with opened(tmp_path, spec=spec, disk_memory="512KiB", device_memory="4MiB", spill=False) as cache:
+        mirror = Mirror(cache)
+        tokens = mirror.create()
+        mirror.step([tokens], [100])
+        pages = 0
+        while True:
+            pages += 1
+            others = mirror.create()
+            mirror.step([others], [16 * pages])
+            try:
+                cache.execute(cache.plan(others.sequence, "disk", keep=True)).wait(60)
+            except pagoda.OutOfBlocks:
+                break
+            cache.save(tokens.sequence, "it")
+            mirror.release(others)
+            cache.forget("it")
+            cache._spill.spare("disk", 1000)
+        assert pages > 10
 
 
 def test_a_save_that_is_refused_keeps_what_it_has_written(tmp_path: Path) -> None:

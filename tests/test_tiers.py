@@ -136,6 +136,34 @@ def test_prefetch_copies_what_finds_room_though_groups_take_it_from_each_other()
         mirror.look()
 
 
+@pytest.mark.parametrize(("device_memory", "least"), [("512KiB", 200), ("384KiB", 150)])
+def test_prefetch_copies_pages_of_one_group_where_others_have_few(
+    device_memory: str, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them, or, after a few tries, nearly what there is room for."""
+    spec = pagoda.ModelSpec(layers=[layer(), *(layer(window=16 + 8 * index) for index in range(3))])
+    options: dict[str, Any] = {"host_memory": "4MiB", "threads": 1, "headroom": 16, "spill": False}
+    with pagoda.Cache(spec, page_size=16, device_memory=device_memory, **options) as cache:
+        mirror = Mirror(cache)
+        tokens = mirror.create()
+        for _ in range(20):
+            mirror.step([tokens], [160])
+            assert cache.demote(tokens.sequence).wait(60)
+        tries: list[pagoda.Plan] = []
+        execute = cache.execute
+
+        def counted(plan: pagoda.Plan) -> pagoda.Ticket:
+            tries.append(plan)
+            return execute(plan)
+
+        monkeypatch.setattr(cache, "execute", counted)
+        assert cache.prefetch(tokens.sequence).wait(60)
+        assert len(tries) < 20
+        assert 200 - len(cache.plan(tokens.sequence, "device", layers=[0])) >= least
+        cache.audit()
+        mirror.look()
+
+
 def test_prefetch_takes_the_newest_pages() -> None:
     with pagoda.Cache(pagoda.ModelSpec([layer()]), page_size=16, device_memory="32KiB", host_memory="4MiB") as cache:
         mirror = Mirror(cache)
@@ -437,6 +465,10 @@ def test_pages_that_move_or_stay_are_counted_without_a_list_of_them(
         class Counted:
             def __init__(self, plan: Any) -> None:
                 self.plan = plan
+
+            @property
+            def bytes(self) -> int:
+                return int(self.plan.bytes)
 
             def __len__(self) -> int:
                 moved.append(len(self.plan))

@@ -19,7 +19,6 @@ import contextlib
 import itertools
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Collection
 from functools import partial
@@ -111,9 +110,10 @@ class Ticket:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Sleeps until `done`, or for `timeout` seconds; says which."""
-        if timeout is not None and (not is_number(timeout) or not 0 <= timeout <= SECONDS_MAX):
+        timeout = SECONDS_MAX if timeout is None else as_int(timeout)
+        if not is_number(timeout) or not 0 <= timeout <= SECONDS_MAX:
             raise InvalidArgument(f"timeout = {timeout!r}: None, or seconds from 0 to {SECONDS_MAX}")
-        arrived = self._cache._core.wait(self._core, SECONDS_MAX if timeout is None else timeout)
+        arrived = self._cache._core.wait(self._core, timeout)
         return arrived and self.done()
 
 
@@ -244,8 +244,9 @@ class Cache:
         to_disk = on_disk is not None and (self._device is None or self._device.attends_to_disk)
         below = [tier for tier, there in (("host", memory[1][0] > 0), ("disk", to_disk)) if there]
         self._spill = placement.Spill(self._core, below if spill else [])
-        page_bytes = sum(layout.block_bytes for layout in geometry.layouts)
-        self._pages_max = min(*self._core.free_blocks("device"), memory[0][0] // page_bytes)
+        self._page_bytes = sum(layout.block_bytes for layout in geometry.layouts)
+        """Of a block of every layer group."""
+        self._pages_max = min(*self._core.free_blocks("device"), memory[0][0] // self._page_bytes)
         """Of the device, pages that have a block of every layer group, were all else gone from there."""
         if on_disk is not None:
             for refused in self._core.stats()["disk"]["refused"]:
@@ -367,14 +368,15 @@ class Cache:
 
         The slower copies stay, so that demoting these pages again moves no bytes.
         """
-        room = min(self._core.free_blocks("device")) // len(self._groups)
+        pages = max(self._core.free_blocks("device"))
         while True:
-            newest = partial(self._plan, sequence, "device", pages_max=room, keep=True, newest_first=True)
+            newest = partial(self._plan, sequence, "device", pages_max=pages, keep=True, newest_first=True)
             try:
                 return self._start(newest)
             except OutOfBlocks as error:
-                # Groups share extents: what is free is not free for all of them.
-                room = max(0, room - error.blocks_short)
+                # Groups share extents: what is free is not free for all of them, and a page less of each gives at most a
+                # block of each. At least a 32nd less: where little is short each time there would be as many tries as pages.
+                pages -= max(-(-error.bytes_short // self._page_bytes), pages // 32)
 
     def save(self, sequence: Sequence, key: str, tokens: tuple[int, int] | None = None, meta: bytes = b"") -> None:
         """Keeps a sequence on disk under a name, in the place of what was there. It is safe from a loss of power on return.
@@ -410,16 +412,16 @@ class Cache:
                 return self.save(part, key, meta=meta)
         self._core.check_save(sequence.id, key, len(meta))
         to_disk = partial(self.plan, sequence, "disk", keep=True)
+        spare = partial(self._spill.spare, "disk", but_of=sequence.id)
         all_there = False
         while True:
             for under_way in self._core.under_way(sequence.id):
                 self._core.wait_patiently(under_way)
-            self._make_room_on_disk(sequence, to_disk())
-            ticket = self._once_drained(partial(self._start, to_disk))
+            ticket = self._sparing(spare, partial(self._start, to_disk))
             self._core.wait_patiently(ticket._core)
             ticket.done()
             try:
-                return self._once_drained(partial(self._core.save, sequence.id, key, meta))
+                return self._sparing(spare, partial(self._core.save, sequence.id, key, meta))
             except InvalidArgument:
                 # Another thread may have begun to move pages right before the plan was made; by now they may have arrived.
                 if all_there or self._core.step_is_open():
@@ -540,15 +542,13 @@ class Cache:
 
     def _move(self, sequence: Sequence, to: str, tokens: tuple[int, int] | None, only_from: str | None) -> Ticket:
         """Starts moving pages, in the place of copies that nobody needs, once steps have ended that may read these."""
-        while True:
-            plan = partial(self._plan, sequence, to, tokens, only_from=only_from)
-            drained = self._core.drained_blocks()
-            try:
-                return self._start(plan)
-            except OutOfBlocks as error:
-                spared = self._spill.spare(to, error.blocks_short)
-                if not spared and not (error.draining and self._spill.drain(drained)):
-                    raise
+        plan = partial(self._plan, sequence, to, tokens, only_from=only_from)
+
+        def spare(blocks: int) -> bool:
+            # Its own last: a page that has a copy there needs no room, and would without.
+            return self._spill.spare(to, blocks, sequence.id) or self._spill.spare(to, blocks)
+
+        return self._sparing(spare, partial(self._start, plan))
 
     def _start(self, plan: Callable[[], Plan]) -> Ticket:
         """Executes a plan, which is made anew where another thread has changed or moved its pages since."""
@@ -560,23 +560,15 @@ class Cache:
                 if plan().copies == made.copies:
                     raise
 
-    def _once_drained(self, call: Callable[[], T]) -> T:
-        """Makes a call that takes blocks, anew as long as some of their tier drain."""
+    def _sparing(self, spare: Callable[[int], bool], call: Callable[[], T]) -> T:
+        """Makes a call that takes blocks, anew as long as some of their tier drain, or copies there can be given up."""
         while True:
             drained = self._core.drained_blocks()
             try:
                 return call()
             except OutOfBlocks as error:
-                if not error.draining or not self._spill.drain(drained):
+                if not (error.draining and self._spill.drain(drained)) and not spare(error.blocks_short):
                     raise
-
-    def _make_room_on_disk(self, sequence: Sequence, plan: Plan) -> None:
-        """Gives up copies of others' pages that memory has as well, as far as a plan and a last page of each group need."""
-        written = Counter(group for _, group, _, _, size in plan.copies if size)
-        for group in range(len(self._groups)):
-            short = written[group] + 1 - self._core.free_blocks("disk")[group]
-            if short > 0:
-                self._core.drop_copies("disk", group, short, but_of=sequence.id)
 
     def _batch(self, name: str, sequences: Collection[Sequence]) -> Batch:
         check_list(name, sequences, "sequences")

@@ -110,7 +110,8 @@ def integers(name: str, values: Collection[int] | npt.ArrayLike, limit: str) -> 
     """A list of integers as int64; a bool is none. Raises InvalidArgument, with `limit`, for what is none."""
     array = _array(name, values, limit)
     kind = array.dtype.kind
-    if array.ndim != 1 or (kind not in "iu" and array.size):
+    # An empty list is one of floats to NumPy.
+    if array.ndim != 1 or kind not in ("iu" if array.size else "iuf"):
         raise InvalidArgument(f"{name} = {array.dtype} {list(array.shape)}: {limit}")
     if array is not values and _has_bool(values):
         raise InvalidArgument(f"{name} = a list with True or False: {limit}")

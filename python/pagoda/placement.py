@@ -12,7 +12,10 @@ Which sequences have pages to move the core knows, so that making room takes as 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from bisect import bisect
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +38,9 @@ REST_STEPS = 256
 """Steps until pages leave a tier ahead of need again, after a failed write, as the drive may be full or broken, and after all
 sequences were looked through for nothing."""
 
+OVERTAKEN = InvalidArgument, OutOfBlocks, UseAfterRelease
+"""What a move raises when another thread has released the sequence, changed or moved its pages, or taken the room."""
+
 log = logging.getLogger("pagoda")
 
 Handles = npt.NDArray[np.uint64]
@@ -52,6 +58,7 @@ class Spill:
         self._core = core
         self._pairs: list[Pair] = list(zip(["device", *below], below, strict=False))
         self._blocks = {source: core.free_blocks(source) for source, _ in self._pairs}
+        self._block_bytes: list[int] = core.stats()["block_bytes"]
         self._under_way: dict[Pair, set[_core.Ticket]] = {pair: set() for pair in self._pairs}
         self._memory = sorted({source for source, _ in self._pairs}, reverse=True)
         self._has_disk = "disk" in below
@@ -97,11 +104,11 @@ class Spill:
         self._core.finish_draining()
         return self._core.drained_blocks() > before
 
-    def spare(self, tier: str, blocks: int) -> bool:
-        """Gives up copies on a tier that no sequence needs there, of at most `blocks` pages of each layer group; says whether
-        there were any."""
+    def spare(self, tier: str, blocks: int, but_of: int | None = None) -> bool:
+        """Gives up copies on a tier that no sequence needs there, of at most `blocks` pages of each layer group and none that
+        sequence `but_of` holds; says whether there were any."""
         groups = range(len(self._core.free_blocks(tier)))
-        return any([self._core.drop_copies(tier, group, blocks) for group in groups])
+        return any([self._core.drop_copies(tier, group, blocks, but_of=but_of) for group in groups])
 
     def may_bring_in(self, batch: Handles) -> bool:
         """Whether the open step of `batch` has pages on disk, and is the first one with these sequences or since another one
@@ -134,8 +141,9 @@ class Spill:
         pages = core.movable("disk", tier, batch)
         for handle, group in pages:
             spare = core.free_blocks(tier)[group] - int(self._blocks[tier][group] * BATCH_WATER)
-            options = {"pages_max": max(0, spare), "keep": True, "newest_first": True}
-            self._move(("disk", tier), handle, group, tickets, **options)
+            plan = partial(core.plan, handle, tier, None, [group], only_from="disk", keep=True, newest_first=True)
+            with suppress(*OVERTAKEN):
+                self._start(plan(pages_max=max(0, spare)), tickets)
         failures: list[PagodaError] = []
         for ticket in tickets:
             self._wait(ticket, ("disk", tier))
@@ -170,8 +178,6 @@ class Spill:
         core, (source, target) = self._core, pair
         freed = core.drop_copies(source, group, asked)
         wanted = asked - freed
-        if (short := wanted - core.free_blocks(target)[group]) > 0:
-            core.drop_copies(target, group, short)
         # Pages that others hold, and those of the batch, go to disk only when there is nothing else.
         if target == "disk":
             resting = core.resting(source, target, group, wanted, batch, unshared=True)
@@ -186,25 +192,46 @@ class Spill:
         return freed
 
     def _move_from(self, handles: list[int], pair: Pair, group: int, wanted: int, **which: bool) -> int:
-        """Starts moving up to `wanted` pages of sequences, as many as have room; returns how many."""
-        left = wanted
+        """Starts moving up to `wanted` pages of sequences, as many as have room; returns how many.
+
+        Those with a copy on the target need none. Others get the place of copies there, of their own sequence only if nothing
+        moves else.
+        """
+        core, (source, target) = self._core, pair
+        left, lacking, given_up = wanted, 0, 0
         for handle in handles:
-            pages_max = min(left, self._core.free_blocks(pair[1])[group])
-            if pages_max <= 0:
+            if left <= 0:
                 break
-            left -= self._move(pair, handle, group, self._under_way[pair], pages_max=pages_max, **which)
+            plan = partial(core.plan, handle, target, None, [group], only_from=source, **which)
+            with suppress(*OVERTAKEN):
+                made = plan(pages_max=left)
+                if (short := self._blocks_of(made, group) - core.free_blocks(target)[group]) > 0:
+                    if not lacking:
+                        # What is given up may drain first: no more than all would need.
+                        most = min(short, wanted - given_up)
+                        copies = core.drop_copies(target, group, most, but_of=handle)
+                        given_up, lacking = given_up + copies, 0 if copies else short
+                    made = plan(pages_max=self._with_room(plan, len(made), target, group))
+                left -= self._start(made, self._under_way[pair])
+        if lacking and left == wanted and not given_up:
+            core.drop_copies(target, group, lacking)
+            if core.free_blocks(target)[group]:
+                return self._move_from(handles, pair, group, wanted, **which)
         return wanted - left
 
-    def _move(self, pair: Pair, handle: int, group: int, tickets: set[_core.Ticket], **options: Any) -> int:
-        """Starts moving pages of a sequence; returns how many."""
-        source, target = pair
-        try:
-            plan = self._core.plan(handle, target, None, [group], only_from=source, **options)
-            if len(plan):
-                tickets.add(self._core.execute(plan))
-        except (InvalidArgument, OutOfBlocks, UseAfterRelease):
-            # Another thread has released the sequence, changed or moved its pages, or taken the room.
-            return 0
+    def _with_room(self, plan: Callable[..., _core.Plan], pages: int, target: str, group: int) -> int:
+        """How many of the first pages that a plan takes have room on the target, of up to `pages`."""
+        free = self._core.free_blocks(target)[group]
+        return bisect(range(1, pages + 1), free, key=lambda first: self._blocks_of(plan(pages_max=first), group))
+
+    def _blocks_of(self, plan: _core.Plan, group: int) -> int:
+        """How many blocks the pages of a plan need, which are of one layer group."""
+        return plan.bytes // self._block_bytes[group]
+
+    def _start(self, plan: _core.Plan, tickets: set[_core.Ticket]) -> int:
+        """Starts moving the pages of a plan; returns how many."""
+        if len(plan):
+            tickets.add(self._core.execute(plan))
         return len(plan)
 
     def _pending(self, pair: Pair) -> bool:
