@@ -491,7 +491,7 @@ class DeviceEngine:
         tokens_max = tokens if self._maxima is None else self._maxima.tokens
         self._arrays.tokens, self._arrays.tokens_max = tokens, tokens_max
         centers = self.core.step_centers()
-        self._appends.enter(centers=centers)
+        self._appends.enter(centers=centers, in_graph=in_graph)
         self._attends.enter(bounds, tokens_max, in_graph=in_graph)
         if not self._tables.fits():
             self._wait_for_steps()
