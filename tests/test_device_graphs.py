@@ -223,6 +223,37 @@ def test_a_capture_is_inside_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model.step(live, [1, 1])
 
 
+def test_a_capture_goes_on_whatever_the_cache_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing looks at an event, which would end a capture in mode global: neither in the step nor once it is rolled back."""
+    model = emulated(monkeypatch, 1, 0)
+    (one, two), cache, stream = (model.create() for _ in range(2)), model.cache, model.stream
+    model.step([one, two], [1, 1])
+    monkeypatch.setattr(stream.driver, "work_a_little", lambda: None)
+    with pytest.raises(ZeroDivisionError), cache.step([two], [1], stream=stream) as step:
+        # No attention, for which the caller's stream waits: this step goes on.
+        step.append(0, model.k[0], model.v[0])
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), cache.step([one], [1], stream=stream) as step:
+        stream.begin_capture()
+        step.append(0, model.k[0], model.v[0])
+        cache.stats()
+        ticket = cache.demote(two)
+        assert not ticket.done()
+        with pytest.raises(pagoda.InvalidArgument, match="wait: while the stream of the last step is captured"):
+            ticket.wait()
+        raise ZeroDivisionError
+    cache.stats()
+    with (
+        pytest.raises(pagoda.InvalidArgument, match="step: while the stream of the last step is captured; end the cap"),
+        cache.step([one], [1], stream=CallerStream(stream.driver)),
+    ):
+        pass
+    stream.end_capture()
+    assert ticket.wait()
+    cache.audit()
+    model.step([one, two], [1, 1])
+
+
 def test_replay_needs_maxima_and_a_layer_that_is_not_appended_to(monkeypatch: pytest.MonkeyPatch) -> None:
     model = emulated(monkeypatch, 1, 0)
     sequence = model.create()

@@ -36,8 +36,8 @@ of a MiB, 8 us, is what a copy and its events cost."""
 
 
 class Threshold(functools.cached_property[int]):
-    """An attribute of a driver: what `measure` says of it. While there is no memory to measure with it is `otherwise`, which is
-    not kept: what a size is asked for goes on without."""
+    """An attribute of a driver: what `measure` says of it, once and for all. While there is no memory to measure with, it is
+    `otherwise`."""
 
     def __init__(self, measure: Callable[[Driver], int], otherwise: int) -> None:
         super().__init__(measure)
