@@ -25,7 +25,7 @@ from cupy_stand_in import Device, DLPackArray, Event, NdArray, Stream, on_defaul
 from gpu_driver import CopyingDriver
 from interrupts import interrupted
 from mirror import Mirror, layer
-from pagoda.device import cuda, cuda_memory
+from pagoda.device import cuda, cuda_memory, thresholds
 from pagoda.device.driver import View
 
 
@@ -194,6 +194,38 @@ def test_what_measures_a_gpu_runs_on_it(cupy: Any) -> None:
     assert driver.name == "0000:00:00.0"
     assert driver.copy_engine_bytes >= 1 << 14
     assert driver.ring_bytes >= 1 << 16
+
+
+def test_what_there_is_no_memory_to_measure_is_taken_for_granted(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages move, steps spill and read pages of the host tier on a GPU that is nearly full; later they are measured."""
+    open_driver, drivers = cuda.open_driver, list[Any]()
+
+    def opened(index: int) -> CopyingDriver:
+        drivers.append(open_driver(index))
+        return CopyingDriver(drivers[-1])
+
+    monkeypatch.setattr(cuda, "open_driver", opened)
+    monkeypatch.setattr("pagoda.device.ring.SLOT_BYTES_MIN", 1)
+    with open_cache(device_memory="128KiB", spill=True) as cache:
+        mirror = Mirror(cache)
+        live = [mirror.create(), mirror.create()]
+        for _ in range(3):
+            mirror.step(live, [16, 16])
+        pool = cupy_stand_in.pool
+        pool.free_all_blocks()
+        hog = pool.alloc(cupy_stand_in.DEVICE_BYTES - pool.held - (8 << 20))
+        assert cache.demote(live[0].sequence).wait()
+        for _ in range(8):
+            mirror.step(live, [64, 64])
+        assert cache.stats().host[0].used > 3
+        driver = drivers[0]
+        assert (driver.copy_engine_bytes, driver.ring_bytes) == (thresholds.COPY_ENGINE_BYTES, thresholds.RING_BYTES)
+        del hog
+        kept = {"copy_engine_bytes", "ring_bytes"}
+        assert not vars(driver).keys() & kept
+        assert driver.copy_engine_bytes
+        assert driver.ring_bytes
+        assert vars(driver).keys() >= kept
 
 
 def test_host_memory_of_a_forgotten_cache_is_not_registered_any_more(copying: None) -> None:

@@ -9,6 +9,7 @@ import pagoda
 import pytest
 from emulator.driver import CallerStream, EmulatedDriver, Stream, install_driver
 from graphs import LAYERS, NORMS, SEQUENCES, Model
+from mirror import center_of
 from pagoda.kernels.instances import Kernel
 
 
@@ -40,6 +41,33 @@ def test_a_graph_reads_common_pages_once(monkeypatch: pytest.MonkeyPatch) -> Non
         assert model.cache._device is not None
         assert model.cache._device._tables.members == 2 * SEQUENCES
     model.step(alone, [1, 1], lambda step: step.replay(graph))
+
+
+def test_a_graph_takes_the_centre_from_the_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured in a step that has too few for it, replayed in one that has enough, and in one that finds them there."""
+    stream, rng = CallerStream(install_driver(monkeypatch, EmulatedDriver(0))), np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((32, heads, 64)).astype(np.float16) for heads in (4, 2, 2))
+    spec, out = pagoda.ModelSpec([pagoda.AttentionLayer(4, 2, 64)]), np.empty_like(q)
+    with pagoda.Cache(spec, device="cuda", device_memory="4MiB", host_memory=0, k_dtype="q4_0") as cache:
+        cache.declare(sequences=2, new_tokens=16, context=64)
+        first, second = cache.create(), cache.create()
+        with cache.step([first], [1], stream=stream) as step:
+            step.forward(0, q, k, v, out=out)
+        with cache.step([first], [1], stream=stream) as step:
+            stream.begin_capture()
+            step.forward(0, q, k, v, out=out)
+            graph = stream.end_capture()
+            graph.launch()
+        first.release()
+        assert cache._device is not None
+        memory: Any = cache._device._appends._centers._memory
+        k += 8 * rng.standard_normal(k.shape[1:]).astype(np.float16)
+        means = center_of(k[:16])
+        for _ in range(2):
+            with cache.step([second], [16], stream=stream) as step:
+                step.replay(graph.launch)
+            np.testing.assert_array_equal(memory.array.view(np.float32), means.ravel())
+            k *= -1
 
 
 def test_the_engine_fits_the_largest_number_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +221,37 @@ def test_a_capture_is_inside_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     stream.reach(len(stream.work))
     assert cache.stats().device == free
     model.step(live, [1, 1])
+
+
+def test_a_capture_goes_on_whatever_the_cache_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing looks at an event, which would end a capture in mode global: neither in the step nor once it is rolled back."""
+    model = emulated(monkeypatch, 1, 0)
+    (one, two), cache, stream = (model.create() for _ in range(2)), model.cache, model.stream
+    model.step([one, two], [1, 1])
+    monkeypatch.setattr(stream.driver, "work_a_little", lambda: None)
+    with pytest.raises(ZeroDivisionError), cache.step([two], [1], stream=stream) as step:
+        # No attention, for which the caller's stream waits: this step goes on.
+        step.append(0, model.k[0], model.v[0])
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), cache.step([one], [1], stream=stream) as step:
+        stream.begin_capture()
+        step.append(0, model.k[0], model.v[0])
+        cache.stats()
+        ticket = cache.demote(two)
+        assert not ticket.done()
+        with pytest.raises(pagoda.InvalidArgument, match="wait: while the stream of the last step is captured"):
+            ticket.wait()
+        raise ZeroDivisionError
+    cache.stats()
+    with (
+        pytest.raises(pagoda.InvalidArgument, match="step: while the stream of the last step is captured; end the cap"),
+        cache.step([one], [1], stream=CallerStream(stream.driver)),
+    ):
+        pass
+    stream.end_capture()
+    assert ticket.wait()
+    cache.audit()
+    model.step([one, two], [1, 1])
 
 
 def test_replay_needs_maxima_and_a_layer_that_is_not_appended_to(monkeypatch: pytest.MonkeyPatch) -> None:

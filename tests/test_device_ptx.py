@@ -57,6 +57,13 @@ def test_attention(arch: str, shape: Shape) -> None:
     check(shape, library)
 
 
+def test_teams_that_go_on_with_their_queries_have_their_own_pads() -> None:
+    """No barrier of the thread block stands between the zeros behind short K rows and who reads them."""
+    shape = SHAPES[35]
+    library = compiled([shape], [], ptx.compile)
+    World(shape, [one(900)], group=2, kv_heads=1).compare(library, 1, stretch=1)
+
+
 @pytest.mark.parametrize("arch", AT_ONCE)
 def test_append(arch: str) -> None:
     library = compiled([], APPENDS, ptx.compile, arch=arch)

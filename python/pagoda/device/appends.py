@@ -81,9 +81,10 @@ class Appends:
         self._first: set[int] = set()
         self._blocks_max = 4 * driver.multiprocessors
 
-    def enter(self, *, centers: bool) -> None:
-        """A step begins. centers: whether its rows say what K is centred by."""
-        self._first = self._centers.first if centers else set()
+    def enter(self, *, centers: bool, in_graph: bool) -> None:
+        """A step begins. centers: whether its rows say what K is centred by. in_graph: whether a graph may do it, whose other
+        steps may be those."""
+        self._first = self._centers.first if centers or in_graph else set()
 
     def append(self, layer: int, keys: View, values: View, tables: GroupTables, arrays: Arrays, stream: Stream) -> None:
         """Writes K and V of the new tokens of one layer. values: keys once more where V is a part of K. arrays: of the step;

@@ -13,6 +13,7 @@ from pagoda.device import thresholds
 from pagoda.device.cuda_arrays import cupy_array, of_torch, view
 from pagoda.device.cuda_memory import AllocatedArena, DeviceMemory, PinnedMemory, RegisteredArena
 from pagoda.device.driver import Driver, HostArena, Stream, View, not_loaded
+from pagoda.device.thresholds import Threshold
 from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.kernels import loader
 from pagoda.kernels.instances import Kernel
@@ -307,15 +308,8 @@ class CudaDriver:
         free, _ = self.device.mem_info
         return int(free)
 
-    @cached_property
-    def copy_engine_bytes(self) -> int:
-        """Measured when it is first asked for."""
-        return thresholds.copy_engine_bytes(self)
-
-    @cached_property
-    def ring_bytes(self) -> int:
-        """Measured when it is first asked for."""
-        return thresholds.ring_bytes(self)
+    copy_engine_bytes = Threshold(thresholds.copy_engine_bytes, thresholds.COPY_ENGINE_BYTES)
+    ring_bytes = Threshold(thresholds.ring_bytes, thresholds.RING_BYTES)
 
     def stream(self) -> _Stream:
         """A new stream."""

@@ -205,6 +205,7 @@ class DeviceEngine:
         chosen = self.caller_stream(None) if stream is None else stream
         if chosen.capturing:
             raise InvalidArgument("step: on a stream that is captured; begin to capture inside of the step")
+        self._refuse_in_capture("step")
         try:
             self._once_more(lambda: self.core.reserve(number, sequences, new_tokens, self._copy_now))
         except BaseException:
@@ -331,6 +332,9 @@ class DeviceEngine:
         """Starts the copies of a plan."""
         self._poll()
         ticket = self.core.execute(plan)
+        if self._captured:
+            # The first call behind the capture starts the copies.
+            return ticket
         try:
             self._plans.advance()
         except BackendUnavailable:
@@ -379,11 +383,13 @@ class DeviceEngine:
     @in_turn
     def save(self, sequence: int, key: str, meta: bytes) -> None:
         """See `Cache.save`."""
+        self._refuse_in_capture("save")
         self._once_more(lambda: self.core.save(sequence, key, meta, self._copy_now))
 
     @in_turn
     def load(self, key: str) -> _core.Handle | None:
         """See `Cache.load`."""
+        self._refuse_in_capture("load")
         return self._once_more(lambda: self.core.load(key, self._copy_now))
 
     @in_turn
@@ -448,6 +454,7 @@ class DeviceEngine:
     @in_turn
     def _waits_for(self, ticket: _core.Ticket) -> Pending | None:
         """What has to end next for the sake of a plan; None when it has ended."""
+        self._refuse_in_capture("wait")
         return self._plans.waits_for(ticket)
 
     @in_turn
@@ -475,6 +482,11 @@ class DeviceEngine:
         """Whether the stream of the step is captured: an event would be of the graph, and no wait for it would end well."""
         return self._stream is not None and self._stream.capturing
 
+    def _refuse_in_capture(self, call: str) -> None:
+        """Raises InvalidArgument for a call that has to look at events, which ends a capture, whichever thread does it."""
+        if self._captured:
+            raise InvalidArgument(f"{call}: while the stream of the last step is captured; end the capture first")
+
     def _enter(self, number: int, stream: Stream, *, in_graph: bool) -> None:
         """Sends the tables of the open step. in_graph: whether a graph may do it.
 
@@ -491,7 +503,7 @@ class DeviceEngine:
         tokens_max = tokens if self._maxima is None else self._maxima.tokens
         self._arrays.tokens, self._arrays.tokens_max = tokens, tokens_max
         centers = self.core.step_centers()
-        self._appends.enter(centers=centers)
+        self._appends.enter(centers=centers, in_graph=in_graph)
         self._attends.enter(bounds, tokens_max, in_graph=in_graph)
         if not self._tables.fits():
             self._wait_for_steps()
@@ -548,7 +560,9 @@ class DeviceEngine:
             self._stream = None
 
     def _poll(self) -> None:
-        """Tells the core what has ended."""
+        """Tells the core what has ended; nothing while the step's stream is captured, as to look would end the capture."""
+        if self._captured:
+            return
         if self._stream is not None and not self.core.step_is_open():
             self._leave()
         while self._epochs and self._epochs[0][1].done():

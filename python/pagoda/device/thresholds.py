@@ -1,16 +1,19 @@
-"""The sizes from which one way to bytes of the host beats another: measured once for each device, when first asked for."""
+"""The sizes from which one way to bytes of the host beats another: measured once for each device, when first asked for and
+there is memory to measure with."""
 
 from __future__ import annotations
 
 import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from pagoda.device.driver import Driver, Event, Stream
 from pagoda.device.mover import KERNEL_THREADS, RUN_BYTES, WORD, Mover, list_runs
 from pagoda.device.ring import SLOTS
+from pagoda.errors import BackendUnavailable
 from pagoda.kernels import arguments, instances
 
 MEASURED_RUNS = [1 << shift for shift in range(14, 23)]
@@ -24,6 +27,28 @@ MEASURED_LAYER_BYTES = [1 << shift for shift in range(16, 23)]
 
 MEASURED_LAYERS = 8
 
+COPY_ENGINE_BYTES = 512 << 10
+"""Unless it is measured: what an H200 said (docs/benchmarks/gpu.md)."""
+
+RING_BYTES = 1 << 20
+"""Unless it is measured: an H200 reads in place at 0.7 of what the link carries (docs/benchmarks/gpu.md), and what that loses
+of a MiB, 8 us, is what a copy and its events cost."""
+
+
+class Threshold(functools.cached_property[int]):
+    """An attribute of a driver: what `measure` says of it, once and for all. While there is no memory to measure with, it is
+    `otherwise`."""
+
+    def __init__(self, measure: Callable[[Driver], int], otherwise: int) -> None:
+        super().__init__(measure)
+        self._otherwise = otherwise
+
+    def __get__(self, driver: Any, owner: Any = None) -> Any:
+        try:
+            return super().__get__(driver, owner)
+        except BackendUnavailable:
+            return self._otherwise
+
 
 def copy_engine_bytes(driver: Driver) -> int:
     """From what size on the copy engine beats the kernel at copying runs from pinned memory, as `Mover` has both do it.
@@ -31,7 +56,7 @@ def copy_engine_bytes(driver: Driver) -> int:
     Copies MEASURED_BYTES in runs of each size by both; returns the least size at which the copy engine is not slower, or
     twice the largest. Seconds are those that the caller waits, because to issue a copy is a part of its cost.
     """
-    host, device = driver.pinned(MEASURED_BYTES), driver.memory(MEASURED_BYTES)
+    device, host = driver.memory(MEASURED_BYTES), driver.pinned(MEASURED_BYTES)
     stream, mover = driver.stream(), Mover(driver, None)
     for size in MEASURED_RUNS:
         places = np.arange(0, MEASURED_BYTES, size, dtype=np.uint64)
@@ -65,7 +90,7 @@ def ring_bytes(driver: Driver) -> int:
     so the ring is not chosen too early. Takes about 20 ms.
     """
     largest = MEASURED_LAYER_BYTES[-1]
-    host, ring, sink = driver.pinned(largest), driver.memory(SLOTS * largest), driver.memory(largest)
+    ring, sink, host = driver.memory(SLOTS * largest), driver.memory(largest), driver.pinned(largest)
     stream, copying = driver.stream(), driver.stream()
     for size in MEASURED_LAYER_BYTES:
         # As many pieces as there are thread blocks.

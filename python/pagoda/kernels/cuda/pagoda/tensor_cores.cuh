@@ -105,8 +105,9 @@ struct TensorCores : Ring<Shape_> {
     /// Writes the zeros behind K rows, which copies never touch and the exchange may have overwritten.
     __device__ void pad_keys() const {
         if constexpr (D < Shape::DEPTH && K::BITS > 0) {
-            for (int i = thread_here(); i < TEAMS * STAGES * Shape::SCORES; i += Shape::THREADS) {
-                uint8* const keys = ring + i / Shape::SCORES * Shape::STAGE_BYTES;
+            // A team does so in its own stages: there may be no barrier between what other teams write and this one reads.
+            for (int i = thread_here() % Shape::TEAM; i < STAGES * Shape::SCORES; i += Shape::TEAM) {
+                uint8* const keys = this->stage(i / Shape::SCORES);
                 *reinterpret_cast<uint4*>(keys + Shape::KRows::place(i % Shape::SCORES, D / 8)) = make_uint4(0, 0, 0, 0);
             }
         }
