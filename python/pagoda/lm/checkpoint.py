@@ -69,9 +69,9 @@ class Checkpoint:
         floats = bf16_to_f32(values) if tensor.dtype == "BF16" else values.astype(np.float32)
         return floats.reshape(shape)
 
-    def rest(self, prefix: str) -> list[str]:
+    def rest(self, *prefixes: str) -> list[str]:
         """Names that begin so and were not taken."""
-        return sorted(name for name in self._tensors if name.startswith(prefix))
+        return sorted(name for name in self._tensors if name.startswith(prefixes))
 
 
 def bf16_to_f32(bits: npt.NDArray[np.uint16]) -> Float32:

@@ -115,18 +115,16 @@ class LanguageModel:
         self._log_scale = _query_log_scale(config)
         self.end_tokens = _end_tokens(config)
         self._biased = _biased(config)
-        embedding = checkpoint.take("model.embed_tokens.weight", self.vocab_size, self._hidden)
-        self._embedding = self._xp.asarray(embedding)
-        self._blocks = [self._block(checkpoint, index, layer) for index, layer in enumerate(self.spec.attention_layers)]
-        # A bias, norm or layer that is left over would make this another model; inv_freq, which old ones have, is derived.
-        rest = [name for name in checkpoint.rest("model.layers.") if not name.endswith(".rotary_emb.inv_freq")]
-        if rest:
-            raise InvalidArgument(f"checkpoint: {rest[0]}: not part of the {kind} model of this config")
-        self._norm = self._xp.asarray(checkpoint.take("model.norm.weight", self._hidden))
         # A key that is absent has the default of its family in transformers.
         tied = _flag(config, "tie_word_embeddings", default=kind == "smollm3")
-        head = embedding if tied else checkpoint.take("lm_head.weight", self.vocab_size, self._hidden)
-        self._head = self._xp.asarray(np.ascontiguousarray(head.T))
+        embedding, head = _embedding_and_head(checkpoint, self.vocab_size, self._hidden, tied=tied)
+        self._embedding, self._head = self._xp.asarray(embedding), self._xp.asarray(head)
+        self._blocks = [self._block(checkpoint, index, layer) for index, layer in enumerate(self.spec.attention_layers)]
+        self._norm = self._xp.asarray(checkpoint.take("model.norm.weight", self._hidden))
+        # A bias, norm or layer that is left over would make this another model; inv_freq, which old ones have, is derived.
+        rest = [name for name in checkpoint.rest("model.", "lm_head.") if not name.endswith(".rotary_emb.inv_freq")]
+        if rest:
+            raise InvalidArgument(f"checkpoint: {rest[0]}: not part of the {kind} model of this config")
 
     @classmethod
     def load(cls, folder: str | Path, device: str = "cpu") -> LanguageModel:
@@ -243,6 +241,18 @@ class LanguageModel:
             *linear({"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden),
             *linear({"mlp.down_proj": hidden}, inner),
         )
+
+
+def _embedding_and_head(checkpoint: Checkpoint, vocab: int, hidden: int, *, tied: bool) -> tuple[Float32, Float32]:
+    """The embedding [vocab, hidden] and the head [hidden, vocab].
+
+    A tied matrix may be stored under either name. What is stored under both is not tied, whatever the config says:
+    transformers, `tie_weights`.
+    """
+    names = ["model.embed_tokens.weight", "lm_head.weight"]
+    stored = [name for name in names if name in checkpoint] if tied else names
+    matrices = [checkpoint.take(name, vocab, hidden) for name in stored or names]
+    return matrices[0], np.ascontiguousarray(matrices[-1].T)
 
 
 def _flag(config: dict[str, Any], key: str, *, default: bool = False) -> bool:
