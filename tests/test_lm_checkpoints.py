@@ -102,8 +102,10 @@ def plus(name: str, tensor: Array) -> Callable[[Tensors], Tensors]:
         ("llama", {"eos_token_id": "</s>"}, dict, "eos_token_id = '</s>'"),
         ("llama", {"eos_token_id": [2, None]}, dict, "eos_token_id"),
         ("llama", {"rms_norm_eps": float("nan")}, dict, "rms_norm_eps = nan"),
+        ("llama", {"rms_norm_eps": 1e300}, dict, r"config\.rms_norm_eps = 1e\+300: .* to 1e\+18"),
         ("llama", {"rope_theta": float("nan")}, dict, "rope_theta = nan"),
         ("smollm3", {"pagoda_query_log_scale": {"floor": 8.0}}, dict, r"query_log_scale\.coefficient = nan"),
+        ("smollm3", {"pagoda_query_log_scale": {"floor": 1.0, "coefficient": 1e300}}, dict, r"coefficient = 1e\+300"),
         ("smollm3", {"pagoda_query_log_scale": 0.3}, dict, "query_log_scale = 0.3"),
     ],
 )
@@ -217,6 +219,12 @@ def test_tensors_of_every_type_are_read_exactly(dtype: Any, tmp_path: Path) -> N
     with pytest.raises(pagoda.InvalidArgument, match="no tensor a"):
         checkpoint.take("a", 3, 5)
     assert checkpoint.rest("") == ["e"]
+
+
+def test_numbers_that_float32_does_not_have(tmp_path: Path) -> None:
+    save_file({"a": np.array([1.0, -1e300, np.inf])}, tmp_path / "model.safetensors")
+    with pytest.raises(pagoda.InvalidArgument, match=r"checkpoint: a = numbers up to 1e\+300: those of float32"):
+        Checkpoint(tmp_path).take("a", 3)
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
