@@ -122,7 +122,9 @@ def test_tensors_that_do_not_matter(tmp_path: Path) -> None:
     """Frequencies that old checkpoints carry are passed over."""
     checkpoints.make(tmp_path, "llama")
     expected = logits_of(tmp_path)
-    extra: Tensors = {f"model.layers.{index}.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32) for index in range(4)}
+    extra: Tensors = {
+        f"model.layers.{index}.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32) for index in range(4)
+    }
     rewrite(tmp_path, {}, lambda tensors: tensors | extra)
     np.testing.assert_array_equal(logits_of(tmp_path), expected)
 
