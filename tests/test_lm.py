@@ -159,6 +159,11 @@ def test_tokenizer_files(tmp_path: Path) -> None:
     decoder = ours.decoder()
     ids = [1, 2, 3] * 20
     assert "".join(map(decoder.feed, ids)) == tokenizer.decode(ids)
+    # A file may have what its training was set to.
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=8, pad_id=3)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert FileTokenizer(tmp_path / "tokenizer.json").encode("the page the pagoda").tolist() == [1, 2, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy.typing as npt
 import pagoda
 import pytest
 from pagoda.lm import ContiguousCache, LanguageModel, contiguous
+from pagoda.spec import StateLayer
 
 Array = npt.NDArray[Any]
 
@@ -154,6 +156,24 @@ def test_plain_arrays_attend_exactly(window: int | None, scores_bytes: int, monk
                 keys, values = seen[index]
                 np.testing.assert_allclose(out[part], naive(q[part], keys, values, window), rtol=0, atol=2e-6)
     assert [len(sequence) for sequence in sequences] == [49, 32]
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({"softcap": 2.0}, r"\.softcap = 2\.0: none"),
+        ({"sinks": True}, r"\.sinks = True: none"),
+        ({"v_alias": True}, r"\.v_alias = True: none"),
+        ({"k_eq_v": True}, r"\.k_eq_v = True: none"),
+        ({"kv_owner": 0}, r"\.kv_owner = 0: none"),
+        (None, " = StateLayer: an AttentionLayer"),
+    ],
+)
+def test_layers_that_plain_arrays_do_not_have(change: dict[str, Any] | None, shown: str) -> None:
+    plain = pagoda.AttentionLayer(4, 2, 16)
+    other = StateLayer(8) if change is None else dataclasses.replace(plain, **change)
+    with pytest.raises(pagoda.InvalidArgument, match=rf"^layers\[1\]{shown}, in plain arrays"):
+        ContiguousCache(pagoda.ModelSpec([plain, other]))
 
 
 def test_steps_of_plain_arrays_that_cannot_be() -> None:

@@ -93,6 +93,8 @@ def plus(name: str, tensor: Array) -> Callable[[Tensors], Tensors]:
         ("llama with untied head", {}, without("lm_head"), r"no tensor lm_head\.weight; \[256, 48\]"),
         ("llama", {}, plus("model.layers.3.self_attn.q_proj.bias", np.ones(96, np.float32)), r"layers\.3.*not part of"),
         ("llama", {}, plus("model.layers.0.self_attn.q_norm.weight", np.ones(16, np.float32)), "q_norm.*not part of"),
+        ("llama", {}, plus("lm_head.bias", np.zeros(256, np.float32)), r"lm_head\.bias: not part of"),
+        ("llama", {}, plus("model.norm.bias", np.zeros(48, np.float32)), r"model\.norm\.bias: not part of"),
         ("llama", {"num_hidden_layers": 3}, dict, r"layers\.3.*not part of the llama model"),
         ("llama", {"per_layer_config": {"1": {"rms_norm_eps": 1e-3}}}, dict, "per_layer_config = "),
         ("llama", {"attention_bias": 1}, dict, "attention_bias = 1"),
@@ -100,8 +102,10 @@ def plus(name: str, tensor: Array) -> Callable[[Tensors], Tensors]:
         ("llama", {"eos_token_id": "</s>"}, dict, "eos_token_id = '</s>'"),
         ("llama", {"eos_token_id": [2, None]}, dict, "eos_token_id"),
         ("llama", {"rms_norm_eps": float("nan")}, dict, "rms_norm_eps = nan"),
+        ("llama", {"rms_norm_eps": 1e300}, dict, r"config\.rms_norm_eps = 1e\+300: .* to 1e\+18"),
         ("llama", {"rope_theta": float("nan")}, dict, "rope_theta = nan"),
         ("smollm3", {"pagoda_query_log_scale": {"floor": 8.0}}, dict, r"query_log_scale\.coefficient = nan"),
+        ("smollm3", {"pagoda_query_log_scale": {"floor": 1.0, "coefficient": 1e300}}, dict, r"coefficient = 1e\+300"),
         ("smollm3", {"pagoda_query_log_scale": 0.3}, dict, "query_log_scale = 0.3"),
     ],
 )
@@ -115,11 +119,12 @@ def test_what_would_be_another_model(
 
 
 def test_tensors_that_do_not_matter(tmp_path: Path) -> None:
-    """A tied head that is stored too, and frequencies that old checkpoints carry, are passed over."""
+    """Frequencies that old checkpoints carry are passed over."""
     checkpoints.make(tmp_path, "llama")
     expected = logits_of(tmp_path)
-    extra: Tensors = {"lm_head.weight": np.zeros((256, 48), np.float32)}
-    extra |= {f"model.layers.{index}.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32) for index in range(4)}
+    extra: Tensors = {
+        f"model.layers.{index}.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32) for index in range(4)
+    }
     rewrite(tmp_path, {}, lambda tensors: tensors | extra)
     np.testing.assert_array_equal(logits_of(tmp_path), expected)
 
@@ -127,12 +132,33 @@ def test_tensors_that_do_not_matter(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "tied"), [("llama", False), ("qwen2", False), ("smollm3", True)])
 def test_heads_whose_config_does_not_say_whether_they_are_tied(name: str, tied: bool, tmp_path: Path) -> None:
     """As in transformers: SmolLM3 is tied by default, the others are not."""
-    checkpoints.make(tmp_path, name)
+    config, tensors = checkpoints.make(tmp_path, name)
+    rewrite(tmp_path, {"tie_word_embeddings": None}, dict)
+    if tied:
+        expected = checkpoints.reference_logits(config, tensors, TOKENS)
+        np.testing.assert_allclose(logits_of(tmp_path), expected, rtol=0, atol=5e-4)
+    else:
+        with pytest.raises(pagoda.InvalidArgument, match=r"no tensor lm_head\.weight"):
+            LanguageModel.load(tmp_path)
+
+
+def test_a_tied_head_that_is_stored(tmp_path: Path) -> None:
+    """As in transformers: equal to the embedding or not, what is stored counts; alone it is the embedding too."""
+    config, tensors = checkpoints.make(tmp_path, "llama")
+    embedding = tensors["model.embed_tokens.weight"]
+    tied = checkpoints.reference_logits(config, tensors, TOKENS)
+    rewrite(tmp_path, {}, plus("lm_head.weight", embedding))
+    np.testing.assert_allclose(logits_of(tmp_path), tied, rtol=0, atol=2e-4)
+    rewrite(tmp_path, {}, without("embed_tokens"))
+    np.testing.assert_allclose(logits_of(tmp_path), tied, rtol=0, atol=2e-4)
     head = np.random.default_rng(5).standard_normal((256, 48)).astype(np.float32)
-    config, tensors = rewrite(tmp_path, {"tie_word_embeddings": None}, plus("lm_head.weight", head))
-    weights = without("lm_head")(tensors) if tied else tensors
-    expected = checkpoints.reference_logits(config, weights, TOKENS)
+    both = tensors | {"lm_head.weight": head}
+    save_file(both, tmp_path / "model.safetensors")
+    expected = checkpoints.reference_logits(config, both, TOKENS)
     np.testing.assert_allclose(logits_of(tmp_path), expected, rtol=0, atol=5e-4)
+    rewrite(tmp_path, {}, lambda stored: without("embed_tokens")(without("lm_head")(stored)))
+    with pytest.raises(pagoda.InvalidArgument, match=r"no tensor model\.embed_tokens\.weight"):
+        LanguageModel.load(tmp_path)
 
 
 def split(folder: Path, parts: dict[str, Tensors], weight_map: Any) -> None:
@@ -195,6 +221,12 @@ def test_tensors_of_every_type_are_read_exactly(dtype: Any, tmp_path: Path) -> N
     with pytest.raises(pagoda.InvalidArgument, match="no tensor a"):
         checkpoint.take("a", 3, 5)
     assert checkpoint.rest("") == ["e"]
+
+
+def test_numbers_that_float32_does_not_have(tmp_path: Path) -> None:
+    save_file({"a": np.array([1.0, -1e300, np.inf])}, tmp_path / "model.safetensors")
+    with pytest.raises(pagoda.InvalidArgument, match=r"checkpoint: a = numbers up to 1e\+300: those of float32"):
+        Checkpoint(tmp_path).take("a", 3)
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:

@@ -39,6 +39,11 @@ def test_it_ends_where_the_model_says(as_list: bool, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": [255, end] if as_list else end}))
     model = LanguageModel.load(tmp_path)
     assert greedy(model) == expected, "the end token is written, and nothing after it"
+    # As `generate` of transformers, where there is one.
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": everything[0], "temperature": 0.6}))
+    assert greedy(LanguageModel.load(tmp_path)) == everything[:1]
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert greedy(LanguageModel.load(tmp_path)) == expected
     assert greedy(model, stop=()) == everything
     assert greedy(model, stop=everything[:1]) == everything[:1]
 

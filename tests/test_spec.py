@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from pagoda.errors import InvalidArgument
 from pagoda.families import layers_of
 from pagoda.geometry import group_layers
-from pagoda.hf_config import JSON_BYTES_MAX
+from pagoda.hf_config import JSON_BYTES_MAX, PARTIAL
 from pagoda.presets import PRESETS
-from pagoda.rope import Llama3Scaling, LongRopeScaling, ProportionalScaling, Rope, YarnScaling
+from pagoda.rope import LinearScaling, Llama3Scaling, LongRopeScaling, ProportionalScaling, Rope, YarnScaling
 from pagoda.spec import AttentionLayer, ModelSpec, StateLayer
 
 # name: full-attention bytes a token, windowed bytes a token, window, recurrent bytes a sequence; all in 16 bits.
@@ -238,6 +238,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, int, int], Seen, Seen]] = {
 }
 
 
+COMPLETE = PRESETS | {
+    name: content | {"model_type": name.split()[0], "num_hidden_layers": 4} for name, (content, *_) in FAMILIES.items()
+}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_attend_as_in_transformers(name: str) -> None:
     content, heads, *expected = FAMILIES[name]
@@ -270,6 +275,62 @@ def test_layers_by_turns_of_families_that_have_two_kinds() -> None:
         assert windowed(kind, layer_types=types) == [3, 4, 5, 6, 7]
 
 
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("kind", ["mixtral", "phi3", "starcoder2", "ministral3", "qwen3_moe"])
+def test_kinds_of_layers_are_passed_over_where_transformers_does(kind: str, window: int | None) -> None:
+    types = ["sliding_attention", "full_attention"] * 2
+    config = {"model_type": kind, "num_hidden_layers": 4, "hidden_size": 3072, "layer_types": types}
+    layers = ModelSpec.from_config(config | {"use_sliding_window": True, "sliding_window": window}).attention_layers
+    assert [layer.window for layer in layers] == [window] * 4
+    # But a mistral that has them is a ministral.
+    layers = ModelSpec.from_config(config | {"model_type": "mistral", "sliding_window": 128}).attention_layers
+    assert [layer.window for layer in layers] == [128, None] * 2
+
+
+FLAT = {"rope_type": "linear", "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("gemma3_text", "rope_parameters"),
+        ("olmo3", "rope_parameters"),
+        ("gemma4_text", "rope_parameters"),
+        ("gemma4_text", "rope_scaling"),
+    ],
+)
+def test_rotations_of_no_kind_of_layer(kind: str, key: str) -> None:
+    """transformers 5.24 passes over them in Gemma 3 and OLMo 3, and fails in Gemma 4."""
+    config = {"model_type": kind, "num_hidden_layers": 6, "hidden_size": 4096}
+    with pytest.raises(InvalidArgument, match=rf"^config\.{key} = .*'linear'.*: an object with full_attention and"):
+        ModelSpec.from_config(config | {key: FLAT})
+    nested = {"full_attention": FLAT | {"rope_theta": 2e5}, "sliding_attention": {"rope_theta": 1e5}}
+    ropes = {layer.rope for layer in ModelSpec.from_config(config | {"rope_parameters": nested}).attention_layers}
+    assert ropes == {Rope(1e5), Rope(2e5, scaling=LinearScaling(8.0))}
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "ministral3", "gemma4_text", "mixtral", "smollm3"])
+def test_a_rotation_that_is_null_is_that_of_the_family(name: str) -> None:
+    config = {"model_type": name, "num_hidden_layers": 6, "hidden_size": 4096}
+    expected = ModelSpec.from_config(config)
+    for null in ({"rope_parameters": None}, {"rope_theta": None}, {"rope_scaling": None}):
+        assert ModelSpec.from_config(config | null) == expected
+
+
+@pytest.mark.parametrize("name", COMPLETE)
+def test_a_share_of_a_row_is_refused_where_transformers_turns_all(name: str) -> None:
+    config = COMPLETE[name]
+    kind = config["model_type"]
+    half = config | {"partial_rotary_factor": 0.5}
+    if kind in PARTIAL:
+        (layer, *_) = ModelSpec.from_config(half).attention_layers
+        assert layer.rope is not None
+        assert layer.rope.dim_of(layer.head_dim) == layer.head_dim // 2
+    elif any(layer.rope for layer in ModelSpec.from_config(config).attention_layers):
+        with pytest.raises(InvalidArgument, match=rf"^config\.partial_rotary_factor = 0\.5: 1 for {kind}"):
+            ModelSpec.from_config(half)
+
+
 def test_a_scaling_of_olmo_3_is_of_full_layers() -> None:
     scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
     config = {"model_type": "olmo3", "num_hidden_layers": 4, "hidden_size": 4096, "rope_scaling": scaling}
@@ -299,6 +360,14 @@ def test_a_share_of_a_row_that_is_null_is_absent(scaling: dict[str, Any] | None)
         assert layer.rope.rotary_dim is None
 
 
+@pytest.mark.parametrize("place", ["config", "scaling"])
+def test_a_share_of_a_row_may_be_of_proportional_scaling(place: str) -> None:
+    share, scaling = {"partial_rotary_factor": 0.5}, {"rope_type": "proportional", "factor": 2.0}
+    parts = share | {"rope_scaling": scaling} if place == "config" else {"rope_scaling": scaling | share}
+    (layer, *_) = ModelSpec.from_config(PRESETS["llama-3-8b"] | parts).attention_layers
+    assert layer.rope == Rope(5e5, scaling=ProportionalScaling(0.5, 2.0))
+
+
 def test_scores_of_deepseek_grow_with_its_yarn() -> None:
     """transformers 5.23: yarn_apply_mscale."""
     (layer, *_) = ModelSpec.preset("deepseek-v3").attention_layers
@@ -326,7 +395,9 @@ def test_gemma_3_may_cap_scores() -> None:
     assert layer.softcap == 50.0
 
 
-@pytest.mark.parametrize(("kind", "both_ways"), [("gemma3_text", True), ("gemma4_text", "all")])
+@pytest.mark.parametrize(
+    ("kind", "both_ways"), [("gemma", True), ("gemma2", True), ("gemma3_text", True), ("gemma4_text", "all")]
+)
 def test_models_that_see_both_ways_are_refused(kind: str, both_ways: bool | str) -> None:
     """EmbeddingGemma; transformers 5.24 gives its layers windows of 257 tokens each way, where the config says 512."""
     config = {"model_type": kind, "num_hidden_layers": 24, "use_bidirectional_attention": both_ways}
@@ -334,6 +405,25 @@ def test_models_that_see_both_ways_are_refused(kind: str, both_ways: bool | str)
         ModelSpec.from_config(config)
     for causal in (False, None, "vision"):
         assert len(ModelSpec.from_config(config | {"use_bidirectional_attention": causal}).layers) == 24
+
+
+@pytest.mark.parametrize("name", COMPLETE)
+def test_no_family_that_is_not_causal_is_taken_for_one_that_is(name: str) -> None:
+    """transformers 5.24, `create_causal_mask`: what is not true is false."""
+    for causal in (False, None):
+        with pytest.raises(InvalidArgument, match=rf"^config\.is_causal = {causal}: true"):
+            ModelSpec.from_config(COMPLETE[name] | {"is_causal": causal})
+    assert ModelSpec.from_config(COMPLETE[name] | {"is_causal": True}) == ModelSpec.from_config(COMPLETE[name])
+
+
+def test_paligemma_sees_both_ways_unless_it_says_otherwise() -> None:
+    """transformers 5.24: PaliGemmaConfig."""
+    text = {"model_type": "gemma", "num_hidden_layers": 18, "use_bidirectional_attention": None}
+    wrapper = {"model_type": "paligemma", "text_config": text}
+    with pytest.raises(InvalidArgument, match=r"^config\.use_bidirectional_attention = True: false"):
+        ModelSpec.from_config(wrapper)
+    for causal in ({"model_type": "other"}, {"text_config": text | {"use_bidirectional_attention": False}}):
+        assert len(ModelSpec.from_config(wrapper | causal).layers) == 18
 
 
 def test_gemma_4_as_transformers_has_written_it_since_5_24() -> None:
@@ -391,11 +481,6 @@ def test_shared_layers_store_nothing() -> None:
 HOSTILE: st.SearchStrategy[Any] = st.sampled_from(
     [None, -1, 0, 1.5, float("nan"), float("inf"), 1 << 70, 10**400, "8", [], {}, True]
 )
-
-
-COMPLETE = PRESETS | {
-    name: content | {"model_type": name.split()[0], "num_hidden_layers": 4} for name, (content, *_) in FAMILIES.items()
-}
 
 
 @given(name=st.sampled_from(sorted(COMPLETE)), data=st.data())
@@ -583,6 +668,9 @@ def test_yarn_says_what_it_was_trained_for_and_how_far_rows_grow() -> None:
 
     trained = {"max_position_embeddings": 32768}
     assert scaling(trained).original_context == 32768
+    # A context of the config itself comes first.
+    both = trained | {"original_max_position_embeddings": 2048}
+    assert scaling(both, original_max_position_embeddings=4096).original_context == 2048
     assert scaling(trained, original_max_position_embeddings=4096).original_context == 4096
     with pytest.raises(InvalidArgument, match="original_max_position_embeddings"):
         scaling({})

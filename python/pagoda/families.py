@@ -17,13 +17,24 @@ def layers_of(config: dict[str, Any]) -> list[Layer]:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _FAMILIES:
         raise InvalidArgument(f"config.model_type = {kind!r}: one of {', '.join(sorted(_FAMILIES))}")
+    _require_causal(config)
     family, defaults = _FAMILIES[kind]
-    content = defaults | config
+    # To transformers a rotation that is null is absent; a window that is null is none.
+    content = defaults | {key: value for key, value in config.items() if value is not None or key not in _ROTATION}
     layers = family(Config(content))
     for index, changes in Config(content).per_layer(len(layers)).items():
         # The layer of a model whose layers all have these keys.
         layers[index] = family(Config(content | changes | {"num_hidden_layers": len(layers)}))[index]
     return layers
+
+
+def _require_causal(config: dict[str, Any]) -> None:
+    """Embedding models see both ways, and half a window each way: no cache computes that. "vision" is of images alone."""
+    both_ways, causal = config.get("use_bidirectional_attention"), config.get("is_causal", True)
+    if both_ways not in (None, False, "vision"):
+        raise InvalidArgument(f"config.use_bidirectional_attention = {both_ways!r}: false, as attention is causal")
+    if causal is not True:
+        raise InvalidArgument(f"config.is_causal = {causal!r}: true, as attention is causal")
 
 
 def _attention(
@@ -52,12 +63,15 @@ def _llama(config: Config, **changes: Any) -> list[Layer]:
     return _attention(config, [None] * config.layer_count, **changes)
 
 
-def _mistral(config: Config) -> list[Layer]:
-    """One window for all layers, if any, where `layer_types` does not say otherwise."""
+def _one_window(config: Config) -> list[Layer]:
+    """One window for all layers, if any, whatever `layer_types` says."""
+    return _attention(config, [config.content["sliding_window"]] * config.layer_count)
+
+
+def _ministral(config: Config) -> list[Layer]:
+    """transformers takes a mistral that has `layer_types` for a ministral."""
     types = config.layer_types()
-    if types is None:
-        return _attention(config, [config.content["sliding_window"]] * config.layer_count)
-    return _attention(config, _windows(config, types))
+    return _one_window(config) if types is None else _attention(config, _windows(config, types))
 
 
 def _qwen(config: Config) -> list[Layer]:
@@ -84,7 +98,7 @@ def _qwen2_moe(config: Config) -> list[Layer]:
 
 def _qwen3_moe(config: Config) -> list[Layer]:
     """All layers are windowed or none, whatever else the config says."""
-    return _mistral(config) if config.content.get("use_sliding_window") is True else _llama(config)
+    return _one_window(config) if config.content.get("use_sliding_window") is True else _llama(config)
 
 
 def _smollm3(config: Config) -> list[Layer]:
@@ -144,26 +158,25 @@ def _gemma_scores(config: Config) -> dict[str, Any]:
     return {"scale": config.number("query_pre_attn_scalar") ** -0.5, "softcap": softcap}
 
 
-def _require_causal(config: Config) -> None:
-    """Embedding models see both ways, and half a window each way: no cache computes that. "vision" is of images alone."""
-    both_ways = config.content.get("use_bidirectional_attention")
-    if both_ways not in (None, False, "vision"):
-        raise InvalidArgument(f"config.use_bidirectional_attention = {both_ways!r}: false, as attention is causal")
-
-
 def _gemma2(config: Config) -> list[Layer]:
     return _attention(config, _windows(config, _alternating(config, 2)), **_gemma_scores(config))
 
 
+def _require_kinds(key: str, parameters: Any) -> None:
+    """A rotation that does not say of which kind of layer it is has no effect in transformers, or is an error."""
+    if parameters and not (isinstance(parameters, dict) and any(kind in parameters for kind in (FULL, WINDOWED))):
+        raise InvalidArgument(f"config.{key} = {parameters!r}: an object with {FULL} and {WINDOWED}")
+
+
 def _ropes(config: Config, types: list[str], theta_key: str) -> list[Rope]:
     """`rope_scaling` is of full layers, where `rope_parameters` does not say more; theta_key is of windowed ones."""
+    _require_kinds("rope_parameters", config.content.get("rope_parameters"))
     local = Config({key: value for key, value in config.content.items() if key != "rope_scaling"})
     ropes = {FULL: config.rope(FULL), WINDOWED: local.rope(WINDOWED, theta_key=theta_key)}
     return [ropes[kind] for kind in types]
 
 
 def _gemma3(config: Config) -> list[Layer]:
-    _require_causal(config)
     types = _alternating(config, config.integer("sliding_window_pattern"))
     ropes = _ropes(config, types, "rope_local_base_freq")
     return _attention(config, _windows(config, types), ropes, **_gemma_scores(config))
@@ -176,7 +189,8 @@ def _olmo3(config: Config) -> list[Layer]:
 
 def _gemma4(config: Config) -> list[Layer]:
     """Full layers have heads of their own, and the last layers may read the K and V of earlier ones."""
-    _require_causal(config)
+    for key in ("rope_scaling", "rope_parameters"):
+        _require_kinds(key, config.content.get(key))
     count = config.layer_count
     # As transformers has it, the last layer is full whatever its type.
     types = [*_alternating(config, 6)[:-1], FULL]
@@ -291,6 +305,7 @@ _MINISTRAL_3_ROPE = {
     "mscale_all_dim": 1.0,
 }
 _DEEPSEEK = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+_ROTATION = ("rope_parameters", "rope_theta")
 _UNWINDOWED: dict[str, Any] = {"sliding_window": None}
 _HALF = {"partial_rotary_factor": 0.5}
 
@@ -319,13 +334,13 @@ _FAMILIES: dict[str, tuple[Callable[[Config], list[Layer]], dict[str, Any]]] = {
     "kimi_k2": (_deepseek, {"num_attention_heads": 128} | _DEEPSEEK),
     "llama": (_llama, {"num_attention_heads": 32}),
     "minimax_m2": (_minimax_m2, _heads(48, 8, 128) | {"rope_theta": 5e6}),
-    "ministral": (_mistral, _heads(32, 8) | {"sliding_window": 4096}),
-    "ministral3": (_mistral, _heads(32, 8, 128) | _UNWINDOWED | {"rope_parameters": _MINISTRAL_3_ROPE}),
-    "mistral": (_mistral, _heads(32, 8) | {"sliding_window": 4096}),
-    "mixtral": (_mistral, _heads(32, 8) | _UNWINDOWED | {"rope_theta": 1e6}),
+    "ministral": (_ministral, _heads(32, 8) | {"sliding_window": 4096}),
+    "ministral3": (_one_window, _heads(32, 8, 128) | _UNWINDOWED | {"rope_parameters": _MINISTRAL_3_ROPE}),
+    "mistral": (_ministral, _heads(32, 8) | {"sliding_window": 4096}),
+    "mixtral": (_one_window, _heads(32, 8) | _UNWINDOWED | {"rope_theta": 1e6}),
     "olmo2": (_llama, {"num_attention_heads": 32}),
     "olmo3": (_olmo3, {"num_attention_heads": 32, "sliding_window": 4096, "rope_theta": 5e5}),
-    "phi3": (_mistral, {"num_attention_heads": 32, "original_max_position_embeddings": 4096} | _UNWINDOWED),
+    "phi3": (_one_window, {"num_attention_heads": 32, "original_max_position_embeddings": 4096} | _UNWINDOWED),
     "qwen2": (_qwen, _QWEN),
     "qwen2_5_vl": (_qwen, _QWEN_VL),
     "qwen2_5_vl_text": (_qwen, _QWEN_VL),
@@ -345,6 +360,6 @@ _FAMILIES: dict[str, tuple[Callable[[Config], list[Layer]], dict[str, Any]]] = {
     "qwen3_vl_text": (_llama, _heads(32, 32, 128) | {"rope_theta": 5e5}),
     "seed_oss": (_llama, _heads(80, 8, 128)),
     "smollm3": (_smollm3, _heads(16, 4) | _UNWINDOWED | {"no_rope_layer_interval": 4, "rope_theta": 2e6}),
-    "starcoder2": (_mistral, _heads(24, 2) | _UNWINDOWED),
+    "starcoder2": (_one_window, _heads(24, 2) | _UNWINDOWED),
 }
 """How the layers of a family are read, and what transformers takes where a config does not have a key."""

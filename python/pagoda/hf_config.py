@@ -16,6 +16,15 @@ JSON_BYTES_MAX = 16 << 20
 FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Kinds of layers."""
 
+CONTEXT, TRAINED = "max_position_embeddings", "original_max_position_embeddings"
+"""Keys that say how many tokens a model takes, and how many it was trained for before a scaling of its rotation."""
+
+PARTIAL = (
+    *("glm", "glm4", "glm4_moe", "minimax_m2", "phi3", "qwen3_next"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"),
+)
+"""Families whose `partial_rotary_factor` counts. Others pass over it in transformers, or fail."""
+
 PER_LAYER = "per_layer_config"
 """Keys that single layers have of their own, by index. transformers writes it since 5.24."""
 
@@ -43,8 +52,12 @@ def read_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
             raise InvalidArgument(f"config = {str(path)!r}: a readable config.json ({error})") from error
     if not isinstance(config, dict):
         raise InvalidArgument(f"config = {type(config).__name__}: a JSON object")
-    text = config.get("text_config")
-    return {"model_type": config.get("model_type"), **text} if isinstance(text, dict) else config
+    kind, text = config.get("model_type"), config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    # The one wrapper whose text part sees both ways unless it says otherwise.
+    both_ways = kind == "paligemma" and text.get("use_bidirectional_attention") is None
+    return {"model_type": kind, **text} | ({"use_bidirectional_attention": True} if both_ways else {})
 
 
 class Config:
@@ -118,14 +131,15 @@ class Config:
         parameters = self.content.get("rope_scaling") or self.content.get("rope_parameters") or {}
         if not isinstance(parameters, dict):
             raise InvalidArgument(f"config.rope_scaling = {parameters!r}: a JSON object")
+        context, trained = (self.content.get(key) for key in (CONTEXT, TRAINED))
         if isinstance(parameters.get(layer_type), dict):
             parameters = parameters[layer_type]
-        # As transformers has it, where the scaling does not say what it was trained for.
-        context = self.content.get("max_position_embeddings")
-        trained = self.content.get("original_max_position_embeddings", context)
-        for key, value in (("max_position_embeddings", context), ("original_max_position_embeddings", trained)):
-            if parameters.get(key) is None and value is not None:
-                parameters = {**parameters, key: value}
+        elif trained is not None:
+            # As transformers has it, the config itself comes before a scaling of all layers.
+            parameters = {**parameters, TRAINED: trained}
+        for key in (CONTEXT, TRAINED):
+            if parameters.get(key) is None and context is not None:
+                parameters = {**parameters, key: context}
         return parameters
 
     def rope(self, layer_type: str = FULL, *, theta_key: str = "rope_theta") -> Rope:
@@ -137,6 +151,12 @@ class Config:
         partial = next((factor for factor in given if factor is not None), 1.0)
         if not isinstance(partial, int | float) or not 0 < partial <= 1:
             raise InvalidArgument(f"config.partial_rotary_factor = {partial!r}: above 0, at most 1")
-        scaling = scaling_from_config(parameters)
-        rotary = None if partial == 1 or isinstance(scaling, ProportionalScaling) else int(head_dim * partial)
-        return Rope(theta, rotary, scaling=scaling)
+        scaling = scaling_from_config({**parameters, "partial_rotary_factor": partial})
+        if partial == 1 or isinstance(scaling, ProportionalScaling):
+            return Rope(theta, scaling=scaling)
+        kind = self.content.get("model_type")
+        if kind not in PARTIAL:
+            raise InvalidArgument(
+                f"config.partial_rotary_factor = {partial!r}: 1 for {kind}, or of proportional scaling"
+            )
+        return Rope(theta, int(head_dim * partial), scaling=scaling)

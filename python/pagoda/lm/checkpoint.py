@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import safetensors
 
+from pagoda.checks import floats
 from pagoda.errors import InvalidArgument
 from pagoda.hf_config import read_text
 
@@ -57,7 +58,10 @@ class Checkpoint:
         return name in self._tensors
 
     def take(self, name: str, *shape: int) -> Float32:
-        """A tensor, read once. Raises InvalidArgument when it is missing, of another shape or an unknown type."""
+        """A tensor, read once.
+
+        Raises InvalidArgument when it is missing, of another shape or an unknown type, or beyond float32.
+        """
         if name not in self._tensors:
             raise InvalidArgument(f"checkpoint: no tensor {name}; {list(shape)} was expected")
         tensor = self._tensors.pop(name)
@@ -66,12 +70,12 @@ class Checkpoint:
         if tensor.dtype not in KINDS:
             raise InvalidArgument(f"checkpoint: {name} is {tensor.dtype}; one of {', '.join(KINDS)}")
         values = tensor.read()
-        floats = bf16_to_f32(values) if tensor.dtype == "BF16" else values.astype(np.float32)
-        return floats.reshape(shape)
+        rows = bf16_to_f32(values) if tensor.dtype == "BF16" else floats(f"checkpoint: {name}", values)
+        return rows.reshape(shape)
 
-    def rest(self, prefix: str) -> list[str]:
+    def rest(self, *prefixes: str) -> list[str]:
         """Names that begin so and were not taken."""
-        return sorted(name for name in self._tensors if name.startswith(prefix))
+        return sorted(name for name in self._tensors if name.startswith(prefixes))
 
 
 def bf16_to_f32(bits: npt.NDArray[np.uint16]) -> Float32:

@@ -12,7 +12,7 @@ from pagoda._core import TOKENS_MAX
 from pagoda.checks import check_list, integers
 from pagoda.errors import InvalidArgument
 from pagoda.formats import decode, encode, formats_by_layer
-from pagoda.spec import ModelSpec, check_spec
+from pagoda.spec import AttentionLayer, ModelSpec, check_spec
 
 Float32 = npt.NDArray[np.float32]
 
@@ -36,11 +36,19 @@ class ContiguousCache:
     """Does what `pagoda.Cache` does for a forward pass, in plain NumPy and float32, over contiguous memory.
 
     Rows are rounded to the row formats, as the paged cache would. It neither forks nor moves anything. Raises
-    InvalidArgument for a format that does not exist.
+    InvalidArgument for a format that does not exist, and for layers of which it does not have everything: with soft-cap
+    or sinks, or without K and V of their own.
     """
 
     def __init__(self, spec: ModelSpec, *, k_dtype: str = "f16", v_dtype: str = "f16") -> None:
         check_spec("spec", spec)
+        for index, layer in enumerate(spec.layers):
+            if not isinstance(layer, AttentionLayer):
+                raise InvalidArgument(f"layers[{index}] = {type(layer).__name__}: an AttentionLayer, in plain arrays")
+            for name in ("softcap", "sinks", "kv_owner", "v_alias", "k_eq_v"):
+                value = getattr(layer, name)
+                if value is not None and value is not False:
+                    raise InvalidArgument(f"layers[{index}].{name} = {value}: none, in plain arrays")
         self.spec = spec
         (self.k_dtype, self.v_dtype), *_ = formats_by_layer(k_dtype, v_dtype, len(spec.layers))
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.checks import check_choice, integers
+from pagoda.checks import check_choice, check_factor, integers
 from pagoda.errors import InvalidArgument
 from pagoda.hf_config import PER_LAYER, Config, read_config
 from pagoda.lm.arrays import Library, library
@@ -111,22 +111,22 @@ class LanguageModel:
         self.spec = ModelSpec.from_config(config)
         self.vocab_size = reader.integer("vocab_size")
         self._hidden, self._inner = reader.integer("hidden_size"), reader.integer("intermediate_size")
-        self._epsilon = np.float32(reader.number("rms_norm_eps", 1e-6))
+        epsilon = reader.number("rms_norm_eps", 1e-6)
+        check_factor("config.rms_norm_eps", epsilon)
+        self._epsilon = np.float32(epsilon)
         self._log_scale = _query_log_scale(config)
         self.end_tokens = _end_tokens(config)
         self._biased = _biased(config)
-        embedding = checkpoint.take("model.embed_tokens.weight", self.vocab_size, self._hidden)
-        self._embedding = self._xp.asarray(embedding)
-        self._blocks = [self._block(checkpoint, index, layer) for index, layer in enumerate(self.spec.attention_layers)]
-        # A bias, norm or layer that is left over would make this another model; inv_freq, which old ones have, is derived.
-        rest = [name for name in checkpoint.rest("model.layers.") if not name.endswith(".rotary_emb.inv_freq")]
-        if rest:
-            raise InvalidArgument(f"checkpoint: {rest[0]}: not part of the {kind} model of this config")
-        self._norm = self._xp.asarray(checkpoint.take("model.norm.weight", self._hidden))
         # A key that is absent has the default of its family in transformers.
         tied = _flag(config, "tie_word_embeddings", default=kind == "smollm3")
-        head = embedding if tied else checkpoint.take("lm_head.weight", self.vocab_size, self._hidden)
-        self._head = self._xp.asarray(np.ascontiguousarray(head.T))
+        embedding, head = _embedding_and_head(checkpoint, self.vocab_size, self._hidden, tied=tied)
+        self._embedding, self._head = self._xp.asarray(embedding), self._xp.asarray(head)
+        self._blocks = [self._block(checkpoint, index, layer) for index, layer in enumerate(self.spec.attention_layers)]
+        self._norm = self._xp.asarray(checkpoint.take("model.norm.weight", self._hidden))
+        # A bias, norm or layer that is left over would make this another model; inv_freq, which old ones have, is derived.
+        rest = [name for name in checkpoint.rest("model.", "lm_head.") if not name.endswith(".rotary_emb.inv_freq")]
+        if rest:
+            raise InvalidArgument(f"checkpoint: {rest[0]}: not part of the {kind} model of this config")
 
     @classmethod
     def load(cls, folder: str | Path, device: str = "cpu") -> LanguageModel:
@@ -139,7 +139,7 @@ class LanguageModel:
         if not is_folder(folder):
             raise InvalidArgument(f"folder = {folder!r}: one with config.json and model.safetensors")
         arrays, folder = library(device), Path(folder)
-        config = read_config(folder)
+        config = read_config(folder) | _ends(folder / "generation_config.json")
         with arrays.device:
             return cls(config, Checkpoint(folder), load_tokenizer(folder, config), arrays)
 
@@ -245,6 +245,18 @@ class LanguageModel:
         )
 
 
+def _embedding_and_head(checkpoint: Checkpoint, vocab: int, hidden: int, *, tied: bool) -> tuple[Float32, Float32]:
+    """The embedding [vocab, hidden] and the head [hidden, vocab].
+
+    A tied matrix may be stored under either name. What is stored under both is not tied, whatever the config says:
+    transformers, `tie_weights`.
+    """
+    names = ["model.embed_tokens.weight", "lm_head.weight"]
+    stored = [name for name in names if name in checkpoint] if tied else names
+    matrices = [checkpoint.take(name, vocab, hidden) for name in stored or names]
+    return matrices[0], np.ascontiguousarray(matrices[-1].T)
+
+
 def _flag(config: dict[str, Any], key: str, *, default: bool = False) -> bool:
     value = config.get(key)
     if not isinstance(value, bool | None):
@@ -263,6 +275,12 @@ def _biased(config: dict[str, Any]) -> frozenset[str]:
     return frozenset(names)
 
 
+def _ends(path: Path) -> dict[str, Any]:
+    """The end tokens of a generation_config.json, if there is one that has any: they come before those of the config."""
+    ends = read_config(path).get("eos_token_id") if path.exists() else None
+    return {} if ends is None else {"eos_token_id": ends}
+
+
 def _end_tokens(config: dict[str, Any]) -> frozenset[int]:
     """eos_token_id: absent, a token or a list of them."""
     value = config.get("eos_token_id")
@@ -278,9 +296,9 @@ def _query_log_scale(config: dict[str, Any]) -> QueryLogScale | None:
         return None
     if not isinstance(entry, dict):
         raise InvalidArgument(f"config.pagoda_query_log_scale = {entry!r}: an object with floor and coefficient")
-    reader = Config({f"pagoda_query_log_scale.{key}": value for key, value in entry.items()})
-    floor, coefficient = (reader.number(f"pagoda_query_log_scale.{key}", math.nan) for key in ("floor", "coefficient"))
-    return QueryLogScale(floor, coefficient)
+    for key in ("floor", "coefficient"):
+        check_factor(f"config.pagoda_query_log_scale.{key}", entry.get(key, math.nan))
+    return QueryLogScale(entry["floor"], entry["coefficient"])
 
 
 def _linear(x: Array, weight: Array, bias: Array | None) -> Array:

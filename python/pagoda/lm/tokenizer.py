@@ -76,7 +76,7 @@ class _ByteDecoder:
 
 
 class FileTokenizer:
-    """A tokenizer.json, by the `tokenizers` package."""
+    """A tokenizer.json, by the `tokenizers` package. Texts are neither cut nor padded, even if the file says so."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -85,6 +85,9 @@ class FileTokenizer:
             raise BackendUnavailable(f"tokenizer = {path.name!r}: pip install 'pagoda-kv[tokenizers]'") from error
         self._path = path
         self._tokenizer = self._ask("a readable tokenizer.json", tokenizers.Tokenizer.from_file, str(path))
+        # The file has what its training was set to. transformers leaves both to the caller.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
 
     def encode(self, text: str) -> Ids:
         """The tokens of a text. Raises InvalidArgument for what the file has none for, surrogates among it."""
