@@ -626,6 +626,7 @@ def test_an_empty_array_is_of_integers_too(dtype: Any) -> None:
     """Or of floats, as an empty list is to NumPy."""
     empty: Any = np.empty(0, dtype)
     with pagoda.Cache(ONE, device_memory="1MiB", host_memory=0) as cache:
+        none: Any
         for none in ([], np.zeros(0), np.zeros(0, np.uint8)):
             cache.step([], none)
         with pytest.raises(pagoda.InvalidArgument, match=r"^new_tokens = .* \[0\]: a list of integers"):

@@ -155,7 +155,8 @@ class Cache:
     memory: on the CPU as soon as they are free, on a GPU with the first call that finds the steps ended that may read them.
     On disk they become holes, and count as draining while that takes a drive longer than disk_timeout; opening a directory
     zeroes what no kept sequence holds. SECURITY.md says what is not zeroed.
-    deterministic: the bits of a result depend on the sequence alone, not on batch, chunks, threads or where pages lie.
+    deterministic: the bits of a result depend on the sequence alone, not on batch, chunks, threads or where pages lie. After a
+    `drop` of tokens that have left a window they depend on that as well: `truncate` brings none of them back.
     checked: values that do not fit their row format, infinities and NaN raise in `append`.
 
     spill: when the device tier is full, its oldest pages go to the host tier, and from there to disk, those of sequences
