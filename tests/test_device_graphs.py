@@ -314,3 +314,16 @@ def test_what_there_is_no_memory_for_is_not_declared(monkeypatch: pytest.MonkeyP
                 out = step.forward(0, rows, rows[:, :1], rows[:, :1])
             assert (out == 1).all()
             cache.declare(sequences=2, new_tokens=1, context=200)
+
+
+def test_angles_have_room_for_queries_only_where_spans_trail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a layer with a rope: as many rows as tokens declared would be megabytes that nobody writes."""
+    install_driver(monkeypatch, EmulatedDriver(0))
+    spec = pagoda.ModelSpec([pagoda.AttentionLayer(4, 2, 64, rope=pagoda.Rope())])
+    for positions, rows in (("original", 0), ("cache", 512)):
+        retention = pagoda.SinkWindow(4, 64, positions=positions)
+        with pagoda.Cache(spec, device="cuda", device_memory="4MiB", host_memory=0, retention=retention) as cache:
+            cache.declare(sequences=2, new_tokens=1, context=64, tokens=512)
+            assert cache._device is not None
+            room = cache._device._tables.room
+            assert room.angles == room.spans + rows

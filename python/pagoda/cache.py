@@ -155,8 +155,8 @@ class Cache:
     memory: on the CPU as soon as they are free, on a GPU with the first call that finds the steps ended that may read them.
     On disk they become holes, and count as draining while that takes a drive longer than disk_timeout; opening a directory
     zeroes what no kept sequence holds. SECURITY.md says what is not zeroed.
-    deterministic: the bits of a result depend on the sequence alone, not on batch, chunks, threads or where pages lie. After a
-    `drop` of tokens that have left a window they depend on that as well: `truncate` brings none of them back.
+    deterministic: the bits of a result depend on the sequence alone, not on batch, chunks, threads or where pages lie. After
+    a `drop` of tokens that have left a window they depend on that as well: `truncate` brings none of them back.
     checked: values that do not fit their row format, infinities and NaN raise in `append`.
 
     spill: when the device tier is full, its oldest pages go to the host tier, and from there to disk, those of sequences
@@ -275,8 +275,9 @@ class Cache:
         Entering raises OutOfBlocks, and changes no sequence, when the device tier has too few blocks and no more can be
         spilled; pages may have moved by then.
         stream: on a GPU the stream of the step, as CuPy, torch or an address has it; None is the current one of CuPy, or that
-        of torch where CuPy's is the default one. Kernels use the arrays of the step on it: what they are to read is written
-        there before or waited for, as arrays by DLPack are, and nobody else gets their memory before it has come by.
+        of torch where CuPy's is the default one. None that is another in each thread (cudaStreamPerThread). Kernels use the
+        arrays of the step on it: what they are to read is written there before or waited for, as arrays by DLPack are, and
+        nobody else gets their memory before it has come by.
         """
         if stream is not None and self._device is None:
             raise InvalidArgument(f"stream = {stream!r}: None on the CPU backend")
