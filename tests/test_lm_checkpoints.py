@@ -74,6 +74,13 @@ def test_biases(name: str, change: dict[str, Any], parts: tuple[str, ...], tmp_p
     np.testing.assert_allclose(logits_of(tmp_path), expected, rtol=0, atol=2e-4)
 
 
+LONG = {
+    "max_position_embeddings": 256,
+    "original_max_position_embeddings": 64,
+    "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8},
+}
+
+
 def without(part: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {name: tensor for name, tensor in tensors.items() if part not in name}
 
@@ -104,6 +111,7 @@ def plus(name: str, tensor: Array) -> Callable[[Tensors], Tensors]:
         ("llama", {"rms_norm_eps": float("nan")}, dict, "rms_norm_eps = nan"),
         ("llama", {"rms_norm_eps": 1e300}, dict, r"config\.rms_norm_eps = 1e\+300: .* to 1e\+18"),
         ("llama", {"rope_theta": float("nan")}, dict, "rope_theta = nan"),
+        ("llama", LONG, dict, r"config\.rope_scaling\.short_factor = \[1\.0, .*\]: \[4\.0, .*\], the long_factor"),
         ("smollm3", {"pagoda_query_log_scale": {"floor": 8.0}}, dict, r"query_log_scale\.coefficient = nan"),
         ("smollm3", {"pagoda_query_log_scale": {"floor": 1.0, "coefficient": 1e300}}, dict, r"coefficient = 1e\+300"),
         ("smollm3", {"pagoda_query_log_scale": 0.3}, dict, "query_log_scale = 0.3"),
@@ -116,6 +124,17 @@ def test_what_would_be_another_model(
     rewrite(tmp_path, change, edit)
     with pytest.raises(pagoda.InvalidArgument, match=refused):
         LanguageModel.load(tmp_path)
+
+
+def test_contexts_short_and_long_that_turn_alike(tmp_path: Path) -> None:
+    """With factors of 4 and nothing else, LongRoPE is linear scaling."""
+    checkpoints.make(tmp_path, "llama")
+    alike = {"rope_type": "longrope", "attention_factor": 1.0, "short_factor": [4.0] * 8, "long_factor": [4.0] * 8}
+    found = []
+    for scaling in (alike, {"rope_type": "linear", "factor": 4.0}):
+        rewrite(tmp_path, LONG | {"rope_scaling": scaling}, dict)
+        found.append(logits_of(tmp_path))
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-5)
 
 
 def test_tensors_that_do_not_matter(tmp_path: Path) -> None:

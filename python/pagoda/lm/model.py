@@ -20,7 +20,7 @@ from pagoda.hf_config import PER_LAYER, Config, read_config
 from pagoda.lm.arrays import Library, library
 from pagoda.lm.checkpoint import Checkpoint
 from pagoda.lm.tokenizer import Tokenizer, load_tokenizer
-from pagoda.rope import Rope
+from pagoda.rope import LongRopeScaling, Rope
 from pagoda.spec import AttentionLayer, ModelSpec
 
 Float32 = npt.NDArray[np.float32]
@@ -109,6 +109,7 @@ class LanguageModel:
         self.config, self.tokenizer = config, tokenizer
         self.device, self._xp = arrays.device, arrays.xp
         self.spec = ModelSpec.from_config(config)
+        _require_one_rotation(reader, self.spec)
         self.vocab_size = reader.integer("vocab_size")
         self._hidden, self._inner = reader.integer("hidden_size"), reader.integer("intermediate_size")
         epsilon = reader.number("rms_norm_eps", 1e-6)
@@ -243,6 +244,14 @@ class LanguageModel:
             *linear({"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden),
             *linear({"mlp.down_proj": hidden}, inner),
         )
+
+
+def _require_one_rotation(reader: Config, spec: ModelSpec) -> None:
+    """LongRoPE turns short contexts by other factors than long ones, and kept keys are of one or the other."""
+    short, long = (reader.rope_parameters().get(key) for key in ("short_factor", "long_factor"))
+    scaled = any(layer.rope and isinstance(layer.rope.scaling, LongRopeScaling) for layer in spec.attention_layers)
+    if scaled and short != long:
+        raise InvalidArgument(f"config.rope_scaling.short_factor = {short!r}: {long!r}, the long_factor")
 
 
 def _embedding_and_head(checkpoint: Checkpoint, vocab: int, hidden: int, *, tied: bool) -> tuple[Float32, Float32]:
