@@ -76,7 +76,8 @@ def longrope(pair: int) -> float:
     return float(THETA ** (-2 * pair / DIM)) / (1 + pair)
 
 
-LONG = {"rope_type": "longrope", "factor": 4.0, "long_factor": [1.0 + pair for pair in range(DIM // 2)]}
+FACTORS = [1.0 + pair for pair in range(DIM // 2)]
+LONG = {"rope_type": "longrope", "factor": 4.0, "long_factor": FACTORS, "short_factor": FACTORS}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OLD = {"original_max_position_embeddings": 64}
 SCALINGS: dict[str, tuple[Any, Any, float]] = {
