@@ -492,6 +492,23 @@ def test_streams_of_cupy(cupy: Any) -> None:
         driver.caller_stream("it")
 
 
+def test_a_stream_that_is_another_in_each_thread_is_refused(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of CuPy, where CUPY_CUDA_PER_THREAD_DEFAULT_STREAM is set, of torch, or given."""
+    driver, refused = cuda.open_driver(0), pytest.raises(pagoda.InvalidArgument, match="stream = 2, cudaStreamPerThread: a")
+    stream = Stream(null=True)
+    stream.ptr = 2
+    for given in (stream, 2, SimpleNamespace(cuda_stream=2, device_index=0)):
+        with refused:
+            driver.caller_stream(given)
+    with stream, refused:
+        driver.caller_stream(None)
+    torch = Torch(initialized=True)
+    torch.now = SimpleNamespace(cuda_stream=2)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with refused:
+        driver.caller_stream(None)
+
+
 def test_a_stream_of_another_gpu_is_refused(cupy: Any) -> None:
     """Before a step is open on it, which could not be closed any more."""
     with Device(1):

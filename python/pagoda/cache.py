@@ -273,8 +273,9 @@ class Cache:
         Entering raises OutOfBlocks, and changes no sequence, when the device tier has too few blocks and no more can be
         spilled; pages may have moved by then.
         stream: on a GPU the stream of the step, as CuPy, torch or an address has it; None is the current one of CuPy, or that
-        of torch where CuPy's is the default one. Kernels use the arrays of the step on it: what they are to read is written
-        there before or waited for, as arrays by DLPack are, and nobody else gets their memory before it has come by.
+        of torch where CuPy's is the default one. None that is another in each thread (cudaStreamPerThread). Kernels use the
+        arrays of the step on it: what they are to read is written there before or waited for, as arrays by DLPack are, and
+        nobody else gets their memory before it has come by.
         """
         if stream is not None and self._device is None:
             raise InvalidArgument(f"stream = {stream!r}: None on the CPU backend")

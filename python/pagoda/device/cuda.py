@@ -28,6 +28,9 @@ NO_DEVICE, DRIVER_TOO_OLD, NOT_READY = 100, 35, 600
 DEFAULT_STREAM = (0, 1)
 """Its addresses: none, and cudaStreamLegacy."""
 
+THREAD_STREAM = 2
+"""cudaStreamPerThread: the address of as many streams as there are threads."""
+
 PITCH_MAX = (1 << 31) - 1
 """Bytes from row to row that a copy of rows takes, on every device (cudaDevAttrMaxPitch)."""
 
@@ -320,25 +323,35 @@ class CudaDriver:
 
     def caller_stream(self, given: object) -> _Stream:
         """The caller's stream; for None CuPy's current one, or torch's where CuPy's is the default."""
+        stream = self._cupy_stream(given)
+        if stream.ptr == THREAD_STREAM:
+            raise InvalidArgument(
+                f"stream = {THREAD_STREAM}, cudaStreamPerThread: one of your own, as cupy.cuda.Stream(non_blocking=True); "
+                "that one is another in each thread"
+            )
+        return _Stream(stream, self)
+
+    def _cupy_stream(self, given: object) -> Any:
+        """The same as CuPy has it."""
         import cupy
 
         index = self.device.id
         if given is None:
             stream = cupy.cuda.get_current_stream(index)
             if stream.ptr or not (torch := _torch()):
-                return _Stream(stream, self)
+                return stream
             given = torch.cuda.current_stream(index)
         # CuPy's word, then torch's. An address says nothing, and CuPy -1 where it does not know.
         place = getattr(given, "device_id", getattr(given, "device_index", -1))
         if place not in (-1, index):
             raise InvalidArgument(f"stream = a stream of cuda:{place}: of cuda:{index}, the device of the cache")
         if isinstance(given, cupy.cuda.Stream):
-            return _Stream(given, self)
+            return given
         # Of torch, an ExternalStream of CuPy, or an address.
         address = getattr(given, "cuda_stream", getattr(given, "ptr", given))
         if not isinstance(address, int):
             raise InvalidArgument(f"stream = {given!r}: a stream of CuPy or torch, or its address")
-        return _Stream(cupy.cuda.Stream.from_external(_Foreign(address)), self)
+        return cupy.cuda.Stream.from_external(_Foreign(address))
 
     def view(self, name: str, array: Any, stream: Stream) -> View:
         """An array on the device."""
