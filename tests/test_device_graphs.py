@@ -10,6 +10,7 @@ import pytest
 from emulator.driver import CallerStream, EmulatedDriver, Stream, install_driver
 from graphs import LAYERS, NORMS, SEQUENCES, Model
 from mirror import center_of
+from pagoda.device.engine import SPANS_DECLARED
 from pagoda.kernels.instances import Kernel
 
 
@@ -281,6 +282,23 @@ def test_maxima_are_declared_once_and_in_range(monkeypatch: pytest.MonkeyPatch) 
                     cache.declare(**{"sequences": 1, "new_tokens": 1, "context": 1, name: wrong})
         with pytest.raises(pagoda.InvalidArgument, match="new_tokens = 32768: an int from 1 to 32767"):
             cache.declare(sequences=1 << 16, new_tokens=1 << 15, context=1)
+
+
+@pytest.mark.parametrize("positions", ["original", "cache"])
+def test_only_spans_that_trail_have_angles_for_each_query(positions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_driver(monkeypatch, EmulatedDriver())
+    spec = pagoda.ModelSpec([pagoda.AttentionLayer(2, 1, 64, rope=pagoda.Rope(theta=100.0))])
+    options: dict[str, Any] = {"retention": pagoda.SinkWindow(sinks=8, window=32, positions=positions)}
+    rows = np.ones((60, 2, 64), np.float16)
+    with pagoda.Cache(spec, device="cuda", device_memory="1MiB", host_memory=0, **options) as cache:
+        cache.declare(sequences=1, new_tokens=60, context=200)
+        assert cache._device is not None
+        per_query = 60 if positions == "cache" else 0
+        assert cache._device._tables.room.angles == SPANS_DECLARED + per_query
+        one = cache.create()
+        for _ in range(3):
+            with cache.step([one], [60]) as step:
+                assert (step.forward(0, rows, rows[:, :1], rows[:, :1]) == 1).all()
 
 
 def test_what_there_is_no_memory_for_is_not_declared(monkeypatch: pytest.MonkeyPatch) -> None:

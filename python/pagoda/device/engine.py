@@ -188,7 +188,9 @@ class DeviceEngine:
         passed = RUN_ROWS if any(layer["keeps"] for layer in self._layers) else 0
         columns = -(-(context + passed) // self._page_size) + SPANS_DECLARED
         maxima, spans = Maxima(sequences, new_tokens, context, tokens), sequences * SPANS_DECLARED
-        self._tables.place(Room(sequences, tokens, columns, spans, angles=spans + tokens))
+        # Spans that trail have angles for each query.
+        trails = any(layer["keeps"] and layer["keeps"][3] for layer in self._layers)
+        self._tables.place(Room(sequences, tokens, columns, spans, angles=spans + tokens * trails))
         self._attends.declare(maxima)
         self._tables.fixed = True
         self._maxima = maxima
