@@ -494,7 +494,10 @@ def test_streams_of_cupy(cupy: Any) -> None:
 
 def test_a_stream_that_is_another_in_each_thread_is_refused(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of CuPy, where CUPY_CUDA_PER_THREAD_DEFAULT_STREAM is set, of torch, or given."""
-    driver, refused = cuda.open_driver(0), pytest.raises(pagoda.InvalidArgument, match="stream = 2, cudaStreamPerThread: a")
+    driver, refused = (
+        cuda.open_driver(0),
+        pytest.raises(pagoda.InvalidArgument, match="stream = 2, cudaStreamPerThread: one"),
+    )
     stream = Stream(null=True)
     stream.ptr = 2
     for given in (stream, 2, SimpleNamespace(cuda_stream=2, device_index=0)):
