@@ -496,7 +496,7 @@ def test_a_stream_that_is_another_in_each_thread_is_refused(cupy: Any, monkeypat
     """Of CuPy, where CUPY_CUDA_PER_THREAD_DEFAULT_STREAM is set, of torch, or given."""
     driver, refused = (
         cuda.open_driver(0),
-        pytest.raises(pagoda.InvalidArgument, match="stream = 2, cudaStreamPerThread: a"),
+        pytest.raises(pagoda.InvalidArgument, match="stream = 2, cudaStreamPerThread: one"),
     )
     stream = Stream(null=True)
     stream.ptr = 2

@@ -17,6 +17,7 @@ import pytest
 from emulator.driver import EmulatedDriver, HostArena, Memory, install_driver
 from mirror import Mirror, Tokens, layer
 from pagoda.device import mover, passage, ring
+from pagoda.device.scratch import Scratch
 from pagoda.errors import BackendUnavailable
 
 
@@ -234,6 +235,49 @@ def test_scratch_memory_follows_the_number_of_sequences(deterministic: bool, mon
             driver.check()
             taken.append(sum(len(memory.array) for memory in driver.lent) - before)
     assert taken[1] < 10 * taken[0]
+
+
+def test_scratch_memory_that_grows_is_replaced_seldom_and_is_not_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To replace it waits for the device."""
+    driver, asked = EmulatedDriver(), list[int]()
+    scratch, memory = Scratch(driver), driver.memory
+
+    def noted(size: int) -> Any:
+        assert 0 in (scratch.partials, scratch.counters, scratch.parts)
+        asked.append(size)
+        return memory(size)
+
+    monkeypatch.setattr(driver, "memory", noted)
+    scratch.grow((1, 1, 1), exactly=True)
+    for size in range(1000, 5000, 100):
+        scratch.grow((size, 4 * size, 0), exactly=False)
+        assert scratch.covers((size, 4 * size, 0))
+    scratch.grow((9000, 0, 30), exactly=True)
+    assert asked == [1, 1, 1, 1024, 4096, 2048, 8192, 4096, 16384, 8192, 32768, 9000, 30]
+
+
+def test_a_step_goes_on_without_the_scratch_memory_that_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was there instead is gone: layers that had enough of it have it made anew."""
+    driver = install_driver(monkeypatch, EmulatedDriver())
+    spec, rows = pagoda.ModelSpec([layer(), layer(num_q_heads=64)]), np.ones((1, 64, 16), np.float32)
+    with pagoda.Cache(spec, device="cuda", page_size=16, device_memory="2MiB", host_memory=0) as cache:
+        assert cache._device is not None
+        with cache.step([cache.create()], [1]) as step:
+            for index in range(2):
+                step.append(index, rows[:, :2], rows[:, :2])
+            step.attend(0, rows[:, :4])
+
+            def refused(size: int) -> Any:
+                raise pagoda.BackendUnavailable("device_memory")
+
+            with monkeypatch.context() as patched, pytest.raises(pagoda.BackendUnavailable):
+                patched.setattr(driver, "memory", refused)
+                step.attend(1, rows)
+            scratch = cache._device._attends._scratch
+            assert not all((scratch.partials, scratch.counters))
+            for index, heads in enumerate((4, 64)):
+                assert (step.attend(index, rows[:, :heads]) == 1).all()
+                assert all((scratch.partials, scratch.counters))
 
 
 def test_lists_for_the_kernel_that_copies_do_not_pile_up() -> None:

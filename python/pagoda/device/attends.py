@@ -78,7 +78,8 @@ class Attends:
                 for prefill, q in kernels.works:
                     for mode in ("prefill",) if prefill else ("decode", "verify"):
                         chosen = kernels.attention(mode, q)
-                        self._scratch.grow(self._scratch_bytes(kernels, q, chosen, prefill, streamed=True))
+                        sizes = self._scratch_bytes(kernels, q, chosen, prefill, streamed=True)
+                        self._scratch.grow(sizes, exactly=True)
         except BaseException:
             self._maxima = None
             raise
@@ -217,7 +218,9 @@ class Attends:
                 )
             self._finish_steps()
             stream.record().wait()
-            self._scratch.grow(sizes)
+            # What covered others may be gone if this is refused.
+            self._covered.clear()
+            self._scratch.grow(sizes, exactly=False)
         self._covered.add(covered)
 
     def _scratch_bytes(

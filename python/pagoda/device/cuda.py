@@ -326,8 +326,8 @@ class CudaDriver:
         stream = self._cupy_stream(given)
         if stream.ptr == THREAD_STREAM:
             raise InvalidArgument(
-                f"stream = {THREAD_STREAM}, cudaStreamPerThread: a stream of its own, as that one is another in each "
-                "thread; cupy.cuda.Stream(non_blocking=True) makes one"
+                f"stream = {THREAD_STREAM}, cudaStreamPerThread: one of your own, as cupy.cuda.Stream(non_blocking=True); "
+                "that one is another in each thread"
             )
         return _Stream(stream, self)
 

@@ -6,26 +6,43 @@ from pagoda.device.driver import Driver, Memory
 
 
 class Scratch:
-    """Three pieces of memory, whose addresses are 0 until there are any: `partials`, results that every launch may overwrite;
-    `counters`, which are 0 between launches; `parts` of results, which launches leave for others."""
+    """Three pieces of memory: `partials`, `counters` and `parts`."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._held: list[Memory | None] = [None] * 3
-        self._sizes = (0, 0, 0)
-        self.partials = self.counters = self.parts = 0
+        self._sizes = [0] * 3
+
+    @property
+    def partials(self) -> int:
+        """The address of results that every launch may overwrite; 0 where there are none."""
+        return self._address(0)
+
+    @property
+    def counters(self) -> int:
+        """The address of counters, which are 0 between launches; 0 where there are none."""
+        return self._address(1)
+
+    @property
+    def parts(self) -> int:
+        """The address of parts of results, which launches leave for others; 0 where there are none."""
+        return self._address(2)
 
     def covers(self, sizes: tuple[int, int, int]) -> bool:
         """Whether there are so many bytes of each."""
         return all(have >= want for have, want in zip(self._sizes, sizes, strict=True))
 
-    def grow(self, sizes: tuple[int, int, int]) -> None:
-        """Makes room, or changes nothing. Nothing may be under way that uses the old memory."""
-        wanted = zip(self._held, self._sizes, sizes, strict=True)
-        held = [self._driver.memory(want) if want > have else held for held, have, want in wanted]
-        partials, counters, parts = map(max, self._sizes, sizes)
-        # Ctrl-C may come at any line: nothing counts as there until all of it is.
-        self._sizes = (0, 0, 0)
-        self._held = held
-        self.partials, self.counters, self.parts = (one.address if one else 0 for one in held)
-        self._sizes = (partials, counters, parts)
+    def grow(self, sizes: tuple[int, int, int], *, exactly: bool) -> None:
+        """Makes room: exactly, once and for all, or in powers of two, so that a batch that grows seldom waits for it. Nothing
+        may be under way that uses the old memory. Raises BackendUnavailable; a piece that is refused is there no more."""
+        for number, (have, want) in enumerate(zip(self._sizes, sizes, strict=True)):
+            if want > have:
+                # The old piece goes first: there may be no memory for both. Ctrl-C may come at any line.
+                self._sizes[number], self._held[number] = 0, None
+                size = want if exactly else 1 << (want - 1).bit_length()
+                self._held[number] = self._driver.memory(size)
+                self._sizes[number] = size
+
+    def _address(self, number: int) -> int:
+        held = self._held[number]
+        return held.address if held else 0
