@@ -457,8 +457,8 @@ def test_a_graph_takes_the_centre_once(kind: str) -> None:
     np.testing.assert_array_equal(outs[0], outs[1])
 
 
-def test_a_graph_without_the_centre_leaves_it_as_it_was(kind: str) -> None:
-    """One that was captured over stored rows: those that it stores in an empty cache are centred by what came before."""
+def test_a_graph_has_the_centre_of_the_step_that_it_does(kind: str) -> None:
+    """One that was captured over stored rows: those that it stores in an empty cache are centred by themselves."""
     if kind != "emulated":
         pytest.skip("graphs of NumPy arrays are emulated ones")
     shape = layer(num_q_heads=2, num_kv_heads=1, head_dim=32)
@@ -483,7 +483,7 @@ def test_a_graph_without_the_centre_leaves_it_as_it_was(kind: str) -> None:
         # Rows that come later are centred by the same.
         with cache.step([sequence], [24]) as step:
             last = step.forward(0, q[24:], k[24:] + 5, v[24:])
-    center = [center_of(k[:24])]
+    center = [center_of(given[1])]
     with cache_on("cuda", [shape], ("q8_0", "q8_0"), center=center) as cache:
         sequence = cache.create()
         for part, found in ((slice(0, 24), out), (slice(24, 48), last)):
