@@ -157,12 +157,11 @@ impl Backend {
     /// As [`attend`](Self::attend) of one sequence, but goes over some of its runs only, of those that
     /// [`run_count`](pagoda_core::work::run_count) counts: blocks that no page of these runs lies in are not read. Results go from call to
     /// call in `carried`; the call with the last run writes them. With `deterministic` they have the bits that `attend` gives.
+    /// Each run of each query row has a result of its own until they are merged, which for many rows is done every few runs.
     ///
     /// # Safety
     /// As for `attend`, of the blocks of these runs. Calls for the runs before have been made in order, with the same
     /// arguments but for where pages lie.
-    ///
-    /// Each run of each query row has a result of its own until they are merged, which for many rows is done every few runs.
     pub unsafe fn attend_runs(
         &self,
         attention: &Attention<'_>,

@@ -103,20 +103,14 @@ impl Folder {
 
     fn try_open(path: &Path, pulse: Arc<Pulse>) -> io::Result<Self> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let open = |path: &Path, flags| pulse.ask(|| fs::open(path, flags, Mode::empty()));
         let made = match pulse.ask(|| fs::mkdir(path, Mode::RWXU)) {
             Err(rustix::io::Errno::EXIST) => false,
             other => other.map(|()| true)?,
         };
-        let fd = open(path, flags)?;
+        let fd = pulse.ask(|| fs::open(path, flags, Mode::empty()))?;
         require_ours(&pulse, &fd, Mode::WGRP | Mode::WOTH, "directory")?;
-        let parent =
-            path.parent().map(|parent| if parent == Path::new("") { Path::new(".") } else { parent });
         // Without that a loss of power could take a directory with all that was synced in it. Not everybody may open the parent.
-        if made
-            && let Some(parent) = parent
-            && let Ok(parent) = open(parent, flags - OFlags::NOFOLLOW)
-        {
+        if made && let Ok(parent) = pulse.ask(|| fs::openat(&fd, "..", flags, Mode::empty())) {
             pulse.ask(|| fs::fsync(&parent))?;
         }
         let (fd, path) = (Arc::new(fd), path.to_owned());

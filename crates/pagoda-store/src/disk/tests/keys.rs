@@ -3,14 +3,18 @@
 use super::*;
 use std::sync::mpsc::channel;
 
+/// Where the pages of the first of two keys lie.
+fn places(entries: &Entries) -> Vec<(GroupId, BlockId)> {
+    entries[0].1.iter().map(|((group, block), _)| (*group, BlockId::new(*block))).collect()
+}
+
 /// Which operation of keeping something fails does not matter: the next one works, and both tell the truth.
 #[test]
 fn keeping_goes_on_after_it_has_failed() {
     for after in 0..3 {
         let (disk, entries) = kept();
         let (store, _) = open(&disk).unwrap();
-        let places: Vec<_> =
-            entries[0].1.iter().map(|((group, block), _)| (*group, BlockId::new(*block))).collect();
+        let places = places(&entries);
         disk.fail(after, Fault::Errno(rustix::io::Errno::IO.raw_os_error()));
         store.put(b"more", &places, b"1").unwrap_err();
         assert_eq!(store.is_sure(), after < 2, "a line was written, and nobody knows what became of it");
@@ -30,8 +34,7 @@ fn keeping_goes_on_after_it_has_failed() {
 fn a_change_makes_sure_of_the_index_before_all_else() {
     let (disk, entries) = kept();
     let (store, _) = open(&disk).unwrap();
-    let places: Vec<_> =
-        entries[0].1.iter().map(|((group, block), _)| (*group, BlockId::new(*block))).collect();
+    let places = places(&entries);
     let fault = Fault::Errno(rustix::io::Errno::IO.raw_os_error());
     // Behind the sync of the pages and the line comes its sync; behind the new index, that of the pages.
     for (operations_before, is_sure) in [(2, false), (1, true)] {
