@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Collection
 from functools import partial
@@ -239,8 +240,8 @@ class Cache:
         self._device = engine_for(device, geometry, **options)
         self._core: Engine = self._device or _core.Cache(layers, page_size=page_size, isa=forced_isa(), **options)
         self._steps = itertools.count(1)
-        self._unfinished: set[int] = set()
-        """Steps that may be open though nobody will end them."""
+        self._entered: dict[int, weakref.ref[Step]] = {}
+        """Steps that may be open, by number. A finaliser would end those that are thrown away, and Ctrl-C in it be lost."""
         # Pages that a step could not attend to there do not go to disk by themselves.
         to_disk = on_disk is not None and (self._device is None or self._device.attends_to_disk)
         below = [tier for tier, there in (("host", memory[1][0] > 0), ("disk", to_disk)) if there]
@@ -496,7 +497,6 @@ class Cache:
             log.warning("%s", unanswered)
 
     def _reserve(self, number: int, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
-        # Their finalisers could not end them: those may run in the middle of any call.
         self._end_unfinished()
         reserve = partial(self._core.reserve, number, batch.ids, counts)
         if self._device is not None:
@@ -509,10 +509,14 @@ class Cache:
             self._spill.bring_in(batch.ids)
 
     def _end_unfinished(self) -> None:
-        for left in tuple(self._unfinished):
+        """Rolls back the steps that nobody will end."""
+        for number, entered in tuple(self._entered.items()):
+            step = entered()
+            if step is not None and step._goes_on(number):
+                continue
             with contextlib.suppress(InvalidArgument):  # It may have ended after all, and another thread's be open.
-                self._core.rollback(left)
-            self._unfinished.discard(left)
+                self._core.rollback(number)
+            self._entered.pop(number, None)
 
     def _with_room(self, call: Callable[[], T], batch: npt.NDArray[np.uint64], new_tokens: npt.NDArray[np.int64]) -> T:
         """Makes a call that takes blocks of the device, anew as long as room can be made for it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Collection
 from types import TracebackType
@@ -97,7 +98,7 @@ class Step:
     a commit that is refused then.
     """
 
-    __slots__ = ("_began", "_cache", "_counts", "_ended", "_number", "_open", "_stream", "batch")
+    __slots__ = ("__weakref__", "_began", "_cache", "_counts", "_ended", "_number", "_open", "_stream", "batch")
 
     def __init__(self, cache: Cache, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
         self._open = False
@@ -120,17 +121,19 @@ class Step:
             raise InvalidArgument("step = open: one that is not; this one goes on")
         self._began = time.perf_counter()
         self._number = next(self._cache._steps)
-        # Set early: Ctrl-C may come as soon as the core has opened the step.
-        self._open = True
         try:
+            # Set early: Ctrl-C may come as soon as the core has opened the step.
+            self._open = True
+            self._cache._entered[self._number] = weakref.ref(self)
             self._cache._reserve(self._number, self.batch, self._counts, self._stream)
-        except BaseException as error:
-            if not isinstance(error, PagodaError):
-                self._cache._unfinished.add(self._number)
-                # At once, if nothing comes in between: blocks around this one may be about to release its sequences.
-                with contextlib.suppress(PagodaError):
-                    self._cache._end_unfinished()
+        except PagodaError:
+            self._end()
+            raise
+        except BaseException:
             self._open = False
+            # At once, if nothing comes in between: blocks around this one may be about to release its sequences.
+            with contextlib.suppress(PagodaError):
+                self._cache._end_unfinished()
             raise
         return self
 
@@ -149,10 +152,9 @@ class Step:
                     self._cache._core.rollback(self._number)
                 self._end()
 
-    def __del__(self) -> None:
-        # Ctrl-C may have come before `_open` was set.
-        if getattr(self, "_open", False):
-            self._cache._unfinished.add(self._number)
+    def _goes_on(self, number: int) -> bool:
+        """Whether this is still the open step of that number, which somebody is to end."""
+        return self._open and self._number == number
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
@@ -269,3 +271,4 @@ class Step:
 
     def _end(self) -> None:
         self._open, self._ended = False, time.perf_counter()
+        self._cache._entered.pop(self._number, None)
