@@ -490,7 +490,7 @@ def test_a_file_that_was_cut_short_has_what_is_left(tmp_path: Path, caplog: pyte
         ({"model": "tiny@1"}, pagoda.GeometryMismatch, "fingerprint"),
         ({"model": ""}, pagoda.InvalidArgument, "model = ''"),
         ({"model": 3}, pagoda.InvalidArgument, "model = 3"),
-        ({"disk_memory": "256KiB"}, pagoda.GeometryMismatch, "kept: the layout of pages .*: give the disk_memory"),
+        ({"disk_memory": "256KiB"}, pagoda.InvalidArgument, "disk_memory = 262144: at least .* as it is on disk"),
         ({"k_dtype": "q8_0", "spec": pagoda.ModelSpec(layers=[layer(head_dim=32)])}, pagoda.InvalidArgument, "center"),
         ({"resume": 3}, pagoda.InvalidArgument, "resume = 3"),
         ({"disk": None, "disk_memory": 0}, pagoda.InvalidArgument, "resume = True"),
@@ -503,6 +503,26 @@ def test_a_directory_of_other_pages(
     with pytest.raises(error, match=message):
         opened(tmp_path, **changes)
     opened(tmp_path).close()
+
+
+def test_the_disk_tier_grows_and_shrinks_between_caches(tmp_path: Path) -> None:
+    """Whatever it was made with, what is kept is there as long as it has room for it."""
+    with opened(tmp_path, disk_memory="4MiB") as cache:
+        mirror = Mirror(cache)
+        tokens = mirror.create()
+        mirror.step([tokens], [100])
+        cache.save(tokens.sequence, "it")
+    blocks = []
+    for disk_memory in ("4MiB", "64MiB", "8MiB", "256MiB"):
+        with opened(tmp_path, disk_memory=disk_memory) as cache:
+            mirror = Mirror(cache)
+            tokens = load(mirror, "it", tokens)
+            mirror.look()
+            mirror.step([tokens], [50])
+            cache.save(tokens.sequence, "it")
+            blocks.append(sum(counts.free + counts.used for counts in cache.stats().disk))
+            cache.audit()
+    assert blocks[0] < blocks[2] < blocks[1] < blocks[3]
 
 
 def spec_of(**changes: Any) -> pagoda.ModelSpec:

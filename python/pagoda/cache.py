@@ -147,8 +147,8 @@ class Cache:
     included, before they raise TierIOError. I/O under way then goes on; until it has ended its memory is not used again, and
     no other cache can open the directory.
     resume: False is a file without a name that goes with the cache. True keeps what `save` is given until `forget`, also
-    after a kill: the next cache with the same directory, layers, formats and page_size finds it again. One cache at a time
-    has the directory.
+    after a kill: the next cache with the same directory, layers, formats and page_size finds it again. Its disk_memory may be
+    another one that has room for it. One cache at a time has the directory.
     model: a text that stands for the weights, which the cache cannot see: a name and revision, or a digest. A directory of
     another model is refused.
 

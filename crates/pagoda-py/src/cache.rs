@@ -2,7 +2,7 @@
 //! sequences. Its other calls lie with what they are about.
 
 use crate::device::{Device, DeviceArguments};
-use crate::disk::{self, Disk, DiskArguments};
+use crate::disk::{self, Disk, DiskArguments, Opened};
 use crate::errors::{self, core, invalid};
 use crate::fork;
 use crate::handle::{Abandoned, Handle};
@@ -144,19 +144,22 @@ impl Cache {
             Geometry::new(&runs, disk.memory).map_err(|error| errors::disk(py, &disk.path, &error))
         });
         let geometry = geometry.transpose()?;
-        let absent = TierMemory { bytes: 0, extent_bytes: u64::MAX };
-        let on_disk = geometry.as_ref().map_or(absent, Geometry::arena);
+        let block_bytes = groups.iter().map(|group| group.block_bytes).collect();
         let [fast, host] = memory.map(|(bytes, extent_bytes)| TierMemory { bytes, extent_bytes });
-        let mut core =
-            pagoda_core::Cache::new(&groups, [fast, host, on_disk]).map_err(|error| core(py, &error))?;
-        if zero_on_free {
-            core.zero_on_free();
-        }
-        let (mut store, mut sessions) = (None, Sessions::default());
-        if let (Some(disk), Some(geometry)) = (disk, geometry) {
-            let opened = disk::open(py, disk, geometry, core, zero_on_free)?;
-            (core, store, sessions) = (opened.core, Some(opened.store), opened.sessions);
-        }
+        let make_core = move |on_disk| {
+            let mut core = pagoda_core::Cache::new(&groups, [fast, host, on_disk])?;
+            if zero_on_free {
+                core.zero_on_free();
+            }
+            Ok(core)
+        };
+        let (core, store, sessions) = if let (Some(disk), Some(geometry)) = (disk, geometry) {
+            let Opened { core, store, sessions } = disk::open(py, disk, geometry, make_core, zero_on_free)?;
+            (core, Some(store), sessions)
+        } else {
+            let absent = TierMemory { bytes: 0, extent_bytes: u64::MAX };
+            (make_core(absent).map_err(|error| core(py, &error))?, None, Sessions::default())
+        };
         let mut base = [std::ptr::null_mut(); Tier::COUNT];
         let mut ring = None;
         let (engine, slabs) = if let Some(device) = device {
@@ -180,7 +183,7 @@ impl Cache {
             store.map(|store| Disk::new(py, store, ring, page_size, timeout).map(Box::new)).transpose()?;
         let inner = Inner {
             core,
-            block_bytes: groups.iter().map(|group| group.block_bytes).collect(),
+            block_bytes,
             layers,
             arenas: Arenas::new(base[Tier::Device.index()], base[Tier::Host.index()]),
             mover,

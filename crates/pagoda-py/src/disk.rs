@@ -4,6 +4,7 @@ use crate::errors;
 use crate::patience::{Apart, Stop};
 use crate::reads::Reads;
 use crate::sessions::Sessions;
+use pagoda_core::cache::TierMemory;
 use pagoda_core::ids::GroupId;
 use pagoda_core::work::RUN_ROWS;
 use pagoda_store::disk::io::{Access, Folder, Pulse, scratch_in, space_in};
@@ -106,16 +107,16 @@ pub(crate) struct Opened {
     pub(crate) sessions: Sessions,
 }
 
-/// Opens the files, and tells `core` what they keep. When the drive does not answer for too long, others must not open the
-/// directory until it has.
+/// Opens the files, and tells what they keep to the core that `core` makes for the arena that they are. When the drive does not
+/// answer for too long, others must not open the directory until it has.
 pub(crate) fn open(
     py: Python<'_>,
     disk: DiskArguments,
     geometry: Geometry,
-    mut core: pagoda_core::Cache,
+    core: impl FnOnce(TierMemory) -> Result<pagoda_core::Cache, pagoda_core::Error> + Send + 'static,
     zero_on_free: bool,
 ) -> PyResult<Opened> {
-    ask(py, &disk.path.clone(), disk.timeout, move |pulse| {
+    let opened = ask(py, &disk.path.clone(), disk.timeout, move |pulse| {
         let folder = Folder::open_watched(&disk.path, pulse)?;
         let budget = disk.writes_per_day.map(|bytes| Budget::new(bytes, SystemTime::now()));
         let (store, recovered) = if disk.resume {
@@ -123,12 +124,17 @@ pub(crate) fn open(
         } else {
             (Store::scratch(&folder, geometry, disk.fingerprint, budget)?, Recovered::default())
         };
+        let mut core = match core(store.geometry().arena()) {
+            Ok(core) => core,
+            Err(error) => return Ok(Err(error)),
+        };
         let sessions = Sessions::open(&mut core, &store, recovered)?;
         if zero_on_free {
             store.zero_on_free()?;
         }
-        Ok(Opened { core, store: Arc::new(store), sessions })
-    })
+        Ok(Ok(Opened { core, store: Arc::new(store), sessions }))
+    })?;
+    opened.map_err(|error| errors::core(py, &error))
 }
 
 /// Has a thread ask the drive of a directory, which goes on alone when one of the answers takes longer than `limit`.

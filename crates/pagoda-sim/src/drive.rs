@@ -61,7 +61,7 @@ impl Drive {
 
 /// Opens the store of a disk.
 fn open(disk: &FaultyDisk, shape: &Shape) -> Result<(Arc<Store>, Lane, Recovered), Error> {
-    let (store, recovered) = Store::open(disk, shape.geometry.clone(), FINGERPRINT, None)?;
+    let (store, recovered) = Store::open(disk, shape.geometry(), FINGERPRINT, None)?;
     let store = Arc::new(store);
     let lane = store.lane()?;
     Ok((store, lane, recovered))

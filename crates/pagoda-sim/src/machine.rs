@@ -132,7 +132,7 @@ impl Machine {
         let conduct = [Conduct::Works, Conduct::Fails, Conduct::Lies, Conduct::Lies][random.below(4)];
         let drive = Drive::new(&shape, conduct);
         let mut machine = Self {
-            cache: shape.cache(),
+            cache: shape.cache(drive.store.geometry().arena()),
             memory: Memory::new(&shape),
             streaming: Streaming::new(&drive.store, &mut random),
             drive,
@@ -159,7 +159,7 @@ impl Machine {
         machine
     }
 
-    fn break_fence(&mut self) {
+    pub(crate) fn break_fence(&mut self) {
         if let Some(Missing::Fence(fence)) = self.missing {
             self.cache.break_fence(fence);
         }
@@ -645,8 +645,6 @@ impl Machine {
 
     /// The process is gone, and all that it had in memory.
     pub(crate) fn die(&mut self) {
-        self.cache = self.shape.cache();
-        self.break_fence();
         self.memory = Memory::new(&self.shape);
         (self.retired, self.minted, self.step) = (0, 0, None);
         self.stream.clear();

@@ -187,7 +187,13 @@ impl Machine {
         self.die();
         self.sessions.kept.clear();
         self.sessions.doubtful.clear();
+        if self.random.once_in(3) {
+            self.shape.grow(&mut self.random);
+            self.tally.see("restarts: with a larger disk tier", 1);
+        }
         let Recovered { lost, .. } = self.open_drive(disk)?;
+        self.cache = self.shape.cache(self.drive.store.geometry().arena());
+        self.break_fence();
         ensure!(
             self.drive.conduct != Conduct::Works || lost.is_empty(),
             "{lost:?} are lost on a drive that works"

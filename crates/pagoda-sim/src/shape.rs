@@ -29,7 +29,9 @@ pub(crate) struct Shape {
     /// Bytes of the device and of the host; 0 for one that is absent.
     memory: [u64; 2],
     extent_bytes: u64,
-    pub(crate) geometry: Geometry,
+    /// Bytes of the disk tier, and the most that they become.
+    budget: u64,
+    budget_max: u64,
 }
 
 impl GroupShape {
@@ -90,19 +92,30 @@ impl Shape {
         let groups: Vec<_> = (0..random.within(1..3)).map(|index| GroupShape::any(index, random)).collect();
         let largest = groups.iter().map(GroupShape::block_bytes).max().unwrap_or(0) as u64;
         let memory = [random.within(10..60), [0, random.within(1..60)][random.below(2)]];
-        let runs: Vec<_> = groups.iter().map(|group| vec![group.run_bytes() as u64; group.layers]).collect();
         // A segment has the bytes of at least one block of the largest group; each part of a page takes 4 KiB (docs/layout.md).
         let segment =
             |group: &GroupShape| largest / group.block_bytes() as u64 * 4096 * (1 + group.layers as u64);
         let segment = groups.iter().map(segment).max().unwrap_or(0);
         let budget = segment * groups.len() as u64 * random.within(4..30) as u64;
-        let geometry = Geometry::new(&runs, budget).expect("room for one page of each group");
         Self {
             memory: memory.map(|blocks| blocks as u64 * largest),
             extent_bytes: largest * random.within(1..5) as u64,
             groups,
-            geometry,
+            budget,
+            budget_max: budget * 4,
         }
+    }
+
+    /// Of a disk tier of such a cache in an empty directory.
+    pub(crate) fn geometry(&self) -> Geometry {
+        let runs = |group: &GroupShape| vec![group.run_bytes() as u64; group.layers];
+        let runs: Vec<_> = self.groups.iter().map(runs).collect();
+        Geometry::new(&runs, self.budget).expect("room for one page of each group")
+    }
+
+    /// Makes the disk tier larger: what is kept may be at its very end.
+    pub(crate) fn grow(&mut self, random: &mut Random) {
+        self.budget = (self.budget * random.within(10..30) as u64 / 10).min(self.budget_max);
     }
 
     pub(crate) fn group(&self, group: GroupId) -> &GroupShape {
@@ -123,8 +136,8 @@ impl Shape {
         Tier::ALL.into_iter().filter(|&tier| tier == Tier::Disk || self.memory[tier.index()] > 0)
     }
 
-    /// The core of such a cache.
-    pub(crate) fn cache(&self) -> pagoda_core::Cache {
+    /// The core of such a cache, over the arena of its disk tier.
+    pub(crate) fn cache(&self, on_disk: TierMemory) -> pagoda_core::Cache {
         let group = |group: &GroupShape| Group {
             block_bytes: group.block_bytes() as u64,
             kind: GroupKind::Paged { page_size: group.page_size as u32 },
@@ -132,7 +145,6 @@ impl Shape {
         };
         let groups: Vec<_> = self.groups.iter().map(group).collect();
         let [device, host] = self.memory.map(|bytes| TierMemory { bytes, extent_bytes: self.extent_bytes });
-        pagoda_core::Cache::new(&groups, [device, host, self.geometry.arena()])
-            .expect("a cache of this shape")
+        pagoda_core::Cache::new(&groups, [device, host, on_disk]).expect("a cache of this shape")
     }
 }

@@ -191,8 +191,8 @@ fn take_in(index: Vec<u8>) -> usize {
     LARGEST.set(0);
     let runs = [vec![5000, 64], vec![700]];
     let geometry = Geometry::new(&runs, 4 << 20).unwrap();
-    let arena = geometry.arena();
     if let Ok((store, _)) = Store::open(&Given(index), geometry, FINGERPRINT, None) {
+        let arena = store.geometry().arena();
         let group = |runs: &Vec<u64>| Group {
             block_bytes: runs.iter().sum(),
             kind: GroupKind::Paged { page_size: PAGE_SIZE },
@@ -212,15 +212,15 @@ fn take_in(index: Vec<u8>) -> usize {
     LARGEST.get()
 }
 
-/// What a cache takes that finds an empty index.
-fn least() -> usize {
-    take_in(header(&described(), 0))
+/// What a cache takes that finds an empty index of a tier that was made with so many bytes.
+fn least(budget: u64) -> usize {
+    take_in(header(&described(budget), 0))
 }
 
 /// The geometry as an index has it: extent and segment bytes, then each group.
-fn described() -> Vec<u64> {
+fn described(budget: u64) -> Vec<u64> {
     // An index that is refused says what would have been right.
-    let geometry = Geometry::new(&[vec![5000, 64], vec![700]], 4 << 20).unwrap();
+    let geometry = Geometry::new(&[vec![5000, 64], vec![700]], budget).unwrap();
     let other = Store::open(&Given(header(&[], 0)), geometry, FINGERPRINT, None).unwrap_err().to_string();
     let (_, wanted) = other.split_once("and [").unwrap();
     let (wanted, _) = wanted.split_once(']').unwrap();
@@ -236,8 +236,9 @@ proptest! {
         count in proptest::option::weighted(0.1, number()),
         lines in prop_oneof![0u32..4, number()],
         tail in proptest::collection::vec(any::<u8>(), 0..20),
+        budget in prop_oneof![Just(1u64 << 20), Just(4 << 20), Just(8 << 20)],
     ) {
-        let mut index = header(&described(), lines);
+        let mut index = header(&described(budget), lines);
         if let Some(count) = count {
             index[12..16].copy_from_slice(&count.to_le_bytes());
             let end = index.len() - 8;
@@ -247,7 +248,7 @@ proptest! {
         puts.iter().for_each(|put| push(&mut index, put.lies[3], put.number, &put.body()));
         index.extend(tail);
         let bytes = index.len();
-        let (largest, least) = (take_in(index), least());
+        let (largest, least) = (take_in(index), least(budget));
         prop_assert!(largest <= least.max(8 * bytes) + 4096, "{largest} bytes at once, for an index of {bytes}");
     }
 }
@@ -255,10 +256,10 @@ proptest! {
 /// That the measure measures: an honest index of many pages takes more than an empty one.
 #[test]
 fn an_honest_index_takes_memory_and_is_taken_in() {
-    let mut index = header(&described(), 1);
+    let mut index = header(&described(4 << 20), 1);
     let record = [vec![0; 2], vec![0; 1000]].concat();
     let put = Put { key: b"k".to_vec(), lies: [None; 4], number: 0, pages: Vec::new(), record };
     push(&mut index, None, put.number, &put.body());
     let bytes = index.len();
-    assert!((bytes..8 * bytes + least()).contains(&take_in(index)));
+    assert!((bytes..8 * bytes + least(4 << 20)).contains(&take_in(index)));
 }

@@ -78,10 +78,11 @@ pub(super) struct Index {
 
 impl Index {
     /// Reads the index of `directory`, or begins one where there are no bytes of pages; only the holder of the directory's lock may.
+    /// geometry: becomes that of the pages which are there.
     pub(super) fn open(
         directory: &dyn Directory,
         fingerprint: &Fingerprint,
-        geometry: &Geometry,
+        geometry: &mut Geometry,
         bytes_of_pages: u64,
     ) -> Result<(Self, Recovered)> {
         let bytes = directory.read(NAME, BYTES_MAX).map_err(Error::io("reading the index"))?;
@@ -109,11 +110,8 @@ impl Index {
                 let (stored, wanted) = (hex(&stored.fingerprint), hex(fingerprint));
                 return Err(Error::Mismatch { what, arguments, stored, wanted });
             }
-            if stored.geometry != header.geometry {
-                let (what, arguments) = ("the layout of pages", "disk_memory");
-                let (stored, wanted) = (format!("{:?}", stored.geometry), format!("{:?}", header.geometry));
-                return Err(Error::Mismatch { what, arguments, stored, wanted });
-            }
+            *geometry = geometry.as_in(&stored.geometry)?;
+            header.geometry = stored.geometry.clone();
             (entries, recovered) = replay(&bytes, &stored, start);
             require_memory(&entries, geometry, bytes_of_pages)?;
             header.epoch = stored.epoch + 1;

@@ -24,7 +24,7 @@ pub struct Geometry {
     groups: Vec<Group>,
     extent_bytes: u64,
     segment_bytes: u64,
-    segments: u64,
+    budget: u64,
 }
 
 /// What a segment holds for one layer group.
@@ -48,49 +48,84 @@ pub(super) struct Slot {
 impl Geometry {
     /// For blocks whose layers have `runs[group]` bytes each, in a file of at most `budget` bytes.
     pub fn new(runs: &[Vec<u64>], budget: u64) -> Result<Self> {
-        let block = |runs: &Vec<u64>| runs.iter().fold(0, |sum: u64, bytes| sum.saturating_add(*bytes));
-        let largest = runs.iter().map(block).max().unwrap_or(0);
-        if runs.iter().any(|runs| block(runs) == 0) || !(1..=ARENA_BYTES_MAX).contains(&largest) {
+        let largest = largest_block(runs);
+        if runs.iter().any(|runs| block_bytes(runs) == 0) || !(1..=ARENA_BYTES_MAX).contains(&largest) {
             let limit = format!("at least one group, and from 1 to {ARENA_BYTES_MAX} bytes in each");
             return Err(Error::invalid("runs", format!("{runs:?}"), limit));
         }
-        let with = |blocks: u64| {
-            let groups: Vec<_> = runs.iter().map(|runs| Group::new(runs, blocks * largest)).collect();
-            let segment_bytes = groups.iter().map(Group::bytes).max().unwrap_or(0);
-            (groups, blocks * largest, segment_bytes)
-        };
-        let count = runs.len() as u64;
-        // Where blocks do not fill one of the largest they may lie across the border of two segments: each holds one all the same.
-        let fewest = if runs.iter().all(|runs| largest.is_multiple_of(block(runs))) { 1 } else { 2 };
-        let least = with(fewest).2 * count;
+        let with = |blocks| Self::with(runs, blocks, budget);
+        let fewest = fewest_blocks(runs);
+        let least = with(fewest).a_segment_each();
         if budget < least {
-            let limit = format!("at least {least} bytes, one page of each of {count} layer group(s)");
+            let limit = format!("at least {least} bytes, one page of each of {} layer group(s)", runs.len());
             return Err(Error::invalid("disk_memory", budget, limit));
         }
-        let aim = SEGMENT_BLOCKS.max(SEGMENT_BYTES / with(1).2);
-        let blocks = (fewest..=aim).rev().find(|&n| with(n).2 * count * SEGMENTS_MIN <= budget);
-        let (groups, extent_bytes, segment_bytes) = with(blocks.unwrap_or(fewest));
-        // As many segments as have numbers for the blocks of each group.
-        let numbered = |runs| ((BLOCKS_PER_GROUP_MAX + 1).saturating_mul(block(runs)) - 1) / extent_bytes;
-        let segments_max = runs.iter().map(numbered).min().unwrap_or(0).min(EXTENTS_MAX);
-        let most = segment_bytes.saturating_mul(segments_max).min(ARENA_BYTES_MAX);
-        if budget > most {
-            return Err(Error::invalid("disk_memory", budget, format!("at most {most} bytes")));
+        let mut blocks = (fewest..=most_blocks(runs)).rev();
+        let blocks = blocks.find(|&n| with(n).a_segment_each() * SEGMENTS_MIN <= budget);
+        with(blocks.unwrap_or(fewest)).numbered()
+    }
+
+    /// The same in a file that was made with `described`, perhaps for another budget: each segment stays as large as it is there.
+    pub(super) fn as_in(&self, described: &[u64]) -> Result<Self> {
+        let lengths = |group: &Group| group.runs.iter().map(|run| run.end - run.start).collect();
+        let runs: Vec<Vec<u64>> = self.groups.iter().map(lengths).collect();
+        let blocks = described.first().map_or(0, |extent_bytes| extent_bytes / largest_block(&runs));
+        let there = (fewest_blocks(&runs)..=most_blocks(&runs)).contains(&blocks);
+        let there = there.then(|| Self::with(&runs, blocks, self.budget));
+        let Some(there) = there.filter(|there| there.describe() == described) else {
+            let (stored, wanted) = (format!("{described:?}"), format!("{:?}", self.describe()));
+            return Err(Error::Mismatch {
+                what: "the layout of pages",
+                arguments: "spec and formats",
+                stored,
+                wanted,
+            });
+        };
+        let least = there.a_segment_each();
+        if self.budget < least {
+            let limit = format!("at least {least} bytes, one segment of each layer group as it is on disk");
+            return Err(Error::invalid("disk_memory", self.budget, limit));
         }
-        Ok(Self { groups, extent_bytes, segment_bytes, segments: budget / segment_bytes })
+        there.numbered()
+    }
+
+    /// With so many of the largest blocks in a segment.
+    fn with(runs: &[Vec<u64>], blocks: u64, budget: u64) -> Self {
+        let extent_bytes = blocks * largest_block(runs);
+        let groups: Vec<_> = runs.iter().map(|runs| Group::new(runs, extent_bytes)).collect();
+        let segment_bytes = groups.iter().map(Group::bytes).max().unwrap_or(0);
+        Self { groups, extent_bytes, segment_bytes, budget }
+    }
+
+    /// Bytes of one segment for each group.
+    fn a_segment_each(&self) -> u64 {
+        self.segment_bytes * self.groups.len() as u64
+    }
+
+    /// Itself, if there are as many segments as have numbers for the blocks of each group.
+    fn numbered(self) -> Result<Self> {
+        let numbered = |group: &Group| {
+            ((BLOCKS_PER_GROUP_MAX + 1).saturating_mul(group.block_bytes) - 1) / self.extent_bytes
+        };
+        let segments_max = self.groups.iter().map(numbered).min().unwrap_or(0).min(EXTENTS_MAX);
+        let most = self.segment_bytes.saturating_mul(segments_max).min(ARENA_BYTES_MAX);
+        if self.budget > most {
+            return Err(Error::invalid("disk_memory", self.budget, format!("at most {most} bytes")));
+        }
+        Ok(self)
     }
 
     /// The arena of which these are the segments: one extent each.
     pub fn arena(&self) -> TierMemory {
-        TierMemory { bytes: self.segments * self.extent_bytes, extent_bytes: self.extent_bytes }
+        TierMemory { bytes: self.segments().1 * self.extent_bytes, extent_bytes: self.extent_bytes }
     }
 
     /// Bytes of a segment, and how many there are.
     pub(super) fn segments(&self) -> (u64, u64) {
-        (self.segment_bytes, self.segments)
+        (self.segment_bytes, self.budget / self.segment_bytes)
     }
 
-    /// What has to be the same for a file to be reopened: where every byte of every group lies.
+    /// Where every byte of every group lies: what later stores over the same file go by.
     pub(super) fn describe(&self) -> Vec<u64> {
         let groups = self.groups.iter().flat_map(|group| {
             std::iter::once(group.runs.len() as u64).chain(group.runs.iter().map(|run| run.end - run.start))
@@ -141,7 +176,7 @@ impl Geometry {
             return false;
         }
         let Some(start) = u64::from(block).checked_mul(shape.block_bytes) else { return false };
-        let arena = self.segments * self.extent_bytes;
+        let arena = self.arena().bytes;
         let crosses = |end| start / self.extent_bytes != (end - 1) / self.extent_bytes;
         start.checked_add(shape.block_bytes).is_some_and(|end| end <= arena && !crosses(end))
     }
@@ -227,6 +262,27 @@ impl Group {
     fn bytes(&self) -> u64 {
         self.slots * (self.header_bytes() + self.runs.iter().map(stored).sum::<u64>())
     }
+}
+
+/// Bytes of a block with such runs; no more than integers count.
+fn block_bytes(runs: &[u64]) -> u64 {
+    runs.iter().fold(0, |sum: u64, bytes| sum.saturating_add(*bytes))
+}
+
+fn largest_block(runs: &[Vec<u64>]) -> u64 {
+    runs.iter().map(|runs| block_bytes(runs)).max().unwrap_or(0)
+}
+
+/// The fewest of the largest blocks that a segment can have. Where others do not fill one of them they may lie across the border
+/// of two segments: each holds one all the same.
+fn fewest_blocks(runs: &[Vec<u64>]) -> u64 {
+    let largest = largest_block(runs);
+    if runs.iter().all(|runs| largest.is_multiple_of(block_bytes(runs))) { 1 } else { 2 }
+}
+
+/// The most of the largest blocks that a segment has.
+fn most_blocks(runs: &[Vec<u64>]) -> u64 {
+    SEGMENT_BLOCKS.max(SEGMENT_BYTES / Geometry::with(runs, 1, 0).segment_bytes)
 }
 
 fn stored(run: &Range<u64>) -> u64 {

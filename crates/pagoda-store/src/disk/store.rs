@@ -87,10 +87,11 @@ impl Store {
         Ok(Self::new(directory, geometry, fingerprint, budget, file, None))
     }
 
-    /// A store that survives: what `put` has kept is there when it is opened again, by one process at a time.
+    /// A store that survives: what `put` has kept is there when it is opened again, by one process at a time. With a geometry of
+    /// another budget it has as many of the segments that are there as that has room for.
     pub fn open(
         directory: &dyn Directory,
-        geometry: Geometry,
+        mut geometry: Geometry,
         fingerprint: Fingerprint,
         budget: Option<Budget>,
     ) -> Result<(Self, Recovered)> {
@@ -100,7 +101,7 @@ impl Store {
         })?;
         let directory = &*directory;
         let bytes = file.size().map_err(Error::io("opening the pages"))?;
-        let (index, recovered) = Index::open(directory, &fingerprint, &geometry, bytes)?;
+        let (index, recovered) = Index::open(directory, &fingerprint, &mut geometry, bytes)?;
         let budget = budget.map(|budget| budget.noted_in(directory)).transpose();
         let budget = budget.map_err(Error::io("reading what was written"))?;
         let mut store = Self::new(directory, geometry, fingerprint, budget, file, Some(index));

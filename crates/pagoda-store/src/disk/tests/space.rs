@@ -156,3 +156,42 @@ fn what_was_written_before_a_kill_counts_for_the_next_store() {
     store.put(b"it", &[(LARGE, BlockId::new(0)), (LARGE, BlockId::new(1))], b"").unwrap();
     write(&mut opened(&disk.killed()).lane().unwrap(), LARGE, &[(2, 3)]).unwrap();
 }
+
+/// The segments that are there stay as large, whatever they would be in a new tier of the other budget.
+#[test]
+fn a_tier_with_pages_grows_and_shrinks() {
+    let (disk, entries) = kept();
+    let with = |budget| Geometry::new(&RUNS.map(<[u64]>::to_vec), budget).unwrap();
+    let open_with =
+        |budget| Store::open(&disk, with(budget), FINGERPRINT, None).map(|(store, _)| Arc::new(store));
+    let count = readable(&disk, &entries).unwrap();
+    let (described, (segment_bytes, segments)) = (geometry().describe(), geometry().segments());
+    for budget in [16 << 20, 30 << 20] {
+        assert_ne!(with(budget).describe(), described);
+        let store = open_with(budget).unwrap();
+        assert_eq!(store.geometry().describe(), described);
+        assert_eq!(store.geometry().segments(), (segment_bytes, budget / segment_bytes));
+        let last = (0..10_000).rfind(|&block| store.geometry().has(SMALL.0, block)).unwrap();
+        let pages = [(last, 1000 + budget)];
+        write(&mut store.lane().unwrap(), SMALL, &pages).unwrap();
+        store.put(b"at the end", &[(SMALL, BlockId::new(last))], b"").unwrap();
+        drop(store);
+        let store = open_with(30 << 20).unwrap();
+        read(&mut store.lane().unwrap(), SMALL, &pages, layers(SMALL)).unwrap();
+        drop(store);
+        let refused = open_with(4 << 20).map(drop).unwrap_err().to_string();
+        assert!(refused.contains("the end of what is kept") && refused.contains("disk_memory"), "{refused}");
+        open_with(budget).unwrap().delete(b"at the end").unwrap();
+        assert_eq!(readable(&disk, &entries).unwrap(), count, "with the first budget");
+    }
+    let least = segment_bytes * 2;
+    let refused = open_with(least).map(drop).unwrap_err().to_string();
+    assert!(segments > 2 && refused.contains("the end of what is kept"), "{refused}");
+    assert_eq!(readable(&disk, &entries).unwrap(), count);
+
+    let large = FaultyDisk::default();
+    let open_large = |budget| Store::open(&large, with(budget), FINGERPRINT, None).map(drop);
+    open_large(30 << 20).unwrap();
+    let refused = open_large(least).unwrap_err();
+    assert!(matches!(refused, Error::Invalid { argument: "disk_memory", .. }), "{refused}");
+}
