@@ -164,6 +164,48 @@ def test_prefetch_copies_pages_of_one_group_where_others_have_few(
         mirror.look()
 
 
+def test_prefetch_copies_pages_of_one_group_where_another_has_no_room() -> None:
+    """Holes that one group left in extents of its own are of no use to another, which has taken all the rest."""
+    spec = pagoda.ModelSpec(layers=[layer(), layer(num_kv_heads=4, window=16)])
+    options: dict[str, Any] = {"host_memory": "4MiB", "threads": 1, "headroom": 0, "spill": False}
+    with pagoda.Cache(spec, page_size=16, device_memory="1MiB", **options) as cache:
+        tokens, one, other, others = cache.create(), cache.create(), cache.create(), []
+
+        def grow(sequences: list[pagoda.Sequence], new: int) -> None:
+            with cache.step(sequences, [new] * len(sequences)) as step:
+                for index, heads in enumerate((2, 4)):
+                    rows = np.zeros((new * len(sequences), heads, 16), np.float32)
+                    step.append(index, rows, rows)
+
+        grow([tokens], 160)
+        assert cache.demote(tokens).wait(60)
+        with pytest.raises(pagoda.OutOfBlocks):
+            while True:
+                grow([one, other], 16)
+        other.drop(0, len(other) // 32 * 16)
+        while cache.stats().device[1].free:
+            others.append(cache.create())
+            grow(others[-1:], 1)
+        assert cache.stats().device[0].free >= 10
+        assert cache.prefetch(tokens).wait(60)
+        assert not cache.plan(tokens, "device", layers=[0])
+        assert cache.plan(tokens, "device", layers=[1])
+        cache.audit()
+
+
+def test_a_step_waits_for_room_that_its_caller_is_making() -> None:
+    """Pages that are being demoted cannot be spilled as well, and soon they are gone."""
+    with pagoda.Cache(pagoda.ModelSpec([layer(head_dim=128)]), device_memory="48MiB", host_memory="256MiB") as cache:
+        rows = np.ones((40000, 2, 128), np.float32)
+        for _ in range(3):
+            sequence = cache.create()
+            with cache.step([sequence], [40000]) as step:
+                step.append(0, rows, rows)
+            ticket = cache.demote(sequence)
+        assert ticket.wait(60)
+        cache.audit()
+
+
 def test_prefetch_takes_the_newest_pages() -> None:
     with pagoda.Cache(pagoda.ModelSpec([layer()]), page_size=16, device_memory="32KiB", host_memory="4MiB") as cache:
         mirror = Mirror(cache)

@@ -371,9 +371,11 @@ class Cache:
 
         The slower copies stay, so that demoting these pages again moves no bytes.
         """
-        pages = max(self._core.free_blocks("device"))
+        free = self._core.free_blocks("device")
+        pages = max(free)
         while True:
-            newest = partial(self._plan, sequence, "device", pages_max=pages, keep=True, newest_first=True)
+            most = [min(pages, blocks) for blocks in free]
+            newest = partial(self._plan, sequence, "device", pages_max=most, keep=True, newest_first=True)
             try:
                 return self._start(newest)
             except OutOfBlocks as error:

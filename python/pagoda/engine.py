@@ -112,15 +112,16 @@ class Engine(Protocol):
         *,
         keep: bool = False,
         newest_first: bool = False,
-        pages_max: int | None = None,
+        pages_max: Sequence[int] | None = None,
         only_from: str | None = None,
         unshared: bool = False,
         sealed: bool = False,
     ) -> Plan:
         """What moving the pages that hold tokens [start, stop), or all, to a tier would copy; changes nothing.
 
-        keep: leave the copy that is read today. newest_first, pages_max: which pages, and how many at most. only_from: pages
-        that are read from this tier. unshared: pages that no other sequence holds. sealed: full pages; to disk go no others.
+        keep: leave the copy that is read today. newest_first, pages_max: which pages, and how many of each group at most.
+        only_from: pages that are read from this tier. unshared: pages that no other sequence holds. sealed: full pages; to
+        disk go no others.
         """
 
     def execute(self, plan: Plan) -> Ticket:
@@ -128,6 +129,9 @@ class Engine(Protocol):
 
     def under_way(self, sequence: int) -> list[Ticket]:
         """Plans under way that move pages of a sequence, to be waited for; their failures are for who started them."""
+
+    def leaving(self, source: str, target: str) -> list[Ticket]:
+        """Plans under way that move pages from one tier to another and leave no copy; as `under_way`."""
 
     def ticket_done(self, ticket: Ticket) -> bool:
         """Whether a plan's copies have arrived; raises if they failed."""

@@ -16,6 +16,7 @@ from bisect import bisect
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ import numpy.typing as npt
 from pagoda import _core
 from pagoda.engine import Engine
 from pagoda.errors import InvalidArgument, OutOfBlocks, PagodaError, TierIOError, UseAfterRelease
+from pagoda.stats import TIERS
 
 LOW_WATER = 1 / 64
 """The free fraction of a tier at which pages leave it in the background; sooner where a step could need more."""
@@ -79,7 +81,8 @@ class Spill:
                 for group, blocks in enumerate(whole)
                 if blocks and free[group] < max(int(blocks * LOW_WATER) + 1, pages[group])
             ]
-            if not low or self._pending(pair):
+            # What has failed is noticed here, too.
+            if not low or self._pending(pair) or self._resting[pair]:
                 continue
             for group in low:
                 resting = int(whole[group] * HIGH_WATER) - free[group]
@@ -88,7 +91,7 @@ class Spill:
 
     def make_room(self, blocks: int, batch: Handles) -> bool:
         """Makes room for about `blocks` blocks on the device, or below it so that there can be some; says whether it did."""
-        if self.spare("device", blocks):
+        if self.spare("device", blocks) or self._await_callers("device"):
             return True
         for pair in self._pairs:
             has_room_below = all(self._core.free_blocks(pair[1]))
@@ -97,6 +100,8 @@ class Spill:
             if has_room_below:
                 # More of it would be of no use: nothing may leave.
                 return False
+            if self._await_callers(pair[1]):
+                return True
         return False
 
     def drain(self, before: int) -> bool:
@@ -143,7 +148,7 @@ class Spill:
             spare = core.free_blocks(tier)[group] - int(self._blocks[tier][group] * BATCH_WATER)
             plan = partial(core.plan, handle, tier, None, [group], only_from="disk", keep=True, newest_first=True)
             with suppress(*OVERTAKEN):
-                self._start(plan(pages_max=max(0, spare)), tickets)
+                self._start(plan(pages_max=[max(0, spare)]), tickets)
         failures: list[PagodaError] = []
         for ticket in tickets:
             self._wait(ticket, ("disk", tier))
@@ -157,6 +162,16 @@ class Spill:
             raise failures.pop()
         rest = (core.plan(handle, tier, None, [group], only_from="disk") for handle, group in pages)
         return sum(map(len, rest))
+
+    def _await_callers(self, source: str) -> bool:
+        """Waits for moves off a tier, callers' among them; says whether there were any. None ends while a step is open."""
+        if self._core.step_is_open():
+            return False
+        pairs = [(source, target) for target in TIERS[TIERS.index(source) + 1 :]]
+        under_way = [(pair, ticket) for pair in pairs for ticket in self._core.leaving(*pair)]
+        for pair, ticket in under_way:
+            self._wait(ticket, pair)
+        return bool(under_way)
 
     def _demote_now(self, pair: Pair, blocks: int, batch: Handles, *, resting_only: bool = False) -> bool:
         """Moves at least one and about `blocks` pages of each layer group; says whether any has arrived.
@@ -191,7 +206,7 @@ class Spill:
                 self._resting[pair] = REST_STEPS
         return freed
 
-    def _move_from(self, handles: list[int], pair: Pair, group: int, wanted: int, **which: bool) -> int:
+    def _move_from(self, handles: list[int], pair: Pair, group: int, wanted: int, **which: Any) -> int:
         """Starts moving up to `wanted` pages of sequences, as many as have room; returns how many.
 
         Those with a copy on the target need none. Others get the place of copies there, of their own sequence only if nothing
@@ -204,14 +219,14 @@ class Spill:
                 break
             plan = partial(core.plan, handle, target, None, [group], only_from=source, **which)
             with suppress(*OVERTAKEN):
-                made = plan(pages_max=left)
+                made = plan(pages_max=[left])
                 if (short := self._blocks_of(made, group) - core.free_blocks(target)[group]) > 0:
                     if not lacking:
                         # What is given up may drain first: no more than all would need.
                         most = min(short, wanted - given_up)
                         copies = core.drop_copies(target, group, most, but_of=handle)
                         given_up, lacking = given_up + copies, 0 if copies else short
-                    made = plan(pages_max=self._with_room(plan, len(made), target, group))
+                    made = plan(pages_max=[self._with_room(plan, len(made), target, group)])
                 left -= self._start(made, self._under_way[pair])
         if lacking and left == wanted and not given_up:
             core.drop_copies(target, group, lacking)
@@ -222,7 +237,7 @@ class Spill:
     def _with_room(self, plan: Callable[..., _core.Plan], pages: int, target: str, group: int) -> int:
         """How many of the first pages that a plan takes have room on the target, of up to `pages`."""
         free = self._core.free_blocks(target)[group]
-        return bisect(range(1, pages + 1), free, key=lambda first: self._blocks_of(plan(pages_max=first), group))
+        return bisect(range(1, pages + 1), free, key=lambda first: self._blocks_of(plan(pages_max=[first]), group))
 
     def _blocks_of(self, plan: _core.Plan, group: int) -> int:
         """How many blocks the pages of a plan need, which are of one layer group."""

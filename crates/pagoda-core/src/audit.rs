@@ -127,7 +127,10 @@ impl Cache {
 
     /// What statistics count as they go, or at the ends of spans alone, is what there is.
     fn audit_counters(&self) -> Result<()> {
-        let shared = self.pages.iter().filter(|(id, _)| self.pages.references(*id) > 1).count() as u64;
+        let referred =
+            |least| self.pages.iter().filter(|(id, _)| self.pages.references(*id) >= least).count();
+        let (held, shared) = (referred(1) as u64, referred(2) as u64);
+        require!(held == self.pages.held(), "{held} pages are held, {} counted", self.pages.held());
         require!(shared == self.shared_pages(), "{shared} pages are shared, {} counted", self.shared_pages());
         let mut covered = HashMap::<PageId, Vec<Range<u32>>>::new();
         let rows = self.paged_tables().flat_map(|(table, page_size)| table.covered(page_size));

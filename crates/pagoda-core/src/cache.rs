@@ -274,10 +274,9 @@ impl Cache {
         self.sequences.ended
     }
 
-    /// Whether no row is left of any sequence, nor of what is kept on disk. Pages that copies under way touch still count.
-    pub fn is_empty(&mut self) -> bool {
-        self.settle();
-        self.pages.is_empty() && self.kept.is_empty()
+    /// Whether no row is left of any sequence, nor of what is kept on disk.
+    pub fn is_empty(&self) -> bool {
+        self.pages.held() == 0 && self.kept.is_empty()
     }
 
     /// Block counts of one group on one tier.

@@ -62,7 +62,8 @@ impl Page {
 pub(crate) struct Pages {
     pages: Vec<Page>,
     references: Vec<u32>,
-    /// Pages with more than one reference.
+    /// Pages with a reference, and with more than one.
+    held: u64,
     shared: u64,
     /// How often a page is kept on disk.
     kept: HashMap<PageId, u32>,
@@ -75,6 +76,7 @@ impl Pages {
     /// A new open page with one reference and a block on the device tier.
     pub(crate) fn open(&mut self, group: GroupId, block: BlockId) -> PageId {
         let slots = [Slot::Ready { block }, Slot::Empty, Slot::Empty];
+        self.held += 1;
         if let Some(id) = self.vacant.pop() {
             let page = &mut self.pages[id.index() as usize];
             *page = Page {
@@ -138,8 +140,14 @@ impl Pages {
     pub(crate) fn drop_reference(&mut self, id: PageId) -> u32 {
         let count = &mut self.references[id.index() as usize];
         *count -= 1;
+        self.held -= u64::from(*count == 0);
         self.shared -= u64::from(*count == 1);
         *count
+    }
+
+    /// Pages with a reference: not those that only a copy touches.
+    pub(crate) fn held(&self) -> u64 {
+        self.held
     }
 
     /// Pages with more than one reference.
@@ -164,11 +172,6 @@ impl Pages {
     /// How often the page is kept: as many of its references are not those of sequences.
     pub(crate) fn kept(&self, id: PageId) -> u32 {
         self.kept.get(&id).copied().unwrap_or(0)
-    }
-
-    /// Whether there is none, not even one that nobody refers to and a copy touches.
-    pub(crate) fn is_empty(&self) -> bool {
-        self.vacant.len() == self.pages.len()
     }
 
     /// Every page that holds a block.

@@ -28,14 +28,12 @@ pub struct Plan {
 pub struct Selection {
     /// Pages that hold one of these tokens (token axis).
     pub tokens: Range<u64>,
-    /// Layer groups.
-    pub groups: Vec<GroupId>,
+    /// Layer groups, and at most how many pages of each.
+    pub groups: Vec<(GroupId, usize)>,
     /// Leaves the copy that a page is read from today where it is, so that moving it back later costs nothing.
     pub keep: bool,
     /// Starts at the end of the sequence instead of at its beginning.
     pub newest_first: bool,
-    /// At most so many pages of each group.
-    pub pages_max: usize,
     /// Only pages that are read from this tier today; from any other than the target if `None`.
     pub from: Option<Tier>,
     /// Only pages that no other sequence holds.
@@ -47,9 +45,9 @@ pub struct Selection {
 impl Selection {
     /// All pages with one of these tokens, which are moved, the oldest first.
     pub fn of(tokens: Range<u64>, groups: Vec<GroupId>) -> Self {
-        let (pages_max, from) = (usize::MAX, None);
+        let groups = groups.into_iter().map(|group| (group, usize::MAX)).collect();
         let (keep, newest_first, unshared, sealed) = (false, false, false, false);
-        Self { tokens, groups, keep, newest_first, pages_max, from, unshared, sealed }
+        Self { tokens, groups, keep, newest_first, from: None, unshared, sealed }
     }
 }
 
@@ -122,8 +120,7 @@ impl Cache {
     ///
     /// Pages already read from there and pages with a copy in flight are left out, and so are open ones where that is the disk.
     pub fn plan(&self, id: SequenceId, to: Tier, selection: &Selection) -> Result<Plan> {
-        let Selection { tokens, groups, keep, newest_first, pages_max, from: only, unshared, sealed } =
-            selection;
+        let Selection { tokens, groups, keep, newest_first, from: only, unshared, sealed } = selection;
         let sequence = self.sequences.get(id)?;
         if tokens.start > tokens.end || tokens.end > sequence.len {
             let value = format!("({}, {})", tokens.start, tokens.end);
@@ -132,11 +129,11 @@ impl Cache {
         if self.arenas[to.index()].bytes() == 0 {
             return Err(Error::invalid("to", to, "a tier that the cache has memory on"));
         }
-        if let Some(group) = groups.iter().find(|group| group.index() >= self.groups.len()) {
+        if let Some((group, _)) = groups.iter().find(|(group, _)| group.index() >= self.groups.len()) {
             return Err(Error::invalid("groups", group.0, format!("below {}", self.groups.len())));
         }
         let (mut moves, mut known) = (Vec::new(), HashSet::new());
-        for &group in groups {
+        for &(group, pages_max) in groups {
             let table = &sequence.tables[group.index()];
             let mut indices = self.table_pages(table, group, tokens.clone());
             if *newest_first {
@@ -151,7 +148,7 @@ impl Cache {
             });
             // A page that a drop has split stands in the table twice. Most pages of a long sequence stay: they are not noted.
             let movable = movable.filter(|m| known.insert(m.page));
-            moves.extend(movable.take(*pages_max));
+            moves.extend(movable.take(pages_max));
         }
         moves.sort_by_key(|m| m.bytes == 0);
         Ok(Plan { sequence: id, to, keep: *keep, moves })
@@ -221,6 +218,14 @@ impl Cache {
     /// A copy of a block, whole.
     pub(crate) fn block_copy(&self, group: GroupId, from: (Tier, BlockId), to: (Tier, BlockId)) -> BlockCopy {
         BlockCopy { group, from, to, bytes: self.groups[group.index()].block_bytes }
+    }
+
+    /// The tickets under way that move pages from one tier to another and leave no copy.
+    pub fn moves_between(&mut self, from: Tier, to: Tier) -> Vec<(TicketId, Completion)> {
+        self.settle();
+        let moves =
+            |ticket: &&Ticket| ticket.to == to && !ticket.keep && ticket.moves.iter().any(|m| m.from == from);
+        self.tickets.iter().filter(moves).map(|t| (t.id, t.completion.clone())).collect()
     }
 
     /// The tickets under way that move pages of a sequence.

@@ -723,15 +723,14 @@ impl Machine {
         stale: bool,
     ) -> Outcome {
         let id = self.model[index].id;
-        let groups = (0..self.shape.groups.len() as u8).map(GroupId).collect();
         let pages_max = if stale { usize::MAX } else { 3 };
+        let groups = (0..self.shape.groups.len() as u8).map(|group| (GroupId(group), pages_max)).collect();
         let only = (stale && keep).then_some(Tier::Host);
         let selection = Selection {
             tokens,
             groups,
             keep,
             newest_first: stale,
-            pages_max,
             from: only,
             unshared: stale,
             sealed: stale,

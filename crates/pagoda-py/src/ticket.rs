@@ -1,6 +1,6 @@
 //! Plans and tickets: as Python holds them, how they are made, started and waited for.
 
-use crate::cache::{Cache, Engine, tier_named};
+use crate::cache::{Cache, Engine, Inner, tier_named};
 use crate::errors::{core, invalid, unavailable};
 use crate::patience;
 use numpy::PyArray1;
@@ -118,6 +118,21 @@ impl DiskCopies {
     }
 }
 
+impl Inner {
+    /// Tickets of plans under way, to be waited for.
+    fn tickets(&self, py: Python<'_>, moves: Vec<(TicketId, Completion)>) -> PyResult<Vec<Py<Ticket>>> {
+        let ticket = |(id, completion)| match &self.engine {
+            Engine::Device(device) => {
+                // What is not there any more has ended.
+                let ticket = device.moving.iter().find(|moving| moving.get().id == id);
+                ticket.map(|ticket| Ok(ticket.clone_ref(py)))
+            }
+            Engine::Cpu(_) => Some(Py::new(py, Ticket::new(id, completion, Vec::new(), Vec::new()))),
+        };
+        moves.into_iter().filter_map(ticket).collect()
+    }
+}
+
 #[pymethods]
 impl Cache {
     /// What moving pages would copy.
@@ -135,7 +150,7 @@ impl Cache {
         groups: Vec<u8>,
         keep: bool,
         newest_first: bool,
-        pages_max: Option<usize>,
+        pages_max: Option<Vec<usize>>,
         only_from: Option<&str>,
         unshared: bool,
         sealed: bool,
@@ -147,12 +162,12 @@ impl Cache {
             Some((start, stop)) => start..stop,
             None => 0..inner.core.token_count(id).map_err(|error| core(py, &error))?,
         };
+        let pages_max = pages_max.unwrap_or_else(|| vec![usize::MAX; groups.len()]);
         let selection = Selection {
             tokens,
-            groups: groups.into_iter().map(GroupId).collect(),
+            groups: groups.into_iter().map(GroupId).zip(pages_max).collect(),
             keep,
             newest_first,
-            pages_max: pages_max.unwrap_or(usize::MAX),
             from,
             unshared,
             sealed,
@@ -254,15 +269,15 @@ impl Cache {
     fn under_way(&self, py: Python<'_>, sequence: u64) -> PyResult<Vec<Py<Ticket>>> {
         let mut inner = self.lock(py)?;
         let moves = inner.core.moves_of(SequenceId::of_number(sequence)).map_err(|error| core(py, &error))?;
-        let ticket = |(id, completion)| match &inner.engine {
-            Engine::Device(device) => {
-                // What is not there any more has ended.
-                let ticket = device.moving.iter().find(|moving| moving.get().id == id);
-                ticket.map(|ticket| Ok(ticket.clone_ref(py)))
-            }
-            Engine::Cpu(_) => Some(Py::new(py, Ticket::new(id, completion, Vec::new(), Vec::new()))),
-        };
-        moves.into_iter().filter_map(ticket).collect()
+        inner.tickets(py, moves)
+    }
+
+    /// The plans under way that move pages from one tier to another and leave no copy.
+    fn leaving(&self, py: Python<'_>, source: &str, target: &str) -> PyResult<Vec<Py<Ticket>>> {
+        let (source, target) = (tier_named(py, "source", source)?, tier_named(py, "target", target)?);
+        let mut inner = self.lock(py)?;
+        let moves = inner.core.moves_between(source, target);
+        inner.tickets(py, moves)
     }
 
     /// Whether a ticket's copies have arrived; raises if they failed.

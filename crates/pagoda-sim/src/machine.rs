@@ -536,7 +536,9 @@ impl Machine {
         selection.newest_first = self.random.once_in(4);
         selection.unshared = self.random.once_in(4);
         selection.from = self.random.once_in(4).then(|| tiers[self.random.below(tiers.len())]);
-        selection.pages_max = [usize::MAX, self.random.within(1..4)][self.random.below(2)];
+        for (_, pages_max) in &mut selection.groups {
+            *pages_max = [usize::MAX, self.random.within(1..4)][self.random.below(2)];
+        }
         let to = tiers[self.random.below(tiers.len())];
         self.cache.plan(id, to, &selection).map(Some).map_err(|error| error.to_string())
     }
@@ -568,7 +570,9 @@ impl Machine {
             let len = self.tokens(id)?.all.len() as u64;
             let mut selection = Selection::of(0..len, self.shape.group_ids().collect());
             (selection.from, selection.keep) = (Some(Tier::Disk), self.random.once_in(2));
-            selection.pages_max = self.random.within(1..16);
+            for (_, pages_max) in &mut selection.groups {
+                *pages_max = self.random.within(1..16);
+            }
             let to = memory[self.random.below(memory.len())];
             let plan = self.cache.plan(id, to, &selection).map_err(|error| error.to_string())?;
             self.launch(&plan)?;

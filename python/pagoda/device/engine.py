@@ -355,6 +355,12 @@ class DeviceEngine:
         return self.core.under_way(sequence)
 
     @in_turn
+    def leaving(self, source: str, target: str) -> list[_core.Ticket]:
+        """See `Engine.leaving`."""
+        self._poll()
+        return self.core.leaving(source, target)
+
+    @in_turn
     def ticket_done(self, ticket: _core.Ticket) -> bool:
         """Whether a ticket's copies have arrived; raises if they failed."""
         self._poll()

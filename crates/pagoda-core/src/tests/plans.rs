@@ -20,6 +20,26 @@ fn a_plan_has_each_page_once() {
 }
 
 #[test]
+fn moves_between_two_tiers_are_known_until_they_have_ended() {
+    let (mut cache, sequence) = filled(8);
+    let moves = |cache: &mut Cache, from, to| {
+        cache.moves_between(from, to).into_iter().map(|(id, _)| id).collect::<Vec<_>>()
+    };
+    let copied = plan(&cache, sequence, Tier::Host, 0..8, true);
+    let (_, completion, copies) = cache.execute(&copied).unwrap();
+    assert_eq!(moves(&mut cache, Tier::Device, Tier::Host), [], "it leaves a copy");
+    completion.finish(copies.len() as u32);
+    assert_eq!(moves(&mut cache, Tier::Device, Tier::Host), []);
+    let moved = plan(&cache, sequence, Tier::Disk, 0..8, false);
+    let (id, completion, copies) = cache.execute(&moved).unwrap();
+    assert_eq!(moves(&mut cache, Tier::Device, Tier::Disk), [id]);
+    assert_eq!(moves(&mut cache, Tier::Device, Tier::Host), []);
+    assert_eq!(moves(&mut cache, Tier::Host, Tier::Disk), []);
+    completion.finish(copies.len() as u32);
+    assert_eq!(moves(&mut cache, Tier::Device, Tier::Disk), []);
+}
+
+#[test]
 fn a_plan_takes_the_pages_that_were_selected() {
     let (mut cache, sequence) = filled(8);
     let fork = cache.fork(sequence).unwrap();
@@ -31,8 +51,8 @@ fn a_plan_takes_the_pages_that_were_selected() {
     let all = || Selection::of(0..14, vec![GroupId(0)]);
     let [a, b, c, open] = pages(all())[..] else { panic!("four pages") };
     assert_eq!(pages(Selection { sealed: true, ..all() }), [a, b, c]);
-    assert_eq!(pages(Selection { pages_max: 2, ..all() }), [a, b]);
-    assert_eq!(pages(Selection { pages_max: 2, newest_first: true, ..all() }), [open, c]);
+    assert_eq!(pages(Selection { groups: vec![(GroupId(0), 2)], ..all() }), [a, b]);
+    assert_eq!(pages(Selection { groups: vec![(GroupId(0), 2)], newest_first: true, ..all() }), [open, c]);
     assert_eq!(pages(Selection { tokens: 4..9, ..all() }), [b, c]);
     assert_eq!(pages(Selection { unshared: true, ..all() }), [c, open]);
     // Of what a drop has left: tokens 0 and 6 to 13.
