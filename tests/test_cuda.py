@@ -289,7 +289,7 @@ def test_a_device_that_has_failed_is_not_taken_for_one_that_captures(
 
 
 def test_memory_is_of_the_device(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever is current; and a device has ended its work before memory is taken from it."""
+    """Whichever is current. It has ended its work before memory changes hands, and zeroing before anybody has it."""
     seen: list[Any] = []
     monkeypatch.setattr(Device, "host_pointers", 0)
 
@@ -307,12 +307,14 @@ def test_memory_is_of_the_device(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> 
         (cupy.cuda, "alloc_pinned_memory"),
         (cupy.cuda, "PinnedMemory"),
         (cupy.cuda.runtime, "deviceSynchronize"),
+        (cupy.cuda.runtime, "memset"),
+        (cupy.cuda.runtime, "streamSynchronize"),
         (cupy_stand_in.pool, "free_all_blocks"),
     ):
         note(place, name)
     driver = cuda.open_driver(1)
     driver.memory(1)
-    assert seen == [("alloc", 1), ("deviceSynchronize", 1)]
+    assert seen == [("alloc", 1), ("deviceSynchronize", 1), ("memset", 1), ("streamSynchronize", 1)]
     seen.clear()
     driver.pinned(1)
     driver.host_arena(1, 1)
@@ -320,6 +322,35 @@ def test_memory_is_of_the_device(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> 
     seen.clear()
     driver.give_back()
     assert seen == [("deviceSynchronize", 1), ("free_all_blocks", 1)]
+
+
+def test_memory_that_is_refused_says_whose(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = cuda.open_driver(0)
+
+    def failed(*_: Any) -> Any:
+        raise cupy.cuda.runtime.CUDARuntimeError(2)
+
+    arena = driver.host_arena(1 << 20, 1 << 16)
+    for place, name in (
+        (cupy.cuda, "alloc_pinned_memory"),
+        (cupy.cuda, "PinnedMemory"),
+        (cupy.cuda.runtime, "hostRegister"),
+    ):
+        monkeypatch.setattr(place, name, failed)
+    with pytest.raises(pagoda.BackendUnavailable, match=r"device_memory: 1099511627776 bytes \("):
+        driver.memory(1 << 40)
+    with pytest.raises(pagoda.BackendUnavailable, match=r"host_memory: 100 pinned bytes \(status 2\)"):
+        driver.pinned(100)
+    for _ in range(2):
+        with pytest.raises(
+            pagoda.BackendUnavailable, match=r"1048576 bytes more cannot be pinned \(status 2\); 0 pieces"
+        ):
+            arena.pin(arena.address, 1)
+    with pytest.raises(pagoda.BackendUnavailable, match="host_memory = 4611686018427387904: "):
+        driver.host_arena(1 << 62, 1 << 16)
+    monkeypatch.setattr(Device, "host_pointers", 0)
+    with pytest.raises(pagoda.BackendUnavailable, match=r"host_memory: 100 pinned bytes \(status 2\)"):
+        cuda.open_driver(0).host_arena(100, 1)
 
 
 def test_a_kernel_has_the_shared_memory_that_it_asks_for(cupy: Any) -> None:
