@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import mmap
 import os
 import sys
 import warnings
@@ -106,6 +107,24 @@ def test_memory_that_cannot_be_registered_is_allocated(
         assert cache.promote(one.sequence).wait()
         mirror.look()
     assert not registered
+
+
+def test_memory_that_is_allocated_holds_all_of_the_arena(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a page of the system on, wherever CUDA's memory begins; its one piece begins with its first byte."""
+    monkeypatch.setattr(Device, "host_pointers", 0)
+    whole = []
+
+    class PinnedMemory(cupy_stand_in.PinnedMemory):
+        def __init__(self, size: int, flags: int = 0) -> None:
+            super().__init__(size, flags)
+            whole.append((self.ptr, self.ptr + size))
+
+    monkeypatch.setattr(cupy.cuda, "PinnedMemory", PinnedMemory)
+    arena = cuda.open_driver(0).host_arena(3 * mmap.PAGESIZE, 64)
+    [(start, stop)] = whole
+    assert arena.address % mmap.PAGESIZE == 0
+    assert start <= arena.address <= arena.address + 3 * mmap.PAGESIZE <= stop
+    assert arena.pin([arena.address, arena.address + 64], [64, 64]).tolist() == [True, False]
 
 
 def test_a_fork_copies_nothing_that_is_pinned(cupy: Any) -> None:
@@ -374,7 +393,10 @@ def view_of(array: Any, index: int = 0) -> View:
         (np.zeros((0, 2, 8), np.float16), "f16"),
     ],
 )
-def test_arrays_of_cupy(array: Any, kind: str, cupy: Any) -> None:
+def test_arrays_of_cupy(array: Any, kind: str, cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without their array interface, which takes longer than all else, where they have memory."""
+    if array.size:
+        monkeypatch.setattr(NdArray, "__cuda_array_interface__", property(lambda _: pytest.fail("takes microseconds")))
     view = view_of(NdArray(array))
     assert (view.shape, view.dtype, view.writeable) == (array.shape, kind, True)
     if array.size:
