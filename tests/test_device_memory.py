@@ -237,7 +237,7 @@ def test_scratch_memory_is_enough_for_pages_in_common(monkeypatch: pytest.Monkey
 
 
 def test_tables_grow_and_uploads_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To powers of two, and no table is smaller than it was; what a step changes fits the upload, whatever was sent before."""
+    """To powers of two, and no table is smaller than it was; what a step changes fits, whatever was sent before."""
     assert Room(8, 8, 8, 8, 0).grown((9, 1, 8, 3, 0)) == Room(16, 8, 8, 8, 0)
     driver = install_driver(monkeypatch, EmulatedDriver())
     spec = pagoda.ModelSpec(layers=[layer()])

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from mirror import INTEGER_ISAS, Mirror, layer
 from pagoda import _core, rates
 from pagoda.device import streaming
-from pagoda.device.partials import Asked, Partials
+from pagoda.device.partials import Asked, Buffer, Partials
 from pagoda.rates import Calibration, Routes
 from shares import Shares
 from test_device_streaming import (
@@ -183,6 +183,17 @@ def test_centres_that_only_the_device_knows(
             assert engine_of(cache).traffic.memory > 0
             np.testing.assert_allclose(outs[1], outs[0], atol=1e-5)
             sequence.release()
+
+
+def test_pinned_memory_is_used_again_and_stays_while_it_is_read() -> None:
+    buffer = Buffer(EmulatedDriver())
+    first = buffer.take(1)
+    assert len(first.array) == 4096
+    assert buffer.take(4096) is first
+    second = buffer.take(4097)
+    assert len(second.array) == 8192
+    assert buffer.take(100) is second
+    assert buffer._held == [first, second]
 
 
 def test_queries_in_any_layout(divided: Callable[[Routes | None], None], monkeypatch: pytest.MonkeyPatch) -> None:
