@@ -579,8 +579,9 @@ def test_streams_wait_for_each_other_by_events_of_cuda(cupy: Any, monkeypatch: p
     for kind, name in ((Event, "record"), (Event, "synchronize"), (Stream, "wait_event")):
         monkeypatch.setattr(kind, name, lambda *given, name=name: seen.append((name, *given)))
     driver = cuda.open_driver(0)
-    first, second = driver.stream(), driver.stream()
-    event = first.record()
+    first: Any = driver.stream()
+    second: Any = driver.stream()
+    event: Any = first.record()
     second.follow(event)
     event.wait()
     assert seen == [
