@@ -280,7 +280,7 @@ def test_memory_is_registered_until_what_is_forgotten_has_waited(cupy: Any) -> N
 
 def test_the_oldest_gpu_that_will_do(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "compute_capability", "80")
-    assert cuda.open_driver(1).device.id == 1
+    assert cuda.gpu(1).id == 1
 
 
 def test_a_device_that_has_failed_is_not_taken_for_one_at_work(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:

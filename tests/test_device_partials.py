@@ -197,7 +197,7 @@ def test_pinned_memory_is_used_again_and_stays_while_it_is_read() -> None:
 
 
 def test_queries_in_any_layout(divided: Callable[[Routes | None], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads outside of tokens, backwards, and as bits of bf16."""
+    """Heads outside of tokens, backwards, with others between them, and as bits of bf16."""
     divided(EVERYTHING)
     mirror, tokens = cache_of_pages(monkeypatch, RestlessDriver(5))
     cache, rng = mirror.cache, np.random.default_rng(0)
@@ -210,8 +210,11 @@ def test_queries_in_any_layout(divided: Callable[[Routes | None], None], monkeyp
         right = step.attend(0, q)
         assert engine_of(cache).traffic.memory > 0
         outside, backwards = q.transpose(1, 0, 2).copy().transpose(1, 0, 2), q[::-1].copy()[::-1]
-        for other in (outside, backwards):
+        for other in (outside, backwards, q.repeat(2, 1)[:, ::2]):
+            # Or what is right would be there from before.
+            step.attend(0, -q)
             np.testing.assert_array_equal(step.attend(0, other), right)
+        step.attend(0, -q)
         out = step.attend(0, bits, dtype="bf16")
         np.testing.assert_allclose((out.astype(np.uint32) << 16).view(np.float32), right, rtol=1e-2, atol=1e-2)
         step.commit([0])
