@@ -92,6 +92,7 @@ class Stream:
     made = 0
 
     def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+        assert null or non_blocking, "others wait for the default stream of their device"
         Stream.made += not null
         self.ptr, self.device_id = (0, -1) if null else (4096 + Stream.made, Device.current)
 
@@ -170,6 +171,8 @@ class Event:
     """An event, recorded by streams of its device alone."""
 
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
+        assert block, "who waits sleeps"
+        assert disable_timing, "to time takes as long as to record"
         self._device, self.ptr = Device.current, id(self)
 
     def record(self, stream: Stream | None = None) -> None:

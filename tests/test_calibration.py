@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -183,6 +184,14 @@ def test_a_user_without_a_home_has_no_calibration_and_is_told_why(
     assert not finding["fine"]
     assert "home directory" in finding["found"]
     assert "XDG_CACHE_HOME" in finding["remedy"]
+
+
+@pytest.mark.parametrize(("system", "folder"), [("linux", ".cache"), ("darwin", "Library/Caches")])
+def test_where_a_system_keeps_it(system: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", system)
+    assert rates.place().parent == tmp_path / folder / "pagoda"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", '{"threads": 2}', '{"another": "version"}', "[" * 100_000])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import mmap
 import os
 import sys
 import warnings
@@ -27,6 +28,7 @@ from interrupts import interrupted
 from mirror import Mirror, layer
 from pagoda.device import cuda, cuda_memory, thresholds
 from pagoda.device.driver import View
+from pagoda.kernels import arguments, instances
 
 
 @pytest.fixture
@@ -105,6 +107,24 @@ def test_memory_that_cannot_be_registered_is_allocated(
         assert cache.promote(one.sequence).wait()
         mirror.look()
     assert not registered
+
+
+def test_memory_that_is_allocated_holds_all_of_the_arena(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a page of the system on, wherever CUDA's memory begins; its one piece begins with its first byte."""
+    monkeypatch.setattr(Device, "host_pointers", 0)
+    whole = []
+
+    class PinnedMemory(cupy_stand_in.PinnedMemory):
+        def __init__(self, size: int, flags: int = 0) -> None:
+            super().__init__(size, flags)
+            whole.append((self.ptr, self.ptr + size))
+
+    monkeypatch.setattr(cupy.cuda, "PinnedMemory", PinnedMemory)
+    arena = cuda.open_driver(0).host_arena(3 * mmap.PAGESIZE, 64)
+    [(start, stop)] = whole
+    assert arena.address % mmap.PAGESIZE == 0
+    assert start <= arena.address <= arena.address + 3 * mmap.PAGESIZE <= stop
+    assert arena.pin([arena.address, arena.address + 64], [64, 64]).tolist() == [True, False]
 
 
 def test_a_fork_copies_nothing_that_is_pinned(cupy: Any) -> None:
@@ -258,6 +278,11 @@ def test_memory_is_registered_until_what_is_forgotten_has_waited(cupy: Any) -> N
     assert not registered
 
 
+def test_the_oldest_gpu_that_will_do(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "compute_capability", "80")
+    assert cuda.gpu(1).id == 1
+
+
 def test_a_device_that_has_failed_is_not_taken_for_one_at_work(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     event = cuda.open_driver(0).stream().record()
     assert event.done()
@@ -266,6 +291,91 @@ def test_a_device_that_has_failed_is_not_taken_for_one_at_work(cupy: Any, monkey
     monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: 700)
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="700"):
         event.done()
+
+
+def test_a_device_that_has_failed_is_not_taken_for_one_that_captures(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CuPy's errors of CUDA are RuntimeErrors, as is what it says of a capture that is invalid."""
+
+    def failed(stream: Stream) -> bool:
+        raise cupy.cuda.runtime.CUDARuntimeError(700)
+
+    stream = cuda.open_driver(0).stream()
+    monkeypatch.setattr(Stream, "is_capturing", failed)
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="700"):
+        assert stream.capturing
+
+
+def test_memory_is_of_the_device(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is current. It has ended its work before memory changes hands, and zeroing before anybody has it."""
+    seen: list[Any] = []
+    monkeypatch.setattr(Device, "host_pointers", 0)
+
+    def note(place: Any, name: str) -> None:
+        call = getattr(place, name)
+
+        def noted(*given: Any) -> Any:
+            seen.append((name, Device.current))
+            return call(*given)
+
+        monkeypatch.setattr(place, name, noted)
+
+    for place, name in (
+        (cupy.cuda, "alloc"),
+        (cupy.cuda, "alloc_pinned_memory"),
+        (cupy.cuda, "PinnedMemory"),
+        (cupy.cuda.runtime, "deviceSynchronize"),
+        (cupy.cuda.runtime, "memset"),
+        (cupy.cuda.runtime, "streamSynchronize"),
+        (cupy_stand_in.pool, "free_all_blocks"),
+    ):
+        note(place, name)
+    driver = cuda.open_driver(1)
+    driver.memory(1)
+    assert seen == [("alloc", 1), ("deviceSynchronize", 1), ("memset", 1), ("streamSynchronize", 1)]
+    seen.clear()
+    driver.pinned(1)
+    driver.host_arena(1, 1)
+    assert seen == [("alloc_pinned_memory", 1), ("PinnedMemory", 1)]
+    seen.clear()
+    driver.give_back()
+    assert seen == [("deviceSynchronize", 1), ("free_all_blocks", 1)]
+
+
+def test_memory_that_is_refused_says_whose(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = cuda.open_driver(0)
+
+    def failed(*_: Any) -> Any:
+        raise cupy.cuda.runtime.CUDARuntimeError(2)
+
+    arena = driver.host_arena(1 << 20, 1 << 16)
+    for place, name in (
+        (cupy.cuda, "alloc_pinned_memory"),
+        (cupy.cuda, "PinnedMemory"),
+        (cupy.cuda.runtime, "hostRegister"),
+    ):
+        monkeypatch.setattr(place, name, failed)
+    with pytest.raises(pagoda.BackendUnavailable, match=r"device_memory: 1099511627776 bytes \("):
+        driver.memory(1 << 40)
+    with pytest.raises(pagoda.BackendUnavailable, match=r"host_memory: 100 pinned bytes \(status 2\)"):
+        driver.pinned(100)
+    for _ in range(2):
+        with pytest.raises(
+            pagoda.BackendUnavailable, match=r"1048576 bytes more cannot be pinned \(status 2\); 0 pieces"
+        ):
+            arena.pin(arena.address, 1)
+    with pytest.raises(pagoda.BackendUnavailable, match="host_memory = 4611686018427387904: "):
+        driver.host_arena(1 << 62, 1 << 16)
+    monkeypatch.setattr(Device, "host_pointers", 0)
+    with pytest.raises(pagoda.BackendUnavailable, match=r"host_memory: 100 pinned bytes \(status 2\)"):
+        cuda.open_driver(0).host_arena(100, 1)
+
+
+def test_a_kernel_has_the_shared_memory_that_it_asks_for(cupy: Any) -> None:
+    """More than the 48 KiB that CUDA gives unless it is told."""
+    stream = cuda.open_driver(0).stream()
+    stream.launch(instances.MOVE, 1, 32, arguments.Move(0, 0), shared_bytes=100 << 10)
 
 
 def view_of(array: Any, index: int = 0) -> View:
@@ -283,7 +393,10 @@ def view_of(array: Any, index: int = 0) -> View:
         (np.zeros((0, 2, 8), np.float16), "f16"),
     ],
 )
-def test_arrays_of_cupy(array: Any, kind: str, cupy: Any) -> None:
+def test_arrays_of_cupy(array: Any, kind: str, cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without their array interface, which takes longer than all else, where they have memory."""
+    if array.size:
+        monkeypatch.setattr(NdArray, "__cuda_array_interface__", property(lambda _: pytest.fail("takes microseconds")))
     view = view_of(NdArray(array))
     assert (view.shape, view.dtype, view.writeable) == (array.shape, kind, True)
     if array.size:
@@ -460,6 +573,24 @@ def test_an_event_is_recorded_again_when_nobody_has_it(cupy: Any) -> None:
     assert fourth.event is not kept[1]  # type: ignore[attr-defined]
 
 
+def test_streams_wait_for_each_other_by_events_of_cuda(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here all is done when it is asked for, so nothing else would miss them."""
+    seen: list[Any] = []
+    for kind, name in ((Event, "record"), (Event, "synchronize"), (Stream, "wait_event")):
+        monkeypatch.setattr(kind, name, lambda *given, name=name: seen.append((name, *given)))
+    driver = cuda.open_driver(0)
+    first: Any = driver.stream()
+    second: Any = driver.stream()
+    event: Any = first.record()
+    second.follow(event)
+    event.wait()
+    assert seen == [
+        ("record", event.event, first._stream),
+        ("wait_event", second._stream, event.event),
+        ("synchronize", event.event),
+    ]
+
+
 def test_ctrl_c_anywhere_in_recording_leaves_no_half_of_an_event(cupy: Any) -> None:
     stream, came, after = cuda.open_driver(0).stream(), True, 0
     while came:
@@ -568,6 +699,27 @@ def test_a_step_is_captured_and_replayed(cupy: Any) -> None:
             np.testing.assert_allclose(out.hidden, v.hidden.repeat(2, 1), rtol=1e-6)
 
 
+def test_a_stream_works_on_its_device(cupy: Any) -> None:
+    """Whichever is current: address 0 is the default stream of that one."""
+    driver = cuda.open_driver(1)
+    stream, memory = driver.caller_stream(None), driver.memory(512)
+    there = np.ctypeslib.as_array((ctypes.c_uint8 * 512).from_address(memory.address))
+    there[:] = right = np.arange(512, dtype=np.uint16).astype(np.uint8)
+    stream.zero(memory.address + 64, 100)
+    stream.copy(memory.address + 256, memory.address + 40, 8)
+    stream.copy_rows(memory.address + 300, 20, memory.address + 400, 32, 10, 3)
+    stream.follow(stream.record())
+    assert not stream.capturing
+    moved = right[40:48].copy(), right[400:496].reshape(3, 32)[:, :10].copy()
+    right[64:164] = 0
+    right[256:264], right[300:360].reshape(3, 20)[:, :10] = moved
+    np.testing.assert_array_equal(there, right)
+    with stream.current():
+        assert Device.current == 1
+    assert Device.current == 0
+    assert on_default == {1}
+
+
 def test_rows_that_are_further_apart_than_a_copy_of_rows_takes(cupy: Any) -> None:
     pitch = 1 << 31
     source, target = np.zeros(2 * pitch + 64, np.uint8), np.zeros(3 * 64, np.uint8)
@@ -627,6 +779,15 @@ def test_a_stream_that_is_current_in_torch_is_not_made_so(cupy: Any, monkeypatch
         torch.now = SimpleNamespace(cuda_stream=now)
         with cuda.open_driver(0).caller_stream(address).current():
             assert cupy_stand_in.get_current_stream().ptr == address
+
+
+def test_what_does_not_become_current_leaves_what_was(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch, stream = Torch(initialized=True), cuda.open_driver(1).stream()
+    torch.cuda.ExternalStream = lambda address, device: 1 // 0
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with pytest.raises(ZeroDivisionError):
+        stream.current()
+    assert (Device.current, Stream.entered) == (0, [])
 
 
 def test_the_default_stream_has_two_addresses(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,22 @@ def test_the_engine_fits_the_largest_number_of_queries(monkeypatch: pytest.Monke
             assert engines(cache, counts) == [engine], (declared, counts)
 
 
+def test_no_step_finds_less_memory_than_was_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, few tokens and one, alone and of sequences with pages in common: more memory would be waited for."""
+    install_driver(monkeypatch, EmulatedDriver(0))
+    spec = pagoda.ModelSpec([pagoda.AttentionLayer(num_q_heads=4, num_kv_heads=1, head_dim=64)])
+    with pagoda.Cache(spec, device="cuda", device_memory="8MiB", host_memory=0, page_size=16) as cache:
+        cache.declare(sequences=4, new_tokens=32, context=128)
+        assert cache._device is not None
+        monkeypatch.setattr(cache._device._attends._scratch, "grow", lambda *_, **options: pytest.fail("it grows"))
+        root, rows = cache.create(), np.ones((128, 4, 64), np.float16)
+        for new_tokens in (32, 4, 1):
+            batch = [root, *(root.fork() for _ in range(3))]
+            with cache.step(batch, [new_tokens] * 4) as step:
+                given = rows[: 4 * new_tokens]
+                assert (step.forward(0, given, given[:, :1], given[:, :1]) == 1).all()
+
+
 def test_what_is_larger_than_declared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = emulated(monkeypatch, 2, 0)
     live = [model.create() for _ in range(SEQUENCES + 1)]

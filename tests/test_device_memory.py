@@ -18,6 +18,7 @@ from emulator.driver import EmulatedDriver, HostArena, Memory, install_driver
 from mirror import Mirror, Tokens, layer
 from pagoda.device import mover, passage, ring
 from pagoda.device.scratch import Scratch
+from pagoda.device.tables import Room
 from pagoda.errors import BackendUnavailable
 
 
@@ -206,13 +207,69 @@ def test_a_move_that_is_refused_has_no_copy_under_way(monkeypatch: pytest.Monkey
 def test_scratch_memory_is_enough_for_layers_of_every_kind(
     second: pagoda.AttentionLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = install_driver(monkeypatch, EmulatedDriver())
+    """And has not a byte more than is asked for."""
+    driver, grow = install_driver(monkeypatch, EmulatedDriver()), Scratch.grow
+    monkeypatch.setattr(Scratch, "grow", lambda self, sizes, *, exactly: grow(self, sizes, exactly=True))
     spec = pagoda.ModelSpec(layers=[layer(), second])
     with pagoda.Cache(spec, device="cuda", page_size=16, device_memory="2MiB", host_memory=0) as cache:
         mirror = Mirror(cache)
         batch = [mirror.create(), mirror.create()]
         for new in ([1, 1], [300, 40], [1, 1]):
             mirror.step(batch, new)
+        driver.check()
+
+
+def test_scratch_memory_is_enough_for_pages_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they need the most of it: no prompt was there before, and each sequence has several queries."""
+    driver, grow = install_driver(monkeypatch, EmulatedDriver()), Scratch.grow
+    monkeypatch.setattr(Scratch, "grow", lambda self, sizes, *, exactly: grow(self, sizes, exactly=True))
+    spec = pagoda.ModelSpec(layers=[layer()])
+    with pagoda.Cache(spec, device="cuda", page_size=16, device_memory="2MiB", host_memory=0) as cache:
+        assert cache._device is not None
+        mirror = Mirror(cache)
+        live = [mirror.create()]
+        for _ in range(12):
+            mirror.step(live, [8])
+        live += [mirror.fork(live[0]) for _ in range(15)]
+        mirror.step(live, [4] * 16)
+        assert cache._device._tables.members == 64
+        driver.check()
+
+
+def test_tables_grow_and_uploads_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To powers of two, and no table is smaller than it was; what a step changes fits, whatever was sent before."""
+    assert Room(8, 8, 8, 8, 0).grown((9, 1, 8, 3, 0)) == Room(16, 8, 8, 8, 0)
+    driver = install_driver(monkeypatch, EmulatedDriver())
+    spec = pagoda.ModelSpec(layers=[layer()])
+    with pagoda.Cache(spec, device="cuda", page_size=16, device_memory="2MiB", host_memory=0) as cache:
+        sequence = cache.create()
+        for tokens in (1, 1, 1, 2000, 1):
+            with cache.step([sequence], [tokens]) as step:
+                step.append(0, *[np.ones((tokens, 2, 16), np.float16)] * 2)
+        with cache.step([sequence], [1]) as step:
+            rows = np.ones((1, 4, 16), np.float16)
+            assert (step.forward(0, rows, rows[:, :2], rows[:, :2]) == 1).all()
+        driver.check()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_heads_that_no_unit_has_room_for_are_cut_into_sets(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In prompts, in decoding and over pages in common. Scratch memory has not a byte more than is asked for."""
+    driver, grow = install_driver(monkeypatch, EmulatedDriver()), Scratch.grow
+    monkeypatch.setattr(driver, "shared_bytes_max", 18 << 10)
+    monkeypatch.setattr(Scratch, "grow", lambda self, sizes, *, exactly: grow(self, sizes, exactly=True))
+    shape = pagoda.AttentionLayer(64, 1, 64, v_head_dim=32, v_alias=True)
+    options: dict[str, Any] = {"device_memory": "2MiB", "host_memory": 0, "deterministic": deterministic}
+    with pagoda.Cache(pagoda.ModelSpec([shape]), device="cuda", page_size=16, **options) as cache:
+        assert cache._device is not None
+        [kernels] = cache._device._attends._layers
+        assert {kernels.attention(mode, "f32").sets for mode in ("verify", "prefill")} == {2}
+        mirror = Mirror(cache)
+        one = mirror.create()
+        mirror.step([one], [20])
+        mirror.step([one, mirror.fork(one)], [1, 1])
         driver.check()
 
 
@@ -252,7 +309,8 @@ def test_scratch_memory_that_grows_is_replaced_seldom_and_is_not_there_twice(mon
     for size in range(1000, 5000, 100):
         scratch.grow((size, 4 * size, 0), exactly=False)
         assert scratch.covers((size, 4 * size, 0))
-    scratch.grow((9000, 0, 30), exactly=True)
+    for _ in range(2):
+        scratch.grow((9000, 0, 30), exactly=True)
     assert asked == [1, 1, 1, 1024, 4096, 2048, 8192, 4096, 16384, 8192, 32768, 9000, 30]
 
 

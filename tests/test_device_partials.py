@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from mirror import INTEGER_ISAS, Mirror, layer
 from pagoda import _core, rates
 from pagoda.device import streaming
-from pagoda.device.partials import Asked, Partials
+from pagoda.device.partials import Asked, Buffer, Partials
 from pagoda.rates import Calibration, Routes
 from shares import Shares
 from test_device_streaming import (
@@ -185,8 +185,19 @@ def test_centres_that_only_the_device_knows(
             sequence.release()
 
 
+def test_pinned_memory_is_used_again_and_stays_while_it_is_read() -> None:
+    buffer = Buffer(EmulatedDriver())
+    first = buffer.take(1)
+    assert len(first.array) == 4096
+    assert buffer.take(4096) is first
+    second = buffer.take(4097)
+    assert len(second.array) == 8192
+    assert buffer.take(100) is second
+    assert buffer._held == [first, second]
+
+
 def test_queries_in_any_layout(divided: Callable[[Routes | None], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads outside of tokens, backwards, and as bits of bf16."""
+    """Heads outside of tokens, backwards, with others between them, and as bits of bf16."""
     divided(EVERYTHING)
     mirror, tokens = cache_of_pages(monkeypatch, RestlessDriver(5))
     cache, rng = mirror.cache, np.random.default_rng(0)
@@ -199,8 +210,11 @@ def test_queries_in_any_layout(divided: Callable[[Routes | None], None], monkeyp
         right = step.attend(0, q)
         assert engine_of(cache).traffic.memory > 0
         outside, backwards = q.transpose(1, 0, 2).copy().transpose(1, 0, 2), q[::-1].copy()[::-1]
-        for other in (outside, backwards):
+        for other in (outside, backwards, q.repeat(2, 1)[:, ::2]):
+            # Or what is right would be there from before.
+            step.attend(0, -q)
             np.testing.assert_array_equal(step.attend(0, other), right)
+        step.attend(0, -q)
         out = step.attend(0, bits, dtype="bf16")
         np.testing.assert_allclose((out.astype(np.uint32) << 16).view(np.float32), right, rtol=1e-2, atol=1e-2)
         step.commit([0])

@@ -16,6 +16,7 @@ import pagoda
 import pytest
 from interrupts import alarms
 from mirror import Mirror, Tokens, layer, nameless, settled
+from pagoda import placement
 from pagoda.report import StepReport
 
 SPEC = pagoda.ModelSpec(layers=[layer(), layer(), layer(window=40)])
@@ -587,6 +588,27 @@ def test_no_more_is_written_a_day_than_allowed(tmp_path: Path, caplog: pytest.Lo
         assert stats.disk_io is not None
         assert stats.disk_io.bytes_written <= 100 << 10
         cache.audit()
+
+
+@pytest.mark.usefixtures("names_the_cpu")
+def test_after_a_write_that_failed_none_is_tried_for_some_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then it is tried again."""
+    monkeypatch.setattr(placement, "REST_STEPS", 3)
+    disk: dict[str, Any] = {"disk": tmp_path / "pages", "disk_memory": "32MiB", "disk_writes_per_day": 1}
+    spec = pagoda.ModelSpec(layers=[layer()])
+    with pagoda.Cache(spec, page_size=16, **OPTIONS, host_memory=0, **disk) as cache:
+        sequence, failed = cache.create(), []
+        for tokens in [2016, *[1] * 32]:
+            with cache.step([sequence], [tokens]) as step:
+                step.append(0, *[np.ones((tokens, 2, 16), np.float16)] * 2)
+            for ticket in cache._core.under_way(sequence.id):
+                assert cache._core.wait(ticket, 60)
+            failed.append(caplog.text.count("stay in memory"))
+        tried = np.flatnonzero(np.diff(failed))
+        assert len(tried) > 3
+        assert np.diff(tried).min() > 3
 
 
 @pytest.mark.usefixtures("names_the_cpu")

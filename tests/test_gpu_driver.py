@@ -12,8 +12,10 @@ import pytest
 from emulator.driver import EmulatedDriver
 from gpu_driver import CopyingDriver
 from mirror import Mirror, layer
+from numpy.lib.array_utils import byte_bounds
 from pagoda.attention.reference import attention
 from pagoda.device import cuda
+from pagoda.device.driver import View
 
 
 @pytest.fixture
@@ -41,6 +43,15 @@ def test_kernels_get_the_copy_and_nothing_else() -> None:
     assert view.strides == (-6 * 8 * 4, 8 * 4, 4)
     there = np.ctypeslib.as_array((ctypes.c_float * 8).from_address(view.address))
     np.testing.assert_array_equal(there, base[3, 1])
+
+
+@pytest.mark.parametrize(
+    "place", [np.s_[:], np.s_[::-1, 1:3], np.s_[1:, ::-2, :5], np.s_[2:3, :, 1:], np.s_[:0]], ids=str
+)
+def test_where_the_bytes_of_an_array_lie(place: Any) -> None:
+    array = np.zeros((4, 6, 8), np.float16)[place]
+    view = View(array.ctypes.data, array.shape, array.strides, "f16")
+    assert view.bytes == (byte_bounds(array) if array.size else (array.ctypes.data, array.ctypes.data))
 
 
 def test_only_what_a_kernel_changed_comes_back() -> None:

@@ -505,7 +505,8 @@ def test_integers_that_no_float_holds_are_refused(key: str) -> None:
 def test_a_config_from_a_pipe_has_an_end_and_one_without_is_refused(tmp_path: Path) -> None:
     """A pipe, as some devices, says that it has no bytes."""
     content = json.dumps(PRESETS["llama-3.1-8b"])
-    for spaces, refused in ((0, None), (JSON_BYTES_MAX, f"at most {JSON_BYTES_MAX} bytes")):
+    room = JSON_BYTES_MAX - len(content)
+    for spaces, refused in ((0, None), (room, None), (room + 1, f"at most {JSON_BYTES_MAX} bytes")):
         pipe = tmp_path / f"config-{spaces}.json"
         os.mkfifo(pipe)
         writer = Thread(target=_write, args=(pipe, content + " " * spaces))
