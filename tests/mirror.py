@@ -241,6 +241,12 @@ def center_of(k: Array) -> Array:
     return np.where(np.abs(mean) >= 2 * k.std(0, dtype=np.float64), mean, 0)
 
 
+def kept_of(center: Array, k: Array) -> Array:
+    """What of a centre K rows take that come first, but are too few for one: what brings their mean nearer to 0."""
+    mean = k.mean(0, np.float64)
+    return np.where(np.abs(mean - center) < np.abs(mean), center, 0)
+
+
 def settled(cache: pagoda.Cache) -> Stats:
     """What a cache holds once a device has been seen to end its steps: until then what they freed is draining."""
     while True:

@@ -9,7 +9,7 @@ import pagoda
 import pytest
 from emulator.driver import CallerStream, EmulatedDriver, Stream, install_driver
 from graphs import LAYERS, NORMS, SEQUENCES, Model
-from mirror import center_of
+from mirror import center_of, kept_of
 from pagoda.device.engine import SPANS_DECLARED
 from pagoda.kernels.instances import Kernel
 
@@ -69,6 +69,15 @@ def test_a_graph_takes_the_centre_from_the_first_rows(monkeypatch: pytest.Monkey
                 step.replay(graph.launch)
             np.testing.assert_array_equal(memory.array.view(np.float32), means.ravel())
             k *= -1
+        # Too few again, of which one head is of the other sign.
+        second.release()
+        k[:, 1] *= -1
+        kept = kept_of(means, k[:7])
+        assert kept[0].any()
+        assert not kept[1].any()
+        with cache.step([cache.create()], [7], stream=stream) as step:
+            step.replay(graph.launch)
+        np.testing.assert_array_equal(memory.array.view(np.float32), kept.ravel())
 
 
 def test_the_engine_fits_the_largest_number_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:

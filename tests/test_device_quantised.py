@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pagoda
 import pytest
 from emulator.driver import EmulatedDriver
-from mirror import INTEGER_ISAS, center_of, layer
+from mirror import INTEGER_ISAS, center_of, kept_of, layer
 from pagoda import formats
 from pagoda.attention.reference import attention
 from pagoda.device import cuda
@@ -211,6 +211,29 @@ def test_an_empty_cache_is_centred_by_what_comes_next(how: str, kind: str) -> No
             held.append(pages(cache, k, v, [40, 24], of_gpu=(device, kind) == ("cuda", "cuda")))
     for other in held[1:]:
         np.testing.assert_array_equal(other, held[0])
+
+
+@pytest.mark.parametrize("size", [1, 1e-39])
+def test_few_rows_take_a_part_of_the_centre_before(size: float, kind: str) -> None:
+    """The bytes are those of a cache which is given that part; also below 2^-126, which CuPy has kernels take for 0."""
+    _, k, v = rows(64)
+    other = rows(40, seed=1)[1]
+    other[..., 7], other[..., 8] = other[..., 7] + 20, other[..., 8] - 20
+    k[..., 8], k[:, 1, 40] = k[..., 8] + 20, k[:, 1, 40] - 15
+    k, other = ((x * size).astype(np.float32) for x in (k, other))
+    before = center_of(other).astype(np.float32)
+    center = kept_of(before, k[:5])
+    assert [list(np.flatnonzero(head)) for head in before] == [[3, 7, 8, 40]] * 2
+    assert [list(np.flatnonzero(head)) for head in center] == [[3, 40], [3]]
+    held = []
+    for device, choice in (("cpu", "first"), ("cuda", "first"), ("cpu", [center])):
+        with cache_on(device, [SHAPE], ("int8", "int8"), center=choice, rotate=False) as cache:
+            if choice == "first":
+                with cache.create() as scratch, cache.step([scratch], [40]) as step:
+                    step.append(0, other, v[:40])
+            held.append(pages(cache, k, v, [5, 59], of_gpu=(device, kind) == ("cuda", "cuda")))
+    np.testing.assert_array_equal(held[0], held[1])
+    np.testing.assert_array_equal(held[0], held[2])
 
 
 HEAD = layer(num_q_heads=2, num_kv_heads=1, head_dim=64)

@@ -33,11 +33,11 @@ class CoreOutliers(TypedDict):
 class Outliers:
     """The choice of a cache.
 
-    center: "first" takes the mean of the first K rows that a layer is given, those of a step of 8 tokens or more in an empty
-    cache, for elements where it is at least twice the standard deviation, and 0 for others; or nothing if a mean is NaN or
-    beyond float16. It stays as long as any sequence has tokens: when all are gone, also as a warm-up's are, the next first
-    rows count. Or an array [num_kv_heads, head_dim] for each layer, such as the bias of the K projection, or None; or None
-    for all.
+    center: "first" takes the mean of the first K rows that a layer is given, those of a step in an empty cache, for elements
+    where it is at least twice the standard deviation, and 0 for others; or nothing if a mean is NaN or beyond float16. It
+    stays as long as any sequence has tokens: when all are gone, also as a warm-up's are, the next first rows count. Fewer
+    than 8 take what there was before, but 0 for elements whose mean it does not bring nearer to 0. Or an array
+    [num_kv_heads, head_dim] for each layer, such as the bias of the K projection, or None; or None for all.
     "auto": "first", but None where results are to be deterministic, as "first" depends on what came first.
     rotate: whether rows are. "auto": by the format. Raises InvalidArgument.
     """

@@ -1,5 +1,6 @@
 //! Writing the K and V rows of new tokens into their slots.
 
+use std::iter;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -97,8 +98,12 @@ pub(crate) unsafe fn append(
     }
 }
 
-/// What rows are centred by: the mean of each element of each head where it is at least twice the standard deviation, else 0; or
-/// nothing if a mean is NaN or larger than any f16: no model has such an offset, and other rows would be lost beside it.
+/// Rows that are enough to say what K is centred by.
+const CENTER_TOKENS_MIN: usize = 8;
+
+/// What rows are centred by: the mean of each element of each head where it is at least twice the standard deviation, else 0. Too
+/// few rows have what others were centred by `before`, empty for zeros, where that is nearer to their mean than 0 is, else 0.
+/// Nothing if a mean is NaN or larger than any f16: no model has such an offset, and other rows would be lost beside it.
 ///
 /// # Safety
 /// There are `tokens` rows for each head; the kernels are for this CPU.
@@ -108,6 +113,7 @@ pub(crate) unsafe fn center_of(
     tokens: usize,
     heads: usize,
     dim: usize,
+    before: &[f32],
 ) -> Option<Vec<f32>> {
     // Of the numbers, and of their squares, which f64 holds exactly.
     let mut sums = vec![[0.0f64; 2]; heads * dim];
@@ -126,13 +132,18 @@ pub(crate) unsafe fn center_of(
             }
         }
     }
-    let tokens = tokens as f64;
+    let (enough, tokens) = (tokens >= CENTER_TOKENS_MIN, tokens as f64);
     sums.iter()
-        .map(|[sum, squares]| {
-            let mean = (sum / tokens) as f32;
-            // mean^2 >= 4 (squares / tokens - mean^2)
-            let stands_out = 5.0 * sum * sum >= 4.0 * tokens * squares;
-            (mean.abs() <= F16_MAX).then_some(if stands_out { mean } else { 0.0 })
+        .zip(before.iter().copied().chain(iter::repeat(0.0)))
+        .map(|([sum, squares], before)| {
+            let mean = sum / tokens;
+            let (center, holds) = if enough {
+                // mean^2 >= 4 (squares / tokens - mean^2)
+                (mean as f32, 5.0 * sum * sum >= 4.0 * tokens * squares)
+            } else {
+                (before, (mean - f64::from(before)).abs() < mean.abs())
+            };
+            ((mean as f32).abs() <= F16_MAX).then_some(if holds { center } else { 0.0 })
         })
         .collect()
 }

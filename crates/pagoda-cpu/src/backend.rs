@@ -111,14 +111,22 @@ impl Backend {
     }
 
     /// What rows `[tokens, heads, dim]` are centred by, for [`Transform::center`](crate::Transform): the mean over the tokens of
-    /// elements where it is at least twice the standard deviation, 0 for others; nothing if a mean is NaN or larger than
+    /// elements where it is at least twice the standard deviation, 0 for others; of fewer than 8 rows, what others were centred
+    /// by `before` where that is nearer to the mean than 0 is, 0 for others; nothing if a mean is NaN or larger than
     /// [`F16_MAX`](crate::F16_MAX).
     ///
     /// # Safety
     /// There is a readable row for every token and head; `dim` is at most [`HEAD_DIM_MAX`](crate::HEAD_DIM_MAX).
-    pub unsafe fn center_of(&self, rows: Rows, tokens: usize, heads: usize, dim: usize) -> Option<Vec<f32>> {
+    pub unsafe fn center_of(
+        &self,
+        rows: Rows,
+        tokens: usize,
+        heads: usize,
+        dim: usize,
+        before: &[f32],
+    ) -> Option<Vec<f32>> {
         // SAFETY: as the caller promises; the kernels are for this CPU.
-        unsafe { append::center_of(self.kernels, rows, tokens, heads, dim) }
+        unsafe { append::center_of(self.kernels, rows, tokens, heads, dim, before) }
     }
 
     /// Attention of the new tokens, causal in the order of tokens. Where a query sees nothing the output is 0 and the log-sum-exp

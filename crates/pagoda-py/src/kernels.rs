@@ -100,12 +100,12 @@ impl Cache {
         inner.require_unwritten(py, layer)?;
         let Inner { core, layers, arenas, engine, step, .. } = inner;
         let Engine::Cpu(Cpu { backend, checked, .. }) = engine else { return Err(no_kernels(py)) };
-        let mut before = None;
-        if step.centers && layers[layer].center_first {
-            before = Some(layers[layer].layer.transform.center.clone());
+        let first = step.centers && layers[layer].center_first;
+        let before = first.then(|| layers[layer].layer.transform.center.clone());
+        if let Some(before) = &before {
             let (heads, dim) = (geometry.num_kv_heads as usize, geometry.head_dim as usize);
             // SAFETY: the array was checked.
-            let center = unsafe { backend.center_of(keys, step.new_tokens(), heads, dim) };
+            let center = unsafe { backend.center_of(keys, step.new_tokens(), heads, dim, before) };
             center_by(layers, layer, &center.unwrap_or_default());
         }
         let memory = std::mem::take(&mut step.sequences);

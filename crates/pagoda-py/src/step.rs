@@ -17,9 +17,6 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::ops::Range;
 
-/// Rows that are enough to say what K is centred by.
-const CENTER_TOKENS_MIN: usize = 8;
-
 /// What the open step adds to the core's own.
 #[derive(Default)]
 pub(crate) struct StepState {
@@ -30,7 +27,7 @@ pub(crate) struct StepState {
     ranges: Vec<Range<usize>>,
     /// Where each sequence's new tokens begin, and where the last one's end.
     bounds: Vec<u32>,
-    /// Whether its rows say what K is centred by, where rows do: they are the first in an empty cache, and enough.
+    /// Whether its rows say what K is centred by, where rows do: they are the first in an empty cache.
     pub(crate) centers: bool,
     /// Bytes of the rows that were attended to.
     pub(crate) attended: u64,
@@ -143,7 +140,7 @@ impl Cache {
         }
         let Inner { core, layers, step, block_bytes, engine, disk, .. } = &mut *inner;
         step.enter(core, block_bytes.len(), layers);
-        step.centers = was_empty && step.new_tokens() >= CENTER_TOKENS_MIN;
+        step.centers = was_empty && step.new_tokens() > 0;
         if let Engine::Cpu(cpu) = engine {
             cpu.find_common(core, step, block_bytes.len(), layers);
         }

@@ -26,7 +26,7 @@ pub(crate) struct GroupPlaces {
     spans: u64,
     /// int64 `[tokens]`.
     slots: u64,
-    /// Two int32: the number of new tokens, and of those whose rows say what K is centred by, all or none.
+    /// Two int32: the number of new tokens, and of those that are the first in an empty cache, all or none.
     tokens: u64,
 }
 

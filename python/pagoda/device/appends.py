@@ -40,16 +40,20 @@ class Centers:
         for index, start in starts.items():
             if index not in self.first:
                 numbers[start : start + own[index]] = layers[index]["center"]
-        self._memory = send(driver, numbers)
+        self._memory, self._kept = send(driver, numbers), driver.memory(4 * max(own.values(), default=0))
         self.addresses = {
             index: self._memory.address + 4 * starts[owner]
             for index, owner in enumerate(owners_of(layers))
             if owner in own
         }
 
-    def refused(self, layer: int, stream: Stream) -> None:
-        """The rows that were on their way to `center` are refused."""
-        stream.zero(self.addresses[layer], 4 * self._sizes[layer])
+    def keep(self, layer: int, stream: Stream) -> None:
+        """Rows are on their way to `center` that may be refused."""
+        stream.copy(self._kept.address, self.addresses[layer], 4 * self._sizes[layer])
+
+    def restore(self, layer: int, stream: Stream) -> None:
+        """The rows that came last are refused."""
+        stream.copy(self.addresses[layer], self._kept.address, 4 * self._sizes[layer])
 
 
 class Misfits:
@@ -100,6 +104,8 @@ class Appends:
             return
         first = layer in self._first
         if first:
+            if self._misfits is not None:
+                self._centers.keep(layer, stream)
             centering = arguments.Center(
                 k=call.k,
                 tokens=tables.centering,
@@ -122,5 +128,5 @@ class Appends:
                 self._misfits.check(layer, stream)
             except InvalidArgument:
                 if first:
-                    self._centers.refused(layer, stream)
+                    self._centers.restore(layer, stream)
                 raise
