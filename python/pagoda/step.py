@@ -18,7 +18,7 @@ from pagoda.device.driver import Stream
 from pagoda.engine import Engine
 from pagoda.errors import BackendUnavailable, InvalidArgument, PagodaError
 from pagoda.report import StepReport
-from pagoda.sequence import Batch
+from pagoda.sequence import Batch, Uncopied
 
 if TYPE_CHECKING:
     from pagoda.cache import Cache
@@ -90,8 +90,11 @@ class Table:
         """int32 [B]: tokens in each sequence's last page."""
         return self.csr[2]
 
+    def __repr__(self) -> str:
+        return f"<Table of layer {self._layer}>"
 
-class Step:
+
+class Step(Uncopied):
     """One forward pass over a ragged batch: a context manager made by `Cache.step`.
 
     Entering reserves pages for the new tokens, all or nothing. Leaving commits them; an exception rolls back, and so does
@@ -268,6 +271,9 @@ class Step:
         """Ends the step as if it had not been entered; an exception does so by itself."""
         self._core.rollback(self._number)
         self._end()
+
+    def __repr__(self) -> str:
+        return f"<Step of {len(self.batch)} sequence(s), {'open' if self._open else 'closed'}>"
 
     def _end(self) -> None:
         self._open, self._ended = False, time.perf_counter()
