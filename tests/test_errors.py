@@ -187,7 +187,7 @@ CALLS: list[tuple[str, Call]] = [
     ("layer = 0", lambda c, s, step: step.attend(0, rows(2, 4, 16))),
     ("layer = 0", lambda c, s, step: step.commit()),
     ("q = shape", lambda c, s, step: step.forward(0, rows(2, 3, 16), rows(2, 2, 16), rows(2, 2, 16))),
-    ("q = list", lambda c, s, step: step.attend(0, [[1.0]])),  # type: ignore[arg-type]
+    ("q = list", lambda c, s, step: step.attend(0, [[1.0]])),  # type: ignore[call-overload]
     ("out = shape", lambda c, s, step: step.attend(0, rows(2, 4, 16), out=rows(2, 4, 8))),
     ("out = dtype", lambda c, s, step: step.attend(0, rows(2, 4, 16), out=rows(2, 4, 16, dtype=np.float16))),
     ("out = strides", lambda c, s, step: step.attend(0, rows(2, 4, 16), out=overlapping())),
@@ -309,6 +309,15 @@ def test_sixteen_bit_integers_are_what_dtype_says_and_nothing_else_is() -> None:
             with pytest.raises(pagoda.InvalidArgument, match=f"dtype = {wrong!r}: None, or"):
                 step.append(0, bits, bits, dtype=wrong)  # type: ignore[arg-type]
         np.testing.assert_array_equal(step.forward(0, rows(2, 4, 16), bits, bits, dtype="bf16"), np.ones((2, 4, 16)))
+
+
+def test_mypy_knows_that_a_log_sum_exp_comes_in_a_pair() -> None:
+    with pagoda.Cache(SPEC, threads=1) as cache, cache.step([cache.create()], [2]) as step:
+        step.append(0, rows(2, 2, 16), rows(2, 2, 16))
+        pair = step.attend(0, np.zeros((2, 4, 16), np.float32), return_lse=True)
+        with pytest.raises(AttributeError):
+            _ = pair.shape  # type: ignore[attr-defined]
+        assert [part.shape for part in pair] == [(2, 4, 16), (2, 4)]
 
 
 def test_an_error_calls_a_sequence_what_it_calls_itself() -> None:
