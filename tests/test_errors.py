@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import re
 import weakref
 from collections.abc import Callable
@@ -122,11 +124,10 @@ def test_layers_that_read_the_pages_of_others(named: str, call: Callable[[pagoda
 def test_a_sequence_is_in_a_step_once() -> None:
     with pagoda.Cache(SHARED, threads=1) as cache:
         a, b = cache.create(), cache.create()
-        with (
-            pytest.raises(pagoda.InvalidArgument, match=r"sequences = .*: each of them once"),
-            cache.step([a, b, a], [1, 1, 1]),
-        ):
-            pass
+        with pytest.raises(pagoda.InvalidArgument, match=rf"^batch\[2\] = <Sequence {a.id}>: each sequence once$"):
+            cache.step([a, b, a], [1, 1, 1])
+        with pytest.raises(pagoda.InvalidArgument, match=rf"^sequences\[1\] = <Sequence {b.id}>: each sequence once$"):
+            cache.batch([b, b, a])
         with cache.step([a, b], [0, 0]):
             pass
         cache.audit()
@@ -186,7 +187,7 @@ CALLS: list[tuple[str, Call]] = [
     ("layer = 0", lambda c, s, step: step.attend(0, rows(2, 4, 16))),
     ("layer = 0", lambda c, s, step: step.commit()),
     ("q = shape", lambda c, s, step: step.forward(0, rows(2, 3, 16), rows(2, 2, 16), rows(2, 2, 16))),
-    ("q = list", lambda c, s, step: step.attend(0, [[1.0]])),  # type: ignore[arg-type]
+    ("q = list", lambda c, s, step: step.attend(0, [[1.0]])),  # type: ignore[call-overload]
     ("out = shape", lambda c, s, step: step.attend(0, rows(2, 4, 16), out=rows(2, 4, 8))),
     ("out = dtype", lambda c, s, step: step.attend(0, rows(2, 4, 16), out=rows(2, 4, 16, dtype=np.float16))),
     ("out = strides", lambda c, s, step: step.attend(0, rows(2, 4, 16), out=overlapping())),
@@ -310,24 +311,58 @@ def test_sixteen_bit_integers_are_what_dtype_says_and_nothing_else_is() -> None:
         np.testing.assert_array_equal(step.forward(0, rows(2, 4, 16), bits, bits, dtype="bf16"), np.ones((2, 4, 16)))
 
 
+def test_mypy_knows_that_a_log_sum_exp_comes_in_a_pair() -> None:
+    with pagoda.Cache(SPEC, threads=1) as cache, cache.step([cache.create()], [2]) as step:
+        step.append(0, rows(2, 2, 16), rows(2, 2, 16))
+        pair = step.attend(0, np.zeros((2, 4, 16), np.float32), return_lse=True)
+        with pytest.raises(AttributeError):
+            _ = pair.shape  # type: ignore[attr-defined]
+        assert [part.shape for part in pair] == [(2, 4, 16), (2, 4)]
+
+
 def test_an_error_calls_a_sequence_what_it_calls_itself() -> None:
     with pagoda.Cache(SPEC, threads=1) as cache:
         cache.create().release()
         sequence = cache.create()
-        said = [rf"sequence = {sequence.id}:", rf"sequences = {sequence.id}:", rf"sequence {sequence.id}$"]
+        said = [rf"sequence = {sequence.id}:", rf"sequence {sequence.id}$"]
         assert repr(sequence) == f"<Sequence {sequence.id}>"
         batch = cache.batch([sequence])
         with cache.step(batch, [2]) as step:
             step.append(0, rows(2, 2, 16), rows(2, 2, 16))
             with pytest.raises(pagoda.InvalidArgument, match=said[0]):
                 sequence.truncate(0)
-            with pytest.raises(pagoda.InvalidArgument, match=said[2]):
+            with pytest.raises(pagoda.InvalidArgument, match=said[1]):
                 step.commit([3])
-        with pytest.raises(pagoda.InvalidArgument, match=said[1]):
-            cache.step([sequence, sequence], [1, 1]).__enter__()
         sequence.release()
         with pytest.raises(pagoda.UseAfterRelease, match=said[0]):
             cache.step(batch, [1]).__enter__()
+
+
+def test_what_callers_hold_says_what_it_is() -> None:
+    with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=1) as cache:
+        sequence = cache.create()
+        step = cache.step([sequence], [40])
+        assert repr(step) == "<Step of 1 sequence(s), closed>"
+        with step:
+            assert repr(step) == "<Step of 1 sequence(s), open>"
+            assert repr(step.table(0)) == "<Table of layer 0>"
+        plan = cache.plan(sequence, "host")
+        ticket = cache.execute(plan)
+        batch = cache.batch([sequence])
+    for held in (plan, ticket):
+        assert repr(held) == f"<{type(held).__name__} of 3 page(s)>"
+    assert repr(batch) == "<Batch of 1 sequence(s)>"
+    assert repr(cache) == "<Cache of 1 layer(s)>"
+    assert repr(pagoda.Cache.__new__(pagoda.Cache)) == "<Cache of nothing>"
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda copied: copied.__name__)
+def test_what_has_an_end_is_not_copied(copied: Callable[[object], object]) -> None:
+    """A copy would be ended with it, and not know."""
+    with pagoda.Cache(SPEC, threads=1) as cache, cache.create() as sequence:
+        for held in (cache, sequence, cache.step([sequence], [1])):
+            with pytest.raises(TypeError, match=rf"^{type(held).__name__}: .* Sequence\.fork .* Cache\.save"):
+                copied(held)
 
 
 def test_out_must_be_writeable_and_apart_from_q() -> None:

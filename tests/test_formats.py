@@ -100,7 +100,7 @@ def test_pages_go_to_ggml_and_come_from_it(name: str) -> None:
                 blocks = formats.to_ggml(rows.reshape(2, 2, 16, row), scales.reshape(2, 2, 16, -1), name)
                 np.testing.assert_array_equal(blocks, wanted)
             outs.append(step.attend(0, q))
-    np.testing.assert_array_equal(*outs)
+    np.testing.assert_array_equal(outs[0], outs[1])
 
 
 def test_mxfp4_is_that_of_the_standard() -> None:

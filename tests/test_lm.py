@@ -156,6 +156,7 @@ def test_tokenizer_files(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     ours = FileTokenizer(tmp_path / "tokenizer.json")
     assert ours.encode("the page the pagoda").tolist() == [1, 2, 1, 0]
+    assert ours.decode(ours.encode("the page")) == "the page"
     decoder = ours.decoder()
     ids = [1, 2, 3] * 20
     assert "".join(map(decoder.feed, ids)) == tokenizer.decode(ids)

@@ -147,6 +147,12 @@ def test_any_bytes_go_through(data: bytes) -> None:
     assert bytes(ids.tolist()) == data
     decoder = ByteTokenizer(256).decoder()
     assert "".join(map(decoder.feed, [256, *ids.tolist()])) + decoder.finish() == data.decode("utf-8", "replace")
+    assert ByteTokenizer().decode(ids) == data.decode("utf-8", "replace")
+
+
+def test_tokens_that_are_none() -> None:
+    with pytest.raises(pagoda.InvalidArgument, match="ids = -1: "):
+        ByteTokenizer().decode([97, -1])
 
 
 def test_text_that_is_no_text() -> None:

@@ -133,6 +133,18 @@ def test_what_fails_is_readable(error: Exception, lines: list[str], cupy: Any) -
     assert str(caught.value).splitlines() == ["unpack for sm_90:", *lines]
 
 
+def test_kernels_are_kept_where_cupy_keeps_them_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
+    assert loader.cache_folder() == Path("~/.cupy/kernel_cache")
+    monkeypatch.setenv("CUPY_CACHE_DIR", "~/kernels")
+    assert loader.cache_folder() == Path("~/kernels")
+
+
 @pytest.mark.gpu
 def test_compiled_kernels_are_kept_on_disk(tmp_path: Path) -> None:
     """A second process writes no file, and one that is damaged is compiled anew."""

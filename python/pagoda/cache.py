@@ -53,7 +53,7 @@ from pagoda.formats import formats_by_layer
 from pagoda.geometry import Geometry, core_layers, group_layers, tier_memory
 from pagoda.outliers import Outliers
 from pagoda.retention import SinkWindow, keeps_by_layer
-from pagoda.sequence import Batch, Sequence
+from pagoda.sequence import Batch, Sequence, Uncopied
 from pagoda.sizes import parse_size
 from pagoda.spec import ModelSpec, check_spec
 from pagoda.stats import TIERS, Stats
@@ -95,6 +95,9 @@ class Plan:
     def __len__(self) -> int:
         return len(self._core)
 
+    def __repr__(self) -> str:
+        return f"<Plan of {len(self)} page(s)>"
+
 
 class Ticket:
     """A plan under way. Dropping it cancels nothing: a failure then surfaces at the cache's next step."""
@@ -117,8 +120,11 @@ class Ticket:
         arrived = self._cache._core.wait(self._core, timeout)
         return arrived and self.done()
 
+    def __repr__(self) -> str:
+        return f"<Ticket of {len(self.plan)} page(s)>"
 
-class Cache:
+
+class Cache(Uncopied):
     """A tiered, paged KV cache.
 
     spec: the model's layers. page_size: tokens in a page, a power of two from 8 to 4096; a CPU reads quantised rows up to
@@ -498,6 +504,10 @@ class Cache:
             # The earlier error says more.
             log.warning("%s", unanswered)
 
+    def __repr__(self) -> str:
+        # Without a spec it was never made.
+        return f"<Cache of {len(self.spec.layers)} layer(s)>" if hasattr(self, "spec") else "<Cache of nothing>"
+
     def _reserve(self, number: int, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
         self._end_unfinished()
         reserve = partial(self._core.reserve, number, batch.ids, counts)
@@ -586,6 +596,9 @@ class Cache:
             # Only a bad entry needs a name for its message: a batch is checked in every step, so names would cost time.
             if not isinstance(sequence, Sequence) or sequence._cache is not self:
                 self._check_ours(sequence, f"{name}[{index}]")
+        if len(set(sequences)) < len(sequences):
+            index = next(index for index, sequence in enumerate(sequences) if sequence in sequences[:index])
+            raise InvalidArgument(f"{name}[{index}] = {sequences[index]!r}: each sequence once")
         return Batch(self, sequences)
 
     def _check_ours(self, sequence: Sequence, name: str = "sequence") -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
 import numpy as np
 
@@ -14,7 +14,17 @@ if TYPE_CHECKING:
     from pagoda.cache import Cache
 
 
-class Sequence:
+class Uncopied:
+    """What has an end that a copy of it would not know of."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        kind = type(self).__name__
+        raise TypeError(f"{kind}: neither copied nor pickled; Sequence.fork shares pages, Cache.save keeps a sequence")
+
+
+class Sequence(Uncopied):
     """One request, beam or branch: a list of tokens whose K and V the cache holds. Made by `Cache.create` and `fork`.
 
     A sequence that is garbage collected releases itself at the cache's next step or `load`.
@@ -97,3 +107,6 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+    def __repr__(self) -> str:
+        return f"<Batch of {len(self)} sequence(s)>"

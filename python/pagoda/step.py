@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Collection
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,11 @@ from pagoda.device.driver import Stream
 from pagoda.engine import Engine
 from pagoda.errors import BackendUnavailable, InvalidArgument, PagodaError
 from pagoda.report import StepReport
-from pagoda.sequence import Batch
+from pagoda.sequence import Batch, Uncopied
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from pagoda.cache import Cache
 
 Array = npt.NDArray[Any]
@@ -42,6 +44,16 @@ class DLPackArray(Protocol):
 
 Rows = Array | DeviceArray | DLPackArray
 """What steps read and write: arrays of NumPy, those of CuPy, torch and others by DLPack where the cache is on a GPU."""
+
+Q = TypeVar("Q", bound=Rows)
+
+
+class _Options(TypedDict, total=False):
+    """Of `Step.attend` and `Step.forward`."""
+
+    out: Rows | None
+    sink_logits: Rows | None
+    dtype: str | None
 
 
 class Table:
@@ -90,8 +102,11 @@ class Table:
         """int32 [B]: tokens in each sequence's last page."""
         return self.csr[2]
 
+    def __repr__(self) -> str:
+        return f"<Table of layer {self._layer}>"
 
-class Step:
+
+class Step(Uncopied):
     """One forward pass over a ragged batch: a context manager made by `Cache.step`.
 
     Entering reserves pages for the new tokens, all or nothing. Leaving commits them; an exception rolls back, and so does
@@ -181,6 +196,12 @@ class Step:
         """
         self._core.append(self._number, natural("layer", layer), k, v, dtype)
 
+    @overload
+    def attend(self, layer: int, q: Q, *, return_lse: Literal[False] = False, **options: Unpack[_Options]) -> Q: ...
+    @overload
+    def attend(self, layer: int, q: Q, *, return_lse: Literal[True], **options: Unpack[_Options]) -> tuple[Q, Any]: ...
+    @overload
+    def attend(self, layer: int, q: Rows, *, return_lse: bool, **options: Unpack[_Options]) -> Any: ...
     def attend(
         self,
         layer: int,
@@ -210,6 +231,39 @@ class Step:
         out, lse = self._core.attend(self._number, layer, q, out, return_lse, dtype, sink_logits)
         return (out, lse) if return_lse else out
 
+    @overload
+    def forward(
+        self,
+        layer: int,
+        q: Q,
+        k: Rows | None = None,
+        v: Rows | None = None,
+        *,
+        return_lse: Literal[False] = False,
+        **options: Unpack[_Options],
+    ) -> Q: ...
+    @overload
+    def forward(
+        self,
+        layer: int,
+        q: Q,
+        k: Rows | None = None,
+        v: Rows | None = None,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[_Options],
+    ) -> tuple[Q, Any]: ...
+    @overload
+    def forward(
+        self,
+        layer: int,
+        q: Rows,
+        k: Rows | None = None,
+        v: Rows | None = None,
+        *,
+        return_lse: bool,
+        **options: Unpack[_Options],
+    ) -> Any: ...
     def forward(
         self,
         layer: int,
@@ -268,6 +322,9 @@ class Step:
         """Ends the step as if it had not been entered; an exception does so by itself."""
         self._core.rollback(self._number)
         self._end()
+
+    def __repr__(self) -> str:
+        return f"<Step of {len(self.batch)} sequence(s), {'open' if self._open else 'closed'}>"
 
     def _end(self) -> None:
         self._open, self._ended = False, time.perf_counter()

@@ -38,11 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader has gone, as in `pagoda plan ... | head`. Python would flush once more as it ends, and fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except (OSError, MemoryError) as error:
-        print(f"pagoda: {error or 'out of memory'}", file=sys.stderr)
+        # Nobody is there to be told where the reader has gone, as in `pagoda plan ... | head`.
+        if not isinstance(error, BrokenPipeError):
+            print(f"pagoda: {error or 'out of memory'}", file=sys.stderr)
+        _let_go()
         return 1
     return status
+
+
+def _let_go() -> None:
+    """Python flushes once more as it ends: what cannot be written then either goes nowhere."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -128,5 +128,5 @@ def _compiling(kernel: Kernel) -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """Where CuPy keeps compiled kernels."""
-    return Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()
+    """Where CuPy keeps compiled kernels. To it ~ is a name like any other without a home, and in CUPY_CACHE_DIR."""
+    return Path(os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache")))  # noqa: PTH111

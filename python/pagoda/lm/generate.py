@@ -13,7 +13,7 @@ from pagoda._core import TOKENS_MAX
 from pagoda.checks import integers, natural
 from pagoda.errors import InvalidArgument
 from pagoda.lm.arrays import to_host
-from pagoda.lm.model import LanguageModel
+from pagoda.lm.model import ForwardCache, LanguageModel, S
 from pagoda.lm.sampling import Sampler
 from pagoda.lm.tokenizer import Decoder, Tokenizer
 
@@ -51,8 +51,8 @@ class Written:
 
 def generate(
     model: LanguageModel,
-    cache: Any,
-    sequence: Any,
+    cache: ForwardCache[S],
+    sequence: S,
     prompt: npt.NDArray[np.int64],
     new_tokens: int,
     sampler: Sampler,

@@ -7,9 +7,11 @@ and angles come from NumPy everywhere, and are handed over: they are small.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +54,17 @@ class ForwardStep(Protocol):
 
     def forward(self, layer: int, q: Array, k: Array, v: Array) -> Array:
         """Append and attend."""
+        ...
+
+
+S = TypeVar("S", contravariant=True)
+
+
+class ForwardCache(Protocol[S]):
+    """What `generate` needs of a cache: `pagoda.Cache`, or a `ContiguousCache`."""
+
+    def step(self, batch: Sequence[S], new_tokens: Sequence[int]) -> AbstractContextManager[ForwardStep]:
+        """A step that appends `new_tokens[i]` tokens to the i-th sequence."""
         ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,6 +40,10 @@ class Tokenizer(Protocol):
         """The tokens of a text, with the mark of a beginning if the model has one."""
         ...
 
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of tokens."""
+        ...
+
     def decoder(self) -> Decoder:
         """A fresh decoder."""
         ...
@@ -58,6 +62,11 @@ class ByteTokenizer:
         """
         ids = np.frombuffer(_utf8(text, "surrogateescape"), np.uint8).astype(np.int64)
         return ids if self.bos is None else np.concatenate([np.array([self.bos], np.int64), ids])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of tokens; bytes that are no UTF-8 become U+FFFD. Raises InvalidArgument for what is no token."""
+        decoder = self.decoder()
+        return "".join(decoder.feed(natural("ids", token)) for token in ids) + decoder.finish()
 
     def decoder(self) -> Decoder:
         """A fresh decoder; bytes that are no UTF-8 become U+FFFD."""
@@ -94,7 +103,7 @@ class FileTokenizer:
         _utf8(text, "strict")
         return np.array(self._ask("one with tokens for the text", self._tokenizer.encode, text).ids, np.int64)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens. Raises InvalidArgument for what the file makes none of."""
         text: str = self._ask("one with text for the tokens", self._tokenizer.decode, list(ids))
         return text

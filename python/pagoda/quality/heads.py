@@ -195,7 +195,8 @@ class Head:
         aside *= ASIDE * self.beta / (SCALE * math.sqrt(CODE)) / np.linalg.norm(aside, axis=1, keepdims=True)
         sink = np.full((len(seen), 1), (self.sink or 0.0) / (SCALE * math.sqrt(CODE)))
         unseen = np.zeros((len(seen), others // 2))
-        return (np.hstack([seen, sink, unseen, aside]) @ self.basis.T).astype(np.float32)
+        queries: Float32 = (np.hstack([seen, sink, unseen, aside]) @ self.basis.T).astype(np.float32)
+        return queries
 
     def chunks(self) -> Iterator[tuple[Float32, Float32]]:
         """Keys [n, 1, HEAD_DIM] and values [n, 1, VALUE_DIM] of one chunk of tokens after another; the last is one token."""
