@@ -223,11 +223,11 @@ class Cache:
         outliers = Outliers(center, rotate, len(spec.layers), deterministic=deterministic)
         layers = core_layers(spec, self.dtypes, outliers, keeps, k_norms)
         geometry = Geometry(layers, page_size)
-        memory = tier_memory(
-            geometry.layouts,
-            parse_size(device_memory, "device_memory"),
-            parse_size(host_memory, "host_memory"),
-        )
+        sizes = [layout.block_bytes for layout in geometry.layouts]
+        memory = [
+            tier_memory(name, parse_size(size, name), sizes, needed=name == "device_memory")
+            for name, size in (("device_memory", device_memory), ("host_memory", host_memory))
+        ]
         on_disk = disk_arguments(disk, disk_memory, resume, disk_writes_per_day, disk_timeout, model, geometry)
         options: dict[str, Any] = {
             "memory": memory,
