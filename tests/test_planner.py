@@ -479,6 +479,13 @@ def test_standard_output_may_be_closed(errors: str) -> None:
     assert (ran.returncode, ran.stderr) == (1, "" if errors else "pagoda: standard output is closed\n")
 
 
+def test_an_error_does_not_go_to_standard_output() -> None:
+    """Where standard error is closed, `print` would take it for that."""
+    command = f'"{sys.executable}" -m pagoda plan no-such-model --json 2>&-'
+    ran = subprocess.run(command, shell=True, stdout=subprocess.PIPE, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (2, "")
+
+
 def test_terminals_without_blocks_get_a_plan() -> None:
     command = [sys.executable, "-m", "pagoda", "plan", "qwen3-8b"]
     ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
