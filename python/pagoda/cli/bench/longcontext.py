@@ -281,7 +281,7 @@ def measure(
         machine.forget_peak()
         moved, waited = Counter[str](), list[float]()
         before, start = machine.resident(), time.perf_counter()
-        while len(waited) < most and (seconds is None or time.perf_counter() < start + seconds):
+        while len(waited) < most and (not waited or seconds is None or time.perf_counter() < start + seconds):
             links, wait = write()
             moved.update(links)
             waited.append(wait)
