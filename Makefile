@@ -123,4 +123,4 @@ bench-gpu: setup  ## the figures of docs/benchmarks/gpu.md; needs a GPU
 	benches/gpu/run.sh target/gpu
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) target dist
+	rm -rf $(VENV) target dist python/pagoda/_core.abi3.so .hypothesis .mypy_cache .pytest_cache .ruff_cache

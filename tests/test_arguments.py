@@ -476,7 +476,12 @@ CALLS: Calls = {
     ),
     "Planner.longest_context": (
         plain(planner.Planner(SPEC).longest_context),
-        {"budget_bytes": P(1 << 30, SIZES), "batch": P(1, POSITIVE_INTEGERS)},
+        {
+            "device_bytes": P(1 << 30, SIZES),
+            "host_bytes": P(1, SIZES),
+            "disk_bytes": P(1, SIZES),
+            "batch": P(1, POSITIVE_INTEGERS),
+        },
     ),
     "sizes.parse_size": (lambda world, value: sizes.parse_size(value, "value"), {"value": P("1MiB", SIZES)}),
     "sizes.parse_tokens": (lambda world, value: sizes.parse_tokens(value, "value"), {"value": P("1k", SIZES)}),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from emulator.driver import CallerStream
 from pagoda.cli import main
 from pagoda.cli.bench import longcontext
 from pagoda.cli.bench.longcontext import budgets_of
+from pagoda.cli.console import results
 from pagoda.device import cuda
 from pagoda.kernels.instances import Kernel
 from pagoda.measuring import machine
@@ -92,6 +96,14 @@ def test_for_so_many_seconds(rates: dict[str, float], capsys: pytest.CaptureFixt
     assert row["bytes_per_token"]["disk"] == row["tier_bytes"]["disk"] == 0
 
 
+def test_a_token_is_written_however_few_the_seconds(
+    rates: dict[str, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*bench("--contexts", "300", "--seconds", "1e-9", "--weights", "0"), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["longcontext"]
+    assert row["tokens"] == 1
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is that of the process")
 def test_the_peak_is_of_the_row(
     rates: dict[str, float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -112,6 +124,33 @@ def test_the_peak_is_of_the_row(
     assert len(measured) == 3
     (row,) = json.loads(capsys.readouterr().out)["longcontext"]
     assert row["peak_resident_bytes"] < most
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say")
+def test_the_peak_is_of_the_process_and_not_of_what_started_it() -> None:
+    large = np.ones(512 << 20, np.uint8)
+    command = [sys.executable, "-c", "from pagoda.measuring import machine; print(machine.peak_resident())"]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert 1 << 20 < int(said) < len(large)
+
+
+def test_a_narrow_terminal_loses_no_digit(
+    rates: dict[str, float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cell by cell it says, over more lines, what a wide one does."""
+    assert main([*bench("--contexts", "300", "--tokens", "1", "--weights", "0"), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    seen = []
+    for columns in ("80", "400"):
+        monkeypatch.setenv("COLUMNS", columns)
+        longcontext.draw(document, results())
+        printed = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+        lines = [line.split("│")[1:-1] for line in printed if line.startswith("│")]
+        seen.append((len(lines), ["".join("".join(cell).split()) for cell in zip(*lines, strict=True)]))
+    (narrow, cells), (wide, expected) = seen
+    assert narrow > wide == 1
+    assert cells == expected
 
 
 def test_a_table_for_people(

@@ -225,6 +225,7 @@ ROUTES = Routes(
         (["gpus", "one", "rates"], []),
         (["gpus", "one", "rates", 0, "ring"], 0),
         (["gpus", "one", "rates", 3, "nvlink"], 1.0),
+        (["gpus", "one", "rates", 3], {}),
         (["gpus", "one", "start"], {"ring": 1e-5}),
         (["gpus", "one", "start", "ring"], float("inf")),
         (["gpus", "one", "formats"], {"f16": 0.0}),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -238,6 +240,25 @@ def test_a_directory_without_a_name_is_not_the_working_directory(
         main([*command, ""])
     assert f"argument {command[-1]}: invalid directory value: ''" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A directory that no drive has."""
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("no file system in memory")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        yield Path(name)
+
+
+def test_a_directory_in_memory_is_no_disk(in_memory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What would be measured there is memory, and pages there are no less of it."""
+    (finding,) = [found for found in doctor.examine(in_memory) if found.what == "disk"]
+    assert not finding.fine
+    assert "a drive: the directory is in memory" in finding.remedy
+    spec = pagoda.ModelSpec([pagoda.AttentionLayer(1, 1, 16)])
+    pagoda.Cache(spec, device_memory="1MiB", host_memory=0, disk=in_memory / "pages", disk_memory="1MiB").close()
+    assert f"disk = {in_memory / 'pages'}: without a drive: the directory is in memory" in caplog.text
 
 
 def test_nowhere_to_write_is_no_matter_of_other_commands(

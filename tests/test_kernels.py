@@ -39,6 +39,17 @@ def test_kernels_compile_and_do_not_spill() -> None:
     assert all(entry.registers <= 255 for entry in compiled)
 
 
+def test_make_kernels_knows_its_architectures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import compile_kernels
+
+    monkeypatch.setattr("sys.argv", ["compile_kernels.py", "--archs", "sm_80,sm_99"])
+    with pytest.raises(SystemExit, match="2"):
+        compile_kernels.main()
+    assert "--archs sm_80,sm_99: of sm_80, sm_86, " in capsys.readouterr().err
+
+
 def test_make_kernels_does_what_models_ask_for() -> None:
     import compile_kernels
 

@@ -149,6 +149,20 @@ def test_tiers_fill_in_order() -> None:
     assert planner.footprint(longest).total_bytes <= 11 * GIB < planner.footprint(longest + 64).total_bytes
 
 
+@pytest.mark.parametrize("state", [0, 1, -1], ids=["fits", "has room for a page", "does not fit"])
+def test_states_go_to_the_device_alone(state: int) -> None:
+    """So the longest context is none where they do not fit there, whatever the host has."""
+    planner = Planner(ModelSpec.preset("qwen3-next-80b-a3b"))
+    page = planner.footprint(64).paged_bytes
+    device = 2 * planner.spec.state_bytes() + state * page
+    longest = planner.longest_context(device, 10 * page, batch=2)
+    assert longest == (0 if state < 0 else (10 + state) // 2 * 64)
+    document = describe(planner, [64], 2, {"device": device, "host": 10 * page, "disk": 0})
+    (said,), (split,) = document["longest_context"].values(), document["contexts"][0]["budgets"].values()
+    assert said == longest
+    assert (split["lacking_bytes"] > 0) == (longest == 0)
+
+
 SHAPES: dict[str, tuple[list[AttentionLayer], dict[str, Any]]] = {
     "small": ([AttentionLayer(2, 1, 16)], {"page_size": 16}),
     "large": ([AttentionLayer(8, 8, 128), AttentionLayer(8, 2, 64)], {"k_dtype": "f32", "v_dtype": "f32"}),
@@ -288,9 +302,13 @@ def test_command_counts_what_pages_on_disk_have_beside_them(capsys: pytest.Captu
     assert split["lacking_bytes"] > 0
 
 
-def test_command_counts_a_disk_that_nothing_reaches_for_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_counts_a_disk_that_nothing_reaches_for_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """A page of a layer is 1 MiB, 16 are the least that a GPU has steps over disk with."""
-    command = ["plan", "llama-2-7b", "--context", "32k", "--disk-memory", "100GiB", "--device", "cuda"]
+    model = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 32, "hidden_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    command = ["plan", str(tmp_path), "--context", "32k", "--disk-memory", "100GiB", "--device", "cuda"]
     for memory, lacks in (("15MiB", True), ("16MiB", False)):
         assert main([*command, "--device-memory", memory, "--json"]) == 0
         document = json.loads(capsys.readouterr().out)
@@ -393,13 +411,24 @@ def test_command_says_whether_k_is_stored(capsys: pytest.CaptureFixture[str]) ->
         ["plan", "qwen3-8b", "--page-size", "100"],
         ["plan", "qwen3-8b", "--device-memory", "0"],
         ["plan", "qwen3-8b", "--device-memory", ""],
-        ["plan", "qwen3-8b", "--disk-memory", "1MiB"],
+        ["plan", "qwen3-8b", "--host-memory", "4000000TiB"],
         ["plan", "qwen3-8b", "--cache-type-k", "f32", "--cache-type-v", "q5_0", "--device", "cuda"],
         ["plan", ""],
     ],
 )
 def test_command_refuses_in_one_line(arguments: list[str], refused: Callable[..., str]) -> None:
     refused(*arguments)
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_a_budget_that_no_cache_takes_is_refused_by_its_option(
+    tier: str, refused: Callable[..., str], tmp_path: Path
+) -> None:
+    disk = {"disk": tmp_path / "pages"} if tier == "disk" else {}
+    with pytest.raises(InvalidArgument) as by_cache:
+        pagoda.Cache(ModelSpec.preset("qwen3-8b"), **disk, **{f"{tier}_memory": 1000})  # type: ignore[arg-type]
+    said = refused("plan", "qwen3-8b", f"--{tier}-memory", "1000")
+    assert said == str(by_cache.value).replace(f"{tier}_memory", f"--{tier}-memory")
 
 
 def test_doctor_sees_the_module(capsys: pytest.CaptureFixture[str]) -> None:
@@ -448,6 +477,13 @@ def test_standard_output_may_be_closed(errors: str) -> None:
     command = f'"{sys.executable}" -m pagoda plan qwen3-8b >&- {errors}'
     ran = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (1, "" if errors else "pagoda: standard output is closed\n")
+
+
+def test_an_error_does_not_go_to_standard_output() -> None:
+    """Where standard error is closed, `print` would take it for that."""
+    command = f'"{sys.executable}" -m pagoda plan no-such-model --json 2>&-'
+    ran = subprocess.run(command, shell=True, stdout=subprocess.PIPE, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (2, "")
 
 
 def test_terminals_without_blocks_get_a_plan() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pagoda
+import pytest
 from mirror import Mirror, layer
 
 PRELUDE = """
@@ -57,6 +58,22 @@ print(len(sequence))
 """
     done = run(script)
     assert (done.returncode, done.stdout.strip()) == (0, "507"), done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes run on all cores")
+def test_a_cache_has_a_worker_for_each_core_that_the_process_may_run_on() -> None:
+    script = """
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+def threads(**options):
+    before = len(os.listdir("/proc/self/task"))
+    with pagoda.Cache(spec, device_memory="1MiB", host_memory=0, **options):
+        return len(os.listdir("/proc/self/task")) - before
+assert threads(threads=2) > threads(threads=1)
+assert threads() == threads(threads=1)
+print("fine")
+"""
+    done = run(script)
+    assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
 
 
 def test_a_forked_child_does_not_hold_on_to_the_files(tmp_path: Path) -> None:

@@ -463,8 +463,11 @@ def test_a_plot_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     arguments = ["bench", "quality", "--formats", "f16,q4_0", "--contexts", "2k", "--json", "--plot"]
     assert main([*arguments, str(tmp_path / "quality.svg")]) == 0
     assert (tmp_path / "quality.svg").read_text().startswith("<?xml")
-    # Such that it is seen when it is written alone.
+    measured = json.loads(capsys.readouterr().out)
+    # Such that it is seen when it is written alone: after the figures.
     (tmp_path / "other.svg").mkdir(0o700)
     monkeypatch.setattr(plot, "check_path", lambda path: None)
     assert main([*arguments, str(tmp_path / "other.svg")]) == 2
-    assert capsys.readouterr().err.count("--plot") == 1
+    out, err = capsys.readouterr()
+    assert err.count("--plot") == 1
+    assert json.loads(out).keys() == measured.keys()

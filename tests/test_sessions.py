@@ -439,17 +439,18 @@ def test_a_damaged_index_serves_the_newest_save_or_nothing_and_says_so(
         with opened(tmp_path) as cache:
             disk = cache.stats().disk_io
             assert disk is not None
+            (told,) = [why for why in disk.refused if "index" in why]
             if copies == 1:
                 assert cache.saved() == {"other": b"", "it": b"newer", "last": b""}
                 mirror = Mirror(cache)
                 load(mirror, "it", tokens)
                 mirror.look()
-                assert [f"{line} damaged bytes of the index" in told for told in disk.refused] == [True]
+                assert f"{line} damaged bytes of the index" in told
             else:
                 assert cache.saved() == {"last": b""}
-                assert ["1 line(s) of the index" in told for told in disk.refused] == [True]
+                assert "1 line(s) of the index" in told
                 assert all(f"{key!r} is lost: a later line of the index" in caplog.text for key in ("it", "other"))
-            assert disk.refused[0] in caplog.text
+            assert told in caplog.text
 
 
 def test_a_file_that_was_cut_short_has_what_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -271,6 +271,34 @@ def filter_rows(rows: list[str], name: str) -> Iterator[str]:
     return (row for row in reversed(rows) if row.startswith(name))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["position", "--context", "2048", "--offset", "{end}"], "--context 2048"),
+        (["position", "--context", "0"], "--context 0"),
+        (["compare", "--context", "4096", "--tail", "4096"], "--tail 4096"),
+        (["compare", "--context", "4096", "--short", "3"], "--short 3"),
+        (["compare", "--context", "2048", "--offset", "{end}"], "--context 2048"),
+        (["sample", "--prompt", ""], "--prompt"),
+        (["sample", "--offset", "{end}000"], "--prompt-bytes"),
+        (["sample", "--prompt", "\N{CHECK MARK}"], "--prompt"),
+    ],
+)
+def test_eval_byte_lm_refuses_what_it_would_mislabel(
+    arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """end: where a thousand bytes are left of the text."""
+    import eval_byte_lm
+
+    end = SHIPPED_TEXT.stat().st_size - 1000
+    given = [argument.format(end=end) for argument in arguments]
+    monkeypatch.setattr("sys.argv", ["eval_byte_lm.py", str(SHIPPED_MODEL), *given])
+    monkeypatch.setattr(eval_byte_lm, "ByteModel", lambda *_: pytest.fail("a model is read"))
+    with pytest.raises(SystemExit, match="2"):
+        eval_byte_lm.main()
+    assert named in capsys.readouterr().err.splitlines()[-1]
+
+
 SLOWLY = """
 import sys
 sys.path.insert(0, sys.argv[1])

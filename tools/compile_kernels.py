@@ -253,10 +253,11 @@ def main() -> None:
     choice.add_argument("--archs", default=",".join(ARCHS))
     choice.add_argument("--covering", action="store_true", help="only what the tests compile")
     arguments = parser.parse_args()
-    if arguments.covering:
-        kernels = {arch: covering(arch) for arch in COVERED}
-    else:
-        kernels = {arch: every(arch) for arch in arguments.archs.split(",")}
+    archs = arguments.archs.split(",")
+    if set(archs) - set(ARCHS):
+        parser.error(f"--archs {arguments.archs}: of {', '.join(ARCHS)}")
+    wanted, chosen = (covering, COVERED) if arguments.covering else (every, archs)
+    kernels = {arch: wanted(arch) for arch in chosen}
     count, spilling = 0, 0
     for one in compile_all(kernels):
         figures = f"{one.registers:>4} registers {one.spilled:>5} spilled {one.cubin_bytes:>7} bytes"

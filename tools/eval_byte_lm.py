@@ -191,6 +191,11 @@ def sample(folder: Path, prompt: Bytes, count: int, temperature: float, seed: in
     return bytes(out)
 
 
+def latin_1(text: str) -> Bytes:
+    """The bytes of a prompt, one for each character."""
+    return np.frombuffer(text.encode("latin-1"), np.uint8)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -200,7 +205,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=131072)
     parser.add_argument("--short", type=int, default=2048, help="compare: the short context")
     parser.add_argument("--tail", type=int, default=16384, help="compare: how many bytes to score")
-    parser.add_argument("--prompt", help="sample: a prompt, instead of a part of the text")
+    parser.add_argument("--prompt", type=latin_1, help="sample: a prompt in Latin-1, instead of a part of the text")
     parser.add_argument("--prompt-bytes", type=int, default=131072)
     parser.add_argument("--count", type=int, default=600, help="sample: bytes to write")
     parser.add_argument("--temperature", type=float, default=0.8)
@@ -208,14 +213,20 @@ def main() -> None:
     args = parser.parse_args()
     path = args.text or args.model / "held_out.txt"
     text = np.frombuffer(path.read_bytes(), np.uint8)[args.offset :]
+    seen = args.short - args.short // 4
+    prompt = text[: args.prompt_bytes] if args.prompt is None else args.prompt
+    if args.what != "sample" and not 0 < args.context < len(text):
+        parser.error(f"--context {args.context}: above 0, and below the {len(text)} bytes from --offset on")
+    if args.what == "compare" and not (args.short >= 4 and 0 < args.tail <= args.context - seen):
+        limit = f"at least 4, and above 0 and at most --context less 3/4 of --short, {args.context - seen}"
+        parser.error(f"--short {args.short}, --tail {args.tail}: {limit}")
+    if args.what == "sample" and not len(prompt):
+        parser.error("--prompt, --prompt-bytes: a byte at least")
     if args.what == "position":
         by_position(args.model, text, args.context)
     elif args.what == "compare":
         compare(args.model, text, args.context, args.short, args.tail)
     else:
-        prompt = text[: args.prompt_bytes]
-        if args.prompt is not None:
-            prompt = np.frombuffer(args.prompt.encode("latin-1"), np.uint8)
         out = sample(args.model, prompt, args.count, args.temperature, args.seed)
         print(f"[... {bytes(prompt[-200:]).decode('latin-1')}]{out.decode('latin-1')}")
 

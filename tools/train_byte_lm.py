@@ -444,7 +444,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=default.head_dim)
     parser.add_argument("--window", type=int, default=default.window)
     parser.add_argument("--global-layers", type=int, nargs="+", default=default.global_layers)
-    return parser.parse_args()
+    args = parser.parse_args()
+    for name in ("steps", "minutes", "warmup"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            parser.error(f"--{name} {value}: above 0")
+    return args
 
 
 def main() -> None:

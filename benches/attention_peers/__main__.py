@@ -88,13 +88,16 @@ def main() -> None:
     names = arguments.libraries.split(",") if arguments.libraries else list(libraries)
     if set(names) - set(libraries):
         parser.error(f"--libraries {arguments.libraries}: there are {', '.join(libraries)}")
+    contexts = arguments.contexts.split(",")
+    if not all(part.isdecimal() and int(part) for part in contexts):
+        parser.error(f"--contexts {arguments.contexts}: numbers of tokens above 0")
     kind = f"{arguments.threads} thread(s), {arguments.format}"
     print(f"| {kind} | context |", " | ".join(names), "| pagoda / best other |")
     print("|---|---|" + "---|" * (len(names) + 1))
     for shape in arguments.shapes.split(","):
         heads, dim = shape.split("x")
         q_heads, kv_heads = (int(part) for part in heads.split("/"))
-        for context in (int(part) for part in arguments.contexts.split(",")):
+        for context in map(int, contexts):
             case = Case(q_heads, kv_heads, int(dim), context, arguments.format, arguments.threads)
             data = Data.draw(case)
             seen = {name: cell(case, data, libraries[name], arguments.seconds) for name in names}

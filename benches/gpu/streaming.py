@@ -7,7 +7,6 @@ Beside attention alone also with a product of matrices in front of each layer: c
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 
@@ -15,6 +14,7 @@ import pagoda
 import torch
 from harness import DIM, KV_HEADS, STREAM, Report
 from pagoda.device.cuda import open_driver
+from pagoda.engine import cores
 from pagoda.measuring.gpu import ceilings
 from pagoda.rates import Routes, routes_of
 
@@ -78,7 +78,7 @@ def main() -> None:
     link, chosen = ceilings(driver)["pcie"], driver.ring_bytes
     report.line("one large copy", "copy engine", GBs=link / 1e9)
     report.line("the ring is faster", "chosen", from_bytes=float(chosen))
-    measured = routes_of(driver.name, os.cpu_count() or 1)
+    measured = routes_of(driver.name, cores())
     cpu = {"CPU": Routes(0, [{"memory": 1.0}], {"memory": 0.0}, {"f16": 1.0}), "divided": measured} if measured else {}
     if measured:
         best = max(sum(rates.values()) for rates in measured.rates)

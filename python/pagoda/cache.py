@@ -47,7 +47,7 @@ from pagoda.checks import (
 from pagoda.device import engine_for
 from pagoda.device.driver import Stream
 from pagoda.disk import DISK_TIMEOUT, disk_arguments
-from pagoda.engine import Engine, forced_isa
+from pagoda.engine import Engine, cores, forced_isa
 from pagoda.errors import BackendUnavailable, CorruptPage, InvalidArgument, OutOfBlocks, PagodaError, TierIOError
 from pagoda.formats import formats_by_layer
 from pagoda.geometry import Geometry, core_layers, group_layers, tier_memory
@@ -141,8 +141,8 @@ class Cache(Uncopied):
     device_memory, host_memory: budgets, in bytes or like "512MiB"; 0 is no host tier. The CPU takes memory as it is used. On
     a GPU the device tier is allocated at once and the host tier pinned as it is used; at most an eighth of device_memory is
     a ring that pages of other tiers are streamed through.
-    threads: CPU workers, all cores by default. On a GPU they do a part of attention over the host tier, if `pagoda doctor
-    --calibrate` has measured this GPU beside as many.
+    threads: CPU workers, one for each core that the process may run on by default. On a GPU they do a part of attention over
+    the host tier, if `pagoda doctor --calibrate` has measured this GPU beside as many.
 
     disk, disk_memory: a directory for a third tier, and the bytes that it may take there. The directory is made if only its
     last part is missing, and nobody else may write to it. Pages have checksums that are verified whenever they are read.
@@ -213,7 +213,7 @@ class Cache(Uncopied):
         retention: SinkWindow | None = None,
         headroom: int | None = None,
     ) -> None:
-        page_size, threads = as_int(page_size), as_int(os.cpu_count() or 1 if threads is None else threads)
+        page_size, threads = as_int(page_size), as_int(cores() if threads is None else threads)
         check_spec("spec", spec)
         check_threads("threads", threads)
         check_page_size("page_size", page_size)
@@ -229,11 +229,11 @@ class Cache(Uncopied):
         outliers = Outliers(center, rotate, len(spec.layers), deterministic=deterministic)
         layers = core_layers(spec, self.dtypes, outliers, keeps, k_norms)
         geometry = Geometry(layers, page_size)
-        memory = tier_memory(
-            geometry.layouts,
-            parse_size(device_memory, "device_memory"),
-            parse_size(host_memory, "host_memory"),
-        )
+        sizes = [layout.block_bytes for layout in geometry.layouts]
+        memory = [
+            tier_memory(name, parse_size(size, name), sizes, needed=name == "device_memory")
+            for name, size in (("device_memory", device_memory), ("host_memory", host_memory))
+        ]
         on_disk = disk_arguments(disk, disk_memory, resume, disk_writes_per_day, disk_timeout, model, geometry)
         options: dict[str, Any] = {
             "memory": memory,

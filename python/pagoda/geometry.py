@@ -222,28 +222,25 @@ class Geometry:
         return runs
 
 
-def tier_memory(layouts: list[BlockLayout], device_bytes: int, host_bytes: int) -> list[tuple[int, int]]:
-    """(bytes, extent bytes) of the device and the host tier.
+def tier_memory(name: str, budget: int, sizes: list[int], *, needed: bool) -> tuple[int, int]:
+    """(bytes, extent bytes) of a tier in memory. sizes: bytes of a block, by layer group.
 
     An extent holds whole blocks of the largest group, about `EXTENT_BYTES` of them, but few enough that every group can
     have some; two at least where blocks of others do not fill one of them, since they may lie across the borders of extents:
     so each extent holds a block of any group. It holds up to `EXTENT_GROWTH` times as many where then nothing is lost at the
-    borders (docs/layout.md). Raises InvalidArgument when a budget cannot hold one block of each group.
+    borders (docs/layout.md). Raises InvalidArgument when the budget, which `name` names, cannot hold one block of each group;
+    unless it is needed, 0 is none.
     """
-    sizes = [layout.block_bytes for layout in layouts]
     largest, groups = max(sizes), len(sizes)
     period = math.lcm(*sizes) // largest
     fewest = min(2, period)
-    memory = []
     aim = max(fewest, EXTENT_BYTES // largest)
     least = largest * fewest * groups
     most = min(ARENA_BYTES_MAX, EXTENTS_MAX * aim * largest, BLOCKS_PER_GROUP_MAX * min(sizes))
-    for name, budget in (("device_memory", device_bytes), ("host_memory", host_bytes)):
-        if budget > most or (budget < least and (budget > 0 or name == "device_memory")):
-            limit = f"from {least} bytes, one page of each of {groups} layer group(s), to {most}"
-            raise InvalidArgument(f"{name} = {budget}: {limit}")
-        room = budget // (largest * groups * 8)
-        count = max(fewest, min(aim, room))
-        whole = -(-count // period) * period
-        memory.append((budget, largest * (whole if whole <= min(EXTENT_GROWTH * aim, room) else count)))
-    return memory
+    if budget > most or (budget < least and (budget > 0 or needed)):
+        limit = f"from {least} bytes, one page of each of {groups} layer group(s), to {most}"
+        raise InvalidArgument(f"{name} = {budget}: {limit}")
+    room = budget // (largest * groups * 8)
+    count = max(fewest, min(aim, room))
+    whole = -(-count // period) * period
+    return budget, largest * (whole if whole <= min(EXTENT_GROWTH * aim, room) else count)

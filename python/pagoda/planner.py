@@ -124,9 +124,8 @@ class Planner:
         device_bytes = natural("device_bytes", device_bytes, 0, BYTES_MAX)
         for name, flag in (("host", host), ("disk", disk), ("on_gpu", on_gpu)):
             check_flag(name, flag)
-        groups = self._groups()
         # Layers of a group are of one shape.
-        widths = [self._layer_bytes(layers[0]) for layers in groups]
+        widths = [self._layer_bytes(layers[0]) for layers in self._groups()]
         if not widths:
             return Rings()
         if not on_gpu:
@@ -136,9 +135,12 @@ class Planner:
         ring = SLOTS * slots.bytes
         if not disk:
             return Rings(ring)
-        blocks = [len(layers) * width for layers, width in zip(groups, widths, strict=True)]
-        through = passage_bytes(blocks, device_bytes - ring, slots.read)
+        through = passage_bytes(self.block_bytes(), device_bytes - ring, slots.read)
         return Rings(ring, through.ring, through.stage, reaches_disk=ring > 0)
+
+    def block_bytes(self) -> list[int]:
+        """Bytes of a page, by layer group: a block holds one."""
+        return [sum(map(self._layer_bytes, layers)) for layers in self._groups()]
 
     def _groups(self) -> list[list[int]]:
         return group_layers(self.spec, [(self.k_dtype, self.v_dtype)] * len(self.spec.layers))
@@ -160,7 +162,7 @@ class Planner:
         Where layer groups have pages of several sizes, rounded down to what divides them all.
         """
         size = natural("size", size, 0, BYTES_MAX)
-        pages = [sum(map(self._layer_bytes, layers)) for layers in self._groups()]
+        pages = self.block_bytes()
         return size - size % math.gcd(*pages) if pages else 0
 
     def room_on_disk(self, disk_memory: int) -> int:
@@ -187,12 +189,12 @@ class Planner:
         lacking = left + max(0, footprint.state_bytes - device_bytes)
         return Split(parts[0] + min(footprint.state_bytes, device_bytes), parts[1], parts[2], lacking)
 
-    def longest_context(self, budget_bytes: int, batch: int = 1) -> int:
-        """The most tokens, in whole pages, whose memory fits a budget; 0 if none do, `TOKENS_MAX` if memory stops growing."""
-        budget_bytes = natural("budget_bytes", budget_bytes, 0, BYTES_MAX)
-        batch = natural("batch", batch, 1, COUNT_MAX)
+    def longest_context(self, device_bytes: int, host_bytes: int = 0, disk_bytes: int = 0, *, batch: int = 1) -> int:
+        """The most tokens, in whole pages, that `split` finds room for; 0 if none, `TOKENS_MAX` if memory stops growing."""
         pages = range(1, TOKENS_MAX // self.page_size + 1)
-        fit = bisect_right(
-            pages, budget_bytes, key=lambda count: self.footprint(count * self.page_size, batch).total_bytes
-        )
-        return fit * self.page_size
+
+        def lacking(count: int) -> int:
+            footprint = self.footprint(count * self.page_size, batch)
+            return self.split(footprint, device_bytes, host_bytes, disk_bytes).lacking_bytes
+
+        return bisect_right(pages, 0, key=lacking) * self.page_size

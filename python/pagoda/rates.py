@@ -157,7 +157,7 @@ def _is_whole(calibration: Calibration) -> bool:
         isinstance(calibration.directory, str)
         and all(type(threads) is int for threads in [calibration.threads, *(routes.threads for routes in gpus)])
         and all(each.keys() == LINKS for each in links)
-        and all(each.keys() <= ROUTES for each in ways)
+        and all(each and each.keys() <= ROUTES for each in ways)
         and all(routes.start.keys() == ROUTES and routes.ceilings for routes in gpus)
         and all(0 < rate < math.inf for rate in rates)
         and all(0 <= seconds < math.inf for routes in gpus for seconds in routes.start.values())

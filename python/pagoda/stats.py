@@ -30,7 +30,8 @@ class DiskIO:
     io_uring: bool
     """Through rings of the kernel's; else threads with system calls."""
     refused: list[str]
-    """What was tried when the directory was opened and failed, with the error, and what of its index was damaged."""
+    """What was tried when the directory was opened and failed, with the error; that it is in memory; what of its index was
+    damaged."""
     bytes_written: int
     """Bytes written to the drive, headers and padding included."""
     bytes_read: int

@@ -25,10 +25,24 @@ use pagoda_cpu::{
 /// The memory that layers rotate over, at least.
 const COLD: u64 = 512 << 20;
 
+/// What can be set.
+const NAMES: [&str; 9] =
+    ["threads", "formats", "contexts", "pages", "shapes", "cached", "samples", "isa", "sections"];
+
 /// The settings of a run.
 struct Options(Vec<String>);
 
 impl Options {
+    /// Those of the command line, where cargo has an option of its own.
+    fn given() -> Self {
+        let given: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
+        for arg in &given {
+            let known = arg.split_once('=').is_some_and(|(name, _)| NAMES.contains(&name));
+            assert!(known, "{arg} is not a setting: one of {NAMES:?}, with = and words");
+        }
+        Self(given)
+    }
+
     /// The words given for `name`, or those of `default`.
     fn words(&self, name: &str, default: &str) -> Vec<String> {
         let given = self.0.iter().find_map(|arg| arg.strip_prefix(name)?.strip_prefix('='));
@@ -532,7 +546,7 @@ fn backend(options: &Options, threads: usize, deterministic: bool) -> Backend {
 }
 
 fn main() {
-    let options = Options(std::env::args().collect());
+    let options = Options::given();
     let samples = options.numbers("samples", "9")[0];
     println!("{} on {} cores", isa(&options), std::thread::available_parallelism().map_or(1, Into::into));
     let sections = "decode,formats,cached,order,small,append,peaked,prefill,shared";

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.register(commands)
     arguments = parser.parse_args(argv)
     if sys.stdout is None:
-        print("pagoda: standard output is closed", file=sys.stderr)
+        _complain("standard output is closed")
         return 1
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A model may write any character; not every terminal has all of them.
@@ -34,17 +34,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
         sys.stdout.flush()
     except PagodaError as error:
-        print(f"pagoda: {error}", file=sys.stderr)
+        _complain(error)
         return 2
     except KeyboardInterrupt:
         return 130
     except (OSError, MemoryError) as error:
         # Nobody is there to be told where the reader has gone, as in `pagoda plan ... | head`.
         if not isinstance(error, BrokenPipeError):
-            print(f"pagoda: {error or 'out of memory'}", file=sys.stderr)
+            _complain(str(error) or "out of memory")
         _let_go()
         return 1
     return status
+
+
+def _complain(what: object) -> None:
+    """Says on standard error why a command failed; nowhere if that is closed, where `print` would take standard output."""
+    if sys.stderr is not None:
+        print(f"pagoda: {what}", file=sys.stderr)
 
 
 def _let_go() -> None:

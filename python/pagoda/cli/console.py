@@ -3,7 +3,10 @@ their tables name what a cache keeps."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import Console
+from rich.table import Table
 
 from pagoda.retention import SinkWindow
 
@@ -19,7 +22,19 @@ def kept(keep: SinkWindow | None) -> str:
     return f"{sinks}last {keep.window:,}" + (", cache positions" if keep.positions == "cache" else "")
 
 
+class Results(Console):
+    """A console where no digit of a table is left out: what is too wide for its column goes on in the next line."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich's."""
+        for each in objects:
+            if isinstance(each, Table):
+                for column in each.columns:
+                    column.overflow = "fold"
+        super().print(*objects, **options)
+
+
 def results() -> Console:
     """The console of standard output."""
-    console = Console()
-    return console if console.is_terminal else Console(width=WIDTH)
+    console = Results()
+    return console if console.is_terminal else Results(width=WIDTH)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pagoda.cli.options import Commands, directory
 from pagoda.device import cuda
 from pagoda.device.driver import Driver
 from pagoda.disk import DISK_TIMEOUT
+from pagoda.engine import cores
 from pagoda.errors import PagodaError
 from pagoda.kernels import instances, loader
 from pagoda.kernels.arguments import Unpack
@@ -89,7 +89,7 @@ def examine(directory: Path) -> list[Finding]:
 def calibrate(directory: Path, gpus: list[Driver]) -> list[Finding]:
     """Measures what links carry, and keeps it, besides what is kept of other GPUs. Raises TierIOError."""
     before = rates.kept()
-    measured = calibration.measure(os.cpu_count() or 1, directory, gpus)
+    measured = calibration.measure(cores(), directory, gpus)
     found = {
         link: f"{alone / 1e9:.1f} GB/s, and {measured.together[link] / 1e9:.1f} GB/s beside the other"
         for link, alone in measured.alone.items()
@@ -126,7 +126,7 @@ def _module() -> Finding:
 
 def _kernels() -> Finding:
     info = machine.build()
-    found = f"{info['isa']} of {', '.join(info['isas'])}, {os.cpu_count()} cores"
+    found = f"{info['isa']} of {', '.join(info['isas'])}, {cores()} cores"
     if info["isa"] != build_info()["isa"]:
         return Finding("CPU kernels", False, found, "unset PAGODA_CPU_ISA: this CPU has better ones")
     fine = info["isa"] != "scalar"

@@ -77,7 +77,7 @@ def register(commands: Commands) -> None:
         help="and from the likeliest that come to this share; %(default)s by default",
     )
     parser.add_argument("--seed", type=int, default=0, help="of sampling; %(default)s by default")
-    parser.add_argument("--threads", type=int, help="CPU workers; all cores by default")
+    parser.add_argument("--threads", type=int, help="CPU workers; all cores that it may run on by default")
     parser.add_argument("--deterministic", action="store_true", help="the same bits wherever pages lie")
     parser.add_argument("--json", action="store_true", help="print JSON at the end, nothing else")
     parser.set_defaults(run=run)

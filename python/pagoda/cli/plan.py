@@ -17,6 +17,7 @@ from pagoda.cli.console import results
 from pagoda.cli.options import Commands, add_cache_types, load_spec
 from pagoda.errors import InvalidArgument
 from pagoda.formats import FORMATS, check_not_forced
+from pagoda.geometry import tier_memory
 from pagoda.kernels.instances import check_formats
 from pagoda.planner import Planner
 from pagoda.sizes import format_size, format_tokens, parse_size, parse_tokens
@@ -72,14 +73,25 @@ def run(arguments: argparse.Namespace) -> int:
         for name in TIERS
         if (size := getattr(arguments, f"{name}_memory")) is not None
     }
-    if budgets.get("device") == 0:
-        raise InvalidArgument(f"--device-memory = {arguments.device_memory!r}: bytes above 0; every page begins there")
+    check_budgets(planner, budgets)
     document = describe(planner, contexts, arguments.batch, budgets, on_gpu=on_gpu)
     if arguments.json:
         print(json.dumps(document, indent=2))
     else:
         draw(document, results())
     return 0
+
+
+def check_budgets(planner: Planner, budgets: dict[str, int]) -> None:
+    """Raises InvalidArgument, naming the option, for a budget that no cache takes."""
+    sizes = planner.block_bytes()
+    for name in ("device", "host"):
+        if name in budgets and sizes:
+            tier_memory(f"--{name}-memory", budgets[name], sizes, needed=name == "device")
+    try:
+        planner.room_on_disk(budgets["disk"])
+    except InvalidArgument as error:
+        raise InvalidArgument(str(error).replace("disk_memory", "--disk-memory", 1)) from error
 
 
 def describe(
@@ -141,7 +153,7 @@ def describe(
         "window_bytes": spec.window_bytes(*formats),
         "state_bytes": spec.state_bytes(),
         "rings": {name: asdict(ring) for name, ring in rings.items()},
-        "longest_context": {name: planner.longest_context(sum(sizes), batch) for name, sizes in budgets_of.items()},
+        "longest_context": {name: planner.longest_context(*sizes, batch=batch) for name, sizes in budgets_of.items()},
         "contexts": rows,
     }
 

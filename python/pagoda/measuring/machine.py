@@ -15,13 +15,9 @@ from pagoda.engine import forced_isa
 
 def ram() -> tuple[int, int]:
     """Bytes that are free, as far as the system says, and all bytes."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return total, total
-    rows = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return int(rows["MemAvailable"].split()[0]) * 1024, total
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = _said("/proc/meminfo", "MemAvailable")
+    return total if free is None else free, total
 
 
 def forget_peak() -> None:
@@ -31,7 +27,10 @@ def forget_peak() -> None:
 
 
 def peak_resident() -> int:
-    """The most bytes of RAM that this process has had."""
+    """The most bytes of RAM that this process has had; but on Linux maybe what the program had that started it."""
+    said = _said("/proc/self/status", "VmHWM")
+    if said is not None:
+        return said
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
@@ -42,6 +41,14 @@ def resident() -> int:
     if not statm.exists():
         return peak_resident()
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _said(path: str, row: str) -> int | None:
+    """The bytes in a row of a file of /proc; None where there is none."""
+    if not Path(path).exists():
+        return None
+    rows = dict(line.split(":", 1) for line in Path(path).read_text().splitlines())
+    return int(rows[row].split()[0]) * 1024 if row in rows else None
 
 
 def build() -> dict[str, Any]:

@@ -28,6 +28,7 @@ pub fn time_reads(file: &dyn File, size: u64, limit: Duration, pulse: &Pulse) ->
         let next = || Some(written.fetch_add(1, Ordering::Relaxed)).filter(|&part| part < parts);
         in_parts(file, Kind::Write, memory, pulse, next)?;
         file.sync()?;
+        file.forget(0..parts * PART_BYTES)?;
         let start = Instant::now();
         let next = || {
             let part = asked.fetch_add(1, Ordering::Relaxed);
@@ -55,6 +56,10 @@ fn in_parts(
             let mut ops: Vec<_> = pieces.map(|(n, piece)| Op::new(kind, at(n), piece)).collect();
             pulse.ask(|| lane.run(&mut ops));
             ops.into_iter().try_for_each(Op::outcome)?;
+            if kind == Kind::Read {
+                // Where I/O goes through the cache of the system, it would be read from there the next time.
+                file.forget(at(0)..at(0) + PART_BYTES)?;
+            }
             done += 1;
         }
         Ok(done)
@@ -71,8 +76,8 @@ fn in_parts(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::disk::io::Directory;
     use crate::disk::io::fault::{Fault, FaultyDisk};
+    use crate::disk::io::{Access, Directory, Folder};
 
     #[test]
     fn what_was_written_is_read_once_at_least() {
@@ -81,6 +86,28 @@ mod tests {
         let (bytes, time) = time_reads(&*file, PART_BYTES + 1, Duration::ZERO, &Pulse::default()).unwrap();
         assert!(bytes >= PART_BYTES && bytes.is_multiple_of(PART_BYTES) && time > Duration::ZERO);
         disk.with("scratch 1", |file| assert_eq!(file.len() as u64, 2 * PART_BYTES));
+    }
+
+    /// Through the cache of the system, which says of a byte whether it is there.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn what_the_system_has_in_memory_is_not_read() {
+        use rustix::io::{Errno, ReadWriteFlags, preadv2};
+        let place = std::env::temp_dir().join(format!("pagoda-ceiling-{}", std::process::id()));
+        let folder = Folder::open(&place).unwrap().with(Access::default());
+        let (file, _held) = folder.lock("parts").unwrap();
+        let opened = std::fs::File::open(place.join("parts")).unwrap();
+        let cached = |part: u64| {
+            let (mut byte, at) = ([0], part * PART_BYTES);
+            let mut bytes = [std::io::IoSliceMut::new(&mut byte)];
+            preadv2(&opened, &mut bytes, at, ReadWriteFlags::NOWAIT)
+        };
+        file.write(0, &[1]).unwrap();
+        if cached(0) == Ok(1) {
+            time_reads(&*file, 3 * PART_BYTES, Duration::ZERO, &Pulse::default()).unwrap();
+            assert_eq!([0, 2].map(cached), [Err(Errno::AGAIN); 2]);
+        }
+        std::fs::remove_dir_all(&place).unwrap();
     }
 
     #[test]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ from pagoda.cache import Cache, Sequence
 from pagoda.checks import check_threads
 from pagoda.cli.console import kept, results
 from pagoda.cli.options import Commands, add_retention, format_pair, load_spec, retention
+from pagoda.engine import cores
 from pagoda.errors import InvalidArgument
 from pagoda.formats import FORMATS
 from pagoda.lm import LanguageModel
@@ -66,7 +66,7 @@ def register(commands: Commands) -> None:
         "memory; %(default)s by default",
     )
     add_retention(parser)
-    parser.add_argument("--threads", type=int, help="CPU workers; all cores by default")
+    parser.add_argument("--threads", type=int, help="CPU workers; all cores that it may run on by default")
     parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
     parser.set_defaults(run=run)
 
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     if tokens < 1 or not all(0 < depth <= TOKENS_MAX - tokens for depth in depths):
         limit = f"numbers of tokens above 0, together at most {TOKENS_MAX}"
         raise InvalidArgument(f"--tokens = {tokens}, --depths = {arguments.depths!r}: {limit}")
-    threads = os.cpu_count() or 1 if arguments.threads is None else arguments.threads
+    threads = cores() if arguments.threads is None else arguments.threads
     check_threads("--threads", threads)
     keep = retention(arguments)
     # Everything is looked up and checked for room before anything is measured.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import time
 from collections import Counter
@@ -22,6 +21,7 @@ from pagoda.cli.console import results
 from pagoda.cli.options import Commands, directory, format_pair
 from pagoda.cli.plan import describe
 from pagoda.device import cuda, device_index
+from pagoda.engine import cores
 from pagoda.errors import InvalidArgument, OutOfBlocks
 from pagoda.lm.arrays import library
 from pagoda.measuring import machine
@@ -90,7 +90,7 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "--weights", help="bytes of weights that a token reads; by default those of the model, 0 for none"
     )
-    parser.add_argument("--threads", type=int, help="CPU workers; all cores by default")
+    parser.add_argument("--threads", type=int, help="CPU workers; all cores that it may run on by default")
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
         "--tokens", type=int, default=4, help="tokens that are timed, after one that is not; %(default)s by default"
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     if most < 1 or not all(0 < context <= TOKENS_MAX - 1 - most for context in contexts):
         limit = f"numbers of tokens above 0, together below {TOKENS_MAX}"
         raise InvalidArgument(f"--tokens = {most}, --contexts = {arguments.contexts!r}: {limit}")
-    threads = os.cpu_count() or 1 if arguments.threads is None else arguments.threads
+    threads = cores() if arguments.threads is None else arguments.threads
     check_threads("--threads", threads)
     if arguments.weights is not None:
         weight_bytes = parse_size(arguments.weights, "--weights")
@@ -281,7 +281,7 @@ def measure(
         machine.forget_peak()
         moved, waited = Counter[str](), list[float]()
         before, start = machine.resident(), time.perf_counter()
-        while len(waited) < most and (seconds is None or time.perf_counter() < start + seconds):
+        while len(waited) < most and (not waited or seconds is None or time.perf_counter() < start + seconds):
             links, wait = write()
             moved.update(links)
             waited.append(wait)

@@ -75,16 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
         plot.check_path(arguments.plot)
     with Console(stderr=True).status("") as status:
         report: Row = {"build": machine.build(), **measure(caches, heads, status.update)}
-    if arguments.plot is not None:
-        plot.draw(report, arguments.plot)
     if arguments.json:
         print(json.dumps(report, indent=2))
-        return 0
-    console = results()
-    for context in contexts:
-        console.print(heads_table([row for row in report["heads"] if row["context"] == context]))
-    console.print(streaming_table(report["streaming"]))
-    console.print(text_table(report["language"]))
+    else:
+        draw(report, contexts, results())
+    # Last: what was measured is not lost with a plot that cannot be written.
+    if arguments.plot is not None:
+        plot.draw(report, arguments.plot)
     return 0
 
 
@@ -127,6 +124,14 @@ def measure(caches: dict[str, CacheOf], heads: list[Head], show: Callable[[str],
         place = {"format": name, "retention": kept(keep), "bits": bits(name, text.model.spec)}
         texts += [{**place, **asdict(row)} for row in text.divergence(cache, keep=keep)]
     return {"heads": recalls, "streaming": streams, "language": texts}
+
+
+def draw(report: Row, contexts: list[int], console: Console) -> None:
+    """Prints it for people."""
+    for context in contexts:
+        console.print(heads_table([row for row in report["heads"] if row["context"] == context]))
+    console.print(streaming_table(report["streaming"]))
+    console.print(text_table(report["language"]))
 
 
 def heads_table(rows: list[Row]) -> Table:

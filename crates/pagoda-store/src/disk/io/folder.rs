@@ -127,6 +127,9 @@ impl Folder {
 
     /// Tries what is fastest with a real, aligned write and read, and remembers what does not work.
     fn probe(&mut self) -> io::Result<()> {
+        if self.pulse.ask(|| is_memory(&*self.fd))? {
+            self.access.refused.push("a drive: the directory is in memory".into());
+        }
         let fd = Arc::new(self.nameless()?);
         match self.set_direct(&fd).and_then(|()| self.round_trip(&fd, &mut Psync(fd.clone()))) {
             Ok(()) => self.access.direct = true,
@@ -250,7 +253,7 @@ impl Directory for Folder {
         bytes.try_reserve_exact(len as usize)?;
         // Another process may have written it and not come to sync it, or renamed it into its place.
         self.pulse.ask(|| fs::fdatasync(&file).and_then(|()| fs::fsync(&self.fd)))?;
-        self.pulse.ask(|| forget_cached(&file))?;
+        self.pulse.ask(|| forget_cached(&file, 0..len))?;
         loop {
             let piece = (limit - bytes.len() as u64).min(IO_BYTES_MAX as u64);
             let mut piece = io::Read::take(&mut file, piece);
@@ -321,6 +324,10 @@ impl File for OnDisk {
 
     fn zero(&self, range: Range<u64>) -> io::Result<()> {
         if self.punch(&range)? { Ok(()) } else { self.write_zeros(range) }
+    }
+
+    fn forget(&self, range: Range<u64>) -> io::Result<()> {
+        self.pulse.ask(|| forget_cached(&*self.fd, range))
     }
 
     fn lanes(&self) -> usize {
@@ -403,13 +410,28 @@ fn set_direct(_: impl AsFd) -> io::Result<()> {
 
 /// Lets the system forget what it has of a file in memory: after a sync that failed that may be what the drive has not.
 #[cfg(target_os = "linux")]
-fn forget_cached(fd: impl AsFd) -> io::Result<()> {
-    Ok(fs::fadvise(fd, 0, None, fs::Advice::DontNeed)?)
+fn forget_cached(fd: impl AsFd, range: Range<u64>) -> io::Result<()> {
+    // No length would be all that follows.
+    let Some(len) = std::num::NonZeroU64::new(range.end - range.start) else { return Ok(()) };
+    Ok(fs::fadvise(fd, range.start, Some(len), fs::Advice::DontNeed)?)
 }
 
 #[cfg(not(target_os = "linux"))]
-fn forget_cached(_: impl AsFd) -> io::Result<()> {
+fn forget_cached(_: impl AsFd, _: Range<u64>) -> io::Result<()> {
     Ok(())
+}
+
+/// Whether what a directory has is nowhere but in memory.
+#[cfg(target_os = "linux")]
+fn is_memory(fd: impl AsFd) -> io::Result<bool> {
+    const TMPFS: u32 = 0x0102_1994;
+    const RAMFS: u32 = 0x8584_58f6;
+    Ok(matches!(fs::fstatfs(fd)?.f_type as u32, TMPFS | RAMFS))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn is_memory(_: impl AsFd) -> io::Result<bool> {
+    Ok(false)
 }
 
 /// Makes a hole in a file; says whether the file system has such.

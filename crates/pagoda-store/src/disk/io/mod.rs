@@ -72,6 +72,9 @@ pub trait File: Debug + Send + Sync {
     /// Makes a range read as zeros from now on, and gives its space back where the file system can.
     fn zero(&self, range: Range<u64>) -> io::Result<()>;
 
+    /// Has what is read next of a range come from the drive, not from the cache of the system; what is not synced may stay there.
+    fn forget(&self, range: Range<u64>) -> io::Result<()>;
+
     /// How many queues, each with a thread, keep the drive busy.
     fn lanes(&self) -> usize;
 
@@ -92,7 +95,7 @@ pub struct Access {
     pub direct: bool,
     /// Through a ring; else by one system call each.
     pub uring: bool,
-    /// What was tried and failed, with the errno.
+    /// What was tried and failed, with the errno, and whether there is no drive at all.
     pub refused: Vec<String>,
 }
 
