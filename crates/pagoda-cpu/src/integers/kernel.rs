@@ -484,6 +484,8 @@ mod tests {
         scales: Vec<f32>,
         /// Elements of which scales are told apart.
         unit: usize,
+        /// See [`Chunk::in_order`].
+        in_order: bool,
     }
 
     const BEFORE: usize = 48;
@@ -542,7 +544,8 @@ mod tests {
                 block[BEFORE + page * size.bytes + place * size.scale_bytes..][..size.scale_bytes]
                     .copy_from_slice(&stored);
             }
-            Self { size, page, pages, integers, scales, unit }
+            let in_order = page == TILE && random.below(2) == 0;
+            Self { size, page, pages, integers, scales, unit, in_order }
         }
 
         /// Makes the scales of a row NaN.
@@ -553,7 +556,7 @@ mod tests {
 
         /// Calls `with` what a kernel reads the rows `low..high` from; other pages are nowhere.
         fn read(&self, low: usize, high: usize, with: impl FnOnce(&Chunk<'_>)) {
-            read(&self.pages, BEFORE, self.page, self.size, low..high, with);
+            read(&self.pages, BEFORE, self.page, self.size, low..high, self.in_order, with);
         }
     }
 
