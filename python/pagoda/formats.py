@@ -61,9 +61,9 @@ FORMATS = {
 docs/layout.md says how values become them.
 
 Where a CPU multiplies quantised rows as integers, or (AMD's) fp8_e4m3 as bfloat16, attention is as near to float64 over the
-stored rows as 1e-4 (int8, q8_0), and some 1e-2 for the others: up to 0.13 where one of some hundred tokens has most of the
-weight and values have a common mean. PAGODA_CPU_ISA=avx512, avx2, neon or scalar in the
-environment keeps to floats, and 1e-6; docs/adr/0013 has the figures."""
+stored rows as 1e-4 (int8, q8_0), and some 1e-2 for the others. Where values have a common mean it is up to 1e-3 if one token
+has nearly all of the weight of its tile of 64, and up to 0.2 for the others if one of some 64 tokens has most of the weight.
+PAGODA_CPU_ISA=avx512, avx2, neon or scalar in the environment keeps to floats, and 1e-6; docs/adr/0013 has the figures."""
 
 GGML = tuple(name for name, form in FORMATS.items() if form.block is not None)
 """Formats that ggml has in an order of its own."""

@@ -337,7 +337,7 @@ mod tests {
         }
 
         fn read(&self, with: impl FnOnce(&Chunk<'_>)) {
-            read(&self.pages, 0, self.page, self.size, self.low..self.high, with);
+            read(&self.pages, 0, self.page, self.size, self.low..self.high, self.page == TILE, with);
         }
     }
 

@@ -89,8 +89,9 @@ pub(crate) fn quantise(
             *step = QueryStep { scale: most, ..QueryStep::default() };
             continue;
         }
-        // Below, the inverse would be infinite.
-        let inverse = if most < f32::MIN_POSITIVE * code_max { 0.0 } else { code_max / most };
+        // An integer of 1 stands for a normal number.
+        let most = most.max(f32::MIN_POSITIVE * code_max);
+        let inverse = code_max / most;
         let mut codes = [0; STEP];
         for i in 0..STEP {
             codes[i] = nearest(elements[i] * inverse);
@@ -134,7 +135,7 @@ mod tests {
         for (bytes, largest) in [(1, 127.0), (2, 32639.0)] {
             for (shorts, scale) in [false, true]
                 .into_iter()
-                .flat_map(|shorts| [1e-35f32, 1e-3, 1.0, 1e30].map(|scale| (shorts, scale)))
+                .flat_map(|shorts| [1e-36f32, 1e-3, 1.0, 1e30].map(|scale| (shorts, scale)))
             {
                 let row: [f32; 2 * STEP] =
                     std::array::from_fn(|i| ((i * i * 37 % 101) as f32 - 50.0) * scale);
@@ -145,7 +146,8 @@ mod tests {
                     let all = integers(step, bytes, shorts);
                     for (x, code) in elements.iter().zip(&all) {
                         let y = f64::from(*code) * f64::from(step.scale);
-                        assert!((f64::from(*x) - y).abs() <= most / largest / 2.0 * 1.001, "{x} became {y}");
+                        let unit = (most / largest).max(f64::from(f32::MIN_POSITIVE));
+                        assert!((f64::from(*x) - y).abs() <= unit / 2.0 * 1.001, "{x} became {y}");
                     }
                     assert_eq!(step.start, [-8 * all.iter().sum::<i32>(), 0]);
                     let mut halves = [QueryStep::default()];
@@ -158,8 +160,8 @@ mod tests {
 
     #[test]
     fn what_is_not_finite_stays_so_and_nothing_is_nothing() {
-        for (x, scale) in
-            [(f32::NAN, f32::NAN), (f32::INFINITY, f32::INFINITY), (0.0, 0.0), (1e-40, 1e-40 / code_max(2))]
+        let least = f32::MIN_POSITIVE;
+        for (x, scale) in [(f32::NAN, f32::NAN), (f32::INFINITY, f32::INFINITY), (0.0, least), (1e-40, least)]
         {
             let mut steps = [QueryStep::default()];
             let mut row = [0.0; STEP];

@@ -22,6 +22,9 @@ const QUAD: usize = 4;
 /// How far a score may be above what weights are relative to, in powers of two. That does not follow every maximum: weights
 /// need not wait for that of their tile then.
 const RISE: f32 = 8.0;
+/// From which magnitude on, of a score or of what is to be added to it, that is added before anything else, so that all scores of a
+/// row are rounded alike. Below, what weights are relative to is off by 24 at most: they are finite, and the largest is not 0.
+const FAR: f32 = (1 << 28) as f32;
 /// Query rows up to which reading the tile is what takes time.
 const FEW_ROWS: usize = 8;
 
@@ -425,6 +428,10 @@ unsafe fn softmax_rows<S: Simd, const R: usize>(args: &mut Softmax<'_>, row: usi
         for r in 0..R {
             top[r] += bias[r];
         }
+        // Of all at once: a branch each takes four times as many instructions.
+        if (0..R).fold(false, |far, r| far | (top[r].abs() >= FAR) | (bias[r].abs() >= FAR)) {
+            add_biases(&top, &mut bias, std::slice::from_raw_parts_mut(scores, R * TILE));
+        }
         if (0..R).any(|r| top[r] > max[r] + RISE) {
             rise(&top, max, decay);
         }
@@ -444,6 +451,18 @@ unsafe fn softmax_rows<S: Simd, const R: usize>(args: &mut Softmax<'_>, row: usi
         S::sum_quads([totals], total.as_mut_ptr(), 0);
         for r in 0..R {
             sum[r] = sum[r] * decay[r] + total[r];
+        }
+    }
+}
+
+/// Adds to scores what is to be added to them, where either is far from 0.
+#[cold]
+#[inline(never)]
+fn add_biases(top: &[f32; QUAD], bias: &mut [f32], scores: &mut [f32]) {
+    for ((&top, bias), scores) in top.iter().zip(bias).zip(scores.chunks_exact_mut(TILE)) {
+        if top.abs() >= FAR || bias.abs() >= FAR {
+            scores.iter_mut().for_each(|score| *score += *bias);
+            *bias = 0.0;
         }
     }
 }
@@ -657,7 +676,7 @@ pub(crate) unsafe fn fold<S: Simd>(args: &mut Fold<'_>) {
 /// Where [`exp2`] ends, as a power of two.
 const LEAST: f32 = -64.0;
 
-/// `2^v - 2^LEAST` for `v <= RISE`, and 0 from `LEAST` down; NaN for NaN. Beside a weight of 1, which every sum has, `2^30`
+/// `2^v - 2^LEAST` for `v <= 127`, and 0 from `LEAST` down; NaN for NaN. Beside a weight of 1, which every sum has, `2^30`
 /// weights of that size are `2^-34`; and subnormal ones would take arithmetic tens of times as long. The polynomial is within 2^-25
 /// of `2^f` on [-1/2, 1/2] and exact at 0.
 #[inline(always)]
@@ -773,7 +792,8 @@ mod tests {
             for _ in 0..50 {
                 let rows = random.pick(&[1, 2, 4, 5, 8]);
                 let tiles = rising(&mut random, rows);
-                let bias: Vec<f32> = (0..rows).map(|_| 3.0 * random.float()).collect();
+                let near = random.pick(&[3.0, 3.0, FAR]);
+                let bias: Vec<f32> = (0..rows).map(|_| near * random.float()).collect();
                 let Weighed { weights, decays, max, sum } = weigh(isa, &tiles, &bias);
                 for r in 0..rows {
                     let scores = |tile: &[f32]| -> Vec<f64> {
@@ -782,7 +802,7 @@ mod tests {
                     let (mut kept, mut total) = (1.0, 0.0);
                     for t in (0..tiles.len()).rev() {
                         for (weight, score) in weights[t][r * TILE..][..TILE].iter().zip(scores(&tiles[t])) {
-                            assert!(*weight <= RISE.exp2(), "{isa}: {weight}");
+                            assert!(near == FAR || *weight <= RISE.exp2(), "{isa}: {weight}");
                             let right = (score - f64::from(max[r])).exp2();
                             let is = f64::from(*weight) * kept;
                             assert!(
@@ -799,6 +819,38 @@ mod tests {
                         sum[r]
                     );
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn scores_far_from_0_have_the_weights_of_what_they_are_in_f32() {
+        let mut random = Random(9);
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+            for _ in 0..50 {
+                let rows = random.pick(&[1, 2, 4, 5, 8]);
+                let mut tiles = rising(&mut random, rows);
+                let mut bias: Vec<f32> = (0..rows).map(|_| 3000.0 * random.float()).collect();
+                for (r, bias) in bias.iter_mut().enumerate() {
+                    let far = random.pick(&[2.0, -2.0]) * FAR * (60.0 * random.float().abs()).exp2();
+                    if random.below(2) == 0 {
+                        *bias = far;
+                    } else {
+                        tiles
+                            .iter_mut()
+                            .flat_map(|tile| &mut tile[r * TILE..][..TILE])
+                            .for_each(|x| *x += far);
+                    }
+                }
+                let sums: Vec<Vec<f32>> = tiles
+                    .iter()
+                    .map(|tile| tile.iter().enumerate().map(|(i, x)| x + bias[i / TILE]).collect())
+                    .collect();
+                let is = weigh(isa, &tiles, &bias);
+                let right = weigh(isa, &sums, &vec![0.0; rows]);
+                assert!(is.sum.iter().all(|sum| sum.is_finite() && *sum >= 1.0), "{isa}: {:?}", is.sum);
+                assert_eq!((is.weights, is.decays), (right.weights, right.decays), "{isa}");
+                assert_eq!((is.max, is.sum), (right.max, right.sum), "{isa}");
             }
         }
     }

@@ -304,11 +304,10 @@ impl<const R: usize> Weights<R> {
             let code_max = code_max(C::BYTES);
             let (mut scale, mut inverse) = ([0.0; LANES], [0.0; LANES]);
             for i in 0..LANES {
-                // As bits, of which a NaN has the most.
-                let most = f32::from_bits(most[i] as u32);
+                // As bits, of which a NaN has the most. An integer of 1 stands for a normal number.
+                let most = f32::from_bits((most[i] as u32).max((f32::MIN_POSITIVE * code_max).to_bits()));
                 scale[i] = most * (1.0 / code_max);
-                // Where it would be infinite, the largest is next to nothing.
-                inverse[i] = if code_max / most < f32::MAX { code_max / most } else { f32::MAX };
+                inverse[i] = code_max / most;
             }
             let mut sums = [[S::integers(0); 4]; PART];
             for part in 0..count {
@@ -484,6 +483,8 @@ mod tests {
         scales: Vec<f32>,
         /// Elements of which scales are told apart.
         unit: usize,
+        /// See [`Chunk::in_order`].
+        in_order: bool,
     }
 
     const BEFORE: usize = 48;
@@ -542,7 +543,8 @@ mod tests {
                 block[BEFORE + page * size.bytes + place * size.scale_bytes..][..size.scale_bytes]
                     .copy_from_slice(&stored);
             }
-            Self { size, page, pages, integers, scales, unit }
+            let in_order = page == TILE && random.below(2) == 0;
+            Self { size, page, pages, integers, scales, unit, in_order }
         }
 
         /// Makes the scales of a row NaN.
@@ -553,7 +555,7 @@ mod tests {
 
         /// Calls `with` what a kernel reads the rows `low..high` from; other pages are nowhere.
         fn read(&self, low: usize, high: usize, with: impl FnOnce(&Chunk<'_>)) {
-            read(&self.pages, BEFORE, self.page, self.size, low..high, with);
+            read(&self.pages, BEFORE, self.page, self.size, low..high, self.in_order, with);
         }
     }
 
@@ -561,10 +563,10 @@ mod tests {
         if matches!(format, RowFormat::Int8 | RowFormat::Q8_0) { 2 } else { 1 }
     }
 
-    /// Numbers as integers, and what 1 stands for.
+    /// Numbers as integers, and what the largest of these stands for: one stands for a normal number.
     fn rounded(x: &[f32], code_max: f32) -> (Vec<i32>, f32) {
-        let most = x.iter().fold(0.0, |most: f32, x| most.max(x.abs()));
-        let inverse = (code_max / most).min(f32::MAX);
+        let most = x.iter().fold(f32::MIN_POSITIVE * code_max, |most, x| most.max(x.abs()));
+        let inverse = code_max / most;
         (x.iter().map(|x| (x * inverse).round_ties_even() as i32).collect(), most)
     }
 
@@ -671,14 +673,15 @@ mod tests {
             let code_max = code_max(bytes_of(format));
             let kernels =
                 isa.kernels().expect("supported").rows(format, dim as u32, dim as u32, tile.page as u32);
-            let kind = random.pick(&[0.0, 1.0, 1e-3]);
+            let kind = random.pick(&[0.0, 1.0, 1e-3, 1e-35]);
+            let unit = if kind == 0.0 { 1.0 } else { kind };
             let weight = |random: &mut Random| {
-                if kind == 0.0 { random.pick(&[0.0, 1.0]) } else { random.float().abs() * kind }
+                if kind == 0.0 { random.pick(&[0.0, 1.0]) } else { random.float().abs() * unit }
             };
             let mut weights: Vec<f32> = (0..count * TILE).map(|_| weight(random)).collect();
             let decay: Vec<f32> = (0..count).map(|_| random.float().abs()).collect();
             let stride = dim.next_multiple_of(ALIGN);
-            let before: Vec<f32> = (0..count * stride).map(|_| random.float()).collect();
+            let before: Vec<f32> = (0..count * stride).map(|_| random.float() * unit).collect();
             let mut values = before.clone();
             let (to, to_weights) = (values.as_mut_ptr(), weights.as_mut_ptr());
             let unpack = random.below(2) == 0 && count >= MANY;

@@ -296,16 +296,21 @@ fn what_sees_nothing_is_zero() {
 
 #[test]
 fn large_scores_do_not_overflow() {
-    let mut random = Random(4);
-    let backend = Backend::new(1, false, None).expect("supported");
-    let mut world = World::new(&mut random, small(32, RowFormat::F32), 4, 16, 40);
-    world.add(&mut random, &[plain(100)]);
-    world.layer.scale = 300.0;
-    world.fill(&backend, ELEMENTS[0]);
-    for softcap in [None, Some(50.0)] {
-        world.layer.softcap = softcap;
-        let (out, lse) = world.attend(&backend, &[(0, 100, 5)], ELEMENTS[0]);
-        assert!(out.iter().chain(&lse).all(|x| x.is_finite()));
+    for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+        for center in [vec![], vec![60_000.0; 64]] {
+            let mut random = Random(4);
+            let backend = Backend::new(1, false, Some(isa)).expect("supported");
+            let mut world = World::new(&mut random, small(32, RowFormat::F32), 4, 16, 40);
+            world.layer.scale = if center.is_empty() { 300.0 } else { 1e6 };
+            world.layer.transform.center = center;
+            world.add(&mut random, &[plain(100)]);
+            world.fill(&backend, ELEMENTS[0]);
+            for softcap in [None, Some(50.0)] {
+                world.layer.softcap = softcap;
+                let (out, lse) = world.attend(&backend, &[(0, 100, 5)], ELEMENTS[0]);
+                assert!(out.iter().chain(&lse).all(|x| x.is_finite()), "{isa} {:?}", world.layer);
+            }
+        }
     }
 }
 

@@ -56,7 +56,7 @@ impl Tile {
             let scales = tokens.flat_map(|t| if seen(&t) { self.scales[t] } else { f32::NAN }.to_le_bytes());
             pages.push(codes.chain(scales).collect::<Vec<u8>>());
         }
-        read(&pages, 0, self.page, self.size, low..high, with);
+        read(&pages, 0, self.page, self.size, low..high, self.page == TILE, with);
     }
 }
 

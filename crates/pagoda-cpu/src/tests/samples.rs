@@ -37,13 +37,14 @@ impl Random {
 }
 
 /// Calls `with` the tile in some pages of `page` rows and then their scales, after `before` bytes of others. Pages without a row
-/// that is seen are nowhere.
+/// that is seen are nowhere. `in_order`: see [`Chunk`].
 pub(crate) fn read(
     pages: &[Vec<u8>],
     before: usize,
     page: usize,
     size: RowSize,
     seen: Range<usize>,
+    in_order: bool,
     with: impl FnOnce(&Chunk<'_>),
 ) {
     let mut blocks = [std::ptr::null(); PIECES];
@@ -54,5 +55,5 @@ pub(crate) fn read(
     }
     let here = Lines { blocks: &blocks, rows: before, scales: before + page * size.bytes };
     let next = Lines::NOWHERE;
-    with(&Chunk { here, ahead: &[next; STREAMS], in_order: false, piece_shift: page.ilog2() });
+    with(&Chunk { here, ahead: &[next; STREAMS], in_order, piece_shift: page.ilog2() });
 }
