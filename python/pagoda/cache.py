@@ -47,7 +47,7 @@ from pagoda.checks import (
 from pagoda.device import engine_for
 from pagoda.device.driver import Stream
 from pagoda.disk import DISK_TIMEOUT, disk_arguments
-from pagoda.engine import Engine, cores, forced_isa
+from pagoda.engine import SECONDS_MAX, Engine, cores, forced_isa
 from pagoda.errors import BackendUnavailable, CorruptPage, InvalidArgument, OutOfBlocks, PagodaError, TierIOError
 from pagoda.formats import formats_by_layer
 from pagoda.geometry import Geometry, core_layers, group_layers, tier_memory
@@ -66,9 +66,6 @@ T = TypeVar("T")
 __all__ = ["Array", "Batch", "Cache", "Plan", "Sequence", "Step", "Table", "Ticket"]
 
 os.register_at_fork(after_in_child=_core.after_fork_in_child)
-
-SECONDS_MAX = 1e9
-"""That anybody waits."""
 
 META_BYTES_MAX = 64 << 20
 """Of what `save` keeps beside a sequence: the index that has it is read whole, and has 4 GiB at most."""

@@ -15,6 +15,9 @@ import numpy.typing as npt
 
 from pagoda._core import Handle, Plan, Ticket
 
+SECONDS_MAX = 1e9
+"""The longest that `Engine.wait` sleeps: for ever."""
+
 
 def forced_isa() -> str | None:
     """The instruction set that PAGODA_CPU_ISA in the environment names for the CPU's kernels; None where it names none."""

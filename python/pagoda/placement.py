@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core
-from pagoda.engine import Engine
+from pagoda.engine import SECONDS_MAX, Engine
 from pagoda.errors import InvalidArgument, OutOfBlocks, PagodaError, TierIOError, UseAfterRelease
 from pagoda.stats import TIERS
 
@@ -269,8 +269,7 @@ class Spill:
         if "disk" in pair:
             self._core.wait_patiently(ticket)
         else:
-            while not self._core.wait(ticket, 60.0):
-                pass
+            self._core.wait(ticket, SECONDS_MAX)
 
     def _arrived(self, pair: Pair, ticket: _core.Ticket) -> bool | None:
         """Whether a move has ended well; None if it failed: its pages are where they were."""
