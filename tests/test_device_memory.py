@@ -201,6 +201,12 @@ def test_a_move_that_is_refused_has_no_copy_under_way(monkeypatch: pytest.Monkey
         mirror.step([other], [1], accepted=[0])
 
 
+def grow_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives scratch memory not a byte more than is asked for."""
+    grow = Scratch.grow
+    monkeypatch.setattr(Scratch, "grow", lambda self, sizes, *, exactly: grow(self, sizes, exactly=True))
+
+
 @pytest.mark.parametrize(
     "second", [layer(num_q_heads=32, kv_owner=0), layer(num_q_heads=16, head_dim=128)], ids=["heads", "rows"]
 )
@@ -208,8 +214,8 @@ def test_scratch_memory_is_enough_for_layers_of_every_kind(
     second: pagoda.AttentionLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And has not a byte more than is asked for."""
-    driver, grow = install_driver(monkeypatch, EmulatedDriver()), Scratch.grow
-    monkeypatch.setattr(Scratch, "grow", lambda self, sizes, *, exactly: grow(self, sizes, exactly=True))
+    driver = install_driver(monkeypatch, EmulatedDriver())
+    grow_exactly(monkeypatch)
     spec = pagoda.ModelSpec(layers=[layer(), second])
     with pagoda.Cache(spec, device="cuda", page_size=16, device_memory="2MiB", host_memory=0) as cache:
         mirror = Mirror(cache)
@@ -221,8 +227,8 @@ def test_scratch_memory_is_enough_for_layers_of_every_kind(
 
 def test_scratch_memory_is_enough_for_pages_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they need the most of it: no prompt was there before, and each sequence has several queries."""
-    driver, grow = install_driver(monkeypatch, EmulatedDriver()), Scratch.grow
-    monkeypatch.setattr(Scratch, "grow", lambda self, sizes, *, exactly: grow(self, sizes, exactly=True))
+    driver = install_driver(monkeypatch, EmulatedDriver())
+    grow_exactly(monkeypatch)
     spec = pagoda.ModelSpec(layers=[layer()])
     with pagoda.Cache(spec, device="cuda", page_size=16, device_memory="2MiB", host_memory=0) as cache:
         assert cache._device is not None
@@ -257,9 +263,9 @@ def test_heads_that_no_unit_has_room_for_are_cut_into_sets(
     deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In prompts, in decoding and over pages in common. Scratch memory has not a byte more than is asked for."""
-    driver, grow = install_driver(monkeypatch, EmulatedDriver()), Scratch.grow
+    driver = install_driver(monkeypatch, EmulatedDriver())
     monkeypatch.setattr(driver, "shared_bytes_max", 18 << 10)
-    monkeypatch.setattr(Scratch, "grow", lambda self, sizes, *, exactly: grow(self, sizes, exactly=True))
+    grow_exactly(monkeypatch)
     shape = pagoda.AttentionLayer(64, 1, 64, v_head_dim=32, v_alias=True)
     options: dict[str, Any] = {"device_memory": "2MiB", "host_memory": 0, "deterministic": deterministic}
     with pagoda.Cache(pagoda.ModelSpec([shape]), device="cuda", page_size=16, **options) as cache:

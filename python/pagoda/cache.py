@@ -249,7 +249,7 @@ class Cache(Uncopied):
         to_disk = on_disk is not None and (self._device is None or self._device.attends_to_disk)
         below = [tier for tier, there in (("host", memory[1][0] > 0), ("disk", to_disk)) if there]
         self._spill = placement.Spill(self._core, below if spill else [])
-        self._page_bytes = sum(layout.block_bytes for layout in geometry.layouts)
+        self._page_bytes = sum(sizes)
         """Of a block of every layer group."""
         self._pages_max = min(*self._core.free_blocks("device"), memory[0][0] // self._page_bytes)
         """Of the device, pages that have a block of every layer group, were all else gone from there."""
