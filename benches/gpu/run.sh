@@ -22,13 +22,14 @@ if [ -n "${PAGODA_PEERS:-}" ]; then
         cp "$PAGODA_PEERS/_vllm_fa3_C.abi3.so" "$PAGODA_FA3"
     fi
 fi
-[ $# -gt 0 ] || set -- ceilings decode prefill steps gather calibrate streaming longcontext
+[ $# -gt 0 ] || set -- ceilings decode prefill steps resident gather calibrate streaming longcontext
 # What the routes to pages of the host tier carry, by which steps are divided; nothing of the user's is touched.
 export XDG_CACHE_HOME=$scratch/cache
 failed=0
 for name in "$@"; do
     program=("$here/$name.py")
     [ "$name" != calibrate ] || program=(-m pagoda doctor --calibrate --disk "${PAGODA_DISK:-$scratch}")
+    [ "$name" != resident ] || program=("$here/../resident_step.py" --device cuda --disk "${PAGODA_DISK:-$scratch}")
     start=$SECONDS
     # A program that fails or hangs takes none of the others with it, nor the lines that it has written.
     timeout --kill-after=10 "$limit" "$python" "${program[@]}" 2>&1 | tee -a "$out/log.txt" ||

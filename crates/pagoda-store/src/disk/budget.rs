@@ -146,6 +146,17 @@ mod tests {
     }
 
     #[test]
+    fn a_clock_that_jumps_ahead_gives_a_day_s_worth_and_that_once() {
+        let mut budget = Budget::new(DAY, at(0));
+        budget.spend(DAY, at(0)).unwrap();
+        assert!(is_left(&mut budget, DAY, at(1000 * DAY)));
+        budget.spend(DAY, at(1000 * DAY)).unwrap();
+        assert!(is_left(&mut budget, 0, at(1000 * DAY)));
+        assert!(is_left(&mut budget, 0, at(10)), "set right again");
+        assert!(is_left(&mut budget, 50, at(60)));
+    }
+
+    #[test]
     fn the_next_budget_of_a_directory_goes_on_from_what_was_noted() {
         let disk = FaultyDisk::default();
         let opened = |now| Budget::new(DAY, at(now)).noted_in(&disk).unwrap();
