@@ -16,6 +16,9 @@ FEATURES := pagoda-core/broken-fences
 # Where there is a GPU, or must be, tests of the API run on it, and elsewhere on one that is emulated.
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep ^GPU)$(filter 1,$(PAGODA_REQUIRE_GPU))
 DEVICE := $(if $(GPU),cuda,emulated)
+API_TESTS := attention derived_keys arguments disk sessions zeroing tiers errors stateful sequences $(if $(GPU),device_quantised windows)
+# What else an emulated device may be; tests/conftest.py says which.
+EMULATED := ptx streamed divided
 comma := ,
 EXTRAS := dev$(if $(GPU),$(comma)cuda13)
 # What the demo asks of the folder for temporary files.
@@ -61,14 +64,14 @@ test-python: setup  ## the Python tests, but those of kernels
 test-kernels: setup  ## the kernels of CUDA, compiled and in the emulator
 	$(BIN)/python -m pytest -q -m "not long" $(KERNEL_TESTS)
 
-test-device: setup  ## the tests of the API once more, on a GPU or one that is emulated
-	$(BIN)/python -m pytest -q -m "not long" --device=$(DEVICE) tests/test_attention.py tests/test_stateful.py \
-		tests/test_sequences.py tests/test_derived_keys.py tests/test_tiers.py tests/test_errors.py tests/test_arguments.py \
-		tests/test_disk.py tests/test_sessions.py tests/test_zeroing.py \
-		$(if $(GPU),tests/test_device_quantised.py tests/test_windows.py)
-	$(if $(GPU),,$(BIN)/python -m pytest -q --device=ptx tests/test_stateful.py)
-	$(if $(GPU),,$(BIN)/python -m pytest -q --device=streamed tests/test_stateful.py)
-	$(if $(GPU),,$(BIN)/python -m pytest -q --device=divided tests/test_stateful.py)
+test-device: $(API_TESTS:%=test-device-%) $(if $(GPU),,$(EMULATED:%=test-stateful-%))  ## the tests of the API once more, on a GPU or one that is emulated
+
+# One process a file, so that they run side by side.
+test-device-%: setup
+	$(BIN)/python -m pytest -q -m "not long" --device=$(DEVICE) tests/test_$*.py
+
+test-stateful-%: setup
+	$(BIN)/python -m pytest -q --device=$* tests/test_stateful.py
 
 test-long: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -q -m long
