@@ -238,7 +238,8 @@ def tier_memory(name: str, budget: int, sizes: list[int], *, needed: bool) -> tu
     least = largest * fewest * groups
     most = min(ARENA_BYTES_MAX, EXTENTS_MAX * aim * largest, BLOCKS_PER_GROUP_MAX * min(sizes))
     if budget > most or (budget < least and (budget > 0 or needed)):
-        limit = f"from {least} bytes, one page of each of {groups} layer group(s), to {most}"
+        none = "" if needed else "0, or "
+        limit = f"{none}from {least} bytes, one page of each of {groups} layer group(s), to {most}"
         raise InvalidArgument(f"{name} = {budget}: {limit}")
     room = budget // (largest * groups * 8)
     count = max(fewest, min(aim, room))
