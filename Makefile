@@ -33,7 +33,7 @@ $(VENV)/built: pyproject.toml $(RUST_SOURCES)
 
 setup: $(VENV)/built  ## make .venv and build the module into it
 
-demo: setup  ## a language model reads a long text and writes on, its pages over three tiers
+demo: setup  ## a language model reads a long text and continues it, its pages over three tiers
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT INT TERM && \
 	set -- generate --read 40k --tokens 400 --temperature 0.7 --device-memory 4MiB && \
 	if [ "$$(df -Pk "$$folder" | awk 'NR == 2 {print $$4}')" -ge $(DEMO_DISK_KIB) ]; then \
