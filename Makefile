@@ -28,7 +28,7 @@ help:  ## list the targets
 $(VENV)/built: pyproject.toml $(RUST_SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip "maturin>=1.12,<2"
-	$(BIN)/maturin develop --release --quiet --extras $(EXTRAS)
+	PIP_QUIET=1 $(BIN)/maturin develop --release --quiet --extras $(EXTRAS)
 	@touch $@
 
 setup: $(VENV)/built  ## make .venv and build the module into it
