@@ -31,12 +31,12 @@ help:  ## list the targets
 $(VENV)/built: pyproject.toml $(RUST_SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip "maturin>=1.12,<2"
-	$(BIN)/maturin develop --release --quiet --extras $(EXTRAS)
+	PIP_QUIET=1 $(BIN)/maturin develop --release --quiet --extras $(EXTRAS)
 	@touch $@
 
 setup: $(VENV)/built  ## make .venv and build the module into it
 
-demo: setup  ## a language model reads a long text and writes on, its pages over three tiers
+demo: setup  ## a language model reads a long text and continues it, its pages over three tiers
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT INT TERM && \
 	set -- generate --read 40k --tokens 400 --temperature 0.7 --device-memory 4MiB && \
 	if [ "$$(df -Pk "$$folder" | awk 'NR == 2 {print $$4}')" -ge $(DEMO_DISK_KIB) ]; then \

@@ -162,12 +162,14 @@ def test_the_least_memory_holds_a_page_of_each_group(counts: tuple[int, int]) ->
     kinds = [AttentionLayer(2, 2, 8), AttentionLayer(2, 2, 8, window=40)]
     spec = pagoda.ModelSpec(layers=[kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)])
 
-    def opened(memory: int) -> pagoda.Cache:
-        return pagoda.Cache(spec, page_size=8, device_memory=memory, host_memory=0, threads=1)
+    def opened(memory: int, host: int = 0) -> pagoda.Cache:
+        return pagoda.Cache(spec, page_size=8, device_memory=memory, host_memory=host, threads=1)
 
-    with pytest.raises(pagoda.InvalidArgument, match="one page of each") as refused:
+    with pytest.raises(pagoda.InvalidArgument, match=r"= 1: from .* one page of each") as refused:
         opened(1)
     least = int(str(refused.value).split("from ")[1].split(" ")[0])
+    with pytest.raises(pagoda.InvalidArgument, match=f"host_memory = 1: 0, or from {least} bytes, one page of each"):
+        opened(least, host=1)
     with pytest.raises(pagoda.InvalidArgument, match="one page of each"):
         opened(least - 1)
     with opened(least) as cache:

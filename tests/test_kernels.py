@@ -68,6 +68,19 @@ def test_make_kernels_does_what_models_ask_for() -> None:
                 assert latent.kernel in kernels
 
 
+def test_docs_quote_as_many_kernels_as_there_are() -> None:
+    import compile_kernels
+
+    root = Path(__file__).parent.parent
+    found = {arch: len(compile_kernels.every(arch)) for arch in compile_kernels.ARCHS}
+    quoted = re.findall(
+        r"the\s(\d+) (?:instances )?of ((?:sm_\d+(?:, | and )?)+)", (root / "docs/kernels.md").read_text()
+    )
+    assert {arch: int(count) for count, archs in quoted for arch in re.findall(r"sm_\d+", archs)} == found
+    few, many = min(found.values()), max(found.values())
+    assert f"compiles {few} to {many} kernels" in (root / "CONTRIBUTING.md").read_text()
+
+
 @needs_nvrtc
 def test_docs_quote_registers_as_they_are() -> None:
     import compile_kernels

@@ -1,8 +1,8 @@
 """The cache: sequences of tokens, their K and V in pages, and steps that append and attend.
 
-This is the file to read first; sequence.py and step.py have the rest of what callers hold. All are a thin, checked face of
-`pagoda._core`, which holds the bookkeeping (crates/pagoda-core), the memory (crates/pagoda-store) and the CPU kernels
-(crates/pagoda-cpu).
+This is the file to read first; sequence.py and step.py have the rest of the objects that callers hold. All are a thin,
+checked interface to `pagoda._core`, which holds the bookkeeping (crates/pagoda-core), the memory (crates/pagoda-store) and
+the CPU kernels (crates/pagoda-cpu).
 
     cache = pagoda.Cache(spec)                       # budgets per tier, row formats
     sequence = cache.create()
@@ -68,11 +68,11 @@ __all__ = ["Array", "Batch", "Cache", "Plan", "Sequence", "Step", "Table", "Tick
 os.register_at_fork(after_in_child=_core.after_fork_in_child)
 
 META_BYTES_MAX = 64 << 20
-"""Of what `save` keeps beside a sequence: the index that has it is read whole, and has 4 GiB at most."""
+"""Of `meta` in `save`: it is part of the index, which is read whole and has 4 GiB at most."""
 
 
 class Plan:
-    """Copies that would move pages; made by `Cache.plan`. Executing it is refused once its pages have changed or moved."""
+    """Copies that would move pages; made by `Cache.plan`. It cannot be executed once its pages have changed or moved."""
 
     __slots__ = ("_cache", "_core")
 
@@ -81,12 +81,12 @@ class Plan:
 
     @property
     def copies(self) -> list[tuple[int, int, str, str, int]]:
-        """`(page, layer group, from, to, bytes)` of each page; 0 bytes where the target tier holds a copy already."""
+        """`(page, layer group, from, to, bytes)` of each page; 0 bytes if the target tier already holds a copy."""
         return self._core.copies
 
     @property
     def bytes(self) -> int:
-        """Bytes that executing it copies."""
+        """Bytes that executing the plan copies."""
         return self._core.bytes
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ class Plan:
 
 
 class Ticket:
-    """A plan under way. Dropping it cancels nothing: a failure then surfaces at the cache's next step."""
+    """A plan under way. Dropping the ticket cancels nothing: a failure is then raised at the cache's next step."""
 
     __slots__ = ("_cache", "_core", "plan")
 
@@ -105,12 +105,12 @@ class Ticket:
         self._cache, self.plan, self._core = cache, plan, core
 
     def done(self) -> bool:
-        """Whether the copies have arrived. Raises TierIOError if they failed, and CorruptPage if what is on disk does not
-        verify: those pages are where they were."""
+        """Whether the copies have arrived. Raises TierIOError if they failed, and CorruptPage if pages on disk do not verify;
+        those pages stay where they were."""
         return self._cache._core.ticket_done(self._core)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Sleeps until `done`, or for `timeout` seconds; says which."""
+        """Sleeps until `done`, or for `timeout` seconds. Returns whether the copies have arrived; raises as `done` does."""
         timeout = SECONDS_MAX if timeout is None else as_int(timeout)
         if not is_number(timeout) or not 0 <= timeout <= SECONDS_MAX:
             raise InvalidArgument(f"timeout = {timeout!r}: None, or seconds from 0 to {SECONDS_MAX}")
@@ -124,63 +124,62 @@ class Ticket:
 class Cache(Uncopied):
     """A tiered, paged KV cache.
 
-    spec: the model's layers. page_size: tokens in a page, a power of two from 8 to 4096; a CPU reads quantised rows up to
-    three times as fast in pages of 16 and more as in pages of 8.
+    spec: the model's layers. page_size: tokens in a page, a power of two from 8 to 4096; on a CPU quantised rows are read up
+    to three times as fast in pages of 16 or more as in pages of 8.
     k_dtype, v_dtype: row formats of `pagoda.formats`, one for all layers or one for each; PAGODA_KV_DTYPE in the environment
     overrides them.
-    center, rotate: what happens to rows before they are quantised, see `pagoda.outliers`; "auto" decides by the format. A
+    center, rotate: how rows are transformed before quantisation, see `pagoda.outliers`; "auto" decides by the format. A
     deterministic cache subtracts only centres that are given: one from the first rows depends on which sequence came first.
-    With resume=True quantised K wants center=None or arrays, so that later caches know what was subtracted.
-    k_norms: for each layer with `k_eq_v` the weight of K's norm [head_dim], for each other None; K is then derived from V,
-    which alone is stored. `ModelSpec.storing_k` stores both.
+    With resume=True quantised K needs center=None or arrays, so that later caches know what was subtracted.
+    k_norms: for each layer with `k_eq_v` the weight of K's norm [head_dim], None for others; only V is stored then, and K is
+    derived from it. `ModelSpec.storing_k` stores both.
 
     device: "cpu", "cuda", "cuda:1"; "auto" is the CPU for now.
-    device_memory, host_memory: budgets, in bytes or like "512MiB"; 0 is no host tier. The CPU takes memory as it is used. On
-    a GPU the device tier is allocated at once and the host tier pinned as it is used; at most an eighth of device_memory is
-    a ring that pages of other tiers are streamed through.
-    threads: CPU workers, one for each core that the process may run on by default. On a GPU they do a part of attention over
-    the host tier, if `pagoda doctor --calibrate` has measured this GPU beside as many.
+    device_memory, host_memory: budgets, in bytes or like "512MiB"; host_memory=0 is no host tier. A CPU allocates memory as
+    it is used. On a GPU the device tier is allocated at once, and the host tier is pinned as it is used; at most an eighth of
+    device_memory is a ring through which pages of other tiers are streamed.
+    threads: CPU workers; by default one for each core that the process may run on. On a GPU they do a part of attention over
+    the host tier, if `pagoda doctor --calibrate` has measured this GPU with the same number of threads.
 
-    disk, disk_memory: a directory for a third tier, and the bytes that it may take there. The directory is made if only its
-    last part is missing, and nobody else may write to it. Pages have checksums that are verified whenever they are read.
-    disk_writes_per_day: bytes of pages that may be written there at once, and as many again as each day passes. With
-    resume=True what earlier caches with such a limit have written counts as well. The index of what `save` keeps comes on
-    top.
-    disk_timeout: seconds that `attend` waits for a read, and other calls for a disk that does nothing, opening the directory
-    included, before they raise TierIOError. I/O under way then goes on; until it has ended its memory is not used again, and
-    no other cache can open the directory.
-    resume: False is a file without a name that goes with the cache. True keeps what `save` is given until `forget`, also
-    after a kill: the next cache with the same directory, layers, formats and page_size finds it again. Its disk_memory may be
-    another one that has room for it. One cache at a time has the directory.
+    disk, disk_memory: a directory for a third tier, and the bytes that it may use there. The directory is created if only its
+    last part is missing, and nobody else may have write access. Page checksums are verified on every read.
+    disk_writes_per_day: bytes of pages that may be written there at once, and as many again over each day. With resume=True
+    writes of earlier caches with such a limit count too. The index of what `save` keeps is not counted.
+    disk_timeout: seconds that `attend` waits for a read, and other calls (and opening the directory) for a disk that does
+    nothing, before they raise TierIOError. I/O under way then continues; until it ends its memory is not reused, and no other
+    cache can open the directory.
+    resume: False uses a file without a name that goes with the cache. True keeps what was saved by `save` until `forget`,
+    even after a kill: the next cache with the same directory, layers, formats and page_size finds it again. Its disk_memory
+    may differ if it has room for it. Only one cache at a time can use the directory.
     model: a text that stands for the weights, which the cache cannot see: a name and revision, or a digest. A directory of
     another model is refused.
 
-    zero_on_free: True zeroes the bytes of pages that nobody holds any more, on every tier, before anybody else gets their
-    memory: on the CPU as soon as they are free, on a GPU with the first call that finds the steps ended that may read them.
-    On disk they become holes, and count as draining while that takes a drive longer than disk_timeout; opening a directory
+    zero_on_free: True zeroes the bytes of pages that nobody holds any more, on every tier, before their memory is reused: on
+    the CPU as soon as they are free, on a GPU with the first call after the steps that may read them have ended. On disk they
+    become holes; if a drive takes longer than disk_timeout for that, they count as draining until then. Opening a directory
     zeroes what no kept sequence holds. SECURITY.md says what is not zeroed.
     deterministic: the bits of a result depend on the sequence alone, not on batch, chunks, threads or where pages lie. After
-    a `drop` of tokens that have left a window they depend on that as well: `truncate` brings none of them back.
-    checked: values that do not fit their row format, infinities and NaN raise in `append`.
+    a `drop` of tokens that have left a window they depend on the `drop` too: `truncate` brings none of them back.
+    checked: `append` raises for values that do not fit their row format, infinities and NaN.
 
-    spill: when the device tier is full, its oldest pages go to the host tier, and from there to disk, those of sequences
-    that are not in the step first. Pages on disk come back when a step has other sequences than the one before, or others
-    were released since, as many as find room. Steps attend to those on disk all the same: these are read layer by layer,
-    ahead of need, through memory beside the budgets (see `stats().disk_io`). On a GPU that takes the ring: if device_memory
-    is too small for one, nothing goes to disk by itself, and a step with pages there raises InvalidArgument with the memory
-    that would do.
+    spill: when the device tier is full, its oldest pages go to the host tier, and from there to disk; pages of sequences that
+    are not in the step go first. Pages on disk come back, as many as there is room for, when a step has other sequences than
+    the one before or others were released since. Steps also attend to pages that stay on disk: they are read ahead, layer by
+    layer, through memory beside the budgets (see `stats().disk_io`). On a GPU this needs the ring. If device_memory is too
+    small for one, nothing goes to disk automatically, and a step with pages there raises InvalidArgument, which says how much
+    memory is needed.
     retention: what layers without a window keep; everything by default, or `SinkWindow`.
-    headroom: tokens that are kept behind every window, so that `truncate` can take back as many; a page by default. A layer
-    with a window holds the pages of its last `window + headroom` tokens; others leave when a step is committed, so memory
-    is constant however long a sequence grows. A step's own tokens are held until then.
+    headroom: tokens kept behind every window, so that `truncate` can take back as many; a page by default. A layer with a
+    window holds the pages of its last `window + headroom` tokens. Older pages leave when a step commits, so memory is
+    constant however long a sequence grows. A step's own tokens are held until then.
 
-    Calls may come from several threads, and take turns. A cache has one open step at most: entering another raises
+    Calls may come from several threads, and take turns. A cache has at most one open step: entering another raises
     InvalidArgument, and so does changing or forking a sequence that is in it.
 
-    Raises InvalidArgument (also a ValueError) for what does not fit together, BackendUnavailable for what is not there,
-    GeometryMismatch for a directory of another model, or where a disk_memory does not go with what is kept there, CorruptPage
-    for one whose index is broken or gone, TierIOError for one that cannot be used or that another cache has open. On a GPU a
-    kernel is compiled when it is first launched, which raises `pagoda.kernels.loader.KernelCompileError` where it fails.
+    Raises InvalidArgument (also a ValueError) for bad or conflicting arguments, BackendUnavailable for what this machine
+    lacks or refuses, GeometryMismatch for a directory of another model, or if disk_memory is too small for what is kept
+    there, CorruptPage if its index is broken or gone, TierIOError if it cannot be used or another cache has it open. On a GPU
+    a kernel is compiled when it is first launched, which raises `pagoda.kernels.loader.KernelCompileError` if it fails.
     """
 
     def __init__(
@@ -220,7 +219,7 @@ class Cache(Uncopied):
         self.spec, self.page_size = spec, page_size
         self.retention, self.headroom = retention, as_int(page_size if headroom is None else headroom)
         self.dtypes = formats_by_layer(k_dtype, v_dtype, len(spec.layers))
-        """Row formats of K and V of each layer."""
+        """Row formats of K and V, by layer."""
         self._groups = group_layers(spec, self.dtypes)
         keeps = keeps_by_layer(spec, retention, self.headroom)
         outliers = Outliers(center, rotate, len(spec.layers), deterministic=deterministic)
@@ -264,7 +263,7 @@ class Cache(Uncopied):
         return Sequence(self, self._core.create())
 
     def batch(self, sequences: Collection[Sequence]) -> Batch:
-        """A fixed batch for `step`."""
+        """A fixed batch for `step`, whose sequences are checked once. Raises InvalidArgument and UseAfterRelease."""
         return self._batch("sequences", sequences)
 
     def step(
@@ -274,14 +273,14 @@ class Cache(Uncopied):
         *,
         stream: object = None,
     ) -> Step:
-        """A step that appends `new_tokens[i]` tokens to the i-th sequence, 2**31 - 1 in all at most; enter it with `with`.
+        """A step that appends `new_tokens[i]` tokens to the i-th sequence, at most 2**31 - 1 in all; enter it with `with`.
 
         Entering raises OutOfBlocks, and changes no sequence, when the device tier has too few blocks and no more can be
-        spilled; pages may have moved by then, and moves off the device that were under way have ended.
-        stream: on a GPU the stream of the step, as CuPy, torch or an address has it; None is the current one of CuPy, or that
-        of torch where CuPy's is the default one. None that is another in each thread (cudaStreamPerThread). Kernels use the
-        arrays of the step on it: what they are to read is written there before or waited for, as arrays by DLPack are, and
-        nobody else gets their memory before it has come by.
+        spilled. Pages may have moved by then, and moves off the device that were under way have ended.
+        stream: on a GPU the stream of the step: a stream of CuPy or torch, or its address. None is CuPy's current stream, or
+        torch's if CuPy's is the default one. A stream that differs by thread (cudaStreamPerThread) is refused. Kernels use
+        the arrays of the step on this stream. Write what they read on it, or have it wait, as it does for arrays by DLPack;
+        do not reuse the memory of these arrays until the stream has passed that point.
         """
         if stream is not None and self._device is None:
             raise InvalidArgument(f"stream = {stream!r}: None on the CPU backend")
@@ -295,14 +294,14 @@ class Cache(Uncopied):
     def declare(self, *, sequences: int, new_tokens: int, context: int, tokens: int | None = None) -> None:
         """Declares maxima of all steps to come, so that a graph can be captured in one step and replayed in later ones.
 
-        sequences: in a step. new_tokens: of each of them, where a graph is to do the step. context: tokens that a sequence
-        keeps. tokens: new ones of any step, of all sequences; `sequences * new_tokens` by default. From then on steps
-        allocate no device memory, and those with up to `new_tokens` of each sequence launch the same kernels with the same
-        arguments whatever sequences grow, join or leave. Steps with more of a sequence, prompts for example, launch what they
-        need, and no graph does them. K, V, queries and outputs may have up to `tokens` rows, of which kernels use the first
-        sum(new). Steps beyond the maxima raise InvalidArgument, and so do those whose sequences have more than
-        `8 * sequences` spans together: each has one, one more after each `drop`, and its sinks are one. Maxima are declared
-        once, for graphs keep the addresses of what was made for them. docs/kernels.md says what memory that takes.
+        sequences: in a step. new_tokens: for each sequence, in steps that a graph does. context: tokens that a sequence
+        keeps. tokens: new tokens of any step, over all sequences; `sequences * new_tokens` by default. From then on steps
+        allocate no device memory. Steps with up to `new_tokens` for each sequence launch the same kernels with the same
+        arguments, whatever sequences grow, join or leave. Steps with more, prompts for example, launch what they need,
+        without a graph. K, V, queries and outputs may have up to `tokens` rows, of which kernels use the first sum(new).
+        Steps beyond the maxima raise InvalidArgument, and so do those whose sequences together have more than `8 * sequences`
+        spans: each has one, one more after each `drop`, and one for its sinks. Maxima are declared once, as graphs keep the
+        addresses of what was allocated for them. docs/kernels.md says how much memory that takes.
 
             cache.declare(sequences=64, new_tokens=1, context=131072, tokens=2048)
             with cache.step([prompt], [2048], stream=stream) as step:
@@ -317,10 +316,10 @@ class Cache(Uncopied):
             with cache.step(others, ones, stream=stream) as step:
                 step.replay(graph.launch)
 
-        Capturing itself is the caller's, inside of one step; kernels that were never launched raise InvalidArgument there.
-        Graphs read pages of the host tier in place; a step that streams them allocates, and raises InvalidArgument where it
-        is captured; one with pages on disk, where a graph is replayed. Raises BackendUnavailable on the CPU, where nothing is
-        gained by it, and in a cache with checked=True, whose steps wait for the device.
+        The caller captures, inside of one step; kernels that were never launched raise InvalidArgument there. Graphs read
+        pages of the host tier in place. A step that streams these pages allocates, so capturing it raises InvalidArgument, as
+        does replaying a graph in a step with pages on disk. Raises BackendUnavailable on the CPU, which would gain nothing,
+        and in a cache with checked=True, whose steps wait for the device.
         """
         sequences = natural("sequences", sequences, 1, SEQUENCES_MAX)
         new_tokens = natural("new_tokens", new_tokens, 1, TOKENS_MAX // sequences)
@@ -339,40 +338,40 @@ class Cache(Uncopied):
         *,
         keep: bool = False,
     ) -> Plan:
-        """What moving the pages that hold tokens [start, stop) to tier `to` would copy. Changes nothing.
+        """The copies that would move the pages of tokens [start, stop) to tier `to`. Changes nothing.
 
-        layers: whole layer groups; all by default. keep: leave the copy that is read today where it is. A page that is not
-        full has one copy at a time and never goes to disk; a step that appends to it brings it back to the device. Pages that
-        another plan is moving are left out: wait for its ticket first.
+        layers: whole layer groups; all by default. keep: keep the copy that is read now. A page that is not full has only one
+        copy and never goes to disk; a step that appends to it brings it back to the device. Pages that another plan is moving
+        are left out: wait for its ticket first.
         """
         check_choice("to", to, TIERS)
         check_flag("keep", keep)
         return self._plan(sequence, to, tokens, layers, keep=keep)
 
     def execute(self, plan: Plan) -> Ticket:
-        """Starts a plan in the background. All or nothing: OutOfBlocks when the target tier is full."""
+        """Starts a plan in the background, all or nothing. Raises OutOfBlocks if the target tier is full."""
         if not isinstance(plan, Plan) or plan._cache is not self:
             raise InvalidArgument(f"plan = {plan!r}: a plan of this cache")
         return Ticket(self, plan, self._core.execute(plan._core))
 
     def demote(self, sequence: Sequence, tokens: tuple[int, int] | None = None, to: str = "host") -> Ticket:
-        """Moves pages from faster tiers to this one, in the background; those on a slower one stay there.
+        """Moves pages from faster tiers to this one, in the background; pages on a slower tier stay there.
 
-        To the host go all pages, and the sequence holds nothing on the device. To disk go those that are full, and open pages
-        never. A full host raises OutOfBlocks: other sequences are not pushed down to disk for it.
+        All pages can go to the host, and the sequence then holds nothing on the device. Only full pages can go to disk.
+        Raises OutOfBlocks if the host is full: other sequences are not pushed down to disk for it.
         """
         check_choice("to", to, ("host", "disk"))
         return self._move(sequence, to, tokens, only_from="device" if to == "host" else None)
 
     def promote(self, sequence: Sequence, tokens: tuple[int, int] | None = None, to: str = "device") -> Ticket:
-        """Moves pages from slower tiers to this one, in the background; those on a faster one stay there."""
+        """Moves pages from slower tiers to this one, in the background; pages on a faster tier stay there."""
         check_choice("to", to, ("device", "host"))
         return self._move(sequence, to, tokens, only_from="disk" if to == "host" else None)
 
     def prefetch(self, sequence: Sequence) -> Ticket:
-        """Copies the newest pages to the device tier, as many as have room there, in the background.
+        """Copies the newest pages to the device tier in the background, as many as fit there.
 
-        The slower copies stay, so that demoting these pages again moves no bytes.
+        The slower copies stay, so that demoting these pages again copies no bytes.
         """
         free = self._core.free_blocks("device")
         pages = max(free)
@@ -387,15 +386,16 @@ class Cache(Uncopied):
                 pages -= max(-(-error.bytes_short // self._page_bytes), pages // 32)
 
     def save(self, sequence: Sequence, key: str, tokens: tuple[int, int] | None = None, meta: bytes = b"") -> None:
-        """Keeps a sequence on disk under a name, in the place of what was there. It is safe from a loss of power on return.
+        """Saves a sequence to disk under a key, replacing what was there. On return it is safe from a loss of power.
 
-        The sequence goes on as it is. Pages that are on disk already are not written again. tokens: only these; `meta`, of
-        64 MiB at most, comes back from `saved`. Waits for moves of its pages that are under way. Raises InvalidArgument in a
-        cache without resume=True, and for full pages that are not on disk while a step is open: they arrive there between
-        steps; OutOfBlocks when the disk tier is full, TierIOError when it fails or does nothing for `disk_timeout` seconds,
-        and, before any page is written, when the index has no room for another line, at 4 GiB: then
-        what was kept before stays. Only where the line that names the pages is on its way to the drive by then, the key
-        changes when the drive has answered; until it has, calls with this key raise TierIOError.
+        The sequence itself does not change. Pages that are already on disk are not written again. tokens: save only these.
+        meta: up to 64 MiB, which `saved` returns. Waits for moves of its pages that are under way.
+
+        Raises InvalidArgument in a cache without resume=True, and while a step is open if full pages are not on disk yet:
+        they arrive there between steps. Raises OutOfBlocks when the disk tier is full. Raises TierIOError when the disk fails
+        or does nothing for `disk_timeout` seconds, and, before any page is written, when the index has no room for another
+        line (4 GiB). After an error the key is as it was, with one exception: if the line that names the pages was already on
+        its way to the drive, the key changes once the drive answers, and until then calls with this key raise TierIOError.
         """
         self._check_ours(sequence)
         if not isinstance(meta, bytes):
@@ -437,11 +437,11 @@ class Cache(Uncopied):
                 all_there = not (self._core.under_way(sequence.id) or to_disk().bytes)
 
     def load(self, key: str) -> Sequence | None:
-        """A new sequence with what `save` kept under a name; None if nothing is, or it does not verify, which is logged.
+        """A new sequence with what `save` kept under a key; None if there is nothing, or it does not verify, which is logged.
 
-        Pages come into memory, and are verified, as many as fit. Raises OutOfBlocks when the device tier has no block for the
-        last page and none can be spilled, as while a step is open, TierIOError when the disk cannot be read, or does nothing
-        for `disk_timeout` seconds, InvalidArgument in a cache without resume=True.
+        As many pages as fit are read into memory and verified. Raises OutOfBlocks when the device tier has no block for the
+        last page and none can be spilled, as while a step is open. Raises TierIOError when the disk cannot be read or does
+        nothing for `disk_timeout` seconds, and InvalidArgument in a cache without resume=True.
         """
         try:
             handle = self._with_room(partial(self._core.load, _key(key)), np.empty(0, np.uint64), np.empty(0, np.int64))
@@ -460,30 +460,30 @@ class Cache(Uncopied):
         return sequence
 
     def forget(self, key: str) -> bool:
-        """Lets go of what is kept under a name; says whether there was something.
+        """Deletes what is kept under a key; returns whether there was something.
 
-        Raises TierIOError when the drive fails or does nothing for `disk_timeout` seconds: the name is as it was, unless its
-        line was on the way to the drive by then, as for `save`. Raises InvalidArgument in a cache without resume=True.
+        Raises TierIOError when the drive fails or does nothing for `disk_timeout` seconds; the key is then as it was, with
+        the exception that `save` names. Raises InvalidArgument in a cache without resume=True.
         """
         return self._core.forget(_key(key))
 
     def saved(self) -> dict[str, bytes]:
-        """The names under which sequences are kept, and their `meta`."""
+        """The keys under which sequences are kept, and their `meta`; empty in a cache without resume=True."""
         return self._core.saved()
 
     def stats(self) -> Stats:
-        """Blocks and bytes by tier, and counters. Takes as long as there are sequences, however many pages they have."""
+        """Blocks and bytes by tier, and counters. The time it takes grows with sequences, not with their pages."""
         return Stats.from_core(self._core.stats())
 
     def audit(self) -> None:
-        """Checks the whole bookkeeping. Raises InvariantError with the first broken invariant."""
+        """Checks all bookkeeping. Raises InvariantError with the first broken invariant."""
         self._core.audit()
 
     def close(self) -> None:
-        """Ends the cache and gives its memory back; copies under way finish first. Later calls raise UseAfterRelease.
+        """Closes the cache and gives its memory back; copies under way finish first. Later calls raise UseAfterRelease.
 
-        Raises TierIOError when the drive does nothing for `disk_timeout` seconds. The cache is closed then as well, but what
-        the drive may still write to can be nobody else's: memory and directory are given back when it has answered.
+        Raises TierIOError when the drive does nothing for `disk_timeout` seconds. The cache is closed all the same, but
+        memory that the drive may still write to, and the directory, are given back only when the drive has answered.
         """
         self._core.close()
 

@@ -1,4 +1,4 @@
-"""Arguments of `Cache` about the disk tier, checked: where, how much, and of which model its pages are."""
+"""The arguments of `Cache` for the disk tier, checked: where it is, how large, and of which model its pages are."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pagoda.geometry import Geometry
 from pagoda.sizes import parse_size
 
 DISK_TIMEOUT = 60.0
-"""Seconds that a drive may do nothing where nobody says otherwise."""
+"""Seconds that a drive may do nothing, by default."""
 TIMEOUT_MIN, TIMEOUT_MAX = 1e-6, 1e9
-"""Seconds; the least is one that `timedelta` has."""
+"""Seconds; the least is that of `timedelta`."""
 
 
 class DiskArguments(TypedDict):
@@ -85,6 +85,6 @@ def _is_encodable(name: str) -> bool:
 
 
 def fingerprint(geometry: Geometry, model: str | None) -> bytes:
-    """16 bytes that differ where pages would mean something else: by model, geometry, formats, rotation, windows, centres."""
+    """16 bytes that identify what pages mean: a hash of model, geometry, formats, rotation, windows and centres."""
     what = json.dumps([geometry.page_size, geometry.layers, model], sort_keys=True)
     return hashlib.blake2b(what.encode(), digest_size=16, person=b"pagoda pages").digest()

@@ -4,15 +4,15 @@ from collections.abc import Collection
 
 
 class PagodaError(Exception):
-    """Anything that Pagoda raises on purpose."""
+    """The base of all errors that Pagoda raises on purpose."""
 
 
 class OutOfBlocks(PagodaError):
     """A tier has too few free blocks.
 
-    tier: "device", "host" or "disk". layer_group: the first that is short, by its place in `Cache.stats`. blocks_short,
-    bytes_short: how many more there would have to be; for a step, of all layer groups together. draining: of that layer
-    group, blocks that become free when the steps and copies that may use them have ended.
+    tier: "device", "host" or "disk". layer_group: the first that is short, as an index into `Cache.stats`. blocks_short,
+    bytes_short: how many more are needed; for a step, in all layer groups together. draining: blocks of that layer group that
+    become free when the steps and copies that may use them have ended.
     """
 
     def __init__(
@@ -31,11 +31,11 @@ class OutOfBlocks(PagodaError):
 
 
 class InvalidArgument(PagodaError, ValueError):
-    """An argument is outside of what the call takes."""
+    """An argument that the call does not accept. Also a ValueError."""
 
 
 class UseAfterRelease(PagodaError):
-    """A handle that was released."""
+    """A sequence was used after its release, or a cache after `close`."""
 
 
 class _OfPage(PagodaError):
@@ -63,7 +63,7 @@ class GeometryMismatch(PagodaError):
 
 
 class BackendUnavailable(PagodaError):
-    """Not in this build or on this machine."""
+    """Something is missing in this build or on this machine, or the system refuses it."""
 
 
 class InvariantError(PagodaError):

@@ -1,4 +1,4 @@
-"""Model families: what kinds of layers the config of each describes. Defaults are those of transformers 5.23."""
+"""Model families: what kinds of layers the config of each describes. Defaults are those of transformers 5.24."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Row formats: how one K or V row (one token, one head) is stored. What they are, and their bytes."""
+"""Row formats: how one K or V row (one token, one head) is stored, and in how many bytes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from pagoda.checks import check_choice, check_list, floats, natural
 from pagoda.errors import InvalidArgument
 
 VARIABLE = "PAGODA_KV_DTYPE"
-"""Of the environment: formats for every cache, whatever it asks for, to find out whether a format is at fault. One for K and
-V, or two with a comma. What measures formats that it names, or plans with them, refuses to."""
+"""Environment variable with formats for every cache, whatever it asks for, to find out whether a format is at fault: one for
+K and V, or two with a comma. Commands that measure formats they name, or plan with them, refuse to run with it."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Bits of an element, and the bytes of scales: so many for each block of elements, or for a row.
+    """How a row is stored. bits: of an element. scale_bytes: of one scale, for each `block` elements, or for a row if None.
 
-    unit: a row has a multiple of so many elements. rotate: whether rows are rotated by default (`pagoda.outliers`).
+    unit: the number of elements of a row is a multiple of it. rotate: whether rows are rotated by default
+    (`pagoda.outliers`).
     """
 
     bits: int
@@ -58,25 +59,26 @@ FORMATS = {
 }
 """fp8_e4m3 and int8: one float32 scale a row. q8_0, q5_0, q4_0: ggml's blocks of 32 elements with a float16 scale
 (ggml-common.h). mxfp4: OCP's blocks of 32 E2M1 with an E8M0 scale. nvfp4: blocks of 16 E2M1 with an E4M3 scale.
-docs/layout.md says how values become them.
+docs/layout.md says how values are converted.
 
-Where a CPU multiplies quantised rows as integers, or (AMD's) fp8_e4m3 as bfloat16, attention is as near to float64 over the
-stored rows as 1e-4 (int8, q8_0), and some 1e-2 for the others. Where values have a common mean it is up to 1e-3 if one token
-has nearly all of the weight of its tile of 64, and up to 0.2 for the others if one of some 64 tokens has most of the weight.
-PAGODA_CPU_ISA=avx512, avx2, neon or scalar in the environment keeps to floats, and 1e-6; docs/adr/0013 has the figures."""
+A CPU may multiply quantised rows as integers, or (AMD's) fp8_e4m3 as bfloat16. The error of attention, against float64 over
+the stored rows, is then 1e-4 for int8 and q8_0, and some 1e-2 for the others. If values have a common mean it is up to 1e-3
+where one token has nearly all of the weight of its tile of 64, and for the others up to 0.2 where one of some 64 tokens has
+most of the weight. PAGODA_CPU_ISA=avx512, avx2, neon or scalar in the environment computes in floats, to within 1e-6;
+docs/adr/0013 has the figures."""
 
 GGML = tuple(name for name, form in FORMATS.items() if form.block is not None)
-"""Formats that ggml has in an order of its own."""
+"""Formats that ggml also has, with its own order of bytes."""
 
 
 def row_format(name: str, argument: str) -> RowFormat:
-    """The format of a name. Raises InvalidArgument."""
+    """The format with this name. Raises InvalidArgument."""
     check_choice(argument, name, tuple(FORMATS))
     return FORMATS[name]
 
 
 def check_not_forced() -> None:
-    """Raises InvalidArgument while the environment has its own for every cache: what is said of a format would be of them."""
+    """Raises InvalidArgument while the environment sets formats for every cache: results would be of those."""
     if forced := os.environ.get(VARIABLE):
         raise InvalidArgument(
             f"{VARIABLE} = {forced!r}: unset, for what measures formats that it names, or plans with them"
@@ -110,11 +112,11 @@ def cause(name: str) -> str:
 
 
 def encode(x: npt.ArrayLike, name: str) -> Bytes:
-    """Rows of numbers as a format stores them.
+    """Encodes rows of numbers in a row format.
 
-    x: [..., dim]; dim is a multiple of the format's unit. Returns uint8 [..., bytes]: blocks as ggml lays them out (scale,
-    then fifth bits, then quants; ggml-common.h) for formats that ggml has, nvfp4 in its blocks of 64, so dim is a multiple of
-    64; elements and then the float32 scale for fp8_e4m3 and int8. Raises InvalidArgument.
+    x: [..., dim]; dim is a multiple of the format's unit, for nvfp4 of 64. Returns uint8 [..., bytes]. Formats that ggml has
+    come as its blocks (ggml-common.h: scale, then fifth bits, then quants; nvfp4 in blocks of 64); fp8_e4m3 and int8 as
+    elements and then the float32 scale. Raises InvalidArgument.
     """
     numbers = floats("x", x)
     dim = _row(name, numbers.shape, f"x = shape {list(numbers.shape)}")
@@ -127,7 +129,7 @@ def encode(x: npt.ArrayLike, name: str) -> Bytes:
 
 
 def decode(rows: Bytes, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """float32 [*shape]: the numbers that `encode` has stored as rows, uint8 [*shape[:-1], bytes]. Raises InvalidArgument."""
+    """Decodes what `encode` returns: from uint8 [*shape[:-1], bytes] to float32 [*shape]. Raises InvalidArgument."""
     check_list("shape", shape, "sizes")
     shape = tuple(natural("shape", size) for size in shape)
     dim = _row(name, shape, f"shape = {list(shape)}")
@@ -144,12 +146,11 @@ def decode(rows: Bytes, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.flo
 
 
 def to_ggml(rows: Bytes, scales: Bytes, name: str) -> Bytes:
-    """Rows as pages hold them, in ggml's order, where each block begins with its scale: the same bytes, nothing is rounded.
+    """Reorders rows as pages hold them into ggml's blocks, which begin with their scale. No value changes.
 
-    rows: uint8 [..., bytes], the elements of each row; of q5_0 the fifth bits lie behind all nibbles. scales: uint8
-    [..., bytes], the scales of each row. docs/layout.md draws both. Returns uint8 [..., bytes]: blocks of 32 elements, of
-    nvfp4 of 64, as in ggml-common.h. A cache stores rows as they come only with center=None and rotate=False. Raises
-    InvalidArgument.
+    rows: uint8 [..., bytes], the elements of each row; in q5_0 the fifth bits follow all nibbles. scales: uint8 [..., bytes],
+    the scales of each row. docs/layout.md draws both. Returns uint8 [..., bytes]: blocks of 32 elements, for nvfp4 of 64, as
+    in ggml-common.h. Only a cache with center=None and rotate=False stores rows untransformed. Raises InvalidArgument.
     """
     check_choice("name", name, GGML)
     rows = _bytes("rows", rows)
@@ -168,7 +169,7 @@ def to_ggml(rows: Bytes, scales: Bytes, name: str) -> Bytes:
 
 
 def from_ggml(blocks: Bytes, name: str) -> tuple[Bytes, Bytes]:
-    """Rows and scales, as `to_ggml` takes them, from blocks in ggml's order, uint8 [..., bytes]. Raises InvalidArgument."""
+    """The inverse of `to_ggml`: rows and scales from ggml's blocks, uint8 [..., bytes]. Raises InvalidArgument."""
     check_choice("name", name, GGML)
     blocks = _bytes("blocks", blocks)
     form, unit, lead = FORMATS[name], _unit(name), blocks.shape[:-1]

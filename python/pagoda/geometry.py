@@ -1,4 +1,4 @@
-"""From a model's layers to what the core takes: layer groups, block sizes, extents."""
+"""From a model's layers to the arguments of the core: layer groups, block sizes, extents."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from pagoda.retention import Keeps
 from pagoda.spec import AttentionLayer, ModelSpec
 
 EXTENT_BYTES = 32 << 20
-"""The size of an extent that is aimed at: memory is given back in such pieces."""
+"""The target size of an extent, the unit in which memory is given back."""
 
 EXTENT_GROWTH = 4
-"""How much larger than aimed at an extent may be, so that no block of any group lies across its borders."""
+"""How many times larger than its target an extent may be, so that no block of any group crosses its borders."""
 
 
 class CoreLayer(TypedDict):
@@ -56,8 +56,8 @@ Dtypes = list[tuple[str, str]]
 
 
 def group_layers(spec: ModelSpec, dtypes: Dtypes) -> list[list[int]]:
-    """The layers of each group, whose pages have one shape and life: a block holds a page of all of them. In the order
-    of their first layers."""
+    """The layers of each group, in the order of their first layers. Pages of a group share shape and lifetime: a block holds
+    a page of all its layers."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, layer in enumerate(spec.layers):
         if isinstance(layer, AttentionLayer) and layer.kv_owner is None:
@@ -67,7 +67,7 @@ def group_layers(spec: ModelSpec, dtypes: Dtypes) -> list[list[int]]:
 
 
 def owners_of(layers: Sequence[CoreLayer]) -> list[int]:
-    """The layer whose pages each one reads: itself, or its `kv_owner`."""
+    """The layer whose pages each layer reads: itself, or its `kv_owner`."""
     return [index if layer["kv_owner"] is None else layer["kv_owner"] for index, layer in enumerate(layers)]
 
 
@@ -78,9 +78,9 @@ def core_layers(
     keeps: list[Keeps | None],
     k_norms: Sequence[npt.NDArray[Any] | None] | None,
 ) -> list[CoreLayer]:
-    """The layers as the core takes them; one that reads another's pages has that one's formats.
+    """The layers as the core takes them; a layer that reads another's pages has that layer's formats.
 
-    Raises BackendUnavailable for what no backend does yet, InvalidArgument for rows that a format cannot have.
+    Raises BackendUnavailable for what no backend supports yet, and InvalidArgument for rows that do not fit a format.
     """
     groups = group_layers(spec, dtypes)
     if len(groups) > GROUPS_MAX:
@@ -135,7 +135,7 @@ def formats_stored(index: int, layer: AttentionLayer, k_dtype: str, v_dtype: str
 
 
 def _norms(spec: ModelSpec, k_norms: Sequence[npt.NDArray[Any] | None] | None) -> list[list[float] | None]:
-    """The weight of each layer that derives K from V and stores V, with the factor by which its rotation scales."""
+    """The weight of K's norm for each layer that stores V and derives K, times the factor by which its rotation scales."""
     if k_norms is not None:
         check_list("k_norms", k_norms, "an array or None for each layer")
     given = [None] * len(spec.layers) if k_norms is None else list(k_norms)
@@ -174,7 +174,7 @@ class BlockLayout:
 
 @dataclass(frozen=True)
 class Run:
-    """What a layer has in each block of its group: `bytes` from `start` on."""
+    """The part of a layer in each block of its group: `bytes` from `start` on."""
 
     start: int
     bytes: int
@@ -182,7 +182,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a cache stores, and where: its layers, and the blocks that hold `page_size` tokens of those of a group."""
+    """What a cache stores and where: its layers, and blocks that hold `page_size` tokens of all layers of a group."""
 
     layers: list[CoreLayer]
     page_size: int
@@ -209,12 +209,12 @@ class Geometry:
 
     @cached_property
     def layer_bytes(self) -> list[int]:
-        """What each layer of a group has in a block, by layer group: all of a group are of one shape."""
+        """Bytes of one layer in a block, by layer group: all layers of a group have one shape."""
         return [layout.block_bytes // len(layout.planes) for layout in self.layouts]
 
     @cached_property
     def runs(self) -> list[Run]:
-        """Of each layer, or its owner: everything in a block that belongs to it is one run."""
+        """The run of each layer, or of its owner: all that belongs to a layer in a block is contiguous."""
         runs = []
         for layer, owner in zip(self.layers, owners_of(self.layers), strict=True):
             ((offset, _), _), _ = self.layouts[layer["group"]].planes[owner]
@@ -225,11 +225,11 @@ class Geometry:
 def tier_memory(name: str, budget: int, sizes: list[int], *, needed: bool) -> tuple[int, int]:
     """(bytes, extent bytes) of a tier in memory. sizes: bytes of a block, by layer group.
 
-    An extent holds whole blocks of the largest group, about `EXTENT_BYTES` of them, but few enough that every group can
-    have some; two at least where blocks of others do not fill one of them, since they may lie across the borders of extents:
-    so each extent holds a block of any group. It holds up to `EXTENT_GROWTH` times as many where then nothing is lost at the
-    borders (docs/layout.md). Raises InvalidArgument when the budget, which `name` names, cannot hold one block of each group;
-    unless it is needed, 0 is none.
+    An extent holds whole blocks of the largest group, about `EXTENT_BYTES` of them, but few enough that every group can have
+    some extents. It holds at least two if blocks of other groups do not divide one, since those may cross the borders of
+    extents: so each extent holds a block of any group. It holds up to `EXTENT_GROWTH` times as many if nothing is lost at the
+    borders then (docs/layout.md). Raises InvalidArgument, naming `name`, when the budget cannot hold one block of each group;
+    0 is no tier unless `needed`.
     """
     largest, groups = max(sizes), len(sizes)
     period = math.lcm(*sizes) // largest
@@ -238,7 +238,8 @@ def tier_memory(name: str, budget: int, sizes: list[int], *, needed: bool) -> tu
     least = largest * fewest * groups
     most = min(ARENA_BYTES_MAX, EXTENTS_MAX * aim * largest, BLOCKS_PER_GROUP_MAX * min(sizes))
     if budget > most or (budget < least and (budget > 0 or needed)):
-        limit = f"from {least} bytes, one page of each of {groups} layer group(s), to {most}"
+        none = "" if needed else "0, or "
+        limit = f"{none}from {least} bytes, one page of each of {groups} layer group(s), to {most}"
         raise InvalidArgument(f"{name} = {budget}: {limit}")
     room = budget // (largest * groups * 8)
     count = max(fewest, min(aim, room))

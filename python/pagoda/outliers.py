@@ -1,10 +1,10 @@
 """Centring and rotation: they keep a few large elements of a quantised row from costing the others their precision.
 
-K is centred: a constant vector is taken off the K rows of each head. Scores of a query then miss the query times that vector,
-which is the same for all rows; it is added back. K and V are rotated: random signs and a Hadamard matrix over blocks of the
-largest power of two that divides the row; queries and results are rotated to fit. Either leaves attention as it is but for
-what quantising loses: docs/adr/0011 says how much, and where the defaults come from. Formats that are not quantised are left
-alone, and so are layers whose K and V are one row.
+Centring subtracts a constant vector from the K rows of each head. This lowers all scores of a query by its product with that
+vector, which is added back. Rotation multiplies K and V by random signs and a Hadamard matrix, over blocks of the largest
+power of two that divides the row; queries and results are rotated to match. Neither changes attention except for what
+quantisation loses: docs/adr/0011 says how much, and where the defaults come from. Both apply to quantised formats only, and
+not to layers whose K and V are one row.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class CoreOutliers(TypedDict):
 
 
 class Outliers:
-    """The choice of a cache.
+    """The choice of a cache. Raises InvalidArgument.
 
-    center: "first" takes the mean of the first K rows that a layer is given, those of a step in an empty cache, for elements
-    where it is at least twice the standard deviation, and 0 for others; or nothing if a mean is NaN or beyond float16. It
-    stays as long as any sequence has tokens: when all are gone, also as a warm-up's are, the next first rows count. Fewer
-    than 8 take what there was before, but 0 for elements whose mean it does not bring nearer to 0. Or an array
-    [num_kv_heads, head_dim] for each layer, such as the bias of the K projection, or None; or None for all.
-    "auto": "first", but None where results are to be deterministic, as "first" depends on what came first.
-    rotate: whether rows are. "auto": by the format. Raises InvalidArgument.
+    center: for each layer an array [num_kv_heads, head_dim], such as the bias of the K projection, or None; or None for all.
+    "first" takes the mean of the first K rows of a layer, which are those of a step in an empty cache. Elements
+    whose mean is less than twice the standard deviation get 0; if a mean is NaN or beyond float16, nothing is centred. The
+    centre stays as long as any sequence has tokens. When all are gone, for example after a warm-up, it is taken anew from the
+    next first rows. Fewer than 8 rows keep the previous centre, with 0 for elements whose mean it does not bring nearer to 0.
+    "auto": "first", but None in a deterministic cache, as "first" depends on what came first.
+    rotate: whether to rotate rows; "auto" decides by the format.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from pagoda.spec import AttentionLayer, ModelSpec, check_spec
 BYTES_MAX = (1 << 63) - 1
 
 COUNT_MAX = (1 << 40) - 1
-"""Of pages, tokens and sequences that are reckoned with."""
+"""The largest number of pages, tokens or sequences."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Footprint:
     tokens: int
     batch: int
     paged_bytes: int
-    """Whole pages; of layers with a window at most those that the window, its headroom and sinks reach into."""
+    """Whole pages; for layers with a window, at most those that the window, its headroom and sinks reach into."""
     state_bytes: int
     """Fixed states of recurrent layers."""
 
@@ -48,15 +48,15 @@ class Split:
     host_bytes: int
     disk_bytes: int
     lacking_bytes: int
-    """What no tier has room for; 0 if it fits."""
+    """Bytes that fit on no tier; 0 if all fit."""
 
 
 @dataclass(frozen=True)
 class Rings:
     """Memory that pages of slower tiers pass through on their way to attention and between tiers.
 
-    device_bytes: of a GPU's memory, a part in which no page lies. Beside the budgets: disk_bytes, which pages on disk are
-    read to, and stage_bytes, between the disk and a GPU. reaches_disk: whether steps could attend to pages there.
+    device_bytes: part of a GPU's budget, in which no page lies. Beside the budgets are disk_bytes, into which pages on disk
+    are read, and stage_bytes, between the disk and a GPU. reaches_disk: whether steps could attend to pages on disk.
     """
 
     device_bytes: int = 0
@@ -67,12 +67,12 @@ class Rings:
 
 @dataclass(frozen=True)
 class Planner:
-    """Reckons for one model, row formats and page size. Raises InvalidArgument for bad numbers, and for formats that are
-    unknown or that rows of the model cannot have.
+    """Computes memory for one model, its row formats and page size. Raises InvalidArgument for bad numbers, and for formats
+    that are unknown or do not fit the model's rows.
 
-    The last extent that a layer group holds of a tier is counted as if others could fill it up: a cache of a model with
-    several groups holds up to an extent, mostly 32 MiB, less for each group and tier. What blocks of several sizes lose
-    at the borders of extents of small tiers (docs/layout.md) is not counted either.
+    Results are slightly optimistic for models with several layer groups: a cache holds up to an extent, mostly 32 MiB, less
+    for each group and tier, as a group does not share its last extent. What blocks of several sizes lose at the borders of
+    extents of small tiers (docs/layout.md) is not counted either.
     """
 
     spec: ModelSpec
@@ -81,7 +81,7 @@ class Planner:
     page_size: int = 64
     retention: SinkWindow | None = None
     headroom: int | None = None
-    """As of `Cache`: a page if None."""
+    """As in `Cache`: a page if None."""
 
     def __post_init__(self) -> None:
         as_ints(self)
@@ -100,11 +100,11 @@ class Planner:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one more token takes, in all layers."""
+        """Bytes that one more token takes, over all layers."""
         return self.spec.bytes_per_token(self.k_dtype, self.v_dtype)
 
     def footprint(self, tokens: int, batch: int = 1) -> Footprint:
-        """The memory of a context."""
+        """The memory of `batch` sequences of `tokens` tokens each. Raises InvalidArgument."""
         tokens = natural("tokens", tokens, 0, COUNT_MAX)
         batch = natural("batch", batch, 1, COUNT_MAX)
         pages = -(-tokens // self.page_size)
@@ -120,7 +120,7 @@ class Planner:
         return Footprint(tokens, batch, paged * batch, self.spec.state_bytes() * batch)
 
     def rings(self, device_bytes: int, *, host: bool, disk: bool, on_gpu: bool) -> Rings:
-        """What a cache with these tiers has (docs/adr/0015 to 0017), on a GPU without deterministic=True."""
+        """The rings of a cache with these tiers (docs/adr/0015 to 0017), on a GPU without deterministic=True."""
         device_bytes = natural("device_bytes", device_bytes, 0, BYTES_MAX)
         for name, flag in (("host", host), ("disk", disk), ("on_gpu", on_gpu)):
             check_flag(name, flag)
@@ -157,25 +157,25 @@ class Planner:
         return _core.block_layout([stored], self.page_size)[0]
 
     def room(self, size: int) -> int:
-        """Bytes of pages for which so many bytes of the device or the host tier have room: no page lies in two tiers.
+        """Bytes of pages that fit into `size` bytes of the device or the host tier, if no page lies in two tiers.
 
-        Where layer groups have pages of several sizes, rounded down to what divides them all.
+        If layer groups have pages of several sizes, this is rounded down to a multiple of their common divisor.
         """
         size = natural("size", size, 0, BYTES_MAX)
         pages = self.block_bytes()
         return size - size % math.gcd(*pages) if pages else 0
 
     def room_on_disk(self, disk_memory: int) -> int:
-        """Bytes of pages for which a disk tier with this budget has room: there pages have headers, and layers are padded.
+        """Bytes of pages that fit into a disk tier with this budget, where pages have headers and layers are padded.
 
-        Raises InvalidArgument for a budget that a cache could not have.
+        Raises InvalidArgument for a budget that a cache would refuse.
         """
         disk_memory = natural("disk_memory", disk_memory, 0, BYTES_MAX)
         runs = [[self._layer_bytes(index) for index in layers] for layers in self._groups()]
         return _core.disk_room(runs, disk_memory) if runs and disk_memory else 0
 
     def split(self, footprint: Footprint, device_bytes: int, host_bytes: int = 0, disk_bytes: int = 0) -> Split:
-        """Fills the tiers in order, which have room for so many bytes (`room`, `room_on_disk`); states stay on the device."""
+        """Fills tiers of these sizes (see `room` and `room_on_disk`) in order; states stay on the device."""
         if not isinstance(footprint, Footprint):
             raise InvalidArgument(f"footprint = {footprint!r}: a Footprint")
         budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
@@ -190,7 +190,7 @@ class Planner:
         return Split(parts[0] + min(footprint.state_bytes, device_bytes), parts[1], parts[2], lacking)
 
     def longest_context(self, device_bytes: int, host_bytes: int = 0, disk_bytes: int = 0, *, batch: int = 1) -> int:
-        """The most tokens, in whole pages, that `split` finds room for; 0 if none, `TOKENS_MAX` if memory stops growing."""
+        """The most tokens, in whole pages, that `split` can place; 0 if none, `TOKENS_MAX` if memory stops growing."""
         pages = range(1, TOKENS_MAX // self.page_size + 1)
 
         def lacking(count: int) -> int:

@@ -1,4 +1,4 @@
-"""Measured bandwidths of a machine's links: how they are kept for the user, and how work is divided by them."""
+"""Measured bandwidths of a machine's links: how they are stored, and how work is divided by them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 READER_ROWS = 4
-"""Query rows on a K/V head in measurements of attention on the CPU: so few that it waits for memory."""
+"""Query rows on a K/V head in measurements of attention on the CPU: few enough that it is bound by memory."""
 
 LINKS, ROUTES = {"memory", "disk"}, {"ring", "mapped", "memory"}
 """Of `Calibration`, and of `Routes`."""
 
 ROUNDING = 1e-9
-"""What sums of bytes may be off by, as a part of them."""
+"""Relative error allowed in sums of bytes."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Routes:
     threads: int
     """Of the CPU."""
     rates: list[dict[str, float]]
-    """Bytes a second of routes that were used at once, for each set of them that was measured."""
+    """Bytes a second of routes used at once, for each set of routes that was measured."""
     start: dict[str, float]
-    """Seconds until a route has gone over nothing, more than the quickest takes."""
+    """Seconds that a route takes to start, beyond the quickest one."""
     formats: dict[str, float] = field(default_factory=dict)
-    """Bytes a second of the CPU alone, by the format of rows. `rates` are of f16."""
+    """Bytes a second of the CPU alone, by row format. `rates` are those of f16."""
 
     def over(self, row_bytes: Mapping[str, float]) -> Routes:
-        """The same for rows with so many bytes of each format.
+        """The routes for rows with this many bytes of each format.
 
-        Beside other routes, which read the same memory, the CPU is no faster than with f16, and no faster than with these
-        rows alone. Without the CPU where one of the formats was not measured.
+        Beside other routes, which read the same memory, the CPU counts as no faster than with f16, and no faster than with
+        these rows alone. If one of the formats was not measured, sets of routes with the CPU are left out.
         """
         if not row_bytes.keys() <= self.formats.keys():
             return replace(self, rates=[rates for rates in self.rates if "memory" not in rates])
@@ -53,10 +53,11 @@ class Routes:
         return replace(self, rates=slowed)
 
     def divide(self, size: float, costs: Mapping[str, float], most: Mapping[str, float]) -> dict[str, float]:
-        """How many of `size` bytes go by each route, so that all routes end together and that is soon.
+        """How many of `size` bytes to give each route, so that all routes end together, as early as possible.
 
-        costs: how often a route goes over each byte; those without one are not there. most: bytes that a route can have; all
-        where it says nothing. A route that would not have begun by then has none. Empty where nothing measured will do.
+        costs: how often a route reads each byte; routes without a cost are not used. most: limits on the bytes of a route;
+        without one there is no limit. A route that could not start in time gets none. Empty if no measured set of routes
+        fits.
         """
         best, chosen = math.inf, dict[str, float]()
         for measured in self.rates:
@@ -69,7 +70,7 @@ class Routes:
 
     @property
     def ceilings(self) -> dict[str, float]:
-        """The most that each link carried for a route alone, named as in `StepReport.bytes`."""
+        """The highest rate of each link with one route alone, named as in `StepReport.bytes`."""
         alone = {route: rate for rates in self.rates if len(rates) == 1 for route, rate in rates.items()}
         return {"pcie": max(alone["ring"], alone["mapped"]), "memory": alone["memory"]}
 
@@ -77,7 +78,7 @@ class Routes:
 def _together(
     size: float, rates: dict[str, float], start: Mapping[str, float], most: Mapping[str, float]
 ) -> tuple[float, dict[str, float]]:
-    """Seconds until routes that are used at once have gone over so many bytes, and those of each; never, if they may not."""
+    """Seconds that routes used at once take for `size` bytes, and the bytes of each; infinite if their limits are too low."""
     ends = {route: start[route] + most.get(route, math.inf) / rate for route, rate in rates.items()}
 
     def done(seconds: float) -> dict[str, float]:
@@ -100,22 +101,22 @@ def _together(
 
 @dataclass(frozen=True)
 class Calibration:
-    """Bytes a second by link, named as in `StepReport.bytes`, of memory and of a disk; and what GPUs have besides."""
+    """Bytes a second of memory and of a disk, by link named as in `StepReport.bytes`; and the routes of GPUs."""
 
     threads: int
-    """Of the CPU that read memory."""
+    """CPU threads that read memory."""
     directory: str
-    """Where the file was."""
+    """Where the file that was read lay."""
     alone: dict[str, float]
     """Each link, the other one at rest."""
     together: dict[str, float]
     """Both at once."""
     gpus: dict[str, Routes] = field(default_factory=dict)
-    """By the name that drivers of devices have."""
+    """By the name of the GPU, as its driver gives it."""
 
 
 def place() -> Path:
-    """The file that a calibration is kept in: one for each machine that shares the folder. Raises OSError without a home."""
+    """The file of the calibration: one for each machine that shares the folder. Raises OSError without a home."""
     default = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser()
@@ -125,7 +126,7 @@ def place() -> Path:
 
 
 def keep(calibration: Calibration) -> None:
-    """Keeps it, in the place of an earlier one. Raises OSError."""
+    """Writes a calibration to its file, replacing an earlier one. Raises OSError."""
     path = place()
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(f".{os.getpid()}")
@@ -134,7 +135,7 @@ def keep(calibration: Calibration) -> None:
 
 
 def kept() -> Calibration | None:
-    """What was kept; None if nothing was, or if what is there cannot be read or reckoned with."""
+    """The calibration that was kept; None if there is none, or it cannot be read or is not valid."""
     try:
         read: dict[str, Any] = json.loads(place().read_text())
         gpus = {name: Routes(**routes) for name, routes in read.pop("gpus", {}).items()}
@@ -145,9 +146,9 @@ def kept() -> Calibration | None:
 
 
 def _is_whole(calibration: Calibration) -> bool:
-    """Whether a calibration that was read has all that one is asked for, and rates that are above 0 and finite.
+    """Whether a calibration that was read is complete, with rates that are above 0 and finite.
 
-    Raises TypeError or AttributeError for some that have other types.
+    Raises TypeError or AttributeError for some values of other types.
     """
     gpus = list(calibration.gpus.values())
     links = [calibration.alone, calibration.together]
@@ -165,7 +166,7 @@ def _is_whole(calibration: Calibration) -> bool:
 
 
 def routes_of(gpu: str, threads: int) -> Routes | None:
-    """What was kept of a GPU beside so many threads; None if nothing was."""
+    """What was kept of a GPU with this number of CPU threads; None if nothing was."""
     before = kept()
     routes = None if before is None else before.gpus.get(gpu)
     return routes if routes is not None and routes.threads == threads else None

@@ -15,11 +15,11 @@ Keeps = tuple[int, int, int, bool]
 
 @dataclass(frozen=True)
 class SinkWindow:
-    """The first `sinks` tokens and the last `window`: text without end in constant memory.
+    """Keeps the first `sinks` and the last `window` tokens: endless text in constant memory.
 
-    For layers without a window of their own: their queries see these tokens, themselves included, and no others.
-    positions: "original" sees the sinks where they were stored, ever farther away; "cache" as if they stood right before
-    the window, by rotating queries: no key is rotated again. https://arxiv.org/abs/2309.17453.
+    Applies to layers without a window of their own: their queries see these tokens, including themselves, and no others.
+    positions: with "original" sinks are seen where they were stored, ever farther away; with "cache" as if they stood right
+    before the window, by rotating queries and no keys. https://arxiv.org/abs/2309.17453.
     """
 
     sinks: int = 64
@@ -34,7 +34,7 @@ class SinkWindow:
 
 
 def keeps_by_layer(spec: ModelSpec, retention: SinkWindow | None, headroom: int) -> list[Keeps | None]:
-    """What each layer keeps; None is everything. Raises InvalidArgument where the retention says nothing to the model.
+    """What each layer keeps; None is everything. Raises InvalidArgument if the retention does not apply to the model.
 
     A layer without `rope` in a model that has others with one rotates nothing, so positions do not matter to it; where no
     layer has one, nobody has said how to rotate.

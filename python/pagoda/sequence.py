@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Uncopied:
-    """What has an end that a copy of it would not know of."""
+    """An object with an end of life that a copy would not know of, so that it is neither copied nor pickled."""
 
     __slots__ = ()
 
@@ -27,7 +27,7 @@ class Uncopied:
 class Sequence(Uncopied):
     """One request, beam or branch: a list of tokens whose K and V the cache holds. Made by `Cache.create` and `fork`.
 
-    A sequence that is garbage collected releases itself at the cache's next step or `load`.
+    A sequence that is garbage collected is released at the cache's next step or `load`.
     """
 
     __slots__ = ("__weakref__", "_cache", "_handle")
@@ -47,38 +47,38 @@ class Sequence(Uncopied):
         return self._cache._core.length(self.id)
 
     def __bool__(self) -> bool:
-        """True, an empty one too: `cache.load(key) or cache.create()` is the sequence that is kept wherever there is one."""
+        """True, even if empty, so that `cache.load(key) or cache.create()` returns the saved sequence if there is one."""
         return True
 
     @property
     def rewind_limit(self) -> int:
-        """The least length, besides 0, that `truncate` takes: 0 until pages have left a window."""
+        """The smallest length, besides 0, that `truncate` accepts: 0 until pages have left a window."""
         return self._cache._core.rewind_limit(self.id)
 
     def fork(self) -> Sequence:
-        """A second sequence with the same tokens over the same pages. No byte is copied until one of them is appended to."""
+        """A second sequence with the same tokens and pages. No bytes are copied until one of the two is appended to."""
         return Sequence(self._cache, self._cache._core.fork(self.id))
 
     def truncate(self, length: int) -> None:
-        """Takes the tokens from `length` on back, as if they had never been appended.
+        """Removes the tokens from `length` on, as if they had never been appended.
 
-        Raises InvalidArgument unless `length` is 0 or from `rewind_limit` to `len(self)`: once a window has moved on, of the
-        last tokens as many can be taken back as the `headroom` of the cache.
+        Raises InvalidArgument unless `length` is 0 or from `rewind_limit` to `len(self)`: once a window has moved on, at
+        least the last `headroom` tokens can be removed.
         """
         self._cache._core.truncate(self.id, natural("length", length))
 
     def drop(self, start: int, stop: int) -> None:
-        """Takes the tokens [start, stop) out: a context shift. No byte moves.
+        """Removes the tokens [start, stop): a context shift. No bytes move.
 
-        Positions only grow: later tokens keep the positions they were stored with, and tokens before the gap are seen
-        as if they stood right before it (`AttentionLayer.rope` says how to rotate queries for that). Once pages have left a
-        window, raises InvalidArgument for sinks, and for more than `len(self) - rewind_limit` of the tokens that are there:
-        the window would reach back to what has left.
+        Positions only grow: later tokens keep the positions they were stored with, and tokens before the gap are seen as if
+        they stood right before it (`AttentionLayer.rope` says how to rotate queries for that). Once pages have left a window,
+        raises InvalidArgument for sinks, and for more than `len(self) - rewind_limit` of the tokens still kept: the window
+        would reach back to tokens that have left.
         """
         self._cache._core.drop(self.id, natural("start", start), natural("stop", stop))
 
     def release(self) -> None:
-        """Ends the sequence; pages that no other one holds become free. Releasing twice raises UseAfterRelease."""
+        """Ends the sequence; pages that no other sequence holds become free. Releasing twice raises UseAfterRelease."""
         self._cache._core.release(self.id)
         assert self._handle is not None
         self._handle.released()
@@ -96,7 +96,7 @@ class Sequence(Uncopied):
 
 
 class Batch:
-    """A fixed list of sequences, so that a step does not look each of them up again. Made by `Cache.batch`."""
+    """A fixed list of sequences, which a step need not check again. Made by `Cache.batch`."""
 
     __slots__ = ("_cache", "ids", "sequences")
 

@@ -1,4 +1,4 @@
-"""What a model's layers store: the geometry that a cache is made for and that the planner reckons with."""
+"""What a model's layers store: the geometry that caches and the planner work with."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ LAYERS_MAX = 4096
 class AttentionLayer:
     """One attention layer.
 
-    num_q_heads, num_kv_heads: query heads are a multiple of K/V heads; a cache takes up to 128 on each.
-    head_dim, v_head_dim: elements of a K and of a V row (the same by default), multiples of 8.
-    window: a query sees the last so many tokens, itself included; a cache lets go of older ones.
-    scale: what dot products are multiplied with, from 1e-18 to 1e18; head_dim**-0.5 by default.
-    rope: how the caller rotates queries and keys; needed only where `drop` is to shift positions or sinks are to follow a
+    num_q_heads, num_kv_heads: query heads are a multiple of K/V heads; a cache takes up to 128 query heads per K/V head.
+    head_dim, v_head_dim: elements of a K and of a V row (the same by default), multiples of 8 from 8 to 1024.
+    window: a query sees that many of the last tokens, including itself; a cache frees older ones.
+    scale: factor of dot products, from 1e-18 to 1e18; head_dim**-0.5 by default.
+    rope: how the caller rotates queries and keys; needed only if `drop` is to shift positions, or sinks are to follow a
     window (`SinkWindow`).
     softcap: scores become softcap * tanh(score / softcap); from 1e-18 to 1e18.
     sinks: a learned logit per query head joins the softmax (given to `Step.attend`).
-    kv_owner: index of the earlier layer whose K and V this one reads; it stores none, and its window reaches no further than
-    the owner's.
+    kv_owner: index of the earlier layer whose K and V this one reads. This layer stores none, and its window is at most the
+    owner's.
     v_alias: V is the first v_head_dim elements of the stored K row.
-    k_eq_v: Gemma 4's attention_k_eq_v, where K is V times the weight of K's norm, and then rotated by `rope`: V alone is
-    stored, in the format of V, and K is derived from it (`Cache(k_norms=)`).
+    k_eq_v: Gemma 4's attention_k_eq_v: K is V times the weight of K's norm, then rotated by `rope`. Only V is stored, in the
+    format of V, and K is derived from it (`Cache(k_norms=)`).
     """
 
     num_q_heads: int
@@ -86,7 +86,7 @@ class AttentionLayer:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     def bytes_per_token(self, k_dtype: str, v_dtype: str) -> int:
-        """Bytes that one token stores in this layer."""
+        """Bytes that one token stores in this layer. Raises InvalidArgument for an unknown format."""
         if self.kv_owner is not None:
             return 0
         k = 0 if self.k_eq_v else row_format(k_dtype, "k_dtype").bytes(self.head_dim)
@@ -120,7 +120,7 @@ Layer = AttentionLayer | StateLayer
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The layers of a model, in order. A layer that is neither attention nor state (an MLP) is not a layer here."""
+    """The layers of a model, in order. Only layers with attention or a state count; an MLP does not."""
 
     layers: tuple[Layer, ...]
     name: str
@@ -140,15 +140,15 @@ class ModelSpec:
 
     @classmethod
     def preset(cls, name: str) -> ModelSpec:
-        """The geometry of a known model, by its Hugging Face name in lower case: "qwen3-8b". Raises InvalidArgument."""
+        """The geometry of a known model, by its lower-case Hugging Face name, such as "qwen3-8b". Raises InvalidArgument."""
         from pagoda.presets import preset_config
 
         return cls.from_config(preset_config(name), name=name)
 
     @classmethod
     def from_config(cls, config: str | Path | dict[str, Any], *, name: str = "") -> ModelSpec:
-        """The geometry in a Hugging Face config.json: its path, its folder's, or its content, as `to_dict()` of a config of
-        transformers gives it. Raises InvalidArgument."""
+        """The geometry in a Hugging Face config.json: the path of the file or its folder, or its content as a dict, as
+        `to_dict()` of a transformers config returns it. Raises InvalidArgument."""
         from pagoda.families import layers_of
         from pagoda.hf_config import read_config
 
@@ -157,7 +157,7 @@ class ModelSpec:
         return cls(layers_of(content), name or str(content.get("model_type", "")))
 
     def storing_k(self) -> ModelSpec:
-        """The same model with K stored beside V in layers with `k_eq_v`: where the weights of K's norms are not at hand."""
+        """The same model with K stored beside V in layers with `k_eq_v`, for use without the weights of K's norms."""
         layers = [replace(layer, k_eq_v=False) if isinstance(layer, AttentionLayer) else layer for layer in self.layers]
         return ModelSpec(layers, self.name)
 
@@ -171,7 +171,7 @@ class ModelSpec:
         return sum(layer.bytes_per_token(k_dtype, v_dtype) for layer in self.attention_layers)
 
     def full_bytes_per_token(self, k_dtype: str = "f16", v_dtype: str = "f16") -> int:
-        """Of those, the bytes in layers without a window: what grows without end."""
+        """The part of these bytes in layers without a window, whose memory grows without bound."""
         full = [layer for layer in self.attention_layers if layer.window is None]
         return sum(layer.bytes_per_token(k_dtype, v_dtype) for layer in full)
 

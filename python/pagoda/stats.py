@@ -15,23 +15,22 @@ class BlockCounts:
     """Blocks of one layer group on one tier."""
 
     free: int
-    """That the group could have now, if the others took none: groups share the memory of a tier."""
+    """Blocks that the group could take now, if the others took none: groups share the memory of a tier."""
     used: int
     draining: int
-    """That become free when the steps and copies that may use them have ended."""
+    """Blocks that become free when the steps and copies that may use them have ended."""
 
 
 @dataclass(frozen=True)
 class DiskIO:
-    """How a disk tier does its I/O, and what that came to."""
+    """How a disk tier does its I/O, and how much of it."""
 
     direct: bool
-    """Past the cache of the operating system."""
+    """Whether I/O bypasses the cache of the operating system (O_DIRECT)."""
     io_uring: bool
-    """Through rings of the kernel's; else threads with system calls."""
+    """Whether I/O uses io_uring; otherwise threads with system calls do it."""
     refused: list[str]
-    """What was tried when the directory was opened and failed, with the error; that it is in memory; what of its index was
-    damaged."""
+    """What failed when the directory was opened, with the error; that it is in memory; damage found in its index."""
     bytes_written: int
     """Bytes written to the drive, headers and padding included."""
     bytes_read: int
@@ -39,7 +38,7 @@ class DiskIO:
     corrupt: int
     """Pages that did not verify when they were read."""
     ring_bytes: int
-    """Bytes of memory, beside the budgets, that pages on disk pass through when they are attended to. On the CPU taken as it
+    """Bytes of memory, beside the budgets, through which pages on disk are streamed to attention. On the CPU allocated as it
     is used, on a GPU pinned at once."""
 
 
@@ -58,13 +57,13 @@ class Stats:
     sequences: int
     """Sequences that have not been released."""
     shared_pages: int
-    """Pages that more than one place in the page tables refers to."""
+    """Pages that the page tables refer to more than once."""
     dead_rows: int
-    """Tokens in pages that no sequence sees any more, left behind by `drop`, `truncate` and windows."""
+    """Tokens in pages that no sequence sees any more, left by `drop`, `truncate` and windows."""
     moved_bytes: dict[tuple[str, str], int]
     """Bytes copied so far, by (source, target) tier."""
     disk_io: DiskIO | None
-    """Of the disk tier; None without one."""
+    """The I/O of the disk tier; None without one."""
 
     @classmethod
     def from_core(cls, stats: dict[str, Any]) -> Stats:
@@ -83,7 +82,7 @@ class Stats:
         )
 
     def used_bytes(self, tier: str) -> int:
-        """Bytes of the blocks in use on "device", "host" or "disk"."""
+        """Bytes of the blocks in use on "device", "host" or "disk". Raises InvalidArgument for another tier."""
         check_choice("tier", tier, TIERS)
         rows: tuple[BlockCounts, ...] = getattr(self, tier)
         return sum(size * counts.used for size, counts in zip(self.block_bytes, rows, strict=bool(rows)))

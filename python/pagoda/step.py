@@ -59,13 +59,13 @@ class _Options(TypedDict, total=False):
 class Table:
     """The page table of one layer of an open step, as arrays under their usual names. Valid until the step ends.
 
-    Taking a table takes over the writing of the layer's new rows, as docs/layout.md draws them: `append` comes before it, or
-    not at all. Other kernels know neither centres nor rotations: quantised rows want a cache with center=None and
-    rotate=False. A layer with kv_owner has the table of its owner, and no rows.
+    Whoever takes a table has to write the layer's new rows, as docs/layout.md draws them, unless `append` was called before:
+    it is refused afterwards. Other kernels know neither centres nor rotations: quantised rows need a cache with center=None
+    and rotate=False. A layer with kv_owner has the table of its owner, and no rows.
 
     block_table: int32 [B, pages]: device block of each page; -1 past the end, for pages on another tier and for those that
-    have left a window. Of a layer with a window the columns begin at a multiple of 4096 tokens not far before it. A page that
-    was cut, by `drop` or between sinks and a window, has a column for either side.
+    have left a window. For a layer with a window the columns begin at a multiple of 4096 tokens shortly before it. A page
+    that was cut, by `drop` or between sinks and a window, has a column for each side.
     pointers: uint64 [B, pages]: address of each page's block; 0 past the end, for pages on disk and for those that have left.
     slot_mapping: int64 [sum(new)]: device block * page_size + row of each new token.
     """
@@ -83,7 +83,7 @@ class Table:
     def csr(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """`(kv_indptr, kv_indices, kv_last_page_len)`, int32, as FlashInfer takes them.
 
-        Raises InvalidArgument where that form cannot say what the table says: dropped tokens, sinks, pages off the device.
+        Raises InvalidArgument for what this form cannot express: dropped tokens, sinks, pages off the device.
         """
         return self._step._core.csr_table(self._step._number, self._layer)
 
@@ -109,8 +109,8 @@ class Table:
 class Step(Uncopied):
     """One forward pass over a ragged batch: a context manager made by `Cache.step`.
 
-    Entering reserves pages for the new tokens, all or nothing. Leaving commits them; an exception rolls back, and so does
-    a commit that is refused then.
+    Entering reserves pages for the new tokens, all or nothing. Leaving commits them. An exception rolls back, and so does a
+    commit on leaving that is refused.
     """
 
     __slots__ = ("__weakref__", "_began", "_cache", "_counts", "_ended", "_number", "_open", "_stream", "batch")
@@ -123,7 +123,7 @@ class Step(Uncopied):
 
     @property
     def _core(self) -> Engine:
-        """What calls go to while this is the open step. Raises InvalidArgument: afterwards another one may be."""
+        """The engine, while this is the open step. Raises InvalidArgument afterwards, when another step may be open."""
         self._check_open()
         return self._cache._core
 
@@ -182,17 +182,17 @@ class Step(Uncopied):
         return self._core.cu_seqlens(self._number)
 
     def table(self, layer: int) -> Table:
-        """The page table of a layer, for kernels that are not ours; of a layer with kv_owner, that of its owner."""
+        """The page table of a layer, for other kernels; for a layer with kv_owner, the table of its owner."""
         return Table(self, natural("layer", layer))
 
     def append(self, layer: int, k: Rows | None = None, v: Rows | None = None, *, dtype: str | None = None) -> None:
         """Writes K and V of the new tokens of one layer into their pages, converted to the row formats of the cache.
 
-        k: [sum(new), num_kv_heads, head_dim] and v: [.., v_head_dim], float32, float16 or bfloat16 (or its bits as
-        uint16 with dtype="bf16"), any strides with a contiguous last dimension; of NumPy, on a GPU of CuPy or torch there,
-        both of one type. docs/transformers.md says how arrays of torch and JAX are handed to a cache on the CPU. No v for a
-        layer with v_alias, no k for one with k_eq_v. Rounds to nearest even; what f16 cannot hold is stored as +-65504, or
-        raises InvalidArgument in a cache with checked=True.
+        k: [sum(new), num_kv_heads, head_dim] and v: [.., v_head_dim], float32, float16 or bfloat16 (or its bits as uint16
+        with dtype="bf16"), with any strides but a contiguous last dimension. On the CPU they are NumPy arrays;
+        docs/transformers.md says how to pass those of torch and JAX. On a GPU they are arrays of CuPy, torch or others there
+        (by DLPack), and k and v have the same type. No v for a layer with v_alias, no k for one with k_eq_v. Rounds to
+        nearest even; what f16 cannot hold is stored as +-65504, or raises InvalidArgument in a cache with checked=True.
         """
         self._core.append(self._number, natural("layer", layer), k, v, dtype)
 
@@ -212,19 +212,19 @@ class Step(Uncopied):
         sink_logits: Rows | None = None,
         dtype: str | None = None,
     ) -> Any:
-        """Attention of the new tokens over everything up to them, causal, within the layer's window.
+        """Causal attention of the new tokens over all tokens up to them, within the layer's window.
 
         q: [sum(new), num_q_heads, head_dim] in the types of `append`. Returns [sum(new), num_q_heads, v_head_dim] in q's
-        type and library, in `out` if given; what f16 cannot hold is +-65504. With return_lse a pair with the float32 natural
-        log-sum-exp [sum(new), num_q_heads]. A query that sees nothing gets 0 and -inf. `append` comes first, of the layer
-        that kv_owner names if there is one.
+        type and library, in `out` if given; what f16 cannot hold is +-65504. With return_lse, returns a pair of that and the
+        float32 natural log-sum-exp [sum(new), num_q_heads]. A query that sees nothing gets 0 and -inf. Call `append` first,
+        for a layer with kv_owner that of its owner.
 
         Raises CorruptPage for a page on disk that does not verify, and TierIOError for one that cannot be read, or not in
         time: the step can then only be rolled back. Their `sequences` are those that hold the page; the others can go on.
 
-        sink_logits: float32 [num_q_heads], for a layer with sinks and only there; on a GPU a contiguous array of the device,
-        whose address a captured graph keeps. Each is one more score of its head, of a token with V = 0; the log-sum-exp is
-        without it.
+        sink_logits: float32 [num_q_heads], required for a layer with sinks and refused for others; on a GPU a contiguous
+        array of the device, whose address a captured graph keeps. Each adds to its head the score of one more token, with V =
+        0. The log-sum-exp does not include it.
         """
         check_flag("return_lse", return_lse)
         layer = natural("layer", layer)
@@ -276,14 +276,14 @@ class Step(Uncopied):
         sink_logits: Rows | None = None,
         dtype: str | None = None,
     ) -> Any:
-        """`append`, then `attend`; without k and v, for a layer with kv_owner, `attend` alone."""
+        """`append`, then `attend`. Without k and v, as for a layer with kv_owner, only `attend`."""
         if k is not None or v is not None:
             self.append(layer, k, v, dtype=dtype)
         return self.attend(layer, q, out=out, return_lse=return_lse, sink_logits=sink_logits, dtype=dtype)
 
     @property
     def report(self) -> StepReport:
-        """What attention has read in this step, over which link; until the next step of the cache is entered."""
+        """What attention has read in this step, by link; valid until the next step of the cache is entered."""
         seconds = (time.perf_counter() if self._open else self._ended) - self._began
         attended, from_disk, waited = self._cache._core.attended()
         if self._cache._device is None:
@@ -293,11 +293,11 @@ class Step(Uncopied):
         return StepReport(seconds, waited, moved)
 
     def replay(self, launch: Callable[[], object]) -> None:
-        """Runs `launch`, which does the appends and attends of all layers by replaying a graph that an earlier step captured.
+        """Replays a graph that an earlier step captured, for the appends and attends of all layers. See `Cache.declare`.
 
-        `launch` is called with the step's stream as the current one of CuPy and torch: the `launch` of a CuPy graph, the
-        `replay` of a torch graph. See `Cache.declare`. Raises InvalidArgument where no maxima are declared, in a step with
-        more new tokens of a sequence than declared for graphs, and where a layer of it was appended to already.
+        launch: the `launch` of a CuPy graph or the `replay` of a torch graph, called with the step's stream as the current
+        stream of CuPy and torch. Raises InvalidArgument if no maxima are declared, if a sequence has more new tokens than
+        declared for graphs, and if a layer was already appended to in this step. Raises BackendUnavailable on the CPU.
         """
         if not callable(launch):
             raise InvalidArgument(f"launch = {launch!r}: what launches a graph")
@@ -307,10 +307,10 @@ class Step(Uncopied):
         self._cache._device.replay(self._number, launch)
 
     def commit(self, accepted: Collection[int] | npt.NDArray[np.int64] | None = None) -> None:
-        """Ends the step. Of each sequence's new tokens the first `accepted` stay, all by default.
+        """Ends the step, keeping the first `accepted[i]` new tokens of the i-th sequence, or all by default.
 
         Raises InvalidArgument, and leaves the step open, when a layer was not appended to, a count is too large, or the
-        step's stream is captured.
+        step's stream is being captured.
         """
         if accepted is not None:
             accepted = integers("accepted", accepted, "a list of integers, one a sequence")
@@ -319,7 +319,7 @@ class Step(Uncopied):
         self._cache._spill.ahead(self.batch.ids)
 
     def rollback(self) -> None:
-        """Ends the step as if it had not been entered; an exception does so by itself."""
+        """Ends the step as if it had not been entered, as an exception does."""
         self._core.rollback(self._number)
         self._end()
 

@@ -54,8 +54,8 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure how fast memory and the disk are read, and pages of the host for the first GPU, alone and at once; "
-        f"keep that for caches on a GPU; writes {format_size(calibration.DISK_BYTES)} to the disk, twice",
+        help="measure the read bandwidth of memory and disk and, for the first GPU, of host pages, alone and at once; keep "
+        f"the result for caches on that GPU; writes {format_size(calibration.DISK_BYTES)} to the disk, twice",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)

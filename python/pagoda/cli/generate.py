@@ -1,4 +1,4 @@
-"""`pagoda generate`: a language model reads a text and writes on, its K and V in pages over several tiers."""
+"""`pagoda generate`: a language model reads a text and continues it, its K and V in pages over several tiers."""
 
 from __future__ import annotations
 
@@ -30,56 +30,56 @@ MARK_COUNT = 8
 
 def register(commands: Commands) -> None:
     """Adds the command."""
-    parser = commands.add_parser("generate", help="read a text with a language model and write on")
+    parser = commands.add_parser("generate", help="read a text with a language model and continue it")
     parser.add_argument(
         "--model", type=directory, default=SHIPPED_MODEL, help="a checkpoint folder; the shipped model by default"
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--text", type=Path, help="a file to read; the shipped text by default")
     source.add_argument("--prompt", help="text to read")
-    parser.add_argument("--read", help="read so many tokens of the text at most; k is 1024")
+    parser.add_argument("--read", help="the most tokens to read of the text; k is 1024")
     parser.add_argument("--tokens", type=int, default=200, help="tokens to write; %(default)s by default")
     parser.add_argument(
         "--device",
         default="auto",
-        help="cpu, cuda or cuda:1, of the cache and the model; auto by default, the CPU for now",
+        help="where the cache and the model are: cpu, cuda or cuda:1; auto by default, the CPU for now",
     )
     parser.add_argument("--device-memory", default="2GiB", help="budget of the device tier; %(default)s by default")
     parser.add_argument("--host-memory", default="8GiB", help="budget of the host tier; %(default)s by default")
     parser.add_argument(
         "--disk",
         type=directory,
-        help="a directory for a disk tier, where pages go that memory cannot hold; wants a --disk-memory",
+        help="a directory for a disk tier, for pages that memory cannot hold; needs --disk-memory",
     )
     parser.add_argument("--disk-memory", default="0", help="budget of the disk tier; %(default)s by default")
     parser.add_argument(
         "--session",
         metavar="KEY",
-        help="keep the text, once it has been read, on disk under this name; a later run of the same model whose text begins "
-        "with what is kept there reads only the rest. Wants a --disk-memory for all of it; quantised K is then not centred",
+        help="save the text that was read to disk under this name; a later run of the same model whose text begins with it "
+        "reads only the rest. Needs --disk-memory for all of it; quantised K is then not centred",
     )
     parser.add_argument("--page-size", type=int, default=64, help="tokens in a page; %(default)s by default")
     add_cache_types(parser)
     parser.add_argument(
         "--no-kv-cache-paged",
         action="store_true",
-        help="keep K and V in plain arrays, for comparison: what is said of pages, tiers and threads, and --deterministic, "
-        "has no effect",
+        help="keep K and V in plain arrays, for comparison: options for pages, tiers and threads, and --deterministic, have "
+        "no effect",
     )
     add_retention(parser)
-    parser.add_argument("--chunk", type=int, default=512, help="tokens a step reads; %(default)s by default")
+    parser.add_argument("--chunk", type=int, default=512, help="tokens that a step reads; %(default)s by default")
     parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 by default, the likeliest token")
-    parser.add_argument("--top-k", type=int, help="sample from so many of the likeliest tokens; from all by default")
+    parser.add_argument("--top-k", type=int, help="sample from this many of the likeliest tokens; from all by default")
     parser.add_argument(
         "--top-p",
         type=float,
         default=1.0,
-        help="and from the likeliest that come to this share; %(default)s by default",
+        help="and from the likeliest that together have this probability; %(default)s by default",
     )
     parser.add_argument("--seed", type=int, default=0, help="of sampling; %(default)s by default")
-    parser.add_argument("--threads", type=int, help="CPU workers; all cores that it may run on by default")
+    parser.add_argument("--threads", type=int, help="CPU workers; one for each available core by default")
     parser.add_argument("--deterministic", action="store_true", help="the same bits wherever pages lie")
-    parser.add_argument("--json", action="store_true", help="print JSON at the end, nothing else")
+    parser.add_argument("--json", action="store_true", help="print JSON at the end and nothing else")
     parser.set_defaults(run=run)
 
 

@@ -36,12 +36,14 @@ def add_cache_types(parser: argparse.ArgumentParser) -> None:
 
 def add_retention(parser: argparse.ArgumentParser) -> None:
     """What a cache keeps, if not everything: `retention` reads it."""
-    parser.add_argument("--window-size", help="keep so many tokens and the first ones: memory stops growing; k is 1024")
+    parser.add_argument(
+        "--window-size", help="keep this many of the last tokens, and the first ones: memory stops growing; k is 1024"
+    )
     parser.add_argument("--sink-tokens", help="how many of the first tokens are kept with --window-size; 64 by default")
     parser.add_argument(
         "--sink-positions",
         choices=["original", "cache"],
-        help="where the first tokens are seen with --window-size: where they were (default), or right before the window",
+        help="where the first tokens are seen with --window-size: where they were (default) or right before the window",
     )
 
 

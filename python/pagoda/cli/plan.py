@@ -39,14 +39,14 @@ def register(commands: Commands) -> None:
         help="tokens, comma-separated; k is 1024, m 1024 * 1024; %(default)s by default",
     )
     add_cache_types(parser)
-    parser.add_argument("--store-k", action="store_true", help="store K also where it can be derived from V")
+    parser.add_argument("--store-k", action="store_true", help="store K even where it can be derived from V")
     parser.add_argument("--page-size", type=int, default=64, help="tokens in a page; %(default)s by default")
     parser.add_argument("--batch", type=int, default=1, help="sequences of that length; %(default)s by default")
     parser.add_argument(
         "--device", default="cpu", choices=("cpu", "cuda"), help="where the cache is; %(default)s by default"
     )
     parser.add_argument(
-        "--device-memory", help="budget of the device tier for KV, like 12GiB; those of common cards by default"
+        "--device-memory", help="budget of the device tier for KV, like 12GiB; by default those of common cards"
     )
     parser.add_argument("--host-memory", default="0", help="budget of the host tier; %(default)s by default")
     parser.add_argument("--disk-memory", default="0", help="budget of the disk tier; %(default)s by default")

@@ -1,4 +1,4 @@
-"""A language model that keeps its K and V in a `pagoda.Cache`: Llama and its kin, from Hugging Face checkpoints."""
+"""Language models that keep their K and V in a `pagoda.Cache`: the Llama family, from Hugging Face checkpoints."""
 
 from pagoda.lm.contiguous import ContiguousCache
 from pagoda.lm.generate import Read, Written, generate

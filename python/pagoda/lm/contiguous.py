@@ -1,4 +1,4 @@
-"""The monolithic cache: one array per sequence and layer. What pages are compared with."""
+"""A contiguous cache, with one array per sequence and layer, to compare the paged cache with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagoda.spec import AttentionLayer, ModelSpec, check_spec
 Float32 = npt.NDArray[np.float32]
 
 SCORES_BYTES = 8 << 20
-"""Queries are taken in pieces whose scores fit into this."""
+"""Queries are processed in pieces whose scores fit into this many bytes."""
 
 
 @dataclass
@@ -35,9 +35,9 @@ class ContiguousSequence:
 class ContiguousCache:
     """Does what `pagoda.Cache` does for a forward pass, in plain NumPy and float32, over contiguous memory.
 
-    Rows are rounded to the row formats, as the paged cache would. It neither forks nor moves anything. Raises
-    InvalidArgument for a format that does not exist, and for layers of which it does not have everything: with soft-cap
-    or sinks, or without K and V of their own.
+    Rows are rounded to the row formats, as in a paged cache that neither centres nor rotates. It cannot fork or move
+    sequences. Raises InvalidArgument for an unknown format, and for layers that it does not support: with soft-cap or sinks,
+    or without K and V of their own.
     """
 
     def __init__(self, spec: ModelSpec, *, k_dtype: str = "f16", v_dtype: str = "f16") -> None:

@@ -1,4 +1,4 @@
-"""The decoding loop: reads a prompt in chunks, then writes token by token."""
+"""The decoding loop: reads a prompt in chunks, then writes one token at a time."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ CHUNK = 512
 """Tokens a step reads."""
 
 CUT = 4
-"""Tokens that a character is in, at most."""
+"""The most tokens that one character may span."""
 
 BEFORE = 16
-"""Tokens of the prompt that what is written first may depend on."""
+"""Tokens at the end of the prompt that the first text written may depend on."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Read:
     tokens: int
     total: int
     step: Any
-    """The step that read it; what `report` says holds until the loop goes on."""
+    """The step that read it; its `report` is valid until the loop goes on."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Written:
     token: int
     text: str
     logits: npt.NDArray[np.float32]
-    """float32 [vocab], on the host: what it was chosen by."""
+    """float32 [vocab], on the host: the logits that it was chosen from."""
     step: Any
-    """The step that these came from, as of `Read`: of the first token the one that read the end of the prompt."""
+    """The step that computed these logits, as in `Read`; for the first token, the step that read the end of the prompt."""
 
 
 def generate(
@@ -62,9 +62,10 @@ def generate(
 ) -> Iterator[Read | Written]:
     """Appends `prompt` to a sequence of a `pagoda.Cache` or `ContiguousCache`, then writes at most `new_tokens` tokens.
 
-    The sequence may hold tokens already; it stays the caller's, also after an error: what was committed is in it. A token
-    of `stop` is the last one written; by default the model's `end_tokens`, and `stop=()` goes on regardless. Yields what
-    happens as it happens; stopping early is fine. Raises InvalidArgument for an empty prompt and for absurd counts.
+    The sequence may already hold tokens. It belongs to the caller, and after an error it holds what was committed. Writing
+    ends with a token of `stop`, by default the model's `end_tokens`; `stop=()` never ends early. Yields events as they
+    happen, and may be abandoned at any time. Raises InvalidArgument for an empty prompt, unknown tokens and counts out of
+    range.
     """
     prompt = integers("prompt", prompt, "a list of tokens")
     if not len(prompt) or not 0 <= prompt.min() <= prompt.max() < model.vocab_size:
@@ -102,7 +103,7 @@ def generate(
 
 
 def _decoder_after(tokenizer: Tokenizer, before: list[int]) -> Decoder:
-    """A decoder of what follows: some take the first space off a text, and a prompt may end inside a character."""
+    """A decoder for what follows the prompt: some drop the first space of a text, and a prompt may end inside a character."""
     for start in range(CUT):
         decoder = tokenizer.decoder()
         if not "".join(map(decoder.feed, before[start:])).startswith("\ufffd"):

@@ -1,7 +1,7 @@
-"""The forward pass of Llama and its kin, in float32. K and V go through a step; weights are all that is kept here.
+"""The forward pass of the Llama family, in float32. A model holds only weights; K and V go through a step.
 
 Weights, and what is computed from them, are arrays of one library (`pagoda.lm.arrays`), written `Array`. Token ids, positions
-and angles come from NumPy everywhere, and are handed over: they are small.
+and angles are small: they are always NumPy arrays first, and then converted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Array = Any
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 ATTENTION_BIAS = ("llama", "qwen3", "smollm3")
-"""Families whose `attention_bias` counts. Qwen2 has biases on Q, K and V whatever it says, Mistral none (transformers)."""
+"""Families whose `attention_bias` counts. Qwen2 always has biases on Q, K and V, Mistral never (transformers)."""
 
 MLP_BIAS = ("llama", "smollm3")
 """Families whose `mlp_bias` counts."""
@@ -100,7 +100,7 @@ class Block:
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether it names a folder. What is no path names none."""
+    """Whether a path names a folder; False for values that are no path."""
     try:
         return bool(str(path)) and Path(path).is_dir()
     except (OSError, TypeError):
@@ -144,11 +144,11 @@ class LanguageModel:
 
     @classmethod
     def load(cls, folder: str | Path, device: str = "cpu") -> LanguageModel:
-        """Reads a Hugging Face checkpoint folder, its weights to a device as `pagoda.Cache` names them.
+        """Reads a Hugging Face checkpoint folder, and its weights to a device, named as in `pagoda.Cache`.
 
-        On a GPU forward passes run on CuPy's current stream, which is a step's by default, with `device` the current one:
-        `with model.device, cache.step(...) as step`. Raises InvalidArgument for what cannot be, BackendUnavailable for a
-        device that is not there.
+        On a GPU forward passes run on CuPy's current stream, which steps also use by default, and need the model's device to
+        be current: `with model.device, cache.step(...) as step`. Raises InvalidArgument for a folder that cannot be read or
+        is not supported, and BackendUnavailable for a missing device or tokenizers package.
         """
         if not is_folder(folder):
             raise InvalidArgument(f"folder = {folder!r}: one with config.json and model.safetensors")
@@ -160,9 +160,9 @@ class LanguageModel:
     def forward(self, tokens: npt.ArrayLike, step: ForwardStep, logits: Literal["last", "all"] = "last") -> Array:
         """Runs the new tokens of a step through all layers.
 
-        tokens: integers [sum(new)], below vocab_size, on the host. Returns float32 logits of each sequence's last new token
-        [B, vocab], or with logits="all" of every one [sum(new), vocab], on the model's device. Sequences without new tokens
-        have no row in "last".
+        tokens: integers [sum(new)], below vocab_size, on the host. Returns float32 logits on the model's device: [B, vocab],
+        of each sequence's last new token, or with logits="all" [sum(new), vocab], of all new tokens. With "last", sequences
+        without new tokens have no row. Raises InvalidArgument.
         """
         positions = step.positions
         xp, ids = self._xp, integers("tokens", tokens, "a list of integers, one a new token")
@@ -260,7 +260,7 @@ class LanguageModel:
 
 
 def _require_one_rotation(reader: Config, spec: ModelSpec) -> None:
-    """LongRoPE turns short contexts by other factors than long ones, and kept keys are of one or the other."""
+    """LongRoPE uses other factors for short contexts than for long ones, but stored keys have only one rotation."""
     short, long = (reader.rope_parameters().get(key) for key in ("short_factor", "long_factor"))
     scaled = any(layer.rope and isinstance(layer.rope.scaling, LongRopeScaling) for layer in spec.attention_layers)
     if scaled and short != long:

@@ -14,9 +14,9 @@ from pagoda.errors import InvalidArgument
 
 @dataclass
 class Sampler:
-    """Greedy at temperature 0; otherwise draws from the `top_k` likeliest tokens that hold `top_p` of the probability.
+    """Greedy at temperature 0; otherwise samples from the likeliest tokens: at most `top_k`, that hold `top_p` probability.
 
-    Ties go to the lower token. Draws are repeatable by `seed`.
+    Ties go to the lower token. `seed` makes draws repeatable. Raises InvalidArgument.
     """
 
     temperature: float = 0.0
@@ -37,7 +37,9 @@ class Sampler:
         self._rng = np.random.default_rng(self.seed)
 
     def pick(self, logits: npt.NDArray[np.float32]) -> int:
-        """The next token, from float32 [vocab] logits. Raises InvalidArgument for NaN, and when none is finite."""
+        """The next token, from logits: a NumPy array of floats [vocab]. Raises InvalidArgument for others, for NaN, and if
+        the
+        highest is not finite."""
         ids, probabilities = self.distribution(logits)
         return int(ids[0]) if self.temperature == 0 else int(self._rng.choice(ids, p=probabilities))
 

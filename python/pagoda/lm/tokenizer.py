@@ -50,13 +50,13 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A token is a byte of UTF-8; one more token, from 256 on, may mark a beginning. Raises InvalidArgument for another."""
+    """A token is a byte of UTF-8; one more token, from 256 on, may mark the beginning. Raises InvalidArgument if not."""
 
     def __init__(self, bos: int | None = None) -> None:
         self.bos = None if bos is None else natural("bos_token_id", bos, 256)
 
     def encode(self, text: str) -> Ids:
-        """The bytes of a text; "\\udc80" to "\\udcff" stand for bytes that are no UTF-8, as `surrogateescape` decodes them.
+        """The bytes of a text; "\\udc80" to "\\udcff" stand for invalid UTF-8 bytes, as `surrogateescape` decodes them.
 
         Raises InvalidArgument for other surrogates.
         """
@@ -64,12 +64,12 @@ class ByteTokenizer:
         return ids if self.bos is None else np.concatenate([np.array([self.bos], np.int64), ids])
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of tokens; bytes that are no UTF-8 become U+FFFD. Raises InvalidArgument for what is no token."""
+        """The text of tokens; invalid UTF-8 becomes U+FFFD. Raises InvalidArgument for what is no token."""
         decoder = self.decoder()
         return "".join(decoder.feed(natural("ids", token)) for token in ids) + decoder.finish()
 
     def decoder(self) -> Decoder:
-        """A fresh decoder; bytes that are no UTF-8 become U+FFFD."""
+        """A new decoder; invalid UTF-8 becomes U+FFFD."""
         return _ByteDecoder()
 
 
@@ -85,7 +85,7 @@ class _ByteDecoder:
 
 
 class FileTokenizer:
-    """A tokenizer.json, by the `tokenizers` package. Texts are neither cut nor padded, even if the file says so."""
+    """A tokenizer.json, by the `tokenizers` package. Texts are neither truncated nor padded, even if the file says so."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -99,12 +99,12 @@ class FileTokenizer:
         self._tokenizer.no_padding()
 
     def encode(self, text: str) -> Ids:
-        """The tokens of a text. Raises InvalidArgument for what the file has none for, surrogates among it."""
+        """The tokens of a text. Raises InvalidArgument for text that the file has no tokens for, such as surrogates."""
         _utf8(text, "strict")
         return np.array(self._ask("one with tokens for the text", self._tokenizer.encode, text).ids, np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of tokens. Raises InvalidArgument for what the file makes none of."""
+        """The text of tokens. Raises InvalidArgument for tokens that the file cannot decode."""
         text: str = self._ask("one with text for the tokens", self._tokenizer.decode, list(ids))
         return text
 

@@ -42,7 +42,7 @@ RUNS = 3
 
 def register(commands: Commands) -> None:
     """Adds the command."""
-    parser = commands.add_parser("depth", help="tokens a second, by the tokens before them and row format")
+    parser = commands.add_parser("depth", help="tokens a second by context depth and row format")
     parser.add_argument(
         "--models",
         default=f"{SHIPPED},llama-3.1-8b",
@@ -54,19 +54,17 @@ def register(commands: Commands) -> None:
         help="row formats, or pairs K/V of them, comma-separated; %(default)s by default",
     )
     parser.add_argument(
-        "--depths", default="2k,32k,128k", help="tokens before those that are timed; k is 1024; %(default)s by default"
+        "--depths", default="2k,32k,128k", help="tokens before the timed ones; k is 1024; %(default)s by default"
     )
-    parser.add_argument(
-        "--tokens", type=int, default=16, help=f"tokens that are timed, {RUNS} times; %(default)s by default"
-    )
+    parser.add_argument("--tokens", type=int, default=16, help=f"tokens to time, {RUNS} times; %(default)s by default")
     parser.add_argument(
         "--memory",
         default="1GiB",
-        help="of attention as many layers are run as fit; others count alike; what caches of the CPU hold is not read from "
-        "memory; %(default)s by default",
+        help="budget for K and V of presets: as many layers are run as fit, and the others are counted at their speed; "
+        "should be more than the CPU's caches hold; %(default)s by default",
     )
     add_retention(parser)
-    parser.add_argument("--threads", type=int, help="CPU workers; all cores that it may run on by default")
+    parser.add_argument("--threads", type=int, help="CPU workers; one for each available core by default")
     parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
     parser.set_defaults(run=run)
 

@@ -61,12 +61,12 @@ def register(commands: Commands) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "longcontext",
-        help="tokens a second over three tiers, against what the links between them carry",
+        help="tokens a second over three tiers, against the bandwidth of the links between them",
         description="Times the decode loop of a real geometry, its pages over device, host and disk. The cache is filled "
-        f"with the same random rows over and over, up to {CHUNK} tokens of them: no prefill is computed, nor anything of a "
-        "model but attention. Weights are memory, on a GPU its own, read layer by layer, before each one's attention. "
-        "Ceilings are measured too: memory first, by attention or in order, whichever is faster, and a file on the disk, "
-        "read in order, right before and right after the tokens.",
+        f"with the same random rows over and over, up to {CHUNK} tokens of them: of a model only attention is computed, "
+        "without prefill. Weights stand for the rest: memory (on a GPU its own) that is read before the attention of each "
+        "layer. Ceilings are measured too: memory first, by attention or in order, whichever is faster, and a file on the "
+        "disk, read in order, right before and right after the tokens.",
         epilog=ABOUT,
     )
     parser.add_argument(
@@ -75,27 +75,29 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "--device",
         default="cpu",
-        help="cpu, cuda or cuda:1, of the cache, the weights and the loop; %(default)s by default",
+        help="where the cache, the weights and the loop are: cpu, cuda or cuda:1; %(default)s by default",
     )
     parser.add_argument(
         "--contexts",
         default="32k,200k,1m",
-        help="tokens before those that are timed; k is 1024; %(default)s by default",
+        help="tokens before the timed ones; k is 1024; %(default)s by default",
     )
     parser.add_argument("--format", default="f16", help="row format, or a pair K/V of them; %(default)s by default")
     parser.add_argument("--device-memory", help="budget of the device tier; a tenth of the pages by default")
-    parser.add_argument("--host-memory", help="of the host tier; by default what is left, as far as free RAM has room")
+    parser.add_argument(
+        "--host-memory", help="budget of the host tier; by default the other pages, as far as free RAM allows"
+    )
     parser.add_argument("--disk", type=directory, help="a directory for the disk tier")
-    parser.add_argument("--disk-memory", help="budget of the disk tier; by default what is left")
+    parser.add_argument("--disk-memory", help="budget of the disk tier; by default the rest of the pages")
     parser.add_argument(
         "--weights", help="bytes of weights that a token reads; by default those of the model, 0 for none"
     )
-    parser.add_argument("--threads", type=int, help="CPU workers; all cores that it may run on by default")
+    parser.add_argument("--threads", type=int, help="CPU workers; one for each available core by default")
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
-        "--tokens", type=int, default=4, help="tokens that are timed, after one that is not; %(default)s by default"
+        "--tokens", type=int, default=4, help="tokens to time, after one that is not; %(default)s by default"
     )
-    length.add_argument("--seconds", type=float, help="write tokens for so long instead")
+    length.add_argument("--seconds", type=float, help="generate tokens for this long instead")
     parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
     parser.set_defaults(run=run)
 

@@ -45,7 +45,7 @@ RETAINED = ("q8_0", "q4_0")
 
 def register(commands: Commands) -> None:
     """Adds the command."""
-    parser = commands.add_parser("quality", help="what formats and retention do to recall and predictions")
+    parser = commands.add_parser("quality", help="what formats and retention cost in recall and predictions")
     parser.add_argument(
         "--formats",
         default=",".join(FORMATS),
@@ -57,7 +57,7 @@ def register(commands: Commands) -> None:
         default="4k,32k,128k",
         help="tokens of the recall heads, at least 2k; k is 1024; %(default)s by default",
     )
-    parser.add_argument("--plot", type=Path, help="draw into this file, by its suffix; needs matplotlib")
+    parser.add_argument("--plot", type=Path, help="draw into this file, in the format of its suffix; needs matplotlib")
     parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
     parser.set_defaults(run=run)
 
