@@ -1,5 +1,5 @@
-// What K rows are centred by where nobody has said: the mean of the first rows that an empty cache is given, where it stands out; or
-// what other rows were, where that fits the first rows and these are few.
+// The centre of K rows where the caller gave none: the mean of the first rows that an empty cache is given, for elements where it
+// stands out; or the previous centre, where that fits the first rows and these are few.
 #pragma once
 
 #include <pagoda/formats.cuh>

@@ -1,5 +1,6 @@
-// Keys that are not stored: Gemma 4's attention_k_eq_v. K and V of such a layer come from one projection, V is its norm without a
-// weight, and K that norm times a weight and then rotated: K = RoPE(weight V). Whoever has brought V to shared memory makes K there.
+// Keys that are not stored: Gemma 4's attention_k_eq_v. K and V of such a layer come from one projection. V is its norm without a
+// weight, and K is that norm times a weight and then rotated: K = RoPE(weight V). The code that has brought V to shared memory makes
+// K there.
 #pragma once
 
 #include <pagoda/unit.cuh>

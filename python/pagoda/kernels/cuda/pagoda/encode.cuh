@@ -1,6 +1,6 @@
-// Rows of numbers become quantised rows: a warp encodes a row, which it holds as rotation.cuh says. Formulas, the order of operations
-// and what becomes of NaN and infinity are those of crates/pagoda-cpu/src/codec.rs: bytes are the same on the CPU and here.
-// Magnitudes are compared as integers, in whose order NaN comes behind infinity and numbers below 2^-126 are not zero.
+// Encodes rows of numbers as quantised rows: one warp a row, which it holds as in rotation.cuh. Formulas, the order of operations
+// and the treatment of NaN and infinity are those of crates/pagoda-cpu/src/codec.rs: bytes are the same on the CPU and here.
+// Magnitudes are compared as integers; in their order NaN comes after infinity and numbers below 2^-126 are not zero.
 #pragma once
 
 #include <pagoda/quantised.cuh>

@@ -1,8 +1,8 @@
-// The engine of attention for few queries: stored rows are the left factors of products, 16 at a time, and queries the right ones,
-// in blocks of 8, so that of a group of 4 or 8 query heads little is wasted. Four teams of one warp each have rows of their own,
-// and meet at the end.
+// The attention engine for few queries. Stored rows are the left factors of products, 16 at a time, and queries the right ones, in
+// blocks of 8, so that little is wasted with groups of 4 or 8 query heads. Each of four teams of one warp has its own rows; their
+// results are merged at the end.
 //
-// A lane holds scores of the stored row lane / 4, and as weights wants those of the query lane / 4: the instruction that transposes
+// A lane holds scores of the stored row lane / 4, but needs the weights of the query lane / 4: the instruction that transposes
 // matrices is in between. Values are [column, query].
 #pragma once
 

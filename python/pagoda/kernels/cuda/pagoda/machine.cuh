@@ -1,5 +1,5 @@
-// The instructions that CUDA C++ has no words for, one thin function each. Nothing else in cuda/ contains assembly, and
-// nothing here knows what a page is. tests/emulator has a file of the same name that does the same on a CPU.
+// The instructions that CUDA C++ cannot express, one thin function each. Nothing else in cuda/ contains assembly, and nothing here
+// knows what a page is. tests/emulator has a file of the same name that does the same on a CPU.
 #pragma once
 
 #include <cuda_bf16.h>

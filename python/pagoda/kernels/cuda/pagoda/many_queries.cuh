@@ -1,6 +1,6 @@
-// The engine of attention for many queries: query rows are the left factors of products, 16 or 32 of them a warp. With 128 query
-// rows a team of four warps goes over all stored rows, each warp for its own 32 query rows, so that what it loads of K and V from
-// shared memory serves two products.
+// The attention engine for many queries: query rows are the left factors of products, 16 or 32 of them a warp. With 128 query rows a
+// team of four warps goes over all stored rows, each warp for its own 32 query rows, so that a fragment of K or V from shared memory
+// serves two products.
 #pragma once
 
 #include <pagoda/derived.cuh>

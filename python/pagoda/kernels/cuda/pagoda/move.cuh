@@ -1,4 +1,4 @@
-// Copies runs of bytes between any two memories that the device reaches, pinned host memory among them.
+// Copies runs of bytes between any two memories that the device reaches, including pinned host memory.
 #pragma once
 
 #include <pagoda/machine.cuh>

@@ -1,13 +1,13 @@
-// Quantised row formats as attention reads them. A row is codes, and apart from them scales that some of its elements share.
+// Quantised row formats as attention reads them. A row is codes and, stored apart from them, scales that some of its elements share.
 //
-// Codes are small numbers that 16-bit elements hold exactly: a product is taken with the codes, and its factor or its result
-// is multiplied with the scale; or with the element itself, where that is exact in 16 bits. Keys become f16, which takes the fewest
-// instructions; values become bf16, for weights times scales have the range of float.
+// Codes are small numbers that 16-bit elements hold exactly. A product is taken with the codes, and its factor or its result is
+// multiplied by the scale; or with the element itself, where that is exact in 16 bits. Keys become f16, which takes the fewest
+// instructions; values become bf16, because weights times scales have the range of float.
 //
-// Tensor cores may take the elements of a K row in any order, if those of queries are in the same one, and columns of V in
-// any order if results are sorted afterwards. So a word of codes is taken as it lies in shared memory: of the 4 bytes that
-// ldmatrix gives a lane, bytes 0 and 2 are one pair and bytes 1 and 3 another. Elements are counted in steps of 16, one such
-// word for each of 4 lanes; where bytes hold two codes the lower ones are a step and the upper ones the next.
+// Tensor cores may take the elements of a K row in any order, if those of queries are in the same one, and columns of V in any order
+// if results are sorted afterwards. So a word of codes is taken as it lies in shared memory: of the 4 bytes that ldmatrix gives a
+// lane, bytes 0 and 2 are one pair and bytes 1 and 3 another. Elements are counted in steps of 16, one such word for each of 4
+// lanes; where bytes hold two codes the lower ones are a step and the upper ones the next.
 #pragma once
 
 #include <pagoda/formats.cuh>

@@ -1,4 +1,4 @@
-// Reads memory and does nothing with it: what a model's weights cost in measurements, and the ceiling of all else.
+// Reads memory and does nothing with it: stands in for a model's weights in measurements, and is the ceiling of everything else.
 #pragma once
 
 #include <pagoda/machine.cuh>

@@ -1,4 +1,4 @@
-// How stored rows come to shared memory: a ring of stages, which asynchronous copies fill ahead. Each team of warps has its own.
+// How stored rows reach shared memory: a ring of stages, which asynchronous copies fill ahead. Each team of warps has its own.
 #pragma once
 
 #include <pagoda/shared_rows.cuh>

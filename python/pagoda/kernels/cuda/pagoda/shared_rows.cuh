@@ -1,4 +1,4 @@
-// How rows lie in shared memory.
+// The layout of rows in shared memory.
 #pragma once
 
 #include <pagoda/machine.cuh>

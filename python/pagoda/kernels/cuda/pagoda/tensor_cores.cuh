@@ -1,6 +1,5 @@
-// What engines of attention on tensor cores have in common, over rows of 16 bits and over quantised ones: queries in shared
-// memory, and the way through the stages of a unit. How scores and values are computed is left to an engine: few_queries.cuh for
-// decoding, many_queries.cuh for the rest.
+// What the tensor-core engines of attention have in common, over 16-bit and quantised rows: queries in shared memory, and the loop
+// over the stages of a unit. An engine computes scores and values: few_queries.cuh for decode, many_queries.cuh for the rest.
 #pragma once
 
 #include <pagoda/quantised.cuh>

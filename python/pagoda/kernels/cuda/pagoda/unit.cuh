@@ -1,14 +1,14 @@
-// The work of an attend kernel and what becomes of its parts: shares, partial results, merging. How scores and values are
-// computed is left to an engine (tensor_cores.cuh, cuda_cores.cuh).
+// The work of an attend kernel and its parts: shares, partial results, merging. An engine (tensor_cores.cuh, cuda_cores.cuh)
+// computes scores and values.
 //
-// The work is a list: for each block of queries and each set of query heads of a K/V head, the tiles of 64 stored rows that some query sees. It is
-// cut into equal shares, one for each thread block, whatever borders that crosses, so that skewed batches stay balanced and
-// the grid is the same at every step (a graph may replay it). What a share holds of a unit (block of queries, set) is a
-// partial result unless it is all of it; the thread block that finishes a unit last merges its parts in order.
+// The work is a list: for each block of queries and each set of query heads of a K/V head, the tiles of 64 stored rows that some
+// query sees. It is cut into equal shares, one for each thread block, regardless of unit borders, so that skewed batches stay
+// balanced and the grid is the same at every step (a graph may replay it). The part of a unit (block of queries, set) in a share is
+// a partial result unless it is the whole unit; the thread block that finishes a unit last merges its parts in order.
 //
-// A launch may go over a part of the pages only, and leave unnormalised parts of results for the next. Pages that sequences hold in
-// common are gone over once, for the queries of all who hold them: the blocks of each sequence begin behind those pages, and with
-// the parts. Pages that are streamed through device memory are there a few at a time: each launch goes on where the last one stopped.
+// A launch may cover only a part of the pages, and leave unnormalised parts of results for the next. Common pages are read once, for
+// the queries of all sequences that hold them; the blocks of each sequence begin after those pages, with these parts. Pages that are
+// streamed through device memory come a few at a time: each launch continues where the last one stopped.
 #pragma once
 
 #include <pagoda/formats.cuh>

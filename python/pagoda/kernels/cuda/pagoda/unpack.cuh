@@ -1,4 +1,4 @@
-// Takes what a step changes of its tables to where kernels expect it: one upload, whatever the number of tables.
+// Writes a step's changes to its tables where kernels expect them: one upload, whatever the number of tables.
 #pragma once
 
 #include <pagoda/machine.cuh>
