@@ -1,4 +1,4 @@
-"""Settings of all tests: seeds are printed, machines without a GPU skip aloud."""
+"""Settings of all tests: seeds are printed; on machines without a GPU, tests are skipped with a message."""
 
 from __future__ import annotations
 

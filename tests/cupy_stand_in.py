@@ -1,9 +1,9 @@
-"""What Pagoda calls of CuPy, over memory of the host and the emulator. As strict as CuPy is about names and arguments, about
-the device that is current, about memory that is registered twice, about what a graph takes where the mode of its capture is
-global, and stricter about default streams: each call on one is noted with the device that it is of.
+"""The part of CuPy that Pagoda calls, over host memory and the emulator. It is as strict as CuPy about names and
+arguments, the current device, memory that is registered twice, and what a graph may contain in global capture mode. It
+is stricter about default streams: each call on one is noted with its device.
 
-Everything is done when it is asked for; tests/emulator/driver.py has streams that are late. tests/test_cuda.py holds names
-and arguments against the real CuPy where that is installed.
+All work is done at once; tests/emulator/driver.py has streams that are late. tests/test_cuda.py compares names and
+arguments with the real CuPy where it is installed.
 """
 
 from __future__ import annotations

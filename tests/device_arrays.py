@@ -1,4 +1,4 @@
-"""Arrays as strict as those of a GPU, over NumPy: none becomes an array of the host but by `get`, and none mixes with one."""
+"""Arrays as strict as those of a GPU, over NumPy: only `get` turns one into a host array, and none mixes with those."""
 
 from __future__ import annotations
 

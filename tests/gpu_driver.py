@@ -1,7 +1,7 @@
-"""A device for tests that hand over NumPy arrays: each is copied to the device when it is named, and what a kernel has
+"""A device for tests that pass NumPy arrays: each is copied to the device when it is named, and what a kernel has
 changed of it is copied back after the launch.
 
-Every launch is waited for: what streams do to each other is not seen here, but in tests/test_gpu.py.
+Every launch is waited for, so interactions between streams are not tested here, but in tests/test_gpu.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Ctrl-C between any two instructions of Pagoda's Python, without a clock, and signals by one.
+"""Ctrl-C between any two instructions of Pagoda's Python, without a clock, and signals by a clock.
 
-Nothing comes in finalisers, and the garbage collector rests meanwhile: Python throws away what comes while it calls back.
+None is raised in finalisers, and garbage collection is off meanwhile: Python discards exceptions raised in such
+callbacks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A naive cache beside the real one: lists of rows, rounded as the row formats say, attended to in float64."""
+"""A naive cache next to the real one: lists of rows, rounded as the row formats say, attended to in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How work on pages of the host tier is divided, whatever is faster."""
+"""Fixes how work on pages of the host tier is divided, whatever is faster."""
 
 from __future__ import annotations
 

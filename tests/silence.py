@@ -1,7 +1,7 @@
-"""A drive that does not answer: system calls of this process that do not come back before they are let.
+"""A drive that does not answer: system calls of this process that do not return until they are released.
 
-The kernel asks a supervisor about each of them, who says nothing for a while (seccomp_unotify(2)); until then threads that
-make them sleep. On Linux alone, and with no way back: for processes of a test's own.
+The kernel asks a supervisor about each of them, which does not reply for a while (seccomp_unotify(2)); until then the
+threads that make them sleep. Linux only, and irreversible: for a test's own processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md and the tree: whoever moves a module has to say so there."""
+"""ARCHITECTURE.md and the tree: moving a module means updating the map."""
 
 from __future__ import annotations
 

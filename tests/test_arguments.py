@@ -1,4 +1,4 @@
-"""Every parameter of every public call, given what it does not take: a typed error that names it, and nothing is changed."""
+"""Every parameter of every public call, given invalid values: a typed error that names it, and nothing is changed."""
 
 from __future__ import annotations
 

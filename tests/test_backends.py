@@ -1,4 +1,4 @@
-"""What stands for a model's weights in measurements: that all of it is read, and by whom."""
+"""The stand-in for a model's weights in measurements: that all of it is read, and by whom."""
 
 from __future__ import annotations
 

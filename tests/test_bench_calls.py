@@ -1,4 +1,4 @@
-"""`pagoda bench`: what its figures are of, not how large they are."""
+"""`pagoda bench`: what its figures measure, not how large they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pagoda bench longcontext`: what it says was read, against arithmetic; not how fast anything is."""
+"""`pagoda bench longcontext`: the bytes that it reports as read, against arithmetic; not how fast anything is."""
 
 from __future__ import annotations
 

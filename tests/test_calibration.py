@@ -1,4 +1,4 @@
-"""What links are said to carry: what is counted, what is kept, and when it holds."""
+"""Measured rates of links: what is counted, what is kept, and when it is valid."""
 
 from __future__ import annotations
 

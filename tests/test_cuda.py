@@ -1,4 +1,4 @@
-"""The driver of a GPU, over a stand-in for CuPy and torch: every line of it runs, on a machine that has neither."""
+"""The GPU driver, over a stand-in for CuPy and torch: every line of it runs on a machine that has neither."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gemma 4's attention_k_eq_v: V alone is stored and K derived from it, against float64 and against K stored."""
+"""Gemma 4's attention_k_eq_v: only V is stored and K derived from it, against float64 and against stored K."""
 
 from __future__ import annotations
 

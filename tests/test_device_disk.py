@@ -1,7 +1,7 @@
-"""Pages on disk beside a device, on the emulated one: their moves, and attention over them.
+"""Pages on disk in a cache on a device, emulated: their moves, and attention over them.
 
-Copies are late, come in pieces and are made twice; slots hold NaN where nothing was copied. What any cache with a disk does
-is in test_disk.py and test_sessions.py, which run on an emulated device as well.
+Copies are late, come in pieces and are made twice; slots hold NaN where nothing was copied. What applies to any cache
+with a disk is in test_disk.py and test_sessions.py, which run on an emulated device as well.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Events between streams, each with its negative control: streams of the emulated device do their work late, so that what
-nobody waits for has not happened."""
+"""Events between streams, each with its negative control: streams of the emulated device do their work late, so that
+work nobody waits for has not been done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs: the kernels of one step, captured, do every later step up to the maxima declared."""
+"""Graphs: the captured kernels of one step do every later step up to the declared maxima."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Memory that a device or the system refuses: whichever allocation it is, the call says so and changes nothing, the next try
-succeeds, and nothing is left when the cache has gone."""
+"""Memory that a device or the system refuses: whichever allocation fails, the call reports it and changes nothing, the
+next attempt succeeds, and nothing is left when the cache is gone."""
 
 from __future__ import annotations
 

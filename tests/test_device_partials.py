@@ -1,5 +1,5 @@
-"""The CPU's part in attention over pages of the host tier, on the emulated device: work that is divided in any way comes to
-the same, and what the two wait for of each other is missed when it is taken away."""
+"""The CPU's part in attention over pages of the host tier, on the emulated device: however work is divided, the result
+is the same, and removing a wait between the two is noticed."""
 
 from __future__ import annotations
 

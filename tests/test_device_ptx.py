@@ -1,8 +1,8 @@
-"""The kernels of cuda/ as NVRTC compiles them, instruction by instruction, against formulas in float64.
+"""The kernels of cuda/ as compiled by NVRTC, instruction by instruction, against formulas in float64.
 
-tests/test_device_kernels.py goes into the corners, from sources. Here are the assembly in them, CUDA's headers and what the
-compiler makes of both; and shared memory is watched, as compute-sanitizer's racecheck does on a GPU, and for rows of matrices
-that lie in the same banks.
+tests/test_device_kernels.py covers the corner cases, from source. This file covers the assembly in the sources, CUDA's
+headers and what the compiler makes of both. Shared memory is watched for races, as by compute-sanitizer's racecheck on
+a GPU, and for bank conflicts of matrix rows.
 """
 
 from __future__ import annotations

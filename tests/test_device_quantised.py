@@ -1,4 +1,4 @@
-"""Quantised rows of a cache on a device, beside those of the CPU: the same bytes, and the same attention over them.
+"""Quantised rows of a cache on a device and on the CPU: the same bytes, and the same attention over them.
 
 The device is emulated unless `--device` names another.
 """

@@ -1,4 +1,4 @@
-"""The disk tier: pages that leave memory, come back, and are never other than they were."""
+"""The disk tier: pages that leave memory, come back, and never change."""
 
 from __future__ import annotations
 

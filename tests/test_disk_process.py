@@ -1,4 +1,4 @@
-"""The disk tier and its process: forks, signals, exits, other processes, drives that fill up, and nothing that piles up."""
+"""The disk tier and its process: forks, signals, exits, other processes, drives that fill up, and no leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `pagoda doctor` and `device="cuda"` say of a machine, which is a stand-in of CuPy that answers as CuPy does there."""
+"""What `pagoda doctor` and `device="cuda"` report about a machine, over a stand-in for CuPy that answers as there."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The emulator itself: what it computes, and that it notices what the tests of the kernels rely on it to notice.
+"""The emulator itself: what it computes, and that it notices what the tests of the kernels rely on.
 
-What a GPU defines is the same in both of its ways, from sources and from the instructions of NVRTC.
+What a GPU defines is the same both ways, from source and from NVRTC's instructions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What bad input gets: a typed error that names the argument, and a cache that is as it was."""
+"""Invalid input: a typed error that names the argument, and an unchanged cache."""
 
 from __future__ import annotations
 

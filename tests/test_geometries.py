@@ -1,6 +1,6 @@
-"""Models of today, end to end: a prompt in chunks, then a few tokens, with random K, V and queries, against float64.
+"""Current models, end to end: a prompt in chunks, then a few tokens, with random K, V and queries, against float64.
 
-The layers are those of the presets, cut down to a few of each kind; shapes, windows, scales and owners stay.
+The layers are those of the presets, cut down to a few of each kind; shapes, windows, scales and owners are kept.
 """
 
 from __future__ import annotations

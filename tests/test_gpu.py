@@ -1,8 +1,8 @@
-"""What only a GPU can show: arrays of CuPy and torch on streams that are behind, graphs, pools of many gigabytes, copies
-under way.
+"""What only a GPU can show: arrays of CuPy and torch on streams that lag behind, graphs, pools of many gigabytes,
+copies in flight.
 
-Wherever a missing fence or a wrong stream would show, a kernel that spins stands before a stream's work. Everything is run
-once without it, for kernels are compiled and tables grow while the host waits.
+Wherever a missing fence or a wrong stream would show, a spinning kernel delays a stream's work. Everything is run once
+without it first, because the host waits while kernels are compiled and tables grow.
 """
 
 from __future__ import annotations

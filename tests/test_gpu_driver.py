@@ -1,4 +1,4 @@
-"""The device that tests of the API get on a GPU, over the emulated one: arrays go there and results come back."""
+"""The device for tests of the API on a GPU, over the emulated one: arrays go there and results come back."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Every kind of kernel once on a GPU, against float64: what to run first on a new machine, and under a memory checker.
 
-Each kind appends, reads a prompt, decodes, decodes sequences that share pages, and decodes from pages of the host; rows past
-the new ones are NaN. tests/test_device_kernels.py goes into the corners, on the emulator.
+Each kind appends, reads a prompt, decodes, decodes sequences that share pages, and decodes from pages of the host; rows
+past the new ones are NaN. tests/test_device_kernels.py covers the corner cases, on the emulator.
 """
 
 from __future__ import annotations

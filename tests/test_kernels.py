@@ -1,4 +1,4 @@
-"""Device kernels as NVRTC compiles them, and the arithmetic about them that Python repeats. No GPU is needed."""
+"""Device kernels as compiled by NVRTC, and the arithmetic about them that Python repeats. No GPU is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages, in memory and on disk, read with NumPy as docs/layout.md draws them, and compared with what was appended."""
+"""Pages, in memory and on disk, read with NumPy as docs/layout.md describes them, against what was appended."""
 
 from __future__ import annotations
 

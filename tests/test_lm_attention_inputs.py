@@ -1,4 +1,4 @@
-"""What a forward pass hands to attention, and what plain arrays make of it, against formulas in float64."""
+"""What a forward pass passes to attention, and what plain arrays make of it, against formulas in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are not what their config says, and checkpoints in parts."""
+"""Checkpoints that do not match their config, and checkpoints in parts."""
 
 from __future__ import annotations
 

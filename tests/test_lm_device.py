@@ -1,4 +1,4 @@
-"""The language model on a device: without a GPU on an emulated one, whose arrays are as strict as CuPy's."""
+"""The language model on a device: without a GPU, on an emulated one whose arrays are as strict as CuPy's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoding loop and its parts: where it ends, what it draws, what it shows."""
+"""The decoding loop and its parts: where it stops, what it samples, what it shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How kernels are loaded: what is said meanwhile and when it fails, and on a GPU what CuPy keeps on disk."""
+"""How kernels are loaded: the messages meanwhile and on failure, and on a GPU what CuPy keeps on disk."""
 
 from __future__ import annotations
 

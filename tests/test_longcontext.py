@@ -1,4 +1,4 @@
-"""Sequences many times longer than the device tier, up to a million tokens, each attended to whole."""
+"""Sequences many times longer than the device tier, up to a million tokens, each fully attended to."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What instructions of PTX do in the emulator, beside NumPy, and that threads which meet in shared memory are noticed.
+"""PTX instructions in the emulator, compared with NumPy, and that threads which meet in shared memory are noticed.
 
-tests/test_emulator.py has the collectives, tensor cores and copies among them, as NVRTC compiles them.
+tests/test_emulator.py has the collectives, tensor cores and copies among them, as compiled by NVRTC.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `pagoda bench quality` measures follows its closed forms; storage that is wrong does not."""
+"""The measurements of `pagoda bench quality` follow their closed forms; wrong storage does not."""
 
 from __future__ import annotations
 

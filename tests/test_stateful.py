@@ -1,4 +1,4 @@
-"""Random calls on the Python API against the naive mirror: after each, audit; whenever tokens are looked at, float64."""
+"""Random calls on the Python API against the naive mirror: an audit after each, float64 whenever tokens are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""zero_on_free: what is let go of is nowhere to be found, on any tier. Without it the same search finds it."""
+"""zero_on_free: freed data is nowhere to be found, on any tier. Without it the same search finds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fences that are taken away, to show that they are needed: on the emulated device and on a GPU."""
+"""Fences that are removed, to show that they are needed: on the emulated device and on a GPU."""
 
 from __future__ import annotations
 

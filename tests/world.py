@@ -1,7 +1,7 @@
-"""A cache as kernels of attention see it, made by hand: pages, tables, work lists, and what has to come out.
+"""A cache as kernels of attention see it, made by hand: pages, tables, work lists, and the expected results.
 
-Pages lie in random places on two tiers, rows that no query sees are NaN, table entries past the end point nowhere, and every
-array that a kernel may write lies between canaries.
+Pages lie in random places on two tiers, rows that no query sees are NaN, table entries past the end point nowhere, and
+every array that a kernel may write is surrounded by canaries.
 """
 
 from __future__ import annotations

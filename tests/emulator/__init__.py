@@ -1,7 +1,7 @@
-"""Runs the device code of cuda/ on the CPU: g++ compiles it against `include/`, which gives CUDA's words a meaning there.
+"""Runs the device code of cuda/ on the CPU: g++ compiles it against `include/`, which defines CUDA's words there.
 
-Test-only. Threads are fibers, barriers are counted, asynchronous copies arrive when they are waited for and not before, and
-the order in which threads and blocks run is drawn from a seed.
+Test-only. Threads are fibers, barriers are counted, asynchronous copies arrive when they are waited for and not before,
+and the order in which threads and blocks run is drawn from a seed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A device whose kernels run on the emulator: NumPy arrays are its arrays.
 
-Streams are lists of work that is done late: when somebody waits, or looks. How much is done then is drawn from a seed, so
-that a missing event between two streams shows.
+Streams are lists of work that is done late: when somebody waits or queries an event. How much is done then is drawn
+from a seed, so that a missing event between two streams shows.
 """
 
 from __future__ import annotations

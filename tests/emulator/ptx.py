@@ -1,8 +1,8 @@
-"""Runs kernels as NVRTC compiled them: each instruction of PTX becomes a statement of C++ for the emulator.
+"""Runs kernels as compiled by NVRTC: each PTX instruction becomes a statement of C++ for the emulator.
 
-`emulator.compile` gives the sources a meaning on the CPU, with words of its own for the assembly in them. Here NVRTC has read
-the sources, that assembly and CUDA's headers, and include/ptx.h says what each instruction does, as the PTX ISA has it. An
-instruction that it has not does not compile.
+`emulator.compile` runs the sources on the CPU, with its own replacement for the assembly in them. Here NVRTC has
+compiled the sources, that assembly and CUDA's headers, and include/ptx.h defines each instruction according to the PTX
+ISA. An instruction that it lacks does not compile.
 """
 
 from __future__ import annotations
