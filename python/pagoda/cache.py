@@ -277,7 +277,7 @@ class Cache(Uncopied):
         """A step that appends `new_tokens[i]` tokens to the i-th sequence, 2**31 - 1 in all at most; enter it with `with`.
 
         Entering raises OutOfBlocks, and changes no sequence, when the device tier has too few blocks and no more can be
-        spilled; pages may have moved by then, and moves off the device that were under way have ended.
+        spilled; pages may have moved by then, and moves that were under way have ended.
         stream: on a GPU the stream of the step, as CuPy, torch or an address has it; None is the current one of CuPy, or that
         of torch where CuPy's is the default one. None that is another in each thread (cudaStreamPerThread). Kernels use the
         arrays of the step on it: what they are to read is written there before or waited for, as arrays by DLPack are, and
