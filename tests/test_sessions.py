@@ -326,6 +326,24 @@ def test_a_part_is_kept(tmp_path: Path) -> None:
         mirror.look()
 
 
+def test_a_part_is_kept_that_the_cache_was_closed_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread: what is kept is not said to have failed."""
+    with opened(tmp_path) as cache:
+        mirror = Mirror(cache)
+        tokens = mirror.create()
+        mirror.step([tokens], [100])
+        save = pagoda.Cache.save
+
+        def save_and_close(cache: pagoda.Cache, *given: Any, **options: Any) -> None:
+            save(cache, *given, **options)
+            cache.close()
+
+        monkeypatch.setattr(pagoda.Cache, "save", save_and_close)
+        save(cache, tokens.sequence, "part", tokens=(0, 90))
+    with opened(tmp_path) as cache:
+        assert list(cache.saved()) == ["part"]
+
+
 def test_a_part_that_is_none_is_refused_by_its_name(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
         mirror = Mirror(cache)

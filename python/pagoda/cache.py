@@ -276,7 +276,7 @@ class Cache(Uncopied):
         """A step that appends `new_tokens[i]` tokens to the i-th sequence, at most 2**31 - 1 in all; enter it with `with`.
 
         Entering raises OutOfBlocks, and changes no sequence, when the device tier has too few blocks and no more can be
-        spilled. Pages may have moved by then, and moves off the device that were under way have ended.
+        spilled. Pages may have moved by then, and moves that were under way have ended.
         stream: on a GPU the stream of the step: a stream of CuPy or torch, or its address. None is CuPy's current stream, or
         torch's if CuPy's is the default one. A stream that differs by thread (cudaStreamPerThread) is refused. Kernels use
         the arrays of the step on this stream. Write what they read on it, or have it wait, as it does for arrays by DLPack;

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,7 @@ class Spill:
 
     def make_room(self, blocks: int, batch: Handles) -> bool:
         """Makes room for about `blocks` blocks on the device, or below it so that there can be some; says whether it did."""
-        if self.spare("device", blocks) or self._await_callers("device"):
+        if self.spare("device", blocks) or self._await_leaving("device"):
             return True
         for pair in self._pairs:
             has_room_below = all(self._core.free_blocks(pair[1]))
@@ -99,10 +100,11 @@ class Spill:
                 return True
             if has_room_below:
                 # More of it would be of no use: nothing may leave.
-                return False
-            if self._await_callers(pair[1]):
+                break
+            if self._await_leaving(pair[1]):
                 return True
-        return False
+        # Pages that are on their way, or copied, may leave when that has ended.
+        return self._await(permutations(TIERS, 2), keep=True)
 
     def drain(self, before: int) -> bool:
         """Waits for what blocks may drain for; says whether any have drained since there were `before` that had."""
@@ -163,12 +165,16 @@ class Spill:
         rest = (core.plan(handle, tier, None, [group], only_from="disk") for handle, group in pages)
         return sum(map(len, rest))
 
-    def _await_callers(self, source: str) -> bool:
-        """Waits for moves off a tier, callers' among them; says whether there were any. None ends while a step is open."""
+    def _await_leaving(self, source: str) -> bool:
+        """Waits for moves off a tier to slower ones; says whether there were any."""
+        return self._await(((source, target) for target in TIERS[TIERS.index(source) + 1 :]), keep=False)
+
+    def _await(self, pairs: Iterable[Pair], *, keep: bool) -> bool:
+        """Waits for moves between tiers, callers' among them, and with `keep` for those that leave a copy; says whether there
+        were any. None ends while a step is open."""
         if self._core.step_is_open():
             return False
-        pairs = [(source, target) for target in TIERS[TIERS.index(source) + 1 :]]
-        under_way = [(pair, ticket) for pair in pairs for ticket in self._core.leaving(*pair)]
+        under_way = [(pair, ticket) for pair in pairs for ticket in self._core.moves_between(*pair, keep=keep)]
         for pair, ticket in under_way:
             self._wait(ticket, pair)
         return bool(under_way)

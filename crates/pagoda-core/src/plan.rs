@@ -220,11 +220,12 @@ impl Cache {
         BlockCopy { group, from, to, bytes: self.groups[group.index()].block_bytes }
     }
 
-    /// The tickets under way that move pages from one tier to another and leave no copy.
-    pub fn moves_between(&mut self, from: Tier, to: Tier) -> Vec<(TicketId, Completion)> {
+    /// The tickets under way that move pages from one tier to another. keep: those that leave a copy, too.
+    pub fn moves_between(&mut self, from: Tier, to: Tier, keep: bool) -> Vec<(TicketId, Completion)> {
         self.settle();
-        let moves =
-            |ticket: &&Ticket| ticket.to == to && !ticket.keep && ticket.moves.iter().any(|m| m.from == from);
+        let moves = |ticket: &&Ticket| {
+            ticket.to == to && (keep || !ticket.keep) && ticket.moves.iter().any(|m| m.from == from)
+        };
         self.tickets.iter().filter(moves).map(|t| (t.id, t.completion.clone())).collect()
     }
 

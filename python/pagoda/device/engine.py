@@ -355,10 +355,10 @@ class DeviceEngine:
         return self.core.under_way(sequence)
 
     @in_turn
-    def leaving(self, source: str, target: str) -> list[_core.Ticket]:
-        """See `Engine.leaving`."""
+    def moves_between(self, source: str, target: str, *, keep: bool) -> list[_core.Ticket]:
+        """See `Engine.moves_between`."""
         self._poll()
-        return self.core.leaving(source, target)
+        return self.core.moves_between(source, target, keep=keep)
 
     @in_turn
     def ticket_done(self, ticket: _core.Ticket) -> bool:

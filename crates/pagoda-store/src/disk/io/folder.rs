@@ -107,7 +107,11 @@ impl Folder {
             Err(rustix::io::Errno::EXIST) => false,
             other => other.map(|()| true)?,
         };
-        let fd = pulse.ask(|| fs::open(path, flags, Mode::empty()))?;
+        let fd = pulse.ask(|| fs::open(path, flags, Mode::empty())).map_err(|errno| {
+            // Of a link to a directory the system says what nobody sees: that it is none.
+            let link = pulse.ask(|| path.is_symlink());
+            if link { io::Error::other("a link: give the directory that it leads to") } else { errno.into() }
+        })?;
         require_ours(&pulse, &fd, Mode::WGRP | Mode::WOTH, "directory")?;
         // Without that a loss of power could take a directory with all that was synced in it. Not everybody may open the parent.
         if made && let Ok(parent) = pulse.ask(|| fs::openat(&fd, "..", flags, Mode::empty())) {
