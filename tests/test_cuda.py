@@ -237,10 +237,12 @@ def test_what_there_is_no_memory_to_measure_is_taken_for_granted(cupy: Any, monk
         assert cache.demote(live[0].sequence).wait()
         for _ in range(8):
             mirror.step(live, [64, 64])
+        assert pool.refusals == 0
         assert cache.stats().host[0].used > 3
         driver = drivers[0]
         assert (driver.copy_engine_bytes, driver.ring_bytes) == (thresholds.COPY_ENGINE_BYTES, thresholds.RING_BYTES)
         del hog
+        pool.free_all_blocks()
         kept = {"copy_engine_bytes", "ring_bytes"}
         assert not vars(driver).keys() & kept
         assert driver.copy_engine_bytes
