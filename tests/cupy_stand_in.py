@@ -535,7 +535,6 @@ def install(monkeypatch: Any) -> Any:
         alloc=pool.alloc,
         alloc_pinned_memory=alloc_pinned_memory,
         PinnedMemory=PinnedMemory,
-        memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         compiler=SimpleNamespace(CompileException=CompileException),
         nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
     )

@@ -53,6 +53,8 @@ class Threshold(functools.cached_property[int]):
         try:
             return super().__get__(driver, owner)
         except BackendUnavailable:
+            # A limit of the caller's is in the way, or somebody was faster.
+            vars(driver)[self.attrname] = self._otherwise
             return self._otherwise
 
 
