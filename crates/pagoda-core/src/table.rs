@@ -161,6 +161,31 @@ impl Table {
         self.pages.iter().filter_map(|page| *page)
     }
 
+    /// Adds an entry for a page, which is read from `at`.
+    pub(crate) fn push(&mut self, page: PageId, at: BlockRef) {
+        self.pages.push(Some(page));
+        self.row.push(at);
+    }
+
+    /// Takes the last entry off, and hands out its page.
+    pub(crate) fn pop(&mut self) -> Option<PageId> {
+        self.row_changed();
+        self.row.pop();
+        self.pages.pop().flatten()
+    }
+
+    /// Puts a page, which is read from `at`, in the place of the last one; hands out that.
+    pub(crate) fn replace_last(&mut self, page: PageId, at: BlockRef) -> Option<PageId> {
+        self.row_changed();
+        *self.row.last_mut()? = at;
+        self.pages.last_mut()?.replace(page)
+    }
+
+    /// The row is about to change in another way than by growing.
+    pub(crate) fn row_changed(&mut self) {
+        self.version = self.version.wrapping_add(1);
+    }
+
     /// The page of an entry that holds tokens of the sequence.
     pub(crate) fn page(&self, index: u32) -> PageId {
         self.pages[index as usize].expect("a page that holds tokens has not left")
@@ -270,7 +295,7 @@ impl Table {
             let first_page = cut.pages.len() as u32;
             cut.spans.push(Span { first_page, skip: 0, count: 0, position: end });
         }
-        cut.version = self.version.wrapping_add(1);
+        cut.row_changed();
         cut
     }
 
@@ -386,7 +411,7 @@ impl Table {
             self.pages.insert(first_page as usize, None);
             self.row.insert(first_page as usize, self.row[first_page as usize - 1]);
             self.spans[index + 2..].iter_mut().for_each(|span| span.first_page += 1);
-            self.version = self.version.wrapping_add(1);
+            self.row_changed();
         }
         rows - shared
     }
@@ -408,7 +433,7 @@ impl Table {
         self.row.drain(range);
         let behind = self.spans.iter_mut().filter(|span| span.first_page >= entries.end);
         behind.for_each(|span| span.first_page -= count);
-        self.version = self.version.wrapping_add(1);
+        self.row_changed();
     }
 }
 
