@@ -71,14 +71,15 @@ impl SpanView {
 
 /// A run of pages whose tokens are contiguous.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Span {
+pub struct Span {
     /// Index of the first page in the table.
-    pub(crate) first_page: u32,
+    pub first_page: u32,
     /// Stored rows before the span: those of pages that have left, and of the first page that has not.
-    pub(crate) skip: u32,
-    pub(crate) count: u32,
+    pub skip: u32,
+    /// Tokens in the span.
+    pub count: u32,
     /// Position that the first token was stored with.
-    pub(crate) position: u64,
+    pub position: u64,
 }
 
 impl Span {
@@ -100,9 +101,11 @@ impl Span {
 
 /// Tokens that are not in a table any more: `count` of them, behind the first `after` of the sequence.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Left {
-    pub(crate) after: u64,
-    pub(crate) count: u64,
+pub struct Left {
+    /// Tokens before them: the sinks.
+    pub after: u64,
+    /// How many they are.
+    pub count: u64,
 }
 
 impl Left {
