@@ -262,15 +262,16 @@ impl Upload {
             let mut before = 0;
             for span in step.spans(core, index, GroupId(group as u8)) {
                 let SpanView { first_page, skip, count, position, mut offset, sight } = *span;
-                if let Sight::Trailing { .. } = sight {
-                    // Where its angles for row 0 of the batch would be.
-                    offset = (turned - i64::from(step.bounds()[index])) as u64;
-                    turned += i64::from(new_tokens);
-                }
+                // `Sight` of cuda/pagoda/tables.cuh.
                 let sight = match sight {
                     Sight::Window => 0,
                     Sight::Always => 1,
-                    Sight::Trailing { .. } => 2,
+                    Sight::Trailing { .. } => {
+                        // Where its angles for row 0 of the batch would be.
+                        offset = (turned - i64::from(step.bounds()[index])) as u64;
+                        turned += i64::from(new_tokens);
+                        2
+                    }
                 };
                 self.words.extend([first_page, skip, count, before]);
                 for wide in [offset, position] {
