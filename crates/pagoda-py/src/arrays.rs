@@ -100,10 +100,9 @@ fn check(
     let strides = [array.strides()[0], array.strides()[1], array.strides()[2]];
     let item = descr.itemsize() as isize;
     if array.len() > 0 && (strides[2] != item || strides.iter().any(|stride| stride % item != 0)) {
-        let limit = format_args!(
+        let limit = format!(
             "a contiguous last dimension, {item} bytes from one element to the next, and multiples of that"
-        )
-        .to_string();
+        );
         return Err(invalid(py, name, format_args!("strides {strides:?}"), limit));
     }
     let data = data_of(array);
@@ -172,7 +171,7 @@ pub(crate) fn rows_mut(
 pub(crate) fn floats(name: &str, array: &Bound<'_, PyUntypedArray>, length: usize) -> PyResult<Vec<f32>> {
     let py = array.py();
     let Ok(floats) = array.cast::<PyArray1<f32>>() else {
-        let given = format_args!("dtype {}, shape {:?}", array.dtype(), array.shape()).to_string();
+        let given = format!("dtype {}, shape {:?}", array.dtype(), array.shape());
         return Err(invalid(py, name, given, format_args!("float32 [{length}]")));
     };
     if floats.len() != length {
@@ -213,7 +212,7 @@ pub(crate) fn address_of<D: Dimension, const N: usize>(
     shape: [usize; N],
 ) -> PyResult<Address> {
     if array.shape() != shape {
-        let given = format_args!("shape {:?}", array.shape()).to_string();
+        let given = format!("shape {:?}", array.shape());
         return Err(invalid(array.py(), name, given, format_args!("{shape:?}")));
     }
     Ok(Address(array.as_slice_mut()?.as_mut_ptr()))
