@@ -241,7 +241,7 @@ class DeviceEngine:
         if keys.dtype != values.dtype:
             raise InvalidArgument(f"v = dtype {values.dtype}: {keys.dtype}, the type of k")
         tables = self._tables.groups[shape["group"]]
-        self._appends.append(layer, keys, values, tables, self._arrays, self._now)
+        self._appends.append(layer, keys, values, tables, self._now)
         self.core.appended(layer)
 
     @in_turn
@@ -511,7 +511,7 @@ class DeviceEngine:
         tokens_max = tokens if self._maxima is None else self._maxima.tokens
         self._arrays.tokens, self._arrays.tokens_max = tokens, tokens_max
         centers = self.core.step_centers()
-        self._appends.enter(centers=centers, in_graph=in_graph)
+        self._appends.enter(tokens_max, centers=centers, in_graph=in_graph)
         self._attends.enter(bounds, tokens_max, in_graph=in_graph)
         if not self._tables.fits():
             self._wait_for_steps()
