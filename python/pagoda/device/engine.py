@@ -39,15 +39,13 @@ from pagoda.device.ring import SLOTS, ring_slots
 from pagoda.device.streaming import Streams, Traffic
 from pagoda.device.tables import Room, StepTables
 from pagoda.disk import DiskArguments
+from pagoda.engine import SECONDS_MAX
 from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, PagodaError
 from pagoda.geometry import Geometry, owners_of
 from pagoda.rates import Routes
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-FOREVER = 1e6
-"""Seconds from which on a wait has no end."""
 
 POLL_SECONDS = 2e-4
 """Sleep between two looks at an event, where a wait has an end."""
@@ -370,7 +368,7 @@ class DeviceEngine:
         """Sleeps until a ticket's copies have arrived, or no more will, or `seconds` have passed; says which."""
         deadline = time.monotonic() + seconds
         while (rest := self._waits_for(ticket)) is not None:
-            if seconds >= FOREVER:
+            if seconds >= SECONDS_MAX:
                 rest.wait()
             elif not rest.done():
                 if time.monotonic() >= deadline:
