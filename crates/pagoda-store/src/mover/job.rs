@@ -1,8 +1,8 @@
 //! Jobs of a mover until they are done: their parts, and who waits for them.
 
 use super::{LayerOfPages, Transfer};
-use crate::Slab;
 use crate::disk::{Error, Hole, Store};
+use crate::{Slab, lock};
 use pagoda_core::fence::{Completion, Failure};
 use pagoda_core::ids::{BlockId, GroupId};
 use std::sync::mpsc::Sender;
@@ -62,7 +62,7 @@ impl Job {
 
     /// Gives a part to the threads of a queue.
     pub(super) fn begin(self: &Arc<Self>, queue: &Option<Sender<Part>>, work: Work, first: usize) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).parts_left += 1;
+        lock(&self.state).parts_left += 1;
         let part = Part { work, first, job: self.clone() };
         queue.as_ref().expect("lives until drop").send(part).expect("the threads live until drop");
     }
@@ -70,7 +70,7 @@ impl Job {
     /// Notes how a part ended, of which the first transfer is `first`; the last one finishes the job.
     pub(super) fn end(&self, result: Result<(), Error>, first: usize) {
         let Self { completion, waiter, state, store, written } = self;
-        let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(state);
         if let Err(error) = result
             && first < state.copied
         {
@@ -112,7 +112,7 @@ impl Waiter {
     }
 
     fn unfinished(&self) -> MutexGuard<'_, usize> {
-        self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0.0)
     }
 
     /// Sleeps until `completion` has finished or `limit` has passed; says whether it has finished.
