@@ -237,8 +237,8 @@ impl Cache {
         Ok(self.tickets.iter().filter(touches).map(|t| (t.id, t.completion.clone())).collect())
     }
 
-    /// Frees up to `pages_max` blocks of a group on `tier` that can be spared; returns how many. Their pages are read from a faster
-    /// one, or are on disk and no sequence has them.
+    /// Frees up to `pages_max` blocks of a group on `tier` that can be spared; returns how many. A block can be if its page is read
+    /// from a faster tier, or is on disk as well and no sequence holds it.
     pub fn drop_copies(&mut self, tier: Tier, group: GroupId, pages_max: usize) -> usize {
         self.drop_copies_if(tier, group, pages_max, |_, _| true)
     }

@@ -45,7 +45,7 @@ pub(crate) struct Undo {
     pub(crate) pages: u32,
     /// The tail page that a copy has taken the place of. It keeps its reference until the step ends.
     pub(crate) replaced: Option<PageId>,
-    /// The tail page that is to be written to in place behind what it holds no more, and what it held.
+    /// A tail page with fewer tokens in use than it holds, which is appended to in place, and how many it held.
     reopened: Option<(PageId, u32)>,
 }
 
@@ -244,7 +244,7 @@ impl Cache {
         // A step that was refused ran no kernel: its blocks need not drain.
         let epoch = if self.step.phase == Phase::Open { self.epochs.mint() } else { self.epochs.minted() };
         let mut undo = std::mem::take(&mut self.step.undo);
-        // Wrong arguments are no step: whose turn it is to make room stays as it was.
+        // Where arguments are wrong there was no step: sequences have rested as long as before.
         let has_begun = !undo.is_empty();
         let mut undone = undo.drain(..);
         for index in 0..self.step.entries.len() {

@@ -175,7 +175,7 @@ impl Upload {
         (1 + self.runs.len() + self.words.len(), self.members())
     }
 
-    /// Whether the work of every list is as little as kernels can count.
+    /// Whether the work of every list is little enough for kernels to count.
     pub(crate) fn is_countable(&self) -> bool {
         self.lists.iter().all(|Lists { own, common }| own.is_countable() && common.is_countable())
     }

@@ -172,7 +172,7 @@ impl Mover {
         job.end(Ok(()), 0);
     }
 
-    /// A job without parts, which the caller ends.
+    /// See [`Job::new`].
     fn job(
         &self,
         transfers: usize,

@@ -47,7 +47,8 @@ pub(super) struct JobState {
 pub struct Waiter(Arc<(Mutex<usize>, Condvar)>);
 
 impl Job {
-    /// Without parts, which the caller ends. `written`: of each of the transfers, the block on disk that it writes to.
+    /// A job without parts. It goes on until the caller has called `end` too, once all parts are begun. `written`: of each of the
+    /// transfers, the block on disk that it writes to.
     pub(super) fn new(
         transfers: usize,
         written: Vec<Option<(GroupId, BlockId)>>,
