@@ -532,7 +532,7 @@ class Cache(Uncopied):
         while True:
             drained = self._core.drained_blocks()
             try:
-                result = call()
+                return call()
             except OutOfBlocks as error:
                 # No page moves for a step whose own pages alone are more than there could ever be room for.
                 if (-(-new_tokens // self.page_size)).sum() > self._pages_max:
@@ -540,8 +540,6 @@ class Cache(Uncopied):
                 # Blocks of the target tier may be draining because of a drive that is slow to read, or have drained by now.
                 if not self._spill.make_room(error.blocks_short, batch) and not self._spill.drain(drained):
                     raise
-                continue
-            return result
 
     def _plan(
         self,
