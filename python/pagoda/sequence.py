@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Uncopied:
-    """What has an end that a copy of it would not know of."""
+    """What can be neither copied nor pickled: a copy would not know when the original has ended."""
 
     __slots__ = ()
 
