@@ -62,10 +62,9 @@ pub(crate) fn by_token(
     Ok(array)
 }
 
-/// Shape and strides that an array was checked for.
+/// An array that was checked.
 struct Checked {
-    data: *mut u8,
-    element: Element,
+    rows: Rows,
     strides: [isize; 3],
     writeable: bool,
 }
@@ -117,7 +116,8 @@ fn check(
         ));
     }
     let writeable = flags & numpy::npyffi::flags::NPY_ARRAY_WRITEABLE != 0;
-    Ok(Checked { data, element, strides, writeable })
+    let rows = Rows { ptr: data, element, token_stride: strides[0], head_stride: strides[1] };
+    Ok(Checked { rows, strides, writeable })
 }
 
 /// Rows to read.
@@ -127,8 +127,7 @@ pub(crate) fn rows(
     shape: [usize; 3],
     are_bf16: bool,
 ) -> PyResult<Rows> {
-    let Checked { data, element, strides, .. } = check(name, array, shape, are_bf16)?;
-    Ok(Rows { ptr: data, element, token_stride: strides[0], head_stride: strides[1] })
+    Ok(check(name, array, shape, are_bf16)?.rows)
 }
 
 /// Rows to write: of the element type of `like`, not overlapping each other or `like`.
@@ -140,7 +139,7 @@ pub(crate) fn rows_mut(
     like: &Bound<'_, PyUntypedArray>,
 ) -> PyResult<RowsMut> {
     let py = array.py();
-    let Checked { data, element, strides, writeable } = check(name, array, shape, are_bf16)?;
+    let Checked { rows, strides, writeable } = check(name, array, shape, are_bf16)?;
     if !writeable {
         return Err(invalid(py, name, "read-only", "a writeable array"));
     }
@@ -164,7 +163,7 @@ pub(crate) fn rows_mut(
     if ours.start < theirs.end && theirs.start < ours.end {
         return Err(invalid(py, name, "memory of q", "memory of its own"));
     }
-    Ok(RowsMut { ptr: data, element, token_stride: strides[0], head_stride: strides[1] })
+    Ok(RowsMut(rows))
 }
 
 /// A copy of a float32 array `[length]`.
