@@ -187,7 +187,7 @@ class DeviceEngine:
         columns = -(-(context + passed) // self._page_size) + SPANS_DECLARED
         maxima, spans = Maxima(sequences, new_tokens, context, tokens), sequences * SPANS_DECLARED
         # Spans that trail have angles for each query.
-        trails = any(layer["keeps"] and layer["keeps"][3] for layer in self._layers)
+        trails = any(layer["keeps"] and layer["keeps"].trailing for layer in self._layers)
         self._tables.place(Room(sequences, tokens, columns, spans, angles=spans + tokens * trails))
         self._attends.declare(maxima)
         self._tables.fixed = True
