@@ -191,18 +191,17 @@ class Spill:
         """Starts moving about `asked` pages of a layer group, of the batch only what is short of `of_batch`; returns how many
         blocks were free at once, because their pages are on disk and held by keys alone."""
         core, (source, target) = self._core, pair
-        freed = core.drop_copies(source, group, asked)
-        wanted = asked - freed
+        moved = freed = core.drop_copies(source, group, asked)
         # Pages that others hold, and those of the batch, go to disk only when there is nothing else.
         if target == "disk":
-            resting = core.resting(source, target, group, wanted, batch, unshared=True)
-            wanted -= self._move_from(resting, pair, group, wanted, unshared=True)
+            resting = core.resting(source, target, group, asked - moved, batch, unshared=True)
+            moved += self._move_from(resting, pair, group, asked - moved, unshared=True)
         if of_batch:
-            resting = core.resting(source, target, group, wanted, batch)
-            wanted -= self._move_from(resting, pair, group, wanted)
+            resting = core.resting(source, target, group, asked - moved, batch)
+            moved += self._move_from(resting, pair, group, asked - moved)
             # The next step of the batch appends to the others.
-            wanted -= self._move_from(batch.tolist(), pair, group, wanted - asked + of_batch, sealed=True)
-            if wanted == asked:
+            moved += self._move_from(batch.tolist(), pair, group, of_batch - moved, sealed=True)
+            if not moved:
                 self._pauses[pair] = PAUSE_STEPS
         return freed
 
