@@ -266,7 +266,7 @@ impl Cache {
 
     /// How many sequences there are.
     pub fn sequence_count(&self) -> u64 {
-        self.sequences.made - self.sequences.ended
+        self.sequences.count()
     }
 
     /// How many sequences have ended so far.

@@ -461,15 +461,15 @@ pub(crate) struct Sequences {
     vacant: Vec<u32>,
     pub(crate) rests: Rests,
     /// How many were made, and how many of them have ended.
-    pub(crate) made: u64,
+    made: u64,
     pub(crate) ended: u64,
 }
 
 impl Sequences {
     pub(crate) fn insert(&mut self, len: u64, tables: Vec<Table>) -> Result<SequenceId> {
-        let live = self.slots.len() - self.vacant.len();
-        if live >= limits::SEQUENCES_MAX {
-            return Err(Error::invalid("sequences", live + 1, format!("at most {}", limits::SEQUENCES_MAX)));
+        if self.count() >= limits::SEQUENCES_MAX as u64 {
+            let limit = format!("at most {}", limits::SEQUENCES_MAX);
+            return Err(Error::invalid("sequences", self.count() + 1, limit));
         }
         let sequence =
             |generation| Sequence { generation, live: true, stepping: false, len, rest: 0, tables };
@@ -484,6 +484,11 @@ impl Sequences {
         self.made += 1;
         self.rest(id);
         Ok(id)
+    }
+
+    /// How many there are.
+    pub(crate) fn count(&self) -> u64 {
+        self.made - self.ended
     }
 
     /// A sequence begins to rest: it has stepped, or was made.
