@@ -588,11 +588,11 @@ impl Machine {
                             let moves =
                                 |cache: &Cache| cache.plan(*id, tier, &all).map(|plan| plan.moves().to_vec());
                             let before = moves(&self.cache);
-                            let dropped = self.cache.drop_copies_of_others(*id, tier, group, pages_max);
+                            let dropped = self.cache.drop_copies(tier, group, pages_max, Some(*id));
                             prop_assert_eq!(moves(&self.cache), before);
                             dropped.unwrap()
                         }
-                        None => self.cache.drop_copies(tier, group, pages_max),
+                        None => self.cache.drop_copies(tier, group, pages_max, None).unwrap(),
                     };
                     prop_assert!(dropped <= pages_max);
                     // Of the device only what is kept and nobody has.

@@ -18,7 +18,7 @@ fn copies_of_what_is_kept_are_spared_in_memory_alone() {
     let unshared = Selection { unshared: true, ..Selection::of(0..4, vec![GroupId(0)]) };
     assert_eq!(cache.plan(sequence, Tier::Host, &unshared).unwrap().moves().len(), 1, "a key is no sequence");
     let dropped = |cache: &mut Cache, tier| {
-        let dropped = cache.drop_copies(tier, GroupId(0), 9);
+        let dropped = cache.drop_copies(tier, GroupId(0), 9, None).unwrap();
         cache.audit().unwrap();
         dropped
     };
