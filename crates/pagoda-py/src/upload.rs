@@ -232,11 +232,10 @@ impl Upload {
 
     fn table(&mut self, core: &Cache, group: usize) {
         let (table, columns) = (self.groups[group].table, self.groups[group].columns);
-        let batch: Vec<_> = core.step_batch().collect();
-        if self.held[group].len() < batch.len() {
-            self.held[group].resize(batch.len(), None);
+        if self.held[group].len() < core.step_batch().len() {
+            self.held[group].resize(core.step_batch().len(), None);
         }
-        for (index, &(sequence, _)) in batch.iter().enumerate() {
+        for (index, (sequence, _)) in core.step_batch().enumerate() {
             let (row, version) = core.step_row(index, GroupId(group as u8));
             let (stamp, held) = (Stamp { sequence, version, pages: row.len() }, self.held[group][index]);
             let clean = stamp.kept(held.map(|held| held.stamp));
