@@ -595,7 +595,7 @@ def test_after_a_write_that_failed_none_is_tried_for_some_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then it is tried again."""
-    monkeypatch.setattr(placement, "REST_STEPS", 3)
+    monkeypatch.setattr(placement, "PAUSE_STEPS", 3)
     disk: dict[str, Any] = {"disk": tmp_path / "pages", "disk_memory": "32MiB", "disk_writes_per_day": 1}
     spec = pagoda.ModelSpec(layers=[layer()])
     with pagoda.Cache(spec, page_size=16, **OPTIONS, host_memory=0, **disk) as cache:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from pagoda._core import Handle, Plan, Ticket
 
 SECONDS_MAX = 1e9
-"""The longest that `Engine.wait` sleeps: for ever."""
+"""Seconds for which `Engine.wait` waits without an end, and the most that it is given."""
 
 
 def forced_isa() -> str | None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Uncopied:
-    """An object with an end of life that a copy would not know of, so that it is neither copied nor pickled."""
+    """An object that can be neither copied nor pickled: a copy would not know when the original has ended."""
 
     __slots__ = ()
 
