@@ -39,7 +39,7 @@ class Sampler:
     def pick(self, logits: npt.NDArray[np.float32]) -> int:
         """The next token, from float32 [vocab] logits. Raises InvalidArgument for NaN, and when none is finite."""
         ids, probabilities = self.distribution(logits)
-        return int(ids[0]) if self.temperature == 0 else int(self._rng.choice(ids, p=probabilities))
+        return int(self._rng.choice(ids, p=probabilities))
 
     def distribution(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """The tokens that `pick` draws from, likeliest first, and their probabilities. Raises as `pick` does."""
