@@ -450,7 +450,7 @@ CALLS: Calls = {
             "spec": P(SPEC),
             "k_dtype": P("f16"),
             "v_dtype": P("f16"),
-            "page_size": P(64, "1"),
+            "page_size": P(64),
             "retention": P(None, "None"),
             "headroom": P(0, "None 0 1"),
         },
