@@ -471,6 +471,36 @@ def test_a_damaged_index_serves_the_newest_save_or_nothing_and_says_so(
             assert told in caplog.text
 
 
+def test_a_directory_whose_index_cannot_be_read_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    """To begin anew would be to lose what is there."""
+    with opened(tmp_path) as cache:
+        mirror = Mirror(cache)
+        tokens = mirror.create()
+        mirror.step([tokens], [20])
+        cache.save(tokens.sequence, "it")
+    index = tmp_path / "kept" / "index"
+    content = index.read_bytes()
+    spoilt = content[:20] + bytes([content[20] ^ 1]) + content[21:]
+    why = {
+        b"{}": "not one of a Pagoda cache",
+        content[:20]: "its header is cut short",
+        spoilt: "its header does not verify",
+        None: "it is gone, and .* bytes of pages mean nothing without it",
+    }
+    for left, reason in why.items():
+        if left is None:
+            index.rename(tmp_path / "index")
+        else:
+            index.write_bytes(left)
+        message = rf"^disk = {tmp_path}/kept: index: {reason}; remove the directory to begin anew$"
+        with pytest.raises(pagoda.CorruptPage, match=message):
+            opened(tmp_path)
+    (tmp_path / "index").rename(index)
+    index.write_bytes(content)
+    with opened(tmp_path) as cache:
+        load(Mirror(cache), "it", tokens)
+
+
 def test_a_file_that_was_cut_short_has_what_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opened(tmp_path) as cache:
         mirror = Mirror(cache)
