@@ -82,6 +82,11 @@ class Device:
             "CanUseHostPointerForRegisteredMem": Device.host_pointers,
         }
 
+    @property
+    def mem_info(self) -> tuple[int, int]:
+        with self:
+            return Runtime.memGetInfo()
+
 
 class Stream:
     """A stream of the device that is current when it is made; of others the device is not known."""
@@ -227,6 +232,8 @@ class MemoryPool:
         self.blocks: list[Block] = []
         self.reused = set[int]()
         """Where memory lies that nobody has waited for: whoever had it may still be writing."""
+        self.refusals = 0
+        """Before each CuPy gives back all that it holds, twice, and collects garbage."""
 
     def alloc(self, size: int) -> MemoryPointer:
         if type(size) is not int or size <= 0:
@@ -240,6 +247,7 @@ class MemoryPool:
             if self.held + size > DEVICE_BYTES:
                 self.free_all_blocks()
             if self.held + size > DEVICE_BYTES:
+                self.refusals += 1
                 raise OutOfMemoryError(f"{size} bytes beside {self.held}")
             start, block = 0, Block(size)
             self.blocks.append(block)
@@ -302,7 +310,7 @@ class Runtime(ModuleType):
     @staticmethod
     def memGetInfo() -> tuple[int, int]:
         bound.context = 1
-        return DEVICE_BYTES, DEVICE_BYTES
+        return DEVICE_BYTES - pool.held, DEVICE_BYTES
 
     @staticmethod
     def hostRegister(ptr: int, size: int, flags: int) -> None:
@@ -527,7 +535,6 @@ def install(monkeypatch: Any) -> Any:
         alloc=pool.alloc,
         alloc_pinned_memory=alloc_pinned_memory,
         PinnedMemory=PinnedMemory,
-        memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         compiler=SimpleNamespace(CompileException=CompileException),
         nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
     )
@@ -538,6 +545,7 @@ def install(monkeypatch: Any) -> Any:
     registered.clear()
     pool.blocks.clear()
     pool.reused.clear()
+    pool.refusals = 0
     on_default.clear()
     Stream.captured.clear()
     monkeypatch.setitem(sys.modules, "cupy", cupy)

@@ -356,6 +356,12 @@ def test_pages_in_common_are_read_once(dtype: str, page_size: int, deterministic
         step([1, 1, 1, 1, 1], 3 * first)
         mirror.drop(long, 5, 6)
         step([1, 1, 1, 1, 1], 2 * first)
+        # Pages of tokens that begin inside one are not those of as many tokens from its start.
+        mirror.truncate(root, second)
+        mirror.drop(root, 0, 5)
+        shifted = mirror.fork(root)
+        mirror.step([root, shifted], [40, 40])
+        mirror.step([root, shifted], [1, 1])
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -284,6 +284,20 @@ def test_the_share_of_the_cpu_follows_its_rate() -> None:
         assert divided == pytest.approx({"ring": 840 * (1 - share), "memory": 840 * share})
 
 
+def test_routes_that_begin_late_and_routes_that_end_early() -> None:
+    routes = Routes(1, [{"ring": 10.0, "memory": 20.0}], {"ring": 0.0, "memory": 1.0})
+    for size, most, shares in (
+        (5.0, {}, (5.0, 0.0)),
+        (40.0, {}, (20.0, 20.0)),
+        (40.0, {"memory": 10.0}, (30.0, 10.0)),
+        (25.0, {"ring": 5.0}, (5.0, 20.0)),
+        (25.0, {"ring": 5.0, "memory": 20.0}, (5.0, 20.0)),
+    ):
+        divided = routes.divide(size, {"ring": 1, "memory": 1}, most)
+        assert divided == pytest.approx(dict(zip(("ring", "memory"), shares, strict=True))), (size, most)
+    assert routes.divide(26.0, {"ring": 1, "memory": 1}, {"ring": 5.0, "memory": 20.0}) == {}
+
+
 class Seen(ClockedStream):
     """With events that can be looked at."""
 

@@ -237,15 +237,31 @@ def test_what_there_is_no_memory_to_measure_is_taken_for_granted(cupy: Any, monk
         assert cache.demote(live[0].sequence).wait()
         for _ in range(8):
             mirror.step(live, [64, 64])
+        assert pool.refusals == 0
         assert cache.stats().host[0].used > 3
         driver = drivers[0]
         assert (driver.copy_engine_bytes, driver.ring_bytes) == (thresholds.COPY_ENGINE_BYTES, thresholds.RING_BYTES)
         del hog
+        pool.free_all_blocks()
         kept = {"copy_engine_bytes", "ring_bytes"}
         assert not vars(driver).keys() & kept
         assert driver.copy_engine_bytes
         assert driver.ring_bytes
         assert vars(driver).keys() >= kept
+
+
+def test_memory_to_measure_with_that_is_refused_is_not_asked_for_again(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit of the caller's is nothing that the driver of a GPU knows of."""
+    pool = cupy_stand_in.pool
+    hog = pool.alloc(cupy_stand_in.DEVICE_BYTES - (8 << 20))
+    monkeypatch.setattr(cuda.CudaDriver, "free_bytes", 1 << 40)
+    driver = cuda.open_driver(0)
+    for _ in range(3):
+        assert (driver.copy_engine_bytes, driver.ring_bytes) == (thresholds.COPY_ENGINE_BYTES, thresholds.RING_BYTES)
+    assert pool.refusals == 2
+    del hog
 
 
 def test_host_memory_of_a_forgotten_cache_is_not_registered_any_more(copying: None) -> None:
@@ -346,20 +362,31 @@ def test_memory_is_of_the_device(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> 
 def test_memory_that_is_refused_says_whose(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = cuda.open_driver(0)
 
-    def failed(*_: Any) -> Any:
-        raise cupy.cuda.runtime.CUDARuntimeError(2)
+    def fail(place: Any, name: str, error: Exception) -> None:
+        def failed(*_: Any) -> Any:
+            raise error
 
-    arena = driver.host_arena(1 << 20, 1 << 16)
+        monkeypatch.setattr(place, name, failed)
+
+    arena, refused = driver.host_arena(1 << 20, 1 << 16), cupy.cuda.runtime.CUDARuntimeError(2)
     for place, name in (
         (cupy.cuda, "alloc_pinned_memory"),
         (cupy.cuda, "PinnedMemory"),
         (cupy.cuda.runtime, "hostRegister"),
     ):
-        monkeypatch.setattr(place, name, failed)
+        fail(place, name, refused)
     with pytest.raises(pagoda.BackendUnavailable, match=r"device_memory: 1099511627776 bytes \("):
         driver.memory(1 << 40)
     with pytest.raises(pagoda.BackendUnavailable, match=r"host_memory: 100 pinned bytes \(status 2\)"):
         driver.pinned(100)
+    # Allocators of the caller's: CuPy's that have no pool, and those of others.
+    for error in (refused, MemoryError("status 2")):
+        fail(cupy.cuda, "alloc", error)
+        with pytest.raises(pagoda.BackendUnavailable, match=r"device_memory: 100 bytes \(status 2\)"):
+            driver.memory(100)
+    fail(cupy.cuda, "alloc", cupy.cuda.runtime.CUDARuntimeError(700))
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="status 700"):
+        driver.memory(100)
     for _ in range(2):
         with pytest.raises(
             pagoda.BackendUnavailable, match=r"1048576 bytes more cannot be pinned \(status 2\); 0 pieces"

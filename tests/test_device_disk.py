@@ -113,9 +113,10 @@ def test_passes_of_wide_and_of_narrow_layers_are_read_whole(tmp_path: Path, monk
 
 def test_ctrl_c_between_a_read_and_its_copies_loses_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More often than there are slots."""
+    monkeypatch.setattr(_core, "ring_bytes", lambda slot: 3 * slot)
     mirror, tokens = pages_on_disk(monkeypatch, tmp_path, LateDriver())
     mirror.step([tokens], [1])
-    for turn in range(80):
+    for turn in range(24):
         interrupted_step(monkeypatch, mirror, tokens, Reads, "copied", 1 + turn % 6)
         if turn % 8 == 0:
             mirror.look()
@@ -260,16 +261,20 @@ def test_the_end_of_a_cache_with_moves_and_reads_under_way(
     held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(passage, "PART_BYTES", 1)
-    mirror, _ = pages_on_disk(monkeypatch, tmp_path, LateDriver())
+    driver = LateDriver()
+    mirror = pages_on_disk(monkeypatch, tmp_path, driver)[0]
     cache, other = mirror.cache, mirror.create()
     mirror.step([other], [200])
     cache.demote(other.sequence, to="disk")
+    given = [(stream, len(stream.work)) for stream in driver.streams]
+    assert any(stream.finished < count for stream, count in given)
     if held:
         cache.close()
         with pytest.raises(pagoda.UseAfterRelease):
             cache.create()
     del mirror, other, cache
     gc.collect()
+    assert all(stream.finished >= count for stream, count in given)
 
 
 @pytest.mark.parametrize("parts", [1, 4])
@@ -292,6 +297,33 @@ def test_a_plan_of_which_a_part_fails(parts: int, tmp_path: Path, monkeypatch: p
         data = nameless(tmp_path / "pages").read_bytes()
         rows = [tokens.k[0][16 * page, 0].astype(np.float16).tobytes() for page in range(12)]
         assert [row in data for row in rows] == [page < copied for page in range(12)]
+        mirror.look()
+        cache.audit()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_part_that_fails_in_its_middle_has_moved_what_came_before(
+    parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two parts with 20 pages each, of which threads read 16 at a time. Either fails, if the other was begun by then."""
+    monkeypatch.setattr(passage, "PART_BYTES", 20 * 2048)
+    monkeypatch.setattr(passage, "PARTS", parts)
+    with with_disk(monkeypatch, tmp_path, RestlessDriver(9), [layer()], device_memory="512KiB", spill=False) as cache:
+        mirror = Mirror(cache)
+        tokens = mirror.create()
+        mirror.step([tokens], [16 * 40])
+        assert cache.demote(tokens.sequence, to="disk").wait()
+        with nameless(tmp_path / "pages").open("r+b") as pages:
+            data = pages.read()
+            for page in (17, 38):
+                pages.seek(data.index(tokens.k[0][16 * page, 0].astype(np.float16).tobytes()))
+                pages.write(b"\x00\x00")
+        before = bytes_read(cache)
+        with pytest.raises(pagoda.CorruptPage, match="failed after 16 of 40 copies"):
+            cache.promote(tokens.sequence).wait()
+        assert bytes_read(cache) - before <= parts * 20 * 4096
+        assert cache.stats().device[0].used == 16
+        mirror.truncate(tokens, 16 * 16)
         mirror.look()
         cache.audit()
 

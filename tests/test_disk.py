@@ -595,7 +595,7 @@ def test_after_a_write_that_failed_none_is_tried_for_some_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then it is tried again."""
-    monkeypatch.setattr(placement, "REST_STEPS", 3)
+    monkeypatch.setattr(placement, "PAUSE_STEPS", 3)
     disk: dict[str, Any] = {"disk": tmp_path / "pages", "disk_memory": "32MiB", "disk_writes_per_day": 1}
     spec = pagoda.ModelSpec(layers=[layer()])
     with pagoda.Cache(spec, page_size=16, **OPTIONS, host_memory=0, **disk) as cache:
@@ -654,7 +654,7 @@ with pagoda.Cache(spec, page_size=16, disk={str(tmp_path / "pages")!r}, disk_mem
         ({"disk": "x", "disk_memory": "1GiB", "disk_timeout": 0}, pagoda.InvalidArgument, "disk_timeout = 0: seconds"),
         ({"disk": "no/such/place", "disk_memory": "1GiB"}, pagoda.TierIOError, "No such file"),
         ({"disk": "file", "disk_memory": "1GiB"}, pagoda.TierIOError, "disk = .*file: opening the directory: Not a"),
-        ({"disk": "link", "disk_memory": "1GiB"}, pagoda.TierIOError, "disk = .*link"),
+        ({"disk": "link", "disk_memory": "1GiB"}, pagoda.TierIOError, "disk = .*link: .* a link: give the dir"),
         ({"disk": "shared", "disk_memory": "1GiB"}, pagoda.TierIOError, "mode 777"),
         ({"disk": "a\0b", "disk_memory": "1GiB"}, pagoda.TierIOError, "disk = "),
         ({"disk": "x" * 5000, "disk_memory": "1GiB"}, pagoda.TierIOError, "File name too long"),
@@ -672,6 +672,14 @@ def test_a_disk_that_cannot_be(
     Path("shared").chmod(0o777)
     with pytest.raises(error, match=message):
         pagoda.Cache(SPEC, **options)
+
+
+def test_a_place_in_a_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(pagoda.TierIOError, match="disk = kept: in the current directory, which is gone"):
+        pagoda.Cache(SPEC, disk="kept", disk_memory="1GiB")
 
 
 @pytest.mark.usefixtures("names_the_cpu")

@@ -13,6 +13,7 @@ import pagoda
 import pytest
 from mirror import Mirror
 from pagoda.geometry import group_layers
+from pagoda.planner import Planner
 from pagoda.presets import PRESETS
 from pagoda.spec import AttentionLayer
 
@@ -128,7 +129,9 @@ def test_layers_that_share_store_nothing() -> None:
     spec = chosen("gemma-4-e4b")
     assert [layer.kv_owner for layer in spec.attention_layers] == [None, None, 0, 1, 1]
     owned = [layer for layer in spec.attention_layers if layer.kv_owner is None]
-    assert spec.bytes_per_token() == pagoda.ModelSpec(owned).bytes_per_token()
+    alone = pagoda.ModelSpec(owned)
+    assert spec.bytes_per_token() == alone.bytes_per_token()
+    assert Planner(spec).footprint(1000) == Planner(alone).footprint(1000)
 
 
 def test_the_geometries_are_those_of_the_models() -> None:

@@ -39,6 +39,21 @@ def test_kernels_compile_and_do_not_spill() -> None:
     assert all(entry.registers <= 255 for entry in compiled)
 
 
+@needs_nvrtc
+def test_an_array_in_memory_counts_as_spilled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is not known when compiling which element is meant."""
+    import compile_kernels
+
+    folder = tmp_path / "pagoda"
+    folder.mkdir()
+    monkeypatch.setattr(loader, "SOURCES", tmp_path)
+    for index in ("i", "a[i]"):
+        lines = f"int x[8] = {{}}; for (int i = 0; i < 8; ++i) x[{index}] += a[i]; *a = x[2] + x[3];"
+        (folder / "array.cuh").write_text(f"__global__ void array(int* a) {{ {lines} }}\n")
+        compiled = compile_kernels.compile_for("sm_80", Kernel("array.cuh", "array"))
+        assert (compiled.spilled > 0) == (index == "a[i]")
+
+
 def test_make_kernels_knows_its_architectures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

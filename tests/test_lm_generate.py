@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import checkpoints
 import numpy as np
 import pagoda
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pagoda.cli import main, view
 from pagoda.lm import ContiguousCache, LanguageModel, Read, Sampler, Written, generate
@@ -204,6 +205,27 @@ def test_characters_that_tokens_cut(files: FileTokenizer, parts: list[str]) -> N
     assert shown + decoder.finish() == text
 
 
+class Pieces:
+    """In the place of a tokenizer: tokens are these bytes."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.pieces = pieces
+
+    def decode(self, ids: list[int]) -> str:
+        return b"".join(self.pieces[token] for token in ids).decode("utf-8", "replace")
+
+
+def test_characters_that_every_token_cuts_are_shown_with_the_token_that_ends_them() -> None:
+    """Each begins inside the one that the token before it began, but for the first one and that of a last character."""
+    data, end = ("日本語" * 20 + "é").encode(), 3 * 60
+    cuts = [0, *range(1, end, 3), end, end + 1, end + 2]
+    tokenizer: Any = Pieces([data[start:stop] for start, stop in pairwise(cuts)])
+    decoder, shown = _FileDecoder(tokenizer), ""
+    for token, stop in enumerate(cuts[1:]):
+        shown += decoder.feed(token)
+        assert shown == data[:stop].decode("utf-8", "ignore")
+
+
 @given(parts=st.lists(characters | st.just("\ufffd"), max_size=20))
 def test_a_replacement_character_that_is_meant_hides_no_other(files: FileTokenizer, parts: list[str]) -> None:
     """It may show more than once, as bytes look that are not whole yet."""
@@ -225,6 +247,8 @@ def test_what_follows_a_prompt_is_shown_as_if_the_prompt_were(
 
 
 @given(ids=st.lists(st.integers(0, 255) | st.sampled_from([0xE2, 0x80]), max_size=200))
+@example(ids=[97] * 200)
+@example(ids=[0x80] * 200)
 def test_tokens_that_are_no_text(files: FileTokenizer, ids: list[int]) -> None:
     """A model may write bytes that make no characters: something shows in the end, and little is decoded again."""
     decoder = _FileDecoder(files)

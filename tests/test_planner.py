@@ -19,13 +19,14 @@ import numpy as np
 import pagoda
 import pytest
 from emulator.driver import EmulatedDriver, HostArena, Memory
+from pagoda._core import TOKENS_MAX
 from pagoda.cli import COMMANDS, main
 from pagoda.cli.plan import describe, draw
 from pagoda.device import cuda
 from pagoda.errors import InvalidArgument
 from pagoda.formats import FORMATS
 from pagoda.planner import Planner, Rings
-from pagoda.spec import AttentionLayer, ModelSpec
+from pagoda.spec import AttentionLayer, ModelSpec, StateLayer
 from rich.console import Console
 
 GIB = 1 << 30
@@ -48,11 +49,9 @@ def test_contexts(name: str, tokens: int, expected: int) -> None:
 
 
 def test_pages_are_whole_and_windows_hold_what_they_see() -> None:
-    planner = Planner(ModelSpec.preset("gemma-3-1b"), page_size=100)
+    planner = Planner(ModelSpec.preset("gemma-3-1b"), page_size=128)
     footprint = planner.footprint(1001, batch=2)
-    assert footprint.paged_bytes == 2 * 100 * (11 * 4096 + 8 * 22_528), (
-        "512 tokens, 100 of headroom, the rest of a page"
-    )
+    assert footprint.paged_bytes == 2 * 128 * (8 * 4096 + 6 * 22_528), "512 tokens, 128 of headroom, the rest of a page"
     assert planner.footprint(0).paged_bytes == 0
     streaming = Planner(ModelSpec.preset("llama-2-7b"), retention=pagoda.SinkWindow(64, 16384), headroom=0)
     assert streaming.footprint(1 << 30) == replace(streaming.footprint(1 << 20), tokens=1 << 30)
@@ -163,8 +162,24 @@ def test_states_go_to_the_device_alone(state: int) -> None:
     assert (split["lacking_bytes"] > 0) == (longest == 0)
 
 
+def test_without_attention_there_are_no_pages() -> None:
+    planner = Planner(ModelSpec(layers=[StateLayer(1000)]))
+    assert planner.rings(1 << 30, host=True, disk=True, on_gpu=True) == Rings()
+    assert planner.room(1 << 30) == planner.room_on_disk(1 << 30) == 0
+    assert planner.longest_context(4000) == TOKENS_MAX // 64 * 64
+
+
+def test_a_part_of_the_stage_holds_a_block_of_any_size() -> None:
+    """And no more than all pages that the device has."""
+    layers = [AttentionLayer(32, 32, 256)] * 40
+    for count, device, part in ((40, 1 << 40, 80), (4, 1 << 40, 16), (4, 10 << 20, 10), (4, 1 << 20, 8)):
+        planner = Planner(ModelSpec(layers=layers[:count]))
+        rings = planner.rings(device, host=False, disk=True, on_gpu=True)
+        assert rings.stage_bytes == 5 * part << 20, "four parts for plans, one for calls that wait"
+
+
 SHAPES: dict[str, tuple[list[AttentionLayer], dict[str, Any]]] = {
-    "small": ([AttentionLayer(2, 1, 16)], {"page_size": 16}),
+    "small": ([AttentionLayer(2, 1, 16), AttentionLayer(4, 4, 64)], {"page_size": 16}),
     "large": ([AttentionLayer(8, 8, 128), AttentionLayer(8, 2, 64)], {"k_dtype": "f32", "v_dtype": "f32"}),
     "very large": ([AttentionLayer(64, 64, 128)], {}),
     "quantised": ([AttentionLayer(8, 8, 128)], {"k_dtype": "q8_0", "v_dtype": "q4_0", "page_size": 128}),
@@ -318,7 +333,7 @@ def test_command_counts_a_disk_that_nothing_reaches_for_nothing(
         assert ("No page goes to disk with 15.0 MiB" in " ".join(capsys.readouterr().out.split())) == lacks
 
 
-@pytest.mark.parametrize("options", [{"page_size": 0}, {"k_dtype": "f8"}, {"v_dtype": "q3"}])
+@pytest.mark.parametrize("options", [{"page_size": 100}, {"page_size": 8192}, {"k_dtype": "f8"}, {"v_dtype": "q3"}])
 def test_plans_that_cannot_be(options: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument):
         Planner(ModelSpec.preset("qwen3-8b"), **options)  # type: ignore[arg-type]

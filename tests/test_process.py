@@ -119,6 +119,56 @@ print("fine")
     assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
 
 
+def test_ctrl_c_in_the_first_step_of_a_process() -> None:
+    """In Python code that is not Pagoda's: each child is a process whose first step it is."""
+    script = """
+import os, sys
+import numpy as np
+import pagoda
+spec, rows = pagoda.ModelSpec(layers=[pagoda.AttentionLayer(2, 2, 16)]), np.ones((1, 2, 16), np.float32)
+
+def step(cache, sequence):
+    with cache.step([sequence], [1]) as step:
+        step.forward(0, rows, rows, rows)
+
+def interrupted(call, after):
+    left = after
+    def trace(frame, event, _):
+        nonlocal left
+        module = frame.f_globals.get("__name__", "")
+        if module != "__main__" and not module.startswith("pagoda"):
+            left -= event == "line"
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+after, came = 0, True
+while came:
+    if not (child := os.fork()):
+        cache = pagoda.Cache(spec, threads=1, device_memory="1MiB", host_memory=0)
+        sequence = cache.create()
+        came = interrupted(lambda: step(cache, sequence), after)
+        step(cache, sequence)
+        os._exit(2 + came)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (2, 3), after
+    came, after = status == 3, after + 7
+print("fine")
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
+
+
 def test_ctrl_c_in_the_middle_of_a_release() -> None:
     """The core has released a sequence, and its handle does not know: that is no error of the next step."""
     spec = pagoda.ModelSpec(layers=[layer()])

@@ -270,6 +270,8 @@ __global__ void write_twice(Arguments args) {
 }
 
 __global__ void reverse_bits(Arguments args) { args.out[threadIdx.x] = __brevll(threadIdx.x) >> 32; }
+
+__global__ void read_what_stays(Arguments args) { args.out[threadIdx.x] = __ldg(args.out + threadIdx.x + 1); }
 """
 
 
@@ -302,9 +304,50 @@ def test_threads_that_meet_in_shared_memory() -> None:
             run("twice", 32, seed)
 
 
-def test_instructions_that_are_not_there() -> None:
-    with pytest.raises(EmulatorError, match=r"brev_b64.* was not declared"):
-        ptx.compile(SHARING, {"kernel": "reverse_bits"})
+@pytest.mark.parametrize(
+    ("kernel", "instruction"), [("reverse_bits", "brev_b64"), ("read_what_stays", "ld_global_nc_u32")]
+)
+def test_instructions_that_are_not_there(kernel: str, instruction: str) -> None:
+    with pytest.raises(EmulatorError, match=rf"{instruction}.* was not declared"):
+        ptx.compile(SHARING, {"kernel": kernel})
+
+
+PARTED = r"""
+#include <pagoda/machine.cuh>
+using namespace pagoda;
+
+struct Arguments {
+    unsigned* out;
+    int first;
+};
+
+// Some lanes load matrices here and others there.
+__global__ void parted(Arguments args) {
+    const int lane = threadIdx.x;
+    uint32 r[4];
+    if (lane < args.first) {
+        load_matrix(r, shared_memory() + 16 * lane);
+        args.out[lane] = r[0];
+    } else {
+        load_matrix(r, shared_memory() + 16 * lane);
+        args.out[lane] = ~r[0];
+    }
+}
+"""
+
+
+class Parted(ctypes.Structure):
+    _fields_ = [("out", ctypes.c_void_p), ("first", ctypes.c_int)]
+
+
+def test_aligned_instructions_that_lanes_come_to_from_elsewhere() -> None:
+    """All lanes are at the same one, or what they get is anything."""
+    library, out = ptx.compile(PARTED, {"kernel": "parted"}), Guarded(32, np.uint32)
+    for seed in range(4):
+        for first in (0, 32):
+            library.launch("kernel", 1, 32, Parted(out.address, first), shared_bytes=512, seed=seed)
+        with pytest.raises(EmulatorError, match="ldmatrix meets ldmatrix of lane"):
+            library.launch("kernel", 1, 32, Parted(out.address, 16), shared_bytes=512, seed=seed)
 
 
 def test_registers_of_their_own_and_guards() -> None:

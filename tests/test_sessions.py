@@ -326,6 +326,24 @@ def test_a_part_is_kept(tmp_path: Path) -> None:
         mirror.look()
 
 
+def test_a_part_is_kept_that_the_cache_was_closed_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread: what is kept is not said to have failed."""
+    with opened(tmp_path) as cache:
+        mirror = Mirror(cache)
+        tokens = mirror.create()
+        mirror.step([tokens], [100])
+        save = pagoda.Cache.save
+
+        def save_and_close(cache: pagoda.Cache, *given: Any, **options: Any) -> None:
+            save(cache, *given, **options)
+            cache.close()
+
+        monkeypatch.setattr(pagoda.Cache, "save", save_and_close)
+        save(cache, tokens.sequence, "part", tokens=(0, 90))
+    with opened(tmp_path) as cache:
+        assert list(cache.saved()) == ["part"]
+
+
 def test_a_part_that_is_none_is_refused_by_its_name(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
         mirror = Mirror(cache)
@@ -451,6 +469,36 @@ def test_a_damaged_index_serves_the_newest_save_or_nothing_and_says_so(
                 assert "1 line(s) of the index" in told
                 assert all(f"{key!r} is lost: a later line of the index" in caplog.text for key in ("it", "other"))
             assert told in caplog.text
+
+
+def test_a_directory_whose_index_cannot_be_read_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    """To begin anew would be to lose what is there."""
+    with opened(tmp_path) as cache:
+        mirror = Mirror(cache)
+        tokens = mirror.create()
+        mirror.step([tokens], [20])
+        cache.save(tokens.sequence, "it")
+    index = tmp_path / "kept" / "index"
+    content = index.read_bytes()
+    spoilt = content[:20] + bytes([content[20] ^ 1]) + content[21:]
+    why = {
+        b"{}": "not one of a Pagoda cache",
+        content[:20]: "its header is cut short",
+        spoilt: "its header does not verify",
+        None: "it is gone, and .* bytes of pages mean nothing without it",
+    }
+    for left, reason in why.items():
+        if left is None:
+            index.rename(tmp_path / "index")
+        else:
+            index.write_bytes(left)
+        message = rf"^disk = {tmp_path}/kept: index: {reason}; remove the directory to begin anew$"
+        with pytest.raises(pagoda.CorruptPage, match=message):
+            opened(tmp_path)
+    (tmp_path / "index").rename(index)
+    index.write_bytes(content)
+    with opened(tmp_path) as cache:
+        load(Mirror(cache), "it", tokens)
 
 
 def test_a_file_that_was_cut_short_has_what_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

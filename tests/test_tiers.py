@@ -206,6 +206,27 @@ def test_a_step_waits_for_room_that_its_caller_is_making() -> None:
         cache.audit()
 
 
+@pytest.mark.parametrize("way", ["there", "back"])
+def test_a_step_waits_for_pages_that_cannot_leave_before_they_have_arrived(way: str) -> None:
+    """Or before they have been copied."""
+    with pagoda.Cache(pagoda.ModelSpec([layer(head_dim=128)]), device_memory="48MiB", host_memory="256MiB") as cache:
+        rows, one, other = np.ones((40000, 2, 128), np.float32), cache.create(), cache.create()
+
+        def grow(sequence: pagoda.Sequence) -> None:
+            with cache.step([sequence], [len(rows)]) as step:
+                step.append(0, rows, rows)
+
+        grow(one)
+        if way == "there":
+            ticket = cache.execute(cache.plan(one, "host", keep=True))
+        else:
+            assert cache.demote(one).wait(60)
+            ticket = cache.prefetch(one)
+        grow(other)
+        assert ticket.wait(60)
+        cache.audit()
+
+
 def test_prefetch_takes_the_newest_pages() -> None:
     with pagoda.Cache(pagoda.ModelSpec([layer()]), page_size=16, device_memory="32KiB", host_memory="4MiB") as cache:
         mirror = Mirror(cache)

@@ -289,6 +289,7 @@ def test_sinks_follow_a_window_that_was_cut() -> None:
         ({"headroom": -1}, "headroom = -1: an int from 0 to 2147483647"),
         ({"headroom": 1.5}, "headroom = 1.5"),
         ({"headroom": 1 << 31}, "headroom = 2147483648"),
+        ({"headroom": (1 << 31) - 5}, "headroom = 2147483643: with 0 sinks and 5 more, at most 2147483647"),
         ({"retention": "all"}, "retention = 'all'"),
         ({"retention": pagoda.SinkWindow(positions="cache")}, "with a rope"),
     ],
@@ -300,7 +301,7 @@ def test_what_a_cache_cannot_keep(options: dict[str, Any], message: str) -> None
 
 def test_a_layer_sees_no_farther_than_what_its_owner_keeps() -> None:
     """Beyond that it would see what pages happen to be left, and not what its window says."""
-    owned = [layer(), layer(kv_owner=0, window=60)]
+    owned = [layer(), layer(kv_owner=0, window=60), layer(kv_owner=0)]
     for retention, limit in ((pagoda.SinkWindow(0, 59), "at most 59"), (pagoda.SinkWindow(1, 60), "none")):
         with pytest.raises(pagoda.InvalidArgument, match=rf"layers\[1\].window = 60: {limit}"):
             open_cache(owned, retention=retention)

@@ -2,8 +2,9 @@
 
     .venv/bin/python tools/compile_kernels.py [--archs sm_80,sm_90 | --covering]
 
-Prints registers, spilled bytes and the size of the code of each. Fails where one spills registers to memory. Needs the wheels
-nvidia-cuda-nvrtc, nvidia-cuda-runtime (headers) and cuda-bindings, which are among the development dependencies.
+Prints registers, spilled bytes and the size of the code of each. Fails where one spills registers to memory, or has arrays
+there. Needs the wheels nvidia-cuda-nvrtc, nvidia-cuda-runtime (headers) and cuda-bindings, which are among the development
+dependencies.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ OPTIONS = (*loader.OPTIONS, "-ftz=true", "--device-as-default-execution-space")
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of a kernel. spilled: bytes of stores and loads."""
+    """What became of a kernel. spilled: bytes that a thread has in memory for want of registers, of stores and of loads."""
 
     expression: str
     arch: str
@@ -167,11 +168,12 @@ def compile_for(arch: str, kernel: Kernel) -> Compiled:
         message = loader.explain(kernel, str(error), arch, nvrtc.nvrtcVersion()[1:])
         raise loader.KernelCompileError(message) from None
     (name,) = _lowered(program, [kernel.expression])
-    pattern = rf"entry function '{name}'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
+    spilled = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+    pattern = rf"entry function '{name}'.*?{spilled}.*?Used (\d+) registers"
     found = re.search(pattern, log, re.S)
     assert found is not None, log
-    stores, loads, registers = map(int, found.groups())
-    return Compiled(kernel.expression, arch, registers, stores + loads, int(nvrtc.nvrtcGetCUBINSize(program)[1]))
+    *memory, registers = map(int, found.groups())
+    return Compiled(kernel.expression, arch, registers, sum(memory), int(nvrtc.nvrtcGetCUBINSize(program)[1]))
 
 
 def ptx(arch: str, source: str, kernels: list[str], device_code: Path) -> tuple[str, list[str]]:

@@ -230,6 +230,7 @@ class Cache(Uncopied):
             tier_memory(name, parse_size(size, name), sizes, needed=name == "device_memory")
             for name, size in (("device_memory", device_memory), ("host_memory", host_memory))
         ]
+        (device_bytes, _), (host_bytes, _) = memory
         on_disk = disk_arguments(disk, disk_memory, resume, disk_writes_per_day, disk_timeout, model, geometry)
         options: dict[str, Any] = {
             "memory": memory,
@@ -246,11 +247,11 @@ class Cache(Uncopied):
         """Steps that may be open, by number. A finaliser would end those that are thrown away, and Ctrl-C in it be lost."""
         # Pages that a step could not attend to there do not go to disk by themselves.
         to_disk = on_disk is not None and (self._device is None or self._device.attends_to_disk)
-        below = [tier for tier, there in (("host", memory[1][0] > 0), ("disk", to_disk)) if there]
+        below = [tier for tier, there in (("host", host_bytes > 0), ("disk", to_disk)) if there]
         self._spill = placement.Spill(self._core, below if spill else [])
         self._page_bytes = sum(sizes)
         """Of a block of every layer group."""
-        self._pages_max = min(*self._core.free_blocks("device"), memory[0][0] // self._page_bytes)
+        self._pages_max = min(*self._core.free_blocks("device"), device_bytes // self._page_bytes)
         """Of the device, pages that have a block of every layer group, were all else gone from there."""
         if on_disk is not None:
             for refused in self._core.stats()["disk"]["refused"]:
@@ -276,7 +277,7 @@ class Cache(Uncopied):
         """A step that appends `new_tokens[i]` tokens to the i-th sequence, at most 2**31 - 1 in all; enter it with `with`.
 
         Entering raises OutOfBlocks, and changes no sequence, when the device tier has too few blocks and no more can be
-        spilled. Pages may have moved by then, and moves off the device that were under way have ended.
+        spilled. Pages may have moved by then, and moves that were under way have ended.
         stream: on a GPU the stream of the step: a stream of CuPy or torch, or its address. None is CuPy's current stream, or
         torch's if CuPy's is the default one. A stream that differs by thread (cudaStreamPerThread) is refused. Kernels use
         the arrays of the step on this stream. Write what they read on it, or have it wait, as it does for arrays by DLPack;
@@ -532,7 +533,7 @@ class Cache(Uncopied):
         while True:
             drained = self._core.drained_blocks()
             try:
-                result = call()
+                return call()
             except OutOfBlocks as error:
                 # No page moves for a step whose own pages alone are more than there could ever be room for.
                 if (-(-new_tokens // self.page_size)).sum() > self._pages_max:
@@ -540,8 +541,6 @@ class Cache(Uncopied):
                 # Blocks of the target tier may be draining because of a drive that is slow to read, or have drained by now.
                 if not self._spill.make_room(error.blocks_short, batch) and not self._spill.drain(drained):
                     raise
-                continue
-            return result
 
     def _plan(
         self,

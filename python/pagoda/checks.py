@@ -31,7 +31,7 @@ def as_int(value: Any) -> Any:
 
 
 def as_ints(owner: Any) -> None:
-    """The same for every field of a dataclass that is being made: sums and products of integers of NumPy may overflow."""
+    """`as_int` for every field of a dataclass that is being made: sums and products of integers of NumPy may overflow."""
     for field in fields(owner):
         if field.init:
             object.__setattr__(owner, field.name, as_int(getattr(owner, field.name)))
@@ -160,7 +160,7 @@ def floats(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float32]:
 
 
 def finite(name: str, values: npt.ArrayLike, shape: tuple[int, ...], why: str = "") -> list[float]:
-    """Finite numbers of a shape, one row after the other. Raises InvalidArgument, with `why` of the limit."""
+    """Finite numbers of a shape, one row after the other. Raises InvalidArgument; `why` goes behind the limit."""
     array = floats(name, values)
     if array.shape != shape:
         shown = f"shape {list(array.shape)}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from pagoda.checks import as_int, check_flag, is_number
-from pagoda.errors import InvalidArgument
+from pagoda.errors import InvalidArgument, TierIOError
 from pagoda.geometry import Geometry
 from pagoda.sizes import parse_size
 
@@ -68,13 +68,20 @@ def disk_arguments(
         limit = "center=None or arrays, as pages mean nothing without what their K was centred by"
         raise InvalidArgument(f"resume = True with a centre of the first rows: {limit}")
     return {
-        "path": str(Path(disk).absolute()),
+        "path": _absolute(disk),
         "memory": memory,
         "fingerprint": fingerprint(geometry, model),
         "resume": resume,
         "writes_per_day": per_day,
         "timeout": timedelta(seconds=timeout),
     }
+
+
+def _absolute(disk: str | Path) -> str:
+    try:
+        return str(Path(disk).absolute())
+    except FileNotFoundError:
+        raise TierIOError(f"disk = {disk}: in the current directory, which is gone") from None
 
 
 def _is_encodable(name: str) -> bool:

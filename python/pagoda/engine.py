@@ -16,7 +16,7 @@ import numpy.typing as npt
 from pagoda._core import Handle, Plan, Ticket
 
 SECONDS_MAX = 1e9
-"""The longest that `Engine.wait` sleeps: for ever."""
+"""Seconds for which `Engine.wait` waits without an end, and the most that it is given."""
 
 
 def forced_isa() -> str | None:
@@ -138,8 +138,8 @@ class Engine(Protocol):
     def under_way(self, sequence: int) -> list[Ticket]:
         """Plans under way that move pages of a sequence, to be waited for; their failures are for who started them."""
 
-    def leaving(self, source: str, target: str) -> list[Ticket]:
-        """Plans under way that move pages from one tier to another and leave no copy; as `under_way`."""
+    def moves_between(self, source: str, target: str, *, keep: bool) -> list[Ticket]:
+        """Plans under way that move pages from one tier to another; as `under_way`. keep: those that leave a copy, too."""
 
     def ticket_done(self, ticket: Ticket) -> bool:
         """Whether a plan's copies have arrived; raises if they failed."""

@@ -108,7 +108,7 @@ def core_layers(
                 "v_dtype": v_dtype,
                 **outliers.of(owner, layer, (k_dtype, v_dtype)),
                 "k_norm": norms[owner],
-                "window": None if kept is None else kept[1],
+                "window": None if kept is None else kept.window,
                 "keeps": kept,
                 "scale": layer.head_dim**-0.5 if layer.scale is None else layer.scale,
                 "softcap": layer.softcap,

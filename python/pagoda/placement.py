@@ -6,16 +6,17 @@ back after others, or others are released: then what fits comes in once, in the 
 from disk at every step. A page that was written to disk stays there while it is in memory again, as long as there is room, so
 that it is written once.
 
-Which sequences have pages to move the core knows, so that making room takes as long as what is moved, however many rest.
+The core knows which sequences have pages to move, so making room takes as long as what is moved, however many rest.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ slower from where they go."""
 HIGH_WATER = 1 / 8
 """The free fraction that moving pages which rest brings it back to."""
 
-REST_STEPS = 256
+PAUSE_STEPS = 256
 """Steps until pages leave a tier ahead of need again, after a failed write, as the drive may be full or broken, and after all
 sequences were looked through for nothing."""
 
@@ -62,16 +63,16 @@ class Spill:
         self._blocks = {source: core.free_blocks(source) for source, _ in self._pairs}
         self._block_bytes: list[int] = core.stats()["block_bytes"]
         self._under_way: dict[Pair, set[_core.Ticket]] = {pair: set() for pair in self._pairs}
-        self._memory = sorted({source for source, _ in self._pairs}, reverse=True)
+        self._memory = [source for source, _ in reversed(self._pairs)]
         self._has_disk = "disk" in below
-        self._resting = dict.fromkeys(self._pairs, 0)
+        self._pauses = dict.fromkeys(self._pairs, 0)
         self._stepped: tuple[frozenset[int], int] | None = None
 
     def ahead(self, batch: Handles) -> None:
         """Starts moving pages when free blocks run low, to disk those of sequences in `batch` last. Returns at once."""
         for pair in self._pairs:
-            if self._resting[pair]:
-                self._resting[pair] -= 1
+            if self._pauses[pair]:
+                self._pauses[pair] -= 1
                 continue
             free, whole = self._core.free_blocks(pair[0]), self._blocks[pair[0]]
             # The sequences of a step may begin a page each.
@@ -82,7 +83,7 @@ class Spill:
                 if blocks and free[group] < max(int(blocks * LOW_WATER) + 1, pages[group])
             ]
             # What has failed is noticed here, too.
-            if not low or self._pending(pair) or self._resting[pair]:
+            if not low or self._pending(pair) or self._pauses[pair]:
                 continue
             for group in low:
                 resting = int(whole[group] * HIGH_WATER) - free[group]
@@ -91,7 +92,7 @@ class Spill:
 
     def make_room(self, blocks: int, batch: Handles) -> bool:
         """Makes room for about `blocks` blocks on the device, or below it so that there can be some; says whether it did."""
-        if self.spare("device", blocks) or self._await_callers("device"):
+        if self.spare("device", blocks) or self._await_leaving("device"):
             return True
         for pair in self._pairs:
             has_room_below = all(self._core.free_blocks(pair[1]))
@@ -99,10 +100,11 @@ class Spill:
                 return True
             if has_room_below:
                 # More of it would be of no use: nothing may leave.
-                return False
-            if self._await_callers(pair[1]):
+                break
+            if self._await_leaving(pair[1]):
                 return True
-        return False
+        # Pages that are on their way, or copied, may leave when that has ended.
+        return self._await(permutations(TIERS, 2), keep=True)
 
     def drain(self, before: int) -> bool:
         """Waits for what blocks may drain for; says whether any have drained since there were `before` that had."""
@@ -116,8 +118,8 @@ class Spill:
         return any([self._core.drop_copies(tier, group, blocks, but_of=but_of) for group in groups])
 
     def may_bring_in(self, batch: Handles) -> bool:
-        """Whether the open step of `batch` has pages on disk, and is the first one with these sequences or since another one
-        was released, which may have left room."""
+        """Whether the open step of `batch` has pages on disk that may find room by now: it is the first step with these
+        sequences, or the first since any sequence was released."""
         if not self._has_disk:
             return False
         before, self._stepped = self._stepped, (frozenset(batch.tolist()), self._core.ended_sequences())
@@ -163,12 +165,16 @@ class Spill:
         rest = (core.plan(handle, tier, None, [group], only_from="disk") for handle, group in pages)
         return sum(map(len, rest))
 
-    def _await_callers(self, source: str) -> bool:
-        """Waits for moves off a tier, callers' among them; says whether there were any. None ends while a step is open."""
+    def _await_leaving(self, source: str) -> bool:
+        """Waits for moves off a tier to slower ones; says whether there were any."""
+        return self._await(((source, target) for target in TIERS[TIERS.index(source) + 1 :]), keep=False)
+
+    def _await(self, pairs: Iterable[Pair], *, keep: bool) -> bool:
+        """Waits for moves between tiers, callers' among them, and with `keep` for those that leave a copy; says whether there
+        were any. None ends while a step is open."""
         if self._core.step_is_open():
             return False
-        pairs = [(source, target) for target in TIERS[TIERS.index(source) + 1 :]]
-        under_way = [(pair, ticket) for pair in pairs for ticket in self._core.leaving(*pair)]
+        under_way = [(pair, ticket) for pair in pairs for ticket in self._core.moves_between(*pair, keep=keep)]
         for pair, ticket in under_way:
             self._wait(ticket, pair)
         return bool(under_way)
@@ -191,19 +197,18 @@ class Spill:
         """Starts moving about `asked` pages of a layer group, of the batch only what is short of `of_batch`; returns how many
         blocks were free at once, because their pages are on disk and held by keys alone."""
         core, (source, target) = self._core, pair
-        freed = core.drop_copies(source, group, asked)
-        wanted = asked - freed
+        moved = freed = core.drop_copies(source, group, asked)
         # Pages that others hold, and those of the batch, go to disk only when there is nothing else.
         if target == "disk":
-            resting = core.resting(source, target, group, wanted, batch, unshared=True)
-            wanted -= self._move_from(resting, pair, group, wanted, unshared=True)
+            resting = core.resting(source, target, group, asked - moved, batch, unshared=True)
+            moved += self._move_from(resting, pair, group, asked - moved, unshared=True)
         if of_batch:
-            resting = core.resting(source, target, group, wanted, batch)
-            wanted -= self._move_from(resting, pair, group, wanted)
+            resting = core.resting(source, target, group, asked - moved, batch)
+            moved += self._move_from(resting, pair, group, asked - moved)
             # The next step of the batch appends to the others.
-            wanted -= self._move_from(batch.tolist(), pair, group, wanted - asked + of_batch, sealed=True)
-            if wanted == asked:
-                self._resting[pair] = REST_STEPS
+            moved += self._move_from(batch.tolist(), pair, group, of_batch - moved, sealed=True)
+            if not moved:
+                self._pauses[pair] = PAUSE_STEPS
         return freed
 
     def _move_from(self, handles: list[int], pair: Pair, group: int, wanted: int, **which: Any) -> int:
@@ -226,7 +231,7 @@ class Spill:
                         most = min(short, wanted - given_up)
                         copies = core.drop_copies(target, group, most, but_of=handle)
                         given_up, lacking = given_up + copies, 0 if copies else short
-                    made = plan(pages_max=[self._with_room(plan, len(made), target, group)])
+                    made = plan(pages_max=[self._fitting(plan, len(made), target, group)])
                 left -= self._start(made, self._under_way[pair])
         if lacking and left == wanted and not given_up:
             core.drop_copies(target, group, lacking)
@@ -234,7 +239,7 @@ class Spill:
                 return self._move_from(handles, pair, group, wanted, **which)
         return wanted - left
 
-    def _with_room(self, plan: Callable[..., _core.Plan], pages: int, target: str, group: int) -> int:
+    def _fitting(self, plan: Callable[..., _core.Plan], pages: int, target: str, group: int) -> int:
         """How many of the first pages that a plan takes have room on the target, of up to `pages`."""
         free = self._core.free_blocks(target)[group]
         return bisect(range(1, pages + 1), free, key=lambda first: self._blocks_of(plan(pages_max=[first]), group))
@@ -277,5 +282,5 @@ class Spill:
             return self._core.ticket_done(ticket)
         except TierIOError as error:
             log.warning("pages stay in memory: %s", error)
-            self._resting[pair] = REST_STEPS
+            self._pauses[pair] = PAUSE_STEPS
             return None

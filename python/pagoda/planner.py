@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pagoda import _core
 from pagoda._core import RUN_ROWS, TOKENS_MAX
-from pagoda.checks import as_ints, check_flag, check_integer, natural
+from pagoda.checks import as_ints, check_flag, check_page_size, natural
 from pagoda.device.passage import passage_bytes, stored_bytes
 from pagoda.device.ring import SLOTS, ring_slots
 from pagoda.errors import InvalidArgument
@@ -88,7 +88,7 @@ class Planner:
         check_spec("spec", self.spec)
         row_format(self.k_dtype, "k_dtype")
         row_format(self.v_dtype, "v_dtype")
-        check_integer("page_size", self.page_size, 1, TOKENS_MAX)
+        check_page_size("page_size", self.page_size)
         for index, layer in enumerate(self.spec.layers):
             if isinstance(layer, AttentionLayer):
                 formats_stored(index, layer, self.k_dtype, self.v_dtype)
@@ -129,7 +129,7 @@ class Planner:
         if not widths:
             return Rings()
         if not on_gpu:
-            run = max(1, RUN_ROWS // self.page_size) * max(map(stored_bytes, widths))
+            run = RUN_ROWS // self.page_size * max(map(stored_bytes, widths))
             return Rings(disk_bytes=_core.ring_bytes(run) if disk else 0)
         slots = ring_slots(widths, self.page_size, device_bytes, host=host, disk=disk, deterministic=False)
         ring = SLOTS * slots.bytes

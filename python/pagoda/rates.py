@@ -82,13 +82,10 @@ def _together(
     ends = {route: start[route] + most.get(route, math.inf) / rate for route, rate in rates.items()}
 
     def done(seconds: float) -> dict[str, float]:
-        return {
-            route: rate * (min(seconds, ends[route]) - start[route]) if seconds > start[route] else 0.0
-            for route, rate in rates.items()
-        }
+        return {route: rate * max(0.0, min(seconds, ends[route]) - start[route]) for route, rate in rates.items()}
 
     # Between two of these moments the rate is constant.
-    moments = sorted({start[route] for route in rates} | {end for end in ends.values() if end < math.inf})
+    moments = sorted({start[route] for route in rates} | {*ends.values()})
     for moment, after in zip(moments, [*moments[1:], math.inf], strict=True):
         left = size - sum(done(moment).values())
         if left <= ROUNDING * size:

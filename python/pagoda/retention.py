@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pagoda._core import TOKENS_MAX
 from pagoda.checks import as_ints, check_choice, check_integer
 from pagoda.errors import InvalidArgument
 from pagoda.spec import ModelSpec
 
-Keeps = tuple[int, int, int, bool]
-"""Sinks, tokens of the window, headroom, and whether sinks trail: `Window` of the core."""
+
+class Keeps(NamedTuple):
+    """What a layer keeps of a sequence: `Window` of the core. trailing: whether sinks are seen right before the window."""
+
+    sinks: int
+    window: int
+    headroom: int
+    trailing: bool
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens that are."""
+        return self.sinks + self.window + self.headroom
 
 
 @dataclass(frozen=True)
@@ -51,19 +63,20 @@ def keeps_by_layer(spec: ModelSpec, retention: SinkWindow | None, headroom: int)
     for index, layer in enumerate(spec.layers):
         window, owner = getattr(layer, "window", None), getattr(layer, "kv_owner", None)
         source = None if window is None or owner is None else keeps[owner]
-        if source is not None and (source[0] > 0 or window > source[1]):
-            limit = "none" if source[0] > 0 else f"at most {source[1]}"
-            why = f"as layer {owner} keeps {source[0]} sinks and {source[1]} tokens for it"
+        if source is not None and (source.sinks > 0 or window > source.window):
+            limit = "none" if source.sinks > 0 else f"at most {source.window}"
+            why = f"as layer {owner} keeps {source.sinks} sinks and {source.window} tokens for it"
             raise InvalidArgument(f"layers[{index}].window = {window}: {limit}, {why}")
         if window is not None:
-            keeps.append((0, window, headroom, False))
+            keeps.append(Keeps(0, window, headroom, trailing=False))
         elif retention is not None:
-            keeps.append((retention.sinks, retention.window, headroom, retention.positions == "cache"))
+            trailing = retention.positions == "cache"
+            keeps.append(Keeps(retention.sinks, retention.window, headroom, trailing))
         else:
             keeps.append(None)
     for kept in filter(None, keeps):
-        if sum(kept[:3]) > TOKENS_MAX:
+        if kept.tokens > TOKENS_MAX:
             raise InvalidArgument(
-                f"headroom = {headroom}: with {kept[0]} sinks and {kept[1]} more, at most {TOKENS_MAX}"
+                f"headroom = {headroom}: with {kept.sinks} sinks and {kept.window} more, at most {TOKENS_MAX}"
             )
     return keeps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
 import numpy as np
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Uncopied:
-    """An object with an end of life that a copy would not know of, so that it is neither copied nor pickled."""
+    """An object that can be neither copied nor pickled: a copy would not know when the original has ended."""
 
     __slots__ = ()
 
@@ -88,7 +89,8 @@ class Sequence(Uncopied):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._handle is not None:
+        # It may have ended before, by itself or with its cache.
+        with suppress(UseAfterRelease):
             self.release()
 
     def __repr__(self) -> str:

@@ -160,7 +160,7 @@ void publish() {
     }
 }
 
-const Offer* meet(const char* name, unsigned mask, const void* data, size_t bytes, void (*finish)(Offer*)) {
+const Offer* meet(const char* name, unsigned mask, const void* data, size_t bytes, void (*finish)(Offer*), int line) {
     const int lane = current->index % LANES;
     const unsigned self = 1u << lane;
     Warp& warp = block->warps[current->index / LANES];
@@ -171,7 +171,7 @@ const Offer* meet(const char* name, unsigned mask, const void* data, size_t byte
     for (const auto& other : warp.meetings) {
         if (!other->arrived) {
             if (!other->unread) unused = other.get();
-        } else if (other->mask == mask && (other->name == name || !std::strcmp(other->name, name))) {
+        } else if (other->mask == mask && other->line == line && (other->name == name || !std::strcmp(other->name, name))) {
             meeting = other.get();
         } else if ((other->mask & self) && (other->arrived & mask)) {
             // Each would wait for the other for ever.
@@ -185,6 +185,7 @@ const Offer* meet(const char* name, unsigned mask, const void* data, size_t byte
         }
         meeting = unused;
         meeting->name = name;
+        meeting->line = line;
         meeting->mask = mask;
     }
     if (bytes) std::memcpy(meeting->offers[lane].data, data, bytes);

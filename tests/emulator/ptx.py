@@ -33,6 +33,9 @@ SPECIAL = {
 
 SPACES = {"shared": "Shared", "param": "Param", "global": "Global"}
 
+MOVES = SPACES.keys() | {"v2", "v4", "cg", "cs"}
+"""What loads and stores may say before the type. Not .nc: such a load may miss what others write while the kernel runs."""
+
 
 def require() -> None:
     """Skips a test where NVRTC is missing, or a compiler; with PAGODA_REQUIRE_EMULATOR=1 it fails."""
@@ -127,13 +130,16 @@ def _call(opcode: str, operands: list[str]) -> str:
         return f"goto {operands[0]}"
     if root == "ret":
         return "return"
-    if root in ("ld", "st"):
+    if root in ("ld", "st") and MOVES.issuperset(modifiers[:-1]):
         space = next((SPACES[modifier] for modifier in modifiers if modifier in SPACES), "Global")
         # Floats are moved as bits.
         kind = modifiers[-1].replace("f", "b")
         address, registers = (operands[-1], operands[:-1]) if root == "ld" else (operands[0], operands[1:])
         verb = "load" if root == "ld" else "store"
         return f"{verb}<{space}, {kind}>({', '.join([address, *registers])})"
+    if "aligned" in modifiers:
+        # Each instruction has a line of its own.
+        operands = ["__LINE__", *operands]
     name = "mov" if root == "mov" else "_".join([root, *modifiers])
     return f"{name}({', '.join(operands)})"
 

@@ -266,7 +266,7 @@ impl Cache {
 
     /// How many sequences there are.
     pub fn sequence_count(&self) -> u64 {
-        self.sequences.made - self.sequences.ended
+        self.sequences.count()
     }
 
     /// How many sequences have ended so far.
@@ -341,7 +341,7 @@ impl Cache {
         (0..self.groups.len() as u8).map(GroupId)
     }
 
-    fn has_states(&self) -> bool {
+    pub(crate) fn has_states(&self) -> bool {
         self.groups.iter().any(|group| group.kind == GroupKind::State)
     }
 
@@ -363,17 +363,15 @@ impl Cache {
             }
             GroupKind::State => u32::from(table.last().count > 0),
         };
-        let shrinks = (pages as usize) < table.pages.len();
-        while self.sequences[id].tables[group.index()].pages.len() > pages as usize {
-            let table = &mut self.sequences[id].tables[group.index()];
-            table.row.pop();
-            if let Some(page) = table.pages.pop().expect("longer than its spans") {
+        self.pop_pages(id, group, pages);
+    }
+
+    /// Releases the pages of a table from entry `len` on.
+    pub(crate) fn pop_pages(&mut self, id: SequenceId, group: GroupId, len: u32) {
+        while self.sequences[id].tables[group.index()].pages.len() > len as usize {
+            if let Some(page) = self.sequences[id].tables[group.index()].pop() {
                 self.release_page(page);
             }
-        }
-        if shrinks {
-            let table = &mut self.sequences[id].tables[group.index()];
-            table.version = table.version.wrapping_add(1);
         }
     }
 

@@ -26,7 +26,7 @@ pub struct Candidate<'a> {
 pub struct Common {
     /// Tokens from the sequence's start.
     pub tokens: Range<u32>,
-    /// Places in the batch: a part of [`Commons::members`].
+    /// Where in [`Commons::members`] those are who hold them.
     pub members: Range<usize>,
 }
 
@@ -35,7 +35,7 @@ pub struct Common {
 pub struct Commons {
     /// Parents before children.
     pub nodes: Vec<Common>,
-    /// The members of all nodes.
+    /// The members of all nodes, by their places in the batch.
     pub members: Vec<u32>,
 }
 
@@ -52,7 +52,7 @@ impl Commons {
         self.split(candidates, page_size, 0, 0, LEVELS_MAX);
     }
 
-    /// Nodes of candidates that have their pages up to `depth` in common; up to `taken` nodes cover them already.
+    /// Adds the nodes of candidates that have their first `depth` pages in common, of which nodes cover the first `taken` already.
     fn split(
         &mut self,
         candidates: &mut [Candidate<'_>],

@@ -7,7 +7,6 @@ pub type Result<T> = std::result::Result<T, Error>;
 
 /// Why a call was refused. A refused call changed nothing.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
 pub enum Error {
     /// An argument is outside of what the call takes.
     #[error("{argument} = {value}: {limit}")]

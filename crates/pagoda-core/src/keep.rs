@@ -25,10 +25,10 @@ pub struct KeptSequence {
 /// The pages of one layer group.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KeptGroup {
-    /// How many tokens have left the window, and behind which.
-    pub left: (u64, u64),
-    /// First page, rows before the span, tokens, and the position of the first.
-    pub spans: Vec<(u32, u32, u32, u64)>,
+    /// The tokens that have left the window.
+    pub left: Left,
+    /// The others.
+    pub spans: Vec<Span>,
     /// Every entry of the page table.
     pub pages: Vec<KeptPage>,
 }
@@ -195,9 +195,7 @@ impl Cache {
         let table = |(group, written): (GroupId, &KeptGroup)| {
             let page_size = self.groups[group.index()].page_size();
             let mut table = Table::new(0);
-            table.left = Left { after: written.left.0, count: written.left.1 };
-            let span = |&(first_page, skip, count, position)| Span { first_page, skip, count, position };
-            table.spans = written.spans.iter().map(span).collect();
+            (table.left, table.spans) = (written.left, written.spans.clone());
             table.pages = vec![None; written.pages.len()];
             table.row = vec![BlockRef::new(Tier::Device, BlockId::new(0)); written.pages.len()];
             let room = |page: &KeptPage| matches!(page, KeptPage::Open(_, fill) if *fill >= page_size);
@@ -274,9 +272,11 @@ fn write_down(len: u64, tables: &[Table], block: impl Fn(PageId) -> BlockId) -> 
     let groups = tables.iter().map(|table| {
         let page =
             |entry: &Option<PageId>| entry.map_or(KeptPage::Left, |page| KeptPage::Sealed(block(page)));
-        let span = |span: &Span| (span.first_page, span.skip, span.count, span.position);
-        let (spans, pages) = (table.spans.iter().map(span).collect(), table.pages.iter().map(page).collect());
-        KeptGroup { left: (table.left.after, table.left.count), spans, pages }
+        KeptGroup {
+            left: table.left,
+            spans: table.spans.clone(),
+            pages: table.pages.iter().map(page).collect(),
+        }
     });
     KeptSequence { len, groups: groups.collect() }
 }

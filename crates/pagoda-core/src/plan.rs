@@ -220,11 +220,12 @@ impl Cache {
         BlockCopy { group, from, to, bytes: self.groups[group.index()].block_bytes }
     }
 
-    /// The tickets under way that move pages from one tier to another and leave no copy.
-    pub fn moves_between(&mut self, from: Tier, to: Tier) -> Vec<(TicketId, Completion)> {
+    /// The tickets under way that move pages from one tier to another. keep: those that leave a copy, too.
+    pub fn moves_between(&mut self, from: Tier, to: Tier, keep: bool) -> Vec<(TicketId, Completion)> {
         self.settle();
-        let moves =
-            |ticket: &&Ticket| ticket.to == to && !ticket.keep && ticket.moves.iter().any(|m| m.from == from);
+        let moves = |ticket: &&Ticket| {
+            ticket.to == to && (keep || !ticket.keep) && ticket.moves.iter().any(|m| m.from == from)
+        };
         self.tickets.iter().filter(moves).map(|t| (t.id, t.completion.clone())).collect()
     }
 
@@ -237,21 +238,18 @@ impl Cache {
         Ok(self.tickets.iter().filter(touches).map(|t| (t.id, t.completion.clone())).collect())
     }
 
-    /// Frees up to `pages_max` blocks of a group on `tier` that can be spared; returns how many. Their pages are read from a faster
-    /// one, or are on disk and no sequence has them.
-    pub fn drop_copies(&mut self, tier: Tier, group: GroupId, pages_max: usize) -> usize {
-        self.drop_copies_if(tier, group, pages_max, |_, _| true)
-    }
-
-    /// As `drop_copies`, of pages that a sequence does not hold.
-    pub fn drop_copies_of_others(
+    /// Frees up to `pages_max` blocks of a group on `tier` that can be spared; returns how many. A block can be if its page is read
+    /// from a faster tier, or is on disk as well and no sequence holds it; pages that sequence `but_of` holds are left alone.
+    pub fn drop_copies(
         &mut self,
-        id: SequenceId,
         tier: Tier,
         group: GroupId,
         pages_max: usize,
+        but_of: Option<SequenceId>,
     ) -> Result<usize> {
-        let held: HashSet<PageId> = self.sequences.get(id)?.tables.iter().flat_map(Table::held).collect();
+        let spared = but_of.map(|id| self.sequences.get(id)).transpose()?;
+        let tables = spared.iter().flat_map(|sequence| &sequence.tables);
+        let held: HashSet<PageId> = tables.flat_map(Table::held).collect();
         Ok(self.drop_copies_if(tier, group, pages_max, |page, _| !held.contains(&page)))
     }
 

@@ -35,8 +35,9 @@ impl Rests {
     }
 }
 
-/// Of a layer group, by source and target tier, and whether only pages count that one sequence holds: no sequence whose rest has a
-/// lower number has a page that may move. A page that others held when it was looked at may count as such for longer.
+/// Of a layer group, `[source][target][unshared]`: the number of a rest; no sequence whose rest has a lower one has a page to move
+/// that way. unshared: whether only pages count that a single sequence holds. A page that several held when it was looked at may go
+/// on as such when only one does.
 pub(crate) type Searched = [[[u64; 2]; Tier::COUNT]; Tier::COUNT];
 
 impl Cache {

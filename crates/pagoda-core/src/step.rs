@@ -45,7 +45,7 @@ pub(crate) struct Undo {
     pub(crate) pages: u32,
     /// The tail page that a copy has taken the place of. It keeps its reference until the step ends.
     pub(crate) replaced: Option<PageId>,
-    /// The tail page that is to be written to in place behind what it holds no more, and what it held.
+    /// A tail page with fewer tokens in use than it holds, which is appended to in place, and how many it held.
     reopened: Option<(PageId, u32)>,
 }
 
@@ -144,15 +144,14 @@ impl Cache {
             return;
         }
         let from = page.fastest().expect("a referenced page can be read");
-        let Some(block) = self.take_device_block(group) else { return };
+        let Some(block) = self.arenas[Tier::Device.index()].take(group) else {
+            return self.lack(group, 1);
+        };
         self.step.copies.push(self.block_copy(group, (from.tier(), from.block()), (Tier::Device, block)));
         let copy = self.pages.open(group, block);
         self.pages[copy].fill = used;
         let table = &mut self.sequences[sequence].tables[group.index()];
-        let last = table.pages.len() - 1;
-        table.pages[last] = Some(copy);
-        table.row[last] = BlockRef::new(Tier::Device, block);
-        table.version = table.version.wrapping_add(1);
+        table.replace_last(copy, BlockRef::new(Tier::Device, block));
         self.step.undo.last_mut().expect("pushed by enter").replaced = Some(tail);
     }
 
@@ -163,18 +162,8 @@ impl Cache {
             };
             let page = self.pages.open(group, block);
             let table = &mut self.sequences[sequence].tables[group.index()];
-            table.pages.push(Some(page));
-            table.row.push(BlockRef::new(Tier::Device, block));
+            table.push(page, BlockRef::new(Tier::Device, block));
         }
-    }
-
-    /// A block for the step, or a note that one was missing.
-    fn take_device_block(&mut self, group: GroupId) -> Option<BlockId> {
-        let block = self.arenas[Tier::Device.index()].take(group);
-        if block.is_none() {
-            self.lack(group, 1);
-        }
-        block
     }
 
     /// Notes that blocks are missing. Once one is, no other is free: nothing of a group is freed while it is reserved for.
@@ -202,7 +191,9 @@ impl Cache {
         }
         table.placement = placement;
         // Those that moved may all have been pages of others.
-        table.version = table.version.wrapping_add(u32::from(has_changed));
+        if has_changed {
+            table.row_changed();
+        }
     }
 
     /// Closes the step. Of each sequence's new tokens the first `accepted` stay (all, if `None`); full pages are sealed.
@@ -215,7 +206,7 @@ impl Cache {
                 let limit = format!("one entry for each of {} sequences", self.step.entries.len());
                 return Err(Error::invalid("accepted", format!("{} entries", accepted.len()), limit));
             }
-            let states = self.groups.iter().any(|group| group.kind == GroupKind::State);
+            let states = self.has_states();
             for (entry, &count) in self.step.entries.iter().zip(accepted) {
                 if count > entry.new_tokens || (states && count < entry.new_tokens) {
                     let limit = if states { "exactly" } else { "at most" };
@@ -253,7 +244,7 @@ impl Cache {
         // A step that was refused ran no kernel: its blocks need not drain.
         let epoch = if self.step.phase == Phase::Open { self.epochs.mint() } else { self.epochs.minted() };
         let mut undo = std::mem::take(&mut self.step.undo);
-        // Wrong arguments are no step: whose turn it is to make room stays as it was.
+        // Where arguments are wrong there was no step: sequences have rested as long as before.
         let has_begun = !undo.is_empty();
         let mut undone = undo.drain(..);
         for index in 0..self.step.entries.len() {
@@ -311,7 +302,7 @@ impl Cache {
                 self.pages[written].sealed = true;
                 self.pages[written].fill = 1;
                 if before.pages > 0 {
-                    table.version = table.version.wrapping_add(1);
+                    table.row_changed();
                     table.row.swap_remove(0);
                     let last = table.pages.swap_remove(0).expect("a version of the state");
                     self.release_page(last);
@@ -337,21 +328,11 @@ impl Cache {
 
     /// Gives a table back the pages it had before the step.
     fn restore(&mut self, sequence: SequenceId, group: GroupId, before: Undo) {
-        while self.sequences[sequence].tables[group.index()].pages.len() > before.pages as usize {
-            let table = &mut self.sequences[sequence].tables[group.index()];
-            table.row.pop();
-            let page = table.pages.pop().flatten().expect("reserved by this step");
-            table.version = table.version.wrapping_add(1);
-            self.release_page(page);
-        }
+        self.pop_pages(sequence, group, before.pages);
         if let Some(tail) = before.replaced {
             let at = self.pages[tail].fastest().expect("a referenced page can be read");
-            let table = &mut self.sequences[sequence].tables[group.index()];
-            let last = table.pages.len() - 1;
-            let copy = table.pages[last].replace(tail).expect("opened by this step");
-            table.row[last] = at;
-            table.version = table.version.wrapping_add(1);
-            self.release_page(copy);
+            let copy = self.sequences[sequence].tables[group.index()].replace_last(tail, at);
+            self.release_page(copy.expect("opened by this step"));
         }
         if let Some((tail, fill)) = before.reopened.filter(|_| self.step.phase == Phase::Entering) {
             // No kernel has seen it: it is what it was, and plans for it are good.

@@ -71,14 +71,15 @@ impl SpanView {
 
 /// A run of pages whose tokens are contiguous.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Span {
+pub struct Span {
     /// Index of the first page in the table.
-    pub(crate) first_page: u32,
+    pub first_page: u32,
     /// Stored rows before the span: those of pages that have left, and of the first page that has not.
-    pub(crate) skip: u32,
-    pub(crate) count: u32,
+    pub skip: u32,
+    /// Tokens in the span.
+    pub count: u32,
     /// Position that the first token was stored with.
-    pub(crate) position: u64,
+    pub position: u64,
 }
 
 impl Span {
@@ -100,9 +101,11 @@ impl Span {
 
 /// Tokens that are not in a table any more: `count` of them, behind the first `after` of the sequence.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Left {
-    pub(crate) after: u64,
-    pub(crate) count: u64,
+pub struct Left {
+    /// Tokens before them: the sinks.
+    pub after: u64,
+    /// How many they are.
+    pub count: u64,
 }
 
 impl Left {
@@ -159,6 +162,31 @@ impl Table {
     /// The table's pages, those that have left excepted.
     pub(crate) fn held(&self) -> impl Iterator<Item = PageId> + '_ {
         self.pages.iter().filter_map(|page| *page)
+    }
+
+    /// Adds an entry for a page, which is read from `at`.
+    pub(crate) fn push(&mut self, page: PageId, at: BlockRef) {
+        self.pages.push(Some(page));
+        self.row.push(at);
+    }
+
+    /// Takes the last entry off, and hands out its page.
+    pub(crate) fn pop(&mut self) -> Option<PageId> {
+        self.row_changed();
+        self.row.pop();
+        self.pages.pop().flatten()
+    }
+
+    /// Puts a page, which is read from `at`, in the place of the last one; hands out that.
+    pub(crate) fn replace_last(&mut self, page: PageId, at: BlockRef) -> Option<PageId> {
+        self.row_changed();
+        *self.row.last_mut()? = at;
+        self.pages.last_mut()?.replace(page)
+    }
+
+    /// The row is about to change in another way than by growing.
+    pub(crate) fn row_changed(&mut self) {
+        self.version = self.version.wrapping_add(1);
     }
 
     /// The page of an entry that holds tokens of the sequence.
@@ -270,7 +298,7 @@ impl Table {
             let first_page = cut.pages.len() as u32;
             cut.spans.push(Span { first_page, skip: 0, count: 0, position: end });
         }
-        cut.version = self.version.wrapping_add(1);
+        cut.row_changed();
         cut
     }
 
@@ -386,7 +414,7 @@ impl Table {
             self.pages.insert(first_page as usize, None);
             self.row.insert(first_page as usize, self.row[first_page as usize - 1]);
             self.spans[index + 2..].iter_mut().for_each(|span| span.first_page += 1);
-            self.version = self.version.wrapping_add(1);
+            self.row_changed();
         }
         rows - shared
     }
@@ -408,7 +436,7 @@ impl Table {
         self.row.drain(range);
         let behind = self.spans.iter_mut().filter(|span| span.first_page >= entries.end);
         behind.for_each(|span| span.first_page -= count);
-        self.version = self.version.wrapping_add(1);
+        self.row_changed();
     }
 }
 
@@ -433,15 +461,15 @@ pub(crate) struct Sequences {
     vacant: Vec<u32>,
     pub(crate) rests: Rests,
     /// How many were made, and how many of them have ended.
-    pub(crate) made: u64,
+    made: u64,
     pub(crate) ended: u64,
 }
 
 impl Sequences {
     pub(crate) fn insert(&mut self, len: u64, tables: Vec<Table>) -> Result<SequenceId> {
-        let live = self.slots.len() - self.vacant.len();
-        if live >= limits::SEQUENCES_MAX {
-            return Err(Error::invalid("sequences", live + 1, format!("at most {}", limits::SEQUENCES_MAX)));
+        if self.count() >= limits::SEQUENCES_MAX as u64 {
+            let limit = format!("at most {}", limits::SEQUENCES_MAX);
+            return Err(Error::invalid("sequences", self.count() + 1, limit));
         }
         let sequence =
             |generation| Sequence { generation, live: true, stepping: false, len, rest: 0, tables };
@@ -456,6 +484,11 @@ impl Sequences {
         self.made += 1;
         self.rest(id);
         Ok(id)
+    }
+
+    /// How many there are.
+    pub(crate) fn count(&self) -> u64 {
+        self.made - self.ended
     }
 
     /// A sequence begins to rest: it has stepped, or was made.

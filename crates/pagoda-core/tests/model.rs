@@ -383,13 +383,13 @@ impl Machine {
                     let block = BlockId::new(number.min(u32::MAX - 1));
                     match field {
                         0 => kept.len = number.into(),
-                        1 => left.0 = u64::from(number) << 32,
-                        2 => left.1 = number.into(),
-                        3 => spans[0].0 = number,
-                        4 => spans[0].1 = number,
-                        5 => spans[0].2 = number,
-                        6 => spans[0].3 = u64::MAX - u64::from(number),
-                        7 => spans.iter_mut().for_each(|span| span.3 += u64::from(number)),
+                        1 => left.after = u64::from(number) << 32,
+                        2 => left.count = number.into(),
+                        3 => spans[0].first_page = number,
+                        4 => spans[0].skip = number,
+                        5 => spans[0].count = number,
+                        6 => spans[0].position = u64::MAX - u64::from(number),
+                        7 => spans.iter_mut().for_each(|span| span.position += u64::from(number)),
                         8 => *pages.last_mut().unwrap() = KeptPage::Sealed(block),
                         _ => *pages.last_mut().unwrap() = KeptPage::Open(block, number),
                     }
@@ -588,11 +588,11 @@ impl Machine {
                             let moves =
                                 |cache: &Cache| cache.plan(*id, tier, &all).map(|plan| plan.moves().to_vec());
                             let before = moves(&self.cache);
-                            let dropped = self.cache.drop_copies_of_others(*id, tier, group, pages_max);
+                            let dropped = self.cache.drop_copies(tier, group, pages_max, Some(*id));
                             prop_assert_eq!(moves(&self.cache), before);
                             dropped.unwrap()
                         }
-                        None => self.cache.drop_copies(tier, group, pages_max),
+                        None => self.cache.drop_copies(tier, group, pages_max, None).unwrap(),
                     };
                     prop_assert!(dropped <= pages_max);
                     // Of the device only what is kept and nobody has.

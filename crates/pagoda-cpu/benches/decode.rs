@@ -199,7 +199,7 @@ impl Cache {
         let token_stride = head_stride * self.layer.num_q_heads as isize;
         let element = Element::F32;
         let queries = Rows { ptr: self.queries.as_ptr().cast(), element, token_stride, head_stride };
-        let out = RowsMut { ptr: self.out.as_mut_ptr().cast(), element, token_stride, head_stride };
+        let out = RowsMut(Rows { ptr: self.out.as_mut_ptr().cast(), element, token_stride, head_stride });
         let kv = PagedKv { arenas: &arenas, layer: &self.layer, sequences: &vec![table; forks] };
         // SAFETY: the row names blocks of `memory`, and the arrays have a row for every token and head.
         unsafe { backend.attend(&Attention { kv, queries, sinks: None, out, lse: None, shared }) }

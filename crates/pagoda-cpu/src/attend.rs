@@ -504,7 +504,7 @@ impl Call<'_> {
             }
             match self.target {
                 Target::Results { out, lse, .. } => {
-                    let store = self.kernels.convert(Element::F32, out.element);
+                    let store = self.kernels.convert(Element::F32, out.0.element);
                     // SAFETY: `out` has a row for every query and head, and `lse` a number.
                     unsafe {
                         store(values.as_ptr().cast(), out.row(token, head), dim);

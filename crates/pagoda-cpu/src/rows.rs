@@ -34,18 +34,9 @@ pub struct Rows {
     pub head_stride: isize,
 }
 
-/// [`Rows`] to write to. No two rows may overlap.
+/// [`Rows`] to write to, at an address that a `*mut` had. No two rows may overlap.
 #[derive(Clone, Copy, Debug)]
-pub struct RowsMut {
-    /// The first element.
-    pub ptr: *mut u8,
-    /// The element type.
-    pub element: Element,
-    /// Bytes from one token to the next.
-    pub token_stride: isize,
-    /// Bytes from one head to the next.
-    pub head_stride: isize,
-}
+pub struct RowsMut(pub Rows);
 
 impl Rows {
     /// The same without the first `tokens` tokens.
@@ -63,13 +54,12 @@ impl Rows {
 impl RowsMut {
     /// The same without the first `tokens` tokens.
     pub(crate) fn skip(self, tokens: usize) -> Self {
-        Self { ptr: self.row(tokens, 0), ..self }
+        Self(self.0.skip(tokens))
     }
 
     /// The row of `token` and `head`.
     pub(crate) fn row(&self, token: usize, head: usize) -> *mut u8 {
-        let offset = self.token_stride * token as isize + self.head_stride * head as isize;
-        self.ptr.wrapping_offset(offset)
+        self.0.row(token, head).cast_mut()
     }
 }
 
@@ -77,7 +67,3 @@ impl RowsMut {
 unsafe impl Send for Rows {}
 // SAFETY: as above.
 unsafe impl Sync for Rows {}
-// SAFETY: as above.
-unsafe impl Send for RowsMut {}
-// SAFETY: as above.
-unsafe impl Sync for RowsMut {}

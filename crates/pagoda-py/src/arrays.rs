@@ -62,10 +62,9 @@ pub(crate) fn by_token(
     Ok(array)
 }
 
-/// Shape and strides that an array was checked for.
+/// An array that was checked.
 struct Checked {
-    data: *mut u8,
-    element: Element,
+    rows: Rows,
     strides: [isize; 3],
     writeable: bool,
 }
@@ -100,10 +99,9 @@ fn check(
     let strides = [array.strides()[0], array.strides()[1], array.strides()[2]];
     let item = descr.itemsize() as isize;
     if array.len() > 0 && (strides[2] != item || strides.iter().any(|stride| stride % item != 0)) {
-        let limit = format_args!(
+        let limit = format!(
             "a contiguous last dimension, {item} bytes from one element to the next, and multiples of that"
-        )
-        .to_string();
+        );
         return Err(invalid(py, name, format_args!("strides {strides:?}"), limit));
     }
     let data = data_of(array);
@@ -118,7 +116,8 @@ fn check(
         ));
     }
     let writeable = flags & numpy::npyffi::flags::NPY_ARRAY_WRITEABLE != 0;
-    Ok(Checked { data, element, strides, writeable })
+    let rows = Rows { ptr: data, element, token_stride: strides[0], head_stride: strides[1] };
+    Ok(Checked { rows, strides, writeable })
 }
 
 /// Rows to read.
@@ -128,8 +127,7 @@ pub(crate) fn rows(
     shape: [usize; 3],
     are_bf16: bool,
 ) -> PyResult<Rows> {
-    let Checked { data, element, strides, .. } = check(name, array, shape, are_bf16)?;
-    Ok(Rows { ptr: data, element, token_stride: strides[0], head_stride: strides[1] })
+    Ok(check(name, array, shape, are_bf16)?.rows)
 }
 
 /// Rows to write: of the element type of `like`, not overlapping each other or `like`.
@@ -141,7 +139,7 @@ pub(crate) fn rows_mut(
     like: &Bound<'_, PyUntypedArray>,
 ) -> PyResult<RowsMut> {
     let py = array.py();
-    let Checked { data, element, strides, writeable } = check(name, array, shape, are_bf16)?;
+    let Checked { rows, strides, writeable } = check(name, array, shape, are_bf16)?;
     if !writeable {
         return Err(invalid(py, name, "read-only", "a writeable array"));
     }
@@ -165,14 +163,14 @@ pub(crate) fn rows_mut(
     if ours.start < theirs.end && theirs.start < ours.end {
         return Err(invalid(py, name, "memory of q", "memory of its own"));
     }
-    Ok(RowsMut { ptr: data, element, token_stride: strides[0], head_stride: strides[1] })
+    Ok(RowsMut(rows))
 }
 
 /// A copy of a float32 array `[length]`.
 pub(crate) fn floats(name: &str, array: &Bound<'_, PyUntypedArray>, length: usize) -> PyResult<Vec<f32>> {
     let py = array.py();
     let Ok(floats) = array.cast::<PyArray1<f32>>() else {
-        let given = format_args!("dtype {}, shape {:?}", array.dtype(), array.shape()).to_string();
+        let given = format!("dtype {}, shape {:?}", array.dtype(), array.shape());
         return Err(invalid(py, name, given, format_args!("float32 [{length}]")));
     };
     if floats.len() != length {
@@ -213,7 +211,7 @@ pub(crate) fn address_of<D: Dimension, const N: usize>(
     shape: [usize; N],
 ) -> PyResult<Address> {
     if array.shape() != shape {
-        let given = format_args!("shape {:?}", array.shape()).to_string();
+        let given = format!("shape {:?}", array.shape());
         return Err(invalid(array.py(), name, given, format_args!("{shape:?}")));
     }
     Ok(Address(array.as_slice_mut()?.as_mut_ptr()))

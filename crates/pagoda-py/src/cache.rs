@@ -296,10 +296,8 @@ impl Cache {
         but_of: Option<u64>,
     ) -> PyResult<usize> {
         let (tier, group) = (tier_named(py, "tier", tier)?, GroupId(group));
-        self.freeing(py, |core| match but_of.map(SequenceId::of_number) {
-            Some(id) => core.drop_copies_of_others(id, tier, group, pages_max),
-            None => Ok(core.drop_copies(tier, group, pages_max)),
-        })
+        let but_of = but_of.map(SequenceId::of_number);
+        self.freeing(py, |core| core.drop_copies(tier, group, pages_max, but_of))
     }
 
     /// Waits for reads ahead of need that blocks of any tier may drain for.

@@ -36,7 +36,7 @@ pub(crate) struct DeviceArguments {
 
 /// Kernels that somebody else runs.
 pub(crate) struct Device {
-    /// What that one is told.
+    /// What whoever runs them is told.
     pub(crate) upload: Upload,
     /// The step that was closed last, until it asks.
     pub(crate) epoch: Option<Epoch>,

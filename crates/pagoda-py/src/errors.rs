@@ -72,7 +72,6 @@ pub(crate) fn core(py: Python<'_>, error: &pagoda_core::Error) -> PyErr {
         Error::CopyFailed { sequences, .. } => exception(py, "TierIOError", error, &holders(sequences)),
         Error::CorruptPage { sequences, .. } => exception(py, "CorruptPage", error, &holders(sequences)),
         Error::Invariant(_) => exception(py, "InvariantError", error, &[]),
-        _ => exception(py, "PagodaError", error, &[]),
     }
 }
 

@@ -268,7 +268,7 @@ pub(crate) fn require_rows(py: Python<'_>, layer: &Layer, k: bool, v: bool) -> P
 pub(crate) fn require_sinks(py: Python<'_>, placed: &PlacedLayer, given: bool) -> PyResult<()> {
     match (given, placed.sinks) {
         (false, true) => {
-            let limit = format_args!("a float32 array [{}]", placed.layer.num_q_heads).to_string();
+            let limit = format!("a float32 array [{}]", placed.layer.num_q_heads);
             Err(invalid(py, "sink_logits", "None", limit))
         }
         (true, false) => Err(invalid(py, "sink_logits", "an array", "None, for a layer without sinks")),

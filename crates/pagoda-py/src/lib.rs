@@ -24,6 +24,7 @@ mod tables;
 mod ticket;
 mod upload;
 
+use numpy::{PyArray1, PyArrayMethods};
 use pagoda_core::layout::RowFormat;
 use pagoda_core::{limits, work};
 use pagoda_cpu::Isa;
@@ -46,6 +47,8 @@ fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
 /// The compiled part of Pagoda.
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    // The first array of a process has Python look for NumPy's functions. Ctrl-C in that is a panic, which no cache outlives.
+    drop(PyArray1::<f32>::zeros(module.py(), 0, false).readwrite());
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("ARENA_BYTES_MAX", limits::ARENA_BYTES_MAX)?;
     module.add("BLOCKS_PER_GROUP_MAX", limits::BLOCKS_PER_GROUP_MAX)?;

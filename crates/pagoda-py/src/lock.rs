@@ -14,7 +14,7 @@ use std::sync::{LockResult, Mutex, MutexGuard, PoisonError, TryLockError};
 /// An open cache, in the turn of one call.
 pub(crate) struct Locked<'a>(Turn<'a, Option<ManuallyDrop<Inner>>>);
 
-/// The turn of a call, and what it has meanwhile: a cache, whether it is open or not.
+/// The turn of a call: the lock, which is among `TURNS` as long as it is held.
 struct Turn<'a, T>(MutexGuard<'a, T>);
 
 impl<'a, T> Turn<'a, T> {
@@ -126,6 +126,6 @@ fn address<T>(lock: &Mutex<T>) -> usize {
 }
 
 thread_local! {
-    /// The addresses of the locks whose turns this thread has, each taken in the turns before it or by what has interrupted them.
+    /// The addresses of the locks that this thread holds, in the order in which it took them; it lets go of them in reverse.
     static TURNS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }

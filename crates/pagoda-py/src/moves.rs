@@ -30,7 +30,8 @@ pub(crate) struct Held {
 /// Copies that nobody waits for any more.
 pub(crate) struct Late {
     completion: Completion,
-    /// Of those of a step, the last one that had been closed when they began: the blocks that it was to have drain until they end.
+    /// Of those of a step, the last step that had been closed when they began. None after that retires before they have ended, so that
+    /// the blocks which the step was to have drain until then.
     since: Option<Epoch>,
     pub(crate) held: Held,
 }

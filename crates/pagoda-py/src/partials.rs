@@ -78,8 +78,7 @@ impl Partials {
         inner.require_written(py, layer)?;
         let begins = begins.as_slice()?;
         if begins.len() != inner.core.step_batch().len() {
-            let limit =
-                format_args!("one for each of {} sequences", inner.core.step_batch().len()).to_string();
+            let limit = format!("one for each of {} sequences", inner.core.step_batch().len());
             return Err(invalid(py, "begins", format_args!("{} entries", begins.len()), limit));
         }
         let divided = begins.iter().enumerate().filter(|(_, begin)| **begin > 0);

@@ -64,14 +64,16 @@ impl Sessions {
         let mut sessions = Self::default();
         sessions.lost.extend(recovered.lost.iter().map(|(key, why)| (name(key), why.clone())));
         let entries = store.entries();
-        let decoded = entries.iter().map(|(key, entry)| (key, sequence::decode(entry)));
-        let (known, unknown): (Vec<_>, Vec<_>) = decoded.partition(|(_, decoded)| decoded.is_some());
-        let mut bad: Vec<_> =
-            unknown.into_iter().map(|(key, _)| (key, "not a sequence".to_owned())).collect();
-        let (keys, known): (Vec<_>, Vec<_>) =
-            known.into_iter().map(|(key, decoded)| (key, decoded.expect("partitioned"))).unzip();
-        let (shapes, metas): (Vec<_>, Vec<_>) = known.into_iter().unzip();
-        for ((key, adopted), meta) in keys.into_iter().zip(core.adopt(&shapes)).zip(metas) {
+        let (mut named, mut sequences, mut bad) = (Vec::new(), Vec::new(), Vec::new());
+        for (key, entry) in &entries {
+            if let Some((kept, meta)) = sequence::decode(entry) {
+                named.push((key, meta));
+                sequences.push(kept);
+            } else {
+                bad.push((key, "not a sequence".to_owned()));
+            }
+        }
+        for ((key, meta), adopted) in named.into_iter().zip(core.adopt(&sequences)) {
             match (adopted, String::from_utf8(key.clone())) {
                 (Ok(id), Ok(key)) if (1..=KEY_BYTES_MAX).contains(&key.len()) => {
                     sessions.kept.insert(key, (id, meta));

@@ -252,16 +252,15 @@ impl Cache {
 
 impl Inner {
     pub(crate) fn layer(&self, py: Python<'_>, layer: usize) -> PyResult<&PlacedLayer> {
-        let limit = format_args!("from 0 to {}", self.layers.len() - 1).to_string();
-        self.layers.get(layer).ok_or_else(|| invalid(py, "layer", layer, limit))
+        let outside = || invalid(py, "layer", layer, format_args!("from 0 to {}", self.layers.len() - 1));
+        self.layers.get(layer).ok_or_else(outside)
     }
 
     /// A layer that stores K and V.
     pub(crate) fn owning_layer(&self, py: Python<'_>, layer: usize) -> PyResult<&PlacedLayer> {
         let placed = self.layer(py, layer)?;
         let Some(owner) = placed.owner else { return Ok(placed) };
-        let limit =
-            format_args!("a layer that stores K and V; this one reads those of layer {owner}").to_string();
+        let limit = format!("a layer that stores K and V; this one reads those of layer {owner}");
         Err(invalid(py, "layer", layer, limit))
     }
 

@@ -14,7 +14,7 @@ use std::ops::Range;
 /// Which runs of an open step's sequences have pages on disk.
 #[derive(Default)]
 pub(crate) struct Stream {
-    /// Of what there is to read: whose it is.
+    /// For each of `Reads::what`, whose pages those are.
     passes: Vec<Pass>,
     /// By layer, its passes.
     ranges: Vec<Range<usize>>,

@@ -272,11 +272,18 @@ impl Cache {
         inner.tickets(py, moves)
     }
 
-    /// The plans under way that move pages from one tier to another and leave no copy.
-    fn leaving(&self, py: Python<'_>, source: &str, target: &str) -> PyResult<Vec<Py<Ticket>>> {
+    /// The plans under way that move pages from one tier to another. keep: those that leave a copy, too.
+    #[pyo3(signature = (source, target, *, keep))]
+    fn moves_between(
+        &self,
+        py: Python<'_>,
+        source: &str,
+        target: &str,
+        keep: bool,
+    ) -> PyResult<Vec<Py<Ticket>>> {
         let (source, target) = (tier_named(py, "source", source)?, tier_named(py, "target", target)?);
         let mut inner = self.lock(py)?;
-        let moves = inner.core.moves_between(source, target);
+        let moves = inner.core.moves_between(source, target, keep);
         inner.tickets(py, moves)
     }
 

@@ -175,7 +175,7 @@ impl Upload {
         (1 + self.runs.len() + self.words.len(), self.members())
     }
 
-    /// Whether the work of every list is as little as kernels can count.
+    /// Whether the work of every list is little enough for kernels to count.
     pub(crate) fn is_countable(&self) -> bool {
         self.lists.iter().all(|Lists { own, common }| own.is_countable() && common.is_countable())
     }
@@ -232,11 +232,10 @@ impl Upload {
 
     fn table(&mut self, core: &Cache, group: usize) {
         let (table, columns) = (self.groups[group].table, self.groups[group].columns);
-        let batch: Vec<_> = core.step_batch().collect();
-        if self.held[group].len() < batch.len() {
-            self.held[group].resize(batch.len(), None);
+        if self.held[group].len() < core.step_batch().len() {
+            self.held[group].resize(core.step_batch().len(), None);
         }
-        for (index, &(sequence, _)) in batch.iter().enumerate() {
+        for (index, (sequence, _)) in core.step_batch().enumerate() {
             let (row, version) = core.step_row(index, GroupId(group as u8));
             let (stamp, held) = (Stamp { sequence, version, pages: row.len() }, self.held[group][index]);
             let clean = stamp.kept(held.map(|held| held.stamp));
@@ -262,15 +261,16 @@ impl Upload {
             let mut before = 0;
             for span in step.spans(core, index, GroupId(group as u8)) {
                 let SpanView { first_page, skip, count, position, mut offset, sight } = *span;
-                if let Sight::Trailing { .. } = sight {
-                    // Where its angles for row 0 of the batch would be.
-                    offset = (turned - i64::from(step.bounds()[index])) as u64;
-                    turned += i64::from(new_tokens);
-                }
+                // `Sight` of cuda/pagoda/tables.cuh.
                 let sight = match sight {
                     Sight::Window => 0,
                     Sight::Always => 1,
-                    Sight::Trailing { .. } => 2,
+                    Sight::Trailing { .. } => {
+                        // Where its angles for row 0 of the batch would be.
+                        offset = (turned - i64::from(step.bounds()[index])) as u64;
+                        turned += i64::from(new_tokens);
+                        2
+                    }
                 };
                 self.words.extend([first_page, skip, count, before]);
                 for wide in [offset, position] {

@@ -599,7 +599,8 @@ impl Machine {
             for group in self.shape.group_ids() {
                 let most = self.random.below(4);
                 let before = self.cache.block_counts(tier, group).used;
-                let dropped = self.cache.drop_copies(tier, group, most);
+                let dropped =
+                    self.cache.drop_copies(tier, group, most, None).map_err(|error| error.to_string())?;
                 let after = self.cache.block_counts(tier, group).used;
                 ensure!(
                     dropped <= most && before - after == dropped as u64,

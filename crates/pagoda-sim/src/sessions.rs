@@ -160,10 +160,10 @@ impl Machine {
             names.len()
         );
         for (group, KeptGroup { left, spans, pages }) in (0..).map(GroupId).zip(&described.groups) {
-            let spans: Vec<_> = spans.iter().map(|&(first, skip, count, _)| (first, skip, count)).collect();
+            let spans: Vec<_> = spans.iter().map(|span| (span.first_page, span.skip, span.count)).collect();
             let mut rows = BTreeMap::<usize, Vec<(usize, u64)>>::new();
             let page_size = self.shape.group(group).page_size;
-            for (token, page, row) in placed(&spans, left.0 as usize, left.1 as usize, page_size) {
+            for (token, page, row) in placed(&spans, left.after as usize, left.count as usize, page_size) {
                 rows.entry(page).or_default().push((row, names[token]));
             }
             for (page, rows) in rows {

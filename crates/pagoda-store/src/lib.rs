@@ -50,3 +50,10 @@ pub use mover::by_hand;
 pub use mover::{LayerOfPages, Mover, Place, Transfer, Waiter};
 pub use ring::{Filled, Ring, Unread};
 pub use slab::Slab;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Locks a mutex, whether or not a thread has panicked while it held it.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

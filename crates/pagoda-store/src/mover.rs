@@ -1,13 +1,13 @@
 //! The threads that move blocks while the caller goes on: one copies in memory, some write to disk and read from it.
 
-use crate::Slab;
 use crate::disk::io::ALIGN;
 use crate::disk::{Error, Lane, Store};
+use crate::{Slab, lock};
 use pagoda_core::fence::Completion;
 use pagoda_core::ids::{BlockId, GroupId};
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 #[cfg(any(test, feature = "faults"))]
@@ -172,7 +172,7 @@ impl Mover {
         job.end(Ok(()), 0);
     }
 
-    /// A job without parts, which the caller ends.
+    /// See [`Job::new`].
     fn job(
         &self,
         transfers: usize,
@@ -256,7 +256,7 @@ fn cut(transfers: &[Transfer]) -> Vec<Range<usize>> {
 /// One thread of the disk: takes parts until there are no more.
 fn serve(mut lane: Lane, slabs: &[Arc<Slab>], inbox: &Mutex<Receiver<Part>>) {
     loop {
-        let next = inbox.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let next = lock(inbox).recv();
         let Ok(part) = next else { return };
         let result = match &part.work {
             Work::Copies(transfers) => transfer(&mut lane, slabs, transfers),

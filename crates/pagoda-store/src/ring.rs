@@ -74,7 +74,7 @@ impl Ring {
         Ok(Self::over(store, slab, slot_bytes))
     }
 
-    /// Bytes of a ring with slots of so many.
+    /// Bytes of a ring whose slots have `slot_bytes` each.
     pub fn bytes_of(slot_bytes: u64) -> u64 {
         slot_bytes * BYTES_ENOUGH.div_ceil(slot_bytes).clamp(SLOTS_MIN, SLOTS_MAX)
     }
@@ -136,12 +136,12 @@ impl Ring {
         self.reclaim();
     }
 
-    /// Of the first of what `read_ahead` was given last: when it has ended. None if no slot was free for it.
+    /// The completion of the read that is needed next: of the first that `read_ahead` was given last. None if no slot was free.
     pub fn next(&self) -> Option<&Completion> {
         self.ahead.front().map(|reading| &reading.completion)
     }
 
-    /// Of some read that is under way, those first that are not needed any more: when it has ended.
+    /// The completion of some read that is under way; of one that is not needed any more, if there is such.
     pub fn under_way(&self) -> Option<&Completion> {
         let mut all = self.idle.iter().chain(&self.ahead).map(|reading| &reading.completion);
         all.find(|completion| completion.copied().is_none())

@@ -157,9 +157,9 @@ def _check_room(arguments: argparse.Namespace, cache: Any, kept: int, tokens: in
     stats, keeps = cache.stats(), keeps_by_layer(cache.spec, cache.retention, cache.headroom)
     wanted, shares = 0, []
     for members, size, counts in zip(cache._groups, stats.block_bytes, stats.disk, strict=True):
-        window = keeps[members[0]]
+        keep = keeps[members[0]]
         # A lower bound: a window may reach into one page more, and pages that are kept may have left it.
-        held = tokens if window is None else min(tokens, sum(window[:3]))
+        held = tokens if keep is None else min(tokens, keep.tokens)
         pages = max(0, -(-held // cache.page_size) - kept // cache.page_size)
         wanted += pages * size
         shares.append(pages / counts.free if counts.free else float(pages))

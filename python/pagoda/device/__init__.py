@@ -14,7 +14,7 @@ from pagoda.geometry import Geometry
 __all__ = ["AUTO", "DeviceEngine", "device_index", "engine_for"]
 
 AUTO = "cpu"
-"""What device="auto" is: the CPU, until the kernels have been seen on a GPU."""
+"""What device="auto" is: for now a cache is on a GPU only where it is asked to be."""
 
 
 def device_index(device: str) -> int | None:

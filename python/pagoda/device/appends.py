@@ -7,7 +7,6 @@ from itertools import accumulate
 
 import numpy as np
 
-from pagoda.device.arrays import Arrays
 from pagoda.device.driver import Driver, Stream, View, send
 from pagoda.device.layers import LayerKernels
 from pagoda.device.tables import GroupTables
@@ -83,16 +82,17 @@ class Appends:
     ) -> None:
         self._layers, self._centers, self._misfits = layers, centers, misfits
         self._first: set[int] = set()
+        self._tokens_max = 0
         self._blocks_max = 4 * driver.multiprocessors
 
-    def enter(self, *, centers: bool, in_graph: bool) -> None:
-        """A step begins. centers: whether its rows say what K is centred by. in_graph: whether a graph may do it, whose other
-        steps may be those."""
+    def enter(self, tokens_max: int, *, centers: bool, in_graph: bool) -> None:
+        """A step begins. tokens_max: rows that arrays may have, for which kernels are launched. centers: whether its rows say
+        what K is centred by. in_graph: whether a graph may do it, whose `center` does nothing in steps that do not say it."""
+        self._tokens_max = tokens_max
         self._first = self._centers.first if centers or in_graph else set()
 
-    def append(self, layer: int, keys: View, values: View, tables: GroupTables, arrays: Arrays, stream: Stream) -> None:
-        """Writes K and V of the new tokens of one layer. values: keys once more where V is a part of K. arrays: of the step;
-        kernels have to expect as many rows as they may have."""
+    def append(self, layer: int, keys: View, values: View, tables: GroupTables, stream: Stream) -> None:
+        """Writes K and V of the new tokens of one layer. values: keys once more where V is a part of K."""
         if self._misfits is not None and stream.capturing:
             raise InvalidArgument("append: in a graph: not in a cache with checked=True, which waits for the device")
         kernels = self._layers[layer]
@@ -100,7 +100,7 @@ class Appends:
         call.k = arguments.Rows(keys.address, keys.strides[0], keys.strides[1])
         call.v = arguments.Rows(values.address, values.strides[0], values.strides[1])
         call.slots, call.tokens = tables.slots, tables.tokens
-        if not arrays.tokens_max:
+        if not self._tokens_max:
             return
         first = layer in self._first
         if first:
@@ -115,7 +115,7 @@ class Appends:
             )
             stream.launch(instances.center(keys.dtype), 1, CENTER_THREADS, centering)
         # A warp writes a row; where nothing is quantised, a thread writes 8 elements.
-        rows = arrays.tokens_max * call.kv_heads
+        rows = self._tokens_max * call.kv_heads
         if kernels.quantises:
             threads = 32 * rows * (2 if call.v_head_dim else 1)
         else:

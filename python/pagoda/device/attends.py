@@ -74,12 +74,14 @@ class Attends:
         """Makes room for every step to come. Nothing may be under way."""
         self._maxima, self._tokens_max = maxima, maxima.tokens
         try:
-            for kernels in self._layers:
-                for prefill, q in kernels.works:
-                    for mode in ("prefill",) if prefill else ("decode", "verify"):
-                        chosen = kernels.attention(mode, q)
-                        sizes = self._scratch_bytes(kernels, q, chosen, prefill, streamed=True)
-                        self._scratch.grow(sizes, exactly=True)
+            sizes = [
+                self._scratch_bytes(kernels, q, kernels.attention(mode, q), prefill, streamed=True)
+                for kernels in self._layers
+                for prefill, q in kernels.works
+                for mode in (("prefill",) if prefill else ("decode", "verify"))
+            ]
+            partials, counters, parts = map(max, zip(*sizes, strict=True))
+            self._scratch.grow((partials, counters, parts), exactly=True)
         except BaseException:
             self._maxima = None
             raise

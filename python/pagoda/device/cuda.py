@@ -311,8 +311,10 @@ class CudaDriver:
         free, _ = self.device.mem_info
         return int(free)
 
-    copy_engine_bytes = Threshold(thresholds.copy_engine_bytes, thresholds.COPY_ENGINE_BYTES)
-    ring_bytes = Threshold(thresholds.ring_bytes, thresholds.RING_BYTES)
+    copy_engine_bytes = Threshold(
+        thresholds.copy_engine_bytes, memory=thresholds.MEASURED_BYTES, otherwise=thresholds.COPY_ENGINE_BYTES
+    )
+    ring_bytes = Threshold(thresholds.ring_bytes, memory=thresholds.RING_MEMORY_BYTES, otherwise=thresholds.RING_BYTES)
 
     def stream(self) -> _Stream:
         """A new stream."""

@@ -52,9 +52,12 @@ class Tensors:
 
     def __init__(self, torch: Any) -> None:
         self._strided = torch.strided
-        self._kinds = {torch.float32: ("f32", 4), torch.float16: ("f16", 2), torch.bfloat16: ("bf16", 2)}
-        if hasattr(torch, "uint16"):
-            self._kinds[torch.uint16] = "u16", 2
+        self._kinds = {
+            torch.float32: ("f32", 4),
+            torch.float16: ("f16", 2),
+            torch.bfloat16: ("bf16", 2),
+            torch.uint16: ("u16", 2),
+        }
 
     def read(self, tensor: Any, device: int) -> View | None:
         """A tensor of a GPU as it lies there; None for one that is not on the device, not dense, of no type that kernels

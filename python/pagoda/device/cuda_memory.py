@@ -24,25 +24,32 @@ MAP_NORESERVE = 0x4000
 MADV_WIPEONFORK = 18
 """Of Linux: a forked child finds zeros there. Python has no name for it."""
 
+NO_MEMORY = 2
+"""cudaErrorMemoryAllocation."""
+
 PIECE_BYTES = 256 << 20
 """Host memory that is registered at a time, about."""
 
 
 class DeviceMemory:
-    """Zeroed bytes of the current device, from CuPy's pool. Raises BackendUnavailable."""
+    """Zeroed bytes of the current device, from CuPy's pool or what the caller has in its place. Raises BackendUnavailable."""
 
     def __init__(self, size: int) -> None:
         import cupy
 
+        runtime = cupy.cuda.runtime
         try:
             self._memory = cupy.cuda.alloc(max(1, size))
-        except cupy.cuda.memory.OutOfMemoryError as error:
+        except (MemoryError, runtime.CUDARuntimeError) as error:
+            # Pools raise the first, allocators without one what CUDA says.
+            if getattr(error, "status", NO_MEMORY) != NO_MEMORY:
+                raise
             raise BackendUnavailable(f"device_memory: {size} bytes ({error})") from error
         # A pool hands out memory again that kernels on the stream where it was freed may still use.
-        cupy.cuda.runtime.deviceSynchronize()
-        cupy.cuda.runtime.memset(self._memory.ptr, 0, size)
+        runtime.deviceSynchronize()
+        runtime.memset(self._memory.ptr, 0, size)
         # Callers' streams do not wait for the default stream, on which the memory was zeroed.
-        cupy.cuda.runtime.streamSynchronize(0)
+        runtime.streamSynchronize(0)
         self.address = int(self._memory.ptr)
 
 

@@ -39,15 +39,13 @@ from pagoda.device.ring import SLOTS, ring_slots
 from pagoda.device.streaming import Streams, Traffic
 from pagoda.device.tables import Room, StepTables
 from pagoda.disk import DiskArguments
+from pagoda.engine import SECONDS_MAX
 from pagoda.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, PagodaError
 from pagoda.geometry import Geometry, owners_of
 from pagoda.rates import Routes
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-FOREVER = 1e6
-"""Seconds from which on a wait has no end."""
 
 POLL_SECONDS = 2e-4
 """Sleep between two looks at an event, where a wait has an end."""
@@ -189,7 +187,7 @@ class DeviceEngine:
         columns = -(-(context + passed) // self._page_size) + SPANS_DECLARED
         maxima, spans = Maxima(sequences, new_tokens, context, tokens), sequences * SPANS_DECLARED
         # Spans that trail have angles for each query.
-        trails = any(layer["keeps"] and layer["keeps"][3] for layer in self._layers)
+        trails = any(layer["keeps"] and layer["keeps"].trailing for layer in self._layers)
         self._tables.place(Room(sequences, tokens, columns, spans, angles=spans + tokens * trails))
         self._attends.declare(maxima)
         self._tables.fixed = True
@@ -241,7 +239,7 @@ class DeviceEngine:
         if keys.dtype != values.dtype:
             raise InvalidArgument(f"v = dtype {values.dtype}: {keys.dtype}, the type of k")
         tables = self._tables.groups[shape["group"]]
-        self._appends.append(layer, keys, values, tables, self._arrays, self._now)
+        self._appends.append(layer, keys, values, tables, self._now)
         self.core.appended(layer)
 
     @in_turn
@@ -355,10 +353,10 @@ class DeviceEngine:
         return self.core.under_way(sequence)
 
     @in_turn
-    def leaving(self, source: str, target: str) -> list[_core.Ticket]:
-        """See `Engine.leaving`."""
+    def moves_between(self, source: str, target: str, *, keep: bool) -> list[_core.Ticket]:
+        """See `Engine.moves_between`."""
         self._poll()
-        return self.core.leaving(source, target)
+        return self.core.moves_between(source, target, keep=keep)
 
     @in_turn
     def ticket_done(self, ticket: _core.Ticket) -> bool:
@@ -370,7 +368,7 @@ class DeviceEngine:
         """Sleeps until a ticket's copies have arrived, or no more will, or `seconds` have passed; says which."""
         deadline = time.monotonic() + seconds
         while (rest := self._waits_for(ticket)) is not None:
-            if seconds >= FOREVER:
+            if seconds >= SECONDS_MAX:
                 rest.wait()
             elif not rest.done():
                 if time.monotonic() >= deadline:
@@ -511,7 +509,7 @@ class DeviceEngine:
         tokens_max = tokens if self._maxima is None else self._maxima.tokens
         self._arrays.tokens, self._arrays.tokens_max = tokens, tokens_max
         centers = self.core.step_centers()
-        self._appends.enter(centers=centers, in_graph=in_graph)
+        self._appends.enter(tokens_max, centers=centers, in_graph=in_graph)
         self._attends.enter(bounds, tokens_max, in_graph=in_graph)
         if not self._tables.fits():
             self._wait_for_steps()

@@ -82,7 +82,7 @@ class Plan:
     def follows(self) -> bool:
         """Whether nothing is left but copies that the copying stream has been given."""
         part = self.parts[-1]
-        return len(self.parts) == 1 and part.ways == LINK and part.now[1] is not None
+        return part.ways == LINK and part.now[1] is not None
 
     def failed(self, number: int, why: _core.DiskCopies | str) -> None:
         """A copy has not arrived."""
@@ -196,7 +196,7 @@ class Plans:
         chosen: list[int] = []
         room = through.part
         for number, size in zip(by_stage.tolist(), rows[by_stage, 2].tolist(), strict=True):
-            if chosen and size > room:
+            if size > room:
                 yield Part(chosen, ways, staged=True)
                 chosen, room = [], through.part
             chosen.append(number)
@@ -243,10 +243,7 @@ class Plans:
             offsets = begins.tolist()
             rows[:, int(rows[0, 1] == 0)] = through.address + begins
         if way == "link":
-            if part.ways == ("threads", "link"):
-                # Only the pages that were read without an error.
-                rows = rows[: self._core.start_on_disk(ticket, part.numbers, offsets).copied]
-            return self._by_link(rows) if len(rows) else Nothing()
+            return self._by_link(rows)
         if part.at is None:
             self._pin(rows)
         return self._core.start_on_disk(ticket, part.numbers, offsets)

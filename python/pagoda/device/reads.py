@@ -37,7 +37,6 @@ class Reads:
         if self._taking:
             # After Ctrl-C or an error: wait until nothing is copied any more from slots that were taken.
             self._copying.record().wait()
-            self._lent.clear()
             self._core.give_back(None)
         self._taking = True
         self.give_back()

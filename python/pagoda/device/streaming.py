@@ -276,10 +276,10 @@ class Streams:
         if found is not None:
             behind = sum(pages for _, _, pages, _ in sources)
             sources.append((found.address, found.stride, passes.on_disk[number], behind))
-        few = []
+        few, large = [], self._driver.copy_engine_bytes
         for source, pitch, pages, place in sources:
             target = slot.address + place * run.bytes
-            if pages * run.bytes >= self._driver.copy_engine_bytes:
+            if pages * run.bytes >= large:
                 self._copying.copy_rows(target, run.bytes, source, pitch, run.bytes, pages)
             else:
                 few += [(source + i * pitch, target + i * run.bytes, run.bytes) for i in range(pages)]

@@ -27,6 +27,9 @@ MEASURED_LAYER_BYTES = [1 << shift for shift in range(16, 23)]
 
 MEASURED_LAYERS = 8
 
+RING_MEMORY_BYTES = (SLOTS + 1) * MEASURED_LAYER_BYTES[-1]
+"""Of the device: the slots, and where kernels write to."""
+
 COPY_ENGINE_BYTES = 512 << 10
 """Unless it is measured: what an H200 said (docs/benchmarks/gpu.md)."""
 
@@ -36,17 +39,22 @@ of a MiB, 8 us, is what a copy and its events cost."""
 
 
 class Threshold(functools.cached_property[int]):
-    """An attribute of a driver: what `measure` says of it, once and for all. While there is no memory to measure with, it is
-    `otherwise`."""
+    """An attribute of a driver: what `measure` says of it, once and for all. While the device has no `memory` bytes to
+    measure with, it is `otherwise`."""
 
-    def __init__(self, measure: Callable[[Driver], int], otherwise: int) -> None:
+    def __init__(self, measure: Callable[[Driver], int], memory: int, otherwise: int) -> None:
         super().__init__(measure)
-        self._otherwise = otherwise
+        self._memory, self._otherwise = memory, otherwise
 
     def __get__(self, driver: Any, owner: Any = None) -> Any:
+        # Not by trying: before CuPy refuses memory, it gives back all that its pool holds and collects garbage.
+        if driver is not None and driver.free_bytes < self._memory:
+            return self._otherwise
         try:
             return super().__get__(driver, owner)
         except BackendUnavailable:
+            # A limit of the caller's is in the way, or somebody was faster.
+            vars(driver)[self.attrname] = self._otherwise
             return self._otherwise
 
 
@@ -90,14 +98,15 @@ def ring_bytes(driver: Driver) -> int:
     so the ring is not chosen too early. Takes about 20 ms.
     """
     largest = MEASURED_LAYER_BYTES[-1]
-    ring, sink, host = driver.memory(SLOTS * largest), driver.memory(largest), driver.pinned(largest)
+    ring, host = driver.memory(RING_MEMORY_BYTES), driver.pinned(largest)
+    sink = ring.address + SLOTS * largest
     stream, copying = driver.stream(), driver.stream()
     for size in MEASURED_LAYER_BYTES:
         # As many pieces as there are thread blocks.
         piece = -(-size // driver.multiprocessors // WORD) * WORD
         starts = range(0, size, piece)
         runs = [
-            (source + at, sink.address + at, min(piece, size - at))
+            (source + at, sink + at, min(piece, size - at))
             for source in (host.address, *(ring.address + slot * largest for slot in range(SLOTS)))
             for at in starts
         ]

@@ -41,7 +41,7 @@ class Sampler:
         the
         highest is not finite."""
         ids, probabilities = self.distribution(logits)
-        return int(ids[0]) if self.temperature == 0 else int(self._rng.choice(ids, p=probabilities))
+        return int(self._rng.choice(ids, p=probabilities))
 
     def distribution(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """The tokens that `pick` draws from, likeliest first, and their probabilities. Raises as `pick` does."""

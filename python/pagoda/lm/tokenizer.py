@@ -141,10 +141,9 @@ class _FileDecoder:
         text = self._tokenizer.decode(self._tokens)
         pending = len(self._tokens) - self._context
         if text.endswith("\ufffd") and pending < PENDING_MAX:
-            # A character has at most 4 bytes. After 3 tokens there is more than one, and those before the last are settled,
-            # unless bytes that are not whole make what was before them look like none.
+            # What is before the last character is settled, unless bytes that are not whole make that look like none.
             settled = _settled(text)
-            return self._tell(settled) if pending > 3 and settled.startswith(self._told) else ""
+            return self._tell(settled) if settled.startswith(self._told) else ""
         new = self._tell(text)
         self._tokens = self._tokens[self._context :]
         self._context = len(self._tokens)
@@ -156,10 +155,8 @@ class _FileDecoder:
 
     def _tell(self, text: str) -> str:
         # Bytes that were told as U+FFFD may have become a character, where one before them is meant.
-        new = text[[*map(operator.eq, self._told, text), False].index(False) :]
-        if new:
-            self._told = text
-        return new
+        told, self._told = self._told, text
+        return text[[*map(operator.eq, told, text), False].index(False) :]
 
 
 def _settled(text: str) -> str:

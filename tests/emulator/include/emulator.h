@@ -75,10 +75,11 @@ struct Offer {
     alignas(16) unsigned char data[48];
 };
 
-/// One collective of the lanes of a mask. It lasts until each of them has come to its next one: lanes of other masks may have
-/// been through many meanwhile.
+/// One collective of the lanes of a mask, at a line of the program or, for 0, at any. It lasts until each of them has come to its next
+/// one: lanes of other masks may have been through many meanwhile.
 struct Meeting {
     const char* name = nullptr;
+    int line = 0;
     unsigned mask = 0, arrived = 0, unread = 0;
     Barrier barrier;
     Offer offers[LANES];
@@ -109,8 +110,8 @@ extern dim3 block_index, block_size, grid_size;
 
 void block_barrier();
 void warp_barrier(unsigned mask);
-/// Meets the lanes of `mask`, all in the same collective; returns what they brought, after `finish` has seen it once.
-const Offer* meet(const char* name, unsigned mask, const void* data, size_t bytes, void (*finish)(Offer*) = nullptr);
+/// Meets the lanes of `mask`, all in the same collective at the same line; returns what they brought, after `finish` has seen it once.
+const Offer* meet(const char* name, unsigned mask, const void* data, size_t bytes, void (*finish)(Offer*) = nullptr, int line = 0);
 /// Notes that this thread reads or writes shared memory. Fails if another has written there, or read what is overwritten, and no
 /// barrier lies between: warps advance as they like, and so do lanes but for `__syncwarp`.
 void touch(const void* at, size_t bytes, bool writes);

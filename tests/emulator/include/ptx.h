@@ -507,8 +507,8 @@ inline void bar_warp_sync(u32 mask) { emulator::warp_barrier(mask); }
 
 /// What each lane of a mask brings.
 template <class T>
-std::vector<T> gathered(const char* name, u32 mask, T mine) {
-    const Offer* met = meet(name, mask, &mine, sizeof mine);
+std::vector<T> gathered(const char* name, u32 mask, T mine, int line = 0) {
+    const Offer* met = meet(name, mask, &mine, sizeof mine, nullptr, line);
     std::vector<T> all(emulator::LANES);
     for (int i = 0; i < emulator::LANES; ++i) {
         if (mask >> i & 1) std::memcpy(&all[static_cast<size_t>(i)], met[i].data, sizeof mine);
@@ -550,7 +550,7 @@ inline void redux_sync_max_u32(u32& d, u32 a, u32 mask) {
 }
 
 // Matrices. Lanes 8 i to 8 i + 7 name the rows of matrix i, and lane l gets two elements of row l / 4 of each, or of column
-// l / 4.
+// l / 4. These instructions are aligned: all lanes are at the same one, and not at another like it.
 
 /// Fails where two of the eight rows of a matrix, of 16 bytes each, are in the same banks, and would be read one after the other.
 inline void check_banks(const u64* rows) {
@@ -559,10 +559,10 @@ inline void check_banks(const u64* rows) {
     if (banks != 0xff) fail("ldmatrix: two rows in the same banks");
 }
 template <bool TRANSPOSED>
-void load_matrices(u32& d0, u32& d1, u32& d2, u32& d3, u32 row) {
+void load_matrices(int line, u32& d0, u32& d1, u32& d2, u32& d3, u32 row) {
     const unsigned char* mine = place<Shared, u8>(row, 16);
     emulator::touch(mine, 16, false);
-    const auto rows = gathered("ldmatrix", ~0u, reinterpret_cast<u64>(mine));
+    const auto rows = gathered("ldmatrix", ~0u, reinterpret_cast<u64>(mine), line);
     u32* const to[4] = {&d0, &d1, &d2, &d3};
     const size_t lane = static_cast<size_t>(emulator::lane()), own = lane / 4, pair = lane % 4 * 2;
     for (size_t matrix = 0; matrix < 4; ++matrix) {
@@ -575,14 +575,14 @@ void load_matrices(u32& d0, u32& d1, u32& d2, u32& d3, u32 row) {
         *to[matrix] = two[0] | static_cast<u32>(two[1]) << 16;
     }
 }
-inline void ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32& d0, u32& d1, u32& d2, u32& d3, u32 row) {
-    load_matrices<false>(d0, d1, d2, d3, row);
+inline void ldmatrix_sync_aligned_m8n8_x4_shared_b16(int line, u32& d0, u32& d1, u32& d2, u32& d3, u32 row) {
+    load_matrices<false>(line, d0, d1, d2, d3, row);
 }
-inline void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32& d0, u32& d1, u32& d2, u32& d3, u32 row) {
-    load_matrices<true>(d0, d1, d2, d3, row);
+inline void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(int line, u32& d0, u32& d1, u32& d2, u32& d3, u32 row) {
+    load_matrices<true>(line, d0, d1, d2, d3, row);
 }
-inline void movmatrix_sync_aligned_m8n8_trans_b16(u32& d, u32 a) {
-    const auto all = gathered("movmatrix", ~0u, a);
+inline void movmatrix_sync_aligned_m8n8_trans_b16(int line, u32& d, u32 a) {
+    const auto all = gathered("movmatrix", ~0u, a, line);
     const size_t lane = static_cast<size_t>(emulator::lane()), column = lane / 4;
     d = 0;
     for (size_t i = 0; i < 2; ++i) {
@@ -625,16 +625,16 @@ void multiply(Offer* offers) {
     }
 }
 template <class Format>
-void mma(const char* name, u32& d0, u32& d1, u32& d2, u32& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, u32 c0, u32 c1,
-         u32 c2, u32 c3) {
+void mma(const char* name, int line, u32& d0, u32& d1, u32& d2, u32& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, u32 c0,
+         u32 c1, u32 c2, u32 c3) {
     Operands mine{{a0, a1, a2, a3}, {b0, b1}, {as<f32>(c0), as<f32>(c1), as<f32>(c2), as<f32>(c3)}};
-    std::memcpy(&mine, meet(name, ~0u, &mine, sizeof mine, multiply<Format>)[emulator::lane()].data, sizeof mine);
+    std::memcpy(&mine, meet(name, ~0u, &mine, sizeof mine, multiply<Format>, line)[emulator::lane()].data, sizeof mine);
     u32* const to[4] = {&d0, &d1, &d2, &d3};
     for (size_t i = 0; i < 4; ++i) put(*to[i], mine.c[i]);
 }
 template <class... Registers>
-void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(Registers&&... registers) { mma<F16>("mma.f16", registers...); }
+void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(int line, Registers&&... registers) { mma<F16>("mma.f16", line, registers...); }
 template <class... Registers>
-void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(Registers&&... registers) { mma<BF16>("mma.bf16", registers...); }
+void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(int line, Registers&&... registers) { mma<BF16>("mma.bf16", line, registers...); }
 
 }  // namespace ptx

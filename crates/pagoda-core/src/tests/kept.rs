@@ -1,7 +1,12 @@
 use super::*;
 use crate::ids::BlockId;
 use crate::keep::{KeptGroup, KeptPage, KeptSequence};
+use crate::table::{Left, Span};
 use crate::window::Window;
+
+fn span(first_page: u32, skip: u32, count: u32, position: u64) -> Span {
+    Span { first_page, skip, count, position }
+}
 
 /// What is kept stays on disk, and is all that stays once nobody else holds it.
 #[test]
@@ -13,7 +18,7 @@ fn copies_of_what_is_kept_are_spared_in_memory_alone() {
     let unshared = Selection { unshared: true, ..Selection::of(0..4, vec![GroupId(0)]) };
     assert_eq!(cache.plan(sequence, Tier::Host, &unshared).unwrap().moves().len(), 1, "a key is no sequence");
     let dropped = |cache: &mut Cache, tier| {
-        let dropped = cache.drop_copies(tier, GroupId(0), 9);
+        let dropped = cache.drop_copies(tier, GroupId(0), 9, None).unwrap();
         cache.audit().unwrap();
         dropped
     };
@@ -63,8 +68,8 @@ fn what_is_kept_is_not_revived_by_halves() {
 fn a_state_is_not_adopted() {
     let group = Group { kind: GroupKind::State, ..GROUP };
     let mut cache = Cache::new(&[group], [MEMORY; 3]).unwrap();
-    let span = |count| (0, (1 << 31) - 1, count, 0);
-    let written = KeptGroup { left: (0, 0), spans: vec![span(1), span(1)], pages: Vec::new() };
+    let one = span(0, (1 << 31) - 1, 1, 0);
+    let written = KeptGroup { spans: vec![one, one], ..KeptGroup::default() };
     let kept = KeptSequence { len: 2, groups: vec![written] };
     assert!(cache.adopt(&[kept]).remove(0).is_err());
     cache.audit().unwrap();
@@ -77,13 +82,13 @@ fn a_sequence_of_another_shape_is_not_adopted() {
     let windowed = Group { window: Some(window), ..GROUP };
     let sealed = |block| KeptPage::Sealed(BlockId::new(block));
     let open = |block, fill| KeptPage::Open(BlockId::new(block), fill);
-    let of = |pages| KeptGroup { left: (0, 0), spans: vec![(0, 0, 6, 0)], pages };
+    let of = |pages| KeptGroup { spans: vec![span(0, 0, 6, 0)], pages, ..KeptGroup::default() };
     let six = |groups| KeptSequence { len: 6, groups };
     let right = six(vec![of(vec![sealed(0), open(1, 2)])]);
     let most = limits::TOKENS_PER_SEQUENCE_MAX;
     let passed = |count| {
-        let written =
-            KeptGroup { left: (0, count), spans: vec![(0, 0, 4, most - 4)], pages: vec![sealed(2)] };
+        let (left, spans) = (Left { after: 0, count }, vec![span(0, 0, 4, most - 4)]);
+        let written = KeptGroup { left, spans, pages: vec![sealed(2)] };
         KeptSequence { len: count + 4, groups: vec![written] }
     };
     for (group, kept, is_right) in [
@@ -114,8 +119,9 @@ fn what_has_left_without_a_gap_is_not_adopted() {
     for (position, is_right) in [(104, true), (103, false), (4, false)] {
         let mut cache = Cache::new(&[group], [MEMORY; 3]).unwrap();
         let pages = (0..2).map(|block| KeptPage::Sealed(BlockId::new(block))).collect();
-        let spans = vec![(0, 0, 4, 0), (1, 0, 4, position)];
-        let kept = KeptSequence { len: 108, groups: vec![KeptGroup { left: (4, 100), spans, pages }] };
+        let spans = vec![span(0, 0, 4, 0), span(1, 0, 4, position)];
+        let left = Left { after: 4, count: 100 };
+        let kept = KeptSequence { len: 108, groups: vec![KeptGroup { left, spans, pages }] };
         let adopted = cache.adopt(&[kept]).remove(0);
         assert_eq!(adopted.is_ok(), is_right, "{adopted:?}");
         let Ok(adopted) = adopted else { continue };
@@ -131,12 +137,12 @@ fn what_has_left_without_a_gap_is_not_adopted() {
 #[test]
 fn a_sequence_that_could_not_have_grown_is_not_adopted() {
     let end = limits::TOKENS_PER_SEQUENCE_MAX;
-    let empty = |skip, position| (Vec::new(), (0, skip, 0, position));
-    let four = |position| (vec![KeptPage::Sealed(BlockId::new(0))], (0, 0, 4, position));
-    let two = |position| (vec![KeptPage::Sealed(BlockId::new(0))], (0, 2, 2, position));
+    let empty = |skip, position| (Vec::new(), span(0, skip, 0, position));
+    let four = |position| (vec![KeptPage::Sealed(BlockId::new(0))], span(0, 0, 4, position));
+    let two = |position| (vec![KeptPage::Sealed(BlockId::new(0))], span(0, 2, 2, position));
     for (len, [first, second], is_right) in [
         (0, [empty(0, 0), empty(0, 0)], true),
-        (0, [(vec![KeptPage::Left], (0, 4, 0, 0)), empty(0, 0)], false),
+        (0, [(vec![KeptPage::Left], span(0, 4, 0, 0)), empty(0, 0)], false),
         (0, [empty(0, end), empty(0, end)], true),
         (0, [empty(0, 0), empty(0, end)], false),
         (4, [four(end - 4), four(end - 4)], true),
@@ -147,9 +153,9 @@ fn a_sequence_that_could_not_have_grown_is_not_adopted() {
     ] {
         let mut cache = Cache::new(&[GROUP; 2], [MEMORY; 3]).unwrap();
         let named = |(pages, span): &(Vec<_>, _)| KeptGroup {
-            left: (0, 0),
             spans: vec![*span],
             pages: pages.clone(),
+            ..KeptGroup::default()
         };
         let mut second = named(&second);
         second.pages.iter_mut().for_each(|page| *page = KeptPage::Sealed(BlockId::new(4)));

@@ -23,12 +23,14 @@ fn a_plan_has_each_page_once() {
 fn moves_between_two_tiers_are_known_until_they_have_ended() {
     let (mut cache, sequence) = filled(8);
     let moves = |cache: &mut Cache, from, to| {
-        cache.moves_between(from, to).into_iter().map(|(id, _)| id).collect::<Vec<_>>()
+        cache.moves_between(from, to, false).into_iter().map(|(id, _)| id).collect::<Vec<_>>()
     };
     let copied = plan(&cache, sequence, Tier::Host, 0..8, true);
     let (_, completion, copies) = cache.execute(&copied).unwrap();
     assert_eq!(moves(&mut cache, Tier::Device, Tier::Host), [], "it leaves a copy");
+    assert_eq!(cache.moves_between(Tier::Device, Tier::Host, true).len(), 1);
     completion.finish(copies.len() as u32);
+    assert_eq!(cache.moves_between(Tier::Device, Tier::Host, true).len(), 0);
     assert_eq!(moves(&mut cache, Tier::Device, Tier::Host), []);
     let moved = plan(&cache, sequence, Tier::Disk, 0..8, false);
     let (id, completion, copies) = cache.execute(&moved).unwrap();

@@ -194,7 +194,7 @@ impl WorkList {
         self.prefix.push(before.saturating_add(i32::try_from(work).unwrap_or(i32::MAX)));
     }
 
-    /// Whether the work is as little as kernels can count.
+    /// Whether the work is little enough for kernels to count.
     pub fn is_countable(&self) -> bool {
         self.prefix.last() != Some(&i32::MAX)
     }

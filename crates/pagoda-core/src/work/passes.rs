@@ -34,12 +34,12 @@ impl Scanned<'_> {
     }
 }
 
-/// How the pages of the slower tier are divided between the ways to them. What is left is brought.
+/// How the pages of the host tier are divided between the ways to them, as parts of 1. Those that are left are brought.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Shares {
-    /// Of the first of divisible sequences, as far as all lie there: attended to by the CPU, where they are.
+    /// Of the first pages of divisible sequences, up to one that is on another tier: what the CPU attends to, where they lie.
     pub on_cpu: f64,
-    /// Of all others: read in place.
+    /// Of all others: what kernels read in place.
     pub in_place: f64,
 }
 
@@ -51,7 +51,7 @@ pub struct Passes {
     pub blocks: Vec<Vec<BlockRef>>,
     /// For each entry of a sequence's row that is brought: the sequence, the entry, and its block's place in its pass.
     pub entries: Vec<(u32, u32, u32)>,
-    /// Of each sequence, entries of that tier that are read in place.
+    /// Of each sequence, how many pages of the host tier are read in place.
     pub in_place: Vec<u32>,
     /// `[sequence]`: the token before which the CPU attends to all.
     begins: Vec<u32>,

@@ -92,12 +92,12 @@ fn append_and_attend_allocate_nothing() {
     for deterministic in [false, true] {
         let backend = Backend::new(2, deterministic, None).unwrap();
         let mut round = || {
-            let out = RowsMut {
+            let out = RowsMut(Rows {
                 ptr: out.as_mut_ptr().cast(),
                 element: Element::F32,
                 token_stride: 8 * 256,
                 head_stride: 256,
-            };
+            });
             // SAFETY: the arena has every block of the row, the arrays have every row, and nobody else touches them.
             unsafe {
                 let (k, v) = (view(&keys, 2), view(&keys, 2));

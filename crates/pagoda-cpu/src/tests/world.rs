@@ -462,12 +462,12 @@ impl World {
         let token_stride = heads * v_dim * size + 2 * size;
         let mut out = vec![0xa5u8; total * token_stride];
         let mut lse = vec![f32::NAN; total * heads];
-        let target = RowsMut {
+        let target = RowsMut(Rows {
             ptr: out.as_mut_ptr(),
             element,
             token_stride: token_stride as isize,
             head_stride: (v_dim * size) as isize,
-        };
+        });
         let queries = rows(&queries, element, heads, dim);
         attend(&Attention {
             kv: PagedKv { arenas: &arenas, layer: &self.layer, sequences: &tables },

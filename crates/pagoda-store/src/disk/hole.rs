@@ -1,7 +1,8 @@
 //! Giving space of the file back to the file system while other threads go on; whoever writes there next waits for it.
 
-use super::store::{Store, lock};
+use super::store::Store;
 use super::{Error, Result};
+use crate::lock;
 use pagoda_core::ids::{BlockId, GroupId};
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};

@@ -1,7 +1,7 @@
 //! The index of a named cache: a log of what is kept under which key.
 //!
-//! Each line is in it twice: what one damaged place has spoilt says the other copy. A line that was cut short at the end was never
-//! acknowledged, since the second copy follows when the first is safe. The log is written anew when it is opened, when most of it is
+//! Each line is in it twice, so that one damaged place loses nothing. A line that was cut short at the end was never acknowledged,
+//! since the second copy follows when the first is safe. The log is written anew when it is opened, when most of it is
 //! about what is no longer kept, and after a failure that may have left anything in it.
 
 use super::format::{Fingerprint, IndexHeader, Line, Lines, Record, first_generation, put_bytes};

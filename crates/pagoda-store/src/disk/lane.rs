@@ -3,9 +3,9 @@
 use super::format::{self, Record};
 use super::io::{self, IO_BYTES_MAX, Kind, Op};
 use super::segment::{Geometry, Slot};
-use super::store::{Page, Store, lock};
+use super::store::{Page, Store};
 use super::{Error, Result};
-use crate::Slab;
+use crate::{Slab, lock};
 use pagoda_core::ids::{BlockId, GroupId};
 use std::ops::Range;
 use std::sync::Arc;

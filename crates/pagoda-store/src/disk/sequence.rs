@@ -4,6 +4,7 @@ use super::format::Fields;
 use super::index::Entry;
 use pagoda_core::ids::{BlockId, GroupId};
 use pagoda_core::keep::{KeptGroup, KeptPage, KeptSequence};
+use pagoda_core::table::{Left, Span};
 
 /// The blocks of a sequence, and the rest of its entry, of which `meta` is the caller's.
 pub fn encode(kept: &KeptSequence, meta: &[u8]) -> (Vec<(GroupId, BlockId)>, Vec<u8>) {
@@ -11,8 +12,8 @@ pub fn encode(kept: &KeptSequence, meta: &[u8]) -> (Vec<(GroupId, BlockId)>, Vec
     let mut words = |words: &[u64]| words.iter().for_each(|word| bytes.extend(word.to_le_bytes()));
     words(&[kept.len, kept.groups.len() as u64]);
     for (group, KeptGroup { left, spans, pages }) in (0..).map(GroupId).zip(&kept.groups) {
-        words(&[left.0, left.1, spans.len() as u64, pages.len() as u64]);
-        for &(first_page, skip, count, position) in spans {
+        words(&[left.after, left.count, spans.len() as u64, pages.len() as u64]);
+        for &Span { first_page, skip, count, position } in spans {
             words(&[first_page.into(), skip.into(), count.into(), position]);
         }
         for page in pages {
@@ -40,13 +41,13 @@ pub fn decode(entry: &Entry) -> Option<(KeptSequence, Vec<u8>)> {
     let (len, groups) = (fields.u64()?, fields.u64()?);
     let mut kept = KeptSequence { len, groups: Vec::new() };
     for group in 0..groups {
-        let left = (fields.u64()?, fields.u64()?);
+        let left = Left { after: fields.u64()?, count: fields.u64()? };
         let (spans, pages) = (fields.u64()?, fields.u64()?);
         let mut written = KeptGroup { left, ..KeptGroup::default() };
         for _ in 0..spans {
             let mut number = || u32::try_from(fields.u64()?).ok();
             let (first_page, skip, count) = (number()?, number()?, number()?);
-            written.spans.push((first_page, skip, count, fields.u64()?));
+            written.spans.push(Span { first_page, skip, count, position: fields.u64()? });
         }
         for _ in 0..pages {
             let code = fields.u64()?;
@@ -83,9 +84,15 @@ mod tests {
             (0u32..1000).prop_map(|block| KeptPage::Sealed(BlockId::new(block))),
             (0u32..1000, any::<u32>()).prop_map(|(block, fill)| KeptPage::Open(BlockId::new(block), fill)),
         ];
-        let group = (any::<(u64, u64)>(), proptest::collection::vec(any::<(u32, u32, u32, u64)>(), 0..4));
-        let group = (group, proptest::collection::vec(page, 0..6))
-            .prop_map(|((left, spans), pages)| KeptGroup { left, spans, pages });
+        let left = any::<(u64, u64)>().prop_map(|(after, count)| Left { after, count });
+        let span = any::<(u32, u32, u32, u64)>().prop_map(|(first_page, skip, count, position)| Span {
+            first_page,
+            skip,
+            count,
+            position,
+        });
+        let (spans, pages) = (proptest::collection::vec(span, 0..4), proptest::collection::vec(page, 0..6));
+        let group = (left, spans, pages).prop_map(|(left, spans, pages)| KeptGroup { left, spans, pages });
         (any::<u64>(), proptest::collection::vec(group, 0..4))
             .prop_map(|(len, groups)| KeptSequence { len, groups })
     }

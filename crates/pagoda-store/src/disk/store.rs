@@ -8,6 +8,7 @@ use super::io::{ALIGN, Access, Directory, File, Pulse};
 use super::lane::{Lane, stretches};
 use super::segment::{Geometry, Slot};
 use super::{Error, Result};
+use crate::lock;
 use pagoda_core::fence::Failure;
 use pagoda_core::ids::{BlockId, GroupId};
 use std::collections::HashMap;
@@ -15,7 +16,7 @@ use std::iter::once;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::SystemTime;
 
 const PAGES: &str = "pages";
@@ -481,8 +482,4 @@ fn unkeep(pages: &mut Pages, entry: &Entry) {
 
 fn corrupt(group: GroupId, block: BlockId, reason: impl Into<String>) -> Error {
     Error::Corrupt { group: group.0, block: block.index(), reason: reason.into() }
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

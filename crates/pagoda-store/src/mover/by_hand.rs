@@ -2,11 +2,11 @@
 //! in which a seed decides when.
 
 use super::{LayerOfPages, Mover, Part, Work, read_layer};
-use crate::Ring;
 use crate::disk::{Error, Lane, Store};
+use crate::{Ring, lock};
 use pagoda_core::ids::{BlockId, Epoch, GroupId};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, PoisonError};
 
 /// Reads that wait.
 pub struct ByHand {
@@ -60,7 +60,7 @@ impl ByHand {
     /// Says of all reads that they have ended, which they have not: for a negative control.
     pub fn pretend(&self) {
         for Waiting(part) in &self.waiting {
-            let state = part.job.state.lock().unwrap_or_else(PoisonError::into_inner);
+            let state = lock(&part.job.state);
             part.job.completion.finish(state.copied as u32);
         }
     }

@@ -1,8 +1,8 @@
 //! Jobs of a mover until they are done: their parts, and who waits for them.
 
 use super::{LayerOfPages, Transfer};
-use crate::Slab;
 use crate::disk::{Error, Hole, Store};
+use crate::{Slab, lock};
 use pagoda_core::fence::{Completion, Failure};
 use pagoda_core::ids::{BlockId, GroupId};
 use std::sync::mpsc::Sender;
@@ -47,7 +47,8 @@ pub(super) struct JobState {
 pub struct Waiter(Arc<(Mutex<usize>, Condvar)>);
 
 impl Job {
-    /// Without parts, which the caller ends. `written`: of each of the transfers, the block on disk that it writes to.
+    /// A job without parts. It goes on until the caller has called `end` too, once all parts are begun. `written`: of each of the
+    /// transfers, the block on disk that it writes to.
     pub(super) fn new(
         transfers: usize,
         written: Vec<Option<(GroupId, BlockId)>>,
@@ -62,7 +63,7 @@ impl Job {
 
     /// Gives a part to the threads of a queue.
     pub(super) fn begin(self: &Arc<Self>, queue: &Option<Sender<Part>>, work: Work, first: usize) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).parts_left += 1;
+        lock(&self.state).parts_left += 1;
         let part = Part { work, first, job: self.clone() };
         queue.as_ref().expect("lives until drop").send(part).expect("the threads live until drop");
     }
@@ -70,7 +71,7 @@ impl Job {
     /// Notes how a part ended, of which the first transfer is `first`; the last one finishes the job.
     pub(super) fn end(&self, result: Result<(), Error>, first: usize) {
         let Self { completion, waiter, state, store, written } = self;
-        let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(state);
         if let Err(error) = result
             && first < state.copied
         {
@@ -112,7 +113,7 @@ impl Waiter {
     }
 
     fn unfinished(&self) -> MutexGuard<'_, usize> {
-        self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0.0)
     }
 
     /// Sleeps until `completion` has finished or `limit` has passed; says whether it has finished.

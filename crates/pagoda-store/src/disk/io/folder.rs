@@ -2,8 +2,8 @@
 
 use super::psync::Psync;
 use super::{ALIGN, Access, Directory, File, IO_BYTES_MAX, Kind, Lane, Op, Pulse};
-use crate::Slab;
 use crate::disk::Error;
+use crate::{Slab, lock};
 use rustix::fs::{self, AtFlags, FlockOperation, Mode, OFlags};
 use std::collections::BTreeSet;
 use std::fmt;
@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// A process that was killed holds its lock until the kernel is done with the last of its I/O, which is as it should be: so
@@ -48,10 +48,6 @@ struct Place {
 
 /// Files of pages. A forked child that kept one open would keep its lock, and the space of one that has no name.
 static OPEN: Mutex<BTreeSet<RawFd>> = Mutex::new(BTreeSet::new());
-
-fn open_files() -> MutexGuard<'static, BTreeSet<RawFd>> {
-    OPEN.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// In a forked child: leaves files of pages to the parent alone.
 ///
@@ -107,7 +103,11 @@ impl Folder {
             Err(rustix::io::Errno::EXIST) => false,
             other => other.map(|()| true)?,
         };
-        let fd = pulse.ask(|| fs::open(path, flags, Mode::empty()))?;
+        let fd = pulse.ask(|| fs::open(path, flags, Mode::empty())).map_err(|errno| {
+            // Of a link to a directory the system says what nobody sees: that it is none.
+            let link = pulse.ask(|| path.is_symlink());
+            if link { io::Error::other("a link: give the directory that it leads to") } else { errno.into() }
+        })?;
         require_ours(&pulse, &fd, Mode::WGRP | Mode::WOTH, "directory")?;
         // Without that a loss of power could take a directory with all that was synced in it. Not everybody may open the parent.
         if made && let Ok(parent) = pulse.ask(|| fs::openat(&fd, "..", flags, Mode::empty())) {
@@ -199,7 +199,7 @@ impl Folder {
         if self.access.direct {
             self.set_direct(&fd)?;
         }
-        open_files().insert(fd.as_raw_fd());
+        lock(&OPEN).insert(fd.as_raw_fd());
         Ok(OnDisk { fd: Arc::new(fd), uring: self.access.uring, place, pulse: self.pulse.clone() })
     }
 
@@ -373,7 +373,7 @@ impl OnDisk {
 
 impl Drop for OnDisk {
     fn drop(&mut self) {
-        let is_of_pages = open_files().remove(&self.fd.as_raw_fd());
+        let is_of_pages = lock(&OPEN).remove(&self.fd.as_raw_fd());
         if is_of_pages && self.place.is_some() {
             // A child that was forked meanwhile has the file open as well, and would keep the lock with it.
             let _ = fs::flock(&*self.fd, FlockOperation::Unlock);

@@ -102,7 +102,7 @@ fn the_next_change_of_a_key_waits_until_the_pages_of_this_one_count_as_kept() {
         };
         scope.spawn(move || store.put_if(b"it", &[place], b"", wanted).unwrap());
         begun.recv().unwrap();
-        let pages = store::lock(&store.pages);
+        let pages = crate::lock(&store.pages);
         lets.send(()).unwrap();
         scope.spawn(move || ends.send(store.is_sure()).unwrap());
         // If it does not wait for the index, it is done by then.

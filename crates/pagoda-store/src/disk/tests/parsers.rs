@@ -5,6 +5,7 @@ use crate::disk::format::{
     IndexHeader, Line, Lines, Record, header_bytes, put_bytes, read_header, write_header,
 };
 use pagoda_core::keep::{KeptGroup, KeptPage, KeptSequence};
+use pagoda_core::table::{Left, Span};
 use proptest::prelude::*;
 
 const RECORD: Record = Record { group: 3, block: 0x0102_0304, generation: 0x0506_0708_090a_0b0c, sum: 0 };
@@ -143,7 +144,9 @@ proptest! {
     ) {
         let page = |block| BlockId::new(block);
         let pages = vec![KeptPage::Left, KeptPage::Sealed(page(9)), KeptPage::Open(page(4), 5)];
-        let group = KeptGroup { left: (2, 16), spans: vec![(0, 3, 20, 7), (2, 0, 5, 90)], pages };
+        let first = Span { first_page: 0, skip: 3, count: 20, position: 7 };
+        let spans = vec![first, Span { first_page: 2, skip: 0, count: 5, position: 90 }];
+        let group = KeptGroup { left: Left { after: 2, count: 16 }, spans, pages };
         let kept = KeptSequence { len: 41, groups: vec![group.clone(), group] };
         let (own, bytes) = sequence::encode(&kept, b"meta");
         let own: Vec<_> = own.iter().map(|(group, block)| (group.0, block.index())).collect();
