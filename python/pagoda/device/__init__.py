@@ -14,7 +14,7 @@ from pagoda.geometry import Geometry
 __all__ = ["AUTO", "DeviceEngine", "device_index", "engine_for"]
 
 AUTO = "cpu"
-"""What device="auto" is: for now a cache is on a GPU only where it is asked to be."""
+"""The meaning of device="auto": for now a cache is on a GPU only if the caller asks for one."""
 
 
 def device_index(device: str) -> int | None:
@@ -27,9 +27,9 @@ def device_index(device: str) -> int | None:
 
 
 def engine_for(device: str, geometry: Geometry, *, threads: int, **options: Any) -> DeviceEngine | None:
-    """The engine for `device`; None for the CPU. threads: of the CPU, for its part in attention over pages of the host tier.
+    """The engine for `device`; None for the CPU. threads: CPU threads for the CPU's part in attention over the host tier.
 
-    Raises InvalidArgument, and BackendUnavailable for what is not there.
+    Raises InvalidArgument, and BackendUnavailable if there is no such device.
     """
     index = device_index(device)
     if index is None:

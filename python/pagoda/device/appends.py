@@ -1,4 +1,4 @@
-"""New rows go into their pages: what K is centred by, the kernels that convert and write, values that do not fit."""
+"""Writing new rows into their pages: the centres of K, the kernels that convert and write, and values that do not fit."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from pagoda.geometry import CoreLayer, owners_of
 from pagoda.kernels import arguments, instances
 
 APPEND_THREADS = 256
-"""Of a thread block of `append` and `append_rows`."""
+"""Threads of a thread block of `append` and `append_rows`."""
 
 CENTER_THREADS = 512
-"""Of the one thread block of `center`."""
+"""Threads of the one thread block of `center`."""
 
 
 class Centers:
-    """What the K rows of each layer are centred by, on the device; zeros where no rows have said it yet.
+    """The centre of each layer's K rows, on the device; zeros until it is known.
 
-    addresses: of each layer that has a centre, its own or that of its owner. first: the layers whose first rows say it.
+    addresses: for each layer with a centre that of its own or of its owner's. first: layers whose first rows determine the
+    centre.
     """
 
     def __init__(self, driver: Driver, layers: list[CoreLayer]) -> None:
@@ -47,11 +48,11 @@ class Centers:
         }
 
     def keep(self, layer: int, stream: Stream) -> None:
-        """Rows are on their way to `center` that may be refused."""
+        """Saves the centre before `center` computes it from rows that may still be refused."""
         stream.copy(self._kept.address, self.addresses[layer], 4 * self._sizes[layer])
 
     def restore(self, layer: int, stream: Stream) -> None:
-        """The rows that came last are refused."""
+        """Restores the centre because those rows were refused."""
         stream.copy(self.addresses[layer], self._kept.address, 4 * self._sizes[layer])
 
 
@@ -75,7 +76,7 @@ class Misfits:
 
 
 class Appends:
-    """The launches that append. misfits: where values that do not fit are an error; None where they are not."""
+    """The launches that append. misfits: to raise an error for values that do not fit; None to raise none."""
 
     def __init__(
         self, driver: Driver, layers: Sequence[LayerKernels], centers: Centers, misfits: Misfits | None
@@ -86,13 +87,14 @@ class Appends:
         self._blocks_max = 4 * driver.multiprocessors
 
     def enter(self, tokens_max: int, *, centers: bool, in_graph: bool) -> None:
-        """A step begins. tokens_max: rows that arrays may have, for which kernels are launched. centers: whether its rows say
-        what K is centred by. in_graph: whether a graph may do it, whose `center` does nothing in steps that do not say it."""
+        """A step begins. tokens_max: rows that arrays may have; kernels are launched for this many. centers: whether rows of
+        the step determine centres. in_graph: whether a graph may do the step; `center` is then always launched, and does
+        nothing in steps whose rows determine none."""
         self._tokens_max = tokens_max
         self._first = self._centers.first if centers or in_graph else set()
 
     def append(self, layer: int, keys: View, values: View, tables: GroupTables, stream: Stream) -> None:
-        """Writes K and V of the new tokens of one layer. values: keys once more where V is a part of K."""
+        """Writes K and V of the new tokens of one layer. values: the same as keys if V is a part of K."""
         if self._misfits is not None and stream.capturing:
             raise InvalidArgument("append: in a graph: not in a cache with checked=True, which waits for the device")
         kernels = self._layers[layer]
@@ -114,7 +116,7 @@ class Appends:
                 center=call.center,
             )
             stream.launch(instances.center(keys.dtype), 1, CENTER_THREADS, centering)
-        # A warp writes a row; where nothing is quantised, a thread writes 8 elements.
+        # A warp writes a quantised row; if nothing is quantised, a thread writes 8 elements.
         rows = self._tokens_max * call.kv_heads
         if kernels.quantises:
             threads = 32 * rows * (2 if call.v_head_dim else 1)

@@ -1,4 +1,4 @@
-"""Arrays of the caller, as kernels take them: shapes, types and strides are checked here, and nowhere else."""
+"""The caller's arrays, as kernels take them: shapes, types and strides are checked here and nowhere else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOATS = tuple(NAMES)
 class Arrays:
     """Checks arrays for one device. now: the stream of the open step, on which they are used.
 
-    A step sets `tokens`, how many new ones it has, and `tokens_max`, up to how many arrays may have room for.
+    A step sets `tokens`, how many new tokens it has, and `tokens_max`, the most rows that arrays may have.
     """
 
     def __init__(self, driver: Driver, now: Callable[[], Stream]) -> None:
@@ -28,9 +28,9 @@ class Arrays:
     def rows(
         self, name: str, array: Any, row: tuple[int, ...], dtype: str | None, kinds: Collection[str] = FLOATS
     ) -> View:
-        """An array [tokens, *row] of one of the types `kinds`, any strides with a contiguous last dimension.
+        """An array [tokens, *row] of one of the types `kinds`, with any strides but a contiguous last dimension.
 
-        dtype: "bf16" if 16-bit integers are bits of that. Raises InvalidArgument.
+        dtype: "bf16" if 16-bit integers are the bits of bf16. Raises InvalidArgument.
         """
         if dtype is not None and (not isinstance(dtype, str) or dtype != "bf16"):
             raise InvalidArgument(f'dtype = {dtype!r}: None, or "bf16" for 16-bit integers')
@@ -50,7 +50,7 @@ class Arrays:
         return view
 
     def output(self, name: str, array: Any, row: tuple[int, ...], like: View, dtype: str | None) -> View:
-        """An array that results are written to: rows of the type of `like`, which overlap neither each other nor `like`."""
+        """An array for results: rows of the same type as `like`, which overlap neither each other nor `like`."""
         view = self.rows(name, array, row, dtype, kinds=(like.dtype,))
         if not view.writeable:
             raise InvalidArgument(f"{name} = read-only: a writeable array")

@@ -1,8 +1,8 @@
 """Attention on a device: which sequences are decoded and which prefilled, one pass over pages or several, and the launches.
 
-A launch goes over a work list of `tables.py` (what is on the device, or read in place), or of `streaming.py` (a pass over
-pages that are brought). Queries over pages that they have in common with others come first; what these come to is where the
-launch over each sequence's own pages begins.
+A launch goes over a work list of `tables.py` (pages on the device, or read in place) or of `streaming.py` (one pass over
+streamed pages). Pages that sequences have in common are attended to first; the launch over each sequence's own pages starts
+from those results.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from pagoda.kernels import arguments, instances
 from pagoda.kernels.arguments import Attend, Division
 
 STRETCH = 128
-"""Tiles that a team of warps adds up at most before its sums are put aside: tensor cores that cut sums off take up to 1.4e-8
-of them with each row."""
+"""The most tiles that a team of warps adds up before it puts its sums aside: tensor cores that truncate sums lose up to
+1.4e-8 of them with each row."""
 
 BROUGHT = 2
-"""The tier, to kernels, of what has been brought from the host for a launch."""
+"""The number by which kernels know the slot of streamed pages, as if it were a tier."""
 
 
 @dataclass(frozen=True)
 class Maxima:
-    """What the caller has declared of all steps. new_tokens: of a sequence where a graph does the step; tokens: of all."""
+    """The declared maxima of all steps. new_tokens: of a sequence, in steps that a graph does; tokens: of all sequences."""
 
     sequences: int
     new_tokens: int
@@ -61,14 +61,14 @@ class Attends:
         self._scratch = Scratch(driver)
         self._maxima: Maxima | None = None
         self.in_graph = False
-        """Whether a graph may do the open step, or the last one: then it is launched as any other such step is."""
+        """Whether a graph may do the open step, or the last one; all such steps launch the same kernels."""
         self._bounds: npt.NDArray[np.int32] = np.zeros(1, np.int32)
         self._tokens_max = 0
         self._most_of: dict[int, tuple[int, int]] = {}
-        """Of the open step, by `few` of a layer: new tokens of a decoded sequence at most, and of one that is prefilled."""
+        """For the open step, by `few` of a layer: the most new tokens of a decoded sequence, and of a prefilled one."""
         self._covered: set[tuple[Kind, str, bool, bool]] = set()
-        """Of the open step: kinds of layers, types of queries, whether they are prefilled and whether pages are streamed, for
-        which there is scratch memory."""
+        """The cases for which the open step has scratch memory: kind of layer, type of queries, whether they are prefilled,
+        whether pages are streamed."""
 
     def declare(self, maxima: Maxima) -> None:
         """Makes room for every step to come. Nothing may be under way."""
@@ -87,8 +87,8 @@ class Attends:
             raise
 
     def enter(self, bounds: npt.NDArray[np.int32], tokens_max: int, *, in_graph: bool) -> None:
-        """A step begins. bounds: where the new tokens of each sequence begin, and where the last one's end. tokens_max: rows
-        that arrays may have. in_graph: whether a graph may do it."""
+        """A step begins. bounds: where the new tokens of each sequence begin, and where the last ones end. tokens_max: rows
+        that arrays may have. in_graph: whether a graph may do the step."""
         self._bounds, self._tokens_max, self.in_graph = bounds, tokens_max, in_graph
         self._most_of.clear()
         self._covered.clear()
@@ -138,7 +138,7 @@ class Attends:
     def _in_passes(
         self, layer: int, queries: View, kinds: list[bool], call: Attend, streamed: GroupPasses, stream: Stream
     ) -> None:
-        """Pass after pass, each where the one before has stopped."""
+        """Launches pass after pass, each continuing where the one before stopped."""
         kernels = self._layers[layer]
         call.pages.table, call.pages.columns = streamed.table, streamed.columns
         asked = self._streams.ask(layer, queries, stream)
@@ -152,8 +152,8 @@ class Attends:
                     self._launch(kernels, queries.dtype, prefill, call, own, common, stream)
 
     def _most(self, few: int) -> tuple[int, int]:
-        """New tokens at most of a sequence that is decoded, for it has `few` or fewer, and of one that is prefilled: in the
-        step, or in any that a graph does. 0 if there is none."""
+        """The most new tokens of a decoded sequence (one with up to `few`) and of a prefilled one: in this step or, if a
+        graph may do it, in any such step. 0 if there is no such sequence."""
         if (found := self._most_of.get(few)) is not None:
             return found
         if self._maxima is None or not self.in_graph:
@@ -184,7 +184,7 @@ class Attends:
         common: ListTables | None,
         stream: Stream,
     ) -> None:
-        """One kind of queries: what they have in common with others, then what is their own."""
+        """Launches attention for one kind of queries: over common pages first, then over each sequence's own."""
         if common is not None:
             call.members = self._tables.works[kernels.works[prefill, q]].members
             call.division = Division.TILES
@@ -208,7 +208,7 @@ class Attends:
         return self._driver.multiprocessors * chosen.resident(self._driver.shared_bytes_max)
 
     def _make_room(self, kernels: LayerKernels, q: str, prefill: bool, stream: Stream, *, streamed: bool) -> None:
-        """Scratch memory for attention over a layer, and all others of its kind in this step."""
+        """Makes sure of scratch memory for attention over a layer, and over all others of its kind in this step."""
         covered = kernels.kind, q, prefill, streamed
         if covered in self._covered:
             return
@@ -220,7 +220,7 @@ class Attends:
                 )
             self._finish_steps()
             stream.record().wait()
-            # What covered others may be gone if this is refused.
+            # If memory is refused, the scratch memory of other kinds may be gone, too.
             self._covered.clear()
             self._scratch.grow(sizes, exactly=False)
         self._covered.add(covered)
@@ -228,14 +228,14 @@ class Attends:
     def _scratch_bytes(
         self, kernels: LayerKernels, q: str, chosen: instances.Attention, prefill: bool, *, streamed: bool
     ) -> tuple[int, int, int]:
-        """Partial results, counters and parts of attention over a layer by an instance: for the open step, or for any once
-        maxima are declared."""
+        """Bytes of partial results, counters and parts for attention over a layer by an instance: in the open step, or in any
+        step once maxima are declared."""
         work = self._tables.works[kernels.works[prefill, q]]
         shape = kernels.shape
         sets, room = shape["num_kv_heads"] * chosen.sets, self._tables.room
         floats, units, rows = 2 * self._grid(chosen) * chosen.partial, work.blocks_max * sets, 0
         if self._deterministic and not prefill:
-            # Of a block, whose sequence has that many rows at most, and of spans that begin in the middle of one.
+            # Runs of each block, whose sequence fills its table at most, and one more for each span that begins inside a run.
             runs = work.blocks_max * (room.columns * self._page_size // RUN_ROWS + 1) + room.spans
             floats = runs * sets * chosen.partial
         any_step = self._maxima is not None

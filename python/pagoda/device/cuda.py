@@ -1,4 +1,4 @@
-"""A CUDA device, by CuPy."""
+"""A CUDA device, through CuPy."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ NO_DEVICE, DRIVER_TOO_OLD, NOT_READY = 100, 35, 600
 """cudaErrorNoDevice, cudaErrorInsufficientDriver, cudaErrorNotReady."""
 
 DEFAULT_STREAM = (0, 1)
-"""Its addresses: none, and cudaStreamLegacy."""
+"""Addresses of the default stream: 0, and cudaStreamLegacy."""
 
 THREAD_STREAM = 2
-"""cudaStreamPerThread: the address of as many streams as there are threads."""
+"""cudaStreamPerThread: the address of another stream in each thread."""
 
 PITCH_MAX = (1 << 31) - 1
-"""Bytes from row to row that a copy of rows takes, on every device (cudaDevAttrMaxPitch)."""
+"""The largest pitch that a copy of rows takes, in bytes, on every device (cudaDevAttrMaxPitch)."""
 
 ONE_ADDRESS = ctypes.c_void_p * 1
-"""Where the arguments of a kernel are, as CUDA wants it to be told: every kernel has one."""
+"""The array of pointers to kernel arguments that CUDA takes: every kernel has one argument."""
 
 
 class Lack(NamedTuple):
-    """What is missing and what brings it."""
+    """What is missing, and how to get it."""
 
     found: str
     remedy: str
 
 
 def lack() -> Lack | None:
-    """Why there is no device to use; None where there is one."""
+    """Why there is no usable device; None if there is one."""
     try:
         import cupy
     except ImportError as error:
@@ -75,12 +75,12 @@ def lack() -> Lack | None:
 
 
 def version(number: int) -> str:
-    """CUDA's version numbers, as 13.2 of 13020."""
+    """CUDA's version number as text: 13.2 for 13020."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def count() -> int:
-    """How many devices there are. Where there is none CuPy raises."""
+    """How many devices there are. CuPy raises if there is none."""
     import cupy
 
     return int(cupy.cuda.runtime.getDeviceCount())
@@ -110,13 +110,13 @@ def gpu(index: int) -> Any:
 
 
 def open_driver(index: int) -> Driver:
-    """The device number `index`, as an engine needs it. Raises as `gpu` does."""
+    """The driver of device number `index`. Raises as `gpu` does."""
     return CudaDriver(gpu(index))
 
 
 class _Event:
-    """A point in a stream. kept: where the event of CUDA goes when nobody has this any more, to mark another point: to make
-    one takes several times as long as to record it."""
+    """A point in a stream. kept: the list to which CUDA's event is returned for reuse, as making an event takes several times
+    as long as recording it."""
 
     __slots__ = ("_kept", "event")
 
@@ -125,14 +125,14 @@ class _Event:
         self.event = event
 
     def __del__(self) -> None:
-        # Not if Ctrl-C came before it was all there.
+        # There is no event if Ctrl-C came during __init__.
         if hasattr(self, "event"):
             self._kept.append(self.event)
 
     def done(self) -> bool:
         import cupy
 
-        # CuPy's `Event.done` says "not done" for ever of a device that has failed.
+        # CuPy's `Event.done` returns False for ever once the device has failed.
         runtime = cupy.cuda.runtime
         status = runtime.eventQuery(self.event.ptr)
         if status not in (0, NOT_READY):
@@ -144,17 +144,17 @@ class _Event:
 
 
 class _Foreign(NamedTuple):
-    """A stream of others, as `cupy.cuda.Stream.from_external` takes it."""
+    """A foreign stream, as `cupy.cuda.Stream.from_external` takes it."""
 
     address: int
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """Version of the protocol, and the address."""
+        """The version of the protocol, and the address."""
         return 0, self.address
 
 
 class _Stream:
-    """Every device has a default stream, and all are at address 0: that of the current one is meant."""
+    """A stream of one device. The default streams of all devices have address 0, which means that of the current device."""
 
     def __init__(self, stream: Any, driver: CudaDriver) -> None:
         self._stream, self._driver = stream, driver
@@ -180,9 +180,9 @@ class _Stream:
             every.enter_context(self._stream)
             if torch := _torch():
                 index, address = self._driver.device.id, self._stream.ptr
-                # torch takes an external stream at address 0 for a new one, and none at 1.
+                # As an external stream, torch takes address 0 for a new stream and refuses 1.
                 default = address in DEFAULT_STREAM
-                # To make a stream torch's current one takes longer than a launch.
+                # Only if needed: switching torch's current stream takes longer than a launch.
                 if torch.cuda.current_stream(index).cuda_stream != (0 if default else address):
                     stream = torch.cuda.default_stream(index) if default else torch.cuda.ExternalStream(address, index)
                     every.enter_context(torch.cuda.stream(stream))
@@ -215,7 +215,7 @@ class _Stream:
             except self._driver.runtime.CUDARuntimeError:
                 raise
             except RuntimeError:
-                # So says CuPy of a capture that an error has made invalid, which goes on until somebody ends it.
+                # CuPy raises this for a capture that an error has made invalid; it lasts until somebody ends it.
                 return True
 
     def launch(
@@ -228,11 +228,11 @@ class _Stream:
                 raise not_loaded(kernel)
             function = driver.load(kernel, shared_bytes)
         address, api = self._stream.ptr, driver.api
-        # Copied before the call returns, as the arguments are.
+        # Copied before the call returns, and so are the arguments.
         places = ONE_ADDRESS(ctypes.addressof(arguments))
         with driver.device:
             if not api.ctxGetCurrent():
-                # The first call of this thread; of the runtime's any makes the device's context the current one.
+                # The first call on this thread: any call of the runtime makes the device's context current.
                 driver.runtime.memGetInfo()
             api.launchKernel(
                 function.ptr, grid, 1, 1, threads, 1, 1, shared_bytes, address, ctypes.addressof(places), 0
@@ -240,7 +240,7 @@ class _Stream:
 
 
 def _torch() -> Any:
-    """torch, if anybody uses it on a GPU."""
+    """torch, if this process uses it on a GPU."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None
 
@@ -258,13 +258,13 @@ class CudaDriver:
         self._registers = bool(attributes["CanUseHostPointerForRegisteredMem"])
         self.api, self.runtime = cupy.cuda.driver, cupy.cuda.runtime
         self.functions: dict[Kernel, Any] = {}
-        """Those that are loaded."""
+        """Kernels that are loaded."""
         self.events: list[Any] = []
-        """Those that mark nothing."""
+        """CUDA's events that are free for reuse."""
         self.new_event = partial(cupy.cuda.Event, block=True, disable_timing=True)
 
     def load(self, kernel: Kernel, shared_bytes: int) -> Any:
-        """The compiled kernel, as a function of CUDA. Raises KernelCompileError."""
+        """The compiled kernel, as a CUDA function. Raises KernelCompileError."""
         with self.device:
             compiled = loader.load(kernel)
             compiled.max_dynamic_shared_size_bytes = shared_bytes
@@ -277,11 +277,11 @@ class CudaDriver:
             return DeviceMemory(size)
 
     def give_back(self) -> None:
-        """Else it stays in CuPy's pool, which cuts pieces off for others: it would not be whole when it is wanted again."""
+        """Frees the unused memory of CuPy's pool, which would cut pieces off it for others until it is needed again."""
         import cupy
 
         runtime = cupy.cuda.runtime
-        # Refused alone by a device that has failed, and to a forked child.
+        # Fails only on a failed device and in a forked child.
         with contextlib.suppress(runtime.CUDARuntimeError), self.device:
             runtime.deviceSynchronize()
             cupy.get_default_memory_pool().free_all_blocks()
@@ -300,14 +300,14 @@ class CudaDriver:
 
     @cached_property
     def name(self) -> str:
-        """Its place on the bus."""
+        """The device's place on the bus."""
         import cupy
 
         return str(cupy.cuda.runtime.deviceGetPCIBusId(self.device.id))
 
     @property
     def free_bytes(self) -> int:
-        """As the driver says now."""
+        """Free memory, as the driver reports it now."""
         free, _ = self.device.mem_info
         return int(free)
 
@@ -324,7 +324,7 @@ class CudaDriver:
             return _Stream(cupy.cuda.Stream(non_blocking=True), self)
 
     def caller_stream(self, given: object) -> _Stream:
-        """The caller's stream; for None CuPy's current one, or torch's where CuPy's is the default."""
+        """The caller's stream; for None CuPy's current one, or torch's if CuPy's is the default stream."""
         stream = self._cupy_stream(given)
         if stream.ptr == THREAD_STREAM:
             raise InvalidArgument(
@@ -334,7 +334,7 @@ class CudaDriver:
         return _Stream(stream, self)
 
     def _cupy_stream(self, given: object) -> Any:
-        """The same as CuPy has it."""
+        """The same as a stream of CuPy."""
         import cupy
 
         index = self.device.id
@@ -343,13 +343,13 @@ class CudaDriver:
             if stream.ptr or not (torch := _torch()):
                 return stream
             given = torch.cuda.current_stream(index)
-        # CuPy's word, then torch's. An address says nothing, and CuPy -1 where it does not know.
+        # CuPy's attribute, then torch's. An address has neither, and CuPy's is -1 if unknown.
         place = getattr(given, "device_id", getattr(given, "device_index", -1))
         if place not in (-1, index):
             raise InvalidArgument(f"stream = a stream of cuda:{place}: of cuda:{index}, the device of the cache")
         if isinstance(given, cupy.cuda.Stream):
             return given
-        # Of torch, an ExternalStream of CuPy, or an address.
+        # torch's, an ExternalStream of CuPy, or an address.
         address = getattr(given, "cuda_stream", getattr(given, "ptr", given))
         if not isinstance(address, int):
             raise InvalidArgument(f"stream = {given!r}: a stream of CuPy or torch, or its address")
@@ -360,7 +360,7 @@ class CudaDriver:
         return view(name, array, self.device.id, stream)
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
-        """A new array of the same library; of CuPy for those that are known by DLPack alone."""
+        """A new array of the same library, or of CuPy if `like` has only DLPack."""
         if of_torch(like):
             import torch
 

@@ -15,14 +15,14 @@ from pagoda.device.driver import Stream, View
 from pagoda.errors import InvalidArgument
 
 TYPES = {"<f4": "f32", "<f2": "f16", "<u2": "u16", "<V2": "bf16"}
-"""Type strings of array interfaces. The last is what ml_dtypes says, and CuPy with it."""
+"""Type strings of array interfaces. The last one is used by ml_dtypes, and so by CuPy."""
 
 DLPACK_CUDA = (2, 13)
 """kDLCUDA and kDLCUDAManaged of dlpack.h: memory that kernels read."""
 
 
 def of_torch(array: Any) -> bool:
-    """Whether an array is a tensor of torch, if anybody uses that."""
+    """Whether an array is a tensor of torch, without importing torch."""
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     return tensor is not None and isinstance(array, tensor)
 
@@ -35,7 +35,7 @@ def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 @lru_cache
 def _apart(shape: tuple[int, ...], strides: tuple[int, ...], unit: int, itemsize: int) -> tuple[int, ...]:
-    """Strides in bytes, of strides in units; where only axes of length 1 say otherwise, those of an array without gaps."""
+    """Strides in bytes, from strides in units; those of axes of length 1 are ignored if the array is otherwise contiguous."""
     dense, given = _contiguous(shape, itemsize), tuple(stride * unit for stride in strides)
     gaps = any(length > 1 and a != b for length, a, b in zip(shape, given, dense, strict=True))
     return given if gaps else dense
@@ -43,12 +43,12 @@ def _apart(shape: tuple[int, ...], strides: tuple[int, ...], unit: int, itemsize
 
 @lru_cache
 def _kind(dtype: np.dtype[Any]) -> str | None:
-    """What kernels call a type of NumPy's, if they take it."""
+    """The kernels' name for a NumPy type; None if they do not take it."""
     return TYPES.get(dtype.str)
 
 
 class Tensors:
-    """Reads the tensors of a torch."""
+    """Reads the tensors of torch."""
 
     def __init__(self, torch: Any) -> None:
         self._strided = torch.strided
@@ -60,8 +60,8 @@ class Tensors:
         }
 
     def read(self, tensor: Any, device: int) -> View | None:
-        """A tensor of a GPU as it lies there; None for one that is not on the device, not dense, of no type that kernels
-        take, without memory, or yet to be negated."""
+        """A tensor on a GPU; None if it is not on the device, not strided, of a type that kernels do not take, without
+        memory, or still to be negated."""
         kind, itemsize = self._kinds.get(tensor.dtype, ("", 0))
         if not kind or not tensor.is_cuda or tensor.get_device() != device or tensor.layout is not self._strided:
             return None
@@ -73,7 +73,7 @@ class Tensors:
 
 
 def _read_cupy(array: Any, device: int) -> View | None:
-    """An array of CuPy; None for one of another device, without memory, or of no type that kernels take."""
+    """An array of CuPy; None if it is on another device, without memory, or of a type that kernels do not take."""
     memory, kind = array.data, _kind(array.dtype)
     if kind is None or memory.device_id != device or not memory.ptr:
         return None
@@ -83,8 +83,8 @@ def _read_cupy(array: Any, device: int) -> View | None:
 
 @lru_cache
 def _reader(kind: type) -> Callable[[Any, int], View | None] | None:
-    """What reads arrays of a type without the array interface of CUDA, which to make and to check takes longer than all else
-    that a launch takes. Not those of other classes: whatever they override goes on to hold."""
+    """A faster reader for arrays of a type than CUDA's array interface, which takes longer to make and check than the rest of
+    a launch. None for subclasses, so that what they override is respected."""
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and issubclass(kind, getattr(torch, "Tensor", ())):
         return Tensors(torch).read if kind in (torch.Tensor, torch.nn.Parameter) else None
@@ -93,7 +93,7 @@ def _reader(kind: type) -> Callable[[Any, int], View | None] | None:
 
 @lru_cache
 def _are_sizes(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether an array may have this shape and these strides. Raises TypeError for what are no integers."""
+    """Whether an array may have this shape and these strides. Raises TypeError for anything but integers."""
     sizes = [*map(operator.index, shape)]
     return len([*map(operator.index, strides)]) == len(sizes) and min(sizes, default=0) >= 0
 
@@ -105,7 +105,7 @@ def _by_dlpack(array: Any) -> bool:
 
 
 def cupy_array(name: str, array: Any) -> Any:
-    """The same memory as an array of CuPy. Raises InvalidArgument for types that CuPy does not know."""
+    """The same memory as an array of CuPy. Raises InvalidArgument if CuPy does not take it."""
     import cupy
 
     try:
@@ -115,7 +115,7 @@ def cupy_array(name: str, array: Any) -> Any:
 
 
 def view(name: str, array: Any, device: int, stream: Stream) -> View:
-    """An array on the device of that number, with the array interface of CUDA or by DLPack, for kernels on a stream. Raises
+    """An array on the device number `device`, by the array interface of CUDA or by DLPack, for kernels on a stream. Raises
     InvalidArgument."""
     known: Any = type(array)
     reader = _reader(known)
@@ -126,17 +126,17 @@ def view(name: str, array: Any, device: int, stream: Stream) -> View:
         if array.is_neg():
             raise InvalidArgument(f"{name} = a tensor that is yet to be negated: what its resolve_neg() returns")
         array = array.detach()
-        # Not every torch names bf16 in its array interface.
+        # Not every version of torch supports bf16 in its array interface.
         if str(array.dtype) == "torch.bfloat16":
             kind, array = "bf16", array.view(sys.modules["torch"].int16)
     try:
         interface = getattr(array, "__cuda_array_interface__", None)
     except KeyError as error:
-        # torch has no name for some of its types: 8-bit floats.
+        # torch has no type string for some of its types, such as 8-bit floats.
         raise InvalidArgument(f"{name} = dtype {array.dtype}: one of those that array interfaces have") from error
     if interface is None:
         if _by_dlpack(array):
-            # Its library makes the stream that is CuPy's current one wait for what it has yet to write there.
+            # The array's library makes CuPy's current stream wait for its pending writes.
             with stream.current():
                 array = cupy_array(name, array)
             return view(name, array, device, stream)
@@ -149,7 +149,7 @@ def view(name: str, array: Any, device: int, stream: Stream) -> View:
         shape, typestr, strides = tuple(interface["shape"]), interface["typestr"], interface.get("strides")
         strides = _contiguous(shape, np.dtype(typestr).itemsize) if strides is None else tuple(strides)
         address, read_only = interface["data"]
-        # Kernels would read at address 0, which ends all work on the device, and know nothing of masks.
+        # A kernel that reads at address 0 ends all work on the device, and kernels ignore masks.
         fits = _are_sizes(shape, strides) and (0 < address < 1 << 64 or 0 in shape) and interface.get("mask") is None
     except (AttributeError, LookupError, TypeError, ValueError):
         fits = False

@@ -1,4 +1,4 @@
-"""What keys that are derived from V are made with, on the device: for each layer the weight of K's norm and the rotation."""
+"""What deriving keys from V takes, in device memory: for each layer the weight of K's norm and the rotation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pagoda.device.driver import Driver, Memory, send
 from pagoda.geometry import CoreLayer, owners_of
 
 WEIGHT_MAX = 4
-"""Exponent of the largest weight: kernels hold keys as f16, where a value of more than 2800 makes an infinite one. Those of a
-norm are at most the root of `head_dim`."""
+"""Exponent to which the largest weight is scaled: kernels hold keys as f16, where normalised values above 2800 would then
+overflow. They are at most the square root of `head_dim`."""
 
 
 @dataclass(frozen=True)
 class DerivedKeys:
-    """Of one layer. weight, turns: addresses of `key_weight` and `turns` of unit.cuh. unit: what scores are multiplied with,
-    as weights have been divided by it: a power of two."""
+    """For one layer. weight, turns: addresses of `key_weight` and `turns` of unit.cuh. unit: the power of two by which
+    weights have been divided, and scores must be multiplied."""
 
     memory: Memory
     weight: int
@@ -29,7 +29,7 @@ class DerivedKeys:
 
 
 def derived_keys(driver: Driver, layers: Sequence[CoreLayer]) -> dict[int, DerivedKeys]:
-    """Those of the layers that have them; a layer that reads the pages of another has that one's."""
+    """The `DerivedKeys` of layers that have them; a layer that reads the pages of another shares those of that layer."""
     own: dict[int, DerivedKeys] = {}
     for index, (layer, owner) in enumerate(zip(layers, owners_of(layers), strict=True)):
         if layer["k_norm"] is not None:
@@ -46,6 +46,6 @@ def _derived(driver: Driver, norm: list[float], rope: tuple[list[float], bool] |
 
 
 def turns_of(inv_freq: list[float]) -> npt.NDArray[np.uint64]:
-    """By how much of a turn each pair turns with a position, in units of 2^-64: positions times that wrap as angles do."""
+    """The turn of each pair per position, in units of 2^-64 of a full turn: products with positions wrap as angles do."""
     parts = (round(frequency / (2 * math.pi) * 2.0**64) % (1 << 64) for frequency in inv_freq)
     return np.fromiter(parts, np.uint64, len(inv_freq))

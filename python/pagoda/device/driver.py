@@ -15,7 +15,7 @@ from pagoda.kernels.instances import Kernel
 
 
 class View(NamedTuple):
-    """An array of the caller as a kernel sees it. dtype: "f32", "f16", "bf16", "u16" or another name; strides in bytes."""
+    """The caller's array as a kernel sees it. dtype: "f32", "f16", "bf16", "u16" or another name; strides in bytes."""
 
     address: int
     shape: tuple[int, ...]
@@ -25,12 +25,12 @@ class View(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element of one of the types that kernels take."""
+        """Bytes of an element, for types that kernels take."""
         return 4 if self.dtype == "f32" else 2
 
     @property
     def bytes(self) -> tuple[int, int]:
-        """The addresses between which its elements lie."""
+        """The addresses where its elements begin and end."""
         if 0 in self.shape:
             return self.address, self.address
         low, high = _reach(self.shape, self.strides)
@@ -39,13 +39,13 @@ class View(NamedTuple):
 
 @lru_cache
 def _reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
-    """Where the first bytes of elements lie, at least and at most, from that of the first element on."""
+    """The smallest and largest offset of an element from the first one, in bytes."""
     reach = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
     return sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
 
 
 class Memory(Protocol):
-    """Bytes on the device, which live as long as this does."""
+    """Bytes on the device, which live as long as this object."""
 
     @property
     def address(self) -> int:
@@ -53,7 +53,7 @@ class Memory(Protocol):
 
 
 class Pinned(Protocol):
-    """Bytes of the host that the device reads and writes in place, which live as long as this does."""
+    """Bytes of the host that the device reads and writes in place, which live as long as this object."""
 
     @property
     def address(self) -> int:
@@ -65,7 +65,7 @@ class Pinned(Protocol):
 
 
 class HostArena(Protocol):
-    """Address space of the host, which becomes memory that the device reaches piece by piece."""
+    """Address space of the host that is made accessible to the device piece by piece."""
 
     @property
     def address(self) -> int:
@@ -76,7 +76,7 @@ class HostArena(Protocol):
         """Bytes of a piece."""
 
     def pin(self, addresses: npt.ArrayLike, sizes: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Makes runs of bytes usable by the device, as far as they are of this arena; says of each whether a piece begins
+        """Makes those runs of bytes that lie in this arena usable by the device; returns for each run whether a piece begins
         with its first byte. sizes: broadcast to the shape of the addresses.
 
         Raises BackendUnavailable when the system refuses.
@@ -97,17 +97,17 @@ class Pending(Protocol):
 
 
 class Event(Pending, Protocol):
-    """A point in a stream: under way until the stream has come by."""
+    """A point in a stream: under way until the stream has reached it."""
 
 
 class Stream(Protocol):
-    """Work that the device does in the order in which it was given."""
+    """Work that the device does in the order given."""
 
     def record(self) -> Event:
-        """Marks the point behind all work so far."""
+        """Marks the point after all work so far."""
 
     def follow(self, event: Event) -> None:
-        """Work from now on waits for the event."""
+        """Makes work from now on wait for the event."""
 
     def current(self) -> AbstractContextManager[object]:
         """Makes this the stream that the caller's libraries use."""
@@ -119,16 +119,16 @@ class Stream(Protocol):
         """Zeroes bytes of the device."""
 
     def copy_rows(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
-        """Copies `rows` times `width` bytes; pitches: from row to row."""
+        """Copies `rows` times `width` bytes; pitches: bytes from row to row."""
 
     @property
     def capturing(self) -> bool:
-        """Whether work is recorded for a graph, and not done."""
+        """Whether work is recorded for a graph instead of done."""
 
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
     ) -> None:
-        """Starts a kernel. Raises KernelCompileError, and `not_loaded` where a captured stream is the first to have it."""
+        """Starts a kernel. Raises KernelCompileError, and `not_loaded` for a kernel first launched in a captured stream."""
 
 
 class Driver(Protocol):
@@ -151,24 +151,24 @@ class Driver(Protocol):
         """Memory of the device that is free now."""
 
     def memory(self, size: int) -> Memory:
-        """Zeroed bytes of the device. Raises BackendUnavailable where it has too few."""
+        """Zeroed bytes of the device. Raises BackendUnavailable if it has too few."""
 
     def give_back(self) -> None:
-        """Makes memory of the device that nobody has any more free for everybody."""
+        """Gives unused memory that a pool holds back to the device."""
 
     @property
     def copy_engine_bytes(self) -> int:
-        """The size from which on runs of bytes are copied faster by the copy engine than by a kernel."""
+        """The size from which the copy engine copies runs of bytes faster than a kernel does."""
 
     @property
     def ring_bytes(self) -> int:
-        """The bytes of a layer from which on attention reads pages of the host faster through a ring than in place."""
+        """Bytes of a layer from which attention reads host pages faster through a ring than in place."""
 
     def pinned(self, size: int) -> Pinned:
-        """Pinned bytes of the host. Raises BackendUnavailable where the system refuses."""
+        """Pinned bytes of the host. Raises BackendUnavailable if the system refuses."""
 
     def host_arena(self, size: int, piece: int) -> HostArena:
-        """Address space that is pinned in pieces of at least `piece` bytes, and a multiple of it."""
+        """Address space that is pinned in pieces, whose size is a multiple of `piece` bytes."""
 
     def stream(self) -> Stream:
         """A new stream."""
@@ -177,15 +177,15 @@ class Driver(Protocol):
         """The stream that the caller means, or the current one of its library for None. Raises InvalidArgument."""
 
     def view(self, name: str, array: Any, stream: Stream) -> View:
-        """An array of the caller, for kernels on a stream. Raises InvalidArgument with the argument's name for what is no
-        array of the device."""
+        """The caller's array, for kernels on a stream. Raises InvalidArgument with the argument's name if it is no array of
+        the device."""
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
-        """A new array of the library and (if `dtype` is None) the type of another; dtype: "f32"."""
+        """A new array of the same library as `like` and, unless `dtype` is "f32", of the same type."""
 
 
 def not_loaded(kernel: Kernel) -> InvalidArgument:
-    """The error of a launch into a graph that would load a kernel: CUDA refuses to, and ends the capture."""
+    """The error for launching a kernel that is not loaded yet into a graph: CUDA would refuse, and end the capture."""
     return InvalidArgument(
         f"step: in a graph before {kernel.short} was launched; once as it is: a graph loads no kernels"
     )

@@ -1,13 +1,13 @@
-"""A cache on a device: `pagoda.engine`, with the arguments and errors that `pagoda._core.Cache` has on the CPU.
+"""A cache on a device: implements `pagoda.engine` with the arguments and errors that `pagoda._core.Cache` has on the CPU.
 
-The core decides, this does: it sends what a step changes of the tables, launches kernels on the caller's stream, copies
-pages on a stream of its own, and tells the core when copies and steps have ended. Between streams stand events:
-a copy follows the step that wrote its source, a step follows the step before, and the core hands a block out again only
-when every step and copy that may touch it has been seen to end.
+The core decides; the engine executes. It uploads the changes of a step to the tables, launches kernels on the caller's
+stream, copies pages on a stream of its own, and tells the core when copies and steps have ended. Events order the streams: a
+copy follows the step that wrote its source, and a step follows the step before. The core reuses a block only after every step
+and copy that may touch it has been seen to end.
 
-Once maxima are declared, nothing that a kernel is told changes from step to step but what lies in its tables: a graph of the
-kernels of one step, captured by the caller, does every later one within them. Steps with more new tokens of a sequence are
-launched by themselves.
+Once maxima are declared, only the contents of tables change from step to step, not the arguments of kernels. So a graph of
+the kernels of one step, captured by the caller, can do every later step within the maxima. Steps with more new tokens of a
+sequence are launched without a graph.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 POLL_SECONDS = 2e-4
-"""Sleep between two looks at an event, where a wait has an end."""
+"""Sleep between two queries of an event, in waits with a timeout."""
 
 SPANS_DECLARED = 8
-"""Spans that there is room for once maxima are declared, for each sequence: `drop` leaves one more, sinks are one."""
+"""Spans per sequence that declared maxima leave room for: each `drop` adds one, and sinks are one."""
 
 
 def in_turn(
     call: Callable[Concatenate[DeviceEngine, P], T],
 ) -> Callable[Concatenate[DeviceEngine, P], T]:
-    """A call during which no other of the same engine goes on: none of other threads, nor of what interrupts it."""
+    """Makes calls exclusive on their engine: neither other threads nor code that interrupts one can enter another."""
 
     @functools.wraps(call)
     def in_its_turn(engine: DeviceEngine, /, *given: P.args, **options: P.kwargs) -> T:
@@ -69,11 +69,11 @@ def in_turn(
 class DeviceEngine:
     """The `Engine` of a cache whose memory and kernels are on a device.
 
-    routes: what the ways to pages of the host tier carry, by which work on them is divided; without that, and in a
-    deterministic cache, the CPU has no part in it. isa: the instruction set of that part, the best by default.
+    routes: measured bandwidths of the ways to pages of the host tier, by which attention over them is divided; without them,
+    and in a deterministic cache, the CPU has no part in it. isa: the instruction set of that part, the best by default.
 
-    Calls take turns, as those of the core do; one that waits for copies lets others go on. Raises BackendUnavailable for
-    layers that no kernel does.
+    Calls take turns, as those of the core do; one that waits for copies lets others run. Raises BackendUnavailable for layers
+    that no kernel supports.
     """
 
     def __init__(
@@ -152,11 +152,11 @@ class DeviceEngine:
         )
         self._maxima: Maxima | None = None
         self._epochs: deque[tuple[int, Event]] = deque()
-        """Steps that the device has not been seen to end, oldest first."""
+        """Steps whose end on the device has not been seen yet, oldest first."""
         self._last_step: Event | None = None
         self._stream: Stream | None = None
         """Of the open step."""
-        # Forwarded as they are: bookkeeping that touches no memory.
+        # Forwarded unchanged: bookkeeping that touches no memory.
         core = self.core
         self.create, self.fork, self.length, self.rewind_limit = core.create, core.fork, core.length, core.rewind_limit
         self.release, self.truncate, self.drop = core.release, core.truncate, core.drop
@@ -182,11 +182,11 @@ class DeviceEngine:
         if self._maxima is not None:
             raise InvalidArgument("declare: a second time; graphs that were captured since the first use its tables")
         self._wait_for_steps()
-        # Entries of pages that have left a window go a run at a time.
+        # Pages that have left a window leave the table a run at a time.
         passed = RUN_ROWS if any(layer["keeps"] for layer in self._layers) else 0
         columns = -(-(context + passed) // self._page_size) + SPANS_DECLARED
         maxima, spans = Maxima(sequences, new_tokens, context, tokens), sequences * SPANS_DECLARED
-        # Spans that trail have angles for each query.
+        # Trailing spans need angles for each query.
         trails = any(layer["keeps"] and layer["keeps"].trailing for layer in self._layers)
         self._tables.place(Room(sequences, tokens, columns, spans, angles=spans + tokens * trails))
         self._attends.declare(maxima)
@@ -201,7 +201,7 @@ class DeviceEngine:
         new_tokens: npt.NDArray[np.int64],
         stream: Stream | None = None,
     ) -> None:
-        """Opens a step on a stream, the caller's current one by default; its tables are on their way when this returns."""
+        """Opens a step on a stream, the caller's current one by default; on return the upload of its tables has started."""
         chosen = self.caller_stream(None) if stream is None else stream
         if chosen.capturing:
             raise InvalidArgument("step: on a stream that is captured; begin to capture inside of the step")
@@ -209,7 +209,7 @@ class DeviceEngine:
         try:
             self._once_more(lambda: self.core.reserve(number, sequences, new_tokens, self._copy_now))
         except BaseException:
-            # A step of which a copy has failed has ended: what it was to have drains as if it had been one.
+            # A step ends if one of its copies fails. Its blocks drain as after any other step.
             if self._stream is None:
                 self._note_epoch()
             raise
@@ -231,7 +231,7 @@ class DeviceEngine:
         self.core.check_append(number, layer, k is not None, v is not None)
         shape = self._layers[layer]
         heads = shape["num_kv_heads"]
-        # A layer whose keys are derived from V stores values in the place of K.
+        # A layer whose keys are derived from V stores V in the place of K.
         name, stored = ("v", v) if k is None else ("k", k)
         keys = values = self._arrays.rows(name, stored, (heads, shape["head_dim"]), dtype)
         if k is not None and v is not None:
@@ -259,7 +259,7 @@ class DeviceEngine:
         heads, dim = shape["num_q_heads"], shape["v_head_dim"]
         queries = arrays.rows("q", q, (heads, shape["head_dim"]), dtype)
         if out is None or return_lse:
-            # On the step's stream: a pool then hands out memory that no other stream may still use.
+            # Allocate on the step's stream, so that a pool hands out no memory that another stream may still use.
             with self._now.current():
                 out = self._driver.empty((*queries.shape[:2], dim), q) if out is None else out
                 lse = self._driver.empty(queries.shape[:2], q, "f32") if return_lse else None
@@ -310,14 +310,14 @@ class DeviceEngine:
 
     def _roll_back(self, number: int) -> None:
         if self._stream is not None and self._last_step is not None:
-            # Ctrl-C may have come before the stream was made to follow. A device that has failed says so when the step ends.
+            # Ctrl-C may have come before the stream followed. A failed device raises when the step ends.
             with contextlib.suppress(Exception):
                 if not self._captured:
                     self._stream.follow(self._last_step)
         try:
             self.core.rollback(number)
         finally:
-            # Also if Ctrl-C came after the core had closed the step; but another may be open.
+            # Also if Ctrl-C came after the core had closed the step, but not if another one is open by now.
             if not self.core.step_is_open():
                 self._leave()
 
@@ -333,7 +333,7 @@ class DeviceEngine:
         self._poll()
         ticket = self.core.execute(plan)
         if self._captured:
-            # The first call behind the capture starts the copies.
+            # The first call after the capture starts the copies.
             return ticket
         try:
             self._plans.advance()
@@ -341,7 +341,7 @@ class DeviceEngine:
             while (rest := self._plans.waits_for(ticket)) is not None:
                 rest.wait()
                 self._plans.advance()
-            with contextlib.suppress(PagodaError):  # Told by the exception that goes on.
+            with contextlib.suppress(PagodaError):  # The exception under way reports the failure.
                 self.core.ticket_done(ticket)
             raise
         return ticket
@@ -365,7 +365,7 @@ class DeviceEngine:
         return self.core.ticket_done(ticket)
 
     def wait(self, ticket: _core.Ticket, seconds: float) -> bool:
-        """Sleeps until a ticket's copies have arrived, or no more will, or `seconds` have passed; says which."""
+        """Sleeps until a ticket's copies have ended or `seconds` have passed; returns whether they have ended."""
         deadline = time.monotonic() + seconds
         while (rest := self._waits_for(ticket)) is not None:
             if seconds >= SECONDS_MAX:
@@ -378,7 +378,7 @@ class DeviceEngine:
         return True
 
     def wait_patiently(self, ticket: _core.Ticket) -> None:
-        """Sleeps until a ticket's copies have ended, as long as the disk does anything, and `disk_timeout` more."""
+        """Sleeps until a ticket's copies have ended, while the disk does anything, and `disk_timeout` more."""
         while (rest := self._waits_for(ticket)) is not None:
             if isinstance(rest, _core.DiskCopies):
                 rest.wait_patiently()
@@ -400,13 +400,13 @@ class DeviceEngine:
 
     @in_turn
     def free_blocks(self, tier: str) -> list[int]:
-        """Blocks of each group that a tier could hand out now."""
+        """How many blocks of each group a tier could hand out now."""
         self._poll()
         return self.core.free_blocks(tier)
 
     @in_turn
     def finish_draining(self) -> None:
-        """Waits for what blocks of any tier may drain for."""
+        """Waits for whatever draining blocks of any tier wait for."""
         self._wait_for_steps()
         self.core.finish_draining()
 
@@ -418,12 +418,12 @@ class DeviceEngine:
 
     @in_turn
     def close(self) -> None:
-        """Waits for the device, then gives everything back. Raises TierIOError as `Cache.close` does. Twice is no error."""
+        """Waits for the device, then gives everything back. Raises as `Cache.close` does. Closing twice is no error."""
         if self._memory.closed:
             return
-        # A device that has failed refuses all that it is asked for, as it does to a forked child: nothing is under way.
+        # A failed device refuses every call, and any device does so in a forked child: nothing is under way then.
         with contextlib.suppress(Exception):
-            # The kernels of an open step use the memory, too.
+            # Kernels of an open step use the memory, too.
             self._mark_end()
             self._wait_for_steps()
         with contextlib.suppress(Exception):
@@ -443,11 +443,11 @@ class DeviceEngine:
             self._tables.close()
             self._mover.close()
             self._attends.close()
-            # Last, so that a second `close` goes on where Ctrl-C has ended the first.
+            # Last, so that a second `close` continues if Ctrl-C interrupted the first.
             self._memory.close()
 
     def __del__(self) -> None:
-        # Kernels and copies may still use the memory that is freed with this. A device that has failed runs none.
+        # Kernels and copies may still use the memory that is freed now. A failed device runs none.
         with contextlib.suppress(Exception):
             if not self._memory.closed:
                 self._mark_end()
@@ -459,23 +459,23 @@ class DeviceEngine:
 
     @in_turn
     def _waits_for(self, ticket: _core.Ticket) -> Pending | None:
-        """What has to end next for the sake of a plan; None when it has ended."""
+        """What a plan has to wait for next; None when the plan has ended."""
         self._refuse_in_capture("wait")
         return self._plans.waits_for(ticket)
 
     @in_turn
     def _advance(self) -> None:
-        """Starts what can go on."""
+        """Starts whatever can continue."""
         self._plans.advance()
 
     @property
     def traffic(self) -> Traffic:
-        """What attention of the open step, or of the last one, has brought over the link."""
+        """Bytes that attention of the open step, or of the last one, has read outside of device memory."""
         return self._streams.traffic
 
     @property
     def attends_to_disk(self) -> bool:
-        """Whether steps may have pages there."""
+        """Whether steps may have pages on disk."""
         return bool(self._streams.ring)
 
     @property
@@ -485,18 +485,18 @@ class DeviceEngine:
 
     @property
     def _captured(self) -> bool:
-        """Whether the stream of the step is captured: an event would be of the graph, and no wait for it would end well."""
+        """Whether the stream of the step is captured: events would be part of the graph, and waiting for them an error."""
         return self._stream is not None and self._stream.capturing
 
     def _refuse_in_capture(self, call: str) -> None:
-        """Raises InvalidArgument for a call that has to look at events, which ends a capture, whichever thread does it."""
+        """Raises InvalidArgument in a capture, for calls that query events: that would end it, on whichever thread."""
         if self._captured:
             raise InvalidArgument(f"{call}: while the stream of the last step is captured; end the capture first")
 
     def _enter(self, number: int, stream: Stream, *, in_graph: bool) -> None:
         """Sends the tables of the open step. in_graph: whether a graph may do it.
 
-        Raises InvalidArgument for pages on disk that have nothing to come through.
+        Raises InvalidArgument if there are pages on disk but no ring to stream them through.
         """
         self._mark_end()
         self._stream = stream
@@ -538,41 +538,41 @@ class DeviceEngine:
         return sum(self.core.on_disk()) if self._memory.passage else 0
 
     def _leave(self) -> None:
-        """Ends the step, unless its stream is captured: `_poll` does so later then."""
+        """Ends the step, unless its stream is captured; `_poll` then does so later."""
         if not self._captured:
             self._end()
 
     def _end(self) -> None:
-        """Marks the end of the step in its stream, and looks for what else has ended."""
+        """Marks the end of the step in its stream, and notices what else has ended."""
         self._mark_end()
         self._note_epoch()
-        with contextlib.suppress(BackendUnavailable):  # Of copies, whose tickets tell: the step has ended.
+        with contextlib.suppress(BackendUnavailable):  # Of copies; their tickets report it. The step itself has ended.
             self._poll()
 
     def _note_epoch(self) -> None:
-        """Notes the epoch of the step that ended last, which retires when all that was launched has ended."""
+        """Notes the epoch of the step that ended last; it retires when everything that the step launched has ended."""
         epoch = self.core.ended_epoch()
         if epoch is not None:
             if self._last_step is None:
-                # Nothing was launched: Ctrl-C came before that, or a copy has failed.
+                # Nothing was launched: Ctrl-C came first, or a copy failed.
                 self.core.retire(epoch)
             else:
                 self._epochs.append((epoch, self._streams.behind(self._last_step)))
 
     def _mark_end(self) -> None:
-        """Marks the end of what was launched in a step, unless that is done."""
+        """Marks the end of what a step has launched, unless that has been done."""
         if self._stream is not None:
             self._last_step = self._stream.record()
             self._stream = None
 
     def _poll(self) -> None:
-        """Tells the core what has ended; nothing while the step's stream is captured, as to look would end the capture."""
+        """Tells the core what has ended. Does nothing during a capture, which querying events would end."""
         if self._captured:
             return
         if self._stream is not None and not self.core.step_is_open():
             self._leave()
         while self._epochs and self._epochs[0][1].done():
-            # In this order Ctrl-C in between makes the core hear of it twice, not never.
+            # In this order a Ctrl-C in between makes the core retire an epoch twice, rather than never.
             self.core.retire(self._epochs[0][0])
             self._epochs.popleft()
         self._plans.advance()
@@ -580,7 +580,7 @@ class DeviceEngine:
             self._zero(self._zeroing)
 
     def _zero(self, stream: Stream) -> None:
-        """Zeroes freed blocks, and what pages off the device were brought to; steps and copies to come follow."""
+        """Zeroes freed blocks, and the ring if pages off the device were freed; later steps and copies follow."""
         self._streams.give_back()
         ranges, off_device = self.core.zero()
         on_host = self._memory.zero(ranges, stream)
@@ -589,17 +589,17 @@ class DeviceEngine:
         if off_device or on_host:
             self._streams.ring.clear()
         if len(ranges) or off_device:
-            # Last, so that Ctrl-C before this has all of it done again.
+            # Last, so that everything is done again if Ctrl-C comes before this.
             self.core.zeroed(ranges)
 
     def _follow_steps(self) -> None:
-        """Copies to come follow the steps and the zeroing so far."""
+        """Makes later copies follow the steps and the zeroing so far."""
         for event in (self._last_step, self._zeroed):
             if event is not None:
                 self._copying.follow(event)
 
     def _copy_now(self, transfers: npt.NDArray[np.uint64]) -> None:
-        """Copies between the device and pinned memory, and waits: on the way of pages that are moved at once."""
+        """Copies between the device and pinned memory, and waits; for pages that are moved within a call."""
         self._follow_steps()
         try:
             self._mover.copy(self._copying, transfers)
@@ -607,7 +607,7 @@ class DeviceEngine:
             self._copying.record().wait()
 
     def _once_more(self, call: Callable[[], T]) -> T:
-        """What a call says; when blocks are short, once steps have ended that they may drain for."""
+        """Makes a call, and if blocks are short once more, after the steps that blocks may drain for have ended."""
         self._poll()
         try:
             return call()
@@ -617,7 +617,7 @@ class DeviceEngine:
             return call()
 
     def _wait_for_steps(self) -> bool:
-        """Sleeps until every step has ended; says whether there was one that blocks may drain for."""
+        """Sleeps until every step has ended; returns whether there was one that blocks may drain for."""
         if self._last_step is not None:
             self._last_step.wait()
         waited = bool(self._epochs)

@@ -1,4 +1,4 @@
-"""A layer as kernels see it: its instances, how its queries are cut, and the arguments that are the same in every step."""
+"""A layer as kernels see it: its kernel instances, how its queries are cut, and the arguments that never change."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from pagoda.kernels.arguments import Append, Attend
 LOG2_E = math.log2(math.e)
 
 DECODE_ROWS = 16
-"""Query rows of a sequence up to which its stored rows are split between warps, and above which its queries are."""
+"""Up to this many query rows of a sequence warps share out its stored rows, above that its queries."""
 
 
 Kind = tuple[int | str | None, ...]
-"""What decides of a layer which instances it has and how its queries are cut."""
+"""The properties of a layer that determine its kernel instances and how its queries are cut."""
 
 
 class LayerKernels:
-    """The kernels of one layer. few: new tokens of a sequence up to which it is decoded; with more it is prefilled.
+    """The kernels of one layer. few: a sequence with up to this many new tokens is decoded, one with more is prefilled.
 
-    works: how its queries are cut, by whether they are prefilled and their type; those that are decoded are cut alike for
-    all types. lacks: types of queries that no kernel of this device takes, and why. Raises BackendUnavailable if all are.
+    works: how queries are cut, by whether they are prefilled and by their type; decoded queries are cut alike for all types.
+    lacks: the types of queries that no kernel of this device takes, and why. Raises BackendUnavailable if those are all.
     """
 
     def __init__(self, shape: CoreLayer, *, deterministic: bool, shared_bytes_max: int) -> None:
         self.shape = shape
         self.stored = shape["k_dtype"], instances.PART_OF_K if shape["v_alias"] else shape["v_dtype"]
-        """Formats of rows as `append` writes them: where K is made from V, of V in the place of K."""
+        """Formats of rows as `append` writes them; if K is derived from V, V is stored in the place of K."""
         self.quantises = any(name in instances.QUANTISED for name in self.stored)
         """Whether `append` quantises rows."""
         self._read = self.stored if shape["k_norm"] is None else (instances.FROM_V, shape["v_dtype"])
@@ -69,8 +69,9 @@ class LayerKernels:
         misfit: int | None,
         derived: DerivedKeys | None,
     ) -> None:
-        """Says where memory is. bases: addresses of the device and the host tier. center: what K is centred by, if it is.
-        misfit: where `append` notes values that do not fit their format, if it is to. derived: where a layer stores no K."""
+        """Sets all addresses. bases: of the device and the host tier. center: of what is subtracted from K, if anything.
+        misfit: of the flag that `append` sets for values that do not fit their format, if any. derived: for layers that store
+        no K."""
         shape, (k_plane, v_plane) = self.shape, planes
         page_shift, block_bytes = page_size.bit_length() - 1, layout.block_bytes
         rotate_k, rotate_v = shape["rotate"]
@@ -114,15 +115,15 @@ class LayerKernels:
         )
 
     def append(self) -> Append:
-        """The arguments of `append`, but for those that a step has."""
+        """The arguments of `append`, without those that depend on the step."""
         return Append.from_buffer_copy(self._append)
 
     def attend(self) -> Attend:
-        """The arguments of `attend`, but for those that a step has."""
+        """The arguments of `attend`, without those that depend on the step."""
         return Attend.from_buffer_copy(self._attend)
 
     def attention(self, mode: str, q: str) -> instances.Attention:
-        """The instance of `attend` for queries of type `q`. mode: one of its modes that are not deterministic."""
+        """The instance of `attend` for queries of type `q`. mode: without "-deterministic", which is added if needed."""
         key = mode, q
         found = self._instances.get(key)
         if found is None:
@@ -154,6 +155,6 @@ class LayerKernels:
         return ""
 
     def _queries(self, mode: str, types: list[str]) -> int:
-        """Of a block: as many as fit a unit, of whichever of the types."""
+        """Queries of a block: as many as fit a unit for every one of the types."""
         chosen = [self.attention(mode, q) for q in types]
         return min(one.rows // (self.heads // one.sets) for one in chosen)

@@ -1,7 +1,7 @@
-"""Copies between tiers: neighbours in one go, large runs by the copy engine, small ones by a kernel.
+"""Copies between tiers: neighbours are merged, large runs copied by the copy engine, small ones by a kernel.
 
-The copy engine takes microseconds for each copy, whatever its size; a kernel that reads and writes pinned memory in place
-takes one launch for all of them, and multiprocessors from others. The driver knows from what size on the engine is faster.
+The copy engine takes microseconds for each copy, whatever its size. A kernel that reads and writes pinned memory in place
+takes one launch for all copies, but occupies multiprocessors. The driver knows from which size the copy engine is faster.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ WORD = 16
 """Bytes that a thread of the kernel copies at a time."""
 
 KERNEL_BLOCKS, KERNEL_THREADS = 16, 256
-"""Of the kernel. Each block has 16 KiB under way: 256 KiB in all, where 55 GB/s times 1.3 us of latency are 72."""
+"""Of the kernel. Each block has 16 KiB under way, 256 KiB in all; 55 GB/s times 1.3 us of latency are 72."""
 
 RUN_BYTES = 24
-"""Of a run as the kernel reads it."""
+"""Bytes of a run as the kernel reads it."""
 
 PIECE_BYTES = 64 << 10
-"""Of a run as a thread block is given it: longer runs are cut, so that all thread blocks have about as much to do."""
+"""The longest run for a thread block: longer ones are cut, so that all thread blocks have about the same amount of work."""
 
 Runs = npt.NDArray[np.uint64]
-"""[source, target, bytes] of each."""
+"""[source, target, bytes] of each run."""
 
 
 def list_runs(pinned: Pinned, runs: npt.ArrayLike) -> arguments.Move:
-    """Writes runs into pinned memory, and says where to the kernel."""
+    """Writes runs into pinned memory; returns the kernel's arguments."""
     rows = np.asarray(runs, np.uint64)
     pinned.array[: rows.nbytes].view(np.uint64).reshape(rows.shape)[:] = rows
     return arguments.Move(pinned.address, len(rows))
@@ -53,7 +53,7 @@ def cut(runs: Runs) -> Runs:
 
 @dataclass
 class RunList:
-    """Runs for the kernel, in pinned memory, until it has read them. lent: while it is launched."""
+    """Runs for the kernel, in pinned memory. used: when the kernel has read them. lent: while the kernel is launched."""
 
     runs: Pinned
     used: Event | None = None
@@ -69,7 +69,7 @@ class Mover:
         self._lost: list[RunList] = []
 
     def copy(self, stream: Stream, transfers: Runs) -> None:
-        """Copies on a stream; no two transfers overlap. Raises BackendUnavailable when memory of the host tier cannot be
+        """Copies on a stream; no two transfers may overlap. Raises BackendUnavailable if memory of the host tier cannot be
         pinned."""
         runs = self._merged(transfers.reshape(-1, 3))
         if len(runs) < 2:
@@ -77,7 +77,7 @@ class Mover:
             self.by_engine(stream, runs)
             return
         small = (runs[:, 2] < self._driver.copy_engine_bytes) & ((runs[:, 0] | runs[:, 1] | runs[:, 2]) % WORD == 0)
-        # The kernel first: it may need memory that is refused, and then no copy may be under way.
+        # The kernel first: it may need memory, and if that is refused no copy may be under way.
         if small.all():
             self.by_kernel(stream, runs)
             return
@@ -106,8 +106,8 @@ class Mover:
         self._lost.clear()
 
     def _merged(self, transfers: Runs) -> Runs:
-        """With neighbours in one; no run crosses a border between pieces of host memory that were pinned one by one."""
-        # Each column by itself and contiguous: several times as fast.
+        """Merges neighbours, but never across a border between pieces of host memory that were pinned one by one."""
+        # Contiguous columns are several times as fast.
         *ends, sizes = np.ascontiguousarray(transfers.T)
         apart = np.zeros(len(transfers), bool)
         for places in ends:
@@ -123,11 +123,11 @@ class Mover:
         return runs
 
     def _next_list(self, size: int) -> RunList:
-        """One that no kernel reads any more, or a new one. Those that are too small by then are given up."""
+        """A list that no kernel reads any more, or a new one. Lists that are too small are given up."""
         while self._lists:
             oldest = self._lists[0]
             if oldest.lent:
-                # Ctrl-C came during the launch, so nobody knows when the list will have been read: it is never used again.
+                # Ctrl-C came during the launch, so nobody knows when the list has been read: never use it again.
                 self._lost.append(oldest)
             elif oldest.used is not None and not oldest.used.done():
                 break

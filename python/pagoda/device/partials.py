@@ -1,9 +1,9 @@
 """Attention on the CPU for a cache on a device, over pages of the host tier where they lie: the route "memory".
 
-Queries come to the host, the CPU goes over its share of the pages while kernels go over theirs, and what it comes to, sums
-that are not yet results, goes to the device as one more part that the last launch begins with. The caller's thread is one of
-those that compute, so `attend` returns when they have; kernels may go on. How much is the CPU's follows from rates that were
-measured and kept (`pagoda doctor --calibrate`); where nothing is kept it has none.
+Queries are copied to the host. The CPU goes over its share of the pages while kernels go over theirs. Its sums, not yet
+results, are sent to the device as one more part, from which the last launch starts. The caller's thread computes too, so
+`attend` returns when the CPU is done; kernels may still run. The CPU's share follows from measured rates (`pagoda doctor
+--calibrate`); without any it has none.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ ELEMENTS: dict[str, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "
 
 @dataclass(frozen=True)
 class Asked:
-    """Queries on their way to the host: those of sequences of which the CPU computes a part.
+    """Queries on their way to the host: those of sequences for which the CPU computes a part.
 
-    begins: for each sequence of the batch, the token before which the CPU goes over all; 0 where it has no part. tokens: the
-    rows of these queries in the batch. come: the event when they are there.
+    begins: for each sequence of the batch, the CPU attends to all tokens before this one; 0 if it has no part. tokens: the
+    rows of these queries in the batch. come: the event of their arrival.
     """
 
     layer: int
@@ -45,13 +45,13 @@ class Asked:
 
 
 class Buffer:
-    """Pinned memory that grows. What was there before stays until the end, for a kernel may still read it."""
+    """Pinned memory that grows. Old memory is kept until the end, because a kernel may still read it."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver, self._held = driver, list[Pinned]()
 
     def take(self, size: int) -> Pinned:
-        """So many bytes, whatever they hold."""
+        """At least `size` bytes, with any contents."""
         if not self._held or len(self._held[-1].array) < size:
             self._held.append(self._driver.pinned(1 << max(12, (size - 1).bit_length())))
         return self._held[-1]
@@ -60,8 +60,8 @@ class Buffer:
 class Partials:
     """The CPU's part in attention of a cache on a device.
 
-    centers: for each layer that has a centre, where it is on the device. Pinned memory is written to again only when queries
-    that come later on the same stream are there: whatever read it has ended then.
+    centers: addresses on the device, for each layer with a centre. Pinned memory is rewritten only once later queries on the
+    same stream have arrived: whatever read it has then ended.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Partials:
         self._queries, self._parts, self._center, self._runs = (Buffer(driver) for _ in range(4))
 
     def divide(self, group: int, pages: dict[str, int], page_bytes: int, *, ring: bool) -> dict[str, float]:
-        """Bytes of a layer of the group by each route. pages: of `_core.Cache.host_pages`; ring: whether there is one."""
+        """Bytes of a layer of the group for each route. pages: from `_core.Cache.host_pages`; ring: whether there is one."""
         costs = {"mapped": pages["reads"] / pages["pages"]}
         if ring:
             costs["ring"] = 1
@@ -95,13 +95,13 @@ class Partials:
         return self._routes.over(self._row_bytes[group]).divide(pages["pages"] * page_bytes, costs, most)
 
     def forget_centers(self) -> None:
-        """Those that come from the first rows may be others from now on."""
+        """Forgets the centres that come from first rows: they may change."""
         self._untold = set(self._centers)
 
     def ask(
         self, stream: Stream, layer: int, q: View, begins: npt.NDArray[np.uint32], bounds: npt.NDArray[np.int32]
     ) -> Asked:
-        """Has the queries copied to the host that the CPU computes a part for: of sequences where `begins` is not 0.
+        """Starts copying queries to the host for which the CPU computes a part: of sequences where `begins` is not 0.
 
         bounds: where the new tokens of each sequence begin.
         """
@@ -126,7 +126,7 @@ class Partials:
         return Asked(layer, begins, tokens, queries, q.dtype, stream.record())
 
     def answer(self, stream: Stream, asked: Asked, target: int) -> int:
-        """Computes, and sends the parts to the device: that of the batch's n-th query goes to the n-th row from `target` on.
+        """Computes, and sends the parts to the device: the one of the batch's n-th query to the n-th row from `target` on.
         Returns how many bytes of K and V were read."""
         asked.come.wait()
         if asked.layer in self._untold:
@@ -145,7 +145,7 @@ class Partials:
         return read
 
     def _send(self, stream: Stream, runs: list[tuple[int, int, int]]) -> None:
-        """By a kernel: the copy engine would first make the copies into the ring that it has been given."""
+        """Copies by a kernel: the copy engine would first finish the copies into the ring that are queued."""
         if any(x % WORD for run in runs for x in run):
             for source, target, size in runs:
                 stream.copy(target, source, size)
@@ -158,7 +158,7 @@ class Partials:
 
 
 def _row_bytes(layer: CoreLayer) -> Counter[str]:
-    """Bytes of a K row and a V row by format; alike in all layers of a group."""
+    """Bytes of a K row and a V row by format; the same in all layers of a group."""
     sizes = Counter({layer["k_dtype"]: FORMATS[layer["k_dtype"]].bytes(layer["head_dim"])})
     if not layer["v_alias"]:
         sizes[layer["v_dtype"]] += FORMATS[layer["v_dtype"]].bytes(layer["v_head_dim"])
@@ -166,6 +166,6 @@ def _row_bytes(layer: CoreLayer) -> Counter[str]:
 
 
 def _neighbours(numbers: Sequence[int]) -> list[list[int]]:
-    """Ascending numbers as runs of consecutive ones."""
+    """Splits ascending numbers into runs of consecutive ones."""
     runs = groupby(enumerate(numbers), lambda placed: placed[1] - placed[0])
     return [[number for _, number in run] for _, run in runs]

@@ -1,7 +1,7 @@
-"""Pinned memory beside the budgets that pages on disk pass through: a stage on their way between device and disk, and a ring
-on their way to attention.
+"""Pinned memory, not counted in the budgets, through which pages on disk pass: a stage between device and disk, and a ring on
+their way to attention.
 
-It is pinned when the cache is opened, since to pin memory is to write to it.
+It is pinned when the cache is opened, because pinning memory writes to it.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from pagoda._core import DISK_ALIGN
 from pagoda.device.driver import Driver
 
 PART_BYTES = 16 << 20
-"""Of the stage: enough for the threads of a disk to have work, and for the copy engine to be fast."""
+"""Bytes of a part of the stage: enough to keep the disk's threads busy, and for the copy engine to be fast."""
 
 PARTS = 4
-"""Some are copied while others are written or read."""
+"""Parts for plans: some are copied while others are written or read."""
 
 
 def stored_bytes(size: int) -> int:
-    """Bytes of a layer of a page as the ring has it."""
+    """Bytes that a layer of a page takes in the ring."""
     return -(-size // DISK_ALIGN) * DISK_ALIGN
 
 
 @dataclass(frozen=True)
 class PassageBytes:
-    """How much there is.
+    """Sizes of the passage, in bytes.
 
-    part: of the stage, of which there is one for calls that wait, the first, and `PARTS` for plans. slot: of the ring, which
-    is not there if that is 0.
+    part: of a part of the stage; the first is for calls that wait, the other `PARTS` are for plans. slot: of a slot of the
+    ring; 0 means no ring.
     """
 
     part: int
@@ -48,13 +48,13 @@ class PassageBytes:
 
 
 def passage_bytes(block_bytes: list[int], device_bytes: int, slot: int) -> PassageBytes:
-    """What a cache has. device_bytes: of the device's memory, those that pages lie in."""
-    # No part is larger than what there is to move, and any block fits one.
+    """Sizes for a cache. device_bytes: device memory for pages."""
+    # A part is no larger than all that there is to move, and any block fits into one.
     return PassageBytes(stored_bytes(max(*block_bytes, min(PART_BYTES, device_bytes))), slot)
 
 
 class Passage:
-    """Of one cache. part: bytes of a part of the stage. zeroes: whether parts of the stage are zeroed after use."""
+    """The passage of one cache. part: bytes of a part of the stage. zeroes: whether these parts are zeroed after use."""
 
     def __init__(self, driver: Driver, size: PassageBytes, *, zeroes: bool) -> None:
         self.part, self._zeroes = size.part, zeroes
@@ -65,7 +65,7 @@ class Passage:
 
     @property
     def address(self) -> int:
-        """Of the stage."""
+        """Address of the stage."""
         return self.memory.address
 
     def clear(self, part: int) -> None:

@@ -1,9 +1,9 @@
-"""Plans under way: what a stream copies between the device and the host tier, and pages on their way to disk and back.
+"""Plans under way: copies of a stream between the device and the host tier, and pages on their way to disk and back.
 
-The disk is written and read by threads of `pagoda._core`, from and to memory of the host. Pages of the host tier lie there;
-those of the device pass through a stage of pinned memory, a part of it at a time: copied by the copy engine and then written,
-or read, verified and then copied. Neither begins before the other has ended, and nobody waits for that: whichever call of the
-cache comes next starts what can go on.
+Threads of `pagoda._core` write and read the disk, from and to host memory. Pages of the host tier already lie there. Pages of
+the device pass through a stage of pinned memory, one part of it at a time: copied by the copy engine and then written, or
+read, verified and then copied. The second action begins after the first has ended, but nobody waits for that: the next call
+of the cache, whichever it is, starts whatever can continue.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pagoda.device.mover import Mover
 Rows = npt.NDArray[np.uint64]
 
 LINK = ("link",)
-"""The way of copies that pass through no memory in between: by the copying stream alone."""
+"""The ways of copies that need no disk: only the copying stream."""
 
 
 class Nothing:
-    """Nothing has to end."""
+    """A `Pending` that has already ended."""
 
     def done(self) -> bool:
         """It has."""
@@ -41,9 +41,9 @@ class Nothing:
 class Part:
     """Some of a plan's copies, by number.
 
-    ways: how they are made, one after the other: "link", by the copying stream, and "threads", by those of the disk. at:
-    which part of the stage it has, if it needs one. now: the way it is at, and what has to end before the next one; None if
-    that has yet to begin.
+    ways: how they are made, one way after the other: "link" by the copying stream, "threads" by those of the disk. staged:
+    whether it needs a part of the stage. at: which one it has. now: the current way, and what has to end before the next one;
+    None if the current way has not begun.
     """
 
     numbers: list[int]
@@ -54,7 +54,7 @@ class Part:
 
     @property
     def begun(self) -> bool:
-        """Whether anything was done about it."""
+        """Whether any of its copies have been started."""
         return self.now != (0, None)
 
     @property
@@ -69,8 +69,8 @@ class Part:
 
 @dataclass(eq=False)
 class Plan:
-    """A plan under way. first: the first part that has not ended. copied: copies before the first that failed, for the reason
-    that `why` has or is."""
+    """A plan under way. first: a part before which all have ended. copied: the number of copies before the first that failed;
+    `why` is the reason or has it."""
 
     rows: Rows
     parts: list[Part]
@@ -80,12 +80,12 @@ class Plan:
 
     @property
     def follows(self) -> bool:
-        """Whether nothing is left but copies that the copying stream has been given."""
+        """Whether only copies are left that have been queued on the copying stream."""
         part = self.parts[-1]
         return part.ways == LINK and part.now[1] is not None
 
     def failed(self, number: int, why: _core.DiskCopies | str) -> None:
-        """A copy has not arrived."""
+        """Notes that a copy has failed."""
         if number < self.copied:
             self.copied, self.why = number, why
 
@@ -99,12 +99,11 @@ class Plan:
 
 
 class Plans:
-    """Those of one cache. copying: the stream that copies are made on. follow: makes that wait for whatever may use the
-    pages.
+    """The plans of one cache. copying: the stream for copies. follow: makes that stream wait for whatever may use the pages.
 
-    Ctrl-C may come between any two lines. So the core knows which tickets there are, and what its threads have been given;
-    all else is done again where it was not seen to be done. That makes no difference: copies come from pages that stay what
-    they are, and go to blocks that nobody reads yet.
+    Ctrl-C may come between any two lines. So the core keeps track of tickets, and of the copies that its threads were given.
+    Everything else is repeated unless it was seen to be done, which is harmless: copies are made from pages that do not
+    change, to blocks that nobody reads yet.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class Plans:
         self._under_way: dict[_core.Ticket, Plan] = {}
 
     def waits_for(self, ticket: _core.Ticket) -> Pending | None:
-        """What has to end next for the sake of a plan; None when it has ended."""
+        """What a plan has to wait for next; None when the plan has ended."""
         self._take_in()
         if ticket not in self._under_way:
             return None
@@ -133,9 +132,9 @@ class Plans:
         return Nothing()
 
     def advance(self) -> None:
-        """Starts what can go on, and tells the core of plans that have ended.
+        """Starts whatever can continue, and tells the core of plans that have ended.
 
-        Raises BackendUnavailable when memory of the host tier cannot be pinned.
+        Raises BackendUnavailable if memory of the host tier cannot be pinned.
         """
         self._take_in()
         if not self._under_way:
@@ -145,7 +144,7 @@ class Plans:
         link_is_busy = False
         for ticket, plan in list(self._under_way.items()):
             if plan.follows and link_is_busy:
-                # The stream makes copies in order.
+                # The stream makes its copies in order, so these have not ended either.
                 continue
             for part in plan.left():
                 if part.staged and not part.begun and part.numbers[0] > plan.copied:
@@ -163,12 +162,12 @@ class Plans:
                 del self._under_way[ticket]
 
     def close(self) -> None:
-        """Waits for the device's copies and starts nothing more. What threads of the disk do is for the core to wait for."""
+        """Waits for the device's copies and starts no others. The core waits for the threads of the disk."""
         self._copying.record().wait()
         self._under_way.clear()
 
     def _take_in(self) -> None:
-        """Takes in plans that are new."""
+        """Takes in new plans."""
         if not (moving := self._core.moving()):
             return
         fresh = [ticket for ticket in moving if ticket not in self._under_way]
@@ -179,7 +178,7 @@ class Plans:
             self._under_way[ticket] = Plan(rows, list(self._cut(rows)), len(rows))
 
     def _cut(self, rows: Rows) -> Iterator[Part]:
-        """The parts of a plan; of copies between device and disk as many at a time as fit a part of the stage."""
+        """The parts of a plan; one for as many copies between device and disk as fit a part of the stage."""
         on_disk = (rows[:, :2] == 0).any(1)
         ends = rows[:, :2].max(1)
         on_host = self._memory.on_host
@@ -204,14 +203,14 @@ class Plans:
         yield Part(chosen, ways, staged=True)
 
     def _go_on(self, ticket: _core.Ticket, plan: Plan, part: Part) -> bool:
-        """Does what can be done about a part now; says whether it has ended."""
+        """Advances a part as far as possible now; returns whether it has ended."""
         while not part.ended:
             way, wait = part.now
             if wait is None:
                 try:
                     wait = self._begin(ticket, plan, part, part.ways[way])
                 except Exception as error:
-                    # A part of the stage that others get must have no copy under way.
+                    # No copy may be under way in a part of the stage that others get.
                     self._copying.record().wait()
                     plan.failed(part.numbers[0], str(error))
                     self._end(part)
@@ -228,13 +227,13 @@ class Plans:
         return True
 
     def _end(self, part: Part) -> None:
-        """Nothing is under way any more that is of a part."""
+        """Ends a part that has nothing under way any more."""
         if part.at is not None and self._memory.passage is not None:
             self._memory.passage.clear(part.at)
         part.end()
 
     def _begin(self, ticket: _core.Ticket, plan: Plan, part: Part, way: str) -> Pending:
-        """Starts copies; doing it again makes no difference."""
+        """Starts copies; doing so again is harmless."""
         rows, offsets = plan.rows[part.numbers], [0] * len(part.numbers)
         if part.at is not None:
             through = self._memory.passage
@@ -249,7 +248,7 @@ class Plans:
         return self._core.start_on_disk(ticket, part.numbers, offsets)
 
     def _pin(self, rows: Rows) -> None:
-        """Pins memory of the host tier that threads of the disk are to use: to pin is to write, so it comes before."""
+        """Pins memory of the host tier before threads of the disk use it, because pinning writes to it."""
         if self._memory.host is not None:
             self._memory.host.pin(rows[:, :2].max(1), rows[:, 2])
 

@@ -1,7 +1,7 @@
-"""Layers of pages on disk, as attention on a device gets them: read ahead by threads of `pagoda._core` into a ring of pinned
-memory and verified there, then copied on by the device.
+"""Layers of pages on disk, for attention on a device: threads of `pagoda._core` read them ahead into a ring of pinned memory
+and verify them there, and the device copies them on.
 
-A slot is given back when what was copied from it has arrived.
+A slot is given back when the copies from it have arrived.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Found(NamedTuple):
 
 
 class Reads:
-    """The ring, of which `pagoda._core` knows what is in it. copying: the stream that copies from it are made on."""
+    """The ring of pinned memory; `pagoda._core` knows what is in it. copying: the stream of the copies from it."""
 
     def __init__(self, core: _core.Cache, copying: Stream) -> None:
         self._core, self._copying = core, copying
@@ -30,19 +30,19 @@ class Reads:
         self._taking = False
 
     def take(self, place: int, wait: bool) -> Found | None:
-        """The slot with what comes at a place of all that the open step reads.
+        """The slot with the read number `place` of the open step; None if that has not been read yet.
 
-        None where it is not there yet. wait: until it is. Raises CorruptPage and TierIOError, with `wait` alone.
+        wait: until it has been. Raises CorruptPage and TierIOError, only with `wait`.
         """
         if self._taking:
-            # After Ctrl-C or an error: wait until nothing is copied any more from slots that were taken.
+            # After Ctrl-C or an error: wait until nothing is copied any more from the slots taken.
             self._copying.record().wait()
             self._core.give_back(None)
         self._taking = True
         self.give_back()
         found = self._core.take_read(place, wait)
         while wait and found is None:
-            # All slots are being copied from.
+            # Copies from all slots are under way.
             self._lent[0][1].wait()
             self.give_back()
             found = self._core.take_read(place, wait)
@@ -50,12 +50,12 @@ class Reads:
         return None if found is None else Found(*found)
 
     def copied(self, slot: int) -> None:
-        """The copies from what was taken are on their way."""
+        """Notes that the copies from a slot have been started."""
         self._lent.append((slot, self._copying.record()))
         self._taking = False
 
     def give_back(self) -> None:
-        """Gives slots back whose copies have ended."""
+        """Gives back the slots whose copies have ended."""
         while self._lent and self._lent[0][1].done():
             self._core.give_back(self._lent[0][0])
             self._lent.popleft()

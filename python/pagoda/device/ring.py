@@ -1,10 +1,10 @@
 """The ring: slots of device memory that pages pass through on their way to attention, and what is in them.
 
-While one slot is read the next is filled, ahead of need and on a stream of its own, with what comes next of the layer, of
-the next layer, or of the first layer of the next step. That is known before it is asked for, for pages on the host never
-change. Events stand between streams both ways: no kernel reads a slot before its copies have arrived, and none are made into
-it before its last reader has ended. Pages on disk come the same way, once they have been read (reads.py); a slot is filled
-ahead of need as far as that has happened.
+While one slot is read the next is filled, ahead of need and on a stream of its own: with the next pages of the layer, of the
+next layer, or of the first layer of the next step. These are known in advance, because pages on the host never change.
+Events order the streams both ways: no kernel reads a slot before its copies have arrived, and no copies are made into it
+before its last reader has ended. Pages on disk take the same way once they have been read (reads.py); slots are filled ahead
+of need as far as reads have got.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ from pagoda.device.passage import stored_bytes
 from pagoda.device.reads import Found, Reads
 
 SLOTS = 2
-"""One is read while the other is filled; more would only be filled earlier."""
+"""One is read while the other is filled; with more, slots would only be filled earlier."""
 
 SLOT_BYTES = 16 << 20
-"""A copy of so much takes some 300 us at the speed of a link, a launch a few."""
+"""A copy of this size takes some 300 us at the speed of a link, a launch only a few."""
 
 SLOT_BYTES_MIN = 1 << 20
-"""Smaller slots would have launches cost more than they hide."""
+"""With smaller slots launches would cost more than they hide."""
 
 RING_SHARE = 8
-"""The ring has this part of the device memory at most."""
+"""The ring takes at most 1/RING_SHARE of the device memory."""
 
 
 @dataclass(frozen=True)
 class RingSlots:
-    """Of the ring, in bytes.
+    """Sizes of the ring, in bytes.
 
-    bytes: of a slot in device memory, 0 where there is no room for one that is of use. read: of a slot of pinned memory that
-    pages on disk are read to, so that it has all that the other can hold of them. enough: the device memory from which on
-    there is a ring.
+    bytes: of a slot in device memory, 0 if there is no room for a useful one. read: of a slot of pinned memory that pages on
+    disk are read into, enough for as many as fit a slot in device memory. enough: the least device memory for a ring.
     """
 
     bytes: int
@@ -49,7 +48,7 @@ class RingSlots:
 def ring_slots(
     widths: list[int], page_size: int, device_bytes: int, *, host: bool, disk: bool, deterministic: bool
 ) -> RingSlots:
-    """What a cache has. widths: bytes of a layer in a block, by layer group. host, disk: whether there are these tiers."""
+    """The sizes for a cache. widths: bytes of a layer in a block, by layer group. host, disk: whether it has these tiers."""
     # A slot has to hold a whole stretch of any layer, since passes do not end inside one.
     stretch = max(RUN_ROWS if deterministic else TILE, page_size) // page_size * max(widths)
     # Host pages can be read without a ring, so a small ring is useless for them; pages on disk need one.
@@ -63,7 +62,7 @@ def ring_slots(
 
 @dataclass
 class Slot:
-    """A part of the ring, and what its last reader leaves behind."""
+    """A slot of the ring. read: when its last reader has ended."""
 
     address: int
     read: Event | None = None
@@ -71,7 +70,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Brought:
-    """A pass that is in a slot, or on its way there. item: its place in the order of a step."""
+    """A pass that is in a slot or on its way there. item: its place in the order of a step."""
 
     item: int
     slot: Slot
@@ -79,8 +78,8 @@ class Brought:
 
 
 class Ring:
-    """The slots of a cache. bring: starts to copy what comes at a place of the order of a step into a slot, on the stream
-    `copying`; it is told where what of that is on disk has been read to. reads: None without a disk."""
+    """The slots of a cache. bring: starts to copy a pass, given by its place in the order of a step, into a slot, on the
+    stream `copying`; `Found` has the pages of the pass that are on disk. reads: None without a disk."""
 
     def __init__(
         self,
@@ -104,15 +103,15 @@ class Ring:
         return len(self._all)
 
     def enter(self, count: int, on_disk: Mapping[int, int]) -> None:
-        """A step begins. count: how many times it fills a slot. on_disk: by the place in that order, which of the reads of
-        the step has pages for it."""
+        """A step begins. count: how many passes it brings into slots. on_disk: for passes with pages on disk, by their place
+        in the order, the number of the step's read that has these pages."""
         self._count, self._on_disk = count, on_disk
 
     @contextmanager
     def brought(self, item: int, stream: Stream) -> Iterator[int]:
-        """The address of the slot with what comes at a place, for kernels that are launched on the stream inside."""
+        """The address of the slot with the pass at a place, for kernels that are launched inside, on the stream."""
         if len(self._free) + len(self._ahead) != len(self._all):
-            # Ctrl-C came between taking and giving back slots. This stream follows whatever has read them.
+            # Ctrl-C came between taking and giving back slots. This stream comes after whatever has read them.
             self._ahead.clear()
             self._free = deque(self._all)
             for slot in self._all:
@@ -131,12 +130,12 @@ class Ring:
         self._fill()
 
     def forget(self) -> None:
-        """What was brought ahead is not what is wanted."""
+        """Forgets what was brought ahead of need."""
         self._free.extend(brought.slot for brought in self._ahead)
         self._ahead.clear()
 
     def clear(self) -> None:
-        """Zeroes all slots: pages are gone that may be in them. Not inside of `brought`."""
+        """Zeroes all slots, because they may hold pages that were freed. Not inside of `brought`."""
         self.forget()
         if self._memory is None:
             return
@@ -151,8 +150,8 @@ class Ring:
         self._all.clear()
 
     def _fill(self, wait: bool = False) -> None:
-        """Brings what comes next into the slots that nobody needs, up to what has yet to be read from disk. wait: for what is
-        the first. Raises CorruptPage and TierIOError, with `wait` alone."""
+        """Brings the next passes into free slots, as far as their pages have been read from disk. wait: until the first one
+        has been read. Raises CorruptPage and TierIOError, only with `wait`."""
         while self._free:
             found = None
             if (place := self._on_disk.get(self._next)) is not None:

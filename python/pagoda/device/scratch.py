@@ -1,4 +1,4 @@
-"""Scratch memory on the device that launches of attention share."""
+"""Scratch memory on the device, shared by the launches of attention."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ class Scratch:
 
     @property
     def partials(self) -> int:
-        """The address of results that every launch may overwrite; 0 where there are none."""
+        """The address of results that every launch may overwrite; 0 if there are none."""
         return self._address(0)
 
     @property
     def counters(self) -> int:
-        """The address of counters, which are 0 between launches; 0 where there are none."""
+        """The address of counters, which are zero between launches; 0 if there are none."""
         return self._address(1)
 
     @property
     def parts(self) -> int:
-        """The address of parts of results, which launches leave for others; 0 where there are none."""
+        """The address of parts of results, which launches leave for later ones; 0 if there are none."""
         return self._address(2)
 
     def covers(self, sizes: tuple[int, int, int]) -> bool:
-        """Whether there are so many bytes of each."""
+        """Whether there are at least this many bytes of each."""
         return all(have >= want for have, want in zip(self._sizes, sizes, strict=True))
 
     def grow(self, sizes: tuple[int, int, int], *, exactly: bool) -> None:
-        """Makes room: exactly, once and for all, or in powers of two, so that a batch that grows seldom waits for it. Nothing
-        may be under way that uses the old memory. Raises BackendUnavailable; a piece that is refused is there no more."""
+        """Makes room: exactly, if the sizes are final, or else in powers of two, so that a growing batch seldom waits for it.
+        Nothing may be under way that uses the old memory. Raises BackendUnavailable; the old memory of a piece that is
+        refused is gone."""
         for number, (have, want) in enumerate(zip(self._sizes, sizes, strict=True)):
             if want > have:
                 # The old piece goes first: there may be no memory for both. Ctrl-C may come at any line.

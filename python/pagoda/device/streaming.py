@@ -1,10 +1,10 @@
-"""Pages that are not on the device, and the ways of attention to them.
+"""Pages that are not on the device, and the routes by which attention reads them.
 
-By "ring" they are copied through device memory, ahead of the kernels (ring.py). By "mapped" kernels read pinned memory of
-the host tier in place. It costs no launches and no memory, but each block of queries brings the pages over the link anew, and
-only while attention runs. By "memory" its pages stay where they are and the CPU computes (partials.py). Where the rates of
-all were measured and kept the work is divided by them; else the driver knows from how many bytes on the ring is faster than
-to read in place (thresholds.py), and the CPU has nothing. Pages on disk come through the ring or not at all.
+"ring": copies through device memory, ahead of the kernels (ring.py). "mapped": kernels read pinned memory of the host tier in
+place. That costs no launches and no memory, but every block of queries transfers the pages over the link again, and only
+while attention runs. "memory": the CPU attends to pages of the host tier where they lie (partials.py). If the rates of all
+routes were measured and kept, work is divided by them. Otherwise the CPU has no part, and the driver knows from how many
+bytes the ring is faster than reading in place (thresholds.py). Pages on disk can only go through the ring.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from pagoda.geometry import Geometry
 
 @dataclass
 class Traffic:
-    """Bytes that attention of a step has gone over outside of device memory, by route.
+    """Bytes that attention of a step has read outside of device memory, by route.
 
-    ring: copies, those ahead for the next step included. mapped: what kernels read in place, at most: they spare what windows
-    leave out, and pages in common are read once. memory: rows that the CPU has read.
+    ring: copies, including those made ahead for the next step. mapped: an upper bound of what kernels read in place: they
+    skip rows outside of windows, and read common pages once. memory: rows that the CPU has read.
     """
 
     ring: int = 0
@@ -45,11 +45,11 @@ class Traffic:
 class GroupPasses:
     """How the pages of a group are streamed in the open step.
 
-    table, columns: a block table that says where pages are in their passes. copies: for each pass [block, blocks, place] of
-    blocks of the host tier that lie side by side, and the place of the first in the slot. on_disk: how many pages of each
-    pass come from disk, behind those. works: for each pass a work list, and one over common pages; None where there is no
-    work. begins: of each sequence, the token before which the CPU computes all; row: of the parts, that of what it has come
-    to for the first query of the batch. in_place: how often kernels read pages in place.
+    table, columns: a block table with the places of pages in their passes. copies: for each pass [block, blocks, place] of
+    adjacent blocks of the host tier, place being that of the first one in the slot. on_disk: how many pages of each pass come
+    from disk; they follow those of the host. works: for each pass a work list, and one over common pages; None if there is no
+    work. begins: for each sequence, the CPU attends to all tokens before this one. row: among the parts, the row with the
+    CPU's result for the first query of the batch. in_place: pages that kernels read in place, once for each block of queries.
     """
 
     table: int
@@ -63,7 +63,7 @@ class GroupPasses:
 
 
 class Streams:
-    """What of a cache is streamed: the ring, and the tables of the open step for it. slot_size: bytes of a slot of that."""
+    """The streaming of a cache: the ring, and the tables of the open step for it. slot_size: bytes of a slot of the ring."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ class Streams:
         return bool(self.ring) or self._partials is not None
 
     def plan(self, bounds: npt.NDArray[np.int32], *, centers: bool) -> int:
-        """Divides the work of each group of the step that was staged; returns how many words more there are.
+        """Divides the work of each group of the staged step; returns how many words its tables add to the upload.
 
-        bounds: where the new tokens of each sequence begin, and where the last one's end. centers: whether their rows say
-        what K is centred by.
+        bounds: where the new tokens of each sequence begin, and where the last ones end. centers: whether their rows
+        determine centres of K.
         """
         self.traffic, self._bounds, self._placed = Traffic(), bounds, []
         if centers and self._partials is not None:
@@ -125,7 +125,7 @@ class Streams:
                 for group, placed in self._placed
             }
             self.ring.forget()
-            # Last, so that Ctrl-C before this has the copies found anew.
+            # Last, so that the copies are found again if Ctrl-C comes before this.
             self._stamp = stamp
         return words
 
@@ -140,10 +140,10 @@ class Streams:
         self._room = room
 
     def place(self, tables: StepTables) -> int:
-        """Where the words go; from now on passes can be `brought`."""
+        """Returns the address for the words; from now on passes can be `brought`."""
         base = 0 if self._tables is None else self._tables.address
         if not self._placed and not self._groups:
-            # Nothing is streamed, as in the step before.
+            # Nothing is streamed, and nothing was in the step before.
             return base
         self._groups = {group: self._group(group, base, placed, tables) for group, placed in self._placed}
         self._order = [
@@ -154,22 +154,22 @@ class Streams:
             if len(copies) or on_disk
         ]
         self._items = {one: item for item, one in enumerate(self._order)}
-        # As crates/pagoda-py/src/passes.rs counts them.
+        # Numbered in the same order as in crates/pagoda-py/src/passes.rs.
         on_disk = [item for item, (layer, number) in enumerate(self._order) if self._pages_on_disk(layer, number)]
         self.ring.enter(len(self._order), {item: place for place, item in enumerate(on_disk)})
         return base
 
     def group(self, layer: int) -> GroupPasses | None:
-        """How the pages of a layer are streamed; None where they are read in place, in one pass."""
+        """How the pages of a layer are streamed; None if they are read in place, in one pass."""
         return self._groups.get(self._layers[layer]["group"])
 
     def read_in_place(self, layer: int) -> None:
-        """Counts what attention over a layer reads of pinned memory where nothing of it is streamed."""
+        """Counts what attention over a layer reads from pinned memory if none of the layer is streamed."""
         if pages := self._pages.get(self._layers[layer]["group"]):
             self.traffic.mapped += pages["reads"] * self._runs[layer].bytes
 
     def ask(self, layer: int, q: View, stream: Stream) -> Asked | None:
-        """Begins attention over a layer that is streamed; what the CPU is asked for is due before the last pass."""
+        """Begins attention over a streamed layer; returns what the CPU has to `answer` before the last pass, if anything."""
         passes = self._groups[self._layers[layer]["group"]]
         self.traffic.mapped += passes.in_place * self._runs[layer].bytes
         if self._partials is None or not passes.begins.any():
@@ -177,7 +177,7 @@ class Streams:
         return self._partials.ask(stream, layer, q, passes.begins, self._bounds)
 
     def answer(self, asked: Asked, stream: Stream, parts: int) -> None:
-        """Has the CPU do its part, and sends what it comes to. parts: where parts of results are on the device."""
+        """Computes the CPU's part and sends it to the device. parts: the address of parts of results there."""
         assert self._partials is not None
         layer = self._layers[asked.layer]
         row = 4 * layer["num_q_heads"] * (layer["v_head_dim"] + 2)
@@ -186,8 +186,8 @@ class Streams:
 
     @contextmanager
     def brought(self, layer: int, number: int, stream: Stream) -> Iterator[tuple[int, int]]:
-        """Where kernels that are launched on the stream inside find the pages that a pass brings, if any: the address of
-        their tier, and the bytes from block to block."""
+        """The base address and pitch at which kernels launched inside, on the stream, find the pages that a pass brings;
+        zeros if it brings none."""
         run, item = self._runs[layer], self._items.get((layer, number))
         if item is None:
             yield 0, 0
@@ -197,12 +197,12 @@ class Streams:
             yield address - run.start, run.bytes
 
     def give_back(self) -> None:
-        """Gives back what pages on disk were read to, as far as they have been copied from there."""
+        """Gives back the pinned memory of pages from disk that have been copied on."""
         if self._reads is not None:
             self._reads.give_back()
 
     def behind(self, step: Event) -> Event:
-        """What comes by when a step and all copies so far have ended."""
+        """The event at which a step and all copies so far have ended."""
         if not self.ring:
             return step
         self._copying.follow(step)
@@ -218,7 +218,7 @@ class Streams:
         self._tables = self._partials = None
 
     def _way(self, group: int) -> dict[str, float] | None:
-        """How the group is streamed; None where its pages are read in place, in one pass."""
+        """How the group is streamed; None if its pages are read in place, in one pass."""
         size, on_disk, pages = self._widths[group], self._on_disk[group], self._pages.get(group)
         way = {"group": group, "room": self._rooms[group], "on_cpu": 0.0, "in_place": 0.0}
         if pages is None:
@@ -252,7 +252,7 @@ class Streams:
         return GroupPasses(table, columns, copies, on_disk, works, begins, row, in_place)
 
     def _side_by_side(self, group: int, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Blocks that lie side by side in one piece of pinned memory, as [block, blocks, place]."""
+        """Runs of adjacent blocks in one piece of pinned memory, as [block, blocks, place]."""
         if self._host is None or not len(blocks):
             return np.zeros((0, 3), np.int64)
         block_bytes = self._layouts[group].block_bytes
@@ -264,7 +264,7 @@ class Streams:
         return self._groups[self._layers[layer]["group"]].on_disk[number]
 
     def _bring(self, slot: Slot, item: int, found: Found | None) -> Event:
-        """Starts to copy a pass into a slot. found: where those of its pages are that were read from disk."""
+        """Starts to copy a pass into a slot. found: the pages of the pass that were read from disk."""
         layer, number = self._order[item]
         group, run = self._layers[layer]["group"], self._runs[layer]
         block_bytes, host = self._layouts[group].block_bytes, 0 if self._host is None else self._host.address

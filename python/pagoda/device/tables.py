@@ -1,7 +1,7 @@
-"""The tables of a step on a device: where they lie, how large they may be, and how what changed gets there.
+"""The tables of a step on a device: where they lie, how large they may be, and how changes get there.
 
-Kernels find every table at an address that stays the same from step to step. The core writes down what a step changes, in
-words; one copy from pinned memory and one kernel take the words to their places. Two uploads may be under way.
+Every table keeps its address from step to step. The core writes down the changes of a step as words; one copy from pinned
+memory and one kernel put the words in their places. Two uploads may be under way.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pagoda.kernels import arguments, instances
 
 
 class Work(NamedTuple):
-    """How queries of some layers are cut: one work list for all of them.
+    """How queries of some layers are cut: one work list for all of these layers.
 
-    few: new tokens of a sequence up to which it is decoded. queries: of a block; common_queries: of a block over pages that
-    several sequences hold, 0 where each goes over its own.
+    few: a sequence with up to this many new tokens is decoded. queries: in a block; common_queries: in a block over pages
+    that several sequences share, 0 if each sequence goes over all of its pages by itself.
     """
 
     group: int
@@ -39,12 +39,12 @@ class Work(NamedTuple):
 
     @property
     def new_tokens(self) -> tuple[int, int]:
-        """Of the sequences that the list is for: at least, at most."""
+        """The least and the most new tokens of sequences that the list is for."""
         return (self.few + 1, (1 << 32) - 1) if self.prefill else (1, self.few)
 
 
 class Room(NamedTuple):
-    """How much the tables can hold: sequences, new tokens, pages of one sequence, spans of all, rows of angles of a layer."""
+    """How much the tables can hold: sequences, new tokens, pages of a sequence, spans of all, rows of angles of a layer."""
 
     sequences: int = 0
     tokens: int = 0
@@ -57,7 +57,7 @@ class Room(NamedTuple):
         return all(map(ge, self, need))
 
     def grown(self, need: Iterable[int]) -> Room:
-        """With room for more, in powers of two."""
+        """A room that covers the need as well; what grows becomes a power of two."""
         pairs = zip(self, need, strict=True)
         return Room(*(1 << (value - 1).bit_length() if value > room else room for room, value in pairs))
 
@@ -74,13 +74,13 @@ class GroupTables:
 
     @property
     def centering(self) -> int:
-        """Where behind `tokens` the number of those is whose rows say what K is centred by."""
+        """The address, right after `tokens`, of the number of tokens whose rows determine the centre of K."""
         return self.tokens + 4
 
 
 @dataclass
 class ListTables:
-    """Addresses of a work list: see `ListPlaces` in crates/pagoda-py. rows: the parts that results begin with."""
+    """Addresses of a work list: see `ListPlaces` in crates/pagoda-py. rows: which parts results start from."""
 
     blocks: int
     prefix: int
@@ -90,10 +90,10 @@ class ListTables:
 
 @dataclass
 class WorkTables:
-    """Work lists over the pages of each sequence, and over common pages where there is one.
+    """Work lists over the pages of each sequence and, if there is such a list, over common pages.
 
-    members: the address of the queries that hold common pages. blocks_max, members_max: entries at most, of the first and of
-    those who hold common pages.
+    members: the address of the list of queries that share common pages. blocks_max, members_max: the most entries of the
+    first list and of the list of these queries.
     """
 
     own: ListTables
@@ -104,7 +104,7 @@ class WorkTables:
 
 
 class Staging:
-    """One of two uploads under way."""
+    """The buffers of an upload. Two uploads may be under way."""
 
     def __init__(self, driver: Driver, words: int) -> None:
         self.host, self.device = driver.pinned(4 * words), driver.memory(4 * words)
@@ -121,7 +121,7 @@ class Carve:
     size: int = 0
 
     def take(self, size: int) -> int:
-        """The address of so many bytes, aligned to 256."""
+        """The address of the next `size` bytes, aligned to 256."""
         start = -(-self.size // 256) * 256
         self.size = start + size
         return self.base + start
@@ -140,17 +140,17 @@ class StepTables:
         self.works: dict[Work, WorkTables] = {}
         self._work_keys = tuple(works)
         self.angles: dict[int, int] = {}
-        """By layer: the angles of its spans."""
+        """Addresses of the angles of spans, by layer."""
         self.members = 0
-        """Queries of the open step that hold common pages, in any work list."""
+        """The most queries of the open step with common pages, over all work lists."""
 
     @property
     def members_max(self) -> int:
-        """Such queries of any step that there is room for."""
+        """The most such queries that there is room for in any step."""
         return max(tables.members_max for tables in self.works.values())
 
     def fits(self) -> bool:
-        """Whether the open step has room. Raises InvalidArgument where the room is fixed and too small."""
+        """Whether the open step fits. Raises InvalidArgument if the room is fixed and too small."""
         need = self._core.table_room()
         if self.room.covers(need):
             return True
@@ -162,21 +162,21 @@ class StepTables:
         return False
 
     def grow(self) -> None:
-        """New tables with room for the open step. Nothing may be under way that uses the old ones."""
+        """Makes new tables with room for the open step. Nothing may be under way that uses the old ones."""
         self.place(self.room.grown(self._core.table_room()))
 
     def place(self, room: Room) -> None:
-        """New tables, which hold nothing yet. Nothing may be under way that uses the old ones."""
+        """Makes new, empty tables. Nothing may be under way that uses the old ones."""
         self._lay_out(room, counted := Carve())
         memory = self._driver.memory(counted.size)
-        # Ctrl-C may come at any line: there is room for no step until the core knows the new tables, too.
+        # Ctrl-C may come at any line: no step fits until the core knows the new tables, too.
         self.room, self._memory = Room(), memory
         self.groups, self.works, self.angles = self._lay_out(room, Carve(memory.address))
         self.forget()
         self.room = room
 
     def forget(self) -> None:
-        """Tables hold nothing: what was written down for them has not come there."""
+        """Tells the core that the tables are empty, because they are new or changes may not have been uploaded."""
         self._core.place_tables(
             [vars(tables) for tables in self.groups],
             [
@@ -197,12 +197,12 @@ class StepTables:
         )
 
     def stage(self) -> int:
-        """Writes down what the open step changes; returns how many words that is."""
+        """Has the core write down the changes of the open step; returns how many words they are."""
         words, self.members = self._core.stage()
         return words
 
     def upload(self, stream: Stream, words: int, streams: int) -> None:
-        """Sends what was written down. streams: where the tables of what is streamed go."""
+        """Sends the changes. streams: the address for the tables of streamed pages."""
         staging = self._next_staging(words)
         self._core.staged(staging.words[:words], streams)
         try:
@@ -217,7 +217,7 @@ class StepTables:
         self._staging.clear()
 
     def _lay_out(self, room: Room, carve: Carve) -> tuple[list[GroupTables], dict[Work, WorkTables], dict[int, int]]:
-        """Tables by group, by work list, and of angles by layer."""
+        """Tables by group and by work list, and tables of angles by layer."""
         groups = [
             GroupTables(
                 table=carve.take(4 * room.sequences * room.columns),
@@ -254,7 +254,7 @@ class StepTables:
         return WorkTables(own, common, carve.take(4 * members), blocks, members)
 
     def _next_staging(self, words: int) -> Staging:
-        """A pair of buffers that no upload reads any more."""
+        """Buffers that no upload reads any more."""
         if len(self._staging) == 2:
             staging = self._staging[0]
             if staging.used is not None:

@@ -1,5 +1,5 @@
-"""The sizes from which one way to bytes of the host beats another: measured once for each device, when first asked for and
-there is memory to measure with."""
+"""The sizes from which one way to bytes of the host beats another, measured once for each device, at first use, if there is
+memory to measure with."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ MEASURED_LAYER_BYTES = [1 << shift for shift in range(16, 23)]
 MEASURED_LAYERS = 8
 
 RING_MEMORY_BYTES = (SLOTS + 1) * MEASURED_LAYER_BYTES[-1]
-"""Of the device: the slots, and where kernels write to."""
+"""Device memory of the measurement: the slots, and where kernels write to."""
 
 COPY_ENGINE_BYTES = 512 << 10
-"""Unless it is measured: what an H200 said (docs/benchmarks/gpu.md)."""
+"""Without a measurement: the value of an H200 (docs/benchmarks/gpu.md)."""
 
 RING_BYTES = 1 << 20
-"""Unless it is measured: an H200 reads in place at 0.7 of what the link carries (docs/benchmarks/gpu.md), and what that loses
-of a MiB, 8 us, is what a copy and its events cost."""
+"""Without a measurement: an H200 reads in place at 0.7 of the link's bandwidth (docs/benchmarks/gpu.md). For a MiB that loses
+8 us, the cost of a copy and its events."""
 
 
 class Threshold(functools.cached_property[int]):
-    """An attribute of a driver: what `measure` says of it, once and for all. While the device has no `memory` bytes to
-    measure with, it is `otherwise`."""
+    """An attribute of a driver: the result of `measure`, which is called once. While the device has fewer than `memory` bytes
+    free to measure with, the value is `otherwise`."""
 
     def __init__(self, measure: Callable[[Driver], int], memory: int, otherwise: int) -> None:
         super().__init__(measure)
         self._memory, self._otherwise = memory, otherwise
 
     def __get__(self, driver: Any, owner: Any = None) -> Any:
-        # Not by trying: before CuPy refuses memory, it gives back all that its pool holds and collects garbage.
+        # Do not just try: before CuPy refuses memory, it empties its pool and collects garbage.
         if driver is not None and driver.free_bytes < self._memory:
             return self._otherwise
         try:
             return super().__get__(driver, owner)
         except BackendUnavailable:
-            # A limit of the caller's is in the way, or somebody was faster.
+            # The caller has set a limit, or somebody else has taken the memory.
             vars(driver)[self.attrname] = self._otherwise
             return self._otherwise
 
 
 def copy_engine_bytes(driver: Driver) -> int:
-    """From what size on the copy engine beats the kernel at copying runs from pinned memory, as `Mover` has both do it.
+    """The size from which the copy engine beats the kernel at copying runs from pinned memory, as `Mover` uses them.
 
-    Copies MEASURED_BYTES in runs of each size by both; returns the least size at which the copy engine is not slower, or
-    twice the largest. Seconds are those that the caller waits, because to issue a copy is a part of its cost.
+    Copies MEASURED_BYTES in runs of each size by both; returns the smallest size at which the copy engine is not slower, or
+    twice the largest. Measures the time that the caller waits, because issuing a copy is a part of its cost.
     """
     device, host = driver.memory(MEASURED_BYTES), driver.pinned(MEASURED_BYTES)
     stream, mover = driver.stream(), Mover(driver, None)
@@ -79,7 +79,7 @@ def copy_engine_bytes(driver: Driver) -> int:
 
 
 def seconds(stream: Stream, copy: Callable[[], None]) -> float:
-    """Of the fastest of some runs; the first one may compile and is not counted."""
+    """Seconds of the fastest of some repeats; the first one may compile and is not counted."""
     best = float("inf")
     for repeat in range(REPEATS + 1):
         start = time.perf_counter()
@@ -91,18 +91,18 @@ def seconds(stream: Stream, copy: Callable[[], None]) -> float:
 
 
 def ring_bytes(driver: Driver) -> int:
-    """From how many bytes of a layer on the ring beats reading in place, if every byte is read once.
+    """The bytes of a layer from which the ring beats reading in place, if every byte is read once.
 
-    Goes over a row of layers of each size both ways, with a kernel that only reads and writes; returns the least size at
-    which the ring is not slower, or twice the largest. What a step does besides attention would hide copies and not reads,
-    so the ring is not chosen too early. Takes about 20 ms.
+    Goes over a row of layers of each size both ways, with a kernel that only reads and writes; returns the smallest size at
+    which the ring is not slower, or twice the largest. The rest of a step would hide copies but not reads, so the ring is not
+    chosen too early. Takes about 20 ms.
     """
     largest = MEASURED_LAYER_BYTES[-1]
     ring, host = driver.memory(RING_MEMORY_BYTES), driver.pinned(largest)
     sink = ring.address + SLOTS * largest
     stream, copying = driver.stream(), driver.stream()
     for size in MEASURED_LAYER_BYTES:
-        # As many pieces as there are thread blocks.
+        # One piece for each thread block.
         piece = -(-size // driver.multiprocessors // WORD) * WORD
         starts = range(0, size, piece)
         runs = [
