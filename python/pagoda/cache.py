@@ -244,8 +244,8 @@ class Cache(Uncopied):
         self._core: Engine = self._device or _core.Cache(layers, page_size=page_size, isa=forced_isa(), **options)
         self._steps = itertools.count(1)
         self._entered: dict[int, weakref.ref[Step]] = {}
-        """Steps that may be open, by number. A finaliser would end those that are thrown away, and Ctrl-C in it be lost."""
-        # Pages that a step could not attend to there do not go to disk by themselves.
+        """Steps that may be open, by number. No finaliser ends abandoned steps, as a Ctrl-C in it would be lost."""
+        # Do not spill pages to disk if steps could not attend to them there.
         to_disk = on_disk is not None and (self._device is None or self._device.attends_to_disk)
         below = [tier for tier, there in (("host", host_bytes > 0), ("disk", to_disk)) if there]
         self._spill = placement.Spill(self._core, below if spill else [])
@@ -382,8 +382,8 @@ class Cache(Uncopied):
             try:
                 return self._start(newest)
             except OutOfBlocks as error:
-                # Groups share extents: what is free is not free for all of them, and a page less of each gives at most a
-                # block of each. At least a 32nd less: where little is short each time there would be as many tries as pages.
+                # Groups share extents, so free memory is not free for all of them at once; one page less in each group saves
+                # at most one block in each. At least a 32nd less, or there might be as many tries as pages.
                 pages -= max(-(-error.bytes_short // self._page_bytes), pages // 32)
 
     def save(self, sequence: Sequence, key: str, tokens: tuple[int, int] | None = None, meta: bytes = b"") -> None:
@@ -415,7 +415,7 @@ class Cache(Uncopied):
                 try:
                     part.drop(0, start)
                 except InvalidArgument as error:
-                    # It names what nobody has given it.
+                    # The error of `drop` names arguments that the caller has not given.
                     limit = f"a start of 0, or one that drop(0, start) takes of a sequence of {stop} tokens"
                     raise InvalidArgument(f"tokens = {tokens}: {limit}, as pages have left a window") from error
                 return self.save(part, key, meta=meta)
@@ -432,7 +432,7 @@ class Cache(Uncopied):
             try:
                 return self._sparing(spare, partial(self._core.save, sequence.id, key, meta))
             except InvalidArgument:
-                # Another thread may have begun to move pages right before the plan was made; by now they may have arrived.
+                # Another thread may have started moving pages just before the plan was made; by now they may have arrived.
                 if all_there or self._core.step_is_open():
                     raise
                 all_there = not (self._core.under_way(sequence.id) or to_disk().bytes)
@@ -452,7 +452,7 @@ class Cache(Uncopied):
             try:
                 self._spill.bring_in(np.array([sequence.id], np.uint64))
             except PagodaError:
-                # Now, and not when nobody holds the error any more.
+                # Release at once: the error's traceback would hold the sequence for as long as somebody holds the error.
                 sequence.release()
                 raise
         except CorruptPage as error:
@@ -499,11 +499,11 @@ class Cache(Uncopied):
         except TierIOError as unanswered:
             if error is None:
                 raise
-            # The earlier error says more.
+            # The earlier error is the more useful one.
             log.warning("%s", unanswered)
 
     def __repr__(self) -> str:
-        # Without a spec it was never made.
+        # There is no spec if __init__ failed.
         return f"<Cache of {len(self.spec.layers)} layer(s)>" if hasattr(self, "spec") else "<Cache of nothing>"
 
     def _reserve(self, number: int, batch: Batch, counts: npt.NDArray[np.int64], stream: Stream | None) -> None:
@@ -524,21 +524,21 @@ class Cache(Uncopied):
             step = entered()
             if step is not None and step._goes_on(number):
                 continue
-            with contextlib.suppress(InvalidArgument):  # It may have ended after all, and another thread's be open.
+            with contextlib.suppress(InvalidArgument):  # It may have ended meanwhile, and another thread's step be open.
                 self._core.rollback(number)
             self._entered.pop(number, None)
 
     def _with_room(self, call: Callable[[], T], batch: npt.NDArray[np.uint64], new_tokens: npt.NDArray[np.int64]) -> T:
-        """Makes a call that takes blocks of the device, anew as long as room can be made for it."""
+        """Makes a call that takes blocks of the device, and repeats it as long as room can be made for it."""
         while True:
             drained = self._core.drained_blocks()
             try:
                 return call()
             except OutOfBlocks as error:
-                # No page moves for a step whose own pages alone are more than there could ever be room for.
+                # Move no pages for a step whose own pages alone could never fit.
                 if (-(-new_tokens // self.page_size)).sum() > self._pages_max:
                     raise
-                # Blocks of the target tier may be draining because of a drive that is slow to read, or have drained by now.
+                # Blocks of the target tier may be draining because the drive is slow to read, or may have drained by now.
                 if not self._spill.make_room(error.blocks_short, batch) and not self._spill.drain(drained):
                     raise
 
@@ -555,17 +555,17 @@ class Cache(Uncopied):
         return Plan(self, self._core.plan(sequence.id, to, span, self._groups_of(layers), **options))
 
     def _move(self, sequence: Sequence, to: str, tokens: tuple[int, int] | None, only_from: str | None) -> Ticket:
-        """Starts moving pages, in the place of copies that nobody needs, once steps have ended that may read these."""
+        """Starts moving pages; copies that nobody needs make room, once the steps that may read them have ended."""
         plan = partial(self._plan, sequence, to, tokens, only_from=only_from)
 
         def spare(blocks: int) -> bool:
-            # Its own last: a page that has a copy there needs no room, and would without.
+            # Its own copies last: a page with a copy on the target needs no room there, but would without it.
             return self._spill.spare(to, blocks, sequence.id) or self._spill.spare(to, blocks)
 
         return self._sparing(spare, partial(self._start, plan))
 
     def _start(self, plan: Callable[[], Plan]) -> Ticket:
-        """Executes a plan, which is made anew where another thread has changed or moved its pages since."""
+        """Executes a plan; makes it again if another thread has changed or moved its pages since."""
         while True:
             made = plan()
             try:
@@ -575,7 +575,7 @@ class Cache(Uncopied):
                     raise
 
     def _sparing(self, spare: Callable[[int], bool], call: Callable[[], T]) -> T:
-        """Makes a call that takes blocks, anew as long as some of their tier drain, or copies there can be given up."""
+        """Makes a call that takes blocks, and repeats it while blocks of their tier drain or copies there can be dropped."""
         while True:
             drained = self._core.drained_blocks()
             try:
@@ -586,10 +586,10 @@ class Cache(Uncopied):
 
     def _batch(self, name: str, sequences: Collection[Sequence]) -> Batch:
         check_list(name, sequences, "sequences")
-        # What is checked is what is held: a list may be another when it is gone through again.
+        # Check the tuple that is kept: a list may have changed by the time it is iterated again.
         sequences = tuple(sequences)
         for index, sequence in enumerate(sequences):
-            # Only a bad entry needs a name for its message: a batch is checked in every step, so names would cost time.
+            # Only a bad entry needs a name, for its message: names for all would cost time in every step.
             if not isinstance(sequence, Sequence) or sequence._cache is not self:
                 self._check_ours(sequence, f"{name}[{index}]")
         if len(set(sequences)) < len(sequences):

@@ -162,7 +162,7 @@ def to_ggml(rows: Bytes, scales: Bytes, name: str) -> Bytes:
         rows, fifth = np.split(rows, [dim // 2], axis=-1)
         parts.append(fifth.reshape(*lead, dim // unit, unit // 8))
     elif name == "nvfp4":
-        # ggml's sub-blocks of 16 hold element j below and j + 8 above; ours of 32 j and j + 16.
+        # Each byte holds two elements: in ggml j and j + 8 of a sub-block of 16, here j and j + 16 of a unit of 32.
         rows = _paired(rows, 16, 8)
     parts.append(rows.reshape(*lead, dim // unit, unit if name == "q8_0" else unit // 2))
     return np.concatenate(parts, axis=-1).reshape(*lead, form.bytes(dim))

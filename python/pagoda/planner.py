@@ -114,7 +114,7 @@ class Planner:
                 most = pages
                 if kept is not None:
                     sinks, window, headroom, _ = kept
-                    # A window that ends inside a page reaches into one page more.
+                    # A window that ends inside a page touches one page more.
                     most = min(pages, -(-sinks // self.page_size) - (-(window + headroom) // self.page_size) + 1)
                 paged += self._layer_bytes(index) * most
         return Footprint(tokens, batch, paged * batch, self.spec.state_bytes() * batch)
@@ -124,7 +124,7 @@ class Planner:
         device_bytes = natural("device_bytes", device_bytes, 0, BYTES_MAX)
         for name, flag in (("host", host), ("disk", disk), ("on_gpu", on_gpu)):
             check_flag(name, flag)
-        # Layers of a group are of one shape.
+        # All layers of a group have the same shape.
         widths = [self._layer_bytes(layers[0]) for layers in self._groups()]
         if not widths:
             return Rings()

@@ -89,7 +89,7 @@ class Sequence(Uncopied):
         return self
 
     def __exit__(self, *_: object) -> None:
-        # It may have ended before, by itself or with its cache.
+        # It may have been released already, or its cache closed.
         with suppress(UseAfterRelease):
             self.release()
 

@@ -146,7 +146,7 @@ class Step(Uncopied):
             raise
         except BaseException:
             self._open = False
-            # At once, if nothing comes in between: blocks around this one may be about to release its sequences.
+            # Roll back at once, if possible: enclosing `with` blocks may be about to release its sequences.
             with contextlib.suppress(PagodaError):
                 self._cache._end_unfinished()
             raise
@@ -162,7 +162,7 @@ class Step(Uncopied):
                 self.commit()
         finally:
             if self._open:
-                # Ctrl-C in the middle of a commit may have ended it. The first error says more than one of the rollback.
+                # A commit that Ctrl-C interrupts may have ended the step. Its error is more useful than the rollback's.
                 with contextlib.suppress(PagodaError):
                     self._cache._core.rollback(self._number)
                 self._end()
