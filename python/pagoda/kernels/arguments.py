@@ -40,7 +40,7 @@ class Division(IntEnum):
 
 
 class Rows(ctypes.Structure):
-    """An array [token, head, element] of the caller; strides in bytes."""
+    """The caller's array [token, head, element]; strides in bytes."""
 
     _fields_ = [("data", ctypes.c_void_p), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
 
@@ -71,7 +71,7 @@ class Pages(ctypes.Structure):
 
 
 class Append(ctypes.Structure):
-    """Of the kernels `append` and `append_rows`."""
+    """Arguments of the kernels `append` and `append_rows`."""
 
     _fields_ = [
         ("k", Rows),
@@ -94,7 +94,7 @@ class Append(ctypes.Structure):
 
 
 class Center(ctypes.Structure):
-    """Of the kernel `center`."""
+    """Arguments of the kernel `center`."""
 
     _fields_ = [
         ("k", Rows),
@@ -106,7 +106,7 @@ class Center(ctypes.Structure):
 
 
 class Attend(ctypes.Structure):
-    """Of the kernel `attend`."""
+    """Arguments of the kernel `attend`."""
 
     _fields_ = [
         ("pages", Pages),
@@ -144,19 +144,19 @@ class Attend(ctypes.Structure):
 
 
 class Unpack(ctypes.Structure):
-    """Of the kernel `unpack`."""
+    """Arguments of the kernel `unpack`."""
 
     _fields_ = [("words", ctypes.c_void_p)]
 
 
 class Move(ctypes.Structure):
-    """Of the kernel `move`. runs: uint64 [count, 3]: source, target, bytes."""
+    """Arguments of the kernel `move`. runs: uint64 [count, 3]: source, target, bytes."""
 
     _fields_ = [("runs", ctypes.c_void_p), ("count", ctypes.c_uint32)]
 
 
 class Read(ctypes.Structure):
-    """Of the kernel `read`. words: bytes of the device, by 16."""
+    """Arguments of the kernel `read`. words: device memory, as `count` words of 16 bytes."""
 
     _fields_ = [
         ("words", ctypes.c_void_p),

@@ -1,4 +1,4 @@
-"""Which instance of a kernel fits a layer, and what it needs: the arithmetic of the shapes in cuda/pagoda, in Python."""
+"""Chooses kernel instances for a layer, and computes what they need: the arithmetic of the shapes in cuda/pagoda."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagoda.errors import BackendUnavailable
 from pagoda.formats import FORMATS
 
 NAMES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
-"""Types of queries, outputs and new rows, and formats that rows may have."""
+"""Types of queries, outputs and new rows, which are also row formats."""
 
 QUANTISED = {
     "fp8_e4m3": "Fp8E4m3",
@@ -22,63 +22,63 @@ QUANTISED = {
     "mxfp4": "Mxfp4",
     "nvfp4": "Nvfp4",
 }
-"""Other formats of rows."""
+"""The other row formats."""
 
 PART_OF_K = "part of k"
 """In place of the format of V: V is the first elements of the stored K row."""
 
 FROM_V = "from v"
-"""In place of the format of K: K is not stored but made from V."""
+"""In place of the format of K: K is not stored but derived from V."""
 
 FOLDED = ("nvfp4",)
-"""Those that the engine for many queries decodes times their scales: `FOLDS` of quantised.cuh."""
+"""Formats that the engine for many queries multiplies by their scales as it decodes: `FOLDS` of quantised.cuh."""
 
 STORED = NAMES | QUANTISED | {PART_OF_K: "PartOfK", FROM_V: "FromV"}
-"""All that kernels know of."""
+"""The C++ names of everything that stands for a row format."""
 
 SPLITS = {
     ("f32", "f16"): 2,
     ("f32", "bf16"): 3,
     ("f16", "bf16"): 2,
 }
-"""`Splits` of formats.cuh: elements of the second type that hold one of the first; 1 for other pairs."""
+"""`Splits` of formats.cuh: how many elements of the second type hold one of the first; 1 for other pairs."""
 
 CODES = "f16"
-"""What tensor cores take of K rows that are quantised or made from V: `Keys` of quantised.cuh and formats.cuh."""
+"""How tensor cores take K rows that are quantised or derived from V: `Keys` of quantised.cuh and formats.cuh."""
 
 STAGES_MAX = 4
 
 TEAMS = 4
-"""Of a thread block of the engine for few queries: few_queries.cuh."""
+"""Teams of a thread block in the engine for few queries: few_queries.cuh."""
 
 FEW_ROWS = 8
-"""Query rows that it takes at the cost of one."""
+"""Query rows that this engine processes at the cost of one."""
 
 PART = 128
 """Elements of a row that a warp holds as four registers: rotation.cuh."""
 
 KEPT_BYTES = 64
-"""As in unit.cuh."""
+"""The constant of the same name in unit.cuh."""
 
 WAY_BYTES = 48
-"""Of `Way` in tensor_cores.cuh."""
+"""Size of `Way` in tensor_cores.cuh."""
 
 WARPS_WANTED = 8
-"""Warps of a multiprocessor from which on more stages are better than more warps of the engine for many queries."""
+"""From this many warps on a multiprocessor, the engine for many queries gains more from stages than from more warps."""
 
 RESERVED_BYTES = 1 << 10
-"""Shared memory that a multiprocessor keeps of each thread block (CUDA C++ Programming Guide, shared memory)."""
+"""Shared memory that the system reserves for each thread block (CUDA C++ Programming Guide, shared memory)."""
 
 
 class Kernel(NamedTuple):
-    """A kernel instance: the header that it is in and the expression that names it."""
+    """A kernel instance: its header and the expression that names it."""
 
     header: str
     expression: str
 
     @property
     def short(self) -> str:
-        """For people."""
+        """The name without its namespaces, for messages."""
         return self.expression.replace("pagoda::", "")
 
 
@@ -88,7 +88,7 @@ READ = Kernel("read.cuh", "pagoda::read")
 
 
 class Operands(NamedTuple):
-    """What attention multiplies: formats of K (or FROM_V) and V (or PART_OF_K), the type of queries, and elements of rows."""
+    """The operands of attention: formats of K (or FROM_V) and V (or PART_OF_K), the type of queries, and elements of rows."""
 
     k: str
     v: str
@@ -98,12 +98,12 @@ class Operands(NamedTuple):
 
     @property
     def values(self) -> str:
-        """The format of the rows that V is read from."""
+        """The format of the rows from which V is read."""
         return self.k if self.v == PART_OF_K else self.v
 
     @property
     def names(self) -> str:
-        """The formats as the device code has them. Raises BackendUnavailable for those that no kernel reads."""
+        """The formats by their C++ names. Raises BackendUnavailable for formats that no kernel reads."""
         return _formats((self.k, self.v, self.q))
 
 
@@ -111,10 +111,10 @@ class Operands(NamedTuple):
 class Attention:
     """An instance of `attend`.
 
-    sets: units that the query heads of a K/V head are cut into, a power of two. rows: query rows of a unit at most.
-    shared_bytes, threads: of a thread block. v_dim: elements of a result. most: thread blocks of a multiprocessor that have
-    registers and are of use. ahead: stages that are on their way to each at a time, where more of them are better than more
-    thread blocks; else 1.
+    sets: how many units the query heads of a K/V head are cut into, a power of two. rows: the most query rows of a unit.
+    shared_bytes, threads: of a thread block. v_dim: elements of a result. most: the most thread blocks of a multiprocessor
+    that have registers and are useful. ahead: stages under way to each thread block at a time, if more of these are better
+    than more thread blocks; else 1.
     """
 
     kernel: Kernel
@@ -132,19 +132,19 @@ class Attention:
         return self.rows * self.v_dim + 2 * self.rows
 
     def resident(self, shared_max: int) -> int:
-        """Thread blocks of a multiprocessor at a time."""
+        """Thread blocks that a multiprocessor runs at a time."""
         return min((shared_max + RESERVED_BYTES) // (self.shared_bytes + RESERVED_BYTES), self.most)
 
     def merit(self, shared_max: int) -> tuple[int, int]:
-        """The most is the best of those that differ in stages: of what is under way, then of thread blocks."""
+        """Ranks instances that differ only in stages: first by stages under way, then by thread blocks."""
         resident = self.resident(shared_max)
         return resident * self.ahead, resident
 
 
 @cache
 def append(k: str, v: str, given: str, dim: int) -> Kernel:
-    """Appends rows of type `given` to pages of formats `k` and `v` (or PART_OF_K): `append`, or `append_rows` where one of
-    them is quantised. dim: elements of the longer rows. Raises BackendUnavailable."""
+    """The kernel that appends rows of type `given` to pages of formats `k` and `v` (or PART_OF_K): `append`, or `append_rows`
+    if one of the formats is quantised. dim: elements of the longer rows. Raises BackendUnavailable."""
     names = _formats((k, k if v == PART_OF_K else v, given))
     if k in QUANTISED or v in QUANTISED:
         return Kernel("append_rows.cuh", f"pagoda::append_rows<{names}, {-(-dim // PART)}>")
@@ -153,19 +153,20 @@ def append(k: str, v: str, given: str, dim: int) -> Kernel:
 
 @cache
 def center(given: str) -> Kernel:
-    """Takes the centre of rows of type `given`."""
+    """The kernel that computes the centre of rows of type `given`."""
     return Kernel("center.cuh", f"pagoda::center<pagoda::{NAMES[given]}>")
 
 
 @cache
 def attend(k: str, v: str, q: str, dim: int, v_dim: int, group: int, mode: str, shared_max: int) -> Attention:
-    """Attention over formats `k` (or FROM_V) and `v` (or PART_OF_K), of queries of type `q`; `group` query heads a K/V head.
+    """The instance for attention over formats `k` (or FROM_V) and `v` (or PART_OF_K), with queries of type `q` and `group`
+    query heads per K/V head.
 
-    mode: "decode" for sequences with one new token, or up to FEW_ROWS query rows; "verify" for those with up to 16; "prefill"
-    for others; "decode-deterministic" and "prefill-deterministic"; or "common" for queries of several sequences over pages
-    that these share, cut alike for all types of queries. shared_max: bytes of shared memory that a thread block can have.
-    Each unit reads its rows of K and V, so as few as possible share a K/V head.
-    Raises BackendUnavailable for what no instance can do.
+    mode: "decode" for sequences with one new token or up to FEW_ROWS query rows; "verify" for those with up to 16 query rows;
+    "prefill" for others; "decode-deterministic" and "prefill-deterministic"; or "common" for queries of several sequences
+    over pages that these share, cut alike for all types of queries. shared_max: the most bytes of shared memory of a thread
+    block. Every unit reads all rows of its K/V head, so query heads are cut into as few units as possible.
+    Raises BackendUnavailable if no instance fits.
     """
     given = Operands(k, v, q, dim, v_dim)
     check_formats(k, v)
@@ -186,12 +187,12 @@ def attend(k: str, v: str, q: str, dim: int, v_dim: int, group: int, mode: str, 
 
 
 def _instances(given: Operands, mode: str, sets: int) -> Iterator[list[Attention]]:
-    """Instances by preference, each with more or fewer stages."""
+    """Instances in order of preference, each with all its numbers of stages."""
     if "f32" in (given.k, given.v):
         yield from ([_cores(given, rows, sets)] for rows in (16, 64))
         return
     stages = range(STAGES_MAX, 1, -1)
-    # Derived keys are made once a stage for all query rows, which only the engine for many queries does.
+    # Only the engine for many queries derives keys once per stage for all query rows.
     for queries in () if given.k == FROM_V else _few_queries(given, mode):
         yield [_tensor(_few(given, queries), given, count, sets) for count in stages]
     for cut in _cuts(given, mode):
@@ -199,12 +200,12 @@ def _instances(given: Operands, mode: str, sets: int) -> Iterator[list[Attention
 
 
 def _few_queries(given: Operands, mode: str) -> Iterator[int]:
-    """Blocks of 8 queries that the engine for few queries may have: a warp has all values of them in registers."""
+    """How many blocks of 8 queries the engine for few queries may have: a warp has all of their values in registers."""
     name, stored = given.values, FORMATS[given.values]
     if not stored.quantised:
         one, two = 256, 256
     elif (given.q, "bf16") in SPLITS:
-        # Weights have several parts, and nvfp4 converts them again for every 16 columns.
+        # Weights are split into several parts, and nvfp4 converts them again for every 16 columns.
         one, two = (0, 0) if name == "nvfp4" else (128, 128)
     else:
         one, two = 512 if FORMATS[given.k].bits == stored.bits == 8 else 256, 64 if given.v == PART_OF_K else 128
@@ -215,17 +216,17 @@ def _few_queries(given: Operands, mode: str) -> Iterator[int]:
 
 
 def _cuts(given: Operands, mode: str) -> list[tuple[int, int, int]]:
-    """(warps, columns, stack) of the engine for many queries: the best, then what needs less or takes more heads."""
+    """(warps, columns, stack) of the engine for many queries: the best, then some that need less or take more heads."""
     name, q, v_dim = given.values, given.q, given.v_dim
     columns = 4 if v_dim > 256 else 2 if v_dim > 128 else 1
     while v_dim % (FORMATS[name].unit * columns):
         columns //= 2
     by_rows = [(warps, columns, 1) for warps in (4, 2, 1) if warps >= columns]
-    # Float queries and weights have several parts, which leaves no registers for 32 rows a warp; nor do weights of two parts
-    # beside long values.
+    # f32 queries and their weights are split into several parts, which leaves no registers for 32 rows per warp. Neither do
+    # weights in two parts with long values.
     split = q == "f32" or (q == "f16" and name in QUANTISED and v_dim > 128)
     stacked = [] if split else [(4, columns, 2)]
-    # For many heads: a thread block that has a multiprocessor to itself.
+    # For many heads: one thread block per multiprocessor.
     wide = [(8, columns, 1 if split else 2)]
     if mode.startswith("prefill"):
         return [*stacked, *by_rows, *wide]
@@ -235,8 +236,8 @@ def _cuts(given: Operands, mode: str) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class _Engine:
-    """cut: the parameters that are its own. stage_rows: stored rows of a stage of one team.
-    decoded: bytes for those that it decodes. parked: whether threads put their way through the stages into shared memory."""
+    """cut: its own template parameters. stage_rows: stored rows in a stage of one team. decoded: bytes for decoded rows.
+    parked: whether threads keep their `Way` through the stages in shared memory."""
 
     name: str
     cut: str
@@ -287,13 +288,13 @@ def _tensor(engine: _Engine, given: Operands, stages: int, sets: int) -> Attenti
     shape = f"pagoda::{engine.name}Shape<{given.names}, {dim}, {v_dim}, {engine.cut}, {stages}>"
     kernel = Kernel("attend.cuh", f"pagoda::attend<pagoda::{engine.name}Queries<{shape}>>")
     shared_bytes = q_bytes + max(ring + engine.decoded, exchange) + KEPT_BYTES
-    # Decoding reads at the speed of memory, which wants bytes under way.
+    # Decoding is bound by memory, so many bytes need to be under way.
     ahead = stages - 1 if engine.name == "Few" else 1
     return Attention(kernel, sets, rows, 32 * engine.warps, shared_bytes, v_dim, engine.most, ahead)
 
 
 def _depth(dim: int) -> int:
-    """`DEPTH`: elements of a K row, and zeros for whole steps."""
+    """`DEPTH`: elements of a K row, padded with zeros to whole steps."""
     return -(-dim // 16) * 16
 
 
@@ -303,13 +304,13 @@ def _elements(dim: int) -> int:
 
 
 def _stored(name: str, dim: int, depth: int) -> int:
-    """Bytes of a stored row and its scales in shared memory; `depth`: elements with zeros behind them."""
+    """Bytes of a stored row and its scales in shared memory. depth: elements with padding."""
     row = FORMATS[name]
     return -(-row.row_bytes(depth) // 16) * 16 + row.scales_bytes(dim)
 
 
 def _decoded(name: str, dim: int) -> int:
-    """Bytes of a row as `DecodedRows` of quantised.cuh has it."""
+    """Bytes of a row in `DecodedRows` of quantised.cuh."""
     row = FORMATS[name]
     if not row.quantised:
         return 0

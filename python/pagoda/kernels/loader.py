@@ -1,7 +1,7 @@
-"""Device code on its way to the device: NVRTC compiles it at its first use, through CuPy, which keeps the result on disk.
+"""Compiles and loads device code: NVRTC compiles it at first use, through CuPy, which keeps the result on disk.
 
 CuPy (from 14.2 on) names a result after the text of `program`, the expression, the options, the architecture and the version
-of NVRTC; a file that does not verify is compiled anew.
+of NVRTC; if a file does not verify, it compiles again.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pagoda.errors import PagodaError
 from pagoda.kernels.instances import Kernel
 
 SOURCES = Path(__file__).parent / "cuda"
-"""The folder that `#include <pagoda/...>` is looked up in."""
+"""The include folder of `#include <pagoda/...>`."""
 
 OPTIONS = ("--std=c++17",)
 
 TOOLKIT = 'pip install "pagoda-kv[cuda13]" (or [cuda12]), or set CUDA_PATH to the folder of a CUDA toolkit'
-"""What brings NVRTC and CUDA's headers."""
+"""How to get NVRTC and CUDA's headers."""
 
 PATIENCE_S = 0.5
-"""Loading that takes longer is compiling: from the disk it takes some milliseconds."""
+"""If loading takes longer than this, the kernel is being compiled: loading from disk takes some milliseconds."""
 
 ERRORS_SHOWN = 3
 """Later ones mostly follow from the first."""
@@ -40,12 +40,12 @@ _log = logging.getLogger("pagoda.kernels")
 
 
 class KernelCompileError(PagodaError):
-    """A kernel does not compile or load: which, the first complaints, and what helps where the cause is known."""
+    """A kernel does not compile or load. The message names the kernel, the first errors and, for known causes, a remedy."""
 
 
 @lru_cache(maxsize=1)
 def fingerprint() -> str:
-    """A hash of all device code: caches of compiled kernels see only the file that includes it."""
+    """A hash of all device code. It is part of `program`, because CuPy's cache does not look into included files."""
     digest = hashlib.sha256()
     for path in sorted(SOURCES.rglob("*.cuh")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -58,7 +58,7 @@ def program(header: str) -> str:
 
 
 def load(kernel: Kernel) -> Any:
-    """The kernel as CuPy calls it, for the current device. Raises KernelCompileError."""
+    """The kernel as a CuPy function, for the current device. Raises KernelCompileError."""
     import cupy
 
     options = (*OPTIONS, f"-I{SOURCES}")
@@ -72,7 +72,7 @@ def load(kernel: Kernel) -> Any:
 
 
 def nvrtc_version() -> tuple[int, int] | None:
-    """Of the NVRTC that CuPy finds."""
+    """The version of the NVRTC that CuPy finds; None if it finds none."""
     import cupy
 
     try:
@@ -83,7 +83,7 @@ def nvrtc_version() -> tuple[int, int] | None:
 
 
 def explain(kernel: Kernel, log: str, arch: str, nvrtc: tuple[int, int] | None) -> str:
-    """The message of a KernelCompileError. log: what NVRTC said, or CuPy. nvrtc: its version."""
+    """The message of a KernelCompileError. log: the output of NVRTC or CuPy. nvrtc: the version of NVRTC."""
     lines = [line.strip() for line in log.replace(f"{SOURCES}/", "").splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"\berror: ", line)] or lines
     message = [f"{kernel.short} for {arch}:", *errors[:ERRORS_SHOWN]]
@@ -98,7 +98,7 @@ def explain(kernel: Kernel, log: str, arch: str, nvrtc: tuple[int, int] | None) 
 
 @contextlib.contextmanager
 def _announced(kernel: Kernel) -> Iterator[None]:
-    """Says so when it takes long."""
+    """Announces the compilation if loading takes long."""
     shown = contextlib.ExitStack()
     timer = threading.Timer(PATIENCE_S, lambda: shown.enter_context(_compiling(kernel)))
     timer.start()
@@ -112,7 +112,7 @@ def _announced(kernel: Kernel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _compiling(kernel: Kernel) -> Iterator[None]:
-    """A line that vanishes on a terminal, two records of the logger `pagoda.kernels` elsewhere."""
+    """Shows a line that vanishes on a terminal; elsewhere logs two records to `pagoda.kernels`."""
     text = f"compiling {kernel.short} (first use; kept in {cache_folder()})"
     if sys.stderr.isatty():
         from rich.console import Console
@@ -128,5 +128,5 @@ def _compiling(kernel: Kernel) -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """Where CuPy keeps compiled kernels. To it ~ is a name like any other without a home, and in CUPY_CACHE_DIR."""
+    """Where CuPy keeps compiled kernels. Like CuPy, expands ~ only in the default, and only if there is a home."""
     return Path(os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache")))  # noqa: PTH111
