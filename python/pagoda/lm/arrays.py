@@ -1,4 +1,4 @@
-"""The arrays that a model computes with: NumPy's on the CPU, CuPy's on a GPU. The two libraries have the same functions."""
+"""The array library that a model computes with: NumPy on the CPU, CuPy on a GPU. Both have the same functions."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pagoda.device import cuda, device_index
 
 @dataclass(frozen=True)
 class Library:
-    """Where arrays are and what computes with them."""
+    """An array library and its device."""
 
     xp: Any
     """The module, `numpy` or `cupy`. Its `asarray` takes arrays of the host."""
     device: AbstractContextManager[object]
-    """Makes the device CuPy's current one; on the CPU nothing. Entered as often as one likes."""
+    """Makes the device CuPy's current one; does nothing on the CPU. Can be entered any number of times."""
 
 
 def library(device: str) -> Library:
-    """The library of a device as `pagoda.Cache` names them. Raises InvalidArgument and BackendUnavailable."""
+    """The library for a device, named as in `pagoda.Cache`. Raises InvalidArgument and BackendUnavailable."""
     index = device_index(device)
     if index is None:
         return Library(np, nullcontext())
@@ -34,5 +34,5 @@ def library(device: str) -> Library:
 
 
 def to_host(array: Any) -> npt.NDArray[Any]:
-    """An array of any library as one of NumPy. On a GPU, which is the current device, it waits for the current stream."""
+    """The array as a NumPy array. On a GPU, which must be the current device, waits for the current stream."""
     return array if isinstance(array, np.ndarray) else array.get()

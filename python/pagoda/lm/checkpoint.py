@@ -1,4 +1,4 @@
-"""Checkpoints as Hugging Face lays them out: model.safetensors, whole or in parts with an index."""
+"""Checkpoints in the layout of Hugging Face: model.safetensors, or several files with an index."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Stored:
     stop: int
 
     def read(self) -> npt.NDArray[Any]:
-        """The elements as stored, in one dimension. Raises InvalidArgument when the file has become shorter."""
+        """The elements as stored, in one dimension. Raises InvalidArgument if the file has become shorter."""
         with self.path.open("rb") as file:
             file.seek(self.start)
             data = file.read(self.stop - self.start)
@@ -42,7 +42,7 @@ class Stored:
 
 
 class Checkpoint:
-    """The tensors of a folder, as float32. Each is read from its file when it is taken: a model is in memory once."""
+    """The tensors of a folder, as float32. Each is read only when it is taken, so a model is in memory only once."""
 
     def __init__(self, folder: Path) -> None:
         self._tensors: dict[str, Stored] = {}
@@ -58,9 +58,9 @@ class Checkpoint:
         return name in self._tensors
 
     def take(self, name: str, *shape: int) -> Float32:
-        """A tensor, read once.
+        """Reads a tensor and removes it from the checkpoint.
 
-        Raises InvalidArgument when it is missing, of another shape or an unknown type, or beyond float32.
+        Raises InvalidArgument if it is missing, of another shape or an unknown type, or beyond float32.
         """
         if name not in self._tensors:
             raise InvalidArgument(f"checkpoint: no tensor {name}; {list(shape)} was expected")
@@ -74,19 +74,19 @@ class Checkpoint:
         return rows.reshape(shape)
 
     def rest(self, *prefixes: str) -> list[str]:
-        """Names that begin so and were not taken."""
+        """Names of tensors that begin with one of the prefixes and have not been taken."""
         return sorted(name for name in self._tensors if name.startswith(prefixes))
 
 
 def bf16_to_f32(bits: npt.NDArray[np.uint16]) -> Float32:
-    """bfloat16 is the upper half of a float32."""
+    """Converts bfloat16, which is the upper half of a float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def _header(path: Path) -> dict[str, Stored]:
     """The tensors of one file: 8 bytes of length, a JSON header, the data (https://github.com/huggingface/safetensors)."""
     try:
-        # The library checks the header: its length, types, and that offsets lie in the file without holes or overlaps.
+        # The library checks the header: its length, its types, and that tensors fill the file without gaps or overlaps.
         with safetensors.safe_open(path, framework="numpy"):
             pass
         with path.open("rb") as file:

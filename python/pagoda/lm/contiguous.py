@@ -33,7 +33,7 @@ class ContiguousSequence:
 
 
 class ContiguousCache:
-    """Does what `pagoda.Cache` does for a forward pass, in plain NumPy and float32, over contiguous memory.
+    """Does the work of `pagoda.Cache` for a forward pass, in plain NumPy and float32, over contiguous memory.
 
     Rows are rounded to the row formats, as in a paged cache that neither centres nor rotates. It cannot fork or move
     sequences. Raises InvalidArgument for an unknown format, and for layers that it does not support: with soft-cap or sinks,
@@ -110,7 +110,7 @@ class ContiguousStep:
         return out
 
     def _attend(self, layer: int, q: Float32, keys: Float32, values: Float32, out: Float32) -> None:
-        """Queries of the last tokens [n, q_heads, dim] over keys and values [kv_heads, tokens, dim], into `out`."""
+        """Attention of the last tokens' queries [n, q_heads, dim] over keys and values [kv_heads, tokens, dim], to `out`."""
         shape = self.cache.spec.attention_layers[layer]
         group, end, window = shape.num_q_heads // shape.num_kv_heads, keys.shape[1], shape.window
         scale = np.float32(shape.head_dim**-0.5 if shape.scale is None else shape.scale)
@@ -139,7 +139,7 @@ class ContiguousStep:
 
 
 def _store(arrays: list[Float32], layer: int, start: int, rows: Float32, dtype: str) -> Float32:
-    """Writes rows [tokens, kv_heads, dim] from token `start` on, as their format keeps them; a full array doubles."""
+    """Writes rows [tokens, kv_heads, dim] from token `start` on, rounded to their format; a full array is doubled."""
     array, end = arrays[layer], start + len(rows)
     if end > array.shape[1]:
         grown = np.zeros((array.shape[0], max(2 * array.shape[1], end), array.shape[2]), np.float32)

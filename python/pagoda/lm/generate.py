@@ -18,13 +18,13 @@ from pagoda.lm.sampling import Sampler
 from pagoda.lm.tokenizer import Decoder, Tokenizer
 
 CHUNK = 512
-"""Tokens a step reads."""
+"""How many tokens of a prompt a step reads."""
 
 CUT = 4
 """The most tokens that one character may span."""
 
 BEFORE = 16
-"""Tokens at the end of the prompt that the first text written may depend on."""
+"""How many tokens at the end of the prompt the first text written may depend on."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,10 @@ def generate(
 
 
 def _decoder_after(tokenizer: Tokenizer, before: list[int]) -> Decoder:
-    """A decoder for what follows the prompt: some drop the first space of a text, and a prompt may end inside a character."""
+    """A decoder that has been fed the end of the prompt: some decoders drop the first space of a text, and a prompt may end
+    inside a character."""
     for start in range(CUT):
         decoder = tokenizer.decoder()
         if not "".join(map(decoder.feed, before[start:])).startswith("\ufffd"):
-            break  # Otherwise it has begun inside a character.
+            break  # Otherwise it began inside a character.
     return decoder

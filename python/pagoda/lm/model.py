@@ -1,7 +1,7 @@
 """The forward pass of the Llama family, in float32. A model holds only weights; K and V go through a step.
 
-Weights, and what is computed from them, are arrays of one library (`pagoda.lm.arrays`), written `Array`. Token ids, positions
-and angles are small: they are always NumPy arrays first, and then converted.
+Weights and everything computed from them are arrays of one library (`pagoda.lm.arrays`), written `Array`. Token ids,
+positions and angles are small: they start as NumPy arrays and are then converted.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from pagoda.spec import AttentionLayer, ModelSpec
 Float32 = npt.NDArray[np.float32]
 
 Array = Any
-"""float32, of the model's library."""
+"""A float32 array of the model's library."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 ATTENTION_BIAS = ("llama", "qwen3", "smollm3")
-"""Families whose `attention_bias` counts. Qwen2 always has biases on Q, K and V, Mistral never (transformers)."""
+"""Families that use `attention_bias`. Qwen2 always has biases on Q, K and V, Mistral never (transformers)."""
 
 MLP_BIAS = ("llama", "smollm3")
-"""Families whose `mlp_bias` counts."""
+"""Families that use `mlp_bias`."""
 
 
 class ForwardStep(Protocol):
@@ -70,7 +70,7 @@ class ForwardCache(Protocol[S]):
 
 @dataclass(frozen=True)
 class QueryLogScale:
-    """Queries of layers without rotation grow with the logarithm of the context: 1 + coefficient * ln((p + 1) / floor)."""
+    """Scales queries of layers without rotation by 1 + coefficient * ln((p + 1) / floor), or 1 if that is less."""
 
     floor: float
     coefficient: float
@@ -83,7 +83,7 @@ class QueryLogScale:
 
 @dataclass(frozen=True)
 class Block:
-    """The weights of one layer. Matrices are [in, out]; those that read the same input are one."""
+    """The weights of one layer. Matrices are [in, out]; those with the same input are merged into one."""
 
     attention_norm: Array
     qkv: Array
@@ -131,13 +131,13 @@ class LanguageModel:
         self._log_scale = _query_log_scale(config)
         self.end_tokens = _end_tokens(config)
         self._biased = _biased(config)
-        # A key that is absent has the default of its family in transformers.
+        # As in transformers, the default depends on the family.
         tied = _flag(config, "tie_word_embeddings", default=kind == "smollm3")
         embedding, head = _embedding_and_head(checkpoint, self.vocab_size, self._hidden, tied=tied)
         self._embedding, self._head = self._xp.asarray(embedding), self._xp.asarray(head)
         self._blocks = [self._block(checkpoint, index, layer) for index, layer in enumerate(self.spec.attention_layers)]
         self._norm = self._xp.asarray(checkpoint.take("model.norm.weight", self._hidden))
-        # A bias, norm or layer that is left over would make this another model; inv_freq, which old ones have, is derived.
+        # A bias, norm or layer left over would mean another model. Old checkpoints have inv_freq, which is derived here.
         rest = [name for name in checkpoint.rest("model.", "lm_head.") if not name.endswith(".rotary_emb.inv_freq")]
         if rest:
             raise InvalidArgument(f"checkpoint: {rest[0]}: not part of the {kind} model of this config")
@@ -260,7 +260,7 @@ class LanguageModel:
 
 
 def _require_one_rotation(reader: Config, spec: ModelSpec) -> None:
-    """LongRoPE uses other factors for short contexts than for long ones, but stored keys have only one rotation."""
+    """Raises InvalidArgument for LongRoPE with other factors for short contexts: stored keys have only one rotation."""
     short, long = (reader.rope_parameters().get(key) for key in ("short_factor", "long_factor"))
     scaled = any(layer.rope and isinstance(layer.rope.scaling, LongRopeScaling) for layer in spec.attention_layers)
     if scaled and short != long:
@@ -270,7 +270,7 @@ def _require_one_rotation(reader: Config, spec: ModelSpec) -> None:
 def _embedding_and_head(checkpoint: Checkpoint, vocab: int, hidden: int, *, tied: bool) -> tuple[Float32, Float32]:
     """The embedding [vocab, hidden] and the head [hidden, vocab].
 
-    A tied matrix may be stored under either name. What is stored under both is not tied, whatever the config says:
+    A tied matrix may be stored under either name. Matrices stored under both names are not tied, whatever the config says:
     transformers, `tie_weights`.
     """
     names = ["model.embed_tokens.weight", "lm_head.weight"]
@@ -298,7 +298,7 @@ def _biased(config: dict[str, Any]) -> frozenset[str]:
 
 
 def _ends(path: Path) -> dict[str, Any]:
-    """The end tokens of a generation_config.json, if there is one that has any: they come before those of the config."""
+    """The end tokens of a generation_config.json, if it exists and has any: they take precedence over those of the config."""
     ends = read_config(path).get("eos_token_id") if path.exists() else None
     return {} if ends is None else {"eos_token_id": ends}
 

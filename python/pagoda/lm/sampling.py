@@ -1,4 +1,4 @@
-"""Which token comes next."""
+"""Choosing the next token."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ class Sampler:
         self._rng = np.random.default_rng(self.seed)
 
     def pick(self, logits: npt.NDArray[np.float32]) -> int:
-        """The next token, from logits: a NumPy array of floats [vocab]. Raises InvalidArgument for others, for NaN, and if
-        the
-        highest is not finite."""
+        """The next token, from logits: a NumPy array of floats [vocab]. Raises InvalidArgument for anything else, for NaN,
+        and if the highest is not finite."""
         ids, probabilities = self.distribution(logits)
         return int(self._rng.choice(ids, p=probabilities))
 
@@ -50,11 +49,11 @@ class Sampler:
             return np.array([np.argmax(logits)]), np.ones(1)
         order = np.argsort(-logits, kind="stable")[: self.top_k]
         scaled = logits[order].astype(np.float64)
-        # A difference first: a temperature near 0 would overflow the logits themselves.
+        # Subtract first: dividing the logits themselves by a temperature near 0 would overflow.
         with np.errstate(over="ignore"):
             weights = np.exp((scaled - scaled[0]) / self.temperature)
         weights /= weights.sum()
-        # The token that crosses top_p still counts.
+        # The token that crosses top_p is kept, too.
         kept = int(np.searchsorted(np.cumsum(weights), self.top_p)) + 1
         weights = weights[:kept]
         return order[:kept], weights / weights.sum()

@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes, or whatever a tokenizer.json says."""
+"""Text to tokens and back: by bytes, or by a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ids = npt.NDArray[np.int64]
 
 
 PENDING_MAX = 64
-"""Tokens that a decoder of a tokenizer.json decodes again with each token, at most, while they end in no character."""
+"""The most tokens that the decoder of a tokenizer.json decodes again with each token while they end inside a character."""
 
 
 class Decoder(Protocol):
@@ -29,7 +29,7 @@ class Decoder(Protocol):
         ...
 
     def finish(self) -> str:
-        """What was held back, as U+FFFD: nothing completes it any more."""
+        """The text that was held back, as U+FFFD, since no more tokens will complete it."""
         ...
 
 
@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
     """What a language model needs of a tokenizer."""
 
     def encode(self, text: str) -> Ids:
-        """The tokens of a text, with the mark of a beginning if the model has one."""
+        """The tokens of a text, with a beginning-of-text token if the model has one."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A token is a byte of UTF-8; one more token, from 256 on, may mark the beginning. Raises InvalidArgument if not."""
+    """Each token is a byte of UTF-8. bos: one more token, from 256 on, that marks the beginning. Raises InvalidArgument."""
 
     def __init__(self, bos: int | None = None) -> None:
         self.bos = None if bos is None else natural("bos_token_id", bos, 256)
@@ -64,7 +64,7 @@ class ByteTokenizer:
         return ids if self.bos is None else np.concatenate([np.array([self.bos], np.int64), ids])
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of tokens; invalid UTF-8 becomes U+FFFD. Raises InvalidArgument for what is no token."""
+        """The text of tokens; invalid UTF-8 becomes U+FFFD. Raises InvalidArgument for anything that is no token."""
         decoder = self.decoder()
         return "".join(decoder.feed(natural("ids", token)) for token in ids) + decoder.finish()
 
@@ -94,7 +94,7 @@ class FileTokenizer:
             raise BackendUnavailable(f"tokenizer = {path.name!r}: pip install 'pagoda-kv[tokenizers]'") from error
         self._path = path
         self._tokenizer = self._ask("a readable tokenizer.json", tokenizers.Tokenizer.from_file, str(path))
-        # The file has what its training was set to. transformers leaves both to the caller.
+        # The file may have the settings of its training. transformers leaves both to the caller.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
@@ -109,13 +109,13 @@ class FileTokenizer:
         return text
 
     def _ask(self, limit: str, call: Callable[..., Any], given: object) -> Any:
-        """What a call of the library returns. Raises InvalidArgument, with `limit`, for whatever it raises."""
+        """Calls the library and returns the result. Raises InvalidArgument, with `limit`, for any error."""
         try:
             return call(given)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
-            # A file that contradicts itself makes the library panic, and a panic is no `Exception`.
+            # An inconsistent file makes the library panic, and a panic is no `Exception`.
             raise InvalidArgument(f"tokenizer = {str(self._path)!r}: {limit} ({error})") from error
 
     def decoder(self) -> Decoder:
@@ -124,10 +124,10 @@ class FileTokenizer:
 
 
 class _FileDecoder:
-    """Decodes the last tokens again with each new one: what a token adds depends on those before it.
+    """Decodes the last tokens again with each new one, because the text of a token depends on those before it.
 
-    `_tokens` begins and `_context` ends where the text was whole, so that no character is cut. A U+FFFD that the model
-    means is taken for bytes that are not whole yet, and may show late or more than once.
+    `_tokens` begins, and its first `_context` tokens end, where a character was complete, so that none is cut. A U+FFFD that
+    the model really writes looks like an incomplete character, and may show late or more than once.
     """
 
     def __init__(self, tokenizer: FileTokenizer) -> None:
@@ -141,7 +141,7 @@ class _FileDecoder:
         text = self._tokenizer.decode(self._tokens)
         pending = len(self._tokens) - self._context
         if text.endswith("\ufffd") and pending < PENDING_MAX:
-            # What is before the last character is settled, unless bytes that are not whole make that look like none.
+            # The text before the last character is final, unless incomplete bytes change what was already returned.
             settled = _settled(text)
             return self._tell(settled) if settled.startswith(self._told) else ""
         new = self._tell(text)
@@ -154,13 +154,13 @@ class _FileDecoder:
         return self._tell(self._tokenizer.decode(self._tokens))
 
     def _tell(self, text: str) -> str:
-        # Bytes that were told as U+FFFD may have become a character, where one before them is meant.
+        # Bytes that were returned as U+FFFD may have become a character since.
         told, self._told = self._told, text
         return text[[*map(operator.eq, told, text), False].index(False) :]
 
 
 def _settled(text: str) -> str:
-    """A text without an end that may yet become something else: up to 3 of a character's 4 bytes, each one U+FFFD."""
+    """A text without the end that may still change: up to 3 of a character's 4 bytes, each of them a U+FFFD."""
     for _ in range(3):
         text = text.removesuffix("\ufffd")
     return text
@@ -174,7 +174,7 @@ def _utf8(text: str, surrogates: str) -> bytes:
 
 
 def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of a model's folder: `"pagoda_tokenizer": "bytes"` in its config, or its tokenizer.json."""
+    """The tokenizer of a model's folder: bytes if its config has `"pagoda_tokenizer": "bytes"`, else its tokenizer.json."""
     if config.get("pagoda_tokenizer") == "bytes":
         bos = config.get("bos_token_id")
         return ByteTokenizer(bos if isinstance(bos, int) and bos >= 256 else None)
