@@ -1,4 +1,4 @@
-"""What `pagoda bench longcontext` needs of where the cache is: weights to read, arrays, the end of a step, and how many
+"""The backends of `pagoda bench longcontext`: they read weights, make arrays, wait for the end of a step, and tell how many
 bytes went over which link."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagoda.report import StepReport
 
 
 class Backend(Protocol):
-    """Where a decode loop that is measured runs; a context manager, to be entered before the loop."""
+    """Where the measured decode loop runs; a context manager, to be entered before the loop."""
 
     def __enter__(self) -> Backend: ...
 
@@ -27,23 +27,23 @@ class Backend(Protocol):
     ) -> None: ...
 
     def ceilings(self) -> dict[str, float]:
-        """Bytes a second of links that a CPU alone does not have, each alone, measured now."""
+        """Bytes a second of the links that only a GPU has, each alone, measured now."""
 
     def array(self, rows: Rows) -> Any:
-        """An array of the host as a step takes it."""
+        """Converts an array of the host to one that a step takes."""
 
     def read_weights(self, layer: int) -> None:
-        """Reads those of one layer, before anything that is asked for later."""
+        """Reads the weights of one layer, before any later work."""
 
     def finish(self) -> None:
-        """Waits until a step that has been left has ended."""
+        """Waits until the work of a step that has been left has ended."""
 
     def moved(self, report: StepReport, rows: int) -> dict[str, int]:
-        """What a step has read over each link, weights included. rows: bytes of K and V that it has attended to."""
+        """Bytes that a step has read over each link, weights included. rows: bytes of K and V that it has attended to."""
 
 
 class CpuBackend:
-    """Weights are memory that each layer reads its share of, on as many threads as attention has."""
+    """Weights are memory, of which each layer reads its share, with as many threads as attention."""
 
     def __init__(self, weight_bytes: int, layers: int, threads: int) -> None:
         self._weight_bytes = weight_bytes
@@ -58,7 +58,7 @@ class CpuBackend:
         self._pool.shutdown()
 
     def ceilings(self) -> dict[str, float]:
-        """There are none."""
+        """A CPU has no other links."""
         return {}
 
     def array(self, rows: Rows) -> Any:
@@ -66,22 +66,22 @@ class CpuBackend:
         return rows
 
     def read_weights(self, layer: int) -> None:
-        """Has read when it returns."""
+        """Reads the weights before it returns."""
         if self._weight_bytes:
             list(self._pool.map(np.add.reduce, self._shares[layer]))
 
     def finish(self) -> None:
-        """There is nothing to wait for: kernels of the CPU have ended when a step is left."""
+        """Does nothing: kernels of the CPU have ended when a step is left."""
 
     def moved(self, report: StepReport, rows: int) -> dict[str, int]:
-        """By "memory", which both tiers are in, and "disk"."""
+        """Bytes from "memory", which both tiers are in, and from "disk"."""
         return report.bytes | {"memory": report.bytes["memory"] + self._weight_bytes}
 
 
 class GpuBackend:
-    """Weights are memory of the device that a kernel reads, on the stream of the steps. Arrays are f16, as those of models.
+    """Weights are device memory that a kernel reads, on the stream of the steps. Arrays are f16, like those of models.
 
-    library: of arrays on the device. Raises BackendUnavailable where it has no room.
+    library: of arrays on the device. Raises BackendUnavailable if the device has no room.
     """
 
     def __init__(self, driver: Driver, library: Library, weight_bytes: int, layers: int) -> None:
@@ -97,7 +97,7 @@ class GpuBackend:
         self._library.device.__exit__(*error)
 
     def ceilings(self) -> dict[str, float]:
-        """Of the device's memory and of the link to it."""
+        """The ceilings of the device's memory and of the link to it."""
         return ceilings(self._driver)
 
     def array(self, rows: Rows) -> Any:
@@ -105,7 +105,7 @@ class GpuBackend:
         return self._library.xp.asarray(rows.astype(np.float16))
 
     def read_weights(self, layer: int) -> None:
-        """Is launched when it returns."""
+        """Launches the kernel that reads the weights."""
         words = self._weight_bytes // WORD
         start, stop = (WORD * (words * place // self._layers) for place in (layer, layer + 1))
         if start < stop:
@@ -116,6 +116,6 @@ class GpuBackend:
         self._driver.caller_stream(None).record().wait()
 
     def moved(self, report: StepReport, rows: int) -> dict[str, int]:
-        """What neither came over "pcie" nor was read by the CPU, in "memory", was read where it lies, in "device" memory."""
+        """Counts as "device" all rows that neither came over "pcie" nor were read by the CPU, from "memory"."""
         here = max(0, rows - report.bytes["pcie"] - report.bytes["memory"])
         return {"device": self._weight_bytes + here} | report.bytes

@@ -1,4 +1,4 @@
-"""Measures what the links of this machine carry: the ceilings that figures are set against. rates.py keeps it."""
+"""Measures the bandwidth of this machine's links: the ceilings that figures are compared with. rates.py stores them."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ from pagoda.rates import READER_ROWS, Calibration
 from pagoda.spec import AttentionLayer, ModelSpec
 
 SECONDS = 1.0
-"""How long each measurement reads."""
+"""Duration of each measurement."""
 
 MEMORY_BYTES = 512 << 20
-"""K and V that are attended to, more than caches of a CPU hold."""
+"""Size of the K and V that are attended to: more than the caches of a CPU hold."""
 
 DISK_BYTES = 1 << 30
-"""The file that is read."""
+"""Size of the file that is read."""
 
 READER = ModelSpec([AttentionLayer(num_q_heads=2 * READER_ROWS, num_kv_heads=2, head_dim=128)] * 4)
-"""Attention with so few queries on a K/V head that in f16 it waits for memory."""
+"""Attention with so few queries per K/V head that it is bound by memory in f16."""
 
 READER_DTYPE = "f16"
-"""Of the rows that it reads to know how fast memory is."""
+"""The row format in which READER measures memory."""
 
 STORED = tuple(instances.NAMES | instances.QUANTISED)
-"""Formats of rows that a GPU may have on the host."""
+"""Row formats that a cache on a GPU may have."""
 
 
 def measure(threads: int, directory: Path, gpus: Iterable[Driver] = ()) -> Calibration:
-    """Measures alone and together, and for each GPU the ways to pages of the host tier; writes `DISK_BYTES` there twice.
+    """Measures memory and disk, alone and together, and for each GPU the routes to pages of the host tier. Writes
+    `DISK_BYTES` to `directory` twice.
 
-    Raises TierIOError, and InvalidArgument where formats are not to be chosen.
+    Raises TierIOError, and InvalidArgument if the environment forces a format.
     """
     check_not_forced()
     alone = {"disk": _read_disk(directory).rate}
@@ -55,7 +56,7 @@ def measure(threads: int, directory: Path, gpus: Iterable[Driver] = ()) -> Calib
         spans = _read_for(SECONDS, reader.read)
         alone["memory"] = _rate(spans)
         met: list[_Span] = []
-        while not met:  # A busy machine may have kept this thread from memory for as long as the disk was read.
+        while not met:  # On a busy machine this thread may not have run at all while the disk was read.
             disk, met = _both(reader, directory)
         routes = {driver.name: gpu.measure(driver, threads, reader.read, spans[-1].bytes) for driver in gpus}
     if routes:
@@ -72,9 +73,9 @@ def _rate_of(dtype: str, threads: int) -> float:
 
 
 def memory_ceiling(threads: int) -> float:
-    """Bytes a second of memory alone, measured now, by attention or in order, whichever is faster.
+    """Bytes a second of memory alone, measured now, by attention or by reading in order, whichever is faster.
 
-    Attention does not wait for memory alone.
+    Attention does not only wait for memory.
     """
     with _memory_reader(threads) as reader:
         by_attention = _rate(_read_for(SECONDS, reader.read))
@@ -82,12 +83,12 @@ def memory_ceiling(threads: int) -> float:
 
 
 def disk_ceiling(directory: Path, seconds: float) -> float:
-    """Bytes a second of a file of `DISK_BYTES` that is read in order for so long, measured now. Raises TierIOError."""
+    """Bytes a second of reading a file of `DISK_BYTES` in order for `seconds`, measured now. Raises TierIOError."""
     return _read_disk(directory, seconds).rate
 
 
 def _rate_in_order(threads: int) -> float:
-    """Bytes a second of memory that is read as weights are."""
+    """Bytes a second of memory that is read in the way of weights."""
     with CpuBackend(MEMORY_BYTES, 1, threads) as words:
 
         def read() -> _Span:
@@ -99,7 +100,7 @@ def _rate_in_order(threads: int) -> float:
 
 
 class _Span(NamedTuple):
-    """Bytes that were read from `start` to `stop`, in seconds of the clock."""
+    """Bytes that were read between two times of the clock, in seconds."""
 
     start: float
     stop: float
@@ -111,12 +112,12 @@ class _Span(NamedTuple):
 
 
 def _rate(spans: list[_Span]) -> float:
-    """Bytes a second, what was between the spans not counted."""
+    """Bytes a second, without the time between spans."""
     return sum(span.bytes for span in spans) / sum(span.stop - span.start for span in spans)
 
 
 def _read_for(seconds: float, read: Callable[[], _Span]) -> list[_Span]:
-    """Reads again and again until so many seconds have passed, after once that is not counted."""
+    """Reads repeatedly until `seconds` have passed, after one read that is not counted."""
     read()
     start = time.perf_counter()
     spans: list[_Span] = []
@@ -126,7 +127,7 @@ def _read_for(seconds: float, read: Callable[[], _Span]) -> list[_Span]:
 
 
 def _both(reader: _MemoryReader, directory: Path) -> tuple[_Span, list[_Span]]:
-    """Reads the disk, and memory meanwhile; the passes over memory that met the disk."""
+    """Reads disk and memory at the same time; returns the span of the disk, and the passes over memory that overlap it."""
     with ThreadPoolExecutor(1) as pool:
         under_way, passes = pool.submit(_read_disk, directory), []
         while not under_way.done():
@@ -136,12 +137,12 @@ def _both(reader: _MemoryReader, directory: Path) -> tuple[_Span, list[_Span]]:
 
 
 def _beside(passes: list[_Span], disk: _Span) -> list[_Span]:
-    """Passes over memory while the disk was read: before that the file is written."""
+    """The passes over memory while the disk was read; before that, the file was written."""
     return [each for each in passes if each.stop > disk.start and each.start < disk.stop]
 
 
 class _MemoryReader:
-    """A sequence in memory that is attended to over and over."""
+    """A sequence in memory, for attending to it over and over."""
 
     def __init__(self, cache: Cache, sequence: Sequence) -> None:
         self._cache, self._sequence = cache, sequence
@@ -152,7 +153,7 @@ class _MemoryReader:
         )
 
     def read(self) -> _Span:
-        """Reads it all once."""
+        """Attends to all of it once."""
         with self._cache.step([self._sequence], [1]) as step:
             start = time.perf_counter()
             for index in range(len(READER.layers)):

@@ -1,5 +1,5 @@
-"""Measures on a machine with a GPU: what each way to pages of the host tier carries, alone and beside the others, and how
-fast the device reads its own memory."""
+"""Measures a machine with a GPU: the bandwidth of each route to pages of the host tier, alone and together with others, and
+how fast the device reads its own memory."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from pagoda.kernels import arguments, instances
 from pagoda.rates import Routes
 
 PIECE_BYTES = 256 << 20
-"""What a copy brings, and a kernel reads: longer than `POLL_SECONDS` on any link."""
+"""Size of a copy, or of a kernel's read: it takes longer than `POLL_SECONDS` on any link."""
 
 SECONDS = 0.3
 """How long each set of routes is used."""
 
 POLL_SECONDS = 2e-4
-"""Sleep between two looks at what is under way: the CPU has attention to compute."""
+"""Sleep between two queries of what is under way: the CPU has attention to compute."""
 
 READ_BYTES = 1 << 30
-"""Device memory that is read, many times what its caches hold."""
+"""Size of the device memory that is read: many times what its caches hold."""
 
 READ_REPEATS = 32
-"""So often without a wait: milliseconds, beside which launches and the wait are nothing."""
+"""Reads without a wait in between: together milliseconds, so that the cost of launches and the wait is negligible."""
 
 READ_THREADS, READ_BLOCKS = 512, 2
-"""Of the kernel `read`, and thread blocks of it on a multiprocessor, which have 128 KiB under way together."""
+"""Threads of a thread block of the kernel `read`, and thread blocks per multiprocessor, together with 128 KiB under way."""
 
 
 class Way(NamedTuple):
-    """How a route is used: what begins to go over so many bytes."""
+    """How a route is used: `begin` starts to transfer or read `bytes`."""
 
     begin: Callable[[], Pending]
     bytes: int
@@ -52,25 +52,25 @@ class Read(NamedTuple):
         return self.future.done()
 
     def wait(self) -> None:
-        """Sleeps until it has. Raises what it has raised."""
+        """Sleeps until it has ended. Raises the errors of the pass."""
         self.future.result()
 
 
 class Reader:
-    """Reads device memory as fast as it can be read, and does nothing with it."""
+    """Reads device memory as fast as possible, and does nothing with it."""
 
     def __init__(self, driver: Driver) -> None:
         self._blocks = READ_BLOCKS * driver.multiprocessors
         self._found = driver.memory(4)
 
     def read(self, stream: Stream, address: int, size: int) -> None:
-        """Begins to read bytes; both numbers are multiples of 16."""
+        """Starts to read bytes; both numbers are multiples of 16."""
         call = arguments.Read(address, size // WORD, self._found.address, 1)
         stream.launch(instances.READ, self._blocks, READ_THREADS, call)
 
 
 def ceilings(driver: Driver) -> dict[str, float]:
-    """Bytes a second of "device", its memory when it is read, and of "pcie", one large copy to the device; each alone."""
+    """Bytes a second of "device" (reads of its memory) and of "pcie" (one large copy to the device), each alone."""
     stream, reader = driver.stream(), Reader(driver)
     host, device = driver.pinned(PIECE_BYTES), driver.memory(max(PIECE_BYTES, READ_BYTES))
 
@@ -85,10 +85,10 @@ def ceilings(driver: Driver) -> dict[str, float]:
 
 
 def measure(driver: Driver, threads: int, read: Callable[[], object], size: int) -> Routes:
-    """Uses every set of routes, which takes seconds. read: goes over `size` bytes, by attention on so many threads."""
+    """Measures every set of routes, which takes seconds. read: attends to `size` bytes with this many threads."""
     host, ring, sink = driver.pinned(PIECE_BYTES), driver.memory(PIECE_BYTES), driver.memory(PIECE_BYTES)
     copying, reading = driver.stream(), driver.stream()
-    # As many pieces as there are thread blocks.
+    # One piece for each thread block.
     piece = -(-PIECE_BYTES // driver.multiprocessors // WORD) * WORD
     runs = [(host.address + at, sink.address + at, min(piece, PIECE_BYTES - at)) for at in range(0, PIECE_BYTES, piece)]
     listed = driver.pinned(RUN_BYTES * (len(runs) + 1))
@@ -129,7 +129,7 @@ def measure(driver: Driver, threads: int, read: Callable[[], object], size: int)
 
 
 def at_once(ways: Mapping[str, Way]) -> dict[str, float]:
-    """Bytes a second of each way, all used side by side. One more piece is always under way; the first does not count."""
+    """Bytes a second of each way, all used at once. A second piece is always queued; the first one does not count."""
     under_way = {route: deque([way.begin(), way.begin()]) for route, way in ways.items()}
     first, last, pieces = dict[str, float](), dict[str, float](), dict.fromkeys(ways, 0)
     stop = time.perf_counter() + SECONDS
@@ -149,6 +149,6 @@ def at_once(ways: Mapping[str, Way]) -> dict[str, float]:
 
 
 def _start(stream: Stream, calls: Mapping[str, Callable[[], None]]) -> dict[str, float]:
-    """Seconds of each way for next to nothing, less those of the quickest."""
+    """Seconds that each way takes for almost no bytes, minus those of the quickest."""
     taken = {route: seconds(stream, call) for route, call in calls.items()}
     return {route: each - min(taken.values()) for route, each in taken.items()}

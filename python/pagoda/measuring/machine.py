@@ -1,4 +1,4 @@
-"""The memory of this machine and of this process, and the kernels of its caches."""
+"""The memory of this machine and of this process, and the kernels of this build."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pagoda.engine import forced_isa
 
 
 def ram() -> tuple[int, int]:
-    """Bytes that are free, as far as the system says, and all bytes."""
+    """Free bytes (all, if the system does not say), and all bytes."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = _said("/proc/meminfo", "MemAvailable")
     return total if free is None else free, total
 
 
 def forget_peak() -> None:
-    """Has `peak_resident` begin anew, where the system can do that."""
+    """Resets `peak_resident`, if the system can do that."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_resident() -> int:
-    """The most bytes of RAM that this process has had; but on Linux maybe what the program had that started it."""
+    """The most bytes of RAM that this process has had. On Linux the peak of the program that started it may count, too."""
     said = _said("/proc/self/status", "VmHWM")
     if said is not None:
         return said
@@ -36,7 +36,7 @@ def peak_resident() -> int:
 
 
 def resident() -> int:
-    """Bytes of RAM that this process has; where the system does not say, the most that it has had."""
+    """Bytes of RAM that this process has; if the system does not say, the most that it has had."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
         return peak_resident()
@@ -44,7 +44,7 @@ def resident() -> int:
 
 
 def _said(path: str, row: str) -> int | None:
-    """The bytes in a row of a file of /proc; None where there is none."""
+    """The number of bytes in a row of a file of /proc; None if there is no such file or row."""
     if not Path(path).exists():
         return None
     rows = dict(line.split(":", 1) for line in Path(path).read_text().splitlines())
@@ -52,6 +52,6 @@ def _said(path: str, row: str) -> int | None:
 
 
 def build() -> dict[str, Any]:
-    """`pagoda.build_info`, where "isa" is what caches compute with: PAGODA_CPU_ISA in the environment may name another."""
+    """`pagoda.build_info`, with "isa" as caches use it: PAGODA_CPU_ISA in the environment may override it."""
     info = build_info()
     return info | {"isa": forced_isa() or info["isa"]}
