@@ -1,1 +1,1 @@
-"""What a cache does to quality, without a large model: heads with closed forms, and the shipped language model."""
+"""Measures what a cache does to quality, without a large model: heads with closed forms, and the shipped language model."""

@@ -2,22 +2,25 @@
 
 A token t has a code of `CODE` signs. Its key is O (code_t, noise), with O a random orthonormal basis, and its value a word
 of a small vocabulary. A query holds the code of the needle it looks for, so that a key at Hamming distance h from it has the
-logit beta (1 - 2 h / CODE). From that everything follows, without a trained weight:
+logit beta (1 - 2 h / CODE). Everything else follows from that, without trained weights:
 
 - Weight of the needle among N random codes: p = 1 / (1 + N ((1 + e^(-2 beta / CODE)) / 2)^CODE), the mean of e^logit over
   codes. This is associative recall (https://arxiv.org/abs/2312.04927) with its softmax worked out.
-- With noise of deviation sigma on each logit, a needle still beats a token that lies h away with probability
-  Phi(margin / (sqrt(2) sigma)), margin = 2 h beta / CODE: graded margins make a psychometric curve of it.
+- With noise of deviation sigma on each logit, a needle still beats a token at distance h with probability
+  Phi(margin / (sqrt(2) sigma)), margin = 2 h beta / CODE: graded margins give a psychometric curve.
 - If stored keys are off by e_c in channel c, independently, then sigma^2 = scale^2 sum_c q_c^2 e_c^2.
 
-Four things would make storage look better than it is, and are kept out: codes along the axes are exact in formats with a
-minimum and a maximum (hence O), channels of zeros favour formats with blocks (hence O over all channels), a query parallel
-to its needle hides noise (hence `ASIDE`: most of a query lies where no key does), and a needle and a rival that are nearly
-equal err alike (hence half of a key lies where no query does, another half for each token).
+Four things would make storage look better than it is, and are avoided:
+
+- Codes along the axes are exact in formats with a minimum and a maximum: hence O.
+- Channels of zeros favour formats with blocks: hence O over all channels.
+- A query parallel to its needle hides noise: hence `ASIDE`, by which most of a query lies where no key does.
+- A needle and a rival that are nearly equal have similar errors: hence half of each key is noise, different for each token,
+  where no query lies.
 
 Keys of models have outliers in few channels (https://arxiv.org/abs/2402.02750), in the slowest RoPE pairs
-(https://arxiv.org/abs/2502.01563). `OUTLIERS` has them in ways that leave every logit, up to a shift, as it is: what goes
-wrong is the storage's fault.
+(https://arxiv.org/abs/2502.01563). `OUTLIERS` adds them in ways that change no logit, except for a shift of all: every error
+is caused by storage.
 """
 
 from __future__ import annotations
@@ -40,8 +43,8 @@ Ids = npt.NDArray[np.int64]
 
 Outliers = Literal["none", "offset10", "offset60", "varying"]
 OUTLIERS: tuple[Outliers, ...] = get_args(Outliers)
-"""none; a constant of 10 or 60 standard deviations in four channels of all keys (softmax does not see what all keys have in
-common), as Llama and Qwen have it; noise of 20 deviations there, another for each token, where queries are 0."""
+"""none; a constant of 10 or 60 standard deviations in four channels of all keys, as in Llama and Qwen (softmax ignores what
+all keys have in common); noise of 20 deviations in these channels, different for each token, where queries are 0."""
 
 HEAD_DIM = 128
 VALUE_DIM = 64
@@ -50,11 +53,12 @@ SCALE = HEAD_DIM**-0.5
 OUTLIER_CHANNELS = (62, 63, 126, 127)
 """The two slowest RoPE pairs of a head whose halves rotate together."""
 ASIDE = 3.0
-"""Length of a query's part that no key sees, over that of the part that keys see: its cosine with the needle is about 0.3."""
+"""Length of the part of a query that no key sees over that of the part that keys see: its cosine with the needle is about
+0.3."""
 WORDS = 256
 DISTANCES = (1, 2, 4, 8)
 CHUNK = 2048
-"""Tokens made at a time. Rows depend on the seed and the chunk, not on how much is read at once."""
+"""Tokens made at a time. Rows depend only on the seed and the chunk, not on how much is read at once."""
 
 
 def noise_mass(beta: float) -> float:
@@ -68,14 +72,14 @@ def needle_weight(beta: float, context: int, margin: float = math.inf, sink: flo
 
 
 def sink_weight(beta: float, context: int, sink: float) -> float:
-    """Softmax weight of the sink when the needle is not there: 1 / (1 + N e^(-sink) cosh(beta / CODE)^CODE)."""
+    """Softmax weight of the sink without a needle: 1 / (1 + N e^(-sink) cosh(beta / CODE)^CODE)."""
     return 1 / (1 + context * math.exp(beta - sink) * noise_mass(beta))
 
 
 def beta_for(context: int, weight: float = 0.99) -> float:
     """The beta that gives a needle among `context` random keys this weight, by bisection.
 
-    It grows as ln(context). Raises InvalidArgument where no beta does: CODE <= log2(context weight / (1 - weight)).
+    It grows as ln(context). Raises InvalidArgument if no beta does: CODE <= log2(context weight / (1 - weight)).
     """
     if needle_weight(1e6, context) <= weight:
         raise InvalidArgument(f"context = {context}: codes of {CODE} signs cannot tell so many keys apart")
@@ -87,7 +91,7 @@ def beta_for(context: int, weight: float = 0.99) -> float:
 
 
 def margin(distance: int, beta: float) -> float:
-    """How much the logit of a key at this Hamming distance is less than the needle's."""
+    """How much lower the logit of a key at this Hamming distance is than the needle's."""
     return 2 * distance * beta / CODE
 
 
@@ -97,18 +101,18 @@ def recall(margin: float, sigma: float) -> float:
 
 
 def recall_head(context: int, outliers: Outliers = "none", seed: int = 0) -> Head:
-    """The head whose needles weigh 0.99 before their rivals come in. Raises InvalidArgument, as `Head` and `beta_for`."""
+    """The head whose needles weigh 0.99 without their rivals. Raises InvalidArgument, as `Head` and `beta_for`."""
     return Head(context, beta_for(context), outliers, seed=seed)
 
 
 @dataclass(frozen=True)
 class Head:
-    """One head over `context` tokens. The last token is the one that asks; it asks all queries at once, a query head each.
+    """One head over `context` tokens. The last token asks all queries at once, one per query head.
 
-    beta: logit of a needle; 0 makes all weights equal, and the output the mean of all values. rivals: every needle has a
-    rival with another value, at the distances of `DISTANCES` in turn. needles, strangers: queries that look for a code that
-    is there, and for one that is not. sink: logit of token 0 for every query; its value is 0. Needles lie at ages spaced
-    evenly in the logarithm, so that any window holds some.
+    beta: logit of a needle; with 0 all weights are equal, and the output is the mean of all values. rivals: every needle has
+    a rival with another value, at the distances of `DISTANCES` in turn. needles: queries for a code that a token has.
+    strangers: queries for a code that none has. sink: logit of token 0 for every query; its value is 0. Ages of needles are
+    spaced evenly in the logarithm, so that any window holds some.
     """
 
     context: int
@@ -139,7 +143,7 @@ class Head:
 
     @cached_property
     def codes(self) -> Float32:
-        """float32 [queries, CODE] of signs: what each query looks for, the strangers last."""
+        """float32 [queries, CODE] of signs: the code that each query looks for, the strangers last."""
         return _signs(np.random.default_rng((self.seed, 2)), self.needles + self.strangers, CODE)
 
     @cached_property
@@ -158,7 +162,7 @@ class Head:
 
     @cached_property
     def words(self) -> Ids:
-        """int64 [context]: the word that each token has as its value."""
+        """int64 [context]: the word that is each token's value."""
         words = np.random.default_rng((self.seed, 4)).integers(0, WORDS, self.context)
         needles = self.context - 1 - self.ages
         words[needles] = np.resize(np.arange(WORDS), self.needles)
@@ -168,7 +172,7 @@ class Head:
 
     @property
     def answers(self) -> Ids:
-        """int64 [needles]: the word that each of them holds. A rival holds the next one."""
+        """int64 [needles]: the word of each needle. A rival has the next word."""
         return self.words[self.context - 1 - self.ages]
 
     @cached_property
@@ -182,13 +186,13 @@ class Head:
 
     @cached_property
     def presence(self) -> Float64:
-        """float64 [VALUE_DIM]: what the values of all tokens but the sink share, so that an output tells their weight."""
+        """float64 [VALUE_DIM]: added to the values of all tokens but the sink, so that an output shows their weight."""
         shared: Float64 = _signs(np.random.default_rng((self.seed, 6)), 1, VALUE_DIM)[0].astype(np.float64)
         return shared
 
     @cached_property
     def queries(self) -> Float32:
-        """float32 [queries, HEAD_DIM]: (beta code + aside + what sees the sink), in the basis."""
+        """float32 [queries, HEAD_DIM]: (beta code + aside + the part that sees the sink), in the basis."""
         seen = self.codes * (self.beta / (CODE * SCALE))
         others = self.basis.shape[1] - CODE - 1
         aside = np.random.default_rng((self.seed, 7)).standard_normal((len(seen), others - others // 2))
@@ -209,9 +213,9 @@ class Head:
             yield keys[:, None].astype(np.float32), values[:, None].astype(np.float32)
 
     def logits(self, queries: int) -> Float64:
-        """float64 [queries, context]: exact logits of the first queries, without what outliers add to all keys.
+        """float64 [queries, context]: exact logits of the first queries, without the shift that outliers add to all keys.
 
-        They come from the codes, in integers up to the last factor, not from `queries` and keys.
+        They are computed from the codes, in integers up to the last factor, not from `queries` and keys.
         """
         wanted = self.codes[:queries]
         logits = np.hstack([wanted @ self._codes(*bounds).T for bounds in self._bounds]).astype(np.float64)
@@ -227,7 +231,7 @@ class Head:
 
     @property
     def _rivals(self) -> Ids:
-        """Positions of the rivals: any that are free, but not the first nor the last."""
+        """Positions of the rivals: random free ones, but neither the first nor the last."""
         free = np.setdiff1d(np.arange(1, self.context - 1), self.context - 1 - self.ages)
         return np.random.default_rng((self.seed, 8)).choice(free, self.needles, replace=False)
 
@@ -250,14 +254,14 @@ class Head:
         return codes
 
     def _noise(self, start: int, stop: int) -> Float64:
-        """float64 [n, HEAD_DIM]: what keys have where queries have nothing, as long as a code."""
+        """float64 [n, HEAD_DIM]: the part of keys that no query sees, as long as a code."""
         columns = self.basis[:, CODE + 1 :][:, : (self.basis.shape[1] - CODE - 1) // 2]
         noise = np.random.default_rng((self.seed, 11, start)).standard_normal((stop - start, columns.shape[1]))
         added: Float64 = noise * math.sqrt(CODE / columns.shape[1]) @ columns.T
         return added
 
     def _add_outliers(self, keys: Float64, start: int) -> None:
-        """Adds them in place. Without them a key is about sqrt(HEAD_DIM) long: the deviation of a channel is 1."""
+        """Adds outliers in place. Without them a key is about sqrt(HEAD_DIM) long: the deviation of a channel is 1."""
         channels = np.array(OUTLIER_CHANNELS)
         if self.outliers == "varying":
             noise = np.random.default_rng((self.seed, 12, start)).standard_normal((len(keys), len(channels)))
@@ -268,7 +272,7 @@ class Head:
 
 
 def haar(size: int, rng: np.random.Generator) -> Float64:
-    """A random orthogonal matrix, every one equally likely: QR of a Gaussian matrix with the signs of R's diagonal taken out.
+    """A uniformly random orthogonal matrix: QR of a Gaussian matrix, with the signs of R's diagonal removed.
 
     https://arxiv.org/abs/math-ph/0609050
     """

@@ -1,8 +1,8 @@
-"""What a cache does to the predictions of the shipped language model, in decode mode.
+"""Measures what a cache does to the predictions of the shipped language model, in decode mode.
 
-Held-out text is fed token by token, so that every prediction is made from K and V that went through the cache, those of the
-token itself included; between the stretches that are scored the text is read in chunks. The same text over a cache that
-stores float32 is what is compared with. The model is a toy of 3.75 million parameters: ranks count, figures are its own.
+Held-out text is fed token by token, so that every prediction is made from K and V that went through the cache, including
+those of the token itself; between the scored stretches the text is read in chunks. The reference is the same text over a
+cache that stores float32. The model is a toy of 3.75 million parameters: rankings carry over to others, figures do not.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ TOKENS = 2048
 
 @dataclass(frozen=True)
 class Divergence:
-    """Predictions of one stretch of text, against those over float32."""
+    """Predictions of one stretch of text, compared with those over float32."""
 
     start: int
     """Tokens before the stretch."""
     bits_per_byte: float
     """Of the text itself: mean of -log2 p(next byte)."""
     perplexity: float
-    """Of the text, over that of the float32 predictions."""
+    """Perplexity of the text over that of the float32 predictions."""
     kld: float
     """Mean Kullback-Leibler divergence from the float32 predictions, in nats."""
     kld_999: float
-    """Its 99.9th percentile. Of 2,048 predictions that is the third largest, about."""
+    """Its 99.9th percentile: of 2,048 predictions about the third largest."""
     same_top: float
     """Share of predictions with the same likeliest byte."""
     lost_lead: float
-    """The most by which a byte was likelier than the next one over float32, in nats, and is not the likeliest any more."""
+    """The largest lead over the runner-up, in nats, of a byte that was the likeliest over float32 and no longer is."""
 
 
 class ShippedText:
     """The shipped model and text, and the predictions over float32, computed once.
 
-    starts: how much text lies before each stretch of `tokens` predictions. Raises InvalidArgument where they overlap or the
+    starts: how much text lies before each stretch of `tokens` predictions. Raises InvalidArgument if stretches overlap or the
     text is too short.
     """
 
@@ -66,7 +66,7 @@ class ShippedText:
         self._exact = self._predict(cache_of_f32, None)
 
     def divergence(self, cache_of: CacheOf, *, keep: SinkWindow | None = None) -> list[Divergence]:
-        """One for each stretch, over another cache, of all tokens or of those that `keep` leaves."""
+        """The divergence of each stretch over another cache, with all tokens or those that `keep` leaves."""
         stretches = zip(self.starts, self._exact, self._predict(cache_of, keep), strict=True)
         return [self._compare(start, exact, stored) for start, exact, stored in stretches]
 

@@ -1,8 +1,8 @@
-"""What a cache does to the heads of `pagoda.quality.heads`, seen through its public calls alone.
+"""Measures what a cache does to the heads of `pagoda.quality.heads`, only through its public calls.
 
-A layer with window=1 lets every query see one key, its own token's. Its log-sum-exp then is the logit of that key as it is
-stored, and its output the value as it is stored, whatever the row format: `read_logits` and `key_errors` need no more.
-A cache comes from a function of a spec, so that formats, tiers, threads and retention are the caller's to choose.
+In a layer with window=1 every query sees one key, that of its own token. Its log-sum-exp is then the logit of that key as
+stored, and its output the value as stored, whatever the row format: `read_logits` and `key_errors` need no more.
+Caches are made by a function of a spec, so that the caller chooses formats, tiers, threads and retention.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ from pagoda.retention import SinkWindow
 from pagoda.spec import AttentionLayer, ModelSpec
 
 CacheOf = Callable[[ModelSpec, SinkWindow | None], Cache]
-"""Makes the cache of a spec with this retention, which is closed after use."""
+"""Makes a cache for a spec with this retention; it is closed after use."""
 
 HEADS = 128
 """Queries attended at once: the most query heads that may share a K/V head."""
 READ = 32
-"""Queries of which the logits of all keys are read; as many of each distance."""
+"""Queries for which the logits of all keys are read; the same number for each distance."""
 
 TOKEN_BYTES = 7 * READ * np.dtype(np.float64).itemsize
-"""Of memory that `Recall` takes for each token of its context: logits and weights, exact and as they are stored, and what is
-made of them."""
+"""Memory that `Recall` takes for each token of its context: logits and weights, exact and as stored, and intermediates."""
 
 STREAM_BETA, STREAM_SINK = 28.0, 23.0
 """Logits of needle and sink in `streaming`. Over 131,072 keys the needle then weighs 0.993, and the sink, where there is no
@@ -65,33 +64,33 @@ class Fidelity:
     output_error: float
     """Root mean square of the outputs' error over that of the exact outputs."""
     found: float
-    """Share of needles whose word is, of all words, the one most like the output."""
+    """Share of needles for which, of all words, theirs is the most like the output."""
     recall: dict[int, float]
-    """Share of needles whose word is more like the output than the rival's, by its distance."""
+    """Share of needles whose word is more like the output than the rival's, by the rival's distance."""
     recall_law: dict[int, float]
     """Phi(margin / (sqrt(2) sigma)), for the sigma measured."""
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """What a head with a sink answers after part of its context is gone."""
+    """How a head with a sink answers after a part of its context has been dropped."""
 
     kept: int
     """Keys that the last query sees."""
     recall_within: float
     """Share of needles answered, of those that are kept."""
     recall_beyond: float | None
-    """Share of needles answered, of those that were dropped; None where nothing was."""
+    """Share of needles answered, of those that were dropped; None if none were."""
     invented: float
-    """Share of answers given where there was no needle."""
+    """Share of queries without a needle that were answered."""
     presence: float
-    """Mean weight of tokens other than the sink, where there was no needle."""
+    """Mean weight of tokens other than the sink, for queries without a needle."""
     presence_law: float
     """Its closed form."""
 
 
 class Recall:
-    """A head without a sink, and what exact attention makes of it, computed once."""
+    """A head without a sink, and its exact attention, computed once."""
 
     def __init__(self, head: Head) -> None:
         self.head = head
@@ -101,7 +100,7 @@ class Recall:
         self._outputs = self._weights @ head.vocabulary[head.words] + head.presence
 
     def fidelity(self, cache_of: CacheOf) -> Fidelity:
-        """Runs the head through two caches: one that answers, one whose logits are read."""
+        """Runs the head through two caches: one for answers, one to read logits."""
         head = self.head
         answers, _ = ask(head, cache_of)
         stored = read_logits(head, cache_of)
@@ -133,7 +132,7 @@ class Recall:
         return float(self._divergence(log_softmax(read_logits(self.head, cache_of))).mean())
 
     def _divergence(self, log_stored: Float64) -> Float64:
-        """float64 [READ]: of the weights with these logarithms from the exact ones, in nats."""
+        """float64 [READ]: divergence of the weights with these logarithms from the exact ones, in nats."""
         divergence: Float64 = np.einsum("qt,qt->q", self._weights, self._log_weights - log_stored)
         return divergence
 
@@ -141,7 +140,7 @@ class Recall:
 def streaming(
     context: int, cache_of: CacheOf, *, window: int | None = None, keep: SinkWindow | None = None, seed: int = 0
 ) -> Streaming:
-    """Runs the head with a sink over a layer with this window, or over the tokens that `keep` leaves, or over all of them."""
+    """Runs the head with a sink over a layer with this window, over the tokens that `keep` leaves, or over all tokens."""
     head = Head(context, STREAM_BETA, needles=128, rivals=False, strangers=128, sink=STREAM_SINK, seed=seed)
     outputs, _ = ask(head, cache_of, window=window, keep=keep)
     presence = outputs @ head.presence / VALUE_DIM
@@ -184,7 +183,7 @@ def ask(
 
 
 def read_logits(head: Head, cache_of: CacheOf) -> Float64:
-    """float64 [READ, context]: the logits of all stored keys for the first queries, as the cache's own attention has them."""
+    """float64 [READ, context]: logits of all stored keys for the first queries, as computed by the cache's own attention."""
     queries = head.queries[:READ]
     layer = AttentionLayer(READ, 1, HEAD_DIM, VALUE_DIM, window=1)
     pieces = []
@@ -201,7 +200,7 @@ def read_logits(head: Head, cache_of: CacheOf) -> Float64:
 def key_errors(head: Head, cache_of: CacheOf) -> Float64:
     """float64 [HEAD_DIM]: deviation of the error of stored keys in each channel, over the first chunk.
 
-    The queries are the unit vectors, so that each logit is one channel of a stored key.
+    The queries are the unit vectors, so each logit is one channel of a stored key.
     """
     keys, values = next(head.chunks())
     layer = AttentionLayer(HEAD_DIM, 1, HEAD_DIM, VALUE_DIM, window=1, scale=1.0)
@@ -214,7 +213,7 @@ def key_errors(head: Head, cache_of: CacheOf) -> Float64:
 
 
 def _parts(rows: Array, size: int) -> list[Array]:
-    """Rows in parts of `size`, the last filled up with zeros."""
+    """Rows in parts of `size`, the last one padded with zeros."""
     padded = np.concatenate([rows, np.zeros((-len(rows) % size, *rows.shape[1:]), rows.dtype)])
     return list(padded.reshape(-1, size, *rows.shape[1:]))
 

@@ -1,4 +1,4 @@
-"""The figures of `pagoda bench quality` as a picture, through matplotlib."""
+"""Plots the figures of `pagoda bench quality` with matplotlib."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagoda.quality.heads import OUTLIERS, margin, recall
 
 
 def figure_class() -> Any:
-    """matplotlib's class of figures, which opens no window. Raises BackendUnavailable, with what installs it."""
+    """matplotlib's class of figures, which opens no window. Raises BackendUnavailable, saying how to install it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -20,7 +20,7 @@ def figure_class() -> Any:
 
 
 def check_path(path: Path) -> None:
-    """Raises InvalidArgument for a path that nothing can be drawn into, and BackendUnavailable as `figure_class`."""
+    """Raises InvalidArgument for a path that a plot cannot be written to, and BackendUnavailable as `figure_class`."""
     suffixes = figure_class()().canvas.get_supported_filetypes()
     place = path if path.exists() else path.parent
     if path.suffix[1:].lower() not in suffixes or path.is_dir() or not os.access(place, os.W_OK):
@@ -72,7 +72,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     below = (0.0, 0.0)
     for row in sorted(rows, key=lambda row: row["kld"]):
         language.scatter(row["bits"], row["kld"], color=colours[row["format"]])
-        # A name goes to the right, unless that of a point close below is there.
+        # Names go to the right of points, unless the name of a point close below is there.
         close = abs(row["bits"] - below[0]) < 2 and row["kld"] < 2 * below[1]
         side, distance = ("right", -6) if close else ("left", 6)
         place = (row["bits"], row["kld"])
