@@ -1,4 +1,4 @@
-"""The command line: one module or folder a command, which adds itself by `register`."""
+"""The command line: one module or folder per command, which adds itself by `register`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ COMMANDS = (generate, plan, doctor, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit status: 2 for bad input and what else is a PagodaError, 130 for Ctrl-C, 1 for what
-    cannot be written or has no room in memory."""
+    """Runs one command. Returns the exit status: 2 for bad input and any other PagodaError, 130 for Ctrl-C, 1 if output
+    cannot be written or memory runs out."""
     parser = argparse.ArgumentParser(prog="pagoda", description="A tiered, paged KV cache for LLM inference.")
     parser.add_argument("--version", action="version", version=f"pagoda {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain("standard output is closed")
         return 1
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A model may write any character; not every terminal has all of them.
+        # A model may write characters that the terminal cannot encode.
         sys.stdout.reconfigure(errors="replace")
     try:
         status: int = arguments.run(arguments)
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (OSError, MemoryError) as error:
-        # Nobody is there to be told where the reader has gone, as in `pagoda plan ... | head`.
+        # No message if the reader has gone, as in `pagoda plan ... | head`.
         if not isinstance(error, BrokenPipeError):
             _complain(str(error) or "out of memory")
         _let_go()
@@ -48,13 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(what: object) -> None:
-    """Says on standard error why a command failed; nowhere if that is closed, where `print` would take standard output."""
+    """Prints to standard error why a command failed; does nothing if that is closed, as `print` would use standard output."""
     if sys.stderr is not None:
         print(f"pagoda: {what}", file=sys.stderr)
 
 
 def _let_go() -> None:
-    """Python flushes once more as it ends: what cannot be written then either goes nowhere."""
+    """Discards output that cannot be written: Python would fail to flush it once more at exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,5 +1,5 @@
-"""Where results are printed: on a terminal in its own width, elsewhere (a file, a pipe) as wide as tables want to be; and how
-their tables name what a cache keeps."""
+"""The console for results, as wide as the terminal, or in a file or pipe wide enough for tables; and how tables name what a
+cache keeps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.table import Table
 from pagoda.retention import SinkWindow
 
 WIDTH = 200
-"""Columns where there is no terminal: rich takes 80 then, and cuts what does not fit."""
+"""Columns without a terminal: rich would take 80, and cut off the rest."""
 
 
 def kept(keep: SinkWindow | None) -> str:
-    """What a cache keeps, in words of a table."""
+    """What a cache keeps, as tables show it."""
     if keep is None:
         return "all"
     sinks = f"{keep.sinks} + " if keep.sinks else ""
@@ -23,10 +23,10 @@ def kept(keep: SinkWindow | None) -> str:
 
 
 class Results(Console):
-    """A console where no digit of a table is left out: what is too wide for its column goes on in the next line."""
+    """A console that never truncates cells of tables: text that is too wide continues on the next line."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich's."""
+        """Like rich's `print`, with folded columns."""
         for each in objects:
             if isinstance(each, Table):
                 for column in each.columns:

@@ -35,7 +35,7 @@ CUPY_MIN = (14, 2)
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at."""
+    """The result of one check."""
 
     what: str
     fine: bool
@@ -63,12 +63,12 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the findings."""
-    # Only this command looks for one: where nothing can be written to there is none, and the others want none.
+    # Not a default of the option: `gettempdir` raises if no folder can be written to, and other commands need none.
     disk = arguments.disk or Path(tempfile.gettempdir())
     findings = examine(disk)
     if arguments.calibrate:
         fine = any(finding.what == "GPU kernels" and finding.fine for finding in findings)
-        # The device that a kernel was run on.
+        # Device 0, on which `examine` has run a kernel.
         findings += calibrate(disk, [cuda.open_driver(0)] if fine else [])
     if arguments.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
@@ -82,12 +82,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(directory: Path) -> list[Finding]:
-    """Looks at everything. directory: where a disk tier might be."""
+    """Makes all checks. directory: where a disk tier might be."""
     return [_module(), _kernels(), *_gpu(), _memory(), _huge_pages(), _disk(directory)]
 
 
 def calibrate(directory: Path, gpus: list[Driver]) -> list[Finding]:
-    """Measures what links carry, and keeps it, besides what is kept of other GPUs. Raises TierIOError."""
+    """Measures the bandwidth of links and stores it; results for other GPUs are kept. Raises TierIOError."""
     before = rates.kept()
     measured = calibration.measure(cores(), directory, gpus)
     found = {
@@ -193,7 +193,7 @@ def _headers() -> Finding:
 
 
 def _proof() -> Finding:
-    """Has a kernel take a word to its place."""
+    """Runs a kernel that writes one word, and checks the result."""
     started = time.monotonic()
     try:
         driver = cuda.open_driver(0)

@@ -1,4 +1,4 @@
-"""`pagoda generate`: a language model reads a text and continues it, its K and V in pages over several tiers."""
+"""`pagoda generate`: a language model reads a text and continues it, with its K and V in pages on several tiers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pagoda.sizes import format_size, parse_size, parse_tokens
 from pagoda.stats import TIERS
 
 MARK_COUNT = 8
-"""Bytes of the number of tokens, before the hash of what is kept."""
+"""Bytes of the number of tokens in `_mark`, before the hash."""
 
 
 def register(commands: Commands) -> None:
@@ -84,7 +84,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Reads and writes."""
+    """Reads the text and writes tokens."""
     if arguments.tokens < 0:
         raise InvalidArgument(f"--tokens = {arguments.tokens}: at least 0")
     device = _device(arguments)
@@ -127,7 +127,7 @@ def _text(arguments: argparse.Namespace) -> str:
 
 
 def _device(arguments: argparse.Namespace) -> str:
-    """Of the model and the cache."""
+    """The device of the model and the cache."""
     plain, device = arguments.no_kv_cache_paged, str(arguments.device)
     if device == "auto":
         return "cpu" if plain else devices.AUTO
@@ -137,7 +137,7 @@ def _device(arguments: argparse.Namespace) -> str:
 
 
 def _sequence(arguments: argparse.Namespace, cache: Any, prompt: npt.NDArray[np.int64]) -> Any:
-    """What is kept under --session if the text begins with it, but never the last token of the text; or nothing."""
+    """The sequence kept under --session if the text begins with it, without the last token of the text; else an empty one."""
     if arguments.session is None:
         return cache.create()
     mark = cache.saved().get(arguments.session, b"")
@@ -145,33 +145,34 @@ def _sequence(arguments: argparse.Namespace, cache: Any, prompt: npt.NDArray[np.
     sequence = cache.load(arguments.session) if mark == _mark(arguments.model, prompt[:kept]) else None
     if sequence is None:
         return cache.create()
-    # Logits are not kept: the last token is read again to predict the next one.
+    # Logits are not kept, so the last token is read again to predict the next one.
     sequence.truncate(min(kept, len(prompt) - 1))
     return sequence
 
 
 def _check_room(arguments: argparse.Namespace, cache: Any, kept: int, tokens: int) -> None:
-    """Raises InvalidArgument if the disk tier cannot keep a text, of which so many tokens are there: before it is read."""
+    """Raises InvalidArgument if the disk tier has no room to save a text, of which `kept` tokens are there already. Called
+    before the text is read."""
     if arguments.session is None:
         return
     stats, keeps = cache.stats(), keeps_by_layer(cache.spec, cache.retention, cache.headroom)
     wanted, shares = 0, []
     for members, size, counts in zip(cache._groups, stats.block_bytes, stats.disk, strict=True):
         keep = keeps[members[0]]
-        # A lower bound: a window may reach into one page more, and pages that are kept may have left it.
+        # A lower bound: a window may touch one page more, and kept pages may have left it.
         held = tokens if keep is None else min(tokens, keep.tokens)
         pages = max(0, -(-held // cache.page_size) - kept // cache.page_size)
         wanted += pages * size
         shares.append(pages / counts.free if counts.free else float(pages))
     used, budget = stats.used_bytes("disk"), parse_size(arguments.disk_memory, "--disk-memory")
-    # Groups share the free extents; blocks that are free in extents of their own come on top.
+    # Groups share the free extents; free blocks in extents that belong to a group come on top.
     if used + wanted > budget or max(shares) > 1 or (not used and sum(shares) > 1):
         limit = f"more than {format_size(used + wanted)}, to keep the text for --session beside what is kept"
         raise InvalidArgument(f"--disk-memory = {arguments.disk_memory!r}: {limit}")
 
 
 def _mark(folder: Path, tokens: npt.NDArray[np.int64]) -> bytes:
-    """What a kept text is known by: how many tokens, and a hash of them and of the files of the model that has read them."""
+    """Identifies a kept text: its number of tokens, and a hash of them and of the model's files (names, sizes, times)."""
     files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
     model = [(path.name, stat.st_size, stat.st_mtime_ns) for path in files for stat in [path.stat()]]
     return len(tokens).to_bytes(MARK_COUNT, "little") + hashlib.sha256(repr(model).encode() + tokens.tobytes()).digest()

@@ -1,4 +1,4 @@
-"""Options that several commands parse in the same way."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pagoda.sizes import parse_tokens
 from pagoda.spec import ModelSpec
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""What commands are added to."""
+"""The object to which commands are added."""
 
 
 def directory(name: str) -> Path:
-    """The type of options that name one. No name is none, where `Path` takes it for the working directory."""
+    """The type of options that name a directory. Refuses an empty name, for which `Path` gives the working directory."""
     if not name:
         raise ValueError
     return Path(name)
 
 
 def add_cache_types(parser: argparse.ArgumentParser) -> None:
-    """Row formats of a cache."""
+    """Adds the options for row formats."""
     for part in "kv":
         parser.add_argument(
             f"--cache-type-{part}",
@@ -35,7 +35,7 @@ def add_cache_types(parser: argparse.ArgumentParser) -> None:
 
 
 def add_retention(parser: argparse.ArgumentParser) -> None:
-    """What a cache keeps, if not everything: `retention` reads it."""
+    """Adds the options for what a cache keeps; `retention` reads them."""
     parser.add_argument(
         "--window-size", help="keep this many of the last tokens, and the first ones: memory stops growing; k is 1024"
     )
@@ -48,7 +48,7 @@ def add_retention(parser: argparse.ArgumentParser) -> None:
 
 
 def retention(arguments: argparse.Namespace) -> SinkWindow | None:
-    """What a cache is to keep. Raises InvalidArgument."""
+    """The retention that the options ask for; None keeps everything. Raises InvalidArgument."""
     window, sinks, positions = arguments.window_size, arguments.sink_tokens, arguments.sink_positions
     for option, value in (("--sink-tokens", sinks), ("--sink-positions", positions)):
         if value is not None and window is None:
@@ -60,14 +60,14 @@ def retention(arguments: argparse.Namespace) -> SinkWindow | None:
 
 
 def load_spec(model: str) -> ModelSpec:
-    """A preset, or a config.json. Raises InvalidArgument, for what looks like a path as one."""
+    """The spec of a preset or a config.json. Raises InvalidArgument, about a path if it looks like one."""
     path = Path(model)
     is_path = bool(model) and (path.exists() or path.is_absolute() or model[0] == "." or path.suffix == ".json")
     return ModelSpec.from_config(model) if is_path else ModelSpec.preset(model)
 
 
 def format_pair(name: str, option: str = "--formats") -> tuple[str, str]:
-    """The formats of K and V that are to be measured. Raises InvalidArgument, naming the option that they were given by."""
+    """The formats of K and V to measure. Raises InvalidArgument, naming the option."""
     check_not_forced()
     k_dtype, slash, v_dtype = name.partition("/")
     v_dtype = v_dtype if slash else k_dtype

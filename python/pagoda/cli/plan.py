@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_budgets(planner: Planner, budgets: dict[str, int]) -> None:
-    """Raises InvalidArgument, naming the option, for a budget that no cache takes."""
+    """Raises InvalidArgument, naming the option, for a budget that a cache would refuse."""
     sizes = planner.block_bytes()
     for name in ("device", "host"):
         if name in budgets and sizes:
@@ -97,9 +97,10 @@ def check_budgets(planner: Planner, budgets: dict[str, int]) -> None:
 def describe(
     planner: Planner, contexts: list[int], batch: int, budgets: dict[str, int], *, on_gpu: bool = False
 ) -> dict[str, Any]:
-    """Everything that is printed, as JSON would have it. All sizes in bytes; without a budget for it, of common devices.
+    """Everything that is printed, as a JSON document. Sizes are in bytes. Without a budget for the device, plans for common
+    devices.
 
-    On a GPU the ring is a part of the device's memory where no page lies; without one there are none on disk.
+    On a GPU the ring takes a part of device memory from pages; without a ring no pages can be on disk.
     """
     spec, formats = planner.spec, (planner.k_dtype, planner.v_dtype)
     devices = (
@@ -118,7 +119,7 @@ def describe(
         budgets_of[name] = (on_device, on_host, on_disk if rings[name].reaches_disk else 0)
     by_format = {}
     for name in FORMATS:
-        # Rows of some models are no multiple of a format's blocks.
+        # The rows of some models are no multiple of a format's unit.
         with contextlib.suppress(InvalidArgument):
             by_format[name] = Planner(spec, name, name, planner.page_size)
     rows = []
@@ -159,7 +160,7 @@ def describe(
 
 
 def draw(document: dict[str, Any], console: Console) -> None:
-    """Prints it for people."""
+    """Prints the document for people."""
     layers = ", ".join(f"{count} {kind}" for kind, count in document["layers"].items() if count)
     formats = f"K {document['k_dtype']}, V {document['v_dtype']}, pages of {document['page_size']} tokens"
     console.print(f"[bold]{document['model']}[/]: {layers} layers; {formats}")

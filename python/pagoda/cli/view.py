@@ -30,13 +30,13 @@ REFRESH_SECONDS = 0.1
 
 @dataclass
 class View:
-    """A live picture on a terminal, lines elsewhere, a report for machines."""
+    """Live output on a terminal, lines elsewhere, and a report for machines."""
 
     cache: Cache | None
     device: str
     prompt_tokens: int
     kept: int
-    """Tokens of the prompt that were there before."""
+    """Tokens of the prompt that were already in the cache."""
     quiet: bool
     read: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -44,7 +44,7 @@ class View:
     _digest: Any = field(default_factory=hashlib.sha256)
     _step: Any = None
     _last: StepReport | None = None
-    """Of the last step, if it makes one."""
+    """The report of the last step, if it has one."""
     _attended: Counter[str] = field(default_factory=Counter)
     """Bytes that attention has read, by link."""
     _waited: float = 0.0
@@ -71,8 +71,8 @@ class View:
                 print(self._summary())
 
     def watch(self, events: Iterator[Any]) -> Iterator[Any]:
-        """Passes events on, takes note of them, and draws now and then. Timed is what makes them, not what anybody does
-        between two of them."""
+        """Passes events on, records them, and draws now and then. Only the time that it takes to produce events counts, not
+        the time between them."""
         while True:
             start = time.perf_counter()
             event = next(events, None)
@@ -117,7 +117,7 @@ class View:
             print(self._summary(), flush=True)
 
     def report(self) -> dict[str, Any]:
-        """The run in numbers. Seconds and bytes; logits as the digest of all that tokens were chosen by."""
+        """The run in numbers: seconds, bytes, and a digest of all logits that tokens were chosen from."""
         report: dict[str, Any] = {
             "device": self.device,
             "prompt_tokens": self.prompt_tokens,
@@ -154,7 +154,7 @@ class View:
             speed = tokens / seconds
             return f"{speed:,.{0 if speed >= 10 else 2}f} tok/s"
 
-        # The step that reads the end of the prompt chooses the first token: each of the others takes one of its own.
+        # The step that reads the end of the prompt gives the first token; each other token takes a step of its own.
         return rate(self.read, self._read_seconds), rate(len(self.tokens) - 1, self._write_seconds)
 
     def _summary(self) -> str:

@@ -1,4 +1,4 @@
-"""`pagoda bench`: what it does by itself is in calls.py, its parts have modules of their names."""
+"""`pagoda bench`: calls.py has what it does without a PART; each PART has a module of its name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def register(commands: Commands) -> None:
         help="what calls cost through Python, tokens a second, and what formats cost in quality",
         description="Without a PART: what calls cost through Python, and how fast the shipped model reads and writes.",
     )
-    # Before a PART or behind it: parts have no default of their own, which would undo what is said here.
+    # Accepted before a PART or after it: the parts' own --json has no default, which would override the one given here.
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=calls.run)
     parts = parser.add_subparsers(metavar="PART")

@@ -1,4 +1,4 @@
-"""`pagoda bench` itself: what calls cost through Python, on this machine."""
+"""`pagoda bench` without a PART: what calls cost through Python, on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pagoda.models import SHIPPED_MODEL, SHIPPED_TEXT
 from pagoda.spec import AttentionLayer, ModelSpec
 
 ROUNDS, RUNS = 301, 3
-"""Of calls, and of the shipped model."""
+"""Repetitions of calls, and runs of the shipped model."""
 SMALL = AttentionLayer(num_q_heads=8, num_kv_heads=2, head_dim=64)
 
 
@@ -55,7 +55,7 @@ def bookkeeping() -> dict[str, float]:
     with Cache(ModelSpec([SMALL]), device_memory="1GiB", host_memory="1GiB") as cache:
         sequences = [cache.create() for _ in range(256)]
         batch, ones = cache.batch(sequences), np.ones(256, np.int64)
-        # Whole pages, so that each reserve that is rolled back begins one for every sequence.
+        # Whole pages, so that each reserve, which is rolled back, begins a page for every sequence.
         with cache.step(batch, np.full(256, 16 * cache.page_size)) as step:
             step.table(0)
 
@@ -86,7 +86,7 @@ def bookkeeping() -> dict[str, float]:
 
 
 def language_model() -> dict[str, float]:
-    """The shipped model, over pages and over plain arrays."""
+    """Tokens a second of the shipped model, over pages and over plain arrays."""
     model = LanguageModel.load(SHIPPED_MODEL)
     prompt = model.tokenizer.encode(SHIPPED_TEXT.read_text()[:4096])
     figures = {}
@@ -98,7 +98,7 @@ def language_model() -> dict[str, float]:
 
 
 def speeds(model: LanguageModel, cache: Any, prompt: npt.NDArray[np.int64]) -> tuple[float, float]:
-    """Tokens a second of a new sequence, as a prompt is read and as 64 more are written."""
+    """Tokens a second of a new sequence, for reading a prompt and for writing 64 more tokens."""
     sequence = cache.create()
     start = time.perf_counter()
     for _ in generate(model, cache, sequence, prompt, 0, Sampler()):

@@ -1,4 +1,4 @@
-"""`pagoda bench depth`: how fast tokens are written with how many before them, by row format."""
+"""`pagoda bench depth`: the speed of writing tokens by context depth and row format."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from pagoda.spec import AttentionLayer, ModelSpec
 Row = dict[str, Any]
 
 SHIPPED = "shipped"
-"""The shipped model, all of its forward pass; of others the attention."""
+"""The shipped model, whose whole forward pass is run; of other models only attention is."""
 RUNS = 3
 
 
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     threads = cores() if arguments.threads is None else arguments.threads
     check_threads("--threads", threads)
     keep = retention(arguments)
-    # Everything is looked up and checked for room before anything is measured.
+    # Look everything up, and check that there is room, before measuring anything.
     specs = {name: load_spec(str(SHIPPED_MODEL) if name == SHIPPED else name) for name in arguments.models.split(",")}
     ram, _ = machine.ram()
     cases: list[tuple[str, str, int, ModelSpec, dict[str, Any]]] = []
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise InvalidArgument(
                 f"--depths: {depth:,} tokens of {model} have {format_size(size)}; {format_size(ram)} of RAM are free"
             )
-        # What a cache refuses is refused now, too.
+        # Make each cache once, so that arguments are refused now and not in the middle of measurements.
         cache_for(part, depth, tokens, options).close()
         cases.append((model, name, depth, part, options))
     rows: list[Row] = []
@@ -139,13 +139,13 @@ def table(model: str, rows: list[Row]) -> Table:
 
 
 def cell(row: Row) -> str:
-    """Three digits at least, down to a token in ten seconds."""
+    """The speed with at least three digits, down to a token in ten seconds."""
     digits = 1 if row["tokens_per_second"] >= 10 else 2 if row["tokens_per_second"] >= 1 else 3
     return f"{row['tokens_per_second']:,.{digits}f} ± {row['deviation']:,.{digits}f}"
 
 
 def language_model(depth: int, tokens: int, options: dict[str, Any]) -> list[float]:
-    """Seconds in which the shipped model writes so many tokens, run by run."""
+    """Seconds in which the shipped model writes `tokens` tokens, for each run."""
     model = LanguageModel.load(SHIPPED_MODEL)
 
     def write(cache: Cache, sequence: Sequence) -> float:
@@ -159,13 +159,13 @@ def language_model(depth: int, tokens: int, options: dict[str, Any]) -> list[flo
 
 
 def kinds_of(spec: ModelSpec) -> Counter[AttentionLayer]:
-    """The attention layers of a model by what they compute, each as if it stored its own K and V, and how many there are."""
+    """The kinds of attention layers of a model, each as if it stored its own K and V, and the number of layers of each."""
     return Counter(replace(layer, kv_owner=None) for layer in spec.attention_layers)
 
 
 def run_layers(spec: ModelSpec, depth: int, memory: int, k_dtype: str, v_dtype: str) -> ModelSpec:
-    """Of each kind of layer as many, one after the other as in a model, as fit a share of `memory` with `depth` tokens that
-    are kept, at least one."""
+    """The layers to run: of each kind as many as fit an equal share of `memory` with `depth` kept tokens, at least one and at
+    most those of the model."""
     kinds = kinds_of(spec)
 
     def room(kind: AttentionLayer) -> int:
@@ -176,9 +176,9 @@ def run_layers(spec: ModelSpec, depth: int, memory: int, k_dtype: str, v_dtype: 
 
 
 def attention(spec: ModelSpec, part: ModelSpec, depth: int, tokens: int, options: dict[str, Any]) -> list[float]:
-    """Seconds in which all attention layers of a model append and attend for so many tokens, run by run.
+    """Seconds in which all attention layers of a model append and attend for `tokens` tokens, for each run.
 
-    part: the layers that are run (`run_layers`); others are taken to be as fast as these.
+    part: the layers that are run (`run_layers`); the others are assumed to be as fast as these.
     """
     kinds, layers = kinds_of(spec), part.attention_layers
     counts = Counter(layers)
@@ -203,9 +203,9 @@ def attention(spec: ModelSpec, part: ModelSpec, depth: int, tokens: int, options
 
 
 def cache_for(spec: ModelSpec, depth: int, tokens: int, options: dict[str, Any]) -> Cache:
-    """A cache with room for a sequence of `depth` tokens and branches of it that write so many more."""
+    """A cache with room for a sequence of `depth` tokens and branches of it that write `tokens` more."""
     planner = Planner(spec, options["k_dtype"], options["v_dtype"], retention=options.get("retention"))
-    # CPU memory is taken as it is used: what a step holds beside windows, and open pages of branches, have room.
+    # Generous, as CPU memory is allocated as it is used: steps hold more than windows, and branches have open pages.
     budget = 2 * planner.footprint(depth + tokens).paged_bytes + 2 * CHUNK * planner.bytes_per_token + (256 << 20)
     norms = [np.ones(layer.head_dim, np.float32) if layer.k_eq_v else None for layer in spec.attention_layers]
     return Cache(spec, device="cpu", device_memory=budget, host_memory=0, k_norms=norms, **options)
@@ -214,7 +214,7 @@ def cache_for(spec: ModelSpec, depth: int, tokens: int, options: dict[str, Any])
 def timed(
     spec: ModelSpec, depth: int, tokens: int, options: dict[str, Any], write: Callable[[Cache, Sequence], float]
 ) -> list[float]:
-    """What `write` says of branches of a sequence of `depth` random tokens, after one that is not counted."""
+    """The results of `write` for branches of a sequence of `depth` random tokens, without that of the first."""
     with cache_for(spec, depth, tokens, options) as cache:
         sequence = cache.create()
         fill(cache, sequence, depth)

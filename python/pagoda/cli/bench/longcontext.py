@@ -1,4 +1,4 @@
-"""`pagoda bench longcontext`: tokens a second with more before them than memory holds, against what the links carry."""
+"""`pagoda bench longcontext`: tokens a second with contexts larger than memory, compared with the bandwidth of links."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ MODELS: dict[str, tuple[ModelSpec, int]] = {
     "qwen3-8b": (ModelSpec.preset("qwen3-8b"), 7_570_000_000),
     "llama-3.1-8b": (ModelSpec.preset("llama-3.1-8b"), 7_500_000_000),
 }
-"""Attention layers, and the bytes of weights that a token reads: one for each, none for the table of input embeddings."""
+"""Attention layers, and bytes of weights that a token reads: one byte per weight, none for the input embeddings."""
 
 ABOUT = f"""{HYBRID} stands for a small hybrid model like Qwen3.5-0.8B: its six full-attention layers, of 2 K/V heads of 256,
 but with 16 query heads. Its other layers keep a state of fixed size, and are here as weights alone."""
 
 PAGES_MIN = 16
-"""Pages that a tier has room for at least, if its budget is not given."""
+"""The least number of pages that a tier has room for if its budget is not given."""
 
 DISK_SECONDS = 4.0
-"""How long the disk's ceiling is measured before the tokens, and after them: what a drive carries drifts within seconds."""
+"""How long the disk's ceiling is measured, before the tokens and after them: a drive's bandwidth drifts within seconds."""
 
 TOKENS_A_SECOND = 1024
-"""More than are written in a second: how much room --seconds is given."""
+"""An upper bound of tokens a second, for the room that --seconds needs."""
 
 
 def register(commands: Commands) -> None:
@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
         if (size := getattr(arguments, name)) is not None
     }
     planner = Planner(spec, k_dtype, v_dtype)
-    # All budgets are found before anything is measured.
+    # Compute all budgets before measuring anything.
     budgets = [budgets_of(planner, context + 1 + most, given, ram, disk, on_gpu=on_gpu) for context in contexts]
     if driver is not None:
         largest, free = max(budget["device_memory"] for budget in budgets), driver.free_bytes
@@ -151,7 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
         "threads": threads,
     }
     for budget in budgets:
-        # What a cache refuses is refused now, too.
+        # Make each cache once, so that arguments are refused now and not in the middle of measurements.
         Cache(spec, **(options | budget)).close()
     layers, rows = len(spec.layers), []
     backend: Backend = (
@@ -188,7 +188,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def existing(directory: Path) -> Path:
-    """The directory, or the one that it will be made in. Raises InvalidArgument where neither is there."""
+    """The directory, or its parent if it is yet to be made. Raises InvalidArgument if neither exists."""
     for place in (directory.absolute(), directory.absolute().parent):
         if place.is_dir():
             return place
@@ -198,11 +198,11 @@ def existing(directory: Path) -> Path:
 def budgets_of(
     planner: Planner, tokens: int, given: dict[str, int], free_ram: int, free_disk: int | None, *, on_gpu: bool = False
 ) -> dict[str, int]:
-    """Budgets of the tiers, as `Cache` takes them, for so many tokens.
+    """Budgets of the tiers, as `Cache` takes them, for `tokens` tokens.
 
-    As given; else a tenth of the pages on the device, on the CPU in half of the free RAM at most, and the others on the
-    host and then on disk as there is room. Of the memory of a GPU a ring is a part if there are others. free_disk: None
-    without a disk tier. Raises InvalidArgument where there is no room.
+    Budgets that are not given: room for a tenth of the pages on the device (on the CPU at most half of the free RAM), and for
+    the others on the host and then on disk, as far as there is room. If there are other tiers, the ring takes a part of a
+    GPU's memory. free_disk: None without a disk tier. Raises InvalidArgument if there is not enough room.
     """
     page = planner.bytes_per_token * planner.page_size
     pages = planner.footprint(tokens).paged_bytes
@@ -212,7 +212,7 @@ def budgets_of(
     if on_gpu and left:
         tiers = {"host": given.get("host_memory") != 0, "disk": free_disk is not None}
         left += planner.rings(device, **tiers, on_gpu=True).device_bytes
-    # The last tier gets more than its pages: blocks come in extents, those on disk are padded, and steps need free ones.
+    # The last tier gets more than its pages take: blocks come in extents, are padded on disk, and steps need free ones.
     spare = left // 4 + PAGES_MIN * page
     room = max(0, free_ram * 3 // 4 - (0 if on_gpu else device))
     host = given.get("host_memory", min(left + spare, room) if left else 0)
@@ -231,7 +231,7 @@ def budgets_of(
 
 
 def plan_of(planner: Planner, tokens: int, budgets: dict[str, int], *, on_gpu: bool) -> dict[str, int]:
-    """Where `pagoda plan` has so many tokens with these budgets, by tier, and the ring."""
+    """Bytes by tier, and of the ring, as `pagoda plan` predicts them for these tokens and budgets."""
     by_tier = {tier: budgets.get(f"{tier}_memory", 0) for tier in TIERS}
     document = describe(planner, [tokens], 1, by_tier, on_gpu=on_gpu)
     (rings,), (split,) = document["rings"].values(), document["contexts"][0]["budgets"].values()
@@ -247,18 +247,18 @@ def measure(
     rates: dict[str, float],
     options: dict[str, Any],
 ) -> Row:
-    """Writes `most` tokens after `context` others, or until so many seconds have passed: what was read, in what time.
+    """Writes `most` tokens after `context` others, or until `seconds` have passed; returns what was read, and in what time.
 
-    rates: ceilings that are known. That of the disk is measured where the tier is, if there is one.
+    rates: ceilings that are known. The disk's is measured here, in the directory of the tier, if there is one.
     """
     layers, rng, convert = spec.attention_layers, np.random.default_rng(0), backend.array
     shapes = {layer: (1, layer.num_q_heads, layer.head_dim) for layer in layers}
     queries = {layer: convert(rng.standard_normal(shape, np.float32)) for layer, shape in shapes.items()}
     rows = {layer: rows_of(layer, 1, rng, convert) for layer in layers}
     token_bytes = spec.bytes_per_token(options["k_dtype"], options["v_dtype"])
-    # Half of the device tier, or steps would wait for their own pages to leave.
+    # At most half of the device tier, or steps would wait for their own pages to leave.
     chunk = options["device_memory"] // (2 * token_bytes)
-    # Of ceilings and other contexts.
+    # Forget the peak of measuring ceilings and of other contexts.
     machine.forget_peak()
     with Cache(spec, **options) as cache:
         sequence = cache.create()
@@ -274,7 +274,7 @@ def measure(
         start = time.perf_counter()
         fill(cache, sequence, context, min(CHUNK, max(1, chunk)), convert)
         filled = time.perf_counter() - start
-        # Kernels are compiled, and pages that had to make room arrive where they go.
+        # Once without timing: kernels are compiled, and moves of pages that had to make room end.
         write()
         cache._spill.settle()
         peak = machine.peak_resident()
@@ -309,7 +309,7 @@ def measure(
 
 
 def against(row: Row) -> Row:
-    """The roofline: tokens a second if every link carried what it can, all at once; and how much of that was reached."""
+    """The roofline (tokens a second if every link ran at its ceiling, all at once), and how much of it was achieved."""
     slowest = max(size / row["ceilings"][link] for link, size in row["bytes_per_token"].items() if size)
     return {
         "roofline_tokens_per_second": 1 / slowest,
@@ -318,7 +318,7 @@ def against(row: Row) -> Row:
 
 
 def draw(document: Row, console: Console) -> None:
-    """Prints it for people."""
+    """Prints the document for people."""
     links = document["longcontext"][0]["ceilings"]
     weights = f"{document['weights_bytes'] / 1e9:.2f} GB of weights a token"
     on = f"{document['device']}, {document['threads']} threads"

@@ -1,4 +1,4 @@
-"""`pagoda bench quality`: what row formats and retention do to attention and to the shipped language model."""
+"""`pagoda bench quality`: the effect of row formats and retention on attention and on the shipped language model."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ RETENTION: dict[str, dict[str, Any]] = {
     f"last {WINDOW:,}": {"window": WINDOW},
     f"4 + last {WINDOW:,}": {"keep": SinkWindow(4, WINDOW)},
 }
-"""What the head with a sink keeps, as arguments of `streaming`: the window of a layer has no sinks."""
+"""What the head with a sink keeps, as arguments of `streaming`. A layer's own window has no sinks."""
 KEPT = (SinkWindow(0, WINDOW), SinkWindow(4, WINDOW), SinkWindow(64, 4 * WINDOW))
 """What the language model keeps, if not everything."""
 RETAINED = ("q8_0", "q4_0")
-"""Formats in which retention is measured beside float32, if they are among those that are asked for."""
+"""Formats in which retention is measured besides float32, if they are among those asked for."""
 
 
 def register(commands: Commands) -> None:
@@ -79,14 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2))
     else:
         draw(report, contexts, results())
-    # Last: what was measured is not lost with a plot that cannot be written.
+    # Last, so that results are not lost if the plot cannot be written.
     if arguments.plot is not None:
         plot.draw(report, arguments.plot)
     return 0
 
 
 def cache_of(name: str, *, plain: bool = False) -> CacheOf:
-    """What makes caches of a format, or of a pair K/V; plain: with rows stored as they come. Raises InvalidArgument."""
+    """A function that makes caches of a format or a pair K/V. plain: neither centre nor rotate. Raises InvalidArgument."""
     k_dtype, v_dtype = format_pair(name)
     options: dict[str, Any] = {"center": None, "rotate": False} if plain else {}
     return lambda spec, keep: Cache(spec, k_dtype=k_dtype, v_dtype=v_dtype, retention=keep, **options)
@@ -98,7 +98,7 @@ def bits(name: str, spec: ModelSpec) -> float:
 
 
 def measure(caches: dict[str, CacheOf], heads: list[Head], show: Callable[[str], object]) -> dict[str, list[Row]]:
-    """Every head and the shipped text in every format; retention over float32 and the formats of `RETAINED`."""
+    """Measures every head and the shipped text in every format, and retention over float32 and the formats of `RETAINED`."""
     reference = cache_of("f32")
     recalls, streams, texts = [], [], []
     for head in heads:
@@ -127,7 +127,7 @@ def measure(caches: dict[str, CacheOf], heads: list[Head], show: Callable[[str],
 
 
 def draw(report: Row, contexts: list[int], console: Console) -> None:
-    """Prints it for people."""
+    """Prints the report for people."""
     for context in contexts:
         console.print(heads_table([row for row in report["heads"] if row["context"] == context]))
     console.print(streaming_table(report["streaming"]))
