@@ -524,7 +524,7 @@ class Cache(Uncopied):
             step = entered()
             if step is not None and step._goes_on(number):
                 continue
-            with contextlib.suppress(InvalidArgument):  # It may have ended meanwhile, and another thread's step be open.
+            with contextlib.suppress(InvalidArgument):  # It may have ended, and another thread's step be open.
                 self._core.rollback(number)
             self._entered.pop(number, None)
 

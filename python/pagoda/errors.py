@@ -10,7 +10,7 @@ class PagodaError(Exception):
 class OutOfBlocks(PagodaError):
     """A tier has too few free blocks.
 
-    tier: "device", "host" or "disk". layer_group: the first that is short, as an index into `Cache.stats`. blocks_short,
+    tier: "device", "host" or "disk". layer_group: the first one that is short, as an index into `Cache.stats`. blocks_short,
     bytes_short: how many more are needed; for a step, in all layer groups together. draining: blocks of that layer group that
     become free when the steps and copies that may use them have ended.
     """

@@ -1,4 +1,4 @@
-"""Model families: what kinds of layers the config of each describes. Defaults are those of transformers 5.24."""
+"""Model families: the layers that a config of each family describes. Defaults are those of transformers 5.24."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ def layers_of(config: dict[str, Any]) -> list[Layer]:
         raise InvalidArgument(f"config.model_type = {kind!r}: one of {', '.join(sorted(_FAMILIES))}")
     _require_causal(config)
     family, defaults = _FAMILIES[kind]
-    # To transformers a rotation that is null is absent; a window that is null is none.
+    # As in transformers, a rotation that is null counts as absent, but a window that is null means none.
     content = defaults | {key: value for key, value in config.items() if value is not None or key not in _ROTATION}
     layers = family(Config(content))
     for index, changes in Config(content).per_layer(len(layers)).items():
-        # The layer of a model whose layers all have these keys.
+        # Take this layer from a model in which all layers have these keys.
         layers[index] = family(Config(content | changes | {"num_hidden_layers": len(layers)}))[index]
     return layers
 
 
 def _require_causal(config: dict[str, Any]) -> None:
-    """Embedding models see both ways, and half a window each way: no cache computes that. "vision" is of images alone."""
+    """Raises InvalidArgument for embedding models, whose tokens also see later ones, with half a window each way. "vision"
+    only concerns images."""
     both_ways, causal = config.get("use_bidirectional_attention"), config.get("is_causal", True)
     if both_ways not in (None, False, "vision"):
         raise InvalidArgument(f"config.use_bidirectional_attention = {both_ways!r}: false, as attention is causal")
@@ -40,7 +41,7 @@ def _require_causal(config: dict[str, Any]) -> None:
 def _attention(
     config: Config, windows: Sequence[int | None], ropes: Sequence[Rope | None] | None = None, **changes: Any
 ) -> list[Layer]:
-    """Layers that differ in their windows and rotations alone, and by default all have that of the config."""
+    """Layers that differ only in their windows and rotations. By default all have the rotation of the config."""
     queries, kv_heads, head_dim = config.heads
     ropes = [config.rope()] * len(windows) if ropes is None else ropes
     return [
@@ -50,7 +51,7 @@ def _attention(
 
 
 def _alternating(config: Config, period: int, other: str = WINDOWED) -> list[str]:
-    """The kind of each layer: by `layer_types`, or else every so many is full attention."""
+    """The kind of each layer: from `layer_types`, or else full attention for every `period`-th layer."""
     return config.layer_types(other) or [other if (index + 1) % period else FULL for index in range(config.layer_count)]
 
 
@@ -69,7 +70,7 @@ def _one_window(config: Config) -> list[Layer]:
 
 
 def _ministral(config: Config) -> list[Layer]:
-    """transformers takes a mistral that has `layer_types` for a ministral."""
+    """Ministral; transformers also treats a mistral with `layer_types` as one."""
     types = config.layer_types()
     return _one_window(config) if types is None else _attention(config, _windows(config, types))
 
@@ -86,7 +87,7 @@ def _qwen(config: Config) -> list[Layer]:
 
 
 def _qwen2_moe(config: Config) -> list[Layer]:
-    """Every other layer up to max_window_layers is windowed."""
+    """Every other layer below max_window_layers is windowed."""
     if config.content.get("use_sliding_window") is not True:
         return _llama(config)
     types = config.layer_types()
@@ -97,7 +98,7 @@ def _qwen2_moe(config: Config) -> list[Layer]:
 
 
 def _qwen3_moe(config: Config) -> list[Layer]:
-    """All layers are windowed or none, whatever else the config says."""
+    """Either all layers are windowed or none, whatever else the config says."""
     return _one_window(config) if config.content.get("use_sliding_window") is True else _llama(config)
 
 
@@ -113,13 +114,13 @@ def _smollm3(config: Config) -> list[Layer]:
             windows = _windows(config, types)
         else:
             windows = [None if rotate else config.content["sliding_window"] for rotate in rotates]
-    # 1 means that the layer does rotate, whatever the name says.
+    # In `no_rope_layers` 1 means that the layer does rotate.
     rope = config.rope()
     return _attention(config, windows, [rope if rotate else None for rotate in rotates])
 
 
 def _rotating_in_windows(config: Config, types: list[str], rope: Rope) -> list[Layer]:
-    """Windowed layers alone rotate."""
+    """Only windowed layers rotate."""
     return _attention(config, _windows(config, types), [rope if kind == WINDOWED else None for kind in types])
 
 
@@ -141,7 +142,7 @@ def _interleaved(config: Config) -> list[Layer]:
 
 
 def _minimax_m2(config: Config) -> list[Layer]:
-    """`rotary_dim` says what others have `partial_rotary_factor` for."""
+    """Has `rotary_dim` in place of other families' `partial_rotary_factor`."""
     if config.content.get("rotary_dim") is not None and config.content.get("partial_rotary_factor") is None:
         factor = config.integer("rotary_dim") / config.heads[2]
         config = Config(config.content | {"partial_rotary_factor": factor})
@@ -163,13 +164,14 @@ def _gemma2(config: Config) -> list[Layer]:
 
 
 def _require_kinds(key: str, parameters: Any) -> None:
-    """A rotation that does not say of which kind of layer it is has no effect in transformers, or is an error."""
+    """Raises InvalidArgument for a rotation that is not given by kind of layer: transformers ignores or refuses it."""
     if parameters and not (isinstance(parameters, dict) and any(kind in parameters for kind in (FULL, WINDOWED))):
         raise InvalidArgument(f"config.{key} = {parameters!r}: an object with {FULL} and {WINDOWED}")
 
 
 def _ropes(config: Config, types: list[str], theta_key: str) -> list[Rope]:
-    """`rope_scaling` is of full layers, where `rope_parameters` does not say more; theta_key is of windowed ones."""
+    """The rotation of each layer. Unless `rope_parameters` has more, `rope_scaling` is for full layers, and theta_key for
+    windowed ones."""
     _require_kinds("rope_parameters", config.content.get("rope_parameters"))
     local = Config({key: value for key, value in config.content.items() if key != "rope_scaling"})
     ropes = {FULL: config.rope(FULL), WINDOWED: local.rope(WINDOWED, theta_key=theta_key)}
@@ -188,17 +190,17 @@ def _olmo3(config: Config) -> list[Layer]:
 
 
 def _gemma4(config: Config) -> list[Layer]:
-    """Full layers have heads of their own, and the last layers may read the K and V of earlier ones."""
+    """Full layers have their own numbers and sizes of heads, and the last layers may read the K and V of earlier ones."""
     for key in ("rope_scaling", "rope_parameters"):
         _require_kinds(key, config.content.get(key))
     count = config.layer_count
-    # As transformers has it, the last layer is full whatever its type.
+    # As in transformers, the last layer is full whatever its type.
     types = [*_alternating(config, 6)[:-1], FULL]
     queries, kv_heads, head_dim = config.heads
     window = config.integer("sliding_window")
     k_eq_v = config.content.get("attention_k_eq_v") is True
     full_heads, full_dim = kv_heads, head_dim
-    # Where transformers 5.24 has written the config, `per_layer_config` says what full layers have.
+    # If transformers 5.24 has written the config, `per_layer_config` has the keys of full layers.
     if PER_LAYER not in config.content:
         full_heads = config.integer("num_global_key_value_heads", kv_heads) if k_eq_v else kv_heads
         full_dim = config.integer("global_head_dim")
@@ -230,7 +232,7 @@ def _gpt_oss(config: Config) -> list[Layer]:
 
 
 def _gated_delta_net(config: Config) -> list[Layer]:
-    """Qwen3-Next and Qwen3.5: full attention every few layers, gated delta networks between."""
+    """Qwen3-Next and Qwen3.5: full attention every few layers, gated delta networks in between."""
     types = _alternating(config, config.integer("full_attention_interval"), LINEAR)
     queries, kv_heads, head_dim = config.heads
     full = AttentionLayer(queries, kv_heads, head_dim, rope=config.rope())
@@ -243,7 +245,7 @@ def _gated_delta_net(config: Config) -> list[Layer]:
 
 
 def _deepseek(config: Config) -> list[Layer]:
-    """Multi-head latent attention: one row of kv_lora_rank + qk_rope_head_dim a token, of which V is the first part."""
+    """Multi-head latent attention: one row of kv_lora_rank + qk_rope_head_dim per token, the first part of which is V."""
     latent, rotated = config.integer("kv_lora_rank"), config.integer("qk_rope_head_dim")
     queries = config.integer("num_attention_heads", high=4096)
     scale = (config.integer("qk_nope_head_dim") + rotated) ** -0.5
@@ -362,4 +364,4 @@ _FAMILIES: dict[str, tuple[Callable[[Config], list[Layer]], dict[str, Any]]] = {
     "smollm3": (_smollm3, _heads(16, 4) | _UNWINDOWED | {"no_rope_layer_interval": 4, "rope_theta": 2e6}),
     "starcoder2": (_one_window, _heads(24, 2) | _UNWINDOWED),
 }
-"""How the layers of a family are read, and what transformers takes where a config does not have a key."""
+"""For each family the function that reads its layers, and the defaults of transformers for absent keys."""

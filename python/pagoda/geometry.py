@@ -24,7 +24,7 @@ EXTENT_BYTES = 32 << 20
 """The target size of an extent, the unit in which memory is given back."""
 
 EXTENT_GROWTH = 4
-"""How many times larger than its target an extent may be, so that no block of any group crosses its borders."""
+"""How many times its target size an extent may have, if then no block of any group crosses its borders."""
 
 
 class CoreLayer(TypedDict):
@@ -52,12 +52,12 @@ class CoreLayer(TypedDict):
 
 
 Dtypes = list[tuple[str, str]]
-"""Row formats of K and V of each layer."""
+"""The row formats of K and V, for each layer."""
 
 
 def group_layers(spec: ModelSpec, dtypes: Dtypes) -> list[list[int]]:
-    """The layers of each group, in the order of their first layers. Pages of a group share shape and lifetime: a block holds
-    a page of all its layers."""
+    """The layers of each group; groups are in the order of their first layers. Layers of a group have the same shape and
+    lifetime of pages, so that a block holds a page of all of them."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, layer in enumerate(spec.layers):
         if isinstance(layer, AttentionLayer) and layer.kv_owner is None:
@@ -80,7 +80,7 @@ def core_layers(
 ) -> list[CoreLayer]:
     """The layers as the core takes them; a layer that reads another's pages has that layer's formats.
 
-    Raises BackendUnavailable for what no backend supports yet, and InvalidArgument for rows that do not fit a format.
+    Raises BackendUnavailable for layers that no backend supports yet, and InvalidArgument for rows that do not fit a format.
     """
     groups = group_layers(spec, dtypes)
     if len(groups) > GROUPS_MAX:
@@ -121,10 +121,10 @@ def core_layers(
 
 
 def formats_stored(index: int, layer: AttentionLayer, k_dtype: str, v_dtype: str) -> tuple[str, str]:
-    """The formats of the rows that a layer stores, of those that it was given. Raises InvalidArgument for rows that a format
-    cannot have."""
+    """The formats of the rows that a layer stores, from those given for K and V. Raises InvalidArgument for rows that do not
+    fit a format."""
     if layer.k_eq_v:
-        # The rows that are stored are those of V.
+        # Only rows of V are stored.
         k_dtype = v_dtype
     stored = {"head_dim": (layer.head_dim, k_dtype), "v_head_dim": (layer.v_dim, k_dtype if layer.v_alias else v_dtype)}
     for name, (dim, dtype) in stored.items():
@@ -135,7 +135,7 @@ def formats_stored(index: int, layer: AttentionLayer, k_dtype: str, v_dtype: str
 
 
 def _norms(spec: ModelSpec, k_norms: Sequence[npt.NDArray[Any] | None] | None) -> list[list[float] | None]:
-    """The weight of K's norm for each layer that stores V and derives K, times the factor by which its rotation scales."""
+    """For each layer that derives K from V, the weight of K's norm times the factor by which the rotation scales."""
     if k_norms is not None:
         check_list("k_norms", k_norms, "an array or None for each layer")
     given = [None] * len(spec.layers) if k_norms is None else list(k_norms)
@@ -166,7 +166,7 @@ Plane = tuple[tuple[int, int], tuple[int, int]]
 
 @dataclass
 class BlockLayout:
-    """Where the layers of a group lie in its blocks: docs/layout.md. planes: K and V of each layer."""
+    """The layout of a group's blocks: docs/layout.md. planes: K and V of each layer."""
 
     planes: dict[int, tuple[Plane, Plane]]
     block_bytes: int
@@ -182,14 +182,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a cache stores and where: its layers, and blocks that hold `page_size` tokens of all layers of a group."""
+    """What a cache stores and where: its layers, and blocks that hold `page_size` tokens of all layers of a group each."""
 
     layers: list[CoreLayer]
     page_size: int
 
     @cached_property
     def layouts(self) -> list[BlockLayout]:
-        """The blocks of each layer group."""
+        """The block layout of each layer group."""
         layouts = []
         for group in range(1 + max((layer["group"] for layer in self.layers), default=-1)):
             stored = {
@@ -209,12 +209,12 @@ class Geometry:
 
     @cached_property
     def layer_bytes(self) -> list[int]:
-        """Bytes of one layer in a block, by layer group: all layers of a group have one shape."""
+        """Bytes of one layer in a block, by layer group: all layers of a group have the same shape."""
         return [layout.block_bytes // len(layout.planes) for layout in self.layouts]
 
     @cached_property
     def runs(self) -> list[Run]:
-        """The run of each layer, or of its owner: all that belongs to a layer in a block is contiguous."""
+        """The run of each layer, or of its owner: a layer's part of a block is contiguous."""
         runs = []
         for layer, owner in zip(self.layers, owners_of(self.layers), strict=True):
             ((offset, _), _), _ = self.layouts[layer["group"]].planes[owner]
@@ -226,10 +226,10 @@ def tier_memory(name: str, budget: int, sizes: list[int], *, needed: bool) -> tu
     """(bytes, extent bytes) of a tier in memory. sizes: bytes of a block, by layer group.
 
     An extent holds whole blocks of the largest group, about `EXTENT_BYTES` of them, but few enough that every group can have
-    some extents. It holds at least two if blocks of other groups do not divide one, since those may cross the borders of
-    extents: so each extent holds a block of any group. It holds up to `EXTENT_GROWTH` times as many if nothing is lost at the
-    borders then (docs/layout.md). Raises InvalidArgument, naming `name`, when the budget cannot hold one block of each group;
-    0 is no tier unless `needed`.
+    some extents. If the sizes of other groups do not divide one such block, their blocks may cross the borders of extents, so
+    an extent then holds at least two: every extent has room for a block of any group. It holds up to `EXTENT_GROWTH` times as
+    many if nothing is then lost at the borders (docs/layout.md). Raises InvalidArgument, naming `name`, if the budget cannot
+    hold one block of each group; 0 is no tier unless `needed`.
     """
     largest, groups = max(sizes), len(sizes)
     period = math.lcm(*sizes) // largest

@@ -1,4 +1,4 @@
-"""Hugging Face config.json files: their keys, checked. They mean what they mean to transformers."""
+"""Hugging Face config.json files: checked access to their keys, which mean the same as in transformers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attentio
 """Kinds of layers."""
 
 CONTEXT, TRAINED = "max_position_embeddings", "original_max_position_embeddings"
-"""Keys that say how many tokens a model takes, and how many it was trained for before a scaling of its rotation."""
+"""Keys for the number of tokens that a model takes, and that it was trained for before its rotation was scaled."""
 
 PARTIAL = (
     *("glm", "glm4", "glm4_moe", "minimax_m2", "phi3", "qwen3_next"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"),
 )
-"""Families whose `partial_rotary_factor` counts. Others pass over it in transformers, or fail."""
+"""Families that use `partial_rotary_factor`. In transformers others ignore it, or fail."""
 
 PER_LAYER = "per_layer_config"
-"""Keys that single layers have of their own, by index. transformers writes it since 5.24."""
+"""The key under which single layers have keys of their own, by index. transformers writes it since 5.24."""
 
 
 def read_text(path: Path) -> str:
-    """The text of a small file, which may have no size before it is read: a pipe, or a device without an end.
+    """The text of a small file. Its size may not be known before it is read: a pipe, or a device without an end.
 
     Raises OSError, and ValueError for more than JSON_BYTES_MAX bytes and for what is no UTF-8.
     """
@@ -42,7 +42,7 @@ def read_text(path: Path) -> str:
 
 
 def read_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """The content of a config.json, given as content, file or folder; of a multimodal model, its text part."""
+    """The content of a config.json, given as content, file or folder; for a multimodal model only the text part."""
     if isinstance(config, str | Path):
         path = Path(config)
         try:
@@ -55,7 +55,7 @@ def read_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
     kind, text = config.get("model_type"), config.get("text_config")
     if not isinstance(text, dict):
         return config
-    # The one wrapper whose text part sees both ways unless it says otherwise.
+    # The only wrapper whose text part is bidirectional by default.
     both_ways = kind == "paligemma" and text.get("use_bidirectional_attention") is None
     return {"model_type": kind, **text} | ({"use_bidirectional_attention": True} if both_ways else {})
 
@@ -67,7 +67,7 @@ class Config:
         self.content = content
 
     def _value(self, key: str, default: Any) -> Any:
-        """What a key has; JSON's null counts as absent."""
+        """The value of a key; JSON's null counts as absent."""
         value = self.content.get(key)
         return default if value is None else value
 
@@ -78,7 +78,7 @@ class Config:
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number above 0."""
         value = self._value(key, default)
-        # JSON has integers that no float holds.
+        # JSON may have integers that no float can hold.
         if not is_number(value) or not 0 < value <= sys.float_info.max:
             raise InvalidArgument(f"config.{key} = {value!r}: a finite number above 0")
         return float(value)
@@ -109,7 +109,7 @@ class Config:
         if not isinstance(entries, dict) or not all(isinstance(changes, dict) for changes in entries.values()):
             raise InvalidArgument(f"config.{PER_LAYER} = {entries!r}: an object for each of some layers")
         for index, changes in entries.items():
-            # Indices have zeros before them, so that they are in order: "05".
+            # Indices have leading zeros, so that they sort in order: "05".
             if not (str(index).isdecimal() and len(str(index)) <= 9 and int(index) < layers):
                 raise InvalidArgument(f"config.{PER_LAYER} = {index!r} among others: layers from 0 to {layers - 1}")
             if changes.get("skip"):
@@ -119,7 +119,7 @@ class Config:
         return {int(index): changes for index, changes in entries.items()}
 
     def layer_types(self, other: str = WINDOWED) -> list[str] | None:
-        """The entry of each layer in `layer_types`: full attention, or the other kind that the family has."""
+        """The entry of each layer in `layer_types`: full attention, or the other kind of the family. None if absent."""
         types = self.sequence("layer_types", self.layer_count)
         known = (FULL, other)
         if any(kind not in known for kind in types or ()):
@@ -127,7 +127,7 @@ class Config:
         return types
 
     def rope_parameters(self, layer_type: str = FULL) -> dict[str, Any]:
-        """What `rope_scaling` or `rope_parameters` say of one kind of layer."""
+        """The part of `rope_scaling` or `rope_parameters` for one kind of layer."""
         parameters = self.content.get("rope_scaling") or self.content.get("rope_parameters") or {}
         if not isinstance(parameters, dict):
             raise InvalidArgument(f"config.rope_scaling = {parameters!r}: a JSON object")
@@ -135,7 +135,7 @@ class Config:
         if isinstance(parameters.get(layer_type), dict):
             parameters = parameters[layer_type]
         elif trained is not None:
-            # As transformers has it, the config itself comes before a scaling of all layers.
+            # As in transformers, the config's own value takes precedence over that of a scaling for all layers.
             parameters = {**parameters, TRAINED: trained}
         for key in (CONTEXT, TRAINED):
             if parameters.get(key) is None and context is not None:

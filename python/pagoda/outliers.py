@@ -23,7 +23,7 @@ from pagoda.spec import AttentionLayer
 
 
 class CoreOutliers(TypedDict):
-    """As the core takes it."""
+    """The choice for one layer, as the core takes it."""
 
     center: list[float] | None
     center_first: bool
@@ -69,7 +69,7 @@ class Outliers:
         self._rotate = rotate
 
     def of(self, index: int, layer: AttentionLayer, dtypes: tuple[str, str]) -> CoreOutliers:
-        """Of one layer."""
+        """The choice for one layer."""
         k, v = (FORMATS[name].quantised and not (layer.v_alias or layer.k_eq_v) for name in dtypes)
         center = self._center(index, layer)
         rotate_k, rotate_v = (FORMATS[name].rotate if self._rotate == "auto" else bool(self._rotate) for name in dtypes)
@@ -85,7 +85,7 @@ class Outliers:
             return None
         center = finite(f"center[{index}]", given, (layer.num_kv_heads, layer.head_dim))
         largest = max(center, key=abs)
-        # K of no model has an offset beyond, and rows beside a larger one would be lost.
+        # No model's K has a larger offset, and next to one the rows themselves would be lost in rounding.
         if abs(largest) > F16_MAX:
             raise InvalidArgument(f"center[{index}] = {largest} among others: numbers from {-F16_MAX:g} to {F16_MAX:g}")
         return center

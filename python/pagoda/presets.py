@@ -1,4 +1,4 @@
-"""Known models, as the parts of their config.json that decide what is stored. Sources: the models' own configs."""
+"""Known models: the parts of their config.json that determine what is stored. Sources: the models' own configs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagoda.errors import InvalidArgument
 
 
 def preset_config(name: str) -> dict[str, Any]:
-    """The config of a known model. Raises InvalidArgument, with the nearest names, for others."""
+    """The config of a known model. For others raises InvalidArgument, with similar names."""
     check_text("name", name)
     if name not in PRESETS:
         near = difflib.get_close_matches(name.lower(), PRESETS, 3, 0.4)

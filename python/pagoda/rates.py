@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 READER_ROWS = 4
-"""Query rows on a K/V head in measurements of attention on the CPU: few enough that it is bound by memory."""
+"""Query rows per K/V head in measurements of attention on the CPU: few enough that it is bound by memory."""
 
 LINKS, ROUTES = {"memory", "disk"}, {"ring", "mapped", "memory"}
-"""Of `Calibration`, and of `Routes`."""
+"""The keys of rates in `Calibration`, and in `Routes`."""
 
 ROUNDING = 1e-9
 """Relative error allowed in sums of bytes."""
@@ -30,7 +30,7 @@ class Routes:
     """
 
     threads: int
-    """Of the CPU."""
+    """Threads of the CPU."""
     rates: list[dict[str, float]]
     """Bytes a second of routes used at once, for each set of routes that was measured."""
     start: dict[str, float]
@@ -41,8 +41,8 @@ class Routes:
     def over(self, row_bytes: Mapping[str, float]) -> Routes:
         """The routes for rows with this many bytes of each format.
 
-        Beside other routes, which read the same memory, the CPU counts as no faster than with f16, and no faster than with
-        these rows alone. If one of the formats was not measured, sets of routes with the CPU are left out.
+        Together with other routes, which read the same memory, the CPU is assumed to be no faster than with f16, and no
+        faster than alone with these rows. If a format was not measured, sets of routes with the CPU are left out.
         """
         if not row_bytes.keys() <= self.formats.keys():
             return replace(self, rates=[rates for rates in self.rates if "memory" not in rates])
@@ -103,13 +103,13 @@ class Calibration:
     threads: int
     """CPU threads that read memory."""
     directory: str
-    """Where the file that was read lay."""
+    """The directory of the file that was read."""
     alone: dict[str, float]
-    """Each link, the other one at rest."""
+    """Each link, with the other one idle."""
     together: dict[str, float]
-    """Both at once."""
+    """Both links at once."""
     gpus: dict[str, Routes] = field(default_factory=dict)
-    """By the name of the GPU, as its driver gives it."""
+    """Routes by the name of the GPU, which is `Driver.name`."""
 
 
 def place() -> Path:
@@ -163,7 +163,7 @@ def _is_whole(calibration: Calibration) -> bool:
 
 
 def routes_of(gpu: str, threads: int) -> Routes | None:
-    """What was kept of a GPU with this number of CPU threads; None if nothing was."""
+    """The routes kept for a GPU and this number of CPU threads; None if there are none."""
     before = kept()
     routes = None if before is None else before.gpus.get(gpu)
     return routes if routes is not None and routes.threads == threads else None

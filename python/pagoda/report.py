@@ -14,9 +14,9 @@ class StepReport:
     """Bytes over each link, and the time that the step took."""
 
     seconds: float
-    """From entering the step to leaving it, or to now; on a GPU kernels and copies may still be running after that."""
+    """From entering the step until leaving it, or until now; on a GPU kernels and copies may still be running after that."""
     waited: float
-    """Seconds of these in which attention did nothing but wait for the disk."""
+    """The part of `seconds` in which attention only waited for the disk."""
     bytes: dict[str, int]
     """What attention read, by link.
 

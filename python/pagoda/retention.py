@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a cache keeps, where that is not all of them."""
+"""Which tokens of a sequence a cache keeps, if not all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Keeps(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many tokens that are."""
+        """How many tokens these are."""
         return self.sinks + self.window + self.headroom
 
 
@@ -48,8 +48,8 @@ class SinkWindow:
 def keeps_by_layer(spec: ModelSpec, retention: SinkWindow | None, headroom: int) -> list[Keeps | None]:
     """What each layer keeps; None is everything. Raises InvalidArgument if the retention does not apply to the model.
 
-    A layer without `rope` in a model that has others with one rotates nothing, so positions do not matter to it; where no
-    layer has one, nobody has said how to rotate.
+    If some layers of a model have a `rope`, those without one do not rotate, so positions do not matter to them. If no layer
+    has one, it is unknown how to rotate.
     """
     if retention is not None and not isinstance(retention, SinkWindow):
         raise InvalidArgument(f"retention = {retention!r}: None or a SinkWindow")

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: which angle each pair of elements turns by from one position to the next."""
+"""Rotary position embeddings: the angle by which each pair of elements turns from one position to the next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagoda.errors import InvalidArgument
 
 
 def check_factors(**numbers: float) -> None:
-    """Raises InvalidArgument unless frequencies can be multiplied with all of them."""
+    """Raises InvalidArgument unless frequencies can be multiplied by all of them."""
     for name, value in numbers.items():
         check_factor(f"rope_scaling.{name}", value)
 
@@ -62,9 +62,9 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class ProportionalScaling:
-    """Turns the first pairs alone, `partial` of them, and divides their frequencies by `factor`.
+    """Turns only the first pairs, a fraction `partial` of all, and divides their frequencies by `factor`.
 
-    Gemma 4; transformers `rope_type: proportional`. Unlike with a smaller `rotary_dim`, element i goes with i + head_dim/2.
+    Gemma 4; transformers `rope_type: proportional`. Unlike with a smaller `rotary_dim`, pairs are (i, i + head_dim/2).
     """
 
     partial: float
@@ -85,7 +85,7 @@ class ProportionalScaling:
 class YarnScaling:
     """Interpolates low frequencies and keeps high ones (YaRN, https://arxiv.org/abs/2309.00071, section 3.2).
 
-    magnitude: what cosines and sines are multiplied with, `attention_factor` by default.
+    magnitude: the factor of cosines and sines; by default that of section 3.4, see `attention_factor`.
     """
 
     factor: float
@@ -105,7 +105,7 @@ class YarnScaling:
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied with: 0.1 ln(factor) + 1 (section 3.4) if nothing else is given."""
+        """The factor of cosines and sines: 0.1 ln(factor) + 1 (section 3.4) unless `magnitude` is given."""
         return _yarn_magnitude(self.factor) if self.magnitude is None else self.magnitude
 
     def apply(self, inv_freq: npt.NDArray[np.float64], theta: float) -> npt.NDArray[np.float64]:
@@ -133,7 +133,7 @@ def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
 class LongRopeScaling:
     """Divides the frequency of each pair by a factor of its own (LongRoPE, https://arxiv.org/abs/2402.13753; Phi-3).
 
-    factors: one a pair. attention_factor: what cosines and sines are multiplied with.
+    factors: one per pair. attention_factor: the factor of cosines and sines.
     """
 
     factors: tuple[float, ...]
@@ -147,7 +147,7 @@ class LongRopeScaling:
         check_factors(attention_factor=self.attention_factor)
 
     def apply(self, inv_freq: npt.NDArray[np.float64], theta: float) -> npt.NDArray[np.float64]:
-        """The scaled frequencies. Raises InvalidArgument unless there are as many factors."""
+        """The scaled frequencies. Raises InvalidArgument unless there is one factor per frequency."""
         if len(self.factors) != len(inv_freq):
             raise InvalidArgument(f"rope_scaling.factors = {len(self.factors)} numbers: {len(inv_freq)}, one a pair")
         return inv_freq / np.array(self.factors, np.float64)
@@ -158,9 +158,9 @@ Scaling = Llama3Scaling | LinearScaling | LongRopeScaling | ProportionalScaling 
 
 @dataclass(frozen=True)
 class Rope:
-    """How queries and keys are rotated: pair i turns by theta**(-2i / rotary_dim) a position.
+    """How queries and keys are rotated: pair i turns by theta**(-2i / rotary_dim) per position.
 
-    rotary_dim: all of the row by default. interleaved: pairs are (2i, 2i + 1) instead of (i, i + rotary_dim/2).
+    rotary_dim: the whole row by default. interleaved: pairs are (2i, 2i + 1) instead of (i, i + rotary_dim/2).
     https://arxiv.org/abs/2104.09864.
     """
 
@@ -182,7 +182,7 @@ class Rope:
             raise InvalidArgument(f"rope.scaling = {self.scaling!r}: None, or a scaling of pagoda.rope")
 
     def dim_of(self, head_dim: int) -> int:
-        """How many elements of a row of `head_dim` turn. Raises InvalidArgument where the row has fewer."""
+        """How many elements of a row of `head_dim` are rotated. Raises InvalidArgument if the row has fewer."""
         head_dim = natural("head_dim", head_dim, 2, HEAD_DIM_MAX)
         dim = head_dim if self.rotary_dim is None else self.rotary_dim
         if dim > head_dim:
@@ -190,9 +190,9 @@ class Rope:
         return dim
 
     def inv_freq(self, head_dim: int) -> npt.NDArray[np.float32]:
-        """float32 [rotary_dim / 2]: radians a position for each pair of a row of `head_dim` elements.
+        """float32 [rotary_dim / 2]: radians per position, for each pair of a row of `head_dim` elements.
 
-        Raises InvalidArgument where the row has fewer, or the scaling is of another number of pairs.
+        Raises InvalidArgument if the row has fewer elements, or the scaling is for another number of pairs.
         """
         dim = self.dim_of(head_dim)
         inv_freq: npt.NDArray[np.float64] = self.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
@@ -202,15 +202,15 @@ class Rope:
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied with."""
+        """The factor of cosines and sines."""
         return self.scaling.attention_factor if isinstance(self.scaling, LongRopeScaling | YarnScaling) else 1.0
 
 
 def scaling_from_config(config: dict[str, Any]) -> Scaling | None:
     """The scaling in a Hugging Face `rope_scaling` or `rope_parameters`. Raises InvalidArgument for other types.
 
-    Of the factors of LongRoPE it takes those for max_position_embeddings. Positions of three numbers (mrope: images) have no
-    other frequencies.
+    For LongRoPE it takes the factors for max_position_embeddings. mrope (images, with positions of three numbers) does not
+    change frequencies.
     """
     kind = config.get("rope_type", config.get("type", "default"))
     try:
@@ -247,12 +247,12 @@ def scaling_from_config(config: dict[str, Any]) -> Scaling | None:
 
 
 def _whole(number: Any) -> Any:
-    """A number of JSON that may be an integer written as a float, 8192.0; anything else as it is."""
+    """Converts integers that JSON has as floats, such as 8192.0; returns anything else as it is."""
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def _magnitude_from_config(config: dict[str, Any]) -> float | None:
-    """What a YaRN config says of cosines and sines, if it does: outright, or by DeepSeek's pair of scales."""
+    """The factor of cosines and sines in a YaRN config, given directly or by DeepSeek's pair of scales; None if absent."""
     given, scale, over = (config.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
     if given is not None:
         return float(given)
@@ -275,7 +275,7 @@ def _longrope_from_config(config: dict[str, Any]) -> LongRopeScaling:
 
 
 def score_factor_from_config(config: dict[str, Any]) -> float:
-    """What DeepSeek-V3 multiplies scores with for YaRN, beside the root of the head size: the square of a magnitude.
+    """The factor of scores that DeepSeek-V3 has with YaRN, besides the usual scale: the square of a magnitude.
 
     transformers: `yarn_apply_mscale`. Raises InvalidArgument as `scaling_from_config` does.
     """

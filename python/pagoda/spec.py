@@ -157,7 +157,7 @@ class ModelSpec:
         return cls(layers_of(content), name or str(content.get("model_type", "")))
 
     def storing_k(self) -> ModelSpec:
-        """The same model with K stored beside V in layers with `k_eq_v`, for use without the weights of K's norms."""
+        """The same model with both K and V stored in layers with `k_eq_v`, for use without the weights of K's norms."""
         layers = [replace(layer, k_eq_v=False) if isinstance(layer, AttentionLayer) else layer for layer in self.layers]
         return ModelSpec(layers, self.name)
 
@@ -195,7 +195,7 @@ def _check_owner(index: int, layer: AttentionLayer, owner: Layer | None) -> None
     """Raises InvalidArgument unless a layer can read the K and V of its kv_owner."""
     if not isinstance(owner, AttentionLayer) or owner.kv_owner is not None:
         raise InvalidArgument(f"layers[{index}].kv_owner = {layer.kv_owner}: an earlier layer that stores its K and V")
-    # Derived keys are rotated alike for all layers that read them.
+    # Derived keys are rotated in the same way for all layers that read them.
     names = ["num_kv_heads", "head_dim", "v_dim", "v_alias", "k_eq_v", *(["rope"] if owner.k_eq_v else [])]
     for name in names:
         mine, theirs = getattr(layer, name), getattr(owner, name)

@@ -1,4 +1,4 @@
-"""What `Cache.stats` returns."""
+"""The types that `Cache.stats` returns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DiskIO:
     io_uring: bool
     """Whether I/O uses io_uring; otherwise threads with system calls do it."""
     refused: list[str]
-    """What failed when the directory was opened, with the error; that it is in memory; damage found in its index."""
+    """Notes from opening the directory: what failed, with the error; that it is in memory; damage found in its index."""
     bytes_written: int
     """Bytes written to the drive, headers and padding included."""
     bytes_read: int
@@ -38,8 +38,8 @@ class DiskIO:
     corrupt: int
     """Pages that did not verify when they were read."""
     ring_bytes: int
-    """Bytes of memory, beside the budgets, through which pages on disk are streamed to attention. On the CPU allocated as it
-    is used, on a GPU pinned at once."""
+    """Bytes of memory, not counted in the budgets, through which pages on disk are streamed to attention. Allocated as it is
+    used on the CPU, pinned at once on a GPU."""
 
 
 @dataclass(frozen=True)

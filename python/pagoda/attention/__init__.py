@@ -1,1 +1,1 @@
-"""Attention in plain NumPy: what every backend is checked against."""
+"""Attention in plain NumPy: the reference that every backend is checked against."""

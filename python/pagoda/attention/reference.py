@@ -25,12 +25,12 @@ def attention(
     """Causal attention of the last `len(q)` tokens of one sequence over all of its tokens.
 
     q: [n, num_q_heads, head_dim]. k: [tokens, num_kv_heads, head_dim]. v: [tokens, num_kv_heads, v_head_dim]. Query i is
-    token `tokens - n + i`; it sees the tokens up to itself, of those the last `window` and the first `sinks`. Returns float64
-    (out [n, num_q_heads, v_head_dim], natural log-sum-exp of the scores [n, num_q_heads]); 0 and -inf where nothing is
-    seen. The formula is softmax(q k^T * scale) v, https://arxiv.org/abs/1706.03762, with the key head of query head h
+    token `tokens - n + i`; of the tokens up to itself it sees the last `window` and the first `sinks`. Returns float64
+    (out [n, num_q_heads, v_head_dim], natural log-sum-exp of the scores [n, num_q_heads]); 0 and -inf for queries that see
+    nothing. The formula is softmax(q k^T * scale) v, https://arxiv.org/abs/1706.03762, with the key head of query head h
     being h // (num_q_heads // num_kv_heads), https://arxiv.org/abs/2305.13245. With softcap scores become
-    softcap * tanh(score / softcap), https://arxiv.org/abs/2408.00118. sink_logits [num_q_heads] are one more score of each
-    head, of a token whose V is 0 (https://arxiv.org/abs/2508.10925); the log-sum-exp is without it.
+    softcap * tanh(score / softcap), https://arxiv.org/abs/2408.00118. sink_logits [num_q_heads] add one score per head, of a
+    token whose V is 0 (https://arxiv.org/abs/2508.10925); the log-sum-exp does not include it.
     """
     queries, heads, head_dim = q.shape
     tokens, kv_heads, v_head_dim = v.shape
@@ -53,7 +53,7 @@ def attention(
         total = weights.sum(axis=1, keepdims=True)
         sink: Any = 0.0
         if sink_logits is not None:
-            # Where exp overflows the sum is infinite, and the result 0.
+            # If exp overflows, the sum is infinite and the result 0.
             with np.errstate(over="ignore"):
                 sink = np.exp(float(sink_logits[head]) - np.where(np.isfinite(peak), peak, 0.0))
         out[:, head] = weights @ v[:, kv_head].astype(np.float64) / np.where(total > 0, total + sink, 1.0)

@@ -1,4 +1,4 @@
-"""The model that comes with the package, and a text that it was not trained on."""
+"""The model that is shipped with the package, and a text that it was not trained on."""
 
 from pathlib import Path
 
