@@ -36,8 +36,9 @@ class Outliers:
     center: for each layer an array [num_kv_heads, head_dim], such as the bias of the K projection, or None; or None for all.
     "first" takes the mean of the first K rows of a layer, which are those of a step in an empty cache. Elements
     whose mean is less than twice the standard deviation get 0; if a mean is NaN or beyond float16, nothing is centred. The
-    centre stays as long as any sequence has tokens. When all are gone, for example after a warm-up, it is taken anew from the
-    next first rows. Fewer than 8 rows keep the previous centre, with 0 for elements whose mean it does not bring nearer to 0.
+    centre stays as long as any sequence has tokens. When all are gone, for example after a warm-up, it is taken again from
+    the next first rows. If these are fewer than 8, the previous centre stays, with 0 for elements whose mean it does not
+    bring nearer to 0.
     "auto": "first", but None in a deterministic cache, as "first" depends on what came first.
     rotate: whether to rotate rows; "auto" decides by the format.
     """
