@@ -35,7 +35,7 @@ fn a_million_tokens_take_the_memory_of_a_window() {
             let kept: u64 = spans.iter().map(|span| u64::from(span.count)).sum();
             assert!(kept <= 100 + 1000 + 64 + u64::from(PAGE) + 1);
             assert!(spans.iter().all(|span| span.offset == 0), "positions stay those that were stored");
-            // Where runs of attention begin does not depend on what has left: tokens keep their rows but for whole runs.
+            // Where runs of attention begin does not depend on what has left: tokens keep their rows, except for whole runs.
             for (group, pages_before) in [(0, 100 / u64::from(PAGE)), (1, 0)] {
                 let span = cache.step_spans(0, GroupId(group)).last().unwrap();
                 let first = len + 1 - u64::from(span.count);
