@@ -303,7 +303,7 @@ impl Cache {
         self.pages.shared()
     }
 
-    /// Rows of pages that no sequence's span covers any more, after `drop`, `truncate` or a window has passed them.
+    /// Rows of pages that no sequence's span covers any more: `drop`, `truncate` and windows have left them behind.
     pub fn dead_rows(&self) -> u64 {
         // Only the first and the last page of a span can have rows that it does not cover.
         let tables = self.paged_tables();

@@ -158,7 +158,7 @@ mod tests {
         }
     }
 
-    /// Each row has twenty pages more of the same than the one before.
+    /// Each row begins with twenty more of the same pages than the one before.
     #[test]
     fn a_sequence_takes_part_in_no_more_nodes_than_levels() {
         let rows: Vec<Vec<_>> =

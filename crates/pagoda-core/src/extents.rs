@@ -360,7 +360,7 @@ mod tests {
         assert_eq!(refilled[3..], [3, 11, 12, 30], "then the fullest, then a fresh one");
     }
 
-    /// Where two blocks are a little larger than an extent, most extents lie between two borders of blocks.
+    /// If a block is only a little smaller than an extent, nearly every extent contains a border of blocks and no whole block.
     #[test]
     fn any_number_of_extents_may_hold_no_block() {
         let (group, extent_bytes) = (GroupId(0), 1 << 20);

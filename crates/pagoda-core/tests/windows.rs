@@ -77,7 +77,7 @@ fn what_has_left_does_not_come_back() {
     let fork = cache.fork(id).unwrap();
     cache.truncate(id, limit).unwrap();
     assert_eq!(cache.rewind_limit(id).unwrap(), limit);
-    // Tokens that have left may be dropped, and of the others as many as truncation could take.
+    // Tokens that have left may be dropped, but not sinks; of the others as many as truncation could take.
     for refused in [0..1, 99..101, 3000..5000] {
         let error = cache.drop_tokens(fork, refused).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument { argument: "start, stop", .. }), "{error}");

@@ -468,7 +468,7 @@ mod tests {
             assert_eq!(failed.copied(), Some(0));
             assert_eq!(run(&mover, out(0..PAGES)).copied(), Some(40), "it goes on when there is space again");
             faulty.with("scratch 1", |bytes| {
-                // Whatever of page 20 it is: its bytes are known.
+                // Finds a layer of page 20 by its bytes, wherever it lies.
                 let right: Vec<u8> = (20 * PAGE..20 * PAGE + 3000).map(|at| (at % 249) as u8).collect();
                 let at = bytes.windows(3000).position(|bytes| bytes == right).unwrap();
                 bytes[at + 1234] ^= 1;
@@ -478,7 +478,7 @@ mod tests {
             assert_eq!(store.traffic().corrupt, 1);
         }
 
-        /// Of a page or two, as few as it takes.
+        /// Of one page or two each, as the most bytes of a part allow.
         #[test]
         fn a_layer_is_read_in_parts() {
             let (_, store, slabs) = parts();
@@ -521,7 +521,7 @@ mod tests {
             let whole = faulty.with("scratch 1", |bytes| bytes.clone());
             assert!(mover.waiter().is_idle());
             faulty.with("scratch 1", |_| {
-                // The disk answers nobody meanwhile.
+                // Meanwhile the disk does not answer.
                 mover.discard(extent_bytes..2 * extent_bytes);
                 assert!(!mover.waiter().is_idle());
             });
@@ -561,7 +561,7 @@ mod tests {
             let out: Vec<_> = out.collect();
             faulty.fail(1, Fault::Errno(rustix::io::Errno::NOSPC.raw_os_error()));
             let copied = u64::from(run(&mover, out.clone()).copied().unwrap());
-            // Two threads write parts of 16 pages: the second write to begin is not of the last part.
+            // Two threads write parts of 16 pages, so the second write, which fails, is not of the last part.
             assert!(copied < 32);
             assert!((0..PAGES).all(|page| there(page) == (page < copied)));
             assert_eq!(run(&mover, out).copied(), Some(PAGES as u32));

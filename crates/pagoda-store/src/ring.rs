@@ -447,7 +447,7 @@ mod tests {
         assert_eq!(world.ring.since(), None);
         let disk = world.disk.clone();
         disk.with("scratch 1", |_| {
-            // The disk answers nobody meanwhile.
+            // Meanwhile the disk does not answer.
             world.ahead(&[what(0, 0..20)], 3);
             world.ahead(&[what(0, 0..20), what(1, 0..20)], 4);
             assert_eq!(world.ring.since(), Some(Epoch(3)));
@@ -479,7 +479,7 @@ mod tests {
             world.store.zero(GROUP, 0..20).unwrap();
             world.ring.forget_gone();
             assert_eq!(dirty(&world.ring), if zeroes { 2 } else { 4 });
-            // A read that fails when its bytes are there, and one that nobody needs any more.
+            // A read that fails after its bytes have arrived, and one that is no longer needed.
             world.ahead(&parts[2..3], 1);
             world.check(1, &parts[2]);
             world.disk.fail(0, Fault::Flip);

@@ -202,7 +202,7 @@ proptest! {
     }
 }
 
-/// What the CPU attends to of a sequence, before `begin`, is there; and nothing that could be is left where all may be.
+/// The tokens before `begin`, which the CPU attends to, are on the host. If it may attend to all, none is left that it could.
 fn check_begin(
     one: &Scanned<'_>,
     stretch: usize,

@@ -97,7 +97,7 @@ fn an_index_with_a_damaged_place_has_no_key_as_an_older_save_left_it() {
     }
     assert!(seen.contains(&(4, false)), "second copies far from the first are of use");
     assert!(seen.contains(&(0, true)) && seen.contains(&(3, true)), "{seen:?}");
-    // Of the lines that an index was begun with none says anything about the key of another: this one is about a key that is gone.
+    // Each line that an index was begun with is about a key of its own: this one is about a key that is gone.
     let spoilt = disk.killed();
     let both = lines.iter().filter(|(_, number, _)| *number == 3).map(|(at, ..)| at.start);
     spoilt.with("index", |bytes| both.for_each(|at| bytes[at] ^= 1));
@@ -162,7 +162,7 @@ fn an_index_of_an_impossible_age_is_refused() {
 fn an_index_that_cannot_be_written_anew_is_read_and_written_later() {
     let (disk, entries) = kept();
     let full = Fault::Errno(rustix::io::Errno::NOSPC.raw_os_error());
-    // After the lock and the index that is there, which is synced and read.
+    // After three operations: the lock, then the sync and the read of the existing index.
     disk.fail(3, full);
     let (store, recovered) = open(&disk).unwrap();
     assert!(recovered.unwritten.is_some_and(|why| why.contains("No space")));

@@ -29,14 +29,14 @@ fn keeping_goes_on_after_it_has_failed() {
     }
 }
 
-/// So that what was in doubt is not for as long as something else fails.
+/// Otherwise doubt about the index could last for as long as something else fails.
 #[test]
 fn a_change_makes_sure_of_the_index_before_all_else() {
     let (disk, entries) = kept();
     let (store, _) = open(&disk).unwrap();
     let places = places(&entries);
     let fault = Fault::Errno(rustix::io::Errno::IO.raw_os_error());
-    // Behind the sync of the pages and the line comes its sync; behind the new index, that of the pages.
+    // After the sync of the pages and the line comes the line's sync; after the new index, the sync of the pages.
     for (operations_before, is_sure) in [(2, false), (1, true)] {
         disk.fail(operations_before, fault);
         store.put(b"more", &places, b"").unwrap_err();

@@ -65,7 +65,7 @@ fn what_was_acknowledged_is_there_after_kill_9_and_nothing_is_wrong() {
         let acknowledges = |said: &str| said.lines().any(|line| line.parse::<u64>().is_ok());
         // Every other child gets something done, however slow the machine is.
         while kill % 2 == 1 && !acknowledges(&said) && output.read_line(&mut said).unwrap() > 0 {}
-        // Not for the clock's sake: the moments have to differ.
+        // This waits for nothing: it only makes the moments differ.
         std::thread::sleep(Duration::from_micros(4_000 + kill * 7_919 % 20_000));
         child.kill().unwrap();
         output.read_to_string(&mut said).unwrap();

@@ -249,7 +249,7 @@ fn one_field_of_a_header_that_is_expected_otherwise_is_refused_with_a_reason() {
     assert!(IndexHeader::parse(&index).unwrap_err().to_string().contains("version Some(3), not 2"));
 }
 
-/// `PAGODA_FLIPS` bits of a page, one after the other: none of them is read.
+/// Flips `PAGODA_FLIPS` bits of a page, one after the other: each time the page is refused.
 #[test]
 fn a_flipped_bit_of_a_page_is_never_read() {
     let flips = std::env::var("PAGODA_FLIPS").map_or(100_000, |count| count.parse().unwrap());

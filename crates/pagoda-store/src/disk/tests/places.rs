@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::path::Path;
 
-/// A directory with something kept, and why a store cannot be opened there.
+/// A directory in which something is kept.
 struct Kept {
     place: Place,
     pages: Vec<(u32, u64)>,
@@ -37,7 +37,7 @@ impl Kept {
         refusal(&self.place.0)
     }
 
-    /// How many of its pages can be read, all of them right; the others are no error of the drive.
+    /// How many of its pages can be read, all of them right. The others must be corrupt, not fail for another reason.
     fn readable(&self, store: &Arc<Store>) -> usize {
         let mut lane = store.lane().unwrap();
         let results = self.pages.iter().map(|&page| read(&mut lane, LARGE, &[page], layers(LARGE)));
