@@ -31,7 +31,7 @@ impl Cache {
         self.audit_tables()
     }
 
-    /// Every block that is handed out belongs to one page or drains, and no block does both or twice.
+    /// Every block that is handed out either belongs to exactly one page or drains.
     fn audit_blocks(&self) -> Result<()> {
         let mut seen = HashSet::<(Tier, GroupId, BlockId)>::new();
         for (id, page) in self.pages.iter() {
@@ -76,7 +76,7 @@ impl Cache {
         Ok(())
     }
 
-    /// References of pages are what tables, and tails replaced in the open step, add up to.
+    /// The reference counts of pages match the tables and the tails replaced in the open step.
     fn audit_references(&self) -> Result<()> {
         let mut counts = HashMap::<PageId, u32>::new();
         let tables = self.sequences.iter().flat_map(|(_, sequence)| &sequence.tables);
@@ -125,7 +125,7 @@ impl Cache {
         Ok(())
     }
 
-    /// What statistics count as they go, or at the ends of spans alone, is what there is.
+    /// Statistics that are kept up to date, or counted only at the ends of spans, match a full recount.
     fn audit_counters(&self) -> Result<()> {
         let referred =
             |least| self.pages.iter().filter(|(id, _)| self.pages.references(*id) >= least).count();
@@ -146,7 +146,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Pages count the moves of live tickets, and only a live ticket fills a block.
+    /// The copy counts of pages match the moves of live tickets, and only live tickets fill blocks.
     fn audit_copies(&self) -> Result<()> {
         let mut counts = HashMap::<PageId, u16>::new();
         self.tickets.iter().flat_map(|t| &t.moves).for_each(|m| *counts.entry(m.page).or_default() += 1);
@@ -161,7 +161,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Every sequence is found by its rest, and none that will not be looked through has a page that may move.
+    /// Every sequence is found by its rest, and no sequence that searches will skip has a page that may move.
     fn audit_rests(&self) -> Result<()> {
         let found: HashMap<_, _> = self.sequences.rests.from(0).map(|(rest, id)| (id, rest)).collect();
         let ways = Tier::ALL.into_iter().flat_map(|from| Tier::ALL.map(|to| (from, to)));
@@ -174,7 +174,7 @@ impl Cache {
                 self.group_ids().flat_map(|group| ways.clone().map(move |way| (group, way)))
             {
                 let [first, _] = self.searched[group.index()][from.index()][to.index()];
-                // A step gives it pages, and another rest.
+                // The open step gives it new pages, and a new rest when it ends.
                 require!(
                     rest >= first || sequence.stepping || !self.has_movable(id, (from, to), group, false),
                     "sequence {index} has pages of group {} to move from {from} to {to}, and will not be looked through",
@@ -185,7 +185,7 @@ impl Cache {
         Ok(())
     }
 
-    /// What left a window is what no query to come may see, and nothing that should have left is there.
+    /// Only tokens that no future query sees have left a window, and none is there that should have left.
     fn audit_window(&self, name: &str, len: u64, group: GroupId, table: &Table) -> Result<()> {
         let (left, page_size) = (table.left, u64::from(self.groups[group.index()].page_size()));
         let Some(window) = self.groups[group.index()].window else {
@@ -198,7 +198,7 @@ impl Cache {
             "{name} of {len} tokens: {left:?} have left, queries to come see the last {}",
             window.tokens
         );
-        // Where the sinks end there is a gap in positions for what has left.
+        // Positions have a gap after the sinks, for the tokens that have left.
         let mut token = 0;
         let gap = table.spans.windows(2).find_map(|pair| {
             token += u64::from(pair[0].count);
@@ -217,7 +217,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Every table of every sequence is what it has to be.
+    /// Checks every table of every sequence.
     fn audit_tables(&self) -> Result<()> {
         for (id, sequence) in self.sequences.iter() {
             check_positions(&format!("sequence {}", id.index), &sequence.tables)?;
@@ -233,7 +233,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Rows agree with pages, of which there are as many as spans need.
+    /// Rows agree with pages, and there are as many pages as the spans need.
     fn audit_table(&self, name: &str, sequence: &Sequence, group: GroupId, table: &Table) -> Result<()> {
         require!(table.row.len() == table.pages.len(), "{name}: row and pages differ in length");
         let is_placed = table.placement == self.placement[group.index()];
@@ -254,8 +254,8 @@ impl Cache {
         Ok(())
     }
 
-    /// Spans cover their pages, positions grow, and every token lies in a valid row; `fills` are those of the entries that hold
-    /// a page. The numbers may be any.
+    /// Spans cover their pages, positions grow, and every token lies in a valid row. `fills` has the number of tokens for
+    /// each entry that holds a page. All numbers may be arbitrary: they may come from a file.
     pub(crate) fn check_table(
         &self,
         name: &str,
@@ -337,7 +337,7 @@ impl Cache {
     }
 }
 
-/// The groups of a sequence agree on the positions of its tokens, and of the next one, as far as they have them.
+/// The groups of a sequence agree on the position of each token that they have, and of the next one.
 pub(crate) fn check_positions(name: &str, tables: &[Table]) -> Result<()> {
     for table in &tables[1..] {
         let (mut all, mut others) = (shifts(&tables[0]).peekable(), shifts(table).peekable());
@@ -357,7 +357,7 @@ pub(crate) fn check_positions(name: &str, tables: &[Table]) -> Result<()> {
     Ok(())
 }
 
-/// The tokens of each span, the next one of the sequence among them, and by how many their positions are ahead.
+/// The token range of each span (the last one includes the next token), and how far its positions are ahead of its tokens.
 fn shifts(table: &Table) -> impl Iterator<Item = (Range<u64>, i64)> {
     let (mut start, last) = (0, table.spans.len() - 1);
     table.spans.iter().enumerate().map(move |(index, span)| {

@@ -13,7 +13,7 @@ pub(crate) struct Bitmap {
 }
 
 impl Bitmap {
-    /// Makes all of `0..len` free, whatever was there before; keeps its memory.
+    /// Makes all of `0..len` free, whatever was taken before; reuses its memory.
     pub(crate) fn reset(&mut self, len: u32) {
         fill_ones(&mut self.words, len);
         fill_ones(&mut self.summary, self.words.len() as u32);
@@ -69,7 +69,7 @@ impl Bitmap {
         true
     }
 
-    /// Gives `index` back. Panics when it is free already or out of range: a double free is a bug here, never data.
+    /// Gives `index` back. Panics when it is free already or out of range: that is a bug in this crate, never bad input.
     pub(crate) fn give(&mut self, index: u32) {
         assert!(index < self.len, "block {index} of {} given back", self.len);
         assert!(!self.contains(index), "block {index} given back twice");
@@ -101,11 +101,11 @@ mod tests {
             map.reset(len);
             let mut model: BTreeSet<u32> = (0..len).collect();
             for give in gives {
-                // Drain a stretch, then give one of the taken back.
+                // Drain a stretch, then give back one that was taken.
                 for _ in 0..give % 97 {
                     prop_assert_eq!(map.take_lowest(), model.pop_first());
                 }
-                // Take any; one that is there no more, or never was, is not free.
+                // Take any index; one that is taken already or out of range is not free.
                 let any = give / 97 % (len + 3);
                 prop_assert_eq!(map.take(any), model.remove(&any));
                 let taken = give % len.max(1);

@@ -23,7 +23,7 @@ pub struct Group {
     pub block_bytes: u64,
     /// What a block holds.
     pub kind: GroupKind,
-    /// Which tokens of a sequence stay; all if `None`, as of states.
+    /// Which tokens of a sequence are kept; `None`, as for states, keeps all.
     pub window: Option<Window>,
 }
 
@@ -78,16 +78,16 @@ pub struct Cache {
     pub(crate) sequences: Sequences,
     pub(crate) step: Step,
     pub(crate) epochs: Epochs,
-    /// Blocks that wait to be zeroed, where that is asked for.
+    /// Blocks that wait to be zeroed; `None` unless the cache zeroes freed blocks.
     pub(crate) freed: Option<Vec<Freed>>,
     pub(crate) tickets: Vec<Ticket>,
     pub(crate) tickets_minted: u32,
     pub(crate) failures: Vec<Failed>,
     pub(crate) kept: BTreeMap<KeptId, Kept>,
     pub(crate) kept_minted: u64,
-    /// Per group: changes whenever a page changes the tier that it is read from.
+    /// Per group: changes whenever one of its pages is read from another tier than before.
     pub(crate) placement: Vec<u32>,
-    /// By group: which sequences need not be looked through for pages to move.
+    /// Per group: which sequences need not be searched for pages to move.
     pub(crate) searched: Vec<Searched>,
     /// Bytes copied, by source and target tier.
     pub(crate) moved_bytes: [[u64; Tier::COUNT]; Tier::COUNT],
@@ -170,13 +170,13 @@ impl Cache {
         Ok(self.sequences.get(id)?.len)
     }
 
-    /// The position that the next token of a sequence is to be stored with.
+    /// The position at which the next token of a sequence is stored.
     pub fn next_position(&self, id: SequenceId) -> Result<u64> {
         Ok(self.sequences.get(id)?.tables[0].last().end_position())
     }
 
-    /// The least length that `truncate` takes besides 0. States keep no history: they cannot be rewound. Windows can, as far as
-    /// no query will miss a page that has left.
+    /// The smallest length other than 0 that `truncate` accepts. States keep no history, so they cannot be rewound. Windows
+    /// can be rewound as long as no query misses a page that has left.
     pub fn rewind_limit(&self, id: SequenceId) -> Result<u64> {
         let sequence = self.sequences.get(id)?;
         let limits = self.groups.iter().zip(&sequence.tables).map(|(group, table)| match group.window {
@@ -187,7 +187,7 @@ impl Cache {
         Ok(limits.max().unwrap_or(0))
     }
 
-    /// Takes the tokens from `len` on back, as if they had never been appended.
+    /// Removes the tokens from `len` on, as if they had never been appended.
     pub fn truncate(&mut self, id: SequenceId, len: u64) -> Result<()> {
         self.settle();
         let limit = self.rewind_limit(id)?;
@@ -212,9 +212,9 @@ impl Cache {
         Ok(())
     }
 
-    /// Takes the tokens `range` out of the middle: a context shift. No byte moves; positions only grow.
+    /// Removes the tokens `range` from the middle of a sequence: a context shift. No byte moves; positions only grow.
     ///
-    /// Where pages have left, windows keep what they need: the sinks, and one window's tokens of those that are there.
+    /// In groups where pages have left, the sinks must stay, and one window's worth of the tokens that are still there.
     pub fn drop_tokens(&mut self, id: SequenceId, range: Range<u64>) -> Result<()> {
         self.settle();
         let states = self.has_states();
@@ -274,7 +274,7 @@ impl Cache {
         self.sequences.ended
     }
 
-    /// Whether no row is left of any sequence, nor of what is kept on disk.
+    /// Whether no sequence has any rows and nothing is kept on disk.
     pub fn is_empty(&self) -> bool {
         self.pages.held() == 0 && self.kept.is_empty()
     }
@@ -303,9 +303,9 @@ impl Cache {
         self.pages.shared()
     }
 
-    /// Rows of pages that no sequence's span covers: what `drop`, `truncate` and windows left behind.
+    /// Rows of pages that no sequence's span covers any more: `drop`, `truncate` and windows have left them behind.
     pub fn dead_rows(&self) -> u64 {
-        // Only where a span ends can a row of a page be without one.
+        // Only the first and the last page of a span can have rows that it does not cover.
         let tables = self.paged_tables();
         let mut ends: Vec<_> =
             tables.flat_map(|(table, page_size)| table.covered_at_ends(page_size)).collect();
@@ -315,14 +315,14 @@ impl Cache {
         let dead = ends.chunk_by(|(one, _), (other, _)| one == other).map(|ends| {
             let page = ends[0].0;
             let undo = replaced.partition_point(|&at| at <= page) - replaced.partition_point(|&at| at < page);
-            // Another reference is from the middle of a span, which covers all of it.
+            // Any further reference is from the middle of a span, which covers the whole page.
             let is_whole = self.pages.references(page) > (ends.len() + undo) as u32 + self.pages.kept(page);
             if is_whole { 0 } else { uncovered(self.pages[page].fill, ends.iter().map(|(_, rows)| rows)) }
         });
         dead.sum()
     }
 
-    /// Every table of a group that has pages, and their size.
+    /// The tables of all paged groups, each with its page size.
     pub(crate) fn paged_tables(&self) -> impl Iterator<Item = (&Table, u32)> {
         let tables = self.sequences.iter().flat_map(|(_, sequence)| self.groups.iter().zip(&sequence.tables));
         tables.filter_map(|(group, table)| match group.kind {
@@ -331,7 +331,7 @@ impl Cache {
         })
     }
 
-    /// Byte ranges of a tier that became empty since last asked: the owner of the memory may give them back.
+    /// Byte ranges of a tier that have become empty since the last call: the owner of the memory may give them back.
     pub fn reclaim(&mut self, tier: Tier) -> impl Iterator<Item = Range<u64>> + '_ {
         self.settle();
         self.arenas[tier.index()].reclaim()
@@ -381,7 +381,7 @@ impl Cache {
         }
     }
 
-    /// A block of each of these groups, in their order, or none at all.
+    /// Takes one block for each of these groups, in this order, or none at all.
     pub(crate) fn take_blocks(
         &mut self,
         tier: Tier,
@@ -407,7 +407,7 @@ impl Cache {
         self.epochs.draining().next().is_some()
     }
 
-    /// Blocks of all tiers that have waited for an epoch, so far.
+    /// How many blocks of all tiers have waited for an epoch so far.
     pub fn drained_blocks(&self) -> u64 {
         self.epochs.drained()
     }
@@ -420,7 +420,7 @@ impl Cache {
     }
 }
 
-/// Of the first `fill` rows, those in none of the ranges, which come in the order of their starts.
+/// How many of the first `fill` rows lie in none of the ranges, which are sorted by their starts.
 pub(crate) fn uncovered<'a>(fill: u32, ranges: impl IntoIterator<Item = &'a Range<u32>>) -> u64 {
     let (_, covered) = ranges.into_iter().fold((0, 0), |(end, sum), range| {
         (end.max(range.end), sum + range.end.saturating_sub(end.max(range.start)))

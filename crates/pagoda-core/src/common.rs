@@ -1,18 +1,19 @@
-//! Pages that several sequences of a batch hold, so that attention can go over them once for all.
+//! Pages that several sequences of a batch hold, so that attention can read them once for all of these sequences.
 //!
-//! Sequences that came out of one another by `fork` begin with the same pages. Their common prefixes form a tree: all may
-//! share a system prompt, some of them a document after it. Each node of the tree that is worth a visit of its own is found here.
+//! Sequences that were forked from one another begin with the same pages. Their common prefixes form a tree: all may share a
+//! system prompt, and some of them a document after it. This module finds the nodes of that tree that are worth visiting
+//! separately.
 
 use std::ops::Range;
 
 use crate::ids::BlockRef;
 
-/// Stored rows that must be saved for a node to be worth it: what a launch and its partial results cost in time.
+/// Stored rows that a node must save to be worthwhile: they take about as long as a launch and its partial results.
 const SAVED_ROWS_MIN: usize = 1024;
-/// Nodes that one sequence takes part in, at most.
+/// Most nodes that one sequence takes part in.
 pub const LEVELS_MAX: usize = 4;
 
-/// A sequence of the batch whose tokens are one span from position 0 on.
+/// A sequence of the batch whose tokens form one span that starts at position 0.
 #[derive(Clone, Copy, Debug)]
 pub struct Candidate<'a> {
     /// Its place in the batch.
@@ -21,16 +22,17 @@ pub struct Candidate<'a> {
     pub pages: &'a [BlockRef],
 }
 
-/// Pages that all members hold, one after the other.
+/// Consecutive pages that all members hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Common {
     /// Tokens from the sequence's start.
     pub tokens: Range<u32>,
-    /// Where in [`Commons::members`] those are who hold them.
+    /// Which entries of [`Commons::members`] hold them.
     pub members: Range<usize>,
 }
 
-/// What [`Commons::find`] found. Those of one sequence follow each other in token order, from 0 on, without a gap.
+/// The result of [`Commons::find`]. The nodes of one sequence follow each other in token order, from token 0 on and without
+/// gaps.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Commons {
     /// Parents before children.
@@ -40,19 +42,19 @@ pub struct Commons {
 }
 
 impl Commons {
-    /// Nothing, keeping the memory.
+    /// Removes everything but keeps the memory.
     pub fn clear(&mut self) {
         self.nodes.clear();
         self.members.clear();
     }
 
-    /// Finds the nodes of a batch. Time: the pages of those that share their first one.
+    /// Finds the nodes of a batch. The time is proportional to the pages of those sequences that share their first one.
     pub fn find(&mut self, candidates: &mut [Candidate<'_>], page_size: usize) {
         self.clear();
         self.split(candidates, page_size, 0, 0, LEVELS_MAX);
     }
 
-    /// Adds the nodes of candidates that have their first `depth` pages in common, of which nodes cover the first `taken` already.
+    /// Adds the nodes of candidates that share their first `depth` pages. Nodes already cover the first `taken` of these.
     fn split(
         &mut self,
         candidates: &mut [Candidate<'_>],
@@ -102,7 +104,7 @@ mod tests {
         BlockRef::new(Tier::Device, BlockId::new(index as u32))
     }
 
-    /// Rows as forks make them: each begins with a part of an earlier one and goes on with pages of its own.
+    /// Rows as forks make them: each begins with a prefix of an earlier one and continues with pages of its own.
     fn rows() -> impl Strategy<Value = Vec<Vec<BlockRef>>> {
         proptest::collection::vec((any::<proptest::sample::Index>(), 0usize..60, 0usize..30), 1..12).prop_map(
             |forks| {
@@ -144,7 +146,7 @@ mod tests {
                     covered[member as usize] = pages.end;
                 }
             }
-            // Nothing large was missed: behind what is covered two rows share too little for a node, unless levels ran out.
+            // Nothing large was missed: after the covered pages two rows share too few for a node, unless levels ran out.
             for (i, a) in rows.iter().enumerate() {
                 let levels = commons.nodes.iter().filter(|node| commons.members[node.members.clone()].contains(&(i as u32))).count();
                 for (j, b) in rows.iter().enumerate().skip(i + 1) {
@@ -156,7 +158,7 @@ mod tests {
         }
     }
 
-    /// Each row has twenty pages more of the same than the one before.
+    /// Each row begins with twenty more of the same pages than the one before.
     #[test]
     fn a_sequence_takes_part_in_no_more_nodes_than_levels() {
         let rows: Vec<Vec<_>> =

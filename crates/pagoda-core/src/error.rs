@@ -8,7 +8,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 /// Why a call was refused. A refused call changed nothing.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// An argument is outside of what the call takes.
+    /// An argument has a value that the call does not accept.
     #[error("{argument} = {value}: {limit}")]
     InvalidArgument {
         /// Name of the argument.
@@ -50,12 +50,12 @@ pub enum Error {
         copied: u32,
         /// Copies that were asked for.
         planned: u32,
-        /// That hold the page of the first copy that failed.
+        /// The sequences that hold the page of the first failed copy.
         sequences: Vec<SequenceId>,
         /// What the link said.
         reason: String,
     },
-    /// A copy read bytes that are not what was stored. The pages stayed where they were, and cannot be read there.
+    /// A copy read bytes that differ from what was stored. The pages stayed where they were, and cannot be read there.
     #[error("ticket {} failed after {copied} of {planned} copies: {reason}", ticket.index())]
     CorruptPage {
         /// The ticket.
@@ -64,9 +64,9 @@ pub enum Error {
         copied: u32,
         /// Copies that were asked for.
         planned: u32,
-        /// That hold the page.
+        /// The sequences that hold the page.
         sequences: Vec<SequenceId>,
-        /// Which page, and what does not fit.
+        /// Which page, and what does not match.
         reason: String,
     },
     /// `audit` found the bookkeeping broken.

@@ -1,8 +1,8 @@
 //! The block allocator: one arena per tier, cut into extents, an extent into blocks of one group.
 //!
-//! Groups of different block sizes share the arena: an extent belongs to a group while it holds one of its blocks, and
-//! to nobody otherwise. A group's block `i` lies at `i * block_bytes` from the arena base, so an extent holds the
-//! blocks that lie wholly inside it, and a slot across a border stays unused.
+//! Groups of different block sizes share the arena: an extent belongs to a group while it holds one of its blocks, and to
+//! nobody otherwise. A group's block `i` lies at `i * block_bytes` from the arena base. An extent holds the blocks that lie
+//! wholly inside it; a block that would cross a border is never used.
 
 use crate::bitmap::Bitmap;
 use crate::error::{Error, Result};
@@ -19,11 +19,11 @@ pub struct Arena {
     extents: Vec<Extent>,
     /// Extents that no group holds.
     unowned: Bitmap,
-    /// Extents that lost their last block since `reclaim`, each once; some may have an owner again.
+    /// Extents that lost their last block since `reclaim`, each listed once; some may have an owner again.
     emptied: Vec<u32>,
 }
 
-/// What one group has of an arena.
+/// One group's part of an arena.
 #[derive(Debug)]
 struct GroupBlocks {
     block_bytes: u64,
@@ -31,12 +31,12 @@ struct GroupBlocks {
     free: u64,
     /// Blocks in extents of the group.
     held: u64,
-    /// Blocks that the group could have in extents that no group holds.
+    /// Blocks that the group could have in extents without an owner.
     unowned: u64,
     /// The extent that blocks are taken from until it is full.
     filling: Option<u32>,
-    /// By the binary logarithm of their free blocks, the first of the group's other extents with about so many; they follow each other
-    /// in a ring.
+    /// The group's other extents, in one ring for each binary logarithm of their number of free blocks: the first of each
+    /// ring.
     with_free: [Option<u32>; 32],
 }
 
@@ -45,16 +45,16 @@ struct Extent {
     owner: Option<GroupId>,
     first_block: u32,
     blocks: Bitmap,
-    /// Its neighbours in a ring of extents with about as many free blocks, if it is in one.
+    /// Its neighbours in a ring of extents with about as many free blocks, if it is in a ring.
     before: u32,
     behind: u32,
-    /// Whether it is among those that were emptied.
+    /// Whether it is listed in `Arena::emptied`.
     emptied: bool,
 }
 
 impl Arena {
-    /// An arena of `bytes`, of which an extent takes `extent_bytes` (the last may be shorter), for groups with the given
-    /// block sizes. An arena of 0 bytes is an absent tier.
+    /// An arena of `bytes` in extents of `extent_bytes` (the last may be shorter), for groups with the given block sizes. An
+    /// arena of 0 bytes is an absent tier.
     pub fn new(bytes: u64, extent_bytes: u64, block_bytes: &[u64]) -> Result<Self> {
         if bytes > limits::ARENA_BYTES_MAX {
             return Err(Error::invalid("bytes", bytes, format!("at most {}", limits::ARENA_BYTES_MAX)));
@@ -98,8 +98,8 @@ impl Arena {
         self.bytes
     }
 
-    /// Takes a free block: the lowest of the extent being filled, then of the fullest extent of the group that has
-    /// one, as far as the logarithm of its free blocks says, then of a fresh extent. It takes as long however many extents there are.
+    /// Takes a free block: the lowest one in the extent being filled, then in the group's fullest extent that has one (judged
+    /// by the logarithm of its free blocks), then in a fresh extent. The time does not depend on the number of extents.
     pub fn take(&mut self, group: GroupId) -> Option<BlockId> {
         loop {
             let extent = match self.groups[group.index()].filling {
@@ -115,7 +115,7 @@ impl Arena {
         }
     }
 
-    /// Takes this very block; says whether it is there and was free.
+    /// Takes this particular block; says whether it exists and was free.
     pub fn take_at(&mut self, group: GroupId, block: BlockId) -> bool {
         let size = self.groups[group.index()].block_bytes;
         if u64::from(block.index()).checked_mul(size).is_none_or(|start| start >= self.bytes) {
@@ -189,7 +189,7 @@ impl Arena {
         self.groups[group.index()].free + self.groups[group.index()].unowned
     }
 
-    /// Byte ranges that hold no block and did since they were last asked for; their memory may be given back.
+    /// Byte ranges that have lost their last block since the last call; their memory may be given back.
     pub fn reclaim(&mut self) -> impl Iterator<Item = Range<u64>> + '_ {
         let Self { extent_bytes, bytes, ref mut emptied, ref mut extents, .. } = *self;
         emptied.iter().for_each(|&e| extents[e as usize].emptied = false);
@@ -213,7 +213,7 @@ impl Arena {
         (first, (end / size).saturating_sub(first))
     }
 
-    /// Counts the blocks that a group could have in extents that no group holds.
+    /// Counts the blocks that a group could have in extents without an owner.
     fn blocks_unowned(&self, group: GroupId) -> u64 {
         let unowned = (0..self.extents.len() as u32).filter(|&e| self.unowned.contains(e));
         unowned.map(|e| self.span_of(group, e).1).sum()
@@ -233,7 +233,7 @@ impl Arena {
         Some(chosen)
     }
 
-    /// The ring that an extent of a group belongs in; none if it is the one that is filled, or has no free block.
+    /// The ring that an extent of a group belongs in; none for the extent being filled and for those without free blocks.
     fn ring_of(&self, group: GroupId, extent: u32) -> Option<usize> {
         let ring = self.extents[extent as usize].blocks.free().checked_ilog2()?;
         (self.groups[group.index()].filling != Some(extent)).then_some(ring as usize)
@@ -248,7 +248,7 @@ impl Arena {
         self.join(extent, first);
     }
 
-    /// Takes an extent out of its ring, before its free blocks become more or fewer.
+    /// Takes an extent out of its ring; must come before its number of free blocks changes.
     fn unlink(&mut self, group: GroupId, extent: u32) {
         let Some(ring) = self.ring_of(group, extent) else { return };
         let Extent { before, behind, .. } = self.extents[extent as usize];
@@ -278,7 +278,7 @@ impl Arena {
         found.inspect(|&extent| self.own(group, extent))
     }
 
-    /// Cuts an extent that nobody owned into blocks of `group`.
+    /// Cuts an extent without an owner into blocks of `group`.
     fn own(&mut self, group: GroupId, extent: u32) {
         let (first, len) = self.span_of(group, extent);
         let slot = &mut self.extents[extent as usize];
@@ -360,7 +360,7 @@ mod tests {
         assert_eq!(refilled[3..], [3, 11, 12, 30], "then the fullest, then a fresh one");
     }
 
-    /// Where two blocks are a little larger than an extent, most extents lie between two borders of blocks.
+    /// If a block is only a little smaller than an extent, nearly every extent contains a border of blocks and no whole block.
     #[test]
     fn any_number_of_extents_may_hold_no_block() {
         let (group, extent_bytes) = (GroupId(0), 1 << 20);

@@ -10,8 +10,8 @@ const PENDING: u64 = u64::MAX;
 
 /// The one word through which a copying thread tells the core that it is done.
 ///
-/// The thread writes the bytes, then finishes the completion; the core looks, then hands the bytes out. The store
-/// releases what the load acquires, so whoever sees the flag sees the bytes, and the reason if there are none.
+/// The thread writes the bytes, then finishes the completion; the core checks the completion, then hands the bytes out. The
+/// store is a release and the load an acquire: whoever sees the flag also sees the bytes, or the reason for a failure.
 #[derive(Clone, Debug)]
 pub struct Completion(Arc<Outcome>);
 
@@ -24,9 +24,9 @@ struct Outcome {
 /// Why a copy did not arrive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Failure {
-    /// The link or the drive refused; it may go better another time.
+    /// The link or the drive refused; a later attempt may succeed.
     Io(String),
-    /// The bytes are not what was stored.
+    /// The bytes differ from what was stored.
     Corrupt(String),
 }
 
@@ -43,7 +43,7 @@ impl Completion {
 
     /// As `finish`, with the reason why not all arrived.
     pub fn fail(&self, copied: u32, failure: Failure) {
-        // The first reason stays: there is one call.
+        // There is only one call; of several the first would win.
         let _ = self.0.failure.set(failure);
         self.finish(copied);
     }
@@ -53,7 +53,7 @@ impl Completion {
         Arc::strong_count(&self.0) > 1
     }
 
-    /// What the copying thread said about a failure; look after `copied`.
+    /// What the copying thread said about a failure; call `copied` first.
     pub fn failure(&self) -> Option<&Failure> {
         self.0.failure.get()
     }
@@ -92,7 +92,7 @@ pub(crate) struct Draining {
 }
 
 impl Epochs {
-    /// A new epoch, to be retired when the work of all steps so far has.
+    /// A new epoch, to be retired once the work of all steps so far has ended.
     pub(crate) fn mint(&mut self) -> Epoch {
         self.minted.0 += 1;
         self.minted
@@ -102,7 +102,7 @@ impl Epochs {
         self.minted
     }
 
-    /// Whether work that was issued may still touch memory.
+    /// Whether issued work may still touch memory.
     pub(crate) fn pending(&self) -> bool {
         self.retired < self.minted
     }
@@ -124,7 +124,7 @@ impl Epochs {
         Some(block)
     }
 
-    /// Blocks whose epoch has retired, so far.
+    /// How many blocks have waited until their epoch retired, so far.
     pub(crate) fn drained(&self) -> u64 {
         self.drained
     }
@@ -144,11 +144,11 @@ pub enum Fence {
     Copies,
     /// Pages do not move while a step uses its tables.
     Step,
-    /// A page is not read where a copy is still writing it.
+    /// A page is not read from a block that a copy is still writing.
     Completion,
-    /// A page stays while it is in the window of a query to come.
+    /// A page stays while it is in the window of a future query.
     Window,
-    /// A freed block waits until its bytes are gone, where that is asked for.
+    /// A freed block waits until it has been zeroed, in caches that ask for it.
     Zeros,
 }
 
@@ -163,7 +163,7 @@ impl Cache {
         self.broken != Some(fence)
     }
 
-    /// Takes a fence away, to show that a test notices.
+    /// Removes a fence, to show that a test notices.
     #[cfg(feature = "broken-fences")]
     pub fn break_fence(&mut self, fence: Fence) {
         self.broken = Some(fence);

@@ -7,7 +7,7 @@ use std::num::NonZeroU32;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum Tier {
-    /// VRAM, or the budgeted RAM of the CPU backend. Pages are written here alone.
+    /// VRAM, or the budgeted RAM of the CPU backend. The only tier on which rows are appended to pages.
     Device = 0,
     /// Pinned RAM.
     Host = 1,
@@ -76,7 +76,7 @@ nonzero_index! {
     PageId
 }
 nonzero_index! {
-    /// An executed plan. No two under way have the same.
+    /// An executed plan. No two plans under way have the same number.
     TicketId
 }
 
@@ -123,7 +123,7 @@ pub struct Epoch(pub u64);
 pub struct BlockRef(u32);
 
 impl BlockRef {
-    /// Bits left for the block index; `limits::BLOCKS_PER_GROUP_MAX` keeps indices inside.
+    /// Bits left for the block index; `limits::BLOCKS_PER_GROUP_MAX` keeps every index within them.
     pub const INDEX_BITS: u32 = 30;
 
     /// Packs a tier and a block.
@@ -131,7 +131,7 @@ impl BlockRef {
         Self((tier as u32) << Self::INDEX_BITS | block.index())
     }
 
-    /// Both, as device kernels read them (cuda/pagoda/tables.cuh).
+    /// Tier and block packed, as device kernels read them (cuda/pagoda/tables.cuh).
     pub const fn bits(self) -> u32 {
         self.0
     }

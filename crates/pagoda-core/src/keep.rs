@@ -1,7 +1,7 @@
 //! Sequences that are kept on disk, independently of the sequences that they were saved from.
 //!
-//! A kept sequence holds its pages as a sequence does, and their copies on disk too. An open page never has a second copy: its
-//! bytes go to a block on disk that belongs to no page.
+//! Like any sequence, a kept one holds its pages; it also holds their copies on disk. An open page never has a second copy,
+//! so its bytes go to a block on disk that belongs to no page.
 
 use crate::audit::check_positions;
 use crate::cache::{Cache, GroupKind};
@@ -27,7 +27,7 @@ pub struct KeptSequence {
 pub struct KeptGroup {
     /// The tokens that have left the window.
     pub left: Left,
-    /// The others.
+    /// The spans of the other tokens.
     pub spans: Vec<Span>,
     /// Every entry of the page table.
     pub pages: Vec<KeptPage>,
@@ -40,7 +40,7 @@ pub enum KeptPage {
     Left,
     /// A full page.
     Sealed(BlockId),
-    /// A page with room: its block, and how many rows are in it.
+    /// An open page: its block, and how many rows are in it.
     Open(BlockId, u32),
 }
 
@@ -48,7 +48,7 @@ pub enum KeptPage {
 #[derive(Debug)]
 pub(crate) struct Kept {
     pub(crate) len: u64,
-    /// With nothing in the place of open pages.
+    /// Entries of open pages are empty: `tails` has their bytes.
     pub(crate) tables: Vec<Table>,
     pub(crate) tails: Vec<Tail>,
 }
@@ -57,15 +57,15 @@ pub(crate) struct Kept {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tail {
     pub(crate) group: GroupId,
-    /// Where in the table it stands.
+    /// Its index in the table.
     index: usize,
     pub(crate) block: BlockId,
     fill: u32,
 }
 
 impl Cache {
-    /// Keeps a sequence whose sealed pages are all on disk. Hands out the copies of open pages to make before anything else
-    /// happens; `forget` if they fail.
+    /// Keeps a sequence whose sealed pages are all on disk. Returns the copies of open pages, to be made before anything else
+    /// happens; call `forget` if they fail.
     pub fn keep(&mut self, id: SequenceId) -> Result<(KeptId, Vec<BlockCopy>)> {
         self.settle();
         let sequence = self.sequences.get_idle(id)?;
@@ -100,7 +100,7 @@ impl Cache {
         Ok((self.insert_kept(Kept { len, tables, tails }), copies))
     }
 
-    /// Lets go of what is kept.
+    /// Lets go of a kept sequence.
     pub fn forget(&mut self, id: KeptId) {
         self.settle();
         let Some(kept) = self.kept.remove(&id) else { return };
@@ -111,8 +111,8 @@ impl Cache {
         kept.tails.iter().for_each(|tail| self.free_block(Tier::Disk, tail.group, tail.block));
     }
 
-    /// A sequence with the tokens that are kept. Hands out the copies of open pages to make before anything else happens;
-    /// `release` it if they fail.
+    /// A new sequence with the kept tokens. Returns the copies of open pages, to be made before anything else happens; call
+    /// `release` if they fail.
     pub fn revive(&mut self, id: KeptId) -> Result<(SequenceId, Vec<BlockCopy>)> {
         self.settle();
         let Some(kept) = self.kept.get(&id) else {
@@ -131,14 +131,14 @@ impl Cache {
             copies.push(self.block_copy(tail.group, (Tier::Disk, tail.block), (Tier::Device, block)));
         }
         for (table, &placement) in tables.iter_mut().zip(&self.placement) {
-            // Any number but the group's own, so that the row is built when a step opens.
+            // Any version but the group's own, so that the row is built when a step opens.
             table.placement = placement.wrapping_sub(1);
         }
         self.sequences[sequence].tables = tables;
         Ok((sequence, copies))
     }
 
-    /// Writes down what is kept.
+    /// A kept sequence as it can be written down.
     pub fn describe(&self, id: KeptId) -> Option<KeptSequence> {
         let kept = self.kept.get(&id)?;
         let block = |page: PageId| self.pages[page].ready(Tier::Disk).expect("kept on disk");
@@ -149,14 +149,14 @@ impl Cache {
         Some(written)
     }
 
-    /// As long as what `describe` would write down of a sequence that is not kept yet, but for the blocks.
+    /// A stand-in, of the same length, for what `describe` would return if this sequence were kept. Its blocks mean nothing.
     pub fn outline(&self, id: SequenceId) -> Result<KeptSequence> {
         let sequence = self.sequences.get(id)?;
         Ok(write_down(sequence.len, &sequence.tables, |_| BlockId::new(0)))
     }
 
-    /// Takes sequences in that another cache wrote down, over the same blocks. Some may be impossible: those are refused, each
-    /// with a reason, and leave nothing behind.
+    /// Takes in sequences that another cache wrote down, over the same blocks. Impossible ones are refused, each with a
+    /// reason, and leave nothing behind.
     pub fn adopt(&mut self, all: &[KeptSequence]) -> Vec<Result<KeptId>> {
         let mut known = HashMap::new();
         all.iter().map(|kept| self.adopt_one(kept, &mut known)).collect()
@@ -218,7 +218,8 @@ impl Cache {
         Ok(tables)
     }
 
-    /// Takes in page `index` of a group; false if its block is taken or not there. `known`: sealed pages that others hold.
+    /// Takes in page `index` of a group; false if its block is taken or does not exist. `known`: the sealed pages taken in so
+    /// far.
     fn adopt_page(
         &mut self,
         group: GroupId,
@@ -267,7 +268,7 @@ impl Cache {
     }
 }
 
-/// Tables as they are written down, of pages that are all sealed and in some block.
+/// Tables as they are written down if all pages are sealed; `block` says where each page is.
 fn write_down(len: u64, tables: &[Table], block: impl Fn(PageId) -> BlockId) -> KeptSequence {
     let groups = tables.iter().map(|table| {
         let page =
@@ -281,7 +282,7 @@ fn write_down(len: u64, tables: &[Table], block: impl Fn(PageId) -> BlockId) -> 
     KeptSequence { len, groups: groups.collect() }
 }
 
-/// The refusal of a sequence that a cache of this shape cannot have written down.
+/// The refusal of a sequence that no cache of this shape can have written down.
 fn unlike(what: String) -> Error {
     Error::invalid("kept", what, "a sequence of a cache like this one")
 }

@@ -46,7 +46,8 @@ impl RowFormat {
         Self::Nvfp4,
     ];
 
-    /// A row has a multiple of so many elements: whole blocks, and rows of whole 16 bytes but for q5_0, which has 20 a block.
+    /// A row has a multiple of this many elements: whole blocks, and a multiple of 16 bytes except for q5_0, whose blocks
+    /// have 20.
     pub const fn unit(self) -> u32 {
         match self {
             Self::F32 | Self::F16 | Self::Bf16 => 8,
@@ -66,7 +67,7 @@ impl RowFormat {
         }
     }
 
-    /// Bytes of a scale, 0 without one, and the elements that share it: a row if `None`.
+    /// Bytes of a scale (0 if there is none), and how many elements share it: the whole row if `None`.
     pub const fn scale(self) -> (u32, Option<u32>) {
         match self {
             Self::F32 | Self::F16 | Self::Bf16 => (0, None),
@@ -121,7 +122,7 @@ pub struct LayerGeometry {
     pub v_head_dim: u32,
     /// Row format of K.
     pub k_format: RowFormat,
-    /// Row format of V; without one V is the first elements of the K row.
+    /// Row format of V; if `None`, V is the first elements of the K row.
     pub v_format: Option<RowFormat>,
 }
 
@@ -153,7 +154,7 @@ pub struct Strip {
 pub struct Plane {
     /// The rows.
     pub rows: Strip,
-    /// Their scales; nothing, for formats without.
+    /// Their scales; empty for formats without scales.
     pub scales: Strip,
 }
 
@@ -162,7 +163,7 @@ pub struct Plane {
 pub struct LayerLayout {
     /// Where K lies.
     pub k: Plane,
-    /// Where V lies, which may be where K does.
+    /// Where V lies; this may be where K lies.
     pub v: Plane,
 }
 
@@ -171,7 +172,7 @@ pub struct LayerLayout {
 pub struct BlockLayout {
     /// Tokens a block holds.
     pub page_size: u32,
-    /// Bytes of a block; `u64::MAX`, which fits no arena, if there are more than integers count.
+    /// Bytes of a block. Saturates at `u64::MAX`, which fits no arena.
     pub block_bytes: u64,
     /// One entry per layer of the group, in model order.
     pub layers: Vec<LayerLayout>,
@@ -213,7 +214,7 @@ mod tests {
     use crate::cache::{Group, GroupKind, TierMemory};
     use crate::{Cache, Error};
 
-    /// Strips of so many heads and layers wrap around to blocks that would fit.
+    /// Without saturation, this many heads and layers would wrap around to a block size that fits.
     #[test]
     fn blocks_beyond_what_integers_count_fit_no_arena() {
         let layer = LayerGeometry {

@@ -1,12 +1,12 @@
 //! Bookkeeping of a tiered, paged KV cache.
 //!
-//! Everything here is decided, nothing is done: no Python, clock, randomness, I/O or thread, and no address is
-//! ever dereferenced. `ARCHITECTURE.md` has the map; [`Cache`] is the way in.
+//! This crate decides and does nothing else: no Python, clock, randomness, I/O or threads, and no address is ever
+//! dereferenced. `ARCHITECTURE.md` has the map; start with [`Cache`].
 //!
-//! A call that is refused returns an error and has changed nothing. Numbers of layer groups, and places in a batch, that are not there
-//! are mistakes of the program: calls that name one may panic.
+//! A call that is refused returns an error and has changed nothing. A layer group or a place in a batch that does not exist
+//! is a bug in the caller: such calls may panic.
 //!
-//! Whoever owns the memory asks where rows go and what to copy, does it, and says when it is done:
+//! The owner of the memory asks where rows go and what to copy, does it, and reports when it is done:
 //!
 //! ```
 //! use pagoda_core::Cache;
@@ -25,7 +25,7 @@
 //! cache.reserve(&[(sequence, 40)])?;
 //! assert_eq!(cache.step_slots(0, GroupId(0)).count(), 40);
 //! let epoch = cache.commit(None)?;
-//! // When its kernels have ended, blocks that are freed from now on need not wait for them.
+//! // Its kernels have ended: blocks that are freed from now on need not wait for them.
 //! cache.retire(epoch)?;
 //!
 //! // The first page goes to the host tier, once somebody has made the copies.

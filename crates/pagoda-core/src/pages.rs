@@ -17,8 +17,7 @@ pub(crate) enum Slot {
 /// A page. With its reference count, a table entry and a row entry it costs 60 bytes.
 #[derive(Debug)]
 pub(crate) struct Page {
-    /// How often this slot was handed out or its bytes were reopened: what a plan names, so that it cannot go stale
-    /// unnoticed.
+    /// How often this slot was handed out or its bytes were reopened. Plans name it, so that a stale plan is noticed.
     pub(crate) generation: u32,
     /// Valid tokens.
     pub(crate) fill: u32,
@@ -46,7 +45,7 @@ impl Page {
         }
     }
 
-    /// Whether a plan may take the page there: what is on disk was written once.
+    /// Whether a plan may take the page there. Pages on disk are written once, so only sealed ones go there.
     pub(crate) fn may_move_to(&self, tier: Tier) -> bool {
         self.sealed || tier != Tier::Disk
     }
@@ -57,7 +56,7 @@ impl Page {
     }
 }
 
-/// Every page of a cache. Reference counts lie apart from the rest: a fork touches nothing else.
+/// Every page of a cache. Reference counts are stored separately, because a fork touches nothing else.
 #[derive(Debug, Default)]
 pub(crate) struct Pages {
     pages: Vec<Page>,
@@ -104,7 +103,7 @@ impl Pages {
         self.vacant.push(id);
     }
 
-    /// Changes what a page has on a tier; says what it had.
+    /// Changes what a page has on a tier; returns what it had.
     pub(crate) fn place(&mut self, id: PageId, tier: Tier, slot: Slot) -> Slot {
         let before = std::mem::replace(&mut self[id].slots[tier.index()], slot);
         if self[id].slots.iter().filter(|slot| **slot != Slot::Empty).count() > 1 {
@@ -120,7 +119,7 @@ impl Pages {
         self.spread.iter().map(|&id| (id, &self[id]))
     }
 
-    /// Makes every page as old as if its bytes had been reopened so often.
+    /// Sets the generation of every page, as if its bytes had been reopened that often.
     #[cfg(test)]
     pub(crate) fn age(&mut self, generation: u32) {
         self.pages.iter_mut().for_each(|page| page.generation = generation);
@@ -145,7 +144,7 @@ impl Pages {
         *count
     }
 
-    /// Pages with a reference: not those that only a copy touches.
+    /// Pages with a reference, without those that only a copy still touches.
     pub(crate) fn held(&self) -> u64 {
         self.held
     }
@@ -155,12 +154,12 @@ impl Pages {
         self.shared
     }
 
-    /// Lets the copy on disk stay, whatever moves.
+    /// Makes the copy on disk stay, whatever moves.
     pub(crate) fn keep(&mut self, id: PageId) {
         *self.kept.entry(id).or_default() += 1;
     }
 
-    /// Takes one `keep` back.
+    /// Undoes one `keep`.
     pub(crate) fn unkeep(&mut self, id: PageId) {
         let count = self.kept.get_mut(&id).expect("kept before");
         *count -= 1;
@@ -169,7 +168,7 @@ impl Pages {
         }
     }
 
-    /// How often the page is kept: as many of its references are not those of sequences.
+    /// How often the page is kept: this many of its references are not from sequences.
     pub(crate) fn kept(&self, id: PageId) -> u32 {
         self.kept.get(&id).copied().unwrap_or(0)
     }

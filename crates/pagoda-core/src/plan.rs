@@ -1,4 +1,5 @@
-//! Migrations between tiers: deciding is a pure function, starting and finishing are bookkeeping, copying is not here.
+//! Migrations between tiers: planning is a pure function, starting and finishing are bookkeeping, and copying happens
+//! elsewhere.
 
 use crate::cache::Cache;
 use crate::error::{Error, Result};
@@ -17,9 +18,9 @@ pub struct Plan {
     pub sequence: SequenceId,
     /// Where the pages go.
     pub to: Tier,
-    /// Whether the pages keep the copy that they are read from today.
+    /// Whether the pages keep the copy that they are read from now.
     pub keep: bool,
-    /// One entry per page: those that copy, in token order within each layer group, then those that only drop a copy.
+    /// One entry per page: first those that copy, in token order within each layer group, then those that only drop a copy.
     pub(crate) moves: Vec<Move>,
 }
 
@@ -28,13 +29,13 @@ pub struct Plan {
 pub struct Selection {
     /// Pages that hold one of these tokens (token axis).
     pub tokens: Range<u64>,
-    /// Layer groups, and at most how many pages of each.
+    /// Layer groups, each with the most pages to take from it.
     pub groups: Vec<(GroupId, usize)>,
-    /// Leaves the copy that a page is read from today where it is, so that moving it back later costs nothing.
+    /// Keeps the copy that a page is read from now, so that moving it back later costs nothing.
     pub keep: bool,
     /// Starts at the end of the sequence instead of at its beginning.
     pub newest_first: bool,
-    /// Only pages that are read from this tier today; from any other than the target if `None`.
+    /// Only pages that are read from this tier now; from any other than the target if `None`.
     pub from: Option<Tier>,
     /// Only pages that no other sequence holds.
     pub unshared: bool,
@@ -43,7 +44,7 @@ pub struct Selection {
 }
 
 impl Selection {
-    /// All pages with one of these tokens, which are moved, the oldest first.
+    /// All pages with one of these tokens, oldest first, without keeping a copy.
     pub fn of(tokens: Range<u64>, groups: Vec<GroupId>) -> Self {
         let groups = groups.into_iter().map(|group| (group, usize::MAX)).collect();
         let (keep, newest_first, unshared, sealed) = (false, false, false, false);
@@ -106,19 +107,20 @@ pub(crate) struct Ticket {
     pub(crate) failed: bool,
 }
 
-/// A plan that came to nothing, or not to all.
+/// A plan that failed, wholly or in part.
 #[derive(Debug)]
 pub(crate) struct Failed {
     ticket: TicketId,
     error: Error,
-    /// Held by others as long as somebody may still ask.
+    /// Shared with others as long as somebody may still ask for the failure.
     completion: Completion,
 }
 
 impl Cache {
     /// Plans to move pages of a sequence to tier `to`.
     ///
-    /// Pages already read from there and pages with a copy in flight are left out, and so are open ones where that is the disk.
+    /// Leaves out pages that are already read from there, pages with a copy in flight and, if the target is the disk, open
+    /// pages.
     pub fn plan(&self, id: SequenceId, to: Tier, selection: &Selection) -> Result<Plan> {
         let Selection { tokens, groups, keep, newest_first, from: only, unshared, sealed } = selection;
         let sequence = self.sequences.get(id)?;
@@ -146,7 +148,8 @@ impl Cache {
                 let m = Move { page: id, generation: page.generation, group, from, bytes };
                 (only.is_none_or(|only| only == from) && (page.sealed || !sealed)).then_some(m)
             });
-            // A page that a drop has split stands in the table twice. Most pages of a long sequence stay: they are not noted.
+            // A page that a drop has split is in the table twice. Only movable pages are noted: most pages of a long sequence
+            // stay.
             let movable = movable.filter(|m| known.insert(m.page));
             moves.extend(movable.take(pages_max));
         }
@@ -154,9 +157,9 @@ impl Cache {
         Ok(Plan { sequence: id, to, keep: *keep, moves })
     }
 
-    /// Starts a plan: takes its blocks and hands out the copies to make. All or nothing; refused when the plan is stale.
+    /// Starts a plan: takes its blocks and returns the copies to make. All or nothing; a stale plan is refused.
     ///
-    /// Whoever copies finishes the completion; the pages move at the next call after that which finds no step open.
+    /// Whoever makes the copies finishes the completion. The pages move at the next call after that which finds no step open.
     pub fn execute(&mut self, plan: &Plan) -> Result<(TicketId, Completion, Vec<BlockCopy>)> {
         self.settle();
         self.sequences.get_idle(plan.sequence)?;
@@ -195,7 +198,7 @@ impl Cache {
         for m in &plan.moves {
             self.pages[m.page].copies += 1;
         }
-        // Numbers may be used again: no ticket lives as long as it takes to use all.
+        // Numbers wrap around: every ticket ends long before its number is used again.
         self.tickets_minted = (self.tickets_minted + 1) % u32::MAX;
         let completion = Completion::new();
         if copies.is_empty() {
@@ -215,12 +218,12 @@ impl Cache {
         Ok((id, completion, copies))
     }
 
-    /// A copy of a block, whole.
+    /// A copy of a whole block.
     pub(crate) fn block_copy(&self, group: GroupId, from: (Tier, BlockId), to: (Tier, BlockId)) -> BlockCopy {
         BlockCopy { group, from, to, bytes: self.groups[group.index()].block_bytes }
     }
 
-    /// The tickets under way that move pages from one tier to another. keep: those that leave a copy, too.
+    /// The tickets under way that move pages from one tier to another; with `keep`, also those that leave a copy.
     pub fn moves_between(&mut self, from: Tier, to: Tier, keep: bool) -> Vec<(TicketId, Completion)> {
         self.settle();
         let moves = |ticket: &&Ticket| {
@@ -238,8 +241,9 @@ impl Cache {
         Ok(self.tickets.iter().filter(touches).map(|t| (t.id, t.completion.clone())).collect())
     }
 
-    /// Frees up to `pages_max` blocks of a group on `tier` that can be spared; returns how many. A block can be if its page is read
-    /// from a faster tier, or is on disk as well and no sequence holds it; pages that sequence `but_of` holds are left alone.
+    /// Frees up to `pages_max` blocks of a group on `tier` that can be spared; returns how many. A block can be spared if its
+    /// page is read from a faster tier, or if the page is also on disk and no sequence holds it. Pages that sequence `but_of`
+    /// holds are left alone.
     pub fn drop_copies(
         &mut self,
         tier: Tier,
@@ -253,7 +257,7 @@ impl Cache {
         Ok(self.drop_copies_if(tier, group, pages_max, |page, _| !held.contains(&page)))
     }
 
-    /// As `drop_copies`, of those pages and blocks that are `wanted`.
+    /// Like `drop_copies`, but only takes pages and blocks that are `wanted`.
     pub fn drop_copies_if(
         &mut self,
         tier: Tier,
@@ -285,7 +289,7 @@ impl Cache {
         spare.len()
     }
 
-    /// The sequences that hold the page whose bytes a block has.
+    /// The sequences that hold the page stored in a block.
     pub fn holders(&self, group: GroupId, (tier, block): (Tier, BlockId)) -> Vec<SequenceId> {
         self.holding(group, |page| self.pages[page].ready(tier) == Some(block))
     }
@@ -295,21 +299,21 @@ impl Cache {
         self.sequences.iter().filter(|(_, sequence)| holds(sequence)).map(|(id, _)| id).collect()
     }
 
-    /// What became of a ticket, if it failed. A failure is told once: here, or by `take_failure`.
+    /// Why a ticket failed, if it did. Each failure is reported once: here or by `take_failure`.
     pub fn ticket_failure(&mut self, id: TicketId) -> Option<Error> {
         self.settle();
         let at = self.failures.iter().position(|failure| failure.ticket == id)?;
         Some(self.failures.remove(at).error)
     }
 
-    /// The oldest failure that nobody has been told of nor waits to be: what became of a ticket that was dropped.
+    /// The oldest failure that was not reported and that nobody can ask for any more, because its ticket was dropped.
     pub fn take_failure(&mut self) -> Option<Error> {
         self.settle();
         let at = self.failures.iter().position(|failure| !failure.completion.is_shared())?;
         Some(self.failures.remove(at).error)
     }
 
-    /// Lets finished copies take effect. Inside a step, whose tables stay as they were handed out, only notes which have failed.
+    /// Applies finished copies. Inside a step, whose tables must not change, it only notes which copies failed.
     pub(crate) fn settle(&mut self) {
         let inside = self.step.phase != Phase::Closed && self.keeps(Fence::Step);
         let mut at = 0;
@@ -371,11 +375,11 @@ impl Cache {
             if self.pages.references(m.page) == 0 {
                 self.close_page(m.page);
             } else if arrived {
-                // An open page is in one place.
+                // An open page has only one copy.
                 let stays = (ticket.keep && self.pages[m.page].sealed)
                     || (m.from == Tier::Disk && self.pages.kept(m.page) > 0);
                 if !stays {
-                    // On its way down it leaves the tiers in between as well.
+                    // A page on its way down also leaves the tiers in between.
                     let behind = ticket.to.index().max(m.from.index() + 1);
                     for &tier in &Tier::ALL[m.from.index()..behind] {
                         if let Slot::Ready { block } = self.pages.place(m.page, tier, Slot::Empty) {

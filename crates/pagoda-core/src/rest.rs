@@ -1,11 +1,11 @@
-//! Which sequences rest: the order in which they last stepped, and how far that was looked through for pages that may move.
+//! Which sequences rest: the order in which they last stepped, and how far it has been searched for pages that may move.
 
 use crate::cache::Cache;
 use crate::ids::{GroupId, PageId, SequenceId, Tier};
 use crate::table::Table;
 use std::collections::{HashSet, VecDeque};
 
-/// The rests of sequences, in the order of their numbers. Those that have ended are dropped now and then.
+/// The rests of sequences, in the order of their numbers. Ended rests are removed now and then.
 #[derive(Debug, Default)]
 pub(crate) struct Rests {
     begun: VecDeque<(u64, SequenceId)>,
@@ -13,7 +13,8 @@ pub(crate) struct Rests {
 }
 
 impl Rests {
-    /// A sequence begins to rest, which ends the rest that it had. `goes_on` knows those that have not ended, `most` at most.
+    /// Begins a rest of a sequence, which ends its previous one. `goes_on` tells which rests have not ended; there are at
+    /// most `most`.
     pub(crate) fn begin(
         &mut self,
         id: SequenceId,
@@ -28,23 +29,24 @@ impl Rests {
         self.last
     }
 
-    /// Those from number `first` on.
+    /// The rests from number `first` on.
     pub(crate) fn from(&self, first: u64) -> impl Iterator<Item = (u64, SequenceId)> {
         let at = self.begun.partition_point(|&(rest, _)| rest < first);
         self.begun.range(at..).copied()
     }
 }
 
-/// Of a layer group, `[source][target][unshared]`: the number of a rest; no sequence whose rest has a lower one has a page to move
-/// that way. unshared: whether only pages count that a single sequence holds. A page that several held when it was looked at may go
-/// on as such when only one does.
+/// For a layer group, `[source][target][unshared]`: the number of a rest. No sequence with a lower one has a page to move
+/// that way. unshared: whether only pages that a single sequence holds count. A page that several sequences held when it was
+/// searched may still be treated as shared when only one holds it.
 pub(crate) type Searched = [[[u64; 2]; Tier::COUNT]; Tier::COUNT];
 
 impl Cache {
-    /// Sequences with pages of a group that a plan would take from one tier to another, the one that rested longest first: up to `most`
-    /// of them, none of the open step or among `others`. unshared: pages that no other sequence holds.
+    /// Sequences with pages of a group that a plan would take from one tier to another: up to `most` of them, longest rested
+    /// first, none of them in the open step or in `others`. unshared: only pages that no other sequence holds count.
     ///
-    /// What was looked through for nothing is not looked through again before it has stepped, or pages have come to that tier.
+    /// A sequence that was searched in vain is not searched again until it has stepped or pages have arrived on the source
+    /// tier.
     pub fn resting(
         &mut self,
         (from, to): (Tier, Tier),
@@ -76,8 +78,8 @@ impl Cache {
         found
     }
 
-    /// Of some sequences those with pages that a plan would take from one tier to another, with each layer group of such pages. None
-    /// that have been released.
+    /// Which of some sequences have pages that a plan would take from one tier to another, and each layer group of such
+    /// pages. Released sequences are left out.
     pub fn with_movable(&mut self, way: (Tier, Tier), ids: &[SequenceId]) -> Vec<(SequenceId, GroupId)> {
         self.settle();
         let live = ids.iter().filter(|&&id| self.sequences.get(id).is_ok());
@@ -97,7 +99,7 @@ impl Cache {
         held.any(|page| self.movable(page, to, unshared) == Some(from))
     }
 
-    /// The tier that a page is read from, if a plan may take it to another one now. unshared: if no other sequence holds it.
+    /// The tier that a page is read from, if a plan may take it to `to` now. unshared: and if no other sequence holds it.
     pub(crate) fn movable(&self, id: PageId, to: Tier, unshared: bool) -> Option<Tier> {
         let page = &self.pages[id];
         let from = page.fastest().map(|at| at.tier()).filter(|&from| from != to)?;
@@ -105,7 +107,8 @@ impl Cache {
         (page.may_move_to(to) && page.copies == 0 && !(unshared && is_shared)).then_some(from)
     }
 
-    /// Pages that a sequence holds, or held, have ended to move: from where they are read now they may move again.
+    /// Makes sure that pages are searched again: moves of pages that a sequence holds, or held, have ended, and they may now
+    /// move on from the tier that they are read from.
     pub(crate) fn search_anew(&mut self, id: SequenceId, pages: impl Iterator<Item = PageId>) {
         let searched = |(_, group, tier): &(PageId, GroupId, Tier)| {
             self.searched[group.index()][tier.index()].as_flattened().iter().any(|&first| first > 0)
@@ -116,7 +119,7 @@ impl Cache {
         if read.is_empty() {
             return;
         }
-        // There are more pages that stay than such that have moved.
+        // Most pages of the sequence stay, so the ones that have moved are sorted.
         read.sort_unstable_by_key(|&(page, ..)| page);
         let mut held = vec![false; read.len()];
         let holder = self.sequences.get(id).ok();
@@ -127,7 +130,7 @@ impl Cache {
         }
         let rest = holder.map_or(0, |holder| holder.rest);
         for ((page, group, tier), is_held) in read.into_iter().zip(held) {
-            // Who else holds a page is not known.
+            // The other holders of a shared page are not known: start again at the first rest.
             let is_alone = is_held && self.pages.references(page) - self.pages.kept(page) == 1;
             let from = if is_alone { rest } else { 0 };
             let searched = self.searched[group.index()][tier.index()].as_flattened_mut();

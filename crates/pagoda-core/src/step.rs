@@ -16,14 +16,14 @@ pub(crate) struct Step {
     /// What to take back if the step fails: one per entry and layer group.
     pub(crate) undo: Vec<Undo>,
     copies: Vec<BlockCopy>,
-    /// What was missing so far: the first group, blocks and bytes of all groups.
+    /// What is missing so far: the first group that is short, then blocks and bytes over all groups.
     short: Option<(GroupId, u64, u64)>,
 }
 
 /// Where a step stands.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// There is none.
+    /// No step.
     #[default]
     Closed,
     /// Being reserved: no kernel has seen its blocks.
@@ -43,15 +43,15 @@ pub(crate) struct Entry {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Undo {
     pub(crate) pages: u32,
-    /// The tail page that a copy has taken the place of. It keeps its reference until the step ends.
+    /// The tail page that a copy has replaced. It keeps its reference until the step ends.
     pub(crate) replaced: Option<PageId>,
-    /// A tail page with fewer tokens in use than it holds, which is appended to in place, and how many it held.
+    /// A tail page that is appended to in place although it held more tokens than were in use, and how many it held.
     reopened: Option<(PageId, u32)>,
 }
 
 impl Cache {
-    /// Opens a step: pages for `new_tokens` more tokens of each sequence, tables to reach them, and the copies of shared
-    /// open pages to make before the first append. All or nothing, from free blocks only.
+    /// Opens a step: takes pages for `new_tokens` more tokens of each sequence, updates their tables, and lists the copies of
+    /// shared open pages to make before the first append. All or nothing, from free blocks only.
     pub fn reserve(&mut self, batch: &[(SequenceId, u32)]) -> Result<()> {
         if self.step.phase != Phase::Closed {
             return Err(Error::invalid(
@@ -82,7 +82,7 @@ impl Cache {
         }
         for &(sequence, new_tokens) in batch {
             if self.sequences.get(sequence)?.stepping {
-                // The sequence is in this batch already: no other step is open.
+                // No other step is open, so the sequence is in this batch twice.
                 return Err(Error::invalid("sequences", sequence, "each of them once"));
             }
             let slot = &mut self.sequences[sequence];
@@ -129,8 +129,8 @@ impl Cache {
         self.push_pages(sequence, group, new_tokens.saturating_sub(room).div_ceil(page_size));
     }
 
-    /// Makes the tail page of a table writable after its first `used` tokens: in place when nobody else can see it, in
-    /// a copy otherwise.
+    /// Makes the tail page of a table writable after its first `used` tokens: in place if nobody else can see it, otherwise
+    /// in a copy.
     fn open_tail(&mut self, sequence: SequenceId, group: GroupId, tail: PageId, used: u32) {
         let sole = self.pages.references(tail) == 1;
         let page = &mut self.pages[tail];
@@ -166,7 +166,8 @@ impl Cache {
         }
     }
 
-    /// Notes that blocks are missing. Once one is, no other is free: nothing of a group is freed while it is reserved for.
+    /// Notes that blocks are missing. If one is missing, so are all that follow: no block of a group is freed while its pages
+    /// are reserved.
     fn lack(&mut self, group: GroupId, count: u32) {
         let (_, blocks, bytes) = self.step.short.get_or_insert((group, 0, 0));
         *blocks += u64::from(count);
@@ -190,7 +191,7 @@ impl Cache {
             table.reaches_disk |= now.tier() == Tier::Disk;
         }
         table.placement = placement;
-        // Those that moved may all have been pages of others.
+        // The pages that moved may all belong to other sequences.
         if has_changed {
             table.row_changed();
         }
@@ -198,7 +199,7 @@ impl Cache {
 
     /// Closes the step. Of each sequence's new tokens the first `accepted` stay (all, if `None`); full pages are sealed.
     ///
-    /// Returns an epoch: tell `retire` when the step's kernels have ended.
+    /// Returns an epoch to pass to `retire` once the step's kernels have ended.
     pub fn commit(&mut self, accepted: Option<&[u32]>) -> Result<Epoch> {
         self.require_step()?;
         if let Some(accepted) = accepted {
@@ -225,7 +226,7 @@ impl Cache {
         Ok(self.leave(None))
     }
 
-    /// Says that the work of every step up to `epoch` has ended: blocks that waited for it become free.
+    /// Reports that the work of every step up to `epoch` has ended: blocks that waited for it become free.
     pub fn retire(&mut self, epoch: Epoch) -> Result<()> {
         if epoch > self.epochs.minted() {
             return Err(Error::invalid(
@@ -239,12 +240,12 @@ impl Cache {
         Ok(())
     }
 
-    /// Ends the step: with tokens accepted (`Some`), or undone (`None`).
+    /// Ends the step: commits it (`Some`, with the accepted tokens) or undoes it (`None`).
     fn leave(&mut self, committed: Option<Option<&[u32]>>) -> Epoch {
         // A step that was refused ran no kernel: its blocks need not drain.
         let epoch = if self.step.phase == Phase::Open { self.epochs.mint() } else { self.epochs.minted() };
         let mut undo = std::mem::take(&mut self.step.undo);
-        // Where arguments are wrong there was no step: sequences have rested as long as before.
+        // With invalid arguments no step began: sequences go on resting as before.
         let has_begun = !undo.is_empty();
         let mut undone = undo.drain(..);
         for index in 0..self.step.entries.len() {
@@ -273,7 +274,7 @@ impl Cache {
         epoch
     }
 
-    /// Takes `count` new tokens into a table, and gives back what the step reserved beyond them.
+    /// Adds `count` new tokens to a table, and gives back what the step reserved beyond them.
     fn seal(&mut self, sequence: SequenceId, group: GroupId, count: u32, before: Undo) {
         let table = &mut self.sequences[sequence].tables[group.index()];
         table.last_mut().count += count;
@@ -312,7 +313,7 @@ impl Cache {
         }
     }
 
-    /// Lets the pages leave that the group's window has passed.
+    /// Lets go of the pages that the group's window has passed.
     fn move_window(&mut self, sequence: SequenceId, group: GroupId) {
         let Group { window: Some(window), .. } = self.groups[group.index()] else { return };
         let page_size = self.groups[group.index()].page_size();
@@ -335,7 +336,7 @@ impl Cache {
             self.release_page(copy.expect("opened by this step"));
         }
         if let Some((tail, fill)) = before.reopened.filter(|_| self.step.phase == Phase::Entering) {
-            // No kernel has seen it: it is what it was, and plans for it are good.
+            // No kernel has seen the page: its bytes are unchanged, and plans for it are valid.
             let page_size = self.groups[group.index()].page_size();
             let page = &mut self.pages[tail];
             page.generation = page.generation.wrapping_sub(1);
@@ -360,7 +361,7 @@ impl Cache {
         &self.step.copies
     }
 
-    /// Pages of the open step's sequences that are on disk. Looks only where there may be one.
+    /// Pages of the open step's sequences that are on disk. Only searches where there may be one.
     pub fn step_pages_on_disk(&self) -> usize {
         let copies = self.step.copies.iter().filter(|copy| copy.from.0 == Tier::Disk);
         let tables = self.step.entries.iter().flat_map(|entry| &self.sequences[entry.sequence].tables);
@@ -369,7 +370,7 @@ impl Cache {
         copies.count() + held.filter(|(at, page)| page.is_some() && at.tier() == Tier::Disk).count()
     }
 
-    /// Whether the `index`-th sequence of the open step may have pages of a group on disk: no if it says so.
+    /// Whether the `index`-th sequence of the open step may have pages of a group on disk. If false, it has none.
     pub fn step_reaches_disk(&self, index: usize, group: GroupId) -> bool {
         self.sequences[self.step.entries[index].sequence].tables[group.index()].reaches_disk
     }
@@ -379,10 +380,10 @@ impl Cache {
         self.step.entries.iter().map(|entry| (entry.sequence, entry.new_tokens))
     }
 
-    /// Where the pages of the `index`-th sequence of the open step are read from, new ones included. For a state: the
-    /// version to read, if there is one, then the version to write.
+    /// Where the pages of the `index`-th sequence of the open step are read from, new ones included. For a state: the version
+    /// to read, if there is one, then the version to write.
     ///
-    /// With `version`, the row's own: while that stays the same, the row has only grown.
+    /// Also returns the row's `version`: while that stays the same, the row has only grown.
     pub fn step_row(&self, index: usize, group: GroupId) -> (&[BlockRef], u32) {
         let table = &self.sequences[self.step.entries[index].sequence].tables[group.index()];
         (&table.row, table.version)

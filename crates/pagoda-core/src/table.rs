@@ -1,4 +1,4 @@
-//! Sequences, and per layer group the table that leads from a token to its page.
+//! Sequences, and for each layer group the table that maps tokens to pages.
 
 use crate::error::{Error, Result};
 use crate::ids::{BlockRef, PageId, SequenceId};
@@ -10,15 +10,16 @@ use std::ops::Range;
 
 /// A run of pages whose tokens are contiguous, as a kernel reads it.
 ///
-/// The pages are `row[first_page..]` of the sequence's row; the run begins `skip` tokens into the first of them and
-/// holds `count` tokens. `offset` is what `drop` took out behind it: a query at position `p` sees these keys as if it
-/// were at `p - offset`. The last span of a sequence has offset 0. Of a group with a window these are the tokens that have
-/// not left: they make up the axis that kernels count on.
+/// The pages are `row[first_page..]` of the sequence's row; the run begins `skip` tokens into the first of them and holds
+/// `count` tokens. `offset` is the number of positions that `drop` removed after it: a query at position `p` sees these keys
+/// as if it were at `p - offset`. The last span of a sequence has offset 0. In a group with a window, spans only contain the
+/// tokens that have not left: these make up the axis on which kernels count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpanView {
     /// Index of the first page in the row.
     pub first_page: u32,
-    /// Stored rows before the span: of pages that have left, whose entries in the row mean nothing, and of its first page.
+    /// Stored rows before the span: those of pages that have left, whose entries in the row mean nothing, and those of its
+    /// first page.
     pub skip: u32,
     /// Tokens in the span.
     pub count: u32,
@@ -30,23 +31,23 @@ pub struct SpanView {
     pub sight: Sight,
 }
 
-/// Which queries see the tokens of a span, of those that come after them.
+/// Which of the later queries see the tokens of a span.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Sight {
-    /// Those whose window they are in.
+    /// Those whose window contains them.
     #[default]
     Window,
     /// All: they are sinks.
     Always,
-    /// All, and queries behind place `from` of the axis see them nearer, by as many positions as they are behind it.
+    /// All. Queries after index `from` of the axis see them nearer, by as many positions as they are past it.
     Trailing {
-        /// Below 0 where every query is behind it.
+        /// Below 0 if every query is past it.
         from: i64,
     },
 }
 
 impl SpanView {
-    /// Positions by which a query at place `query` of the axis is rotated back for this span.
+    /// Positions by which a query at index `query` of the axis is rotated back for this span.
     pub fn offset_for(&self, query: usize) -> u64 {
         match self.sight {
             Sight::Trailing { from } => self.offset + (query as i64 - from).max(0) as u64,
@@ -93,13 +94,13 @@ impl Span {
         self.skip + self.count
     }
 
-    /// Its entries in the table that hold a token, counted from its first page.
+    /// Its entries in the table that hold tokens, counted from its first page.
     pub(crate) fn entries(&self, page_size: u32) -> Range<u32> {
         self.skip / page_size..self.rows().div_ceil(page_size)
     }
 }
 
-/// Tokens that are not in a table any more: `count` of them, behind the first `after` of the sequence.
+/// Tokens that are no longer in a table: `count` of them, after the first `after` of the sequence.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Left {
     /// Tokens before them: the sinks.
@@ -109,12 +110,12 @@ pub struct Left {
 }
 
 impl Left {
-    /// The token behind them.
+    /// The token after them.
     pub(crate) fn end(&self) -> u64 {
         self.after + self.count
     }
 
-    /// Where a token of the sequence is among those of the table; where they were, for one that has left.
+    /// The index of a sequence's token among those in the table. For a token that has left, it is the index of the gap.
     pub(crate) fn place(&self, token: u64) -> u64 {
         if token <= self.after { token } else { token.max(self.end()) - self.count }
     }
@@ -123,19 +124,19 @@ impl Left {
 /// The pages of one sequence in one layer group, in token order.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Table {
-    /// None where one has left: its entries go a run at a time, so that rows do not shift at every step.
+    /// `None` where a page has left. Such entries are removed a run at a time, so that rows do not shift at every step.
     pub(crate) pages: Vec<Option<PageId>>,
-    /// Where each page is read from, as of `placement`; anything where one has left.
+    /// Where each page is read from, as of `placement`; arbitrary where a page has left.
     pub(crate) row: Vec<BlockRef>,
-    /// Never empty; only the last one grows. A state has one that counts its tokens and no others.
+    /// Never empty; only the last one grows. A state has just one, which counts its tokens.
     pub(crate) spans: Vec<Span>,
-    /// What the group's window has passed.
+    /// The tokens that the group's window has passed.
     pub(crate) left: Left,
     /// The group's placement version that `row` agrees with.
     pub(crate) placement: u32,
-    /// Changes whenever `row` changes in another way than by growing.
+    /// Changes whenever `row` changes other than by growing.
     pub(crate) version: u32,
-    /// Whether an entry of `row` may be on disk: no if it says so.
+    /// Whether an entry of `row` may be on disk. If false, none is.
     pub(crate) reaches_disk: bool,
 }
 
@@ -159,32 +160,32 @@ impl Table {
         self.pages.len() as u32 - self.last().first_page
     }
 
-    /// The table's pages, those that have left excepted.
+    /// The table's pages, except those that have left.
     pub(crate) fn held(&self) -> impl Iterator<Item = PageId> + '_ {
         self.pages.iter().filter_map(|page| *page)
     }
 
-    /// Adds an entry for a page, which is read from `at`.
+    /// Adds an entry for a page that is read from `at`.
     pub(crate) fn push(&mut self, page: PageId, at: BlockRef) {
         self.pages.push(Some(page));
         self.row.push(at);
     }
 
-    /// Takes the last entry off, and hands out its page.
+    /// Removes the last entry and returns its page.
     pub(crate) fn pop(&mut self) -> Option<PageId> {
         self.row_changed();
         self.row.pop();
         self.pages.pop().flatten()
     }
 
-    /// Puts a page, which is read from `at`, in the place of the last one; hands out that.
+    /// Replaces the last page with one that is read from `at`; returns the old one.
     pub(crate) fn replace_last(&mut self, page: PageId, at: BlockRef) -> Option<PageId> {
         self.row_changed();
         *self.row.last_mut()? = at;
         self.pages.last_mut()?.replace(page)
     }
 
-    /// The row is about to change in another way than by growing.
+    /// To be called when the row is about to change other than by growing.
     pub(crate) fn row_changed(&mut self) {
         self.version = self.version.wrapping_add(1);
     }
@@ -194,7 +195,7 @@ impl Table {
         self.pages[index as usize].expect("a page that holds tokens has not left")
     }
 
-    /// The spans as a kernel reads them, the last one longer by `new_tokens`. Sinks have spans of their own.
+    /// The spans as a kernel reads them, the last one with `new_tokens` more. Sinks get spans of their own.
     pub(crate) fn views(
         &self,
         new_tokens: u32,
@@ -202,7 +203,7 @@ impl Table {
         page_size: u32,
     ) -> impl Iterator<Item = SpanView> + '_ {
         let left = self.left;
-        // What left between two spans has not moved those before it: a query sees them where they were.
+        // Tokens that left between two spans do not change the distance from a query to the spans before them.
         let hidden = move |token: u64| if token == left.after && token > 0 { left.count } else { 0 };
         let gap = |i: usize| self.spans[i + 1].position - self.spans[i].end_position();
         let mut offset = (0..self.spans.len() - 1).map(gap).sum::<u64>() - hidden(left.after);
@@ -259,7 +260,7 @@ impl Table {
         })
     }
 
-    /// As `covered`, of the first and the last entry of each span: those between are covered whole.
+    /// Like `covered`, but only for the first and the last entry of each span: those in between are fully covered.
     pub(crate) fn covered_at_ends(&self, page_size: u32) -> impl Iterator<Item = (PageId, Range<u32>)> + '_ {
         self.spans.iter().flat_map(move |span| {
             let entries = span.entries(page_size);
@@ -268,7 +269,7 @@ impl Table {
         })
     }
 
-    /// The rows that a span covers of the page of its entry, which may have left.
+    /// The rows of an entry's page that a span covers; `None` if the page has left.
     fn rows(&self, span: &Span, entry: u32, page_size: u32) -> Option<(PageId, Range<u32>)> {
         let (page, first) = (self.pages[(span.first_page + entry) as usize]?, entry * page_size);
         Some((page, span.skip.saturating_sub(first)..page_size.min(span.rows() - first)))
@@ -292,7 +293,7 @@ impl Table {
             }
             token += count;
         }
-        // The next token goes on where the last one stood: positions only grow.
+        // The next token follows the position of the former last one: positions only grow.
         let end = self.last().end_position();
         if cut.spans.last().is_none_or(|span| span.end_position() != end) {
             let first_page = cut.pages.len() as u32;
@@ -307,7 +308,7 @@ impl Table {
             return;
         }
         let (start, stop) = (span.skip + tokens.start, span.skip + tokens.end);
-        // A start that is not cut keeps its row numbers, by which deterministic mode cuts attention into runs.
+        // A start that is not cut keeps its row numbers, since deterministic mode uses them to cut attention into runs.
         let before = if tokens.start == 0 { 0 } else { start / page_size };
         let pages =
             (span.first_page + before) as usize..(span.first_page + stop.div_ceil(page_size)) as usize;
@@ -321,7 +322,7 @@ impl Table {
         self.row.extend_from_slice(&from.row[pages]);
     }
 
-    /// Takes the tokens from `len` on off the spans; the pages past the last span are the caller's to pop.
+    /// Removes the tokens from `len` on from the spans; the caller pops the pages past the last span.
     pub(crate) fn shorten(&mut self, len: u64) {
         if len == 0 {
             self.spans.truncate(1);
@@ -340,14 +341,14 @@ impl Table {
         }
     }
 
-    /// Lets the tokens between the first `sinks` and token `from` of the sequence leave, whole pages of them; `gone` is told
-    /// of each page.
+    /// Lets the tokens between the first `sinks` and token `from` of the sequence leave, in whole pages; calls `gone` for
+    /// each page.
     pub(crate) fn leave(&mut self, sinks: u32, from: u64, page_size: u32, mut gone: impl FnMut(PageId)) {
         let sinks = u64::from(sinks);
         if from <= sinks + self.left.count {
             return;
         }
-        // The span that holds `from`, its first token, and the first row of the page.
+        // The span that holds `from`, the first token of that span, and the first row of the page.
         let (mut at, first) = self.span_of(self.left.place(from));
         let span = self.spans[at];
         let row = span.skip + (self.left.place(from) - first) as u32;
@@ -375,7 +376,7 @@ impl Table {
         span.count -= skip - before;
         span.position += u64::from(skip - before);
         self.left.count += u64::from(skip - before);
-        // Entries go in whole runs, so that rows keep their places in runs.
+        // Entries are removed in whole runs, so that rows keep their places in runs.
         let run = (RUN_ROWS as u32 / page_size).max(1);
         let entries = skip / page_size / run * run;
         span.skip = skip - entries * page_size;
@@ -395,8 +396,8 @@ impl Table {
         unreachable!("token {token} of {first}")
     }
 
-    /// Cuts a span behind its first `count` tokens; returns how many of its rows are before the second part's first page.
-    /// A page that both have a part of stays with the first: the other is about to let go of its part.
+    /// Cuts a span after its first `count` tokens; returns how many of its rows come before the second part's first page. A
+    /// page that both parts share stays with the first, since the second is about to let go of its share.
     fn split(&mut self, index: usize, count: u32, page_size: u32) -> u32 {
         let span = &mut self.spans[index];
         let rows = span.skip + count;
@@ -425,7 +426,7 @@ impl Table {
         pages.iter_mut().filter_map(Option::take).for_each(gone);
     }
 
-    /// Takes entries without pages out.
+    /// Removes entries that have no pages.
     fn remove_entries(&mut self, entries: Range<u32>) {
         let count = entries.end - entries.start;
         if count == 0 {
@@ -445,10 +446,10 @@ impl Table {
 pub(crate) struct Sequence {
     pub(crate) generation: u32,
     pub(crate) live: bool,
-    /// Inside the open step.
+    /// Whether it is in the open step.
     pub(crate) stepping: bool,
     pub(crate) len: u64,
-    /// The number of its rest: since its last step, or since it was made.
+    /// The number of its current rest, which began when it last stepped or was created.
     pub(crate) rest: u64,
     /// One per layer group.
     pub(crate) tables: Vec<Table>,
@@ -460,7 +461,7 @@ pub(crate) struct Sequences {
     slots: Vec<Sequence>,
     vacant: Vec<u32>,
     pub(crate) rests: Rests,
-    /// How many were made, and how many of them have ended.
+    /// How many were created, and how many of those have ended.
     made: u64,
     pub(crate) ended: u64,
 }
@@ -491,7 +492,7 @@ impl Sequences {
         self.made - self.ended
     }
 
-    /// A sequence begins to rest: it has stepped, or was made.
+    /// Begins a rest of a sequence, which has just stepped or been created.
     pub(crate) fn rest(&mut self, id: SequenceId) {
         let Self { slots, rests, .. } = self;
         let rest = rests.begin(id, slots.len(), |rest, id| goes_on(slots, rest, id));
@@ -503,18 +504,18 @@ impl Sequences {
         goes_on(&self.slots, rest, id)
     }
 
-    /// Makes a vacant slot as old as if it had been handed out so often.
+    /// Sets the generation of a vacant slot, as if it had been handed out that often.
     #[cfg(test)]
     pub(crate) fn age(&mut self, index: u32, generation: u32) {
         self.slots[index as usize].generation = generation;
     }
 
-    /// Ends a sequence and hands out its tables.
+    /// Ends a sequence and returns its tables.
     pub(crate) fn remove(&mut self, id: SequenceId) -> Vec<Table> {
         self.ended += 1;
         let slot = &mut self.slots[id.index as usize];
         slot.live = false;
-        // A slot that has had every number stays empty: a handle of long ago would be good again.
+        // A slot that has used all generations stays empty: otherwise very old handles would become valid again.
         if let Some(generation) = slot.generation.checked_add(1) {
             slot.generation = generation;
             self.vacant.push(id.index);
@@ -522,7 +523,7 @@ impl Sequences {
         std::mem::take(&mut slot.tables)
     }
 
-    /// The sequence of a handle, in a step or not.
+    /// The sequence of a handle, whether or not a step uses it.
     pub(crate) fn get(&self, id: SequenceId) -> Result<&Sequence> {
         match self.slots.get(id.index as usize) {
             Some(slot) if slot.live && slot.generation == id.generation => Ok(slot),
@@ -530,7 +531,7 @@ impl Sequences {
         }
     }
 
-    /// The sequence of a handle, to be changed: refused while a step uses it.
+    /// The sequence of a handle, to be changed; refused while a step uses it.
     pub(crate) fn get_idle(&mut self, id: SequenceId) -> Result<&mut Sequence> {
         self.get(id)?;
         let slot = &mut self.slots[id.index as usize];
@@ -548,7 +549,7 @@ impl Sequences {
 }
 
 fn goes_on(slots: &[Sequence], rest: u64, id: SequenceId) -> bool {
-    // No two rests have a number in common, so a later sequence in the same slot has another.
+    // Rest numbers are never reused, so a later sequence in the same slot has another.
     let slot = &slots[id.index as usize];
     slot.live && slot.rest == rest
 }

@@ -1,4 +1,4 @@
-//! Tests of the bookkeeping, by what is called: what the naive model of `tests/model.rs` does not come by.
+//! Tests of the bookkeeping, by call: what the naive model of `tests/model.rs` does not reach.
 
 use super::*;
 use crate::cache::{Group, GroupKind, TierMemory};
@@ -22,7 +22,7 @@ fn cache() -> Cache {
     Cache::new(&[GROUP], [MEMORY, MEMORY, TierMemory { bytes: 0, ..MEMORY }]).unwrap()
 }
 
-/// A cache with three tiers, and a sequence in it with so many tokens, which no step reads any more.
+/// A cache with three tiers, and a sequence in it with this many tokens, which no step reads any more.
 fn filled(tokens: u32) -> (Cache, SequenceId) {
     let mut cache = Cache::new(&[GROUP], [MEMORY; 3]).unwrap();
     let sequence = cache.create().unwrap();

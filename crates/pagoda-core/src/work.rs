@@ -1,7 +1,7 @@
 //! Cutting attention into work, as arithmetic: tiles and runs of stored rows, pieces of spans, blocks of queries, passes.
 //!
-//! Every backend cuts its work along these lines, so that a tile, and in deterministic mode a run, is the same rows of a
-//! page whoever computes it.
+//! Every backend cuts its work in this way. A tile (in deterministic mode also a run) is therefore always the same rows of a
+//! page, whoever computes it.
 
 mod list;
 mod passes;
@@ -14,7 +14,7 @@ pub use passes::{Passes, Scanned, Shares};
 use crate::table::{Sight, SpanView};
 use std::ops::Range;
 
-/// Stored rows that are worked on together.
+/// Stored rows that are processed together.
 pub const TILE: usize = 64;
 /// Tiles of a fixed run: 4096 stored rows.
 pub const RUN_TILES: usize = RUN_ROWS / TILE;
@@ -32,7 +32,7 @@ pub struct Piece<'a> {
     pub rows: Range<usize>,
     /// Tiles of [`TILE`] stored rows.
     pub tiles: Range<usize>,
-    /// Runs of the spans before.
+    /// How many runs the spans before have.
     runs_before: usize,
 }
 
@@ -42,14 +42,15 @@ impl Piece<'_> {
         self.tiles.start / RUN_TILES..self.tiles.end.div_ceil(RUN_TILES)
     }
 
-    /// Of those rows of the piece that are in `rows`: the places in the sequence's row of their pages, and the row behind.
+    /// For the rows of the piece that are in `rows`: the entries of their pages in the sequence's row, and the row after the
+    /// last.
     fn pages(&self, rows: Range<usize>, page_size: usize) -> (Range<usize>, usize) {
         let first = self.span.first_page as usize;
         let (low, high) = (self.rows.start.max(rows.start), self.rows.end.min(rows.end));
         (first + low / page_size..first + high.div_ceil(page_size), high)
     }
 
-    /// The place of a run of the span among those of the sequence, as [`runs`] counts them.
+    /// The index of a run of the span among all runs of the sequence, as [`runs`] counts them.
     pub fn place(&self, run: usize) -> usize {
         self.runs_before + run - span_runs(self.span).start
     }
@@ -61,12 +62,13 @@ fn span_runs(span: &SpanView) -> Range<usize> {
     if low == high { 0..0 } else { low / RUN_ROWS..high.div_ceil(RUN_ROWS) }
 }
 
-/// The pieces of a sequence that hold a part of `range` of its token axis, and of what every query sees up to the range's end.
+/// The pieces of a sequence with tokens in `range` of its axis, or with tokens up to the end of `range` that every query
+/// sees.
 pub fn pieces<'a>(spans: &'a [SpanView], range: Range<usize>) -> impl Iterator<Item = Piece<'a>> {
     pieces_from(spans, 0, range)
 }
 
-/// The same, but of what every query sees not what lies before `from`.
+/// The same, but leaves out the tokens before `from` that every query sees.
 fn pieces_from<'a>(
     spans: &'a [SpanView],
     from: usize,
@@ -87,8 +89,8 @@ fn pieces_from<'a>(
     })
 }
 
-/// The fixed runs with a part of what [`pieces`] gives for `range`: the place of each among those of the sequence, and the
-/// places in the sequence's row of the pages that hold that part.
+/// The fixed runs that the [`pieces`] for `range` touch: the index of each among the runs of the sequence, and the entries in
+/// the sequence's row of the pages that hold the touched part.
 pub fn runs(
     spans: &[SpanView],
     range: Range<usize>,
@@ -100,7 +102,7 @@ pub fn runs(
     })
 }
 
-/// How many fixed runs a sequence has, over all spans, whoever sees them.
+/// How many fixed runs a sequence has over all spans, whichever queries see them.
 pub fn run_count(spans: &[SpanView]) -> usize {
     spans.iter().map(|span| span_runs(span).len()).sum()
 }

@@ -1,4 +1,4 @@
-//! Freed blocks that have to be zeroed before they are handed out again, in caches that ask for it.
+//! Freed blocks that must be zeroed before they are handed out again, in caches that ask for it.
 
 use crate::cache::Cache;
 use crate::fence::Fence;
@@ -6,7 +6,7 @@ use crate::ids::{BlockId, GroupId, Tier};
 use crate::step::Phase;
 use std::ops::Range;
 
-/// A block that no page has and nothing touches, with the bytes that it had.
+/// A block that no page has and nothing touches, still with its old bytes.
 pub(crate) type Freed = (Tier, GroupId, BlockId);
 
 impl Cache {
@@ -15,8 +15,8 @@ impl Cache {
         self.freed.get_or_insert_default();
     }
 
-    /// Hands freed blocks out again once `zero` has cleared them: neighbours of a group at a time. Those that it says it could
-    /// not clear are asked for again the next time.
+    /// Makes freed blocks available again once `zero` has cleared them; it is called with runs of adjacent blocks of one
+    /// group. Runs for which it returns false are passed to it again next time.
     pub fn zero(&mut self, mut zero: impl FnMut(Tier, GroupId, Range<u32>) -> bool) {
         self.settle();
         let Some(freed) = &mut self.freed else { return };
@@ -34,7 +34,7 @@ impl Cache {
         *freed = left;
     }
 
-    /// Takes a block back that nothing can touch any more.
+    /// Takes back a block that nothing can touch any more.
     pub(crate) fn give_block(&mut self, tier: Tier, group: GroupId, block: BlockId) {
         let waits = self.keeps(Fence::Zeros);
         match &mut self.freed {

@@ -10,7 +10,7 @@ use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread;
 use pagoda_core::fence::Completion;
 
-/// Lets one thread write a block and then say so by `finish`; the core reads it once `finished` says yes.
+/// One thread writes a block and then reports that by `finish`; the core reads the block once `finished` returns true.
 fn hand_over(finish: impl FnOnce() + Send + 'static, finished: impl Fn() -> bool) {
     let block = Arc::new(UnsafeCell::new(0u64));
     let writer = {

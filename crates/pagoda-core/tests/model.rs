@@ -1,9 +1,9 @@
 //! The core against a naive model, byte by byte.
 //!
-//! A fake machine holds one word per token slot of every block. Kernels run late and in order, as on a stream. Copies run at any
-//! time and in pieces; those off the device wait for the steps that may have written what they read. Every word names the token
-//! that wrote it, so a stale, foreign or torn page is recognised wherever it is read. The model is a list of tokens per sequence,
-//! including those that have left a window; what a query may see is recounted from the list.
+//! A fake machine holds one word per token slot of every block. Kernels run late and in order, as on a stream. Copies run at
+//! any time and in pieces; copies off the device wait for the steps that may have written what they read. Every word names
+//! the token that wrote it, so a stale, foreign or torn page is recognised wherever it is read. The model is a list of tokens
+//! per sequence, including those that have left a window; what a query may see is recounted from the list.
 //!
 //! `PAGODA_MODEL_OPS` sets the number of operations (default 1 000 000); proptest prints the seed of a failure.
 
@@ -24,7 +24,7 @@ use std::sync::atomic::Ordering;
 
 const OPS_PER_CASE: usize = 250;
 
-/// One operation. Picks are taken modulo what there is to pick from when it runs.
+/// One operation. Picks are taken modulo the number of choices when it runs.
 #[derive(Clone, Debug)]
 enum Op {
     Create,
@@ -48,8 +48,8 @@ enum Op {
 }
 
 /// Where operations come from. Whether one succeeds depends on extents, draining blocks and copies in flight: a state that
-/// foretold it would be the core again (docs/adr/0005). So the state is the shape of the cache, every operation is in place at
-/// any time, and the naive model follows what the core did.
+/// predicted it would have to be the core itself (docs/adr/0005). So the state is only the shape of the cache, every
+/// operation is allowed at any time, and the naive model follows what the core did.
 struct Operations;
 
 impl ReferenceStateMachine for Operations {
@@ -132,7 +132,7 @@ fn shapes() -> impl Strategy<Value = Shape> {
     )
 }
 
-/// One appended token: a number nobody else has, and the position it was stored with.
+/// One appended token: a unique number, and the position at which it was stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Token {
     name: u64,
@@ -144,7 +144,7 @@ struct Modelled {
     id: SequenceId,
     tokens: Vec<Token>,
     next_position: u64,
-    /// The most tokens that it ever had.
+    /// The largest number of tokens that it ever had.
     longest: u64,
     /// What the state of every state group must be.
     state: u64,
@@ -179,7 +179,7 @@ struct InFlight {
     words: usize,
 }
 
-/// Whether a call was refused for this argument.
+/// Whether a call was refused because of this argument.
 fn refused<T>(result: &Result<T, Error>, argument: &str) -> bool {
     matches!(result, Err(Error::InvalidArgument { argument: named, .. }) if *named == argument)
 }
@@ -196,15 +196,15 @@ struct Machine {
     kept: Vec<(KeptId, Modelled)>,
     /// The batch of the open step: index in `model`, and the tokens that it appends.
     step: Option<Vec<(usize, Vec<Token>)>>,
-    /// The version of each row that a step has had, and the row.
+    /// The version of each row that a step has seen, and the row.
     rows_seen: HashMap<(SequenceId, GroupId), (u32, Vec<BlockRef>)>,
-    /// Sequences in the order in which they last stepped or were made, some of them released.
+    /// Sequences in the order in which they last stepped or were created, some of them released.
     rested: Vec<SequenceId>,
     next_name: u64,
     seen: Seen,
 }
 
-/// How often the things happened that the test is about.
+/// How often the things that the test is about have happened.
 #[derive(Clone, Copy, Debug, Default)]
 struct Seen {
     operations: u64,
@@ -299,8 +299,8 @@ impl Machine {
         self.words.entry(at).or_insert_with(|| vec![0; rows])
     }
 
-    /// Zeroes what waits for it, unless `skip` says of a run that it could not be. Work that is still to be done on such a block
-    /// is seen where it happens.
+    /// Zeroes the blocks that wait for it, except runs that `skip` lets fail. Work that is still to be done on such a block
+    /// is noticed when it is done.
     fn zero(&mut self, mut skip: u8) {
         let mut cleared = Vec::new();
         self.cache.zero(|tier, group, blocks| {
@@ -315,14 +315,14 @@ impl Machine {
         cleared.into_iter().for_each(|at| self.block(at).fill(0));
     }
 
-    /// A block that is about to be written for the first time since it was handed out.
+    /// Checks a block that is about to be written for the first time since it was handed out.
     fn check_handed_out(&mut self, at: Place) -> Outcome {
         let zeroed = !self.shape.zero_on_free || self.block(at).iter().all(|&word| word == 0);
         prop_assert!(zeroed, "{at:?} is handed out with the bytes that it had");
         Ok(())
     }
 
-    /// Runs the compute stream up to and with `epoch`.
+    /// Runs the compute stream up to and including `epoch`.
     fn run_stream(&mut self, epoch: u64) -> Outcome {
         while self.retired < epoch {
             match self.stream.pop_front().expect("an epoch ends each step") {
@@ -344,7 +344,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Copies what has to be copied before anything else happens.
+    /// Makes copies that must be made before anything else happens.
     fn copy_now(&mut self, copies: &[BlockCopy]) -> Outcome {
         self.run_stream(self.minted)?;
         for copy in copies {
@@ -355,7 +355,7 @@ impl Machine {
         Ok(())
     }
 
-    /// What is kept is found again by a cache that knows nothing but what was written down, and is what it was.
+    /// A cache that knows only what was written down finds what is kept, unchanged.
     fn adopt_elsewhere(&self) -> Outcome {
         let written: Vec<_> = self.kept.iter().map(|(id, _)| self.cache.describe(*id).unwrap()).collect();
         let mut other = Self::new(&self.shape);
@@ -369,8 +369,8 @@ impl Machine {
         self.adopt_nonsense(&written)
     }
 
-    /// One number is another: what was written down is taken for what it says or refused, and never spoils anything. What is taken
-    /// goes on as sequences do.
+    /// One number is changed: what was written down is then taken at its word or refused, but never spoils anything. What is
+    /// taken in continues like any sequence.
     fn adopt_nonsense(&self, written: &[KeptSequence]) -> Outcome {
         for (at, kept) in written.iter().enumerate().take(3) {
             for number in [0, 1, 2, 17, (1 << 31) - 1, u32::MAX] {
@@ -414,7 +414,7 @@ impl Machine {
         Ok(())
     }
 
-    /// A sequence of what is kept grows, if it may, loses its first half, and goes.
+    /// A kept sequence grows if it may, loses its first half, and is released.
     fn go_on(&mut self, id: KeptId) -> Outcome {
         let Ok((sequence, _)) = self.cache.revive(id) else { return Ok(()) };
         if self.cache.reserve(&[(sequence, 9)]).is_ok() {
@@ -430,8 +430,8 @@ impl Machine {
         audited.map_err(|error| TestCaseError::fail(error.to_string()))
     }
 
-    /// Copies `count` more words of a ticket. What a kernel wrote is read once the steps it was issued behind have run;
-    /// the target is written at once, for it was free.
+    /// Copies `count` more words of a ticket. First runs the steps that may have written the source. The target is written at
+    /// once, since it was free.
     fn copy_words(&mut self, ticket: usize, count: usize) -> Outcome {
         for _ in 0..count {
             let flight = &self.tickets[ticket];
@@ -473,7 +473,7 @@ impl Machine {
         self.step.as_ref().is_some_and(|step| step.iter().any(|(at, _)| *at == index))
     }
 
-    /// Whether the core refused an operation on a sequence exactly because a step uses it.
+    /// Checks that the core refused an operation on a sequence exactly if a step uses it.
     fn expect_idle<T>(&self, index: usize, result: Result<T, Error>) -> Result<Option<T>, TestCaseError> {
         prop_assert_eq!(result.is_err(), self.stepping(index), "refused or not: {:?}", result.err());
         Ok(result.ok())
@@ -522,7 +522,7 @@ impl Machine {
                     if len < sequence.tokens.len() {
                         sequence.next_position = sequence.tokens[len].position;
                     }
-                    // A cut back to the end of an older span goes on right after it.
+                    // After a cut back to the end of an older span, tokens continue right after it.
                     if let Some(last) = sequence.tokens[..len].last().filter(|_| len < sequence.tokens.len())
                     {
                         sequence.next_position = last.position + 1;
@@ -546,7 +546,7 @@ impl Machine {
                 if self.has_states() && start < stop {
                     prop_assert!(refused(&result, "start, stop") || self.stepping(index));
                 } else if refused(&result, "start, stop") {
-                    // What has left is missed only if sinks change, or more leaves than there is to spare.
+                    // A window refuses a drop only if sinks would change, or if more would go than there is to spare.
                     prop_assert!(limit > 0 && (start < sinks as usize || (stop - start) as u64 > spare));
                 } else if self.expect_idle(index, result)?.is_some() {
                     self.model[index].tokens.drain(start..stop);
@@ -583,7 +583,7 @@ impl Machine {
                     let before = self.cache.block_counts(tier, group);
                     let dropped = match spared.map(|index| &self.model[index]) {
                         Some(Modelled { id, tokens, .. }) => {
-                            // A plan has no bytes to copy of a page that has a copy where it goes.
+                            // If a page has a copy on the target tier, a plan has no bytes to copy for it.
                             let all = Selection::of(0..tokens.len() as u64, vec![group]);
                             let moves =
                                 |cache: &Cache| cache.plan(*id, tier, &all).map(|plan| plan.moves().to_vec());
@@ -595,7 +595,7 @@ impl Machine {
                         None => self.cache.drop_copies(tier, group, pages_max, None).unwrap(),
                     };
                     prop_assert!(dropped <= pages_max);
-                    // Of the device only what is kept and nobody has.
+                    // From the device, only pages that are kept and that no sequence holds.
                     prop_assert!(dropped == 0 || tier > Tier::Device || !self.kept.is_empty());
                     prop_assert_eq!(self.cache.block_counts(tier, group).used, before.used - dropped as u64);
                     self.seen.dropped_copies += dropped as u64;
@@ -670,13 +670,13 @@ impl Machine {
         Ok(())
     }
 
-    /// A sequence has stepped, or was made.
+    /// A sequence has stepped or was created.
     fn rests(&mut self, id: SequenceId) {
         self.rested.retain(|other| *other != id);
         self.rested.push(id);
     }
 
-    /// Those with something to move, found by making a plan for every one.
+    /// The sequences with something to move, found by planning for each.
     fn look_through(
         &mut self,
         way: (Tier, Tier),
@@ -706,7 +706,7 @@ impl Machine {
         }
         self.seen.found_resting += found.len() as u64;
         if unshared {
-            // A page that others held when it was looked at may be overlooked.
+            // A page that others held when it was searched may be overlooked.
             prop_assert!(found.iter().all(|id| all.contains(id)));
         } else {
             prop_assert_eq!(&found[..], &all[..all.len().min(most)]);
@@ -833,7 +833,7 @@ impl Machine {
         places.map(|(tier, group)| self.cache.block_counts(tier, group).free).collect()
     }
 
-    /// Issues the appends and the reads of one sequence in one group, by the core's row and spans.
+    /// Issues the appends and reads of one sequence in one group, following the core's row and spans.
     fn issue(&mut self, index: usize, at: usize, group: GroupId, new: &[Token]) -> Outcome {
         let sequence = self.model[at].clone();
         let (row, version) = self.cache.step_row(index, group);
@@ -900,15 +900,15 @@ impl Machine {
         Ok(())
     }
 
-    /// Positions by which a query sees a token nearer than it was stored.
+    /// By how many positions a query sees a token nearer than it was stored.
     fn trails(&self, group: GroupId, token: usize, query: usize) -> u64 {
         let Some(window) = self.shape.groups[group.index()].window else { return 0 };
         let (sinks, tokens) = (window.sinks as usize, window.tokens as usize);
         if !window.trailing || token >= sinks { 0 } else { (query + 1).saturating_sub(sinks + tokens) as u64 }
     }
 
-    /// Every query to come finds what its window holds, and little more is there. Of `len` tokens, new ones included, `left` are
-    /// gone behind the first `sinks`.
+    /// Every future query finds what its window holds, and little more is there. Of `len` tokens, including new ones, `left`
+    /// are gone after the first `sinks`.
     fn check_window(&self, at: usize, group: GroupId, sinks: usize, left: usize, len: usize) -> Outcome {
         let Group { window, .. } = self.shape.groups[group.index()];
         let Some(window) = window else {
@@ -917,7 +917,7 @@ impl Machine {
         };
         let before = self.model[at].tokens.len();
         prop_assert_eq!(sinks, len.min(window.sinks as usize));
-        // From the earliest query that a rewind may lead to.
+        // Starting with the earliest query to which a rewind may lead.
         let earliest = self.cache.rewind_limit(self.model[at].id).unwrap() as usize;
         for query in earliest..=len {
             for token in (query + 1).saturating_sub(window.tokens as usize)..query {
@@ -994,7 +994,7 @@ fn run(config: Config, broken: Option<Fence>, seen: &Cell<Seen>) -> Result<(), S
             machine.cache.break_fence(fence);
         }
         for op in &ops {
-            // Shrinking begins by leaving out what came after the failure.
+            // Shrinking first leaves out what came after the failure.
             if let Some(applied) = &applied {
                 applied.fetch_add(1, Ordering::Relaxed);
             }

@@ -9,7 +9,7 @@ use std::cell::Cell;
 struct Counting;
 
 thread_local! {
-    /// Of this thread: the one that runs tests allocates, too.
+    /// Of this thread only: the thread that runs the tests allocates, too.
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
 }
 

@@ -35,7 +35,7 @@ fn a_million_tokens_take_the_memory_of_a_window() {
             let kept: u64 = spans.iter().map(|span| u64::from(span.count)).sum();
             assert!(kept <= 100 + 1000 + 64 + u64::from(PAGE) + 1);
             assert!(spans.iter().all(|span| span.offset == 0), "positions stay those that were stored");
-            // Where runs of attention begin does not depend on what has left: tokens keep their rows but for whole runs.
+            // Where runs of attention begin does not depend on what has left: tokens keep their rows, except for whole runs.
             for (group, pages_before) in [(0, 100 / u64::from(PAGE)), (1, 0)] {
                 let span = cache.step_spans(0, GroupId(group)).last().unwrap();
                 let first = len + 1 - u64::from(span.count);
@@ -77,7 +77,7 @@ fn what_has_left_does_not_come_back() {
     let fork = cache.fork(id).unwrap();
     cache.truncate(id, limit).unwrap();
     assert_eq!(cache.rewind_limit(id).unwrap(), limit);
-    // Tokens that have left may be dropped, and of the others as many as truncation could take.
+    // Tokens that have left may be dropped, but not sinks; of the others as many as truncation could take.
     for refused in [0..1, 99..101, 3000..5000] {
         let error = cache.drop_tokens(fork, refused).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument { argument: "start, stop", .. }), "{error}");

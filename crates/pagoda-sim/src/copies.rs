@@ -33,7 +33,7 @@ struct Part {
     outcome: Option<Result<(), Failure>>,
 }
 
-/// A failure that the core has to tell of.
+/// A failure that the core still has to report.
 pub(crate) struct Owed {
     id: TicketId,
     copied: u32,
@@ -72,7 +72,7 @@ fn cut(copies: &[BlockCopy]) -> Vec<Part> {
 }
 
 impl Machine {
-    /// Executes a plan; says whether the core took it.
+    /// Executes a plan; returns whether the core accepted it.
     pub(crate) fn launch(&mut self, plan: &Plan) -> Outcome<bool> {
         match self.cache.execute(plan) {
             Ok((id, completion, copies)) => {
@@ -109,7 +109,7 @@ impl Machine {
         self.copy_disk(copies)
     }
 
-    /// As `copy_now`, of copies whose sources no kernel has yet to write.
+    /// Like `copy_now`, for copies whose sources no pending kernel writes.
     pub(crate) fn copy_disk(&mut self, copies: &[BlockCopy]) -> Outcome<Result<(), Failure>> {
         for Part { copies: range, .. } in cut(copies) {
             if let Err(failure) = self.transfer(&copies[range])? {
@@ -119,7 +119,7 @@ impl Machine {
         Ok(Ok(()))
     }
 
-    /// Makes the copies of one part of the disk.
+    /// Makes the copies of one part to or from disk.
     fn transfer(&mut self, copies: &[BlockCopy]) -> Outcome<Result<(), Failure>> {
         let group = copies[0].group;
         if copies[0].to.0 == Tier::Disk {
@@ -131,7 +131,7 @@ impl Machine {
         }
     }
 
-    /// Copies a little more of a job: some words in memory, or one part of the disk. Now and then what was copied is copied
+    /// Copies a little more of a job: some words in memory, or one part to or from disk. Now and then it copies something
     /// again.
     pub(crate) fn advance(&mut self, job: usize) -> Outcome {
         let left: Vec<_> = (0..self.jobs[job].parts.len())
@@ -182,7 +182,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Ends a job and says so to the core: when all is copied, or, if the link fails, with what has been.
+    /// Ends a job and reports that to the core: when everything is copied or, if the link fails, with what has been copied so
+    /// far.
     pub(crate) fn report(&mut self, job: usize, link_fails: bool) -> Outcome {
         for part in 0..self.jobs[job].parts.len() {
             while !link_fails && self.jobs[job].parts[part].outcome.is_none() {
@@ -225,7 +226,7 @@ impl Machine {
         Ok(())
     }
 
-    /// The core tells of each failure once, and of nothing else.
+    /// The core reports each failure once, and nothing else.
     pub(crate) fn hear_failures(&mut self) -> Outcome {
         while let Some(error) = self.cache.take_failure() {
             let (ticket, said, holders, corrupt) = match &error {
@@ -250,7 +251,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Time passes for jobs that nobody works on.
+    /// Time passes for jobs on which nothing is done.
     pub(crate) fn age_jobs(&mut self) {
         self.jobs.iter_mut().for_each(|job| job.age += 1);
     }

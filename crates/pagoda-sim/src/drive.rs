@@ -1,4 +1,4 @@
-//! The disk tier: pages to it and from it, what its drive does wrong, and whether that was noticed.
+//! The disk tier: pages written to it and read from it, what its drive does wrong, and whether that was noticed.
 
 use crate::Missing;
 use crate::machine::{Machine, Outcome, ensure};
@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 const FINGERPRINT: Fingerprint = *b"a model of tests";
 
-/// What a header begins with, to tell one from other bytes of the file (docs/layout.md).
+/// What headers begin with, which tells them from other bytes of the file (docs/layout.md).
 const HEADER: &[u8] = b"PAGODAPG";
 
 /// The unit of the file of pages.
@@ -25,14 +25,14 @@ const UNIT: usize = ALIGN as usize;
 
 const SPOILT_INDEX: &str = "at rest: a bit of the index";
 
-/// What a drive does with what it is asked.
+/// How a drive treats requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Conduct {
-    /// It does it.
+    /// It serves them.
     Works,
-    /// It may fail, and says so.
+    /// It may fail, and reports that.
     Fails,
-    /// It may also say that it did what it did not, and bytes change where they lie.
+    /// It may also report what it did not do, and stored bytes may change.
     Lies,
 }
 
@@ -42,11 +42,11 @@ pub(crate) struct Drive {
     pub(crate) store: Arc<Store>,
     pub(crate) lane: Lane,
     pub(crate) conduct: Conduct,
-    /// Whether the index may not be the latest, and name pages that have been written over, for the drive has lied.
+    /// Whether the drive has lied, so that the index may be out of date and name pages that have been overwritten.
     pub(crate) lied: bool,
     /// Whether a sync has failed since the store was opened.
     sync_failed: bool,
-    /// The pages as they were some time ago.
+    /// The pages as they were at some earlier time.
     earlier: Vec<u8>,
 }
 
@@ -67,7 +67,7 @@ fn open(disk: &FaultyDisk, shape: &Shape) -> Result<(Arc<Store>, Lane, Recovered
     Ok((store, lane, recovered))
 }
 
-/// Whether an event may leave an index behind that is not the latest.
+/// Whether an event may leave an index that is out of date.
 fn ages_the_index(event: &Event) -> bool {
     match event {
         Event::Happened(Cause::Fault(
@@ -84,7 +84,7 @@ fn is_failed_sync(event: &Event) -> bool {
 }
 
 impl Machine {
-    /// What a call that reads or writes pages came to: wrong bytes have to be noticed, and errors have to have a cause.
+    /// Checks the result of a call that reads or writes pages: wrong bytes must be noticed, and errors must have a cause.
     pub(crate) fn judge<T>(&mut self, result: Result<T, Error>) -> Outcome<Result<T, Error>> {
         let events = self.drive.disk.events();
         self.note(&events, result.is_err());
@@ -92,8 +92,8 @@ impl Machine {
         let failed =
             events.iter().any(|event| matches!(event, Event::Happened(Cause::Fault(Fault::Errno(_), _))));
         match &result {
-            // An index of long ago names pages of long ago, which a lost write may have left where they were: they are what was
-            // asked for, though not what an honest drive would hold. Whoever reads them compares the rows.
+            // An old index names old pages, which a lost write may have left in place. They are what was asked for, though
+            // not what an honest drive would hold. Whoever reads them compares the rows.
             Ok(_) if wrong && self.drive.lied => {
                 self.tally.see("pages read: as an earlier index names them", 1)
             }
@@ -112,7 +112,7 @@ impl Machine {
         Ok(result)
     }
 
-    /// Counts what happened to the disk in a call, and notes what that may have done to the index.
+    /// Counts what happened to the disk in a call, and notes how that may have affected the index.
     pub(crate) fn note(&mut self, events: &[Event], refused: bool) {
         self.tally.note(events, refused);
         if !events.is_empty() {
@@ -181,7 +181,7 @@ impl Machine {
         Ok(())
     }
 
-    /// What a store without checksums would hand out now and then.
+    /// The bits to flip in verified bytes now and then, as a store without checksums would hand them out.
     fn flip_behind_checksums(&mut self) -> u8 {
         u8::from(self.missing == Some(Missing::Checksums) && self.random.once_in(8))
     }
@@ -198,7 +198,7 @@ impl Machine {
         .collect()
     }
 
-    /// Lets something go wrong soon, or bytes change where they lie.
+    /// Makes something go wrong soon, or changes stored bytes.
     pub(crate) fn do_harm(&mut self) -> Outcome {
         let faults = self.faults();
         if self.drive.conduct == Conduct::Lies && self.random.once_in(2) {
@@ -209,7 +209,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Bytes change where they lie.
+    /// Changes stored bytes.
     fn spoil(&mut self) {
         let (random, disk, earlier) = (&mut self.random, &self.drive.disk, &self.drive.earlier);
         match random.below(8) {
@@ -238,8 +238,8 @@ impl Machine {
         }
     }
 
-    /// Opens the store of a disk that another process has left, and tries again as long as the drive refuses. What cannot
-    /// be opened at all is begun anew.
+    /// Opens the store of a disk that another process has left, and retries as long as the drive refuses. If it cannot be
+    /// opened at all, starts a new one.
     pub(crate) fn open_drive(&mut self, disk: FaultyDisk) -> Outcome<Recovered> {
         self.drive.disk = disk;
         let faults = self.faults();
@@ -295,7 +295,7 @@ fn units(bytes: &[u8], headers: bool) -> Vec<usize> {
     (0..bytes.len() / UNIT).map(|at| at * UNIT).filter(written).collect()
 }
 
-/// Makes one bit of what was written another.
+/// Flips one bit of what was written.
 fn flip(bytes: &mut [u8], headers: bool, random: &mut Random) {
     if let Some(at) = random.pick(&units(bytes, headers)) {
         let at = at + random.below(UNIT);

@@ -1,12 +1,12 @@
-//! One cache simulated, from sequences to the bytes on disk: the real `pagoda-core` and the real disk tier of `pagoda-store` over
-//! simulated memory, kernels, copies and a simulated drive.
+//! Simulates one whole cache, from sequences to the bytes on disk: the real `pagoda-core` and the real disk tier of
+//! `pagoda-store` over simulated memory, kernels, copies and a simulated drive.
 //!
-//! A seed decides everything: the shape of the cache, every operation, when kernels run and copies arrive and in which pieces,
-//! what the drive does wrong, when the process dies and when the power fails. What is stored says what it is: every word of
-//! every row names its token, layer and place. A naive model keeps a list of tokens for each sequence and each key. Wherever
-//! a row is read it has to be the one of the model; a read may fail only with a typed error, and only if there was a cause.
+//! A seed decides everything: the shape of the cache, every operation, when kernels run, when copies arrive and in which
+//! pieces, what the drive does wrong, when the process dies and when the power fails. Stored bytes identify themselves: every
+//! word of every row names its token, layer and place. A naive model keeps a list of tokens for each sequence and each key.
+//! Wherever a row is read, it must be the model's. A read may fail only with a typed error, and only if there was a cause.
 //!
-//! One thread does it all, so that a seed is a schedule: [`simulate`] with the same arguments does the same again.
+//! Everything runs in one thread, so that a seed is a schedule: [`simulate`] repeats itself for the same arguments.
 
 mod copies;
 mod drive;
@@ -24,33 +24,33 @@ use machine::Machine;
 use pagoda_core::fence::Fence;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// What is taken away, to show that it is noticed.
+/// What is taken away, to show that its absence is noticed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Missing {
     /// A fence of the core.
     Fence(Fence),
-    /// The order between kernels and copies: copies read blocks before the kernels that write them have run.
+    /// The order of kernels and copies: copies read blocks before the kernels that write them have run.
     CopiesAfterKernels,
-    /// Checksums: some pages come from the drive with another bit, and nobody objects.
+    /// Checksums: some pages come from the drive with a flipped bit, and nothing objects.
     Checksums,
-    /// What was read ahead in one step is taken in the next without a look whether its pages are still there.
+    /// What was read ahead in one step is used in the next without checking that its pages are still there.
     Generations,
     /// Slots of the ring are handed out before their reads have ended.
     EndOfReads,
-    /// Steps retire although reads that they have begun go on.
+    /// Steps retire although reads that they began are still under way.
     FenceOfReads,
 }
 
 /// Why a simulation failed.
 #[derive(Clone, Debug)]
 pub struct Failure {
-    /// What to simulate again.
+    /// Simulate this seed again to reproduce it.
     pub seed: u64,
     /// How many operations had been done.
     pub operations: usize,
     /// What was wrong.
     pub what: String,
-    /// The last operations, the failing one included.
+    /// The last operations, including the one that failed.
     pub trace: Vec<String>,
 }
 
@@ -65,10 +65,10 @@ impl std::fmt::Display for Failure {
     }
 }
 
-/// Simulates `operations` operations, then the end of everything, after which nothing may be left.
+/// Simulates `operations` operations, then ends everything, after which nothing may be left.
 ///
 /// # Errors
-/// With what was not as it has to be, and how to see it again.
+/// Describes what was wrong, and how to reproduce it.
 pub fn simulate(seed: u64, operations: usize, missing: Option<Missing>) -> Result<Tally, Failure> {
     let mut machine = Machine::new(seed, missing);
     let mut done = 0;

@@ -14,7 +14,7 @@ use pagoda_core::table::{Sight, SpanView};
 use pagoda_core::{Cache, Error};
 use std::collections::{BTreeMap, VecDeque};
 
-/// What a part of the simulation came to; else what is not as it has to be.
+/// The result of a part of the simulation, or a description of what is wrong.
 pub(crate) type Outcome<T = ()> = Result<T, String>;
 
 macro_rules! ensure {
@@ -26,29 +26,29 @@ macro_rules! ensure {
 }
 pub(crate) use ensure;
 
-/// Most sequences that live at a time.
+/// Most live sequences at a time.
 const SEQUENCES: usize = 10;
 
 /// Lines of a trace.
 const TRACE: usize = 60;
 
-/// One appended token: a number nobody else has, and the position it was stored with.
+/// One appended token: a unique number, and the position at which it was stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Token {
     pub(crate) name: u64,
     position: u64,
 }
 
-/// The tokens of a sequence: all of them, also those that have left a window.
+/// All tokens of a sequence, including those that have left a window.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Tokens {
     pub(crate) all: Vec<Token>,
     next_position: u64,
-    /// The most that there ever were.
+    /// The largest number of tokens that there ever were.
     longest: u64,
 }
 
-/// A sequence that lives.
+/// A live sequence.
 #[derive(Clone, Debug)]
 pub(crate) struct Live {
     pub(crate) id: SequenceId,
@@ -79,12 +79,12 @@ pub(crate) struct Machine {
     pub(crate) jobs: Vec<Job>,
     pub(crate) owed: Vec<Owed>,
     pub(crate) live: Vec<Live>,
-    /// Sequences that read a corrupt page: a caller would not keep them for long.
+    /// Sequences that read a corrupt page. A caller would not keep them for long.
     pub(crate) doomed: Vec<SequenceId>,
     pub(crate) sessions: Sessions,
     released: Vec<SequenceId>,
     plans: Vec<Plan>,
-    /// Of the step that was tried last.
+    /// The batch of the last step that was tried.
     batch: Vec<SequenceId>,
     /// The batch of the open step, with the tokens that it appends.
     step: Option<Vec<(SequenceId, Vec<Token>)>>,
@@ -95,7 +95,7 @@ pub(crate) struct Machine {
 
 type Operation = fn(&mut Machine) -> Outcome;
 
-/// Every operation, how often of 1000 times, and its name.
+/// Every operation: how often it occurs in 1000, and its name.
 const OPERATIONS: [(usize, &str, Operation); 26] = [
     (25, "create", Machine::create),
     (30, "fork", Machine::fork),
@@ -165,7 +165,7 @@ impl Machine {
         }
     }
 
-    /// One operation, and all that has to hold after it.
+    /// Does one operation, and checks everything that must hold after it.
     pub(crate) fn operate(&mut self) -> Outcome {
         let mut pick = self.random.below(OPERATIONS.iter().map(|(weight, ..)| weight).sum());
         let (_, name, act) = OPERATIONS
@@ -184,7 +184,7 @@ impl Machine {
         self.check()
     }
 
-    /// What happened, for whoever looks into a failure.
+    /// Adds to the trace, for anyone who investigates a failure.
     pub(crate) fn remember(&mut self, what: impl FnOnce() -> String) {
         if self.trace.len() == TRACE {
             self.trace.pop_front();
@@ -192,7 +192,7 @@ impl Machine {
         self.trace.push_back(what());
     }
 
-    /// The books agree with themselves and with the model.
+    /// The bookkeeping agrees with itself and with the model.
     fn check(&mut self) -> Outcome {
         self.cache.audit().map_err(|error| error.to_string())?;
         let headroom =
@@ -220,7 +220,7 @@ impl Machine {
         (!self.live.is_empty()).then(|| self.random.below(self.live.len()))
     }
 
-    /// What the core said of a sequence, which it must refuse exactly while a step uses it.
+    /// Passes on what the core said about a sequence, which it must refuse exactly while a step uses it.
     fn unless_stepping<T>(&self, id: SequenceId, result: Result<T, Error>) -> Outcome<Option<T>> {
         ensure!(result.is_err() == self.is_stepping(id), "refused or not: {:?}", result.err());
         Ok(result.ok())
@@ -297,7 +297,7 @@ impl Machine {
         let limit = self.cache.rewind_limit(id).map_err(|error| error.to_string())? as usize;
         match self.cache.drop_tokens(id, range.start as u64..range.end as u64) {
             Err(Error::InvalidArgument { argument: "start, stop", .. }) => {
-                // What has left is missed only if sinks change, or more goes than there is to spare.
+                // A window refuses a drop only if sinks would change, or if more would go than there is to spare.
                 let windows = self.shape.groups.iter().filter_map(|group| group.window);
                 let sinks = windows.map(|window| window.sinks).max().unwrap_or(0) as usize;
                 let spare = len.saturating_sub(limit);
@@ -316,7 +316,7 @@ impl Machine {
     }
 
     fn reserve(&mut self) -> Outcome {
-        // Often the batch of the step before, as in decoding.
+        // Often the batch of the previous step, as in decoding.
         let mut ids = std::mem::take(&mut self.batch);
         ids.retain(|id| self.live.iter().any(|live| live.id == *id));
         if ids.is_empty() || self.random.once_in(2) {
@@ -399,7 +399,7 @@ impl Machine {
         Tier::ALL.into_iter().flat_map(|tier| self.cache.free_blocks(tier).collect::<Vec<_>>()).collect()
     }
 
-    /// Where a sequence of the open step has which of its tokens: all that a query to come may see.
+    /// Where a sequence of the open step has its tokens: all that a future query may see.
     fn placed(&self, index: usize, group: GroupId, all: &[u64]) -> Outcome<Vec<(usize, Place, usize)>> {
         let (shape, row) = (self.shape.group(group), self.cache.step_row(index, group).0);
         let spans: Vec<SpanView> = self.cache.step_spans(index, group).collect();
@@ -464,7 +464,7 @@ impl Machine {
         self.step.is_some()
     }
 
-    /// What the open step was to append is not appended.
+    /// The open step's tokens are not appended.
     pub(crate) fn forget_step(&mut self) {
         self.step = None;
     }
@@ -477,7 +477,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Reads every token of every sequence: from memory as a step does, later; from disk now, through the ring or page by page.
+    /// Reads every token of every sequence: from memory later, as a step does; from disk now, through the ring or page by
+    /// page.
     pub(crate) fn look_around(&mut self) -> Outcome {
         let batch: Vec<_> = self.live.iter().map(|live| (live.id, 0)).collect();
         self.cache.reserve(&batch).map_err(|error| format!("a look around: {error}"))?;
@@ -524,7 +525,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Some pages of a sequence, to some tier.
+    /// A plan for some pages of a sequence, to some tier.
     fn any_plan(&mut self) -> Outcome<Option<Plan>> {
         let Some(index) = self.pick() else { return Ok(None) };
         let Live { id, tokens } = &self.live[index];
@@ -563,7 +564,7 @@ impl Machine {
         self.launch(&plan).map(drop)
     }
 
-    /// Moves pages that a step has to read from disk into memory, as far as there is room.
+    /// Moves pages that a step would have to read from disk into memory, as far as there is room.
     fn bring_in(&mut self, batch: &[(SequenceId, u32)]) -> Outcome {
         for &(id, _) in batch {
             let memory: Vec<_> = self.shape.tiers().filter(|tier| *tier != Tier::Disk).collect();
@@ -580,7 +581,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Moves pages of the sequence that rested longest out of the device.
+    /// Moves pages of the sequence that has rested longest off the device.
     fn make_room(&mut self) -> Outcome {
         let below: Vec<_> = self.shape.tiers().filter(|tier| *tier != Tier::Device).collect();
         let (to, group) = (below[self.random.below(below.len())], GroupId(0));
@@ -636,7 +637,7 @@ impl Machine {
         self.report(job, true)
     }
 
-    /// Gives memory without blocks back: what lay there is gone.
+    /// Gives back memory without blocks: its content is lost.
     pub(crate) fn trim(&mut self) -> Outcome {
         for tier in [Tier::Device, Tier::Host] {
             self.cache.reclaim(tier).for_each(|range| self.memory.forget(tier, range));
@@ -648,7 +649,7 @@ impl Machine {
         Ok(())
     }
 
-    /// The process is gone, and all that it had in memory.
+    /// The process ends, and everything that it had in memory is lost.
     pub(crate) fn die(&mut self) {
         self.memory = Memory::new(&self.shape);
         (self.retired, self.minted, self.step) = (0, 0, None);
@@ -662,12 +663,12 @@ impl Machine {
         self.plans.clear();
     }
 
-    /// A sequence that was found again.
+    /// Adds a sequence that was found again.
     pub(crate) fn revived(&mut self, id: SequenceId, tokens: Tokens) {
         self.live.push(Live { id, tokens });
     }
 
-    /// Whether one more sequence may live.
+    /// Whether there may be one more live sequence.
     pub(crate) fn has_room(&self) -> bool {
         self.live.len() < SEQUENCES
     }
@@ -712,7 +713,7 @@ impl Machine {
 }
 
 impl Tokens {
-    /// The next token goes on right after the last that is left.
+    /// The next token continues right after the last one that is left.
     fn truncate(&mut self, len: usize) {
         if len == 0 {
             *self = Self::default();
@@ -729,8 +730,8 @@ impl Tokens {
     }
 }
 
-/// Where spans of (first page, rows to skip, tokens) have which token of a sequence, of which `left` behind the first `after`
-/// are not there: token, page and row.
+/// Where the tokens of a sequence are, given its spans (first page, rows to skip, tokens) and that `left` tokens after the
+/// first `after` are gone: token, page and row.
 pub(crate) fn placed(
     spans: &[(u32, u32, u32)],
     after: usize,

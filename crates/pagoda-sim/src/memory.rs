@@ -1,4 +1,4 @@
-//! The memory of the device and of the host.
+//! The memory of the device and the host.
 
 use crate::shape::{POISON, Shape};
 use pagoda_core::ids::{BlockId, GroupId, Tier};
@@ -39,7 +39,7 @@ impl Memory {
         self.block_mut(to)[range].copy_from_slice(&bytes);
     }
 
-    /// A range of a tier holds nothing any more.
+    /// A range of a tier loses its content.
     pub(crate) fn forget(&mut self, tier: Tier, range: Range<u64>) {
         self.tiers[tier.index()][range.start as usize..range.end as usize].fill(POISON);
     }

@@ -1,4 +1,4 @@
-//! Numbers that a seed decides.
+//! Random numbers from a seed.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! Sequences that are kept under keys, and what is left of them when a process ends.
+//! Sequences that are kept under keys, and what remains of them when a process ends.
 
 use crate::drive::Conduct;
 use crate::machine::{Machine, Outcome, Tokens, ensure, placed};
@@ -9,19 +9,19 @@ use pagoda_core::plan::Selection;
 use pagoda_store::disk::{Recovered, sequence};
 use std::collections::BTreeMap;
 
-/// Keys that are used.
+/// How many keys are used.
 const KEYS: usize = 4;
 
-/// What is kept, as the cache knows it and as it should be.
+/// What is kept: according to the cache, and as it should be.
 #[derive(Default)]
 pub(crate) struct Sessions {
     kept: BTreeMap<Key, (KeptId, usize)>,
-    /// Saves that failed and that the drive may have all the same.
+    /// Saves that failed but may be on the drive nevertheless.
     doubtful: Vec<KeptId>,
-    /// Every save that was tried: its key, and the tokens.
+    /// Every save that was tried: its key and its tokens.
     saves: Vec<(Key, Tokens)>,
-    /// What the drive may have under each key: the last save that was acknowledged, and those after it that were not. None
-    /// is for no save.
+    /// What the drive may have under each key: the last save that was acknowledged, and later ones that were not. `None`
+    /// means no save.
     possible: BTreeMap<Key, Vec<Option<usize>>>,
 }
 
@@ -78,7 +78,7 @@ impl Machine {
         if self.judge(put)?.is_err() {
             self.sessions.doubtful.push(kept);
             self.forget_doubtful();
-            // As the binding does: copies that a sync may have lost are made anew.
+            // Like the binding: copies that a sync may have lost are made again.
             let store = &self.drive.store;
             for group in self.shape.group_ids() {
                 let lost = |_, block| store.may_have_lost(group, block);
@@ -136,7 +136,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Lets go of saves that failed, where the next process finds none of them.
+    /// Lets go of failed saves if the next process will find none of them.
     fn forget_doubtful(&mut self) {
         if self.drive.store.is_sure() {
             self.sessions.doubtful.drain(..).for_each(|kept| self.cache.forget(kept));
@@ -148,7 +148,7 @@ impl Machine {
         self.check_key(&key)
     }
 
-    /// Reads what is kept under a key where it lies.
+    /// Reads what is kept under a key from where it lies.
     fn check_key(&mut self, key: &Key) -> Outcome {
         let Some(&(kept, save)) = self.sessions.kept.get(key) else { return Ok(()) };
         let described = self.cache.describe(kept).ok_or("what is kept cannot be written down")?;
@@ -201,7 +201,7 @@ impl Machine {
         self.find_again()
     }
 
-    /// Takes in what the store has kept, as the binding does, and compares it with what may be there.
+    /// Takes in what the store has kept, like the binding, and compares it with what may be there.
     fn find_again(&mut self) -> Outcome {
         let (mut found, mut shapes) = (Vec::new(), Vec::new());
         for (key, entry) in self.drive.store.entries() {
@@ -224,7 +224,7 @@ impl Machine {
             ensure!(self.drive.lied, "{key:?} is lost on a drive that did not lie: {error}");
             let deleted = self.drive.store.delete(&key);
             if self.judge(deleted)?.is_err() {
-                // A cache does not open then, but the next time it may.
+                // A cache does not open in this case, but it may the next time.
                 return self.restart();
             }
         }
@@ -243,7 +243,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Another disk, on which nothing was kept.
+    /// Forgets everything: this is another disk, on which nothing was kept.
     pub(crate) fn forget_history(&mut self) {
         self.sessions.possible.clear();
     }

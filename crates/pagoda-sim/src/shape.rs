@@ -1,4 +1,4 @@
-//! The shape of a cache under test, and the bytes that its pages have to hold.
+//! The shape of a cache under test, and the bytes that its pages must hold.
 
 use crate::random::{Random, mix};
 use pagoda_core::cache::{Group, GroupKind, TierMemory};
@@ -6,10 +6,10 @@ use pagoda_core::ids::{GroupId, Tier};
 use pagoda_core::window::Window;
 use pagoda_store::disk::Geometry;
 
-/// Bytes of a word, by which rows are written and compared.
+/// Bytes of a word, the unit in which rows are written and compared.
 pub(crate) const WORD: usize = 8;
 
-/// What never was a row: what memory holds before it is written to.
+/// Fills memory before it is first written to; never part of a row.
 pub(crate) const POISON: u8 = 0xa5;
 
 /// One layer group: rows of `row_bytes` for each token and layer, layer by layer.
@@ -26,10 +26,10 @@ pub(crate) struct GroupShape {
 #[derive(Clone, Debug)]
 pub(crate) struct Shape {
     pub(crate) groups: Vec<GroupShape>,
-    /// Bytes of the device and of the host; 0 for one that is absent.
+    /// Bytes of the device and of the host; 0 if absent.
     memory: [u64; 2],
     extent_bytes: u64,
-    /// Bytes of the disk tier, and the most that they become.
+    /// Bytes of the disk tier now, and at most.
     budget: u64,
     budget_max: u64,
 }
@@ -54,7 +54,7 @@ impl GroupShape {
         self.layers * self.run_bytes()
     }
 
-    /// A word that only this token has, only there.
+    /// A word that is unique to this token and this place.
     fn word(&self, token: u64, layer: usize, word: usize) -> [u8; WORD] {
         mix(token << 8 | (self.index << 6 | layer << 4 | word) as u64).to_le_bytes()
     }
@@ -74,12 +74,12 @@ impl GroupShape {
         (0..self.layers).all(|layer| self.layer_holds(block, layer, row, token))
     }
 
-    /// As `holds`, of one layer.
+    /// Like `holds`, for one layer.
     pub(crate) fn layer_holds(&self, block: &[u8], layer: usize, row: usize, token: u64) -> bool {
         self.run_holds(&block[layer * self.run_bytes()..], layer, row, token)
     }
 
-    /// As `layer_holds`, of a block's bytes from that layer on.
+    /// Like `layer_holds`, for the bytes of a block from that layer on.
     pub(crate) fn run_holds(&self, run: &[u8], layer: usize, row: usize, token: u64) -> bool {
         let at = row * self.row_bytes;
         let mut words = run[at..at + self.row_bytes].chunks_exact(WORD).enumerate();
@@ -106,7 +106,7 @@ impl Shape {
         }
     }
 
-    /// Of a disk tier of such a cache in an empty directory.
+    /// The geometry of a disk tier of such a cache in an empty directory.
     pub(crate) fn geometry(&self) -> Geometry {
         let runs = |group: &GroupShape| vec![group.run_bytes() as u64; group.layers];
         let runs: Vec<_> = self.groups.iter().map(runs).collect();

@@ -1,5 +1,5 @@
-//! Steps that attend to pages on disk as these pass through the ring. Their reads are carried out late, in pieces and in any
-//! order, and go on whatever becomes of the step.
+//! Steps that attend to pages on disk, which pass through the ring. Their reads are carried out late, in pieces and in any
+//! order, and continue whatever becomes of the step.
 
 use crate::Missing;
 use crate::machine::{Machine, Outcome, ensure};
@@ -18,11 +18,11 @@ use std::sync::Arc;
 pub(crate) struct Streaming {
     ring: Ring,
     pub(crate) reads: ByHand,
-    /// Pages that a slot holds.
+    /// Pages that fit a slot.
     pages: usize,
-    /// Of the open step, in the order in which they are gone over.
+    /// The passes of the open step, in the order in which they are processed.
     passes: Vec<Pass>,
-    /// The first that has not been.
+    /// The first pass that has not been processed.
     next: usize,
 }
 
@@ -30,17 +30,17 @@ pub(crate) struct Streaming {
 struct Pass {
     sequence: SequenceId,
     what: LayerOfPages,
-    /// Page, row and token of what has to be there.
+    /// Page, row and token of each row that must be there.
     rows: Vec<(usize, usize, u64)>,
 }
 
-/// What came of one pass.
+/// The result of one pass.
 #[derive(PartialEq, Eq)]
 enum Passed {
     Over,
     /// What it needs has not been read yet.
     Waits,
-    /// There is no more, or the step had to be rolled back.
+    /// There are no more passes, or the step had to be rolled back.
     End,
 }
 
@@ -52,7 +52,7 @@ impl Streaming {
         Self { ring, reads, pages, passes: Vec::new(), next: 0 }
     }
 
-    /// Lists what the step that was opened has to read of a sequence in one group: places, rows and tokens in their order.
+    /// Lists what the newly opened step has to read of a sequence in one group: places, rows and tokens in their order.
     pub(crate) fn list(&mut self, sequence: SequenceId, layers: usize, on_disk: &[(Place, usize, u64)]) {
         let pages: Vec<_> = on_disk.chunk_by(|(a, ..), (b, ..)| a == b).collect();
         for layer in 0..layers {
@@ -74,7 +74,7 @@ impl Streaming {
         self.next = 0;
     }
 
-    /// Begins to read what passes from the next one on need, and behind the last one those from the first on.
+    /// Begins the reads for the passes from the next one on and, after the last one, for those from the first one on.
     fn read_ahead(&mut self, since: Epoch) {
         let Self { ring, reads, passes, next, .. } = self;
         let (before, after) = passes.split_at(*next);
@@ -83,13 +83,13 @@ impl Streaming {
 }
 
 impl Machine {
-    /// What has retired when all has up to `epoch` but what is read ahead.
+    /// The epoch that can retire once everything up to `epoch` has, except for reads ahead.
     pub(crate) fn retirable(&self, epoch: u64) -> Epoch {
         let since = self.streaming.ring.since().filter(|_| self.missing != Some(Missing::FenceOfReads));
         since.map_or(Epoch(epoch), |since| since.min(Epoch(epoch)))
     }
 
-    /// Goes over some of what the open step has to read, as far as that has arrived.
+    /// Processes some of what the open step has to read, as far as it has arrived.
     pub(crate) fn attend_a_little(&mut self) -> Outcome {
         for _ in 0..self.random.within(1..8) {
             if self.pass()? != Passed::Over {
@@ -99,7 +99,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Goes over all that the open step has to read and waits for it, or gives up; says whether the step is still open.
+    /// Processes everything that the open step has to read and waits for it, or gives up; returns whether the step is still
+    /// open.
     pub(crate) fn attend(&mut self) -> Outcome<bool> {
         let patience = if self.random.once_in(4) { self.random.below(8) } else { usize::MAX };
         let mut waited = 0;
@@ -121,7 +122,7 @@ impl Machine {
         Ok(self.steps())
     }
 
-    /// Goes over what the next pass needs, if it is there: every word of every row.
+    /// Checks what the next pass needs, if it has arrived: every word of every row.
     fn pass(&mut self) -> Outcome<Passed> {
         let at = self.streaming.next;
         if at == self.streaming.passes.len() {
@@ -172,7 +173,7 @@ impl Machine {
     }
 
     fn read_ahead(&mut self) {
-        // Of pages that are of one step for ever nobody asks whether they have changed.
+        // As long as the step stays the same, nothing checks whether pages have changed.
         let generations = self.missing != Some(Missing::Generations);
         self.streaming.read_ahead(Epoch(if generations { self.minted } else { 0 }));
         if self.missing == Some(Missing::EndOfReads) {
@@ -192,7 +193,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Whatever is written to must not be under a read.
+    /// Nothing that is written to may be under a read.
     pub(crate) fn require_unread(&self, group: GroupId, block: BlockId) -> Outcome {
         ensure!(
             !self.streaming.reads.reads(group, block),

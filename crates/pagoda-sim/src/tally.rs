@@ -1,4 +1,4 @@
-//! What happened, counted.
+//! Counts of what happened.
 
 use pagoda_store::disk::Error;
 use pagoda_store::disk::io::fault::{Cause, Event, Fault, Site};
@@ -11,13 +11,13 @@ use std::fmt;
 pub struct Fate {
     /// How often it happened.
     pub happened: u64,
-    /// Of these, the call went well all the same, as it must with an operation that is cut short or interrupted.
+    /// How often the call succeeded nevertheless, as it must if an operation is cut short or interrupted.
     pub absorbed: u64,
-    /// The call came back with a typed error.
+    /// How often the call returned a typed error.
     pub refused: u64,
-    /// Reads of wrong bytes that it led to, at once or later.
+    /// Reads of wrong bytes that it caused, at once or later.
     pub wrong_reads: u64,
-    /// Of these, reads that the store refused.
+    /// How many of these reads the store refused.
     pub noticed: u64,
 }
 
@@ -26,19 +26,19 @@ pub struct Fate {
 pub struct Tally {
     /// Operations by name.
     pub operations: BTreeMap<&'static str, u64>,
-    /// Other things that a simulation is about, by name.
+    /// Other events of interest, by name.
     pub seen: BTreeMap<&'static str, u64>,
     /// Faults by name.
     pub faults: BTreeMap<String, Fate>,
 }
 
 impl Tally {
-    /// Operations of all names.
+    /// The number of operations of all names.
     pub fn operation_count(&self) -> u64 {
         self.operations.values().sum()
     }
 
-    /// Reads of wrong bytes: each of them was noticed, or the simulation would have failed.
+    /// Reads of wrong bytes. Each was noticed, or the simulation would have failed.
     pub fn wrong_reads(&self) -> u64 {
         self.faults.values().map(|fate| fate.wrong_reads).sum()
     }

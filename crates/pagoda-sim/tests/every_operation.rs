@@ -1,4 +1,4 @@
-//! One short life of a store, again and again: each time the next operation of its disk goes wrong, until none is left.
+//! One short life of a store, again and again: each time the next operation of its disk goes wrong, until every one has.
 
 use pagoda_core::ids::{BlockId, GroupId};
 use pagoda_store::disk::io::fault::{Event, Fault, FaultyDisk};
@@ -26,7 +26,7 @@ fn write(store: &Arc<Store>, blocks: &[u32]) -> Result<()> {
     })
 }
 
-/// Reads pages, and requires that all bytes that come are right.
+/// Reads pages and checks that all bytes that come are right.
 fn read(store: &Arc<Store>, blocks: &[u32]) -> Result<()> {
     let ids: Vec<_> = blocks.iter().map(|&block| BlockId::new(block)).collect();
     store.lane()?.read(GROUP, &ids, 0..RUNS.len(), |page, range, source| {
@@ -37,7 +37,7 @@ fn read(store: &Arc<Store>, blocks: &[u32]) -> Result<()> {
     })
 }
 
-/// What was acknowledged: keys that are kept, and those that are forgotten.
+/// What was acknowledged: which keys are kept, and which are forgotten.
 #[derive(Debug, Default)]
 struct Acknowledged {
     kept: Vec<&'static [u8]>,
@@ -102,7 +102,7 @@ fn whichever_operation_fails_errors_are_typed_and_what_was_acknowledged_is_there
     }
 }
 
-/// Reads all that is kept; returns its keys.
+/// Reads everything that is kept; returns its keys.
 fn check(store: &Arc<Store>, when: &str, honest: bool) -> Vec<Vec<u8>> {
     let found: Vec<_> = store.entries().into_iter().map(|(key, _)| key).collect();
     for (key, blocks) in KEYS.iter().filter(|(key, _)| found.contains(&key.to_vec())) {
@@ -112,13 +112,13 @@ fn check(store: &Arc<Store>, when: &str, honest: bool) -> Vec<Vec<u8>> {
     found
 }
 
-/// After a sync that failed nobody knows whether the line is there: a key that is said to be gone has to be.
+/// After a failed sync nobody knows whether the line is there. A key that is reported to be gone must be gone.
 #[test]
 fn a_key_that_may_come_back_is_not_said_to_be_gone() {
     let disk = FaultyDisk::default();
     let store = open(&disk).unwrap();
     write(&store, &[0]).unwrap();
-    // The pages are synced, the line is written, and then it is not synced.
+    // The pages are synced and the line is written, but not synced.
     disk.fail(2, Fault::Errno(Errno::IO.raw_os_error()));
     store.put(b"doubtful", &[(GROUP, BlockId::new(0))], b"").unwrap_err();
     assert_eq!(open(&disk.killed()).unwrap().entries().len(), 1, "the line is there");
@@ -127,8 +127,8 @@ fn a_key_that_may_come_back_is_not_said_to_be_gone() {
     assert!(!gone || found == 0, "it was said to be gone");
 }
 
-/// The line of a save that failed is found by the next process, whose drive is full and takes no new index: what the line was about
-/// to replace may have been written over when the power fails.
+/// The next process finds the line of a failed save, but its drive is full and takes no new index. When the power fails,
+/// pages of the save that the line was about to replace may already be overwritten.
 #[test]
 fn what_a_full_drive_was_opened_with_is_there_after_a_loss_of_power() {
     let (line, full) = (Fault::Errno(Errno::IO.raw_os_error()), Fault::Errno(Errno::NOSPC.raw_os_error()));
@@ -140,7 +140,7 @@ fn what_a_full_drive_was_opened_with_is_there_after_a_loss_of_power() {
         for _ in 0..operations {
             drop(store.lane().unwrap());
         }
-        // The pages are synced, the line is written, and then it is not synced.
+        // The pages are synced and the line is written, but not synced.
         disk.fail(2, line);
         store.put(b"it", &[(GROUP, BlockId::new(1))], b"").unwrap_err();
         let disk = disk.killed();
@@ -164,7 +164,7 @@ fn what_a_full_drive_was_opened_with_is_there_after_a_loss_of_power() {
     }
 }
 
-/// A system may count as written what a sync could not write, so that the next sync succeeds and does nothing about it.
+/// A system may mark as written what a sync could not write, so that the next sync succeeds without writing it.
 #[test]
 fn what_a_sync_has_lost_is_not_kept_before_it_is_written_anew() {
     for operations in 0..2 {

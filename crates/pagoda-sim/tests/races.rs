@@ -1,5 +1,5 @@
-//! The four shapes in which caches of several tiers have served wrong bytes, each as small as it can be, and each once more
-//! with what prevents it taken away.
+//! The four ways in which caches of several tiers have served wrong bytes, each as small as possible, and each a second time
+//! without what prevents it.
 //!
 //! A page is one token, a block is one word. Kernels run when the stream is run, copies when they are made: nothing happens
 //! by itself.
@@ -16,7 +16,7 @@ const BLOCK: u64 = 8;
 
 type Place = (Tier, BlockId);
 
-/// Work that was issued.
+/// Issued work.
 enum Kernel {
     Write(Place, u64),
     Read(Place, u64),
@@ -26,11 +26,11 @@ struct World {
     cache: Cache,
     memory: HashMap<Place, u64>,
     stream: VecDeque<Kernel>,
-    /// Reads that found something else.
+    /// Number of reads that found something else.
     wrong: usize,
 }
 
-/// A copy that was sent and has not been made.
+/// Copies that were sent and have not been made.
 struct Copies(Completion, Vec<BlockCopy>);
 
 impl World {
@@ -44,7 +44,7 @@ impl World {
         Self { cache, memory: HashMap::new(), stream: VecDeque::new(), wrong: 0 }
     }
 
-    /// A new sequence with these tokens; the kernels that write them are issued.
+    /// A new sequence with these tokens; issues the kernels that write them.
     fn append(&mut self, tokens: &[u64]) -> SequenceId {
         let id = self.cache.create().unwrap();
         self.cache.reserve(&[(id, tokens.len() as u32)]).unwrap();
@@ -52,7 +52,7 @@ impl World {
         id
     }
 
-    /// Commits a step of one sequence with these tokens; the kernels that write them are issued.
+    /// Commits a step of one sequence with these tokens; issues the kernels that write them.
     fn write(&mut self, tokens: &[u64]) {
         for ((block, _), token) in self.cache.step_slots(0, GROUP).zip(tokens) {
             self.stream.push_back(Kernel::Write((Tier::Device, block), *token));
@@ -69,7 +69,7 @@ impl World {
         self.cache.commit(None).unwrap();
     }
 
-    /// Runs what was issued.
+    /// Runs all issued work.
     fn run(&mut self) {
         while let Some(kernel) = self.stream.pop_front() {
             match kernel {
@@ -103,14 +103,14 @@ impl World {
         completion.finish(copies.len() as u32);
     }
 
-    /// A sequence whose pages are on the host, and nothing is under way.
+    /// A sequence whose pages are on the host, with nothing under way.
     fn on_host(&mut self, tokens: &[u64]) -> SequenceId {
         let id = self.append(tokens);
         self.retire();
         let copies = self.send(&self.plan(id, Tier::Host)).unwrap();
         self.make(copies);
         self.retire();
-        // What the blocks on the device held must not be right by chance.
+        // What device blocks held before must not be right by chance.
         self.memory.retain(|(tier, _), _| *tier == Tier::Host);
         id
     }
@@ -122,7 +122,7 @@ impl World {
     }
 }
 
-/// Pages go to the host while the kernel that writes them has yet to run.
+/// Pages go to the host before the kernel that writes them has run.
 fn store_before_the_kernel(waits: bool) -> usize {
     let mut world = World::new(2, 2, None);
     let id = world.append(&[1, 2]);
@@ -141,7 +141,7 @@ fn a_store_reads_what_the_kernels_before_it_wrote() {
     assert_eq!(store_before_the_kernel(false), 2, "a copy that does not wait takes neither token");
 }
 
-/// A block is freed and loaded into while an earlier kernel has yet to read it.
+/// A block is freed and loaded into before an earlier kernel has read it.
 fn load_over_a_reader(missing: Option<Fence>) -> usize {
     let mut world = World::new(2, 2, missing);
     let cold = world.on_host(&[1, 2]);
@@ -165,7 +165,7 @@ fn a_load_waits_for_the_readers_of_its_target() {
     assert_eq!(load_over_a_reader(Some(Fence::Epochs)), 2, "without the fence both tokens are read wrong");
 }
 
-/// A block is handed out again while a copy that was sent earlier has yet to use it.
+/// A block is handed out again before a copy that was sent earlier has used it.
 fn reuse_under_a_copy(missing: Option<Fence>) -> usize {
     let mut world = World::new(2, 2, missing);
     let cold = world.on_host(&[1, 2]);

@@ -1,12 +1,12 @@
-//! Simulated caches, many of them, and that nothing can be taken away unnoticed.
+//! Many simulated caches, and proof that nothing can be taken away unnoticed.
 //!
-//! `PAGODA_SIM_SEED` simulates one cache again, the one of a failure; `PAGODA_SIM_OPS` sets the number of operations in all
-//! (default 1 000 000). What was counted is shown with `--nocapture`.
+//! `PAGODA_SIM_SEED` simulates one cache again, that of a failure; `PAGODA_SIM_OPS` sets the total number of operations
+//! (default 1 000 000). `--nocapture` shows what was counted.
 
 use pagoda_core::fence::Fence;
 use pagoda_sim::{Missing, Tally, simulate};
 
-/// Operations of one cache.
+/// Operations per cache.
 const OPERATIONS: usize = 1500;
 
 fn variable(name: &str) -> Option<u64> {
@@ -53,7 +53,7 @@ fn show(tally: &Tally) {
     println!("{} operations\n{tally}", tally.operation_count());
 }
 
-/// A failure is of use only if it can be seen again.
+/// A failure is only useful if it can be reproduced.
 #[test]
 fn a_seed_is_a_schedule() {
     for seed in 0..8 {
@@ -65,7 +65,7 @@ fn a_seed_is_a_schedule() {
     assert_eq!(first.to_string(), second.to_string());
 }
 
-/// Negative control: without it, the same simulation must fail. Says how.
+/// Negative control: without it, the same simulation must fail. Returns how.
 fn notices(missing: Missing) -> pagoda_sim::Failure {
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
@@ -126,7 +126,7 @@ fn slots_that_are_handed_out_too_early_are_noticed() {
 #[test]
 fn steps_that_retire_under_their_reads_are_noticed() {
     let failure = notices(Missing::FenceOfReads);
-    // A block that lost its page, or has another.
+    // The block has lost its page, or has another one.
     let seen = ["nothing was written to it", "is written to under a read"];
     assert!(seen.iter().any(|what| failure.what.contains(what)), "{failure}");
 }

@@ -1,9 +1,9 @@
-//! Where the bytes of a cache live, and who moves them: slabs of memory, files on disk, and the threads that copy blocks between
-//! them.
+//! Where the bytes of a cache lie and who moves them: slabs of memory, files on disk, and the threads that copy blocks
+//! between them.
 //!
-//! What goes where is decided in `pagoda-core`.
+//! `pagoda-core` decides what goes where.
 //!
-//! A [`Mover`] copies between slabs and a [`Store`](disk::Store), and tells by a completion when it has:
+//! A [`Mover`] copies between slabs and a [`Store`](disk::Store), and reports through a completion when it has finished:
 //!
 //! ```
 //! use pagoda_core::fence::Completion;
@@ -15,7 +15,7 @@
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let directory = std::env::temp_dir().join(format!("pagoda-example-{}", std::process::id()));
-//! // One layer group, whose blocks have two layers of 2 KiB, in a file that goes with the store.
+//! // One layer group, whose blocks have two layers of 2 KiB, in a file that is removed with the store.
 //! let geometry = Geometry::new(&[vec![2048, 2048]], 1 << 20)?;
 //! let store = Arc::new(Store::scratch(&Folder::open(&directory)?, geometry, *b"an example model", None)?);
 //! let slab = Arc::new(Slab::new(1 << 16)?);
@@ -53,7 +53,7 @@ pub use slab::Slab;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Locks a mutex, whether or not a thread has panicked while it held it.
+/// Locks a mutex, even if a thread has panicked while it held it.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

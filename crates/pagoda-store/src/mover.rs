@@ -1,4 +1,4 @@
-//! The threads that move blocks while the caller goes on: one copies in memory, some write to disk and read from it.
+//! The threads that move blocks in the background: one copies in memory, others write to disk and read from it.
 
 use crate::disk::io::ALIGN;
 use crate::disk::{Error, Lane, Store};
@@ -29,14 +29,14 @@ pub enum Place {
     },
     /// On disk.
     Disk {
-        /// The layer group that the block is of.
+        /// The layer group of the block.
         group: GroupId,
         /// The block.
         block: BlockId,
     },
 }
 
-/// One copy, of which at least one side is in memory.
+/// One copy; at least one of its sides is in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transfer {
     /// Where the bytes are.
@@ -52,20 +52,20 @@ pub struct Transfer {
 pub struct LayerOfPages {
     /// The layer group of the pages.
     pub group: GroupId,
-    /// The layer, counted in the group.
+    /// The index of the layer in its group.
     pub layer: usize,
     /// Where the pages are.
     pub blocks: Vec<BlockId>,
 }
 
-/// Most pages that one thread writes or reads at a time: a segment's worth, so that others have work too.
+/// Most pages that one thread writes or reads at a time: one segment's worth, so that other threads have work too.
 const DISK_PAGES: usize = 16;
 
-/// Most bytes of a layer that one thread reads at a time: some I/Os deep.
+/// Most bytes of a layer that one thread reads at a time: several I/Os deep.
 const FETCH_BYTES: u64 = 8 << 20;
 
-/// Background threads over a set of slabs, and a store on disk if there is one. Copies in memory run in the order they were
-/// sent, others in any; dropping the mover finishes them first.
+/// Background threads over a set of slabs and, if there is one, a store on disk. Copies in memory run in the order in which
+/// they were sent, others in any order; dropping the mover finishes them first.
 #[derive(Debug)]
 pub struct Mover {
     slabs: Vec<Arc<Slab>>,
@@ -79,7 +79,7 @@ pub struct Mover {
 }
 
 impl Mover {
-    /// Starts the threads; those of the disk are as many as keep it busy.
+    /// Starts the threads; for the disk as many as keep it busy.
     pub fn new(slabs: Vec<Arc<Slab>>, disk: Option<&Arc<Store>>) -> Result<Self, Error> {
         let mut mover = Self::without_threads(slabs, disk, FETCH_BYTES);
         let (memory, inbox) = channel::<Part>();
@@ -121,7 +121,7 @@ impl Mover {
     /// Until then nobody may write what is read here, nor touch what is written here.
     ///
     /// # Panics
-    /// When a transfer leaves its slab, has no side in memory, or needs a disk that is not there.
+    /// When a transfer leaves its slab or has no side in memory, or when it needs a disk and there is none.
     pub unsafe fn send(&self, transfers: Vec<Transfer>, completion: Completion) {
         transfers.iter().for_each(|transfer| self.check(transfer));
         let written = transfers.iter().map(Transfer::written).collect();
@@ -135,11 +135,11 @@ impl Mover {
         job.end(Ok(()), 0);
     }
 
-    /// Reads one layer of pages in the background, one after the other into `slab` from `offset` on: of each the bytes that it
-    /// has in the file. They have been verified when `completion` finishes.
+    /// Reads one layer of pages in the background, one page after the other, into `slab` from `offset` on. Each page's layer
+    /// comes with the padding that it has in the file, and has been verified when `completion` finishes.
     ///
     /// # Safety
-    /// Until then nobody may touch what is written here, nor write to these blocks.
+    /// Until then nobody may touch the memory that is written here, nor write to these blocks.
     ///
     /// # Panics
     /// When it would leave the slab, when `offset` is not a multiple of [`ALIGN`], or there is no disk.
@@ -159,15 +159,15 @@ impl Mover {
         job.end(Ok(()), 0);
     }
 
-    /// Gives back the space of a range of the disk's arena that has no block any more, in the background: what is written there later
-    /// waits for it.
+    /// Gives back, in the background, the space of a range of the disk's arena that has no blocks any more. Later writes to
+    /// the range wait for it.
     ///
     /// # Panics
     /// When there is no disk.
     pub fn discard(&self, arena: Range<u64>) {
         let hole = self.store.as_ref().expect("a disk").hole(arena);
         let job = self.job(0, Vec::new(), Completion::new());
-        // A refusal leaves the space where it is, which is no error.
+        // If the system refuses, the space stays taken, which is no error.
         job.begin(&self.disk, Work::Discard(hole), 0);
         job.end(Ok(()), 0);
     }
@@ -194,7 +194,7 @@ impl Mover {
         copy(&self.slabs, transfer);
     }
 
-    /// What sleeps until a job has finished.
+    /// To sleep until a job has finished.
     pub fn waiter(&self) -> Waiter {
         self.waiter.clone()
     }
@@ -213,7 +213,7 @@ impl Mover {
 }
 
 impl Transfer {
-    /// The group of the side that is on disk, and whether that is the target.
+    /// The group of the side that is on disk, and whether that side is the target.
     fn on_disk(&self) -> Option<(GroupId, bool)> {
         match (self.from, self.to) {
             (Place::Disk { group, .. }, _) => Some((group, false)),
@@ -222,7 +222,7 @@ impl Transfer {
         }
     }
 
-    /// The block on disk that this writes to, if it does.
+    /// The block on disk that this writes to, if any.
     fn written(&self) -> Option<(GroupId, BlockId)> {
         if let Place::Disk { group, block } = self.to { Some((group, block)) } else { None }
     }
@@ -253,7 +253,7 @@ fn cut(transfers: &[Transfer]) -> Vec<Range<usize>> {
     parts
 }
 
-/// One thread of the disk: takes parts until there are no more.
+/// A disk thread: takes parts until there are no more.
 fn serve(mut lane: Lane, slabs: &[Arc<Slab>], inbox: &Mutex<Receiver<Part>>) {
     loop {
         let next = lock(inbox).recv();
@@ -295,7 +295,7 @@ fn transfer(lane: &mut Lane, slabs: &[Arc<Slab>], transfers: &[Transfer]) -> Res
     })
 }
 
-/// The address `ahead` bytes behind a place in memory.
+/// The address `ahead` bytes after a place in memory.
 fn address(slabs: &[Arc<Slab>], place: Place, ahead: u64) -> *mut u8 {
     let Place::Slab { slab, offset } = place else { unreachable!("a side in memory") };
     // SAFETY: `check` has seen the whole range inside of its slab, and `ahead` is within it.
@@ -314,7 +314,7 @@ impl Drop for Mover {
     fn drop(&mut self) {
         drop((self.memory.take(), self.disk.take()));
         for thread in self.threads.drain(..) {
-            // They panic nowhere: `send` has checked the bounds.
+            // The threads do not panic: `send` has checked the bounds.
             let _ = thread.join();
         }
     }
@@ -468,7 +468,7 @@ mod tests {
             assert_eq!(failed.copied(), Some(0));
             assert_eq!(run(&mover, out(0..PAGES)).copied(), Some(40), "it goes on when there is space again");
             faulty.with("scratch 1", |bytes| {
-                // Whatever of page 20 it is: its bytes are known.
+                // Finds a layer of page 20 by its bytes, wherever it lies.
                 let right: Vec<u8> = (20 * PAGE..20 * PAGE + 3000).map(|at| (at % 249) as u8).collect();
                 let at = bytes.windows(3000).position(|bytes| bytes == right).unwrap();
                 bytes[at + 1234] ^= 1;
@@ -478,7 +478,7 @@ mod tests {
             assert_eq!(store.traffic().corrupt, 1);
         }
 
-        /// Of a page or two, as few as it takes.
+        /// Of one page or two each, as the most bytes of a part allow.
         #[test]
         fn a_layer_is_read_in_parts() {
             let (_, store, slabs) = parts();
@@ -502,7 +502,7 @@ mod tests {
             }
         }
 
-        /// That of one extent and no other; what is written there from then on stays.
+        /// Only the space of one extent; what is written there afterwards stays.
         #[test]
         fn space_is_given_back_in_the_background() {
             let (faulty, store, slabs) = parts();
@@ -521,7 +521,7 @@ mod tests {
             let whole = faulty.with("scratch 1", |bytes| bytes.clone());
             assert!(mover.waiter().is_idle());
             faulty.with("scratch 1", |_| {
-                // The disk answers nobody meanwhile.
+                // Meanwhile the disk does not answer.
                 mover.discard(extent_bytes..2 * extent_bytes);
                 assert!(!mover.waiter().is_idle());
             });
@@ -561,7 +561,7 @@ mod tests {
             let out: Vec<_> = out.collect();
             faulty.fail(1, Fault::Errno(rustix::io::Errno::NOSPC.raw_os_error()));
             let copied = u64::from(run(&mover, out.clone()).copied().unwrap());
-            // Two threads write parts of 16 pages: the second write to begin is not of the last part.
+            // Two threads write parts of 16 pages, so the second write, which fails, is not of the last part.
             assert!(copied < 32);
             assert!((0..PAGES).all(|page| there(page) == (page < copied)));
             assert_eq!(run(&mover, out).copied(), Some(PAGES as u32));

@@ -1,4 +1,4 @@
-//! The memory into which layers of pages on disk are read, ahead of the attention over them.
+//! The memory into which layers of pages on disk are read before attention needs them.
 
 use crate::disk::{Geometry, Store};
 use crate::mover::{LayerOfPages, Mover};
@@ -9,13 +9,13 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 
-/// Slots at least: one is gone over while others are read.
+/// Fewest slots: one is processed while others are read.
 const SLOTS_MIN: u64 = 3;
-/// Slots at most, and bytes that are enough: a drive goes on reading while pages in memory are gone over.
+/// Most slots, and bytes that are enough for the drive to go on reading while pages in memory are processed.
 const SLOTS_MAX: u64 = 64;
 const BYTES_ENOUGH: u64 = 256 << 20;
 
-/// Slots, each of which holds one layer of some pages. Reads are begun in the order in which they will be needed, and go on
+/// Slots, each of which holds one layer of some pages. Reads begin in the order in which they will be needed, and continue
 /// from one step into the next: a page on disk never changes while it is there.
 #[derive(Debug)]
 pub struct Ring {
@@ -26,21 +26,21 @@ pub struct Ring {
     free: Vec<usize>,
     /// Reads that will be needed, the next one first.
     ahead: VecDeque<Reading>,
-    /// Reads that will not be, until they have ended.
+    /// Reads that will not be needed any more, until they have ended.
     idle: Vec<Reading>,
 }
 
-/// What is read into a slot, or has been.
+/// A read into a slot, under way or ended.
 #[derive(Debug)]
 struct Reading {
     slot: usize,
     what: LayerOfPages,
-    /// Of the pages, when the read was begun.
+    /// Generations of the pages when the read began.
     generations: Vec<Option<u64>>,
     completion: Completion,
-    /// The last step that had ended by then.
+    /// The last step that had ended when the read began.
     since: Epoch,
-    /// The last step that had ended when its pages were last seen to be the same.
+    /// The last step that had ended when the pages were last seen to be unchanged.
     same: Epoch,
 }
 
@@ -55,19 +55,19 @@ pub struct Filled {
     pub stride: u64,
 }
 
-/// Why a slot has nothing.
+/// Why a slot could not be filled.
 #[derive(Debug)]
 pub struct Unread {
     /// The layer group of the first page that could not be read,
     pub group: GroupId,
     /// and its block on disk.
     pub block: BlockId,
-    /// What became of it.
+    /// What went wrong.
     pub failure: Failure,
 }
 
 impl Ring {
-    /// A ring for one layer of at most `pages` pages a slot, of whatever layer group.
+    /// A ring whose slots each hold one layer of at most `pages` pages, of any layer group.
     pub fn new(store: &Arc<Store>, pages: usize) -> io::Result<Self> {
         let slot_bytes = pages as u64 * layer_bytes_max(store.geometry());
         let slab = Slab::new(Self::bytes_of(slot_bytes) as usize)?;
@@ -79,26 +79,26 @@ impl Ring {
         slot_bytes * BYTES_ENOUGH.div_ceil(slot_bytes).clamp(SLOTS_MIN, SLOTS_MAX)
     }
 
-    /// A ring with as many slots as memory holds.
+    /// A ring with as many slots as the memory holds.
     pub fn over(store: &Arc<Store>, slab: Slab, slot_bytes: u64) -> Self {
         let (slots, slab) = (slab.bytes() / slot_bytes as usize, Arc::new(slab));
         let free = (0..slots).rev().collect();
         Self { store: store.clone(), slab, slot_bytes, free, ahead: VecDeque::new(), idle: Vec::new() }
     }
 
-    /// Bytes of all slots. Memory is taken as they are used.
+    /// Bytes of all slots. The system provides memory as they are used.
     pub fn bytes(&self) -> u64 {
         self.slab.bytes() as u64
     }
 
-    /// Begins to read what will be needed, as far as there are slots. `what` comes in the order of need, from the first that has
-    /// not been taken; `since` is the last step that has ended.
+    /// Begins the reads that will be needed, as far as there are slots. `what` is in the order of need and starts with the
+    /// first that has not been taken; `since` is the last step that has ended.
     ///
     /// # Safety
-    /// Blocks are not written to until their reads have ended (see [`since`](Self::since)).
+    /// Nobody may write to the blocks until their reads have ended (see [`since`](Self::since)).
     ///
     /// # Panics
-    /// When something does not fit a slot.
+    /// When a layer of pages does not fit a slot.
     pub unsafe fn read_ahead<'a>(
         &mut self,
         mover: &Mover,
@@ -108,7 +108,7 @@ impl Ring {
         let mut known = 0;
         for what in what {
             let Self { ahead, store, .. } = self;
-            // Where another batch follows, what was read ahead is needed in another order, or in part.
+            // If another batch follows, what was read ahead is needed in another order, or only in part.
             let mut guessed = ahead.iter_mut().skip(known);
             if let Some(at) = guessed.position(|reading| reading.is_of(what, store, since)) {
                 let reading = ahead.remove(known + at).expect("found there");
@@ -117,7 +117,7 @@ impl Ring {
                 continue;
             }
             self.reclaim();
-            // Reads that were guessed wrong are given up.
+            // Give up reads that were guessed wrong.
             while self.free.is_empty() && self.ahead.len() > known {
                 self.idle.extend(self.ahead.pop_back());
                 self.reclaim();
@@ -136,26 +136,27 @@ impl Ring {
         self.reclaim();
     }
 
-    /// The completion of the read that is needed next: of the first that `read_ahead` was given last. None if no slot was free.
+    /// The completion of the read that is needed next: of the first one that the last `read_ahead` was given. None if no slot
+    /// was free.
     pub fn next(&self) -> Option<&Completion> {
         self.ahead.front().map(|reading| &reading.completion)
     }
 
-    /// The completion of some read that is under way; of one that is not needed any more, if there is such.
+    /// The completion of some read that is under way; of one that is no longer needed, if there is one.
     pub fn under_way(&self) -> Option<&Completion> {
         let mut all = self.idle.iter().chain(&self.ahead).map(|reading| &reading.completion);
         all.find(|completion| completion.copied().is_none())
     }
 
-    /// Whether the next read has ended well.
+    /// Whether the next read has succeeded.
     pub fn has_next(&self) -> bool {
         self.next().is_some_and(|read| read.copied().is_some() && read.failure().is_none())
     }
 
-    /// The slot of the next read, which has ended; or why it has nothing.
+    /// The slot of the next read, or why it could not be filled.
     ///
     /// # Panics
-    /// When there is none, or it has not ended.
+    /// When there is no next read, or it has not ended.
     pub fn take(&mut self) -> Result<Filled, Unread> {
         let Reading { slot, what, completion, .. } =
             self.ahead.pop_front().expect("a read that was waited for");
@@ -187,7 +188,7 @@ impl Ring {
         self.give(filled.slot, &filled.what);
     }
 
-    /// Lets go of what was read of pages that are gone since, where their bytes have to go with them.
+    /// Lets go of what was read from pages that are gone since, if bytes must be erased with their pages.
     pub fn forget_gone(&mut self) {
         if !self.store.zeroes() {
             return;
@@ -201,7 +202,7 @@ impl Ring {
         self.reclaim();
     }
 
-    /// The last step that had ended when the oldest read began that is still under way.
+    /// For the oldest read that is still under way: the last step that had ended when it began.
     pub fn since(&self) -> Option<Epoch> {
         let under_way = self.ahead.iter().chain(&self.idle).filter(|r| r.completion.copied().is_none());
         under_way.map(|reading| reading.since).min()
@@ -215,7 +216,7 @@ impl Ring {
         }
     }
 
-    /// Makes a slot free that nobody reads or writes.
+    /// Frees a slot that nobody reads or writes.
     fn give(&mut self, slot: usize, what: &LayerOfPages) {
         if self.store.zeroes() {
             let start = self.start(slot);
@@ -233,8 +234,8 @@ impl Ring {
 }
 
 impl Reading {
-    /// Whether this is of these pages, and they are still what they were; they are while a step has them. What failed when no step
-    /// needed it is read again.
+    /// Whether this is a read of these pages and they have not changed since: they cannot while a step holds them. A read
+    /// that failed before a step needed it does not count, so that it is repeated.
     fn is_of(&mut self, what: &LayerOfPages, store: &Store, step: Epoch) -> bool {
         if self.what != *what {
             return false;
@@ -304,7 +305,7 @@ mod tests {
         LayerOfPages { group: GROUP, layer, blocks: blocks.map(BlockId::new).collect() }
     }
 
-    /// What a byte of a page is, by everything that it could be mistaken for.
+    /// A byte of a page, which depends on everything that it could be mistaken for.
     fn byte(version: u8, block: u32, at: u64) -> u8 {
         (u64::from(version) * 101 + u64::from(block) * 31 + at * 7) as u8
     }
@@ -361,7 +362,7 @@ mod tests {
                 world.check(1, &parts[next]);
             }
         }
-        // Each part was read once a step, and those ahead of the last once more.
+        // Each part was read once per step, and those ahead of the last once more.
         let unit = 4096;
         assert!(world.store.traffic().bytes_read <= unit * (20 * 2 * 37 + 2 * 37));
     }
@@ -381,7 +382,8 @@ mod tests {
 
     #[test]
     fn within_a_step_pages_are_not_looked_up_again() {
-        // The negative control: the same without a step in between has the old bytes, which is why blocks of a step are held.
+        // The negative control: without a step in between, the same read has the old bytes. That is why blocks of a step are
+        // held.
         let mut world = world();
         world.write(1, 0..20);
         world.ahead(&[what(0, 0..20)], 0);
@@ -423,7 +425,7 @@ mod tests {
         assert_eq!(world.store.traffic().bytes_read, before);
     }
 
-    /// As pages that two sequences of a batch share are.
+    /// Like pages that two sequences of a batch share.
     #[test]
     fn a_page_that_was_written_since_is_read_again_for_all_who_need_it() {
         let mut world = world();
@@ -445,7 +447,7 @@ mod tests {
         assert_eq!(world.ring.since(), None);
         let disk = world.disk.clone();
         disk.with("scratch 1", |_| {
-            // The disk answers nobody meanwhile.
+            // Meanwhile the disk does not answer.
             world.ahead(&[what(0, 0..20)], 3);
             world.ahead(&[what(0, 0..20), what(1, 0..20)], 4);
             assert_eq!(world.ring.since(), Some(Epoch(3)));
@@ -454,7 +456,7 @@ mod tests {
         assert_eq!(world.ring.since(), None);
     }
 
-    /// Slots with other bytes than zeros.
+    /// How many slots have bytes other than zero.
     fn dirty(ring: &Ring) -> usize {
         // SAFETY: no read is under way.
         let bytes = unsafe { std::slice::from_raw_parts(ring.slab.base(), ring.slab.bytes()) };
@@ -477,7 +479,7 @@ mod tests {
             world.store.zero(GROUP, 0..20).unwrap();
             world.ring.forget_gone();
             assert_eq!(dirty(&world.ring), if zeroes { 2 } else { 4 });
-            // A read that fails when its bytes are there, and one that nobody needs any more.
+            // A read that fails after its bytes have arrived, and one that is no longer needed.
             world.ahead(&parts[2..3], 1);
             world.check(1, &parts[2]);
             world.disk.fail(0, Fault::Flip);
@@ -567,7 +569,7 @@ mod tests {
             world.ahead(&[what(layer, 0..20), what(1 - layer, 0..20)], step as u64);
             world.quiet();
             world.check(1, &what(layer, 0..20));
-            // Ahead when the next step begins, which begins with the other one.
+            // Read ahead by the time the next step begins, but that step begins with the other layer.
             world.ahead(&[what(layer, 0..20)], step as u64);
             world.quiet();
         }

@@ -1,4 +1,5 @@
-//! One tier's memory: reserved at once, touched as it is used, given back in ranges; or somebody else's.
+//! The memory of one tier: reserved at once, touched as it is used, given back in ranges. Or memory that belongs to somebody
+//! else.
 
 use memmap2::{Advice, MmapOptions, MmapRaw, UncheckedAdvice};
 use std::io;
@@ -10,32 +11,32 @@ pub struct Slab(Memory);
 
 #[derive(Debug)]
 enum Memory {
-    /// An anonymous mapping. Pages of the operating system are taken when they are first written and come zeroed.
+    /// An anonymous mapping. The operating system provides zeroed pages when they are first written.
     Own(MmapRaw),
-    /// The address and the bytes of memory that is not given back here: a device has it pinned.
+    /// The address and the bytes of memory that is not given back here, since a device has it pinned.
     Lent(usize, usize),
 }
 
 impl Slab {
-    /// Reserves `bytes` of address space, which forked children do not have on Linux; huge pages are asked for, where the system
-    /// has them.
+    /// Reserves `bytes` of address space, and asks for huge pages where the system has them. On Linux, forked children do not
+    /// have the memory.
     ///
     /// Fails when the system refuses the address space. A slab of 0 bytes reserves one page.
     pub fn new(bytes: usize) -> io::Result<Self> {
         let map = MmapRaw::from(MmapOptions::new().len(bytes.max(1)).no_reserve_swap().map_anon()?);
         #[cfg(target_os = "linux")]
         {
-            // Of memory that a fork shares while direct I/O is under way in it, a drive may write to the child's copy (open(2)).
+            // If a fork shares memory into which direct I/O is under way, the drive may write to the child's copy (open(2)).
             map.advise(Advice::DontFork)?;
             if map.len() >= HUGE_PAGE_BYTES {
-                // Refused where huge pages are switched off: then the slab is just slower.
+                // Refused where huge pages are switched off: the slab is then just slower.
                 let _ = map.advise(Advice::HugePage);
             }
         }
         Ok(Self(Memory::Own(map)))
     }
 
-    /// Memory of somebody else.
+    /// Memory that belongs to somebody else.
     ///
     /// # Safety
     /// It is there as long as the slab, and so is whatever else of it the calls of a slab's users promise.
@@ -72,8 +73,8 @@ impl Slab {
         unsafe { self.base().add(range.start as usize).write_bytes(0, (range.end - range.start) as usize) };
     }
 
-    /// Gives the memory under `range` back to the system, but for the ends that share a page of the system with
-    /// something else. It reads as zeros, or as before, from then on. Lent memory stays as it is.
+    /// Gives the memory of `range` back to the system, except at its ends, where it shares a page of the system with
+    /// something else. From then on it reads as zeros, or as before. Lent memory stays as it is.
     ///
     /// # Safety
     /// Nobody may read or write the range meanwhile, nor rely on its bytes afterwards.
@@ -90,7 +91,7 @@ impl Slab {
     }
 }
 
-/// The largest page that a supported system has: advice works on whole ones.
+/// The largest page of any supported system: advice works on whole pages.
 const SYSTEM_PAGE_BYTES_MAX: usize = 64 << 10;
 
 #[cfg(target_os = "linux")]

@@ -1,4 +1,4 @@
-//! An index with right checksums and false lengths, as an attacker who knows the format would make it: whatever it says, no
+//! An index with correct checksums and false lengths, as an attacker who knows the format would make it. Whatever it says, no
 //! allocation is larger than the bytes of the file justify, and nothing panics.
 
 use pagoda_core::Cache;
@@ -37,7 +37,7 @@ unsafe impl GlobalAlloc for Measuring {
 #[global_allocator]
 static ALLOCATOR: Measuring = Measuring;
 
-/// A directory that has an index with these bytes.
+/// A directory whose index has these bytes.
 #[derive(Debug)]
 struct Given(Vec<u8>);
 
@@ -138,7 +138,7 @@ fn push(index: &mut Vec<u8>, claimed: Option<u32>, number: u32, body: &[u8]) {
     index.extend(xxh3_64_with_seed(body, head).to_le_bytes());
 }
 
-/// Small, about what is right, or as large as it gets.
+/// Small, about right, or as large as possible.
 fn number() -> impl Strategy<Value = u32> {
     prop_oneof![0u32..40, Just(PAGE_SIZE), Just(u32::MAX), Just(u32::MAX - 1), Just(1 << 31), any::<u32>()]
 }
@@ -150,7 +150,7 @@ fn long() -> impl Strategy<Value = u64> {
 #[derive(Clone, Debug)]
 struct Put {
     key: Vec<u8>,
-    /// Lengths that are not those of the key, the pages and the rest.
+    /// Lengths other than those of the key, the pages and the rest.
     lies: [Option<u32>; 4],
     number: u32,
     pages: Vec<(u32, u32, u64)>,
@@ -190,7 +190,7 @@ impl Put {
     }
 }
 
-/// Opens a store over such an index, and a cache over what it says. Returns the largest allocation.
+/// Opens a store over such an index, and a cache over what the index says. Returns the largest allocation.
 fn take_in(index: Vec<u8>) -> usize {
     LARGEST.set(0);
     let runs = [vec![5000, 64], vec![700]];
@@ -216,14 +216,14 @@ fn take_in(index: Vec<u8>) -> usize {
     LARGEST.get()
 }
 
-/// What a cache takes that finds an empty index of a tier that was made with so many bytes.
+/// The largest allocation for an empty index of a tier with this many bytes.
 fn least(budget: u64) -> usize {
     take_in(header(&described(budget), 0))
 }
 
 /// The geometry as an index has it: extent and segment bytes, then each group.
 fn described(budget: u64) -> Vec<u64> {
-    // An index that is refused says what would have been right.
+    // The refusal of an index says what would have been right.
     let geometry = Geometry::new(&[vec![5000, 64], vec![700]], budget).unwrap();
     let other = Store::open(&Given(header(&[], 0)), geometry, FINGERPRINT, None).unwrap_err().to_string();
     let (_, wanted) = other.split_once("and [").unwrap();
@@ -257,7 +257,7 @@ proptest! {
     }
 }
 
-/// That the measure measures: an honest index of many pages takes more than an empty one.
+/// Checks the measure itself: an honest index of many pages takes more memory than an empty one.
 #[test]
 fn an_honest_index_takes_memory_and_is_taken_in() {
     let mut index = header(&described(4 << 20), 1);

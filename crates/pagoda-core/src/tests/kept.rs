@@ -8,7 +8,7 @@ fn span(first_page: u32, skip: u32, count: u32, position: u64) -> Span {
     Span { first_page, skip, count, position }
 }
 
-/// What is kept stays on disk, and is all that stays once nobody else holds it.
+/// Kept pages stay on disk, and that copy is all that stays once nobody else holds them.
 #[test]
 fn copies_of_what_is_kept_are_spared_in_memory_alone() {
     let (mut cache, sequence) = filled(4);
@@ -34,7 +34,7 @@ fn copies_of_what_is_kept_are_spared_in_memory_alone() {
     assert_eq!(used(&mut cache), [0, 0, 1]);
     cache.forget(kept);
     assert_eq!(used(&mut cache), [0, 0, 0]);
-    // What is not kept leaves the disk.
+    // Pages that are not kept leave the disk.
     let (mut cache, sequence) = filled(4);
     for (to, places) in [(Tier::Disk, [0, 0, 1]), (Tier::Host, [0, 1, 0])] {
         let there = plan(&cache, sequence, to, 0..4, false);
@@ -43,7 +43,7 @@ fn copies_of_what_is_kept_are_spared_in_memory_alone() {
     }
 }
 
-/// Whatever is refused, sequences or blocks, nothing is taken.
+/// Whatever is refused, sequences or blocks, nothing stays taken.
 #[test]
 fn what_is_kept_is_not_revived_by_halves() {
     let memory = TierMemory { bytes: 1 << 8, ..MEMORY };
@@ -63,7 +63,7 @@ fn what_is_kept_is_not_revived_by_halves() {
     cache.audit().unwrap();
 }
 
-/// A state has no place in what is kept, whatever is written down.
+/// A state cannot be kept, whatever is written down.
 #[test]
 fn a_state_is_not_adopted() {
     let group = Group { kind: GroupKind::State, ..GROUP };
@@ -75,7 +75,7 @@ fn a_state_is_not_adopted() {
     cache.audit().unwrap();
 }
 
-/// What another cache cannot have written down is refused, at once or halfway, and spoils nothing of those that come behind it.
+/// What another cache cannot have written down is refused, at once or halfway, and does not affect those that follow.
 #[test]
 fn a_sequence_of_another_shape_is_not_adopted() {
     let window = Window { sinks: 0, tokens: 4, headroom: 0, trailing: false };
@@ -111,7 +111,7 @@ fn a_sequence_of_another_shape_is_not_adopted() {
     }
 }
 
-/// Tokens that have left took their positions with them: without that gap distances would be below 0.
+/// Tokens that have left keep their positions: without that gap distances would be negative.
 #[test]
 fn what_has_left_without_a_gap_is_not_adopted() {
     let window = Window { sinks: 4, tokens: 4, headroom: 0, trailing: false };
@@ -132,8 +132,8 @@ fn what_has_left_without_a_gap_is_not_adopted() {
     }
 }
 
-/// What steps count on: a span without tokens begins at its first page, positions are as high as kernels count, and all groups
-/// go on at the same one.
+/// What steps rely on: a span without tokens begins at its first page, positions are within what kernels count, and all
+/// groups continue at the same position.
 #[test]
 fn a_sequence_that_could_not_have_grown_is_not_adopted() {
     let end = limits::TOKENS_PER_SEQUENCE_MAX;

@@ -1,7 +1,7 @@
 use super::*;
 use crate::fence::Failure;
 
-/// A page is moved once, however often the selection, or the table, has it.
+/// A page is moved once, however often it is in the selection or in the table.
 #[test]
 fn a_plan_has_each_page_once() {
     let mut cache = cache();
@@ -57,7 +57,7 @@ fn a_plan_takes_the_pages_that_were_selected() {
     assert_eq!(pages(Selection { groups: vec![(GroupId(0), 2)], newest_first: true, ..all() }), [open, c]);
     assert_eq!(pages(Selection { tokens: 4..9, ..all() }), [b, c]);
     assert_eq!(pages(Selection { unshared: true, ..all() }), [c, open]);
-    // Of what a drop has left: tokens 0 and 6 to 13.
+    // What a drop has left: tokens 0 and 6 to 13.
     cache.drop_tokens(sequence, 1..6).unwrap();
     for (tokens, expected) in [(0..1, vec![a]), (1..3, vec![b]), (2..4, vec![b, c]), (7..9, vec![open])] {
         let plan = plan(&cache, sequence, Tier::Host, tokens, false);
@@ -92,7 +92,7 @@ fn a_plan_of_what_is_not_there_is_refused() {
     assert_eq!(cache.plan(sequence, Tier::Host, &all(4, 0)).unwrap().moves().len(), 1);
 }
 
-/// Numbers of pages say nothing about whose they are: their blocks have to be of the group that the plan says.
+/// Page numbers do not tell whose pages they are: their blocks must be of the group that the plan names.
 #[test]
 fn a_plan_of_a_cache_of_another_shape_is_refused() {
     let large = Group { block_bytes: 256, ..GROUP };
@@ -153,7 +153,7 @@ fn a_plan_is_refused_once_its_pages_move_have_moved_or_are_others() {
     assert!(is_refused(&mut cache, &before), "another page has its number");
 }
 
-/// What moves to disk is nowhere else, also if a copy between the two was left behind.
+/// A page that moves to disk is nowhere else, even if a copy was left on the tier in between.
 #[test]
 fn a_page_that_moves_down_leaves_all_tiers_above() {
     let (mut cache, sequence) = filled(4);
@@ -172,7 +172,7 @@ fn a_page_that_moves_down_leaves_all_tiers_above() {
     }
 }
 
-/// The copies that a plan needs come before the pages that have one: of these it counts how many have arrived.
+/// The pages that a plan has to copy come before those that have a copy already: the count of arrivals is about the former.
 #[test]
 fn a_copy_that_failed_is_not_read_whatever_else_a_plan_moves() {
     let (mut cache, sequence) = filled(12);
@@ -191,7 +191,7 @@ fn a_copy_that_failed_is_not_read_whatever_else_a_plan_moves() {
     assert_eq!((used(&mut cache), cache.moved_bytes()[0][1]), ([1, 2, 0], 2 * 64));
 }
 
-/// Whoever asks for a ticket is told what became of it, and else whoever comes next; nobody twice.
+/// A failure is reported to whoever asks about its ticket, otherwise to the next caller; never twice.
 #[test]
 fn a_failure_is_told_once() {
     for (by_step, asks) in [(false, true), (true, true), (false, false), (true, false)] {

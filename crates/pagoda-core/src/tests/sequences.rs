@@ -1,7 +1,7 @@
 use super::*;
 use crate::window::Window;
 
-/// A slot whose numbers have all been handed out is not used again: the first of them would be good once more.
+/// A slot that has used up its numbers is not reused: its first handle would become valid again.
 #[test]
 fn a_handle_of_long_ago_is_never_good_again() {
     let mut cache = cache();
@@ -42,7 +42,7 @@ fn a_cache_is_empty_when_nobody_holds_a_row() {
     completion.finish(copies.len() as u32);
     cache.audit().unwrap();
     assert!(cache.block_counts(Tier::Device, GroupId(0)).draining > 0);
-    // Of what is kept here, no page is full.
+    // No page of what is kept here is full.
     cache.reserve(&[(fork, 3)]).unwrap();
     cache.commit(None).unwrap();
     let (kept, _) = cache.keep(fork).unwrap();

@@ -8,7 +8,7 @@ fn a_sequence_is_as_long_as_integers_of_kernels_count() {
     assert!(matches!(cache.reserve(&[(sequence, (1 << 31) - 1)]), Err(Error::OutOfBlocks { .. })));
 }
 
-/// Where new tokens begin in a batch is counted in 32 bits: without a limit the numbers of a later sequence would be small again.
+/// Where new tokens begin in a batch is a 32-bit number: without a limit it would wrap around for later sequences.
 #[test]
 fn a_step_has_as_many_tokens_as_integers_of_tables_count() {
     let group = Group { kind: GroupKind::Paged { page_size: 1 << 15 }, ..GROUP };
@@ -41,7 +41,7 @@ fn a_refused_step_leaves_plans_and_truncated_pages_as_they_were() {
     cache.execute(&plan).unwrap();
 }
 
-/// Who has rested longest is the same after a call that names a sequence twice.
+/// A call that names a sequence twice does not change which one has rested longest.
 #[test]
 fn wrong_arguments_leave_sequences_at_rest() {
     let mut cache = cache();
@@ -57,7 +57,7 @@ fn wrong_arguments_leave_sequences_at_rest() {
     cache.audit().unwrap();
 }
 
-/// What is written anew when a page moves are the rows that have it.
+/// When a page moves, only the rows that have it are rewritten.
 #[test]
 fn a_row_stays_as_it_is_when_pages_of_others_move() {
     let mut cache = cache();

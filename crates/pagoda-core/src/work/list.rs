@@ -4,33 +4,33 @@ use super::{Passes, pieces_from};
 use crate::table::SpanView;
 use std::ops::Range;
 
-/// Consecutive queries of one sequence, or queries of several that hold pages in common.
+/// Consecutive queries of one sequence, or queries of several sequences that share pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueryBlock {
     /// The sequence's place in the batch.
     pub sequence: i32,
-    /// The row of the first query in the batch, or in the list of those who hold common pages.
+    /// The row of the first query in the batch or, for common pages, in the list of their holders' queries.
     pub token: i32,
     /// How many there are.
     pub queries: i32,
-    /// The axis index of the first query; for common pages of the last token that they hold.
+    /// The axis index of the first query; for common pages, of the last token in them.
     pub position: i32,
-    /// Where on the axis the block begins to go over tokens that every query sees, whatever the window.
+    /// Axis index of the first token to process among those that every query sees, whatever the window.
     pub from: i32,
-    /// Where on the axis it begins to go over the others.
+    /// Axis index of the first token to process among the others.
     pub low: i32,
-    /// The axis index behind the last token that it goes over.
+    /// The axis index after the last token to process.
     pub high: i32,
-    /// Where in [`WorkList::part_rows`] the parts are named that the first query's results begin with.
+    /// Index in [`WorkList::part_rows`] of the parts (partial results) with which the first query's results begin.
     pub first_part: i32,
     /// How many of these parts there are.
     pub parts: i32,
-    /// The part that the first query's results are to be; below 0 they are results.
+    /// The part to which the first query's results are written; below 0, they are final results.
     pub target: i32,
 }
 
 impl QueryBlock {
-    /// Tiles or runs that are gone over.
+    /// How many tiles or runs it processes.
     fn work(&self, by_runs: bool, spans: &[SpanView]) -> usize {
         pieces_from(spans, self.from as usize, self.low as usize..self.high as usize)
             .map(|piece| if by_runs { piece.runs().len() } else { piece.tiles.len() })
@@ -38,40 +38,40 @@ impl QueryBlock {
     }
 }
 
-/// What of a sequence is gone over together with others.
+/// The tokens of a sequence that are processed together with other sequences.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Held<'a> {
-    /// The tokens below this.
+    /// All tokens below this index.
     pub end: u32,
-    /// The places of its first new token in the lists of those who hold common pages, in token order.
+    /// The rows of its first new token in the lists of queries of those who hold common pages, in token order.
     pub rows: &'a [i32],
 }
 
 /// How a batch is cut into query blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Cut {
-    /// Queries of a block at most.
+    /// Most queries of a block.
     pub queries: u32,
-    /// Tokens that a query sees at most, itself included.
+    /// Most tokens that a query sees, itself included.
     pub window: Option<u32>,
-    /// Whether work is counted in fixed runs, and not in tiles.
+    /// Whether work is counted in fixed runs instead of tiles.
     pub by_runs: bool,
 }
 
-/// The query blocks of a batch, and before each the work of those before it, for one K/V head.
+/// The query blocks of a batch, and the running total of their work, for one K/V head.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WorkList {
     /// The blocks.
     pub blocks: Vec<QueryBlock>,
-    /// One entry more than blocks.
+    /// The work before each block and, as the last entry, of all blocks.
     pub prefix: Vec<i32>,
-    /// Parts that results begin with, block after block: where the first query's are. Of common pages, its place in the list
-    /// of those who hold them.
+    /// The parts with which results begin, block after block: the row of the first query's. For common pages, its row in the
+    /// list of their holders' queries.
     pub part_rows: Vec<i32>,
 }
 
 impl WorkList {
-    /// Starts over, keeping the memory.
+    /// Removes everything but keeps the memory.
     pub fn clear(&mut self) {
         self.blocks.clear();
         self.prefix.clear();
@@ -79,8 +79,8 @@ impl WorkList {
         self.part_rows.clear();
     }
 
-    /// Adds the blocks of the sequence at place `sequence` of the batch, whose `new_tokens` last tokens are the queries and
-    /// begin at row `token`; not what it holds in common with others.
+    /// Adds the blocks of the sequence at place `sequence` of the batch. Its last `new_tokens` tokens are the queries and
+    /// begin at row `token`. What it holds in common with others is left out.
     pub fn push(
         &mut self,
         cut: Cut,
@@ -112,8 +112,8 @@ impl WorkList {
         }
     }
 
-    /// Adds the blocks that go over `tokens` of the sequence at place `sequence`, for the `queries` queries from `first` on
-    /// of those who hold these pages.
+    /// Adds the blocks that process `tokens` of the sequence at place `sequence` for some `queries`, a range of the list of
+    /// queries of those who hold these pages.
     pub fn push_common(
         &mut self,
         cut: Cut,
@@ -139,9 +139,9 @@ impl WorkList {
         }
     }
 
-    /// Adds each block of a list to the lists of the passes that go over some of its work. From pass to pass its parts are
-    /// carried in two rows a query, by turns, which begin at row `carried`; `queries`: of all blocks together. Behind these rows is
-    /// one more for each query, for what the CPU attends to: where there is some, results begin with it in the last pass.
+    /// Adds each block to the lists of the passes that do some of its work. From pass to pass its parts are carried in two
+    /// rows per query, used in turn, which begin at row `carried`; `queries` is the number over all blocks. One more row per
+    /// query follows, for the CPU's part of the attention: if there is one, results in the last pass begin with it.
     pub fn split<'a>(
         &self,
         passes: &Passes,
@@ -194,7 +194,7 @@ impl WorkList {
         self.prefix.push(before.saturating_add(i32::try_from(work).unwrap_or(i32::MAX)));
     }
 
-    /// Whether the work is little enough for kernels to count.
+    /// Whether the total work is small enough for kernels to count.
     pub fn is_countable(&self) -> bool {
         self.prefix.last() != Some(&i32::MAX)
     }

@@ -1,4 +1,4 @@
-//! How a device attends to pages that do not lie on it: which are brought together in a pass, which are read in place, and which
+//! How a device attends to pages that are not on it: which are copied to it pass by pass, which are read in place, and which
 //! the CPU attends to.
 
 use super::pieces;
@@ -7,66 +7,68 @@ use crate::table::SpanView;
 use std::collections::HashSet;
 use std::ops::Range;
 
-/// A sequence as passes are planned for it.
+/// A sequence for which passes are planned.
 #[derive(Clone, Copy, Debug)]
 pub struct Scanned<'a> {
     /// Its spans.
     pub spans: &'a [SpanView],
     /// Where its pages are read from.
     pub row: &'a [BlockRef],
-    /// What lies before this is seen by no query, unless all see it.
+    /// No query sees a token before this one, except those that all queries see.
     pub low: u32,
     /// The axis index of its first query.
     pub queries: u32,
-    /// Whether what its queries see may be computed in two places.
+    /// Whether the tokens that its queries see may be divided between the device and the CPU.
     pub divisible: bool,
 }
 
 impl Scanned<'_> {
-    /// Stretches of `rows` stored rows of each span that queries see: the places of their pages in the row, and the token behind.
+    /// Stretches of `rows` stored rows of each span that queries see: the entries of their pages in the row, and the token
+    /// after them.
     fn stretches(&self, page_size: usize, rows: usize) -> impl Iterator<Item = (Range<usize>, u32)> {
         stretches(self.spans, self.low as usize, page_size, rows)
     }
 
-    /// How many of some entries of the row are on a tier.
+    /// How many of these entries of the row are on a tier.
     fn pages_on(&self, tier: Tier, entries: &Range<usize>) -> usize {
         self.row[entries.clone()].iter().filter(|at| at.tier() == tier).count()
     }
 }
 
-/// How the pages of the host tier are divided between the ways to them, as parts of 1. Those that are left are brought.
+/// How the pages of the host tier are divided among the ways to reach them, as fractions. The rest are copied.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Shares {
-    /// Of the first pages of divisible sequences, up to one that is on another tier: what the CPU attends to, where they lie.
+    /// Of the first pages of divisible sequences, up to one on another tier: the fraction that the CPU attends to where they
+    /// lie.
     pub on_cpu: f64,
-    /// Of all others: what kernels read in place.
+    /// Of all others: the fraction that kernels read in place.
     pub in_place: f64,
 }
 
-/// How a batch is gone over where pages that are not on the device are brought a few at a time: in passes, each over a stretch of
-/// every sequence, so that those of its pages fit a space. Of one layer group.
+/// How a batch is processed when pages that are not on the device are copied a few at a time: in passes, each over a stretch
+/// of every sequence, such that the copied pages fit into a given space. For one layer group.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Passes {
-    /// The blocks that each pass brings, of the host tier first, in ascending order.
+    /// The blocks that each pass copies, in ascending order, those of the host tier first.
     pub blocks: Vec<Vec<BlockRef>>,
-    /// For each entry of a sequence's row that is brought: the sequence, the entry, and its block's place in its pass.
+    /// For each entry of a sequence's row that is copied: the sequence, the entry, and the index of its block in its pass.
     pub entries: Vec<(u32, u32, u32)>,
-    /// Of each sequence, how many pages of the host tier are read in place.
+    /// For each sequence, how many pages of the host tier are read in place.
     pub in_place: Vec<u32>,
-    /// `[sequence]`: the token before which the CPU attends to all.
+    /// `[sequence]`: the CPU attends to all tokens before this one.
     begins: Vec<u32>,
-    /// `[pass][sequence]`: the token that the pass ends before; the last pass has none, it goes to the end.
+    /// `[pass][sequence]`: the token before which the pass ends; in the last pass `u32::MAX`, as it goes to the end.
     ends: Vec<u32>,
 }
 
 impl Passes {
-    /// Plans passes of at most `capacity` blocks that are brought. Sequences advance by stretches of `stretch` stored rows, which have to
-    /// fit, and by turns: pages that several hold at the same place come together, and of those that hold common pages the
-    /// first in the batch is never behind.
+    /// Plans passes that copy at most `capacity` blocks each. Sequences take turns and advance by stretches of `stretch`
+    /// stored rows, which have to fit. Pages that several sequences hold at the same place are thus copied together, and of
+    /// the sequences with common pages the first in the batch is never behind.
     ///
-    /// What the CPU attends to are the first stretches of a sequence that all of its queries come behind. One more
-    /// pass, the last, then goes over the stretches with queries of these sequences. It brings nothing, and no other has to wait for
-    /// the CPU.
+    /// The CPU attends to the first stretches of a sequence, which all end before its first query. One more pass, the last,
+    /// then goes over the stretches with queries of these sequences. It copies nothing, and no other pass has to wait for the
+    /// CPU.
     pub fn plan(
         sequences: &[Scanned<'_>],
         page_size: usize,
@@ -124,13 +126,13 @@ impl Passes {
         passes
     }
 
-    /// The tokens of a sequence that a pass goes over.
+    /// The tokens of a sequence that a pass processes.
     pub fn tokens(&self, pass: usize, sequence: usize) -> Range<u32> {
         let end = |pass: usize| self.ends[pass * self.begins.len() + sequence];
         (if pass == 0 { self.begin(sequence) } else { end(pass - 1) })..end(pass)
     }
 
-    /// The token of a sequence before which the CPU attends to all.
+    /// The token of a sequence before which the CPU attends to all tokens.
     pub fn begin(&self, sequence: usize) -> u32 {
         self.begins[sequence]
     }
@@ -156,13 +158,14 @@ impl Passes {
     }
 }
 
-/// Of each sequence, the token before which the CPU attends to all: about the part `share` of what could be.
+/// For each sequence, the token before which the CPU attends to all tokens: about the fraction `share` of those that it
+/// could.
 fn begins(sequences: &[Scanned<'_>], page_size: usize, stretch: usize, share: f64) -> Vec<u32> {
     let mut begins = vec![0; sequences.len()];
     let mut due = 0.0;
     for (scanned, begin) in sequences.iter().zip(&mut begins) {
         let all = || scanned.stretches(page_size, stretch);
-        // What the last pass goes over has to be there.
+        // The last pass copies nothing, so its pages must not be on disk.
         let there = |(entries, end)| end <= scanned.queries || scanned.pages_on(Tier::Disk, &entries) == 0;
         if !scanned.divisible || !all().all(there) {
             continue;
@@ -183,8 +186,8 @@ fn begins(sequences: &[Scanned<'_>], page_size: usize, stretch: usize, share: f6
     begins
 }
 
-/// Stretches of `rows` stored rows of each span: the places of their pages in the sequence's row, and the token behind. Without
-/// what lies before token `low`, unless every query sees it.
+/// Stretches of `rows` stored rows of each span: the entries of their pages in the sequence's row, and the token after them.
+/// Leaves out what lies before token `low`, unless every query sees it.
 pub(super) fn stretches(
     spans: &[SpanView],
     low: usize,

@@ -74,9 +74,9 @@ proptest! {
         prop_assert_eq!(next, length);
     }
 
-    /// Two sequences that hold the same first pages and go on alone: each pass brings what its part of every block needs, and
-    /// no more than fits; parts cover what the whole block sees, one after the other, each beginning with what the one before
-    /// has made.
+    /// Two sequences share their first pages and continue alone. Each pass copies what its part of every block needs, and no
+    /// more than fits. Parts cover what the whole block sees, one after the other, each beginning with the result of the one
+    /// before.
     #[test]
     fn passes_bring_what_is_gone_over(
         spans in spans(),
@@ -187,7 +187,7 @@ proptest! {
                 .flat_map(|piece| piece.rows.clone().map(move |row| (piece.span.first_page as usize, row)))
                 .collect();
             prop_assert_eq!(seen, all);
-            // Runs are whole, or bits would depend on where pages lie.
+            // Runs are whole: otherwise the bits of results would depend on where pages lie.
             let works = lists.iter().flat_map(|list| list.blocks.iter().zip(list.prefix.windows(2)));
             let parts = works.filter(|(part, _)| part.token == block.token).map(|(_, work)| work[1] - work[0]);
             if from == 0 {
@@ -202,7 +202,7 @@ proptest! {
     }
 }
 
-/// What the CPU attends to of a sequence, before `begin`, is there; and nothing that could be is left where all may be.
+/// The tokens before `begin`, which the CPU attends to, are on the host. If it may attend to all, none is left that it could.
 fn check_begin(
     one: &Scanned<'_>,
     stretch: usize,
@@ -227,14 +227,14 @@ fn check_begin(
     Ok(())
 }
 
-/// Whether a pass brings an entry of a sequence, which is read from `at`.
+/// Whether a pass copies an entry of a sequence that is read from `at`.
 fn is_brought(passes: &Passes, pass: usize, one: (u32, u32), at: BlockRef) -> bool {
     let mut entries = passes.entries.iter().filter(|entry| (entry.0, entry.1) == one);
     let place = passes.blocks[pass].iter().position(|block| *block == at);
     entries.any(|entry| place == Some(entry.2 as usize))
 }
 
-/// Contexts that are as long as may be, and work beyond what 32 bits count.
+/// The longest possible contexts, and more work than 32 bits count.
 #[test]
 fn work_beyond_the_integers_of_kernels_is_noticed() {
     let count = crate::limits::TOKENS_PER_SEQUENCE_MAX as u32;

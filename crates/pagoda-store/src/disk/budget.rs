@@ -1,4 +1,4 @@
-//! How much may be written a day: flash wears out.
+//! How much may be written per day: flash wears out.
 
 use super::format::{Fields, sum};
 use super::io::Directory;
@@ -10,38 +10,39 @@ const DAY_SECONDS: f64 = 86_400.0;
 
 const NAME: &str = "written";
 
-/// Bytes of a note: what counts as written, when, and the checksum of both.
+/// Bytes of a note: how much counts as written, the time, and a checksum of both.
 const NOTE_BYTES: u64 = 24;
 
-/// Into so many notes the writes of a day go. Each is made ahead of what it counts, so a process that is killed may seem to have
-/// written as much more.
+/// How many notes a day's writes take. Each note is made ahead of the writes that it counts, so a process that is killed may
+/// seem to have written one note's worth more than it has.
 const NOTES_PER_DAY: f64 = 64.0;
 
-/// A day's writes may come at once; from then on they may go on at the rate at which a day passes.
+/// A day's writes may come at once; after that they are allowed at the rate at which the day passes.
 #[derive(Debug)]
 pub struct Budget {
     per_day: u64,
     spent: f64,
     at: SystemTime,
-    /// Where others find what was spent, and how much they find.
+    /// Where other processes find what was spent, and how much they find.
     directory: Option<Box<dyn Directory>>,
     noted: f64,
 }
 
 impl Budget {
-    /// `per_day` bytes at once, and as many again as each day passes: never more than two days' worth in 24 hours.
+    /// Allows `per_day` bytes at once, and as many again with each day that passes: never more than two days' worth in 24
+    /// hours.
     pub fn new(per_day: u64, now: SystemTime) -> Self {
         Self { per_day, spent: 0.0, at: now, directory: None, noted: 0.0 }
     }
 
-    /// Goes on from what another budget has noted in a directory, and notes there what is spent; only the holder of the directory's
-    /// lock may.
+    /// Continues from what another budget has noted in a directory, and notes there what is spent. Only the holder of the
+    /// directory's lock may call this.
     pub(super) fn noted_in(mut self, directory: &dyn Directory) -> io::Result<Self> {
         let note = match directory.read(NAME, NOTE_BYTES) {
             Err(error) if error.kind() == io::ErrorKind::FileTooLarge => None,
             other => other?,
         };
-        // A note that does not verify says nothing.
+        // A note that does not verify is ignored.
         if let Some((spent, at)) = note.and_then(|note| read_note(&note)) {
             let now = std::mem::replace(&mut self.at, at);
             (self.spent, self.noted) = (spent, spent);
@@ -66,18 +67,18 @@ impl Budget {
         Ok(())
     }
 
-    /// Whether others find no more than what was spent.
+    /// Whether other processes find no more than was spent.
     pub(super) fn is_settled(&self) -> bool {
         self.directory.is_none() || self.noted <= self.spent
     }
 
-    /// Notes no more than what was spent.
+    /// Notes what was spent if more than that is noted.
     pub(super) fn settle(&mut self, now: SystemTime) -> Result<()> {
         self.pass(now);
         if self.is_settled() { Ok(()) } else { self.note(self.spent) }
     }
 
-    /// Lets the time go by until `now`. A clock that is set back stands still once.
+    /// Lets time pass until `now`. If the clock was set back, no time passes, once.
     fn pass(&mut self, now: SystemTime) {
         let passed = now.duration_since(self.at).unwrap_or_default().as_secs_f64();
         let back = self.per_day as f64 * passed / DAY_SECONDS;
@@ -120,7 +121,7 @@ mod tests {
         UNIX_EPOCH + Duration::from_secs(seconds)
     }
 
-    /// Whether so many bytes are left at a time, and not one more.
+    /// Whether exactly this many bytes are left at a time.
     fn is_left(budget: &mut Budget, bytes: u64, now: SystemTime) -> bool {
         let refused = budget.spend(u64::MAX, now).unwrap_err();
         matches!(refused, Error::OverBudget { left, .. } if left == bytes)
@@ -177,7 +178,7 @@ mod tests {
         assert!(is_left(&mut less, 0, at(500)));
     }
 
-    /// As what was spent becomes less with time, so does what others find of it.
+    /// What was spent shrinks with time, and so does what others find of it.
     #[test]
     fn what_is_spent_is_noted_also_where_more_was_noted_before() {
         let disk = FaultyDisk::default();

@@ -1,4 +1,4 @@
-//! The read bandwidth of a drive, with I/O like that of pages and nothing done with the bytes: the ceiling for everything else.
+//! The read bandwidth of a drive, with I/O like that of pages and without using the bytes: the ceiling for everything else.
 
 use super::io::{File, IO_BYTES_MAX, Kind, Op, Pulse};
 use super::{Error, Result};
@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 /// Bytes that a lane asks for at once.
 const PART_BYTES: u64 = 16 << 20;
 
-/// Writes `size` bytes to a file, rounded up to parts of 16 MiB, and reads them in order, over and over, for `limit`, at least
-/// one part. Returns the bytes that were read and the time that it took. Others see by `pulse` whether the drive answers.
+/// Writes `size` bytes, rounded up to parts of 16 MiB, to a file. Then reads them in order, over and over, until `limit` has
+/// passed, at least one part. Returns the bytes read and the time taken. `pulse` shows others whether the drive answers.
 pub fn time_reads(file: &dyn File, size: u64, limit: Duration, pulse: &Pulse) -> Result<(u64, Duration)> {
     let parts = size.div_ceil(PART_BYTES).max(1);
     let timed = || {
-        // In huge pages, like the memory that a store reads into: with small ones some drives are several times slower.
+        // In huge pages, like the memory that a store reads into: with small pages some drives are several times slower.
         let slab = Slab::new(file.lanes() * PART_BYTES as usize)?;
         // SAFETY: the slab is this call's alone and lives to its end.
         let memory = unsafe { std::slice::from_raw_parts_mut(slab.base(), slab.bytes()) };
@@ -40,7 +40,8 @@ pub fn time_reads(file: &dyn File, size: u64, limit: Duration, pulse: &Pulse) ->
     timed().map_err(Error::io("timing the disk"))
 }
 
-/// Has lanes of a file read or write parts of it, each with a part of `memory`, until `next` gives none; returns how many.
+/// Lets lanes of a file read or write parts of it, each in its part of `memory`, until `next` returns none. Returns how many
+/// parts.
 fn in_parts(
     file: &dyn File,
     kind: Kind,
@@ -57,7 +58,7 @@ fn in_parts(
             pulse.ask(|| lane.run(&mut ops));
             ops.into_iter().try_for_each(Op::outcome)?;
             if kind == Kind::Read {
-                // Where I/O goes through the cache of the system, it would be read from there the next time.
+                // If I/O goes through the cache of the system, the next read would come from there.
                 file.forget(at(0)..at(0) + PART_BYTES)?;
             }
             done += 1;
@@ -88,7 +89,7 @@ mod tests {
         disk.with("scratch 1", |file| assert_eq!(file.len() as u64, 2 * PART_BYTES));
     }
 
-    /// Through the cache of the system, which says of a byte whether it is there.
+    /// Through the cache of the system, which can tell whether it has a byte.
     #[cfg(target_os = "linux")]
     #[test]
     fn what_the_system_has_in_memory_is_not_read() {

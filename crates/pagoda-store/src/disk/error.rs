@@ -3,35 +3,35 @@
 use std::io;
 use std::path::Path;
 
-/// Why the disk tier did not do what it was asked. Nothing that was readable before has changed.
+/// Why the disk tier did not do what it was asked to do. Nothing that was readable before has changed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The system refused an operation.
     #[error("{operation}: {source}")]
     Io {
-        /// What was tried.
+        /// The operation that failed.
         operation: &'static str,
         /// With the errno, if the system gave one.
         source: io::Error,
     },
-    /// Stored bytes are not what was stored.
+    /// Stored bytes are not those that were written.
     #[error("block {block} of layer group {group}: {reason}")]
     Corrupt {
         /// The page's layer group.
         group: u8,
         /// The block that holds the page.
         block: u32,
-        /// What does not fit.
+        /// What does not match.
         reason: String,
     },
-    /// A sync has failed since pages were written, and may have lost them.
+    /// A sync has failed since the pages were written, and may have lost them.
     #[error("{pages} page(s) may have been lost by a sync that failed: promote them, and save again")]
     Unsynced {
-        /// How many.
+        /// How many pages.
         pages: usize,
     },
-    /// The index is not one that this program wrote.
+    /// This program did not write the index.
     #[error("index: {0}")]
     Index(String),
     /// The index has no room for a line.
@@ -56,14 +56,14 @@ pub enum Error {
     Mismatch {
         /// What differs.
         what: &'static str,
-        /// What the caller says that with.
+        /// The arguments that the caller gives it with.
         arguments: &'static str,
-        /// As the files say.
+        /// What the files have.
         stored: String,
-        /// As the caller says.
+        /// What the caller has given.
         wanted: String,
     },
-    /// Writing would exceed what the drive may be given a day.
+    /// Writing would exceed what may be written to the drive per day.
     #[error("{wanted} bytes to write: {left} are left of disk_writes_per_day = {per_day} a day")]
     OverBudget {
         /// Bytes to write.
@@ -73,7 +73,7 @@ pub enum Error {
         /// The limit.
         per_day: u64,
     },
-    /// An argument is outside of what the call takes.
+    /// An argument has a value that the call does not accept.
     #[error("{argument} = {value}: {limit}")]
     Invalid {
         /// Name of the argument.
@@ -86,7 +86,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// With the directory that it is about, for who has to change something.
+    /// The message, with the directory that it is about: somebody may have to change something there.
     pub fn told_of(&self, directory: &Path) -> String {
         match self {
             Self::Invalid { .. } => self.to_string(),

@@ -1,24 +1,24 @@
 //! The bytes of headers and of the index: docs/layout.md draws them. All numbers are little-endian.
 //!
-//! Whoever parses looks at lengths before bytes: a file may hold anything.
+//! Parsers check lengths before they look at bytes: a file may hold anything.
 
 use super::io::ALIGN;
 use super::{Error, Result};
 use std::ops::Range;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
-/// Says which model and row formats pages are of; only equal ones are read.
+/// Identifies the model and row formats of pages; pages of others are not read.
 pub type Fingerprint = [u8; 16];
 
 const VERSION: u32 = 2;
 const PAGE_MAGIC: [u8; 8] = *b"PAGODAPG";
 const INDEX_MAGIC: [u8; 8] = *b"PAGODAIX";
 
-/// How often an index may be opened: generations have room for as many.
+/// How often an index may be opened: generations have no room for more.
 const EPOCHS_MAX: u64 = 1 << 24;
 
-/// The first generation of a page that a store gives out when it was opened so many times before: the others are above it, and
-/// below the first one of the next opening.
+/// The first page generation that a store hands out after it was opened `epoch` times before. Its others are above this one
+/// and below the first one of the next opening.
 pub(super) fn first_generation(epoch: u64) -> u64 {
     epoch << 40
 }
@@ -26,7 +26,7 @@ pub(super) fn first_generation(epoch: u64) -> u64 {
 /// Bytes before the checksums of the layers.
 const HEADER_FIXED: usize = 64;
 
-/// Where in a header its own checksum lies.
+/// Where the header's own checksum lies in it.
 const HEADER_SUM: usize = 56;
 
 /// Bytes of a page's header in the file.
@@ -39,16 +39,16 @@ pub(super) fn sum(bytes: &[u8]) -> u64 {
     xxh3_64(bytes)
 }
 
-/// A page in the file, as whoever reads it expects it.
+/// A page in the file, as a reader expects it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Record {
     /// Layer group.
     pub group: u8,
     /// Block of the disk tier's arena.
     pub block: u32,
-    /// Which of all pages ever written.
+    /// Tells the page from all others ever written.
     pub generation: u64,
-    /// The checksum of its header, which has those of its layers.
+    /// The checksum of its header, which contains those of its layers.
     pub sum: u64,
 }
 
@@ -77,7 +77,7 @@ pub(super) fn write_header(
     sum
 }
 
-/// The checksums of the layers of the page that `expected` describes, if `bytes` are its header; else why not.
+/// If `bytes` are the header of the page that `expected` describes, the checksums of its layers; otherwise why they are not.
 pub(super) fn read_header(
     bytes: &mut [u8],
     fingerprint: &Fingerprint,
@@ -120,15 +120,16 @@ pub(super) fn read_header(
     Ok(sums.map(|sum| u64::from_le_bytes(sum.try_into().expect("8 bytes"))).collect())
 }
 
-/// What the index begins with.
+/// The beginning of the index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct IndexHeader {
     pub(super) fingerprint: Fingerprint,
     /// How often the store was opened: page generations of one epoch are above those of all before.
     pub(super) epoch: u64,
-    /// What checksums of lines begin with. Whoever gave a key or meta did not know it, so nothing in those is taken for a line.
+    /// Checksums of lines cover this first. Those who chose keys and meta did not know it, so nothing in these is taken for a
+    /// line.
     pub(super) salt: u64,
-    /// How many lines the index was begun with: each puts a key of its own.
+    /// How many lines the index had when it was written: each puts another key.
     pub(super) lines: u32,
     /// `Geometry::describe`.
     pub(super) geometry: Vec<u64>,
@@ -173,7 +174,7 @@ impl IndexHeader {
         if sum != xxh3_64(&bytes[..end]) {
             return Err(broken("its header does not verify"));
         }
-        // Whoever opens it now writes the number after this one.
+        // Opening it now would write the number after this one.
         if epoch >= EPOCHS_MAX - 1 {
             return Err(broken(&format!("opened {epoch} times")));
         }
@@ -186,9 +187,9 @@ impl IndexHeader {
 /// One line of the index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Line {
-    /// From now on `key` has these pages, and whatever else the caller wants to know of it.
+    /// From now on `key` has these pages, and other data of the caller's.
     Put { key: Vec<u8>, pages: Vec<Record>, meta: Vec<u8> },
-    /// From now on there is no `key`.
+    /// From now on `key` does not exist.
     Delete { key: Vec<u8> },
 }
 
@@ -198,16 +199,16 @@ const DELETE: u32 = 2;
 /// Bytes of a page in a line.
 const RECORD_BYTES: usize = 24;
 
-/// Bytes before the body of a line: its length, the line's number, a checksum of these.
+/// Bytes before the body of a line: its length, the line's number, a checksum of both.
 const HEAD_BYTES: usize = 16;
 
-/// Bytes of a line that puts a key: head, four numbers, what there is of it, checksum.
+/// Bytes of a line that puts a key: head, four numbers, the key with its pages and meta, checksum.
 pub(super) fn put_bytes(key: usize, pages: usize, meta: usize) -> u64 {
     (HEAD_BYTES + 16) as u64 + (key + pages * RECORD_BYTES + meta) as u64 + 8
 }
 
 impl Line {
-    /// The bytes of a line with this number at `offset` of an index with this salt: elsewhere they do not verify.
+    /// The bytes of a line with this number at `offset` of an index with this salt; they verify nowhere else.
     pub(super) fn to_bytes(&self, salt: u64, number: u32, offset: u64) -> Vec<u8> {
         let mut body = Vec::new();
         match self {
@@ -240,7 +241,7 @@ impl Line {
         bytes
     }
 
-    /// The line with this body; none if it says what no line says.
+    /// The line with this body; none if no line has such a body.
     fn parse(body: &[u8]) -> Option<Self> {
         let mut body = Fields(body);
         let parsed = match body.u32()? {
@@ -266,7 +267,7 @@ impl Line {
     }
 }
 
-/// The whole lines of an index from a place on, each with where it lies and its number. What is no line is passed over.
+/// The whole lines of an index from a given place on, each with its range and number. Anything else is skipped.
 pub(super) struct Lines<'a> {
     bytes: &'a [u8],
     salt: u64,
@@ -278,7 +279,7 @@ impl<'a> Lines<'a> {
         Self { bytes, salt, at }
     }
 
-    /// The number and the length of the line that begins here, and the checksum of both; none if none does.
+    /// The number and length of the line that begins here, and the checksum of both; none if no line begins here.
     fn head(&self) -> Option<(u32, usize, u64)> {
         let bytes = self.bytes.get(self.at..)?;
         let mut fields = Fields(bytes);
@@ -297,7 +298,8 @@ impl Iterator for Lines<'_> {
                 self.at += 1;
                 continue;
             };
-            // A length that verifies is believed, whatever the body does: so no byte is looked at twice, whoever wrote the file.
+            // A length that verifies is trusted whatever the body holds, so that no byte is looked at twice, whoever wrote
+            // the file.
             self.at = start + HEAD_BYTES + len + 8;
             let mut fields = Fields(self.bytes.get(start + HEAD_BYTES..self.at)?);
             let body = fields.bytes(len)?;
@@ -315,7 +317,7 @@ fn head_sum(length_and_number: &[u8], salt: u64, offset: u64) -> u64 {
     xxh3_64_with_seed(length_and_number, salt ^ offset)
 }
 
-/// Bytes that are taken from the front, as long as there are any.
+/// Bytes from whose front values are taken, as long as there are enough.
 pub(super) struct Fields<'a>(pub(super) &'a [u8]);
 
 impl<'a> Fields<'a> {

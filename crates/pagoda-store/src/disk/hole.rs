@@ -1,4 +1,4 @@
-//! Giving space of the file back to the file system while other threads go on; whoever writes there next waits for it.
+//! Gives space of the file back to the file system while other threads go on. A later write to that space waits for it.
 
 use super::store::Store;
 use super::{Error, Result};
@@ -14,7 +14,7 @@ pub(super) struct Holes {
     fewer: Condvar,
 }
 
-/// Segments without a block, from when they are let go of until their space is given back.
+/// Segments without a block, from when they are let go until their space has been given back.
 #[derive(Debug)]
 pub(crate) struct Hole {
     store: Arc<Store>,
@@ -27,7 +27,7 @@ impl Hole {
         Self { store: store.clone(), segments }
     }
 
-    /// Gives the space back, which takes as long as the drive likes.
+    /// Gives the space back, however long the drive takes.
     pub(crate) fn punch(&self) -> Result<()> {
         let bytes = self.store.geometry.segments().0;
         let range = self.segments.start * bytes..self.segments.end * bytes;
@@ -45,7 +45,7 @@ impl Drop for Hole {
 }
 
 impl Store {
-    /// Sleeps until no hole is in the segments of these blocks.
+    /// Sleeps until these blocks are in no segment with a hole.
     pub(super) fn wait_for_holes(&self, group: GroupId, blocks: &[BlockId]) {
         let lies_in = |hole: &Range<u64>| {
             blocks.iter().any(|&block| hole.contains(&self.geometry.slot(group, block).segment))

@@ -1,8 +1,8 @@
 //! The index of a named cache: a log of what is kept under which key.
 //!
-//! Each line is in it twice, so that one damaged place loses nothing. A line that was cut short at the end was never acknowledged,
-//! since the second copy follows when the first is safe. The log is written anew when it is opened, when most of it is
-//! about what is no longer kept, and after a failure that may have left anything in it.
+//! Each line is written twice, so that one damaged place loses nothing. A line that is cut short at the end was never
+//! acknowledged, since the second copy is only written when the first is safe. The log is rewritten when it is opened, when
+//! most of it is about things that are no longer kept, and after a failure that may have left anything in it.
 
 use super::format::{Fingerprint, IndexHeader, Line, Lines, Record, first_generation, put_bytes};
 use super::io::{Directory, File};
@@ -14,22 +14,22 @@ use std::sync::Arc;
 
 const NAME: &str = "index";
 
-/// 100 GB of pages take some megabytes. In this crate's unit tests few enough to have them all.
+/// Most bytes of an index; 100 GB of pages take a few megabytes. In this crate's unit tests small enough to be filled.
 const BYTES_MAX: u64 = if cfg!(test) { 8 << 20 } else { 4 << 30 };
 
-/// From how many bytes on, beside those of what is kept, the log is written anew. As many have room beside what is kept: a key can
-/// always be forgotten.
+/// The log is only rewritten once it has this many bytes more than what is kept takes. What is kept leaves as many bytes
+/// free, so that a key can always be forgotten.
 const SPARE_BYTES: u64 = 1 << 20;
 
-/// How often a line is written.
+/// How often each line is written.
 const COPIES: u64 = 2;
 
 /// What a key stands for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Its pages, in an order that is the caller's.
+    /// Its pages, in the caller's order.
     pub pages: Vec<Record>,
-    /// Whatever else the caller wants to know of it.
+    /// Other data of the caller's.
     pub meta: Vec<u8>,
 }
 
@@ -38,18 +38,18 @@ pub struct Entry {
 pub struct Recovered {
     /// Keys that are gone, and why.
     pub lost: Vec<(Vec<u8>, String)>,
-    /// Lines that are lost, both copies of them.
+    /// How many lines have lost both copies.
     pub lost_lines: u64,
-    /// Bytes that are no line and have a line behind them.
+    /// Bytes that belong to no line but have a line after them.
     pub damaged_bytes: u64,
     /// Bytes after the last whole line.
     pub torn_bytes: u64,
-    /// Why the index could not be written anew: it is before anything is added.
+    /// Why the index could not be rewritten. It will be before anything is added.
     pub unwritten: Option<String>,
 }
 
 impl Recovered {
-    /// What a store goes without, beside the keys that are lost.
+    /// What a store does without, apart from the lost keys.
     pub(super) fn refused(&self) -> impl Iterator<Item = String> {
         let &Self { lost_lines, damaged_bytes, .. } = self;
         let damaged = match lost_lines {
@@ -65,20 +65,20 @@ impl Recovered {
 #[derive(Debug)]
 pub(super) struct Index {
     directory: Box<dyn Directory>,
-    /// None until it has been written anew.
+    /// None until it has been rewritten.
     file: Option<Arc<dyn File>>,
     header: IndexHeader,
     /// Where the next line goes, and its number.
     end: u64,
     number: u32,
-    /// Where it is long enough to be written anew.
+    /// The log is rewritten when it would grow beyond this.
     limit: u64,
     entries: BTreeMap<Vec<u8>, Entry>,
 }
 
 impl Index {
-    /// Reads the index of `directory`, or begins one where there are no bytes of pages; only the holder of the directory's lock may.
-    /// geometry: becomes that of the pages which are there.
+    /// Reads the index of `directory`, or begins one if there are no bytes of pages. Only the holder of the directory's lock
+    /// may call this. geometry: becomes that of the existing pages.
     pub(super) fn open(
         directory: &dyn Directory,
         fingerprint: &Fingerprint,
@@ -127,7 +127,7 @@ impl Index {
         Ok((index, recovered))
     }
 
-    /// Puts a log of what is kept, and of nothing else, in the place of the one that is there.
+    /// Replaces the log with one of what is kept and nothing else.
     fn rewrite(&mut self) -> Result<()> {
         let salt = RandomState::new().hash_one(self.header.epoch);
         let header = IndexHeader { salt, lines: self.entries.len() as u32, ..self.header.clone() };
@@ -151,12 +151,12 @@ impl Index {
         self.header.epoch
     }
 
-    /// Whether the drive has these entries and no others: not after a failure, until the log has been written anew.
+    /// Whether the drive is known to have exactly these entries. After a failure it is not, until the log has been rewritten.
     pub(super) fn is_sure(&self) -> bool {
         self.file.is_some()
     }
 
-    /// Writes the log anew if nobody knows what the drive has.
+    /// Rewrites the log if it is not known what the drive has.
     pub(super) fn make_sure(&mut self) -> Result<()> {
         if self.is_sure() { Ok(()) } else { self.rewrite() }
     }
@@ -165,7 +165,7 @@ impl Index {
         &self.entries
     }
 
-    /// Refuses a line with a key, so many pages and so much else, if `put` would.
+    /// Refuses a line with this key, number of pages and bytes of meta if `put` would.
     pub(super) fn require_room(&self, key: &[u8], pages: usize, meta: usize) -> Result<()> {
         let copies = |key: &[u8], pages, meta| COPIES * put_bytes(key.len(), pages, meta);
         let size = |(key, entry): (&Vec<u8>, &Entry)| copies(key, entry.pages.len(), entry.meta.len());
@@ -175,7 +175,7 @@ impl Index {
         if wanted <= left { Ok(()) } else { Err(Error::IndexFull { wanted, left, most }) }
     }
 
-    /// Lets `key` stand for `entry`; returns what it stood for. It is safe from a loss of power when this returns.
+    /// Lets `key` stand for `entry`; returns the previous entry. The change is safe from a loss of power when this returns.
     pub(super) fn put(&mut self, key: &[u8], entry: Entry) -> Result<Option<Entry>> {
         self.require_room(key, entry.pages.len(), entry.meta.len())?;
         let Entry { pages, meta } = entry.clone();
@@ -183,9 +183,9 @@ impl Index {
         Ok(self.entries.insert(key.to_vec(), entry))
     }
 
-    /// Forgets `key`; returns what it stood for.
+    /// Forgets `key`; returns its entry.
     pub(super) fn delete(&mut self, key: &[u8]) -> Result<Option<Entry>> {
-        // Without a file nobody knows what is on the drive: it may have the key all the same.
+        // Without a file it is not known what is on the drive: it may have the key nevertheless.
         if self.file.is_some() && !self.entries.contains_key(key) {
             return Ok(None);
         }
@@ -202,7 +202,7 @@ impl Index {
             if self.file.is_none() || end > BYTES_MAX {
                 rewritten?;
             } else if rewritten.is_err() {
-                // The log that is there says the same, and goes on: the drive may have no room for another.
+                // The existing log has the same content and stays in use: the drive may have no room for another.
                 self.limit = BYTES_MAX.min(end + SPARE_BYTES);
             }
             first = bytes(self);
@@ -211,12 +211,12 @@ impl Index {
         // If this fails, what was written is not a whole line, and the next line overwrites it.
         file.write(self.end, &first).map_err(Error::io("writing the index"))?;
         if let Err(error) = file.sync() {
-            // Nobody knows what was lost, or whether another sync would report it.
+            // It is not known what was lost, or whether another sync would report it.
             self.file = None;
             return Err(Error::Io { operation: "syncing the index", source: error });
         }
         self.end += first.len() as u64;
-        // The line is safe without its second copy: where that cannot be written, the next line overwrites what was.
+        // The line is safe without its second copy. If that cannot be written, the next line overwrites what was.
         let second = bytes(self);
         if file.write(self.end, &second).is_ok() {
             self.end += second.len() as u64;
@@ -226,7 +226,7 @@ impl Index {
     }
 }
 
-/// What an index says, with its header and where its lines begin.
+/// The entries of an index with this header, whose lines begin at `start`.
 fn replay(bytes: &[u8], header: &IndexHeader, start: usize) -> (BTreeMap<Vec<u8>, Entry>, Recovered) {
     let (mut lines, mut recovered, mut end) = (BTreeMap::new(), Recovered::default(), start);
     for (at, number, line) in Lines::new(bytes, header.salt, start) {
@@ -240,7 +240,7 @@ fn replay(bytes: &[u8], header: &IndexHeader, start: usize) -> (BTreeMap<Vec<u8>
     for (number, line) in lines {
         recovered.lost_lines += number - next;
         if number > next.max(begun) {
-            // What is lost here may have put or deleted any key: whatever is known of one may be older than it should be.
+            // The lost lines may have put or deleted any key, so that everything known so far may be out of date.
             doubtful.extend(std::mem::take(&mut entries).into_keys());
         }
         next = number + 1;
@@ -252,7 +252,7 @@ fn replay(bytes: &[u8], header: &IndexHeader, start: usize) -> (BTreeMap<Vec<u8>
         };
     }
     if next < begun {
-        // The index has lost its end, and with it whatever was added.
+        // The index has lost its end, and with it everything that was added.
         recovered.lost_lines += begun - next;
         doubtful.extend(std::mem::take(&mut entries).into_keys());
     }
@@ -261,7 +261,7 @@ fn replay(bytes: &[u8], header: &IndexHeader, start: usize) -> (BTreeMap<Vec<u8>
     (entries, recovered)
 }
 
-/// Refuses an arena that is smaller than one that something was kept in.
+/// Refuses an arena that is too small for something that is kept.
 fn require_memory(
     entries: &BTreeMap<Vec<u8>, Entry>,
     geometry: &Geometry,
@@ -269,7 +269,7 @@ fn require_memory(
 ) -> Result<()> {
     let pages = entries.values().flat_map(|entry| &entry.pages);
     let segments = pages.filter_map(|page| geometry.segment_of(page.group, page.block));
-    // What lies behind the end of the file as well was never there.
+    // Segments that begin past the end of the file were never written.
     let end = segments.filter(|segment| segment.start < bytes_of_pages).map(|segment| segment.end).max();
     let (bytes, count) = geometry.segments();
     if let Some(end) = end
@@ -282,8 +282,8 @@ fn require_memory(
     Ok(())
 }
 
-/// Takes out entries with pages outside of the file, in blocks that newer pages were written to, or with a generation from
-/// `next` on: pages that are yet to be written get those, and could not be told from them.
+/// Removes entries with pages outside of the file, in blocks that newer pages were written to, or with a generation from
+/// `next` on: future pages get those, and could not be told from them.
 fn remove_impossible(
     entries: &mut BTreeMap<Vec<u8>, Entry>,
     geometry: &Geometry,

@@ -30,7 +30,7 @@ pub(super) struct Stretch {
     pub(super) count: usize,
 }
 
-/// A part of the stage, and where in the file it belongs. `unit` bytes for each of some pages.
+/// A part of the stage, and its place in the file: `unit` bytes for each of some pages.
 #[derive(Clone, Copy, Debug)]
 struct Piece {
     offset: u64,
@@ -46,20 +46,20 @@ impl Lane {
         Ok(Self { store, io, stage: stage.map_err(Error::io("taking memory"))? })
     }
 
-    /// The layers of a group.
+    /// How many layers a group has.
     pub fn layers(&self, group: GroupId) -> usize {
         self.store.geometry.layers(group)
     }
 
-    /// Bytes that a layer of a page has in the file.
+    /// Bytes of a layer of a page in the file.
     pub fn stored_run(&self, group: GroupId, layer: usize) -> u64 {
         self.store.geometry.stored_run(group, layer)
     }
 
-    /// Writes one page of `group` to each of `blocks`. `gather(page, bytes, target)` has to fill `target` with that range of
-    /// the `page`-th block.
+    /// Writes one page of `group` to each of `blocks`. `gather(page, bytes, target)` has to fill `target` with the range
+    /// `bytes` of the `page`-th block.
     ///
-    /// On an error none of the blocks can be read.
+    /// After an error none of the blocks can be read.
     pub fn write(
         &mut self,
         group: GroupId,
@@ -101,10 +101,10 @@ impl Lane {
         Ok(())
     }
 
-    /// Reads some layers of the pages in `blocks`. `scatter(page, bytes, source)` gets that range of the `page`-th block, once
-    /// it has been verified.
+    /// Reads some layers of the pages in `blocks`. `scatter(page, bytes, source)` gets the range `bytes` of the `page`-th
+    /// block, once it has been verified.
     ///
-    /// On an error some of the bytes may have been handed out, all of them right.
+    /// On an error some of the bytes may have been handed out, all of them correct.
     pub fn read(
         &mut self,
         group: GroupId,
@@ -115,12 +115,12 @@ impl Lane {
         self.verified(group, blocks, layers, None, |page, run, bytes| scatter(page, run, bytes))
     }
 
-    /// Reads one layer of the pages in `blocks` into `target`, [`stored_run`](Self::stored_run) bytes each, without a copy in between.
+    /// Reads one layer of the pages in `blocks` directly into `target`, [`stored_run`](Self::stored_run) bytes each.
     ///
-    /// On an error `target` holds anything.
+    /// On an error `target` may hold anything.
     ///
     /// # Panics
-    /// When `target` has not exactly these bytes, or does not begin on a multiple of [`io::ALIGN`].
+    /// When `target` does not have exactly this size, or does not begin at a multiple of [`io::ALIGN`].
     pub fn fetch(
         &mut self,
         group: GroupId,
@@ -134,7 +134,7 @@ impl Lane {
         self.verified(group, blocks, layer..layer + 1, Some(target), |_, _, _| ())
     }
 
-    /// Reads layers of pages, into memory of the lane's own or into `target`, and hands out what has been verified.
+    /// Reads layers of pages into the lane's own memory or into `target`, and hands out what has been verified.
     fn verified(
         &mut self,
         group: GroupId,
@@ -162,7 +162,7 @@ impl Lane {
         })
     }
 
-    /// The checksums of the layers of pages; headers that nobody has seen since the store was opened are read.
+    /// The checksums of the layers of pages. Reads the headers that have not been seen since the store was opened.
     fn layer_sums(&mut self, group: GroupId, blocks: &[BlockId], pages: &[Page]) -> Result<Vec<Arc<[u64]>>> {
         let store = self.store.clone();
         let geometry = &store.geometry;
@@ -189,8 +189,8 @@ impl Lane {
         Ok(sums.into_iter().map(|sums| sums.expect("read above")).collect())
     }
 
-    /// Moves pieces through `memory`, by default the lane's own, as many at once as fit. `visit(piece, page, bytes)` fills what
-    /// is to be written, or looks at what was read.
+    /// Moves pieces through `memory` (by default the lane's own), as many at once as fit. `visit(piece, page, bytes)` fills
+    /// what will be written, or looks at what was read.
     fn run(
         &mut self,
         kind: Kind,
@@ -280,7 +280,7 @@ fn each(
     Ok(())
 }
 
-/// Cuts a list of blocks into consecutive slots.
+/// Splits a list of blocks into stretches of consecutive slots.
 pub(super) fn stretches(geometry: &Geometry, group: GroupId, blocks: &[BlockId]) -> Vec<Stretch> {
     let mut stretches: Vec<Stretch> = Vec::new();
     for (index, &block) in blocks.iter().enumerate() {
@@ -326,7 +326,7 @@ fn header_pieces(geometry: &Geometry, group: GroupId, stretches: &[Stretch], sta
     whole.flat_map(|piece| cut(piece, stage)).collect()
 }
 
-/// Cuts a piece into such that fit into the stage.
+/// Cuts a piece into pieces that fit the stage.
 fn cut(piece: Piece, stage: usize) -> impl Iterator<Item = Piece> {
     let most = stage / piece.unit;
     (0..piece.count).step_by(most).map(move |at| Piece {
@@ -337,7 +337,7 @@ fn cut(piece: Piece, stage: usize) -> impl Iterator<Item = Piece> {
     })
 }
 
-/// Offsets and bytes of the pieces, with those joined that follow each other in the file.
+/// Offsets and bytes of the pieces. Pieces that follow each other in the file are joined.
 fn joined(pieces: &[Piece]) -> Vec<(u64, usize)> {
     let mut ranges: Vec<(u64, usize)> = Vec::new();
     for piece in pieces {
@@ -356,7 +356,7 @@ mod tests {
 
     const GROUP: GroupId = GroupId(0);
 
-    /// Where bytes have to go with their pages: also when there are more than the lane gathers at once, and when I/O fails.
+    /// If bytes must be erased with their pages: also when there are more than the lane gathers at once, and when I/O fails.
     #[test]
     fn memory_that_pages_went_through_is_zeroed_where_that_is_asked_for() {
         let blocks = [0, 1, 2].map(BlockId::new);
@@ -385,7 +385,7 @@ mod tests {
             assert_eq!(is_dirty(&lane), !zeroes);
             store.put(b"it", &blocks.map(|block| (GROUP, block)), b"").unwrap();
             drop((lane, store));
-            // Of this one headers are read first.
+            // This one reads headers first.
             let mut lane = opened().lane().unwrap();
             let read = |lane: &mut Lane| lane.read(GROUP, &blocks, 0..1, |_, _, _| ());
             disk.fail(1, Fault::Flip);

@@ -1,7 +1,7 @@
 //! Where the pages of each layer group lie in the file, as arithmetic.
 //!
-//! A segment is what one extent of the disk tier's arena is in the file: the blocks of one group, layer by layer, so that one
-//! layer of consecutive pages is one run. Headers come first.
+//! A segment is the part of the file for one extent of the disk tier's arena. It holds the blocks of one group, layer by
+//! layer, so that one layer of consecutive pages is one run. Headers come first.
 
 use super::format::header_bytes;
 use super::io::ALIGN;
@@ -15,10 +15,10 @@ use std::ops::Range;
 const SEGMENT_BLOCKS: u64 = 16;
 const SEGMENT_BYTES: u64 = 4 << 20;
 
-/// The least number of segments for each group: few large ones would leave groups without any.
+/// The fewest segments per group: with a few large ones some groups would have none.
 const SEGMENTS_MIN: u64 = 8;
 
-/// The bytes of one file with pages.
+/// The layout of one file with pages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Geometry {
     groups: Vec<Group>,
@@ -30,9 +30,9 @@ pub struct Geometry {
 /// What a segment holds for one layer group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Group {
-    /// Bytes of each layer of a block, and where in the block they begin.
+    /// The range of bytes of each layer in a block.
     runs: Vec<Range<u64>>,
-    /// Where in a segment each layer's runs begin.
+    /// Where in a segment the runs of each layer begin.
     strips: Vec<u64>,
     slots: u64,
     block_bytes: u64,
@@ -65,7 +65,8 @@ impl Geometry {
         with(blocks.unwrap_or(fewest)).numbered()
     }
 
-    /// The same in a file that was made with `described`, perhaps for another budget: each segment stays as large as it is there.
+    /// The same for a file that was made with `described`, perhaps for another budget: segments keep the size that they have
+    /// there.
     pub(super) fn as_in(&self, described: &[u64]) -> Result<Self> {
         let lengths = |group: &Group| group.runs.iter().map(|run| run.end - run.start).collect();
         let runs: Vec<Vec<u64>> = self.groups.iter().map(lengths).collect();
@@ -89,7 +90,7 @@ impl Geometry {
         there.numbered()
     }
 
-    /// With so many of the largest blocks in a segment.
+    /// With this many of the largest blocks in a segment.
     fn with(runs: &[Vec<u64>], blocks: u64, budget: u64) -> Self {
         let extent_bytes = blocks * largest_block(runs);
         let groups: Vec<_> = runs.iter().map(|runs| Group::new(runs, extent_bytes)).collect();
@@ -102,7 +103,7 @@ impl Geometry {
         self.segment_bytes * self.groups.len() as u64
     }
 
-    /// Itself, if there are as many segments as have numbers for the blocks of each group.
+    /// Itself, unless it has more segments than can be addressed with the block numbers of each group.
     fn numbered(self) -> Result<Self> {
         let numbered = |group: &Group| {
             ((BLOCKS_PER_GROUP_MAX + 1).saturating_mul(group.block_bytes) - 1) / self.extent_bytes
@@ -115,7 +116,7 @@ impl Geometry {
         Ok(self)
     }
 
-    /// The arena of which these are the segments: one extent each.
+    /// The arena whose extents are these segments.
     pub fn arena(&self) -> TierMemory {
         TierMemory { bytes: self.segments().1 * self.extent_bytes, extent_bytes: self.extent_bytes }
     }
@@ -125,7 +126,7 @@ impl Geometry {
         (self.segment_bytes, self.budget / self.segment_bytes)
     }
 
-    /// Where every byte of every group lies: what later stores over the same file go by.
+    /// Where every byte of every group lies; later stores over the same file follow it.
     pub(super) fn describe(&self) -> Vec<u64> {
         let groups = self.groups.iter().flat_map(|group| {
             std::iter::once(group.runs.len() as u64).chain(group.runs.iter().map(|run| run.end - run.start))
@@ -159,7 +160,7 @@ impl Geometry {
         groups.flat_map(|g| g.runs.iter().map(stored).chain([g.header_bytes()])).max().unwrap_or(ALIGN)
     }
 
-    /// Bytes that writing a block writes.
+    /// Bytes that are written for one block.
     pub(super) fn written_bytes(&self, group: GroupId) -> u64 {
         let group = &self.groups[group.index()];
         group.header_bytes() + group.runs.iter().map(stored).sum::<u64>()
@@ -181,7 +182,7 @@ impl Geometry {
         start.checked_add(shape.block_bytes).is_some_and(|end| end <= arena && !crosses(end))
     }
 
-    /// Where in the file the segment lies that a block of any arena like this one would be in.
+    /// Where in the file the segment of a block would lie, in an arena like this one of any size.
     pub(super) fn segment_of(&self, group: u8, block: u32) -> Option<Range<u64>> {
         let shape = self.groups.get(usize::from(group))?;
         let segment = u64::from(block).checked_mul(shape.block_bytes)? / self.extent_bytes;
@@ -195,7 +196,7 @@ impl Geometry {
         Slot { segment, slot: index - (segment * self.extent_bytes).div_ceil(size) }
     }
 
-    /// The blocks that a segment may hold, of each group.
+    /// The blocks of each group that a segment may hold.
     pub(super) fn blocks_in(&self, segment: u64) -> impl Iterator<Item = (GroupId, BlockId)> {
         let (start, end) = (segment * self.extent_bytes, (segment + 1) * self.extent_bytes);
         self.groups.iter().zip((0..).map(GroupId)).flat_map(move |(shape, group)| {
@@ -215,7 +216,7 @@ impl Geometry {
         slot.segment * self.segment_bytes + shape.strips[layer] + slot.slot * stored(&shape.runs[layer])
     }
 
-    /// Where in the file everything of `count` blocks lies, of which `slot` is the first of one segment.
+    /// Where in the file everything of `count` blocks of one segment lies; `slot` is the first of them.
     pub(super) fn places(
         &self,
         group: GroupId,
@@ -228,7 +229,7 @@ impl Geometry {
         places.map(move |(start, bytes)| start..start + count as u64 * bytes)
     }
 
-    /// The segments that a range of the arena's bytes is.
+    /// The segments of a range of the arena's bytes.
     pub(super) fn segments_of(&self, arena: Range<u64>) -> Range<u64> {
         arena.start / self.extent_bytes..arena.end.div_ceil(self.extent_bytes)
     }
@@ -264,7 +265,7 @@ impl Group {
     }
 }
 
-/// Bytes of a block with such runs; no more than integers count.
+/// Bytes of a block with these runs; saturates.
 fn block_bytes(runs: &[u64]) -> u64 {
     runs.iter().fold(0, |sum: u64, bytes| sum.saturating_add(*bytes))
 }
@@ -273,14 +274,14 @@ fn largest_block(runs: &[Vec<u64>]) -> u64 {
     runs.iter().map(|runs| block_bytes(runs)).max().unwrap_or(0)
 }
 
-/// The fewest of the largest blocks that a segment can have. Where others do not fill one of them they may lie across the border
-/// of two segments: each holds one all the same.
+/// The fewest of the largest blocks that a segment can have. If the largest block is not a multiple of another one, blocks of
+/// that size may lie across the border of two segments; with two of the largest, each segment still holds one.
 fn fewest_blocks(runs: &[Vec<u64>]) -> u64 {
     let largest = largest_block(runs);
     if runs.iter().all(|runs| largest.is_multiple_of(block_bytes(runs))) { 1 } else { 2 }
 }
 
-/// The most of the largest blocks that a segment has.
+/// The most of the largest blocks that a segment can have.
 fn most_blocks(runs: &[Vec<u64>]) -> u64 {
     SEGMENT_BLOCKS.max(SEGMENT_BYTES / Geometry::with(runs, 1, 0).segment_bytes)
 }
@@ -295,7 +296,7 @@ mod tests {
     use pagoda_core::extents::Arena;
     use proptest::prelude::*;
 
-    /// Where a group has small blocks beside large ones, their numbers run out before those of extents do.
+    /// If a group has small blocks and others large ones, its block numbers run out before those of extents do.
     #[test]
     fn a_budget_has_no_more_blocks_than_numbers() {
         let runs = [vec![1 << 10], vec![4 << 20]];
@@ -319,7 +320,7 @@ mod tests {
     }
 
     proptest! {
-        /// Every block that the core's allocator can hand out has bytes of its own, inside of the budget.
+        /// Every block that the core's allocator can hand out has bytes of its own, within the budget.
         #[test]
         fn blocks_never_overlap_and_stay_inside(
             runs in proptest::collection::vec(proptest::collection::vec(1u64..9000, 1..4), 1..4),

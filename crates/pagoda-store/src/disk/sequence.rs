@@ -1,4 +1,4 @@
-//! A kept sequence as an entry of the index: its blocks as pages, its shape in front of what the caller adds.
+//! A kept sequence as an entry of the index: its blocks are the pages, and its shape precedes the caller's data.
 
 use super::format::Fields;
 use super::index::Entry;
@@ -6,7 +6,7 @@ use pagoda_core::ids::{BlockId, GroupId};
 use pagoda_core::keep::{KeptGroup, KeptPage, KeptSequence};
 use pagoda_core::table::{Left, Span};
 
-/// The blocks of a sequence, and the rest of its entry, of which `meta` is the caller's.
+/// The blocks of a sequence, and the rest of its entry; `meta` is the caller's part.
 pub fn encode(kept: &KeptSequence, meta: &[u8]) -> (Vec<(GroupId, BlockId)>, Vec<u8>) {
     let (mut blocks, mut bytes) = (Vec::new(), Vec::new());
     let mut words = |words: &[u64]| words.iter().for_each(|word| bytes.extend(word.to_le_bytes()));
@@ -34,7 +34,7 @@ pub fn encode(kept: &KeptSequence, meta: &[u8]) -> (Vec<(GroupId, BlockId)>, Vec
     (blocks, bytes)
 }
 
-/// What `encode` made an entry of, and the caller's part; none if it did not.
+/// The sequence of which `encode` made an entry, and the caller's part; none if `encode` did not make it.
 pub fn decode(entry: &Entry) -> Option<(KeptSequence, Vec<u8>)> {
     let mut fields = Fields(&entry.meta);
     let mut blocks = entry.pages.iter();

@@ -21,7 +21,7 @@ use std::time::SystemTime;
 
 const PAGES: &str = "pages";
 
-/// A store of pages in one directory. Any number of lanes write and read at once, each block one of them at a time.
+/// A store of pages in one directory. Any number of lanes may write and read at once, but only one at a time in each block.
 #[derive(Debug)]
 pub struct Store {
     directory: PathBuf,
@@ -34,9 +34,9 @@ pub struct Store {
     pub(super) pages: Mutex<Pages>,
     pub(super) holes: Holes,
     budget: Option<Mutex<Budget>>,
-    /// What the next page that is written gets.
+    /// The generation of the next page that is written.
     pub(super) generation: AtomicU64,
-    /// Has one sync of the pages at a time, so that each knows which ones before it have failed.
+    /// Allows one sync of the pages at a time, so that each knows which earlier ones have failed.
     syncing: Mutex<()>,
     syncs_failed: AtomicU64,
     zeroes: AtomicBool,
@@ -46,20 +46,20 @@ pub struct Store {
     corrupt: AtomicU64,
 }
 
-/// What went through a store since it was opened.
+/// Traffic of a store since it was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// Bytes written to the drive, headers and padding included.
     pub bytes_written: u64,
     /// Bytes read from it.
     pub bytes_read: u64,
-    /// Bytes of blocks that were zeroed, or whose space was given back, after the pages in them had gone.
+    /// Bytes of blocks that were zeroed, or whose space was given back, after their pages had gone.
     pub bytes_cleared: u64,
     /// Reads that did not verify.
     pub corrupt: u64,
 }
 
-/// What can be read, by where it lies.
+/// The pages that can be read, by where they lie.
 pub(super) type Pages = HashMap<(GroupId, BlockId), Page>;
 
 /// A page that can be read.
@@ -72,12 +72,12 @@ pub(super) struct Page {
     pub(super) layers: Option<Arc<[u64]>>,
     /// How many entries of the index have it.
     pub(super) kept: u32,
-    /// How many syncs had failed when it was begun; none once it is safe from a loss of power.
+    /// How many syncs had failed when its writing began; none once it is safe from a loss of power.
     pub(super) unsynced: Option<u64>,
 }
 
 impl Store {
-    /// A store that goes when it is closed.
+    /// A store that is gone when it is closed.
     pub fn scratch(
         directory: &dyn Directory,
         geometry: Geometry,
@@ -88,8 +88,8 @@ impl Store {
         Ok(Self::new(directory, geometry, fingerprint, budget, file, None))
     }
 
-    /// A store that survives: what `put` has kept is there when it is opened again, by one process at a time. With a geometry of
-    /// another budget it has as many of the segments that are there as that has room for.
+    /// A store that persists: what `put` has kept is there when it is opened again, by one process at a time. If the geometry
+    /// has another budget, the store has as many of the existing segments as the budget has room for.
     pub fn open(
         directory: &dyn Directory,
         mut geometry: Geometry,
@@ -151,7 +151,7 @@ impl Store {
         &self.directory
     }
 
-    /// What copies to or from here that failed say to the core.
+    /// A failed copy to or from here, as the core is told of it.
     pub fn failure(&self, error: &Error) -> Failure {
         let reason = error.told_of(&self.directory);
         if let Error::Corrupt { .. } = error { Failure::Corrupt(reason) } else { Failure::Io(reason) }
@@ -167,7 +167,7 @@ impl Store {
         &self.access
     }
 
-    /// What went through since it was opened.
+    /// Traffic since it was opened.
     pub fn traffic(&self) -> Traffic {
         Traffic {
             bytes_written: self.bytes_written.load(Ordering::Relaxed),
@@ -177,12 +177,12 @@ impl Store {
         }
     }
 
-    /// What changes as long as the drive does anything.
+    /// A value that changes as long as the drive does anything.
     pub fn progress(&self) -> impl Copy + PartialEq + use<> {
         (self.traffic(), self.pulse.answered())
     }
 
-    /// Whether another process, were this one killed, would find that no more was written than was.
+    /// Whether another process, if this one were killed, would find no more noted than was written.
     pub fn is_settled(&self) -> bool {
         self.budget.as_ref().is_none_or(|budget| lock(budget).is_settled())
     }
@@ -192,7 +192,7 @@ impl Store {
         self.file.lanes()
     }
 
-    /// A thread's way to write and to read.
+    /// One thread's way to write and read pages.
     pub fn lane(self: &Arc<Self>) -> Result<Lane> {
         let io = self.file.lane().map_err(Error::io("opening a queue"))?;
         Lane::new(self.clone(), io)
@@ -209,20 +209,20 @@ impl Store {
         lock(index).entries().iter().map(|(key, entry)| (key.clone(), entry.clone())).collect()
     }
 
-    /// Refuses what `put` would have no room for in the index: a key, so many pages and so many bytes of meta. While a drive that does
-    /// not answer holds up the index, only `put` knows.
+    /// Refuses a key, a number of pages and a number of bytes of meta for which `put` would have no room in the index. While
+    /// a drive that does not answer holds up the index, only `put` can tell.
     pub fn require_room(&self, key: &[u8], pages: usize, meta: usize) -> Result<()> {
         let index = self.named()?.try_lock();
         index.map_or(Ok(()), |index| index.require_room(key, pages, meta))
     }
 
-    /// Keeps pages that were written, with `meta`, under `key`: they are safe from a loss of power when this returns, and
-    /// their blocks must not be written to until `delete`. Returns what was under the key before.
+    /// Keeps pages that were written, with `meta`, under `key`. When this returns, they are safe from a loss of power, and
+    /// their blocks must not be written to until `delete`. Returns the previous entry.
     pub fn put(&self, key: &[u8], pages: &[(GroupId, BlockId)], meta: &[u8]) -> Result<Option<Entry>> {
         self.put_if(key, pages, meta, || true)
     }
 
-    /// As `put`, if it is still `wanted` when the pages are safe and before the key changes; else an error.
+    /// Like `put`, if it is still `wanted` when the pages are safe and before the key changes; otherwise an error.
     pub fn put_if(
         &self,
         key: &[u8],
@@ -231,8 +231,8 @@ impl Store {
         wanted: impl FnOnce() -> bool,
     ) -> Result<Option<Entry>> {
         let index = self.named()?;
-        // First of all: pages that were kept in vain go with that, and syncs may have lost some of them. Where another change is under
-        // way, that one sees to it.
+        // This comes first: it lets go of pages of changes that failed, some of which syncs may have lost. If another change
+        // is under way, that one does it.
         if let Ok(mut index) = index.try_lock() {
             index.make_sure()?;
         }
@@ -252,17 +252,17 @@ impl Store {
         let mut known = lock(&self.pages);
         keep(&mut known, &entry);
         before.iter().for_each(|before| unkeep(&mut known, before));
-        // Not earlier: who changes the key next takes away what was counted here.
+        // Not earlier: the next change of the key takes away what was counted here.
         drop((known, index));
         if let Some(budget) = &self.budget {
-            // A refusal leaves more noted than was written, which is no error.
+            // If this fails, more stays noted than was written, which is no error.
             let _ = lock(budget).settle(SystemTime::now());
         }
         Ok(before)
     }
 
-    /// Makes pages safe from a loss of power. The system may count as written what a sync could not write, so that no later one
-    /// says anything about pages from before one that failed.
+    /// Makes pages safe from a loss of power. The system may mark as written what a sync could not write. So once a sync has
+    /// failed, later ones say nothing about pages written before it.
     fn sync(&self, pages: &[(GroupId, BlockId)]) -> Result<()> {
         let _turn = lock(&self.syncing);
         let lost = pages.iter().filter(|&&(group, block)| self.may_have_lost(group, block)).count();
@@ -283,34 +283,34 @@ impl Store {
             .is_some_and(|page| page.unsynced.is_some_and(|then| then != failed))
     }
 
-    /// Whether the next process finds what `entries` says. If not, it may find what a `put` or `delete` that failed has left, so
-    /// that blocks of such a `put` must not be written to until this is so again: the next change that succeeds sees to it.
+    /// Whether the next process finds what `entries` says. If not, it may find what a failed `put` or `delete` has left, so
+    /// blocks of such a `put` must not be written to until this is true again. The next change that succeeds makes it true.
     pub fn is_sure(&self) -> bool {
         self.index.as_ref().is_none_or(|index| lock(index).is_sure())
     }
 
-    /// Forgets a key; returns what was under it, whose blocks may be written to again.
+    /// Forgets a key; returns its entry, whose blocks may be written to again.
     pub fn delete(&self, key: &[u8]) -> Result<Option<Entry>> {
         self.delete_if(key, || true)
     }
 
-    /// As `delete`, if it is still `wanted` before the key changes; else an error.
+    /// Like `delete`, if it is still `wanted` before the key changes; otherwise an error.
     pub fn delete_if(&self, key: &[u8], wanted: impl FnOnce() -> bool) -> Result<Option<Entry>> {
         let gone = unless_given_up(self.named()?, wanted)?.delete(key)?;
         gone.iter().for_each(|entry| unkeep(&mut lock(&self.pages), entry));
         Ok(gone)
     }
 
-    /// Gives back the space of a range of the arena that has no block any more.
+    /// Gives back the space of a range of the arena that has no blocks any more.
     pub fn discard(self: &Arc<Self>, arena: Range<u64>) -> Result<()> {
         self.hole(arena).punch()
     }
 
-    /// A range of the arena that has no block any more, whose space is given back later. It may have blocks again before that.
+    /// A range of the arena that has no blocks any more, to give its space back later. It may have blocks again before that.
     pub(crate) fn hole(self: &Arc<Self>, arena: Range<u64>) -> Hole {
         let segments = self.geometry.segments_of(arena);
         let mut pages = lock(&self.pages);
-        // Block by block: there may be many times as many pages elsewhere.
+        // Block by block: there may be many times more pages elsewhere.
         for block in segments.clone().flat_map(|segment| self.geometry.blocks_in(segment)) {
             pages.remove(&block);
         }
@@ -318,24 +318,24 @@ impl Store {
         Hole::new(self, segments)
     }
 
-    /// What tells the pages that lie in some blocks now from all that ever did or will; none where nothing can be read.
+    /// Tells the pages that are in some blocks now from all past and future ones; none where nothing can be read.
     pub fn generations(&self, group: GroupId, blocks: &[BlockId]) -> Vec<Option<u64>> {
         let pages = lock(&self.pages);
         blocks.iter().map(|&block| pages.get(&(group, block)).map(|page| page.generation)).collect()
     }
 
-    /// Zeroes blocks that no page has any more, with their headers and padding. Not synced: a loss of power may bring bytes back.
+    /// Zeroes blocks without a page, with their headers and padding. Not synced: a loss of power may bring bytes back.
     pub fn zero(&self, group: GroupId, blocks: Range<u32>) -> Result<()> {
         let blocks: Vec<_> = blocks.map(BlockId::new).collect();
         self.clear(group, &blocks, "zeroing", |range| self.file.zero(range))
     }
 
-    /// Gives back the space of blocks that no page has, for whoever was to write to them and failed.
+    /// Gives back the space of blocks without a page, after a write to them has failed.
     pub fn give_back(&self, group: GroupId, blocks: &[BlockId]) -> Result<()> {
         self.clear(group, blocks, "giving space back", |range| self.file.discard(range))
     }
 
-    /// Does something about everything in the file that belongs to blocks that no page has any more.
+    /// Calls `clear` for everything in the file that belongs to some blocks without a page.
     fn clear(
         &self,
         group: GroupId,
@@ -358,19 +358,19 @@ impl Store {
         cleared.map_err(Error::io(operation))
     }
 
-    /// Gives back the space of segments of which no entry of the index has a page: what processes before this one have left.
+    /// Gives back the space of segments in which the index has no page: earlier processes have left it.
     fn give_back_what_others_left(&self) {
         let bytes = self.geometry.segments().0;
         let beside =
             self.beside_what_is_kept(|slot, _| once(slot.segment * bytes..(slot.segment + 1) * bytes));
         for range in beside.into_iter().flatten() {
-            // A refusal leaves the space where it is, which is no error.
+            // If the system refuses, the space stays taken, which is no error.
             let _ = self.file.discard(range);
         }
     }
 
-    /// From now on no bytes of pages stay in memory that they went through. Zeroes all of the file that no entry of the index
-    /// has: what processes before this one have left.
+    /// From now on the memory that pages pass through keeps none of their bytes. Zeroes everything in the file that no entry
+    /// of the index has: earlier processes have left it.
     pub fn zero_on_free(&self) -> Result<()> {
         self.zeroes.store(true, Ordering::Relaxed);
         let beside = self.beside_what_is_kept(|slot, group| self.geometry.places(group, slot, 1));
@@ -378,8 +378,8 @@ impl Store {
         zeroed.map_err(Error::io("zeroing"))
     }
 
-    /// What there is in the file beside the places of what the index keeps, behind the last segment too: an earlier disk_memory may
-    /// have been larger.
+    /// The ranges of the file without what the index keeps. This includes what is past the last segment: an earlier
+    /// disk_memory may have been larger.
     fn beside_what_is_kept<I: Iterator<Item = Range<u64>>>(
         &self,
         places: impl Fn(Slot, GroupId) -> I,
@@ -395,7 +395,7 @@ impl Store {
         Ok(starts.zip(ends).filter(|(start, end)| start < end).map(|(start, end)| start..end).collect())
     }
 
-    /// Whether bytes have to go with their pages.
+    /// Whether bytes must be erased with their pages.
     pub fn zeroes(&self) -> bool {
         self.zeroes.load(Ordering::Relaxed)
     }
@@ -416,7 +416,7 @@ impl Store {
         corrupt(group, block, reason)
     }
 
-    /// Lets blocks be written to: until that is done nothing can be read from them. Returns how many syncs have failed.
+    /// Prepares blocks to be written: until that is done nothing can be read from them. Returns how many syncs have failed.
     pub(super) fn begin(&self, group: GroupId, blocks: &[BlockId]) -> Result<u64> {
         self.wait_for_holes(group, blocks);
         if let Some(budget) = &self.budget {
@@ -429,7 +429,7 @@ impl Store {
         Ok(self.syncs_failed.load(Ordering::Relaxed))
     }
 
-    /// Refuses blocks that are kept, or not there.
+    /// Refuses blocks that are kept or do not exist.
     fn require_spare(&self, pages: &Pages, group: GroupId, blocks: &[BlockId]) -> Result<()> {
         for &block in blocks {
             let there = self.geometry.has(group.0, block.index());
@@ -452,7 +452,7 @@ impl Drop for Store {
     }
 }
 
-/// The index, when its turn has come and a change of it is still `wanted`.
+/// Waits for the index, and returns it if a change is still `wanted`.
 fn unless_given_up(index: &Mutex<Index>, wanted: impl FnOnce() -> bool) -> Result<MutexGuard<'_, Index>> {
     let index = lock(index);
     if wanted() {

@@ -1,4 +1,4 @@
-//! Tests of the store: here what they share, and reading and writing.
+//! Tests of the store: what they share, and reading and writing.
 
 use super::io::fault::{Fault, FaultyDisk};
 use super::io::{Access, Directory, Folder};
@@ -36,7 +36,7 @@ fn open(directory: &dyn Directory) -> Result<(Arc<Store>, Recovered)> {
     Ok((Arc::new(store), recovered))
 }
 
-/// Bytes that only the page `name` has.
+/// Bytes that are unique to the page `name`.
 fn payload(group: GroupId, name: u64) -> Vec<u8> {
     let bytes: u64 = RUNS[group.index()].iter().sum();
     let mut state = name.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
@@ -57,7 +57,7 @@ fn write(lane: &mut Lane, group: GroupId, pages: &[(u32, u64)]) -> Result<()> {
     })
 }
 
-/// Reads layers of pages and requires that what comes is right.
+/// Reads layers of pages and checks the bytes.
 fn read(lane: &mut Lane, group: GroupId, pages: &[(u32, u64)], layers: std::ops::Range<usize>) -> Result<()> {
     let blocks: Vec<_> = pages.iter().map(|&(block, _)| BlockId::new(block)).collect();
     let mut seen = 0;
@@ -70,7 +70,7 @@ fn read(lane: &mut Lane, group: GroupId, pages: &[(u32, u64)], layers: std::ops:
     result
 }
 
-/// Blocks of a group, from segments that the other group has none of.
+/// Blocks of a group, from segments in which the other group has none.
 fn blocks(group: GroupId) -> Vec<u32> {
     let geometry = geometry();
     let own = |&block: &u32| {
@@ -159,7 +159,7 @@ type At = (GroupId, u32);
 /// Keys, and what each keeps.
 type Entries = Vec<(Vec<u8>, Vec<(At, u64)>)>;
 
-/// A store of two keys, on a disk that can be spoilt.
+/// A store with two keys, on a disk that can be spoilt.
 fn kept() -> (FaultyDisk, Entries) {
     let disk = FaultyDisk::default();
     let (store, _) = open(&disk).unwrap();
@@ -176,7 +176,7 @@ fn kept() -> (FaultyDisk, Entries) {
     (disk, entries)
 }
 
-/// Opens a spoilt store and reads all that it says it has; returns how many pages came back, all of them right.
+/// Opens a spoilt store and reads everything it claims to have; returns how many pages came back, all of them right.
 fn readable(disk: &FaultyDisk, entries: &Entries) -> Result<usize> {
     let (store, _) = open(disk)?;
     let mut lane = store.lane().unwrap();
@@ -230,7 +230,8 @@ fn a_failing_operation_leaves_an_error_with_its_errno_and_the_rest_as_it_was() {
     read(&mut lane, LARGE, &[(1, 4)], 0..3).unwrap();
 }
 
-/// What the system did in part, or was kept from, goes on where it ended; behind the end of the file there is nothing.
+/// Operations that the system did in part or not at all continue where they stopped; past the end of the file there is
+/// nothing.
 #[test]
 fn short_and_interrupted_operations_go_on() {
     let disk = FaultyDisk::default();

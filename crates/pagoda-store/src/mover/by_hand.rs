@@ -1,5 +1,5 @@
-//! A mover without threads: reads from disk wait until the caller carries them out, in any order and at any time. For simulations,
-//! in which a seed decides when.
+//! A mover without threads: reads from disk wait until the caller carries them out, in any order and at any time. For
+//! simulations in which a seed decides when.
 
 use super::{LayerOfPages, Mover, Part, Work, read_layer};
 use crate::disk::{Error, Lane, Store};
@@ -8,18 +8,18 @@ use pagoda_core::ids::{BlockId, Epoch, GroupId};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 
-/// Reads that wait.
+/// Reads that wait to be carried out.
 pub struct ByHand {
     mover: Mover,
     inbox: Receiver<Part>,
     waiting: Vec<Waiting>,
 }
 
-/// A part of a read. Dropping it is what the end of a process does to it.
+/// A part of a read. If it is dropped, it ends as if its process had ended.
 pub struct Waiting(Part);
 
 impl ByHand {
-    /// Over a store; `part_bytes` of a layer at most are read at once.
+    /// A mover over a store; at most `part_bytes` of a layer are read at once.
     pub fn new(store: &Arc<Store>, part_bytes: u64) -> Self {
         let mut mover = Mover::without_threads(Vec::new(), Some(store), part_bytes);
         let (disk, inbox) = channel();
@@ -27,7 +27,7 @@ impl ByHand {
         Self { mover, inbox, waiting: Vec::new() }
     }
 
-    /// As [`Ring::read_ahead`]; blocks that are written to before their reads are carried out come with other bytes.
+    /// Like [`Ring::read_ahead`]. If a block is written to before its read is carried out, the read gets other bytes.
     pub fn read_ahead<'a>(
         &mut self,
         ring: &mut Ring,
@@ -39,12 +39,12 @@ impl ByHand {
         self.waiting.extend(self.inbox.try_iter().map(Waiting));
     }
 
-    /// Parts that wait.
+    /// How many parts wait.
     pub fn count(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Whether a part that waits is of this block.
+    /// Whether a waiting part reads this block.
     pub fn reads(&self, group: GroupId, block: BlockId) -> bool {
         self.waiting.iter().any(|Waiting(part)| {
             let Work::Layer(what, ..) = &part.work else { unreachable!("only reads are sent") };
@@ -52,12 +52,12 @@ impl ByHand {
         })
     }
 
-    /// One of the parts that wait, to be carried out now.
+    /// Takes one of the waiting parts, to be carried out now.
     pub fn take(&mut self, at: usize) -> Waiting {
         self.waiting.swap_remove(at)
     }
 
-    /// Says of all reads that they have ended, which they have not: for a negative control.
+    /// Reports all reads as ended although they have not: a negative control.
     pub fn pretend(&self) {
         for Waiting(part) in &self.waiting {
             let state = lock(&part.job.state);
@@ -67,13 +67,13 @@ impl ByHand {
 }
 
 impl Waiting {
-    /// Reads it.
+    /// Carries it out.
     pub fn read(&mut self, lane: &mut Lane) -> Result<(), Error> {
         let Work::Layer(what, slab, offset) = &self.0.work else { unreachable!("only reads are sent") };
         read_layer(lane, what, slab, *offset)
     }
 
-    /// Says how that went.
+    /// Reports how that went.
     pub fn end(self, result: Result<(), Error>) {
         self.0.end(result);
     }

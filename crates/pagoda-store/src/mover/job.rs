@@ -9,17 +9,17 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What one thread does of a job.
+/// The part of a job that one thread does.
 pub(super) struct Part {
     pub(super) work: Work,
-    /// Where the first transfer, or page, stands in the job.
+    /// The index of its first transfer, or page, in the job.
     pub(super) first: usize,
     pub(super) job: Arc<Job>,
 }
 
 pub(super) enum Work {
     Copies(Vec<Transfer>),
-    /// Reads into a slab, from a place on.
+    /// Reads into a slab, from an offset on.
     Layer(LayerOfPages, Arc<Slab>, u64),
     /// Gives space on disk back.
     Discard(Hole),
@@ -30,25 +30,25 @@ pub(super) struct Job {
     pub(super) completion: Completion,
     waiter: Waiter,
     pub(super) state: Mutex<JobState>,
-    /// Where the store is, and for each transfer the block on disk that it writes to.
+    /// The store, and for each transfer the block on disk that it writes to, if any.
     store: Option<Arc<Store>>,
     written: Vec<Option<(GroupId, BlockId)>>,
 }
 
 pub(super) struct JobState {
     parts_left: usize,
-    /// Transfers, or pages, before the first that failed.
+    /// How many transfers, or pages, come before the first that failed.
     pub(super) copied: usize,
     failure: Option<Failure>,
 }
 
-/// Sleeps until copies have arrived, without holding on to the mover. It has the number of jobs that have not finished.
+/// Sleeps until copies have arrived, without holding on to the mover. It contains the number of unfinished jobs.
 #[derive(Clone, Debug, Default)]
 pub struct Waiter(Arc<(Mutex<usize>, Condvar)>);
 
 impl Job {
-    /// A job without parts. It goes on until the caller has called `end` too, once all parts are begun. `written`: of each of the
-    /// transfers, the block on disk that it writes to.
+    /// A job without parts. It finishes when all parts have ended and the caller, too, has called `end` after it began the
+    /// last one. `written`: for each transfer, the block on disk that it writes to.
     pub(super) fn new(
         transfers: usize,
         written: Vec<Option<(GroupId, BlockId)>>,
@@ -61,14 +61,14 @@ impl Job {
         Arc::new(Self { completion, waiter, state, store, written })
     }
 
-    /// Gives a part to the threads of a queue.
+    /// Hands a part to the threads of a queue.
     pub(super) fn begin(self: &Arc<Self>, queue: &Option<Sender<Part>>, work: Work, first: usize) {
         lock(&self.state).parts_left += 1;
         let part = Part { work, first, job: self.clone() };
         queue.as_ref().expect("lives until drop").send(part).expect("the threads live until drop");
     }
 
-    /// Notes how a part ended, of which the first transfer is `first`; the last one finishes the job.
+    /// Notes how the part that begins with transfer `first` ended; the last part finishes the job.
     pub(super) fn end(&self, result: Result<(), Error>, first: usize) {
         let Self { completion, waiter, state, store, written } = self;
         let mut state = lock(state);
@@ -82,13 +82,13 @@ impl Job {
         state.parts_left -= 1;
         if state.parts_left == 0 {
             if let Some(store) = store {
-                // Pages that count as not written give their space back: a full drive would otherwise stay full.
+                // Pages that count as not written give their space back: otherwise a full drive would stay full.
                 for &(group, block) in written.iter().skip(state.copied).flatten() {
-                    // A refusal leaves the space where it is, which is no error.
+                    // If the system refuses, the space stays taken, which is no error.
                     let _ = store.give_back(group, &[block]);
                 }
             }
-            // Under the lock, so that a waiter cannot look and fall asleep in between.
+            // Under the lock, so that no waiter falls asleep between this and its last look.
             let mut unfinished = waiter.unfinished();
             *unfinished -= 1;
             match state.failure.take() {

@@ -1,5 +1,5 @@
-//! A disk in memory that fails as it is told, and knows what a loss of power may leave of what was written. It also knows what
-//! a drive that never fails would hold, so it can say when it hands out other bytes, and why.
+//! A disk in memory that fails as it is told, and knows what a loss of power may leave of what was written. It also knows
+//! what a drive that never fails would hold, so it can tell when it hands out other bytes, and why.
 
 use super::{ALIGN, Access, Directory, File, Kind, Lane, Op, Pulse};
 use rustix::io::Errno;
@@ -20,7 +20,7 @@ pub enum Fault {
     Torn,
     /// It does nothing and says that it did all.
     Lost,
-    /// One bit is another.
+    /// One bit is flipped.
     Flip,
     /// It goes to, or comes from, `ALIGN` bytes further on.
     Misdirected,
@@ -40,7 +40,7 @@ impl Fault {
         Self::Misdirected,
     ];
 
-    /// Whether the drive says what it did.
+    /// Whether the drive reports what it really did.
     pub fn is_honest(self) -> bool {
         matches!(self, Self::Errno(_) | Self::Short)
     }
@@ -59,9 +59,9 @@ pub enum Site {
     Sync,
     /// Reading the index.
     IndexRead,
-    /// Adding a line to it.
+    /// Adding a line to the index.
     IndexWrite,
-    /// Putting a new one in its place.
+    /// Replacing the index.
     IndexReplace,
 }
 
@@ -70,7 +70,7 @@ pub enum Site {
 pub enum Cause {
     /// An operation went wrong.
     Fault(Fault, Site),
-    /// They changed where they lay: `FaultyDisk::spoil` says how.
+    /// They changed where they are stored: `FaultyDisk::spoil` says how.
     Spoilt(&'static str),
 }
 
@@ -97,10 +97,10 @@ pub struct FaultyDisk(Arc<Mutex<State>>);
 
 #[derive(Debug, Default)]
 struct State {
-    /// By name, so that losses of power come to the same in the same order.
+    /// Sorted by name, so that losses of power are reproducible.
     files: BTreeMap<String, Image>,
     scratched: usize,
-    /// Operations so far, and what happens to those to come.
+    /// Operations so far, and the faults of future ones.
     operations: u64,
     faults: HashMap<u64, Fault>,
     events: Vec<Event>,
@@ -111,19 +111,19 @@ struct Image {
     live: Vec<u8>,
     /// What a drive that never fails would hold.
     right: Vec<u8>,
-    /// Why `live` is not `right` where it is not, by multiples of `ALIGN`: what went wrong there last.
+    /// Where `live` differs from `right`, by multiples of `ALIGN`: what went wrong there last.
     causes: BTreeMap<u64, Cause>,
-    /// What a loss of power certainly leaves, and what it leaves of a drive that never fails.
+    /// What certainly survives a loss of power, here and on a drive that never fails.
     durable: Vec<u8>,
     right_durable: Vec<u8>,
-    /// What was written since.
+    /// What was written since the last sync.
     unsynced: Vec<Written>,
-    /// Whether a sync has said that it made them durable.
+    /// Whether a sync has wrongly reported that these writes are durable.
     sync_lied: bool,
     locked: bool,
 }
 
-/// A write: where its bytes went, and which, and what it claims to have written.
+/// A write: where its bytes went and what they are; then the same as it claims to have written them.
 #[derive(Clone, Debug)]
 struct Written {
     at: usize,
@@ -141,7 +141,7 @@ struct Open {
 }
 
 impl FaultyDisk {
-    /// Lets the operation after `after` others go wrong.
+    /// Makes the operation after `after` others go wrong.
     pub fn fail(&self, after: u64, fault: Fault) {
         let mut state = self.0.lock().unwrap();
         let at = state.operations + after;
@@ -153,12 +153,12 @@ impl FaultyDisk {
         self.0.lock().unwrap().operations
     }
 
-    /// Forgets faults that have not come yet; says how many.
+    /// Removes faults that have not happened yet; returns how many.
     pub fn calm(&self) -> usize {
         std::mem::take(&mut self.0.lock().unwrap().faults).len()
     }
 
-    /// What happened since last asked.
+    /// What happened since the last call.
     pub fn events(&self) -> Vec<Event> {
         std::mem::take(&mut self.0.lock().unwrap().events)
     }
@@ -171,7 +171,7 @@ impl FaultyDisk {
         Self(Arc::new(Mutex::new(State { files, ..State::default() })))
     }
 
-    /// The disk after a loss of power: of what was not synced, sectors that `survives` says.
+    /// The disk after a loss of power. Of what was not synced, those sectors are left for which `survives` returns true.
     pub fn power_lost(&self, mut survives: impl FnMut() -> bool) -> Self {
         let after = self.killed();
         for image in after.0.lock().unwrap().files.values_mut() {
@@ -192,7 +192,7 @@ impl FaultyDisk {
         after
     }
 
-    /// The bytes of a file, to look at; what is spoilt here has no cause, and is durable.
+    /// Access to the bytes of a file. Changes made here are durable, and no cause is recorded.
     pub fn with<T>(&self, name: &str, look: impl FnOnce(&mut Vec<u8>) -> T) -> T {
         let mut state = self.0.lock().unwrap();
         let image = state.files.get_mut(name).expect("a file of that name");
@@ -204,7 +204,7 @@ impl FaultyDisk {
         result
     }
 
-    /// Changes the bytes of a file where they lie, durably, and remembers why they are wrong.
+    /// Changes the bytes of a file in place, durably, and records why they are wrong.
     pub fn spoil(&self, name: &str, why: &'static str, change: impl FnOnce(&mut Vec<u8>)) {
         let mut state = self.0.lock().unwrap();
         let image = state.files.get_mut(name).expect("a file of that name");
@@ -242,21 +242,21 @@ impl State {
         self.faults.remove(&(self.operations - 1))
     }
 
-    /// The next operation opens something: that fails or does not.
+    /// The next operation opens something: fails if a fault is due.
     fn admit(&mut self) -> io::Result<()> {
         let Some(fault @ Fault::Errno(errno)) = self.next() else { return Ok(()) };
         self.events.push(Event::Happened(Cause::Fault(fault, Site::Open)));
         Err(io::Error::from_raw_os_error(errno))
     }
 
-    /// The next operation is `act` on a file; it says besides why bytes that it hands out are wrong, if they are.
+    /// Runs `act` on a file as the next operation. `act` also returns why bytes that it hands out are wrong, if they are.
     fn act<T>(
         &mut self,
         name: &str,
         site: Site,
         act: impl FnOnce(&mut Image, Turn) -> (io::Result<T>, Option<Cause>),
     ) -> io::Result<T> {
-        // Of a sync nothing is done by halves.
+        // A sync is never half done.
         let fault = self.next().filter(|fault| (site, *fault) != (Site::Sync, Fault::Short));
         let turn = Turn { fault, site, operation: self.operations };
         let (result, wrong) = act(self.files.get_mut(name).expect("open"), turn);
@@ -271,7 +271,7 @@ fn put(bytes: &mut Vec<u8>, offset: usize, written: &[u8]) {
     bytes[offset..offset + written.len()].copy_from_slice(written);
 }
 
-/// What a drive writes whole or not at all.
+/// A drive writes this many bytes completely or not at all.
 const SECTOR: usize = 512;
 
 /// The multiples of `ALIGN` that a range touches.
@@ -280,18 +280,18 @@ fn units(offset: u64, bytes: usize) -> Range<u64> {
 }
 
 impl Turn {
-    /// What goes wrong without a word.
+    /// What goes wrong silently.
     fn lie(&self) -> Option<Cause> {
         let fault = self.fault.filter(|fault| !fault.is_honest())?;
         Some(Cause::Fault(fault, self.site))
     }
 
-    /// The same without a half that is owned up to: files that are read or written as a whole go on then.
+    /// The same without `Short`: files that are read or written as a whole continue after a short operation.
     fn whole(self) -> Self {
         Self { fault: self.fault.filter(|fault| *fault != Fault::Short), ..self }
     }
 
-    /// Makes one bit another; which, the number of the operation says.
+    /// Flips one bit, which the number of the operation selects.
     fn flip(&self, bytes: &mut [u8]) {
         if let Some(at) = (self.operation as usize * 7919).checked_rem(bytes.len()) {
             bytes[at] ^= 1 << (self.operation % 8);
@@ -300,7 +300,7 @@ impl Turn {
 }
 
 impl Image {
-    /// Writes as the fault lets it; says how much it claims to have written.
+    /// Writes as the fault allows; returns how much it claims to have written.
     fn write(&mut self, offset: u64, bytes: &[u8], turn: Turn) -> io::Result<usize> {
         let (mut at, mut kept) = (offset, bytes.to_vec());
         match turn.fault {
@@ -320,7 +320,7 @@ impl Image {
         };
         put(&mut self.live, written.at, &written.bytes);
         put(&mut self.right, written.offset, &written.claimed);
-        // A file is as long as it was said to be, whatever became of its bytes.
+        // A file is as long as was claimed, whatever became of its bytes.
         self.live.resize(self.live.len().max(self.right.len()), 0);
         if let Some(lie) = turn.lie() {
             let touched = units(offset, claimed).chain(units(at, written.bytes.len()));
@@ -330,7 +330,7 @@ impl Image {
         Ok(claimed)
     }
 
-    /// Reads as the fault lets it; says besides why what it hands out is wrong, if it is.
+    /// Reads as the fault allows; also returns why what it hands out is wrong, if it is.
     fn read(&self, offset: u64, bytes: &mut [u8], turn: Turn) -> (io::Result<usize>, Option<Cause>) {
         let at = if turn.fault == Some(Fault::Misdirected) { offset + ALIGN } else { offset } as usize;
         let there = &self.live[at.min(self.live.len())..];
@@ -356,10 +356,10 @@ impl Image {
         (Ok(count), wrong)
     }
 
-    /// Says what was written to be durable, which it is unless that is a lie.
+    /// Makes everything written so far durable, unless the fault makes that a lie.
     fn sync(&mut self, turn: Turn) -> io::Result<()> {
         if let Some(Fault::Errno(errno)) = turn.fault {
-            // Systems may count as written what a sync could not write: then the next one, which succeeds, does not either.
+            // Systems may mark as written what a sync could not write. The next sync then succeeds without writing it.
             if turn.operation.is_multiple_of(2) {
                 self.unsynced.clear();
             }
@@ -376,14 +376,14 @@ impl Image {
         Ok(())
     }
 
-    /// All that was written is durable.
+    /// Makes everything written so far durable.
     fn be_durable(&mut self) {
         self.unsynced.clear();
         self.durable.clone_from(&self.live);
         self.right_durable.clone_from(&self.right);
     }
 
-    /// What is durable is what is left.
+    /// Leaves only what is durable.
     fn lose(&mut self) {
         let len = self.durable.len().max(self.right_durable.len());
         self.durable.resize(len, 0);
@@ -436,7 +436,7 @@ impl Directory for FaultyDisk {
         state.act(name, Site::Sync, |image, turn| {
             let synced = image.sync(turn);
             if synced.is_ok() && !image.sync_lied {
-                // And what memory alone had of it is gone.
+                // And whatever was only in memory is gone.
                 image.lose();
             }
             (synced, None)
@@ -574,7 +574,7 @@ mod tests {
         ops.into_iter().try_for_each(Op::outcome).unwrap();
     }
 
-    /// Also after a loss of power, which undoes what was not durable: whatever was wrong is said to be, and nothing else.
+    /// Also after a loss of power, which undoes what was not durable: exactly what is wrong is reported as wrong.
     #[test]
     fn wrong_bytes_stay_wrong_until_they_are_written_over() {
         let unit = ALIGN as usize;

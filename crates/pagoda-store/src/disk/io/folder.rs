@@ -1,4 +1,4 @@
-//! A directory of the file system, and what it turned out to do when it was tried.
+//! A directory of the file system, and what it turned out to support when it was tried.
 
 use super::psync::Psync;
 use super::{ALIGN, Access, Directory, File, IO_BYTES_MAX, Kind, Lane, Op, Pulse};
@@ -15,8 +15,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// A process that was killed holds its lock until the kernel is done with the last of its I/O, which is as it should be: so
-/// a lock is asked for a few times.
+/// A killed process holds its lock until the kernel is done with the last of its I/O, as it should. So a lock is asked for
+/// several times.
 const LOCK_TRIES: u32 = 25;
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
@@ -27,7 +27,7 @@ pub struct Folder {
     fd: Arc<OwnedFd>,
     access: Access,
     pulse: Arc<Pulse>,
-    /// The file without which it is not ours any more.
+    /// The locked file: once it has lost its name, the directory is no longer ours.
     locked: Option<Arc<OnDisk>>,
 }
 
@@ -35,7 +35,7 @@ pub struct Folder {
 struct OnDisk {
     fd: Arc<OwnedFd>,
     uring: bool,
-    /// Where others find it again.
+    /// Where others find it again, if it has a name.
     place: Option<Place>,
     pulse: Arc<Pulse>,
 }
@@ -46,15 +46,15 @@ struct Place {
     name: String,
 }
 
-/// Files of pages. A forked child that kept one open would keep its lock, and the space of one that has no name.
+/// Open files of pages. A forked child that kept one open would keep its lock or, if the file has no name, its space.
 static OPEN: Mutex<BTreeSet<RawFd>> = Mutex::new(BTreeSet::new());
 
-/// In a forked child: leaves files of pages to the parent alone.
+/// In a forked child: leaves files of pages to the parent.
 ///
 /// # Safety
-/// Nothing of this process may use folders and files of the parent from now on, nor drop them.
+/// From now on, nothing in this process may use or drop folders and files of the parent.
 pub unsafe fn abandon() {
-    // It is free, unless another thread opened or closed a file at that moment.
+    // The mutex is free, unless another thread opened or closed a file at that moment.
     let Ok(mut open) = OPEN.try_lock() else { return };
     while let Some(fd) = open.pop_first() {
         // SAFETY: it is open, nobody uses it any more, and its owner is not dropped, as the caller promises.
@@ -62,21 +62,22 @@ pub unsafe fn abandon() {
     }
 }
 
-/// A file without a name in a directory, and how page I/O is done there. Others see by `pulse` whether the drive answers.
+/// A file without a name in a directory, and how page I/O is done there. `pulse` shows others whether the drive answers.
 ///
-/// Unlike in a folder, others may write to `parent`: one of its own is in there until the file is made.
+/// Unlike the directory of a `Folder`, `parent` may be writable for others: it has a directory of our own in it until the
+/// file is made.
 pub fn scratch_in(parent: &Path, pulse: &Arc<Pulse>) -> Result<(Arc<dyn File>, Access), Error> {
     let path = parent.join(temporary());
     let made = Folder::open_watched(&path, pulse.clone()).and_then(|folder| {
         let file = folder.scratch().map_err(Error::io("making a file"))?;
         Ok((file, folder.access()))
     });
-    // It is nobody's any more; that it cannot be removed is no second error.
+    // The directory is not needed any more; a failure to remove it is no further error.
     let _ = pulse.ask(|| fs::unlinkat(fs::CWD, &path, AtFlags::REMOVEDIR));
     made
 }
 
-/// Bytes of the file system of a directory: how many are free to whoever asks, and how many there are. Others see by `pulse`
+/// Bytes of the file system of a directory: how many are free to the caller, and how many there are. `pulse` shows others
 /// whether the drive answers.
 pub fn space_in(directory: &Path, pulse: &Pulse) -> Result<(u64, u64), Error> {
     let stat = pulse.ask(|| fs::statvfs(directory)).map_err(io::Error::from);
@@ -85,14 +86,14 @@ pub fn space_in(directory: &Path, pulse: &Pulse) -> Result<(u64, u64), Error> {
 }
 
 impl Folder {
-    /// Opens `path`, and makes it if only its last part is missing. Tries direct I/O and a ring with a real write and read.
+    /// Opens `path`; creates it if only its last part is missing. Tries direct I/O and a ring with a real write and read.
     ///
-    /// Fails where the path ends in a symbolic link, or in something that others own or may write to.
+    /// Fails if the path ends in a symbolic link, or in something that others own or may write to.
     pub fn open(path: &Path) -> Result<Self, Error> {
         Self::open_watched(path, Arc::default())
     }
 
-    /// As `open`, and lets others see whether the drive answers, now and when a store is opened there.
+    /// Like `open`, but shows others whether the drive answers, now and when a store is opened there.
     pub fn open_watched(path: &Path, pulse: Arc<Pulse>) -> Result<Self, Error> {
         Self::try_open(path, pulse).map_err(Error::io("opening the directory"))
     }
@@ -104,12 +105,13 @@ impl Folder {
             other => other.map(|()| true)?,
         };
         let fd = pulse.ask(|| fs::open(path, flags, Mode::empty())).map_err(|errno| {
-            // Of a link to a directory the system says what nobody sees: that it is none.
+            // For a link to a directory the system says that it is not a directory, which is hard to understand.
             let link = pulse.ask(|| path.is_symlink());
             if link { io::Error::other("a link: give the directory that it leads to") } else { errno.into() }
         })?;
         require_ours(&pulse, &fd, Mode::WGRP | Mode::WOTH, "directory")?;
-        // Without that a loss of power could take a directory with all that was synced in it. Not everybody may open the parent.
+        // Otherwise a loss of power could take the directory with everything that was synced in it. Not everybody may open
+        // the parent.
         if made && let Ok(parent) = pulse.ask(|| fs::openat(&fd, "..", flags, Mode::empty())) {
             pulse.ask(|| fs::fsync(&parent))?;
         }
@@ -119,13 +121,13 @@ impl Folder {
         Ok(folder)
     }
 
-    /// The same directory with less than it can do.
+    /// The same directory, but with less than it supports.
     #[cfg(test)]
     pub(crate) fn with(&self, access: Access) -> Self {
         Self { access, pulse: Arc::default(), ..self.clone() }
     }
 
-    /// Tries what is fastest with a real, aligned write and read, and remembers what does not work.
+    /// Tries the fastest access with a real, aligned write and read, and records what does not work.
     fn probe(&mut self) -> io::Result<()> {
         if self.pulse.ask(|| is_memory(&*self.fd))? {
             self.access.refused.push("a drive: the directory is in memory".into());
@@ -157,7 +159,7 @@ impl Folder {
         self.pulse.ask(|| set_direct(fd))
     }
 
-    /// Writes two aligned pieces and reads them back; on a full drive, which takes none, reads what nobody has written.
+    /// Writes two aligned pieces and reads them back. On a full drive, which accepts none, it reads what nobody has written.
     fn round_trip(&self, file: &OwnedFd, lane: &mut dyn Lane) -> io::Result<()> {
         let piece = ALIGN as usize;
         let memory = Slab::new(4 * piece)?;
@@ -169,7 +171,7 @@ impl Folder {
         let (written, read) = bytes.split_at_mut(2 * piece);
         match self.run(lane, Kind::Write, written) {
             Err(error) if matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded) => {
-                // There may have been room for the first one.
+                // There may have been room for the first piece.
                 self.pulse.ask(|| fs::ftruncate(file, 0).and_then(|()| fs::ftruncate(file, 2 * ALIGN)))?;
                 written.fill(0);
             }
@@ -187,7 +189,7 @@ impl Folder {
         ops.into_iter().try_for_each(Op::outcome)
     }
 
-    /// A new file that has lost its name already.
+    /// A new file whose name has already been removed.
     fn nameless(&self) -> io::Result<OwnedFd> {
         let name = temporary();
         let fd = self.create(&name, OFlags::EXCL)?;
@@ -251,7 +253,7 @@ impl Directory for Folder {
         }
         let (mut file, mut bytes) = (std::fs::File::from(fd), Vec::new());
         bytes.try_reserve_exact(len as usize)?;
-        // Another process may have written it and not come to sync it, or renamed it into its place.
+        // Another process may have written it without syncing it, or renamed it into its place.
         self.pulse.ask(|| fs::fdatasync(&file).and_then(|()| fs::fsync(&self.fd)))?;
         self.pulse.ask(|| forget_cached(&file, 0..len))?;
         loop {
@@ -272,7 +274,7 @@ impl Directory for Folder {
     }
 
     fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<Arc<dyn File>> {
-        // The same name each time: what a process has left of it that was killed here goes now.
+        // Always the same name, so that what a killed process left of it is removed now.
         let fresh = format!("{name}.new");
         let _ = self.pulse.ask(|| fs::unlinkat(&self.fd, &fresh, AtFlags::empty()));
         let fd = self.create(&fresh, OFlags::EXCL)?;
@@ -287,7 +289,7 @@ impl Directory for Folder {
             Ok(self.pulse.ask(|| fs::fsync(&self.fd))?)
         });
         if let Err(error) = replaced {
-            // What is left of it is nobody's; that it cannot be removed is no second error.
+            // What is left of it is of no use; a failure to remove it is no further error.
             let _ = self.pulse.ask(|| fs::unlinkat(&self.fd, &fresh, AtFlags::empty()));
             return Err(error);
         }
@@ -331,7 +333,7 @@ impl File for OnDisk {
     }
 
     fn lanes(&self) -> usize {
-        // Some verify and copy while the others' I/O is under way.
+        // Some lanes verify and copy while the I/O of others is under way.
         8
     }
 
@@ -341,7 +343,7 @@ impl File for OnDisk {
 }
 
 impl OnDisk {
-    /// Fails where others would find no file in its place, or another.
+    /// Fails if others would find no file, or another one, in its place.
     fn require_place(&self) -> io::Result<()> {
         let Some(Place { directory, name }) = &self.place else { return Ok(()) };
         let ours = self.pulse.ask(|| fs::fstat(&*self.fd))?;
@@ -354,12 +356,12 @@ impl OnDisk {
         }
     }
 
-    /// Makes a hole; says whether the file system has such.
+    /// Makes a hole; returns whether the file system can.
     fn punch(&self, range: &Range<u64>) -> io::Result<bool> {
         self.pulse.ask(|| punch(&self.fd, range))
     }
 
-    /// Writes zeros over what is there of an aligned range.
+    /// Overwrites the existing part of an aligned range with zeros.
     fn write_zeros(&self, range: Range<u64>) -> io::Result<()> {
         let end = range.end.min(self.size()?.next_multiple_of(ALIGN));
         let zeros = Slab::new(IO_BYTES_MAX)?;
@@ -375,7 +377,7 @@ impl Drop for OnDisk {
     fn drop(&mut self) {
         let is_of_pages = lock(&OPEN).remove(&self.fd.as_raw_fd());
         if is_of_pages && self.place.is_some() {
-            // A child that was forked meanwhile has the file open as well, and would keep the lock with it.
+            // A child that was forked meanwhile also has the file open, and would keep the lock with it.
             let _ = fs::flock(&*self.fd, FlockOperation::Unlock);
         }
     }
@@ -408,10 +410,10 @@ fn set_direct(_: impl AsFd) -> io::Result<()> {
     Err(ErrorKind::Unsupported.into())
 }
 
-/// Lets the system forget what it has of a file in memory: after a sync that failed that may be what the drive has not.
+/// Makes the system forget what it has cached of a file: after a failed sync the drive may not have those bytes.
 #[cfg(target_os = "linux")]
 fn forget_cached(fd: impl AsFd, range: Range<u64>) -> io::Result<()> {
-    // No length would be all that follows.
+    // A length of 0 would mean everything that follows.
     let Some(len) = std::num::NonZeroU64::new(range.end - range.start) else { return Ok(()) };
     Ok(fs::fadvise(fd, range.start, Some(len), fs::Advice::DontNeed)?)
 }
@@ -421,7 +423,7 @@ fn forget_cached(_: impl AsFd, _: Range<u64>) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether what a directory has is nowhere but in memory.
+/// Whether a directory's content is only in memory.
 #[cfg(target_os = "linux")]
 fn is_memory(fd: impl AsFd) -> io::Result<bool> {
     const TMPFS: u32 = 0x0102_1994;
@@ -434,7 +436,7 @@ fn is_memory(_: impl AsFd) -> io::Result<bool> {
     Ok(false)
 }
 
-/// Makes a hole in a file; says whether the file system has such.
+/// Makes a hole in a file; returns whether the file system can.
 #[cfg(target_os = "linux")]
 fn punch(fd: &OwnedFd, range: &Range<u64>) -> io::Result<bool> {
     let flags = fs::FallocateFlags::PUNCH_HOLE | fs::FallocateFlags::KEEP_SIZE;
@@ -449,7 +451,7 @@ fn punch(_: &OwnedFd, _: &Range<u64>) -> io::Result<bool> {
     Ok(false)
 }
 
-/// A name that no other file has: the process makes each once, and `EXCL` refuses what another process left.
+/// A name that no other file has: this process makes each name once, and `EXCL` refuses files that another process left.
 fn temporary() -> String {
     static MADE: AtomicU32 = AtomicU32::new(0);
     let made = MADE.fetch_add(1, Ordering::Relaxed);
@@ -469,7 +471,7 @@ fn require_file(pulse: &Pulse, fd: &OwnedFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Refuses what another user owns, or has any of the rights `denied` to.
+/// Refuses what another user owns, or what gives others any of the rights `denied`.
 fn require_ours(pulse: &Pulse, fd: &OwnedFd, denied: Mode, what: &str) -> io::Result<fs::Stat> {
     let (stat, user) = (pulse.ask(|| fs::fstat(fd))?, rustix::process::geteuid().as_raw());
     if stat.st_uid != user {

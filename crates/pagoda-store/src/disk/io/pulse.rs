@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Counts what is asked of a file system, and the answers.
+/// Counts requests to a file system, and the answers.
 #[derive(Debug, Default)]
 pub struct Pulse {
     asked: AtomicU64,
@@ -10,7 +10,7 @@ pub struct Pulse {
 }
 
 impl Pulse {
-    /// Makes a call that takes as long as the drive likes.
+    /// Makes a call that may take as long as the drive likes.
     pub(in crate::disk) fn ask<T>(&self, call: impl FnOnce() -> T) -> T {
         self.asked.fetch_add(1, Ordering::Relaxed);
         let answer = call();
@@ -18,7 +18,7 @@ impl Pulse {
         answer
     }
 
-    /// If an answer is awaited, a number that changes with every call and every answer.
+    /// While an answer is awaited, a number that changes with every call and every answer.
     pub fn awaited(&self) -> Option<u64> {
         let (answered, asked) = (self.answered.load(Ordering::Relaxed), self.asked.load(Ordering::Relaxed));
         (asked != answered).then(|| asked.wrapping_add(answered))

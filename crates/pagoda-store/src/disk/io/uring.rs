@@ -1,4 +1,4 @@
-//! A ring of the kernel's: one thread keeps several operations under way.
+//! `io_uring`: one thread keeps several operations under way.
 
 use super::{Kind, Lane, Op};
 use io_uring::{IoUring, opcode, types};
@@ -13,7 +13,7 @@ const DEPTH: u32 = 16;
 pub(super) struct Ring {
     ring: IoUring,
     file: Arc<OwnedFd>,
-    /// The errno with which the kernel takes nothing.
+    /// The errno with which the kernel refused operations.
     refused: Option<i32>,
 }
 
@@ -63,11 +63,11 @@ impl Lane for Ring {
                 if let Some(errno) = error.raw_os_error()
                     && self.ring.submission().len() == under_way as usize
                 {
-                    // It has none of them. Those in the queue stay there: nobody enters this ring again.
+                    // The kernel took none of them. Those in the queue stay there: this ring is never entered again.
                     self.refused = Some(errno);
                     return fail(ops, errno);
                 }
-                // The kernel may still write to memory that nobody could keep from it: there is no way on.
+                // The kernel may still write to this memory, and nothing can keep it from that: it is impossible to go on.
                 std::process::abort();
             }
             for entry in self.ring.completion() {
@@ -85,7 +85,7 @@ impl Lane for Ring {
     }
 }
 
-/// Ends operations that have no outcome.
+/// Ends the operations that have no outcome yet.
 fn fail(ops: &mut [Op<'_>], errno: i32) {
     let left = ops.iter_mut().filter(|op| op.outcome.is_none());
     left.for_each(|op| op.outcome = Some(Err(io::Error::from_raw_os_error(errno))));

@@ -43,7 +43,7 @@ fn drawn(pages: &[Drawn], extent_bytes: u64, len: usize) -> Vec<u8> {
     file
 }
 
-/// Also what pages leave in memory that they are written from is nowhere: not in padding, and not in headers.
+/// What pages leave in the memory that they are written from appears nowhere: neither in padding nor in headers.
 #[test]
 fn the_file_is_as_docs_layout_md_draws_it() {
     let disk = FaultyDisk::default();
@@ -67,7 +67,7 @@ fn the_file_is_as_docs_layout_md_draws_it() {
     disk.with("scratch 1", |file| assert!(*file == drawn(&pages, extent_bytes, file.len())));
 }
 
-/// What was written here is known, and what an earlier process wrote after it was read once.
+/// Headers written here are known; those of an earlier process are read once.
 #[test]
 fn a_header_is_read_once() {
     let (disk, entries) = kept();

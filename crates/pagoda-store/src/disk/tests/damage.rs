@@ -1,4 +1,4 @@
-//! Files that are not as we left them, or of others.
+//! Files that are not as we left them, or that belong to others.
 
 use super::*;
 use proptest::prelude::*;
@@ -64,7 +64,7 @@ fn swapped_and_stale_pages_are_noticed() {
     });
     assert_eq!(readable(&swapped, &entries).unwrap(), 4, "all but the two");
 
-    // The page is written anew and kept; then its old bytes, which verify by themselves, come back.
+    // The page is rewritten and kept; then its old bytes, which verify by themselves, come back.
     let (store, _) = open(&disk).unwrap();
     store.delete(&entries[0].0).unwrap();
     let mut lane = store.lane().unwrap();
@@ -87,7 +87,7 @@ fn stores_of_other_models_are_refused() {
     assert!(other.to_string().contains("layout"), "{other}");
 }
 
-/// Parts of real files in any order, and noise: none of it panics, and what comes out was put in.
+/// Parts of real files in any order, and noise: nothing panics, and whatever is read was written before.
 #[test]
 fn hostile_files_are_refused_or_read_right() {
     let (disk, entries) = kept();

@@ -1,4 +1,4 @@
-//! The log of what is kept: how it grows and is written anew, and what is made of one that is damaged.
+//! The log of what is kept: how it grows and is rewritten, and what is read from a damaged one.
 
 use super::*;
 use std::collections::{BTreeMap, HashSet};
@@ -19,7 +19,7 @@ fn an_index_cut_at_any_byte_gives_the_keys_before_the_cut() {
     assert_eq!(found, [0, 1, 4, 7], "no header, no key, one, two; each with all of its pages");
 }
 
-/// Keys that an earlier process kept, and that were kept anew, forgotten or both since: what each has under the last save.
+/// Keys that an earlier process kept and that were then kept again, forgotten or both: what each has since its last save.
 fn changed() -> (FaultyDisk, BTreeMap<Vec<u8>, Vec<u8>>) {
     let disk = FaultyDisk::default();
     let (store, _) = open(&disk).unwrap();
@@ -42,7 +42,7 @@ fn changed() -> (FaultyDisk, BTreeMap<Vec<u8>, Vec<u8>>) {
     (disk, newest.map(|(key, meta)| (key.as_bytes().to_vec(), meta.to_vec())).into())
 }
 
-/// What a disk keeps by key, each as it was last saved; what was said of the rest.
+/// What a disk keeps by key, checked to be as last saved, and what was reported about the rest.
 fn newest(disk: &FaultyDisk, newest: &BTreeMap<Vec<u8>, Vec<u8>>) -> (Vec<Vec<u8>>, Recovered, Vec<String>) {
     let (store, recovered) = open(disk).unwrap();
     let found = store.entries().into_iter().map(|(key, entry)| {
@@ -69,8 +69,8 @@ fn an_index_with_one_wrong_bit_has_every_key_as_it_was_last_saved() {
     }
 }
 
-/// A place that is damaged, however long it is and wherever it begins: no key is as an older save left it, and none is gone without
-/// a word. Only the end of an index may be missing and nobody can tell.
+/// One damaged place, of any length and anywhere: no key is as an older save left it, and none is gone without a report. Only
+/// a missing end of an index can go unnoticed.
 #[test]
 fn an_index_with_a_damaged_place_has_no_key_as_an_older_save_left_it() {
     let (disk, kept) = changed();
@@ -97,25 +97,25 @@ fn an_index_with_a_damaged_place_has_no_key_as_an_older_save_left_it() {
     }
     assert!(seen.contains(&(4, false)), "second copies far from the first are of use");
     assert!(seen.contains(&(0, true)) && seen.contains(&(3, true)), "{seen:?}");
-    // Of the lines that an index was begun with none says anything about the key of another: this one is about a key that is gone.
+    // Each line that an index was begun with is about a key of its own: this one is about a key that is gone.
     let spoilt = disk.killed();
     let both = lines.iter().filter(|(_, number, _)| *number == 3).map(|(at, ..)| at.start);
     spoilt.with("index", |bytes| both.for_each(|at| bytes[at] ^= 1));
     let (found, recovered, _) = newest(&spoilt, &kept);
     assert_eq!((found.len(), recovered.lost_lines, recovered.lost), (4, 1, vec![]));
-    // Where some of these are missing at the end, so is all that was added.
+    // If some of these are missing at the end, so is everything that was added.
     for cut in start..lines[3].0.end {
         let spoilt = disk.killed();
         spoilt.with("index", |bytes| bytes.truncate(cut));
         let (found, recovered, _) = newest(&spoilt, &kept);
-        // This disk reads as zeros what was cut off, which a line may end with.
+        // Where bytes were cut off, this disk reads zeros, and a line may end with zeros.
         let is_whole = |at: &Range<usize>| whole[cut.min(at.end)..at.end].iter().all(|&byte| byte == 0);
         let count = lines[..4].iter().filter(|(at, ..)| is_whole(at)).count();
         assert_eq!((found.len(), recovered.lost.len(), recovered.lost_lines), (0, count, 4 - count as u64));
     }
 }
 
-/// Whoever chooses keys and meta writes no lines with them, also where what holds them is damaged.
+/// Those who choose keys and meta cannot write lines with them, even if the line around them is damaged.
 #[test]
 fn what_reads_as_a_line_inside_of_another_is_none() {
     let disk = FaultyDisk::default();
@@ -131,12 +131,12 @@ fn what_reads_as_a_line_inside_of_another_is_none() {
     assert_ne!(salt, 0);
     let (store, _) = open(&disk.killed()).unwrap();
     assert_eq!(store.entries().len(), 1);
-    // With a salt that is known it would be one.
+    // With a known salt it would be one.
     let bytes = disk.with("index", |bytes| bytes.clone());
     assert!(format::Lines::new(&bytes, 0, at).any(|(_, _, line)| line == forged));
 }
 
-/// Page generations have 24 bits for how often an index was opened: with more they would begin anew.
+/// Page generations have 24 bits for how often an index was opened: with more openings they would start over.
 #[test]
 fn an_index_of_an_impossible_age_is_refused() {
     let aged = |epoch| {
@@ -156,13 +156,13 @@ fn an_index_of_an_impossible_age_is_refused() {
     }
 }
 
-/// A drive that is full when a store is opened: what is there can be read, and what is kept from then on is there as well once
-/// there is space.
+/// A drive that is full when a store is opened: what is there can be read, and what is kept from then on is there as well
+/// once there is space again.
 #[test]
 fn an_index_that_cannot_be_written_anew_is_read_and_written_later() {
     let (disk, entries) = kept();
     let full = Fault::Errno(rustix::io::Errno::NOSPC.raw_os_error());
-    // After the lock and the index that is there, which is synced and read.
+    // After three operations: the lock, then the sync and the read of the existing index.
     disk.fail(3, full);
     let (store, recovered) = open(&disk).unwrap();
     assert!(recovered.unwritten.is_some_and(|why| why.contains("No space")));
@@ -183,7 +183,7 @@ fn an_index_that_cannot_be_written_anew_is_read_and_written_later() {
     assert_eq!(found, [(b"first".to_vec(), 2)]);
 }
 
-/// As many bytes as an index may have here lie beside keys: no more is taken, what is there stays, and any key can be forgotten.
+/// An index that is filled to its limit: no more is accepted, what is there stays, and any key can be forgotten.
 #[test]
 fn an_index_that_is_full_says_so_and_forgets() {
     let (disk, entries) = kept();
@@ -254,13 +254,13 @@ fn an_index_does_not_grow_with_what_is_kept_no_more() {
     read(&mut lane, group, &[(block, name)], layers(group)).unwrap();
 }
 
-/// A long log goes on as it is where the drive has no room for a new one, so that keys can be forgotten.
+/// If the drive has no room for a new log, a long one stays in use, so that keys can be forgotten.
 #[test]
 fn a_log_that_cannot_be_written_anew_goes_on_as_far_as_it_may() {
     let (disk, entries) = kept();
     let (store, _) = open(&disk).unwrap();
     let len = || disk.with("index", |bytes| bytes.len());
-    // Up to where the next line has the log written anew.
+    // Up to the point where the next line would cause a rewrite.
     let line = |store: &Store, meta: usize| store.put(b"again", &[], &vec![7; meta]).unwrap();
     let most = 2 * len() + (1 << 20);
     line(&store, 0);
@@ -293,7 +293,7 @@ fn a_log_that_cannot_be_written_anew_goes_on_as_far_as_it_may() {
     assert_eq!(store.entries().len(), entries.len() + 4);
 }
 
-/// Whoever can write checksums can write any line: lengths and blocks beyond the file are refused all the same.
+/// Anyone who can write checksums can write any line: lengths and blocks beyond the file are refused nevertheless.
 #[test]
 fn lines_with_impossible_fields_are_refused() {
     let (disk, _) = kept();
@@ -331,7 +331,7 @@ fn lines_with_impossible_fields_are_refused() {
     }
 }
 
-/// A page that is written next would get the same generation in the same block, and be taken for the one that was read there.
+/// The next page written would get the same generation in the same block, and be mistaken for the one that was read there.
 #[test]
 fn an_entry_with_generations_of_a_later_opening_than_its_index_is_lost() {
     let (disk, _) = kept();

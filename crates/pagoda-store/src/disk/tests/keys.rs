@@ -1,4 +1,4 @@
-//! What is kept under keys, and what becomes of it when writing fails.
+//! What is kept under keys, and what happens to it when writing fails.
 
 use super::*;
 use std::sync::mpsc::channel;
@@ -8,7 +8,7 @@ fn places(entries: &Entries) -> Vec<(GroupId, BlockId)> {
     entries[0].1.iter().map(|((group, block), _)| (*group, BlockId::new(*block))).collect()
 }
 
-/// Which operation of keeping something fails does not matter: the next one works, and both tell the truth.
+/// Whichever operation of keeping something fails, the next attempt works, and both report the truth.
 #[test]
 fn keeping_goes_on_after_it_has_failed() {
     for after in 0..3 {
@@ -29,14 +29,14 @@ fn keeping_goes_on_after_it_has_failed() {
     }
 }
 
-/// So that what was in doubt is not for as long as something else fails.
+/// Otherwise doubt about the index could last for as long as something else fails.
 #[test]
 fn a_change_makes_sure_of_the_index_before_all_else() {
     let (disk, entries) = kept();
     let (store, _) = open(&disk).unwrap();
     let places = places(&entries);
     let fault = Fault::Errno(rustix::io::Errno::IO.raw_os_error());
-    // Behind the sync of the pages and the line comes its sync; behind the new index, that of the pages.
+    // After the sync of the pages and the line comes the line's sync; after the new index, the sync of the pages.
     for (operations_before, is_sure) in [(2, false), (1, true)] {
         disk.fail(operations_before, fault);
         store.put(b"more", &places, b"").unwrap_err();
@@ -45,7 +45,7 @@ fn a_change_makes_sure_of_the_index_before_all_else() {
     store.put(b"more", &places, b"").unwrap();
 }
 
-/// The drive may have its line all the same: it has in one of the two cases.
+/// The drive may have its line nevertheless: in one of the two cases it has.
 #[test]
 fn a_key_that_could_not_be_kept_is_gone_when_it_is_forgotten() {
     let mut found = 0;
@@ -63,7 +63,7 @@ fn a_key_that_could_not_be_kept_is_gone_when_it_is_forgotten() {
     assert_eq!(found, 1);
 }
 
-/// Of two keys with pages that were written to the same block, the one with the older page: whichever comes first.
+/// If pages of two keys were written to the same block, this is the one with the older page, whichever comes first.
 #[test]
 fn a_key_whose_block_was_written_anew_is_lost() {
     let (disk, _) = kept();
@@ -85,7 +85,7 @@ fn a_key_whose_block_was_written_anew_is_lost() {
     }
 }
 
-/// Else who changes a key next would take away what is not yet counted.
+/// Otherwise the next change of the key would take away what is not counted yet.
 #[test]
 fn the_next_change_of_a_key_waits_until_the_pages_of_this_one_count_as_kept() {
     let store = open(&FaultyDisk::default()).unwrap().0;
@@ -105,7 +105,7 @@ fn the_next_change_of_a_key_waits_until_the_pages_of_this_one_count_as_kept() {
         let pages = crate::lock(&store.pages);
         lets.send(()).unwrap();
         scope.spawn(move || ends.send(store.is_sure()).unwrap());
-        // If it does not wait for the index, it is done by then.
+        // If it does not wait for the index, it has ended by then.
         let ended = ended.recv_timeout(std::time::Duration::from_millis(100));
         drop(pages);
         assert!(ended.is_err());

@@ -19,13 +19,13 @@ fn key(round: u64) -> [u8; 2] {
     [b'k', (round % KEYS) as u8]
 }
 
-/// The pages of a round: blocks that only rounds with the same key use, and what is in them.
+/// The pages of a round: blocks that only rounds with the same key use, and their contents.
 fn pages(round: u64) -> Vec<(u32, u64)> {
     let at = (round % KEYS) as usize * PAGES;
     blocks(LARGE)[at..at + PAGES].iter().map(|&block| (block, round * 64 + u64::from(block))).collect()
 }
 
-/// Keeps something else under each key in turn, as fast as it can, and says so after each.
+/// Keeps something else under each key in turn, as fast as it can, and reports each save.
 fn write_until_killed(place: PathBuf, first: u64) {
     let (store, _) = open(&Folder::open(&place).unwrap()).unwrap();
     let mut lane = store.lane().unwrap();
@@ -51,7 +51,7 @@ fn what_was_acknowledged_is_there_after_kill_9_and_nothing_is_wrong() {
     let kills = std::env::var("PAGODA_KILLS").map_or(200, |count| count.parse().unwrap());
     let place = Place::new();
     let (mut first, mut read_back) = (0, 0u64);
-    // The round that each key is known to be of, if it is there.
+    // The round that each key is known to be from, if it is there.
     let mut known: HashMap<[u8; 2], Option<u64>> = HashMap::new();
     for kill in 0..kills {
         let mut child = Command::new(std::env::current_exe().unwrap())
@@ -63,9 +63,9 @@ fn what_was_acknowledged_is_there_after_kill_9_and_nothing_is_wrong() {
             .unwrap();
         let (mut output, mut said) = (BufReader::new(child.stdout.take().unwrap()), String::new());
         let acknowledges = |said: &str| said.lines().any(|line| line.parse::<u64>().is_ok());
-        // Every other one has come to something, however slow the machine is.
+        // Every other child gets something done, however slow the machine is.
         while kill % 2 == 1 && !acknowledges(&said) && output.read_line(&mut said).unwrap() > 0 {}
-        // Not for the clock's sake: the moments have to differ.
+        // This waits for nothing: it only makes the moments differ.
         std::thread::sleep(Duration::from_micros(4_000 + kill * 7_919 % 20_000));
         child.kill().unwrap();
         output.read_to_string(&mut said).unwrap();
@@ -91,7 +91,7 @@ fn what_was_acknowledged_is_there_after_kill_9_and_nothing_is_wrong() {
         for round in first..first + KEYS {
             let (key, now) = (key(round), there.get(&key(round)).copied());
             let before = known.get(&key).copied().flatten();
-            // Of the first round that was not acknowledged anything may have happened.
+            // Anything may have become of the first round that was not acknowledged.
             let half_way = round == first && (now.is_none() || now == Some(first));
             assert!(now == before || half_way, "{key:?} is of round {now:?}, and was of {before:?}");
             known.insert(key, now);

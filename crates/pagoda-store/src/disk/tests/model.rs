@@ -37,7 +37,7 @@ struct Model {
     kept: BTreeMap<Vec<u8>, Vec<(At, u64)>>,
     next: u64,
     faulty: bool,
-    /// Whether the drive may have said that it did what it did not.
+    /// Whether the drive may have reported what it did not do.
     lied: bool,
     blocks: [Vec<u32>; 2],
 }

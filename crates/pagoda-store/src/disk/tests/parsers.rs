@@ -1,4 +1,4 @@
-//! What parsers make of bytes that nobody wrote: nothing. Lengths are looked at in crates/pagoda-store/tests/hostile_index.rs.
+//! What parsers make of bytes that nobody wrote: nothing. Lengths are tested in crates/pagoda-store/tests/hostile_index.rs.
 
 use super::*;
 use crate::disk::format::{
@@ -11,7 +11,7 @@ use proptest::prelude::*;
 const RECORD: Record = Record { group: 3, block: 0x0102_0304, generation: 0x0506_0708_090a_0b0c, sum: 0 };
 const LAYERS: usize = 5;
 
-/// A header, and how it is expected.
+/// A header, and what it is expected to be.
 fn header() -> (Vec<u8>, Record) {
     let mut bytes = vec![0; header_bytes(LAYERS) as usize];
     let sums: Vec<u64> = (0..LAYERS as u64).map(|layer| layer.wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect();
@@ -117,7 +117,7 @@ proptest! {
         prop_assert_eq!(first_line(&bytes, 7, before), right);
     }
 
-    /// What lies behind a line is found whatever becomes of it, and nothing else is.
+    /// What follows a line is found whatever becomes of that line, and nothing else is.
     #[test]
     fn a_line_behind_a_mutated_one_is_found(mutations in mutations(), more in 0usize..9) {
         let whole = line().to_bytes(7, 3, 0);
@@ -135,7 +135,7 @@ proptest! {
         prop_assert_eq!(found, wanted);
     }
 
-    /// A record is inside of a line that verifies. Whatever it says, it is a sequence that would be written so, or none.
+    /// A record is inside a line that verifies. Whatever it says, it is a sequence that would be written that way, or none.
     #[test]
     fn a_mutated_record_of_a_sequence_is_none_or_what_it_says(
         mutations in mutations(),
@@ -192,7 +192,7 @@ fn every_bit_of_every_header_and_line_counts() {
     }
 }
 
-/// Room in the index is asked for by these.
+/// These sizes are used to ask for room in the index.
 #[test]
 fn a_line_has_as_many_bytes_as_is_said_before_it_is_made() {
     for (key, count, meta) in [(0, 0, 0), (1, 0, 0), (0, 3, 0), (0, 0, 5), (7, 100, 11)] {
@@ -201,7 +201,7 @@ fn a_line_has_as_many_bytes_as_is_said_before_it_is_made() {
     }
 }
 
-/// A line is of its index and its place.
+/// A line is valid only in its own index and place.
 #[test]
 fn lines_of_another_index_or_place_are_none() {
     let bytes = [vec![0; 100], line().to_bytes(7, 3, 100)].concat();
@@ -213,7 +213,7 @@ fn lines_of_another_index_or_place_are_none() {
     assert_eq!(first_line(&moved, 7, 0), None);
 }
 
-/// A line whose length verifies is passed over as a whole, so that no byte is looked at twice however many lengths a file claims.
+/// A line whose length verifies is skipped as a whole, so that no byte is looked at twice however many lengths a file claims.
 #[test]
 fn a_length_that_verifies_is_believed() {
     let mut bytes = Line::Put { key: vec![], pages: vec![], meta: vec![0; 200] }.to_bytes(7, 3, 0);
@@ -249,7 +249,7 @@ fn one_field_of_a_header_that_is_expected_otherwise_is_refused_with_a_reason() {
     assert!(IndexHeader::parse(&index).unwrap_err().to_string().contains("version Some(3), not 2"));
 }
 
-/// `PAGODA_FLIPS` bits of a page, one after the other: none of them is read.
+/// Flips `PAGODA_FLIPS` bits of a page, one after the other: each time the page is refused.
 #[test]
 fn a_flipped_bit_of_a_page_is_never_read() {
     let flips = std::env::var("PAGODA_FLIPS").map_or(100_000, |count| count.parse().unwrap());

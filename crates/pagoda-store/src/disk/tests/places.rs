@@ -1,4 +1,4 @@
-//! What stands where a directory or a file of ours should, and what happens to files while they are open.
+//! What may be in place of a directory or a file of ours, and what happens to files while they are open.
 
 use super::*;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::path::Path;
 
-/// A directory with something kept, and why a store cannot be opened there.
+/// A directory in which something is kept.
 struct Kept {
     place: Place,
     pages: Vec<(u32, u64)>,
@@ -37,7 +37,7 @@ impl Kept {
         refusal(&self.place.0)
     }
 
-    /// How many of its pages can be read, all of them right; the others are no error of the drive.
+    /// How many of its pages can be read, all of them right. The others must be corrupt, not fail for another reason.
     fn readable(&self, store: &Arc<Store>) -> usize {
         let mut lane = store.lane().unwrap();
         let results = self.pages.iter().map(|&page| read(&mut lane, LARGE, &[page], layers(LARGE)));
@@ -83,7 +83,7 @@ fn pages_whose_index_is_gone_are_refused_and_left_alone() {
     assert!(kept.refusal().contains("it is gone, and"), "{}", kept.refusal());
     fs::rename(&aside, &index).unwrap();
     assert_eq!(kept.readable(&kept.open()), 8);
-    // As a process that was killed at once leaves it.
+    // As a process that is killed right away leaves it.
     fs::remove_file(&index).unwrap();
     fs::write(kept.file("pages"), b"").unwrap();
     kept.open();
@@ -100,7 +100,7 @@ fn nothing_is_said_to_be_kept_in_files_that_were_removed() {
     }
 }
 
-/// By then they may be those of another process.
+/// By then they may belong to another process.
 #[test]
 fn a_store_whose_files_were_removed_leaves_those_of_the_next_alone() {
     let kept = Kept::new();
@@ -190,7 +190,7 @@ fn files_that_grow_while_they_are_open_are_read_to_where_they_were_written() {
     assert_eq!(keys, [b"it".to_vec(), b"more".to_vec()]);
 }
 
-/// No file of ext4 has more than 16 TiB, which is no reason to refuse its directory, nor to leave there what nobody keeps.
+/// No file of ext4 has more than 16 TiB. That is no reason to refuse its directory, or to leave behind what nobody keeps.
 #[test]
 fn a_disk_memory_beyond_what_the_file_system_takes_is_as_good_as_any() {
     let place = Place::new();

@@ -4,7 +4,7 @@ use super::*;
 use crate::disk::io::ALIGN;
 use std::collections::HashSet;
 
-/// A page that is written where space is yet to be given back does not go with it, and others are not held up.
+/// A page that is written where space is about to be given back does not go with it, and other writes are not held up.
 #[test]
 fn a_write_waits_until_the_space_under_it_has_been_given_back() {
     let store = scratch(&FaultyDisk::default());
@@ -16,7 +16,7 @@ fn a_write_waits_until_the_space_under_it_has_been_given_back() {
     write(&mut other, SMALL, &[(blocks(SMALL)[0], 2)]).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| write(&mut lane, LARGE, &[page]).unwrap());
-        // If it does not wait, it is done by then.
+        // If it does not wait, it has ended by then.
         std::thread::sleep(std::time::Duration::from_millis(100));
         hole.punch().unwrap();
         drop(hole);
@@ -25,7 +25,7 @@ fn a_write_waits_until_the_space_under_it_has_been_given_back() {
     read(&mut other, SMALL, &[(blocks(SMALL)[0], 2)], layers(SMALL)).unwrap();
 }
 
-/// Whether bytes that only this page has are anywhere in a file.
+/// Whether bytes that are unique to this page are anywhere in a file.
 fn is_in(disk: &FaultyDisk, file: &str, group: GroupId, name: u64) -> bool {
     let bytes = payload(group, name);
     let own: HashSet<_> = bytes.windows(32).step_by(32).collect();
@@ -58,7 +58,8 @@ fn what_is_zeroed_is_nowhere_and_the_rest_as_it_was() {
     assert_eq!(readable(&disk, &entries).unwrap(), 6);
 }
 
-/// Segments of which nothing is kept give their space back when a store is opened, others' parts are zeroed where that is asked for.
+/// When a store is opened, segments without anything kept give their space back; unused parts of others are zeroed on
+/// request.
 #[test]
 fn what_others_have_left_goes_and_what_is_kept_stays() {
     let (disk, entries) = kept();
@@ -157,7 +158,7 @@ fn what_was_written_before_a_kill_counts_for_the_next_store() {
     write(&mut opened(&disk.killed()).lane().unwrap(), LARGE, &[(2, 3)]).unwrap();
 }
 
-/// The segments that are there stay as large, whatever they would be in a new tier of the other budget.
+/// Existing segments keep their size, whatever it would be in a new tier of the other budget.
 #[test]
 fn a_tier_with_pages_grows_and_shrinks() {
     let (disk, entries) = kept();
