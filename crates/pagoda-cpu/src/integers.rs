@@ -2,8 +2,8 @@
 //!
 //! A number of a query becomes an integer of 16 bits, with a scale that 32 elements share. A product with a row is then a sum
 //! of exact products of integers, and the rounding error is at most 2^-15.99 of the largest of the 32 elements. For rows of
-//! 4 or 5 bits, which are themselves at least eight times as coarse, one byte is enough. Weights become such integers as well, after
-//! multiplication by the scales of V, again for every tile and step.
+//! 4 or 5 bits, which are themselves at least eight times as coarse, one byte is enough. Weights become such integers as
+//! well, after multiplication by the scales of V, again for every tile and step.
 //!
 //! [`kernel`] has the two loops, over K and over V, and [`codes`] the formats. Both are written once, for vectors of 16
 //! numbers that an instruction set splits as it likes ([`Dot`](crate::simd::dot::Dot)). Sums of products are exact, and

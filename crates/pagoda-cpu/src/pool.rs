@@ -33,7 +33,7 @@ struct Call {
     running: *const Running,
 }
 
-/// The workers that are still at it.
+/// The workers that have not finished.
 struct Running {
     count: AtomicUsize,
     caller: Thread,
@@ -69,14 +69,14 @@ impl Pool {
         let mut pool = Self { workers: Vec::new(), turn: Mutex::new(()) };
         for index in 1..threads {
             let mailbox = Arc::new(Mailbox { state: AtomicU32::new(IDLE), call: UnsafeCell::new(None) });
-            // Dropping the pool ends the threads that it has.
+            // Dropping the pool ends the threads that were started.
             let handle = spawn(index, mailbox.clone()).map_err(|error| (index, error))?;
             pool.workers.push((mailbox, handle));
         }
         Ok(pool)
     }
 
-    /// The most workers that a call may have, the caller included.
+    /// The most workers that a call may have, including the caller.
     pub(crate) fn threads(&self) -> usize {
         self.workers.len() + 1
     }
