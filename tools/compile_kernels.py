@@ -78,7 +78,7 @@ OPTIONS = (*loader.OPTIONS, "-ftz=true", "--device-as-default-execution-space")
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel after compilation. spilled: bytes of stack, of stores and of loads that a thread needs for lack of registers."""
+    """A compiled kernel. spilled: bytes of stack, of stores and of loads that a thread needs for lack of registers."""
 
     expression: str
     arch: str

@@ -31,7 +31,7 @@ class Plan(ctypes.Structure):
     _fields_ = [("work_size", c_size_t), ("work_data", c_void_p), ("rest", c_char * 112)]
 
 
-# Only one of the two libraries has the last argument of quantize_chunk and of graph_plan: it is null, and the other ignores it.
+# Only one of the two libraries has the last argument of quantize_chunk and of graph_plan: it is null; the other ignores it.
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ggml_init": (c_void_p, [InitParams]),
     "ggml_tensor_overhead": (c_size_t, []),
