@@ -21,7 +21,7 @@ pub(crate) use tile::scratch;
 
 /// Elements that share a scale.
 pub(crate) const STEP: usize = 32;
-/// Numbers that are multiplied at once, in a word or two: as many as a word has bytes.
+/// Numbers that are multiplied at once, in one or two words: as many as a word has bytes.
 pub(crate) const QUAD: usize = 4;
 
 /// From this many query rows of a head on, codes are unpacked once for all of them.

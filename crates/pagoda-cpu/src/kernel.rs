@@ -740,7 +740,7 @@ mod tests {
     use crate::simd::scalar::Scalar;
     use crate::tests::samples::Random;
 
-    /// What tiles of scores come to: the weights and the factors of each, what they are relative to in the end, and their sums.
+    /// The results for tiles of scores: weights and factors of each; at the end, what weights are relative to and their sums.
     struct Weighed {
         weights: Vec<Vec<f32>>,
         decays: Vec<Vec<f32>>,

@@ -1,8 +1,8 @@
 //! Cutting a batch into work items.
 //!
-//! A group is a block of queries of one sequence with a range of K/V heads; an item is a group with a run of tiles.
-//! A group of several items gets a partial result from each, merged in page order by whoever finishes last.
-//! In deterministic mode partial results belong to fixed runs of stored rows, whoever computes them.
+//! A group is a block of queries of one sequence with a range of K/V heads; an item is a group with a run of tiles. A group
+//! of several items gets a partial result from each; the thread that finishes last merges them in page order. In
+//! deterministic mode partial results belong to fixed runs of stored rows, no matter which thread computes them.
 
 use std::ops::Range;
 use std::sync::atomic::AtomicU32;

@@ -54,7 +54,8 @@ pub(crate) struct Pool {
 }
 
 impl Pool {
-    /// Starts `threads - 1` threads. Where the system refuses one, says how many it would have had, the caller included, and why.
+    /// Starts `threads - 1` threads. If the system refuses one, returns how many there would be, the caller included, and
+    /// why.
     pub(crate) fn new(threads: usize) -> Result<Self, (usize, io::Error)> {
         Self::start(threads, |index, mailbox| {
             let name = format!("pagoda-cpu-{index}");
@@ -125,7 +126,7 @@ impl Drop for Pool {
     }
 }
 
-/// Returns once `done`: looks for a while, then parks. Whoever makes it true unparks this thread afterwards.
+/// Returns once `done`: looks for a while, then parks. Whoever makes it true must unpark this thread afterwards.
 fn wait(done: impl Fn() -> bool) {
     for _ in 0..SPINS {
         if done() {

@@ -469,7 +469,7 @@ mod tests {
         RowFormat::Nvfp4,
     ];
 
-    /// A tile of stored rows: what scores and values are of.
+    /// A tile of stored rows, from which scores and values are computed.
     struct Tile {
         size: RowSize,
         /// Rows of a page.
@@ -480,7 +480,7 @@ mod tests {
         integers: Vec<i32>,
         /// Those scales, or half of them; `[TILE][dim / unit]`.
         scales: Vec<f32>,
-        /// Elements of which scales are told apart.
+        /// Elements that share a scale in `scales`.
         unit: usize,
         /// See [`Chunk::in_order`].
         in_order: bool,
@@ -552,7 +552,7 @@ mod tests {
             self.pages[t / self.page][at..][..self.size.scale_bytes].fill(0xff);
         }
 
-        /// Calls `with` what a kernel reads the rows `low..high` from; other pages are nowhere.
+        /// Calls `with` the tile as a kernel reads the rows `low..high`; the addresses of other pages are null.
         fn read(&self, low: usize, high: usize, with: impl FnOnce(&Chunk<'_>)) {
             read(&self.pages, BEFORE, self.page, self.size, low..high, self.in_order, with);
         }
