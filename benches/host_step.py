@@ -1,10 +1,10 @@
-"""What a step costs the host on a device, by phases: over a device that does nothing, so that no GPU is needed.
+"""What a step on a device costs the host, by phases: with a device that does nothing, so that no GPU is needed.
 
     python benches/host_step.py                 # where time goes: python -m cProfile -s tottime benches/host_step.py
 
-64 sequences decode one token each in every step, for every layer appended and attended. Microseconds, the median of all
-steps. Columns: reserve (tables are on their way when it returns) and of that the upload; append and attend of one layer;
-commit; reserve and commit of the steps alone in which all sequences need a new page.
+64 sequences decode one token each in every step, with an append and an attend for every layer. Microseconds, the median of
+all steps. Columns: reserve (tables are on their way when it returns) and its part for the upload; append and attend of one
+layer; commit; reserve and commit of only those steps in which all sequences need a new page.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ADDRESSES = itertools.count(1 << 40, 1 << 32)
 
 
 class Done:
-    """An event that has come by."""
+    """An event that has happened."""
 
     def done(self) -> bool:
         return True
@@ -38,7 +38,7 @@ class Done:
 
 
 class NullStream:
-    """Work that nobody does."""
+    """A stream that does nothing."""
 
     def record(self) -> Done:
         return Done()
@@ -64,7 +64,7 @@ class NullStream:
 
 
 class NullMemory:
-    """An address, and bytes of the host where somebody writes them."""
+    """An address; with host memory behind it only if something writes there."""
 
     def __init__(self, size: int, real: bool) -> None:
         self.array = np.zeros(size if real else 0, np.uint8)
@@ -78,7 +78,7 @@ class NullMemory:
 
 
 class NullArray:
-    """Nothing on a device, looked at as CuPy's arrays are."""
+    """An array without memory, with the attributes that CuPy's arrays have."""
 
     def __init__(self, *shape: int) -> None:
         self.shape, self.dtype, self.itemsize = shape, np.dtype(np.float16), 2
@@ -87,7 +87,7 @@ class NullArray:
 
 
 class NullDriver:
-    """An H200 that is not there."""
+    """A driver that pretends to be an H200."""
 
     name = "none"
     multiprocessors, shared_bytes_max = 132, 227 << 10

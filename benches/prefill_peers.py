@@ -1,10 +1,10 @@
-"""Prefill attention on the CPU beside torch, in one run.
+"""Prefill attention on the CPU compared with torch, in one run.
 
     PYTHONPATH=python peers/bin/python benches/prefill_peers.py --threads 1     # an environment as in attention_peers
 
 2,048 new tokens at the end of 32,768, causal, 32 query and 8 K/V heads of 128. Torch gets K and V repeated for each query
-head and the mask as it adds it, so that neither is made in the measured time. 4 flop a query, key and element that is seen.
-In brackets is the largest error over the largest value, of 64 rows against float64.
+head, and the mask in the form that it adds, so that neither is made in the measured time. 4 flop for each query, visible key
+and element. In brackets is the largest error over the largest value, of 64 rows against float64.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long a cache takes to find again what is kept on disk.
+"""How long it takes to reopen a cache that is kept on disk.
 
 What counts is the number of pages, not their bytes: tiny pages stand for large ones. 100 GB of a model's pages of 768 KiB
 (64 tokens of 6 layers with 2 K/V heads of 256 in f16) are 131,072 pages.
@@ -22,7 +22,7 @@ SPEC = pagoda.ModelSpec(layers=[pagoda.AttentionLayer(num_q_heads=1, num_kv_head
 
 
 def main() -> None:
-    """Keeps sequences, and opens their directory again a few times."""
+    """Keeps sequences, and reopens their directory a few times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pages", type=int, default=131_072)
     parser.add_argument("--sequences", type=int, default=8)

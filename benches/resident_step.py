@@ -1,7 +1,7 @@
 """What lower tiers cost a step whose pages are all in device memory.
 
-Three caches hold the same pages and decode by turns. One has device memory alone; another has a host and a disk tier as well.
-The third is like the first, and shows how far two equal caches differ. Medians, of 300 turns, of times over the first's.
+Three caches hold the same pages and decode in turn. One has only device memory; another has a host and a disk tier as well.
+The third is like the first, and shows how much two equal caches differ. Medians, of 300 turns, of times over the first's.
 
     python benches/resident_step.py [--device cuda] [--disk DIR]
 """

@@ -2,9 +2,8 @@
 
     .venv/bin/python tools/compile_kernels.py [--archs sm_80,sm_90 | --covering]
 
-Prints registers, spilled bytes and the size of the code of each. Fails where one spills registers to memory, or has arrays
-there. Needs the wheels nvidia-cuda-nvrtc, nvidia-cuda-runtime (headers) and cuda-bindings, which are among the development
-dependencies.
+Prints registers, spilled bytes and code size of each. Fails if one spills registers to memory, or has arrays there. Needs
+the wheels nvidia-cuda-nvrtc, nvidia-cuda-runtime (headers) and cuda-bindings, which are among the development dependencies.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ OPTIONS = (*loader.OPTIONS, "-ftz=true", "--device-as-default-execution-space")
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of a kernel. spilled: bytes that a thread has in memory for want of registers, of stores and of loads."""
+    """A compiled kernel. spilled: bytes of stack, of stores and of loads that a thread needs for lack of registers."""
 
     expression: str
     arch: str
@@ -89,7 +88,7 @@ class Compiled:
 
 
 def every(arch: str) -> list[Kernel]:
-    """What today's models ask for on an architecture. Queries are of K's type or f32, over quantised rows bf16 or f32."""
+    """What today's models need on an architecture. Queries have K's type or f32; over quantised rows bf16 or f32."""
     halves = ("f16", "bf16")
     types = [(k, v, q) for k, v in product(halves, repeat=2) for q in (k, "f32")] + [("f32", "f32", "f32")]
     quantised = [(k, v, q) for (k, v), q in product(QUANTISED, ("bf16", "f32"))]
@@ -110,7 +109,7 @@ def every(arch: str) -> list[Kernel]:
 
 
 def covering(arch: str) -> list[Kernel]:
-    """A few of each kind, at most 50: what wants most registers, every format, and of the rest one share of three."""
+    """A few of each kind, at most 50: those that need the most registers, every format, and a third of the rest."""
     appends = [instances.append("f16", "bf16", "f32", 128), instances.center("f16")]
     appends += [instances.append("q8_0", "q4_0", "f32", 128), instances.append("nvfp4", "q5_0", "f32", 1024)]
     floats, halves, codes = ("f16", "f16", "f32"), ("bf16", "bf16", "bf16"), ("q4_0", "q4_0", "bf16")
@@ -150,7 +149,7 @@ def covering(arch: str) -> list[Kernel]:
 
 
 def _kernels(arch: str, others: list[Kernel], attends: list[Attend]) -> list[Kernel]:
-    """With attention as far as it fits the architecture, and what there is one instance of; each once."""
+    """Kernels of attention that fit the architecture, and those with a single instance; each once."""
     kernels = {instances.UNPACK, instances.MOVE, instances.READ, *others}
     for (types, sizes), group, mode in attends:
         with contextlib.suppress(BackendUnavailable):
@@ -186,7 +185,7 @@ def ptx(arch: str, source: str, kernels: list[str], device_code: Path) -> tuple[
 
 
 def _program(arch: str, source: str, kernels: list[str], device_code: Path) -> tuple[Any, str]:
-    """What NVRTC makes of kernels, and what it says. Raises KernelCompileError."""
+    """The program that NVRTC makes of kernels, and its log. Raises KernelCompileError."""
     from cuda.bindings import nvrtc
 
     _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], [])
@@ -207,8 +206,8 @@ def _program(arch: str, source: str, kernels: list[str], device_code: Path) -> t
 
 
 def _written(write: Callable[[bytes], object], size: int) -> str:
-    """The text of so many bytes that NVRTC writes, zero at the end included."""
-    # It writes into an object that others must not have; those of one byte Python has once for all.
+    """The text of `size` bytes that NVRTC writes, including the zero at the end."""
+    # It writes into a bytes object that nothing else may share; Python shares those of one byte.
     text = bytes(size + 1)
     write(text)
     return text.rstrip(b"\0").decode()
@@ -228,7 +227,7 @@ def toolkit_headers() -> Path:
 
 
 def _cached(arch: str, kernel: Kernel) -> Compiled:
-    """`compile_for`, remembered by a hash of all that goes in."""
+    """`compile_for`, cached under a hash of all inputs."""
     inputs = [version("nvidia-cuda-nvrtc"), loader.fingerprint(), *OPTIONS, arch, kernel.header, kernel.expression]
     folder = Path(tempfile.gettempdir()) / f"pagoda-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

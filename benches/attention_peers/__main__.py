@@ -1,23 +1,23 @@
-"""Decode attention on the CPU beside other libraries, in one run.
+"""Decode attention on the CPU compared with other libraries, in one run.
 
     python -m venv peers && peers/bin/pip install numpy rich safetensors onnx onnxruntime openvino torch
     PYTHONPATH=python peers/bin/python benches/attention_peers --threads 1
     PYTHONPATH=python peers/bin/python benches/attention_peers --threads 1 --format q8_0 --ik-llama build/ggml/src/libggml.so
 
-One query token, batch 1; layers are rotated over at least 512 MB, so that no cache helps. Each library holds its keys and
-values the way it likes best: Pagoda and OpenVINO in pages, the others in one piece, torch with the query heads of a K/V head
-as query rows. A library that is not there, or does not have the format, is left out.
+One query token, batch 1. Layers are rotated over at least 512 MB, so that no cache helps. Each library stores keys and values
+in the layout that suits it best: Pagoda and OpenVINO in pages, the others in one piece, torch with the query heads of a K/V
+head as query rows. A library that is not installed, or does not have the format, is left out.
 
-In q8_0 Pagoda and ggml have a scale for 32 values, 8.5 bits a value; OpenVINO u8 with a scale and a zero point for 32 tokens
-of a channel of K and for a row of V, 9.25 bits at 128-wide heads; ONNX Runtime int8 with a scale a channel, 8 bits. In q4_0
-the same with 4 bits: 4.5, 5.25, 4. torch has neither.
+In q8_0 Pagoda and ggml have a scale for 32 values, 8.5 bits a value; OpenVINO has u8 with a scale and a zero point for 32
+tokens of a channel of K and for a row of V, 9.25 bits at 128-wide heads; ONNX Runtime has int8 with a scale for each channel,
+8 bits. In q4_0 it is the same with 4 bits: 4.5, 5.25, 4. torch has neither.
 
-A cell is GB/s, microseconds for a layer, and in brackets the largest error over the largest value. GB/s count every byte of
-K and V once, scales too, as that library stores them. Those bytes differ from one library to the next, so what is compared
-is time: of the fastest other library over that of Pagoda. The error is from float64 over the rows that all were given, f16;
-in q8_0 and q4_0 it is that of the format above all.
+A cell has GB/s, microseconds for a layer, and in brackets the largest error over the largest value. GB/s count every byte of
+K and V once, including scales, as that library stores them. These bytes differ between libraries, so times are compared: that
+of the fastest other library over that of Pagoda. The error is relative to float64 over the f16 rows that all were given; in
+q8_0 and q4_0 it is mostly that of the format.
 
-ggml and ik_llama are the libggml.so of llama.cpp and of ik_llama.cpp, which has kernels of its own. In the sources of either:
+ggml and ik_llama are the libggml.so of llama.cpp and of ik_llama.cpp, which has its own kernels. In the sources of either:
 
     cmake -B build -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF
     cmake --build build --target ggml
@@ -52,7 +52,7 @@ def measure(case: Case, data: Data, attention: Attention, seconds: float) -> tup
 
 
 def cell(case: Case, data: Data, prepare: Prepare, seconds: float) -> tuple[str, float]:
-    """(what the table says, seconds for a layer: infinite if the library is left out)."""
+    """(the cell of the table, seconds for a layer: infinite if the library is left out)."""
     try:
         attention = prepare(case, data)
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""What every library is given, and what it gives back."""
+"""The input of every library, and its result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BITS = {"f16": 16, "q8_0": 8, "q4_0": 4}
 
 
 class LeftOut(Exception):
-    """What a library lacks."""
+    """The library lacks something that the case needs."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Case:
 
     @property
     def values(self) -> int:
-        """Of K and V in a layer."""
+        """Values of K and V in a layer."""
         return self.context * self.kv_heads * self.dim * 2
 
     @property
@@ -43,7 +43,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Data:
-    """K and V [context, kv_heads, dim] of one layer, which every layer holds a copy of, and a query [q_heads, dim]."""
+    """K and V [context, kv_heads, dim] of one layer, of which every layer has a copy, and a query [q_heads, dim]."""
 
     q: Array
     k: Array

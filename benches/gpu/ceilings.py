@@ -1,4 +1,4 @@
-"""What the machine can do: reading and copying device memory, and copies over the bus from and to pinned memory."""
+"""The limits of the machine: reading and copying device memory, and copies over the bus from and to pinned memory."""
 
 from __future__ import annotations
 

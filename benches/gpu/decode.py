@@ -1,9 +1,9 @@
-"""Attention of one new token a sequence, and of batches that share a prefix, beside the ceiling and other libraries.
+"""Attention of one new token a sequence, and of batches that share a prefix, compared with the ceiling and other libraries.
 
 Ceiling: a kernel that reads as many bytes as the K and V of a layer. of_ceiling: its time over that of attention.
-over_pagoda: another library's time over ours; what sequences share it has, and reads, once for each, though some have calls
-for that case. error: the largest one, against float64, with that of the row format.
-of_bf16: the time over bf16 rows of the same batch over that of quantised ones.
+over_pagoda: another library's time over ours. It stores and reads a shared prefix once for each sequence, though some
+libraries have calls for that case. error: the largest one, against float64, including that of the row format.
+of_bf16: the time with bf16 rows of the same batch over that with quantised ones.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def main() -> None:
         ceiling = seconds(filled.reads(held))
         report.line(str(case), "read kernel", us=ceiling * 1e6, TBs=held / ceiling / 1e12)
         ours = seconds(filled.calls())
-        # The first of a name is that of bf16 rows in pages of 64.
+        # The first result of a name is that of bf16 rows in pages of 64.
         plain.setdefault(case.name, ours)
         beside_bf16 = {"of_bf16": plain[case.name] / ours} if case.formats else {}
         report.line(
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def beside(report: Report, case: str, filled: Filled, ours: float) -> None:
-    """What other libraries need for the same."""
+    """What other libraries take for the same."""
     pages = Pages(filled)
     for name, peer in PEERS.items():
         try:

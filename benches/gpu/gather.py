@@ -1,6 +1,6 @@
 """Scattered runs between pinned host memory and the device, as promotion and demotion copy them, over one large copy.
 
-Times are those that the caller waits, for to issue copies is a part of what they cost.
+Times are what the caller waits, since issuing copies is part of their cost.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
         for shift in range(14, 23):
             size = 1 << shift
             count = TOTAL // size
-            # Every second place, in an order of its own on each side: no two are neighbours.
+            # Every second place, in a different order on each side, so that no two are neighbours.
             places = [2 * size * np.random.default_rng(side).permutation(count).astype(np.uint64) for side in range(2)]
             runs = np.full(count, size, np.uint64)
             transfers = np.stack([places[0] + np.uint64(source), places[1] + np.uint64(target), runs], 1)

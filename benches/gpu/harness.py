@@ -1,7 +1,7 @@
-"""What the programs beside this share: a cache full of tokens, times of kernels, the ceiling, and where results go.
+"""What the programs in this folder share: a cache full of tokens, times of kernels, the ceiling, and where results go.
 
-Times are those of the device, inside a CUDA graph: the calls of all layers follow each other, and layers together hold
-so much that none finds its rows in the L2 cache. K and V of token t are row t modulo 1024 of one random array in every
+Times are device times inside a CUDA graph: the calls of all layers follow each other, and all layers together hold so
+much that none finds its rows in the L2 cache. K and V of token t are row t modulo 1024 of one random array in every
 layer and sequence, so that the right result is attention over 1024 rows, whatever the context.
 """
 
@@ -39,7 +39,7 @@ REPEATS = 30
 
 
 def seconds(calls: Collection[Callable[[], object]], repeats: int = REPEATS) -> float:
-    """Of one call on the device: the median over replays of a graph of all of them, which are run once before."""
+    """Device seconds of one call: the median over replays of a graph of all calls, which are run once before."""
     # STREAM does not wait for the stream that their arrays were made on.
     torch.cuda.synchronize()
     with torch.cuda.stream(STREAM):
@@ -54,8 +54,8 @@ def seconds(calls: Collection[Callable[[], object]], repeats: int = REPEATS) -> 
 
 
 def median_of(launch: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Seconds of the device for `launch`, from the end of one to that of the next: the host is ahead, so that what a launch
-    takes it is not counted."""
+    """Device seconds of `launch`, from the end of one to the end of the next: the host is ahead, so that its own time for a
+    launch is not counted."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 4)]
     with torch.cuda.stream(STREAM):
         for event in events:
@@ -72,15 +72,15 @@ def _reader() -> tuple[Reader, Stream]:
 
 
 def read(address: int, size: int) -> Callable[[], None]:
-    """Reads bytes of the device and does nothing with them: the ceiling of attention."""
+    """Reads device memory and does nothing with it: the ceiling of attention."""
     reader, stream = _reader()
     return lambda: reader.read(stream, address, size)
 
 
 class Filled:
-    """A cache with sequences of given lengths, all but the last `new` tokens of each; the open step has those.
+    """A cache with sequences of given lengths, without the last `new` tokens of each; the open step has those.
 
-    dtype: of queries and new rows. formats: of stored K and V rows; dtype where there are none. shared: tokens that all
+    dtype: of queries and new rows. formats: of stored K and V rows; dtype if None. shared: tokens that all
     sequences have in common, as forks of one.
     """
 
@@ -153,11 +153,11 @@ class Filled:
         return [lambda layer=layer: self.step.attend(layer, self.q, out=self.out) for layer in range(self.layers)]
 
     def reads(self, size: int) -> list[Callable[[], object]]:
-        """The ceiling: the bytes of one layer each."""
+        """The ceiling: reads of one layer's bytes each."""
         return [read(self.arena + layer * size, size) for layer in range(self.layers)]
 
     def error(self, out: Any) -> float:
-        """The largest one of the last query of each sequence, against float64."""
+        """The largest error of the last query of each sequence, against float64."""
         q = self.q[self.new - 1 :: self.new].double().unflatten(1, (KV_HEADS, -1))
         scores = torch.einsum("bhgd,rhd->bhgr", q, self.k.double()) * DIM**-0.5
         right = torch.einsum("bhgr,rhd->bhgd", scores.softmax(-1), self.v.double()).flatten(1, 2)

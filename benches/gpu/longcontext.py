@@ -1,7 +1,8 @@
-"""`pagoda bench longcontext` behind 200K and 1M tokens, with 384 MB for K and V on the device, the ring included.
+"""`pagoda bench longcontext` after 200K and 1M tokens, with 384 MB for K and V on the device, the ring included.
 
-What the device cannot hold is on the host, half of it on disk, or all of it there: in the folder that PAGODA_DISK names, or
-where temporary files are. "divided": by what `pagoda doctor --calibrate` has kept; else without it, and the CPU has no part.
+Pages that the device cannot hold are on the host, half on the host and half on disk, or all on disk: in the folder that
+PAGODA_DISK names, or where temporary files are. "divided": as `pagoda doctor --calibrate` has measured; without that the CPU
+has no part.
 """
 
 from __future__ import annotations

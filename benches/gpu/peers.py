@@ -1,6 +1,6 @@
-"""Other libraries' attention over pages, for the batch of a `Filled` cache: one call a layer, on memory of their own.
+"""Other libraries' attention over pages, for the batch of a `Filled` cache: one call a layer, on their own memory.
 
-A library that is not there, or refuses, raises; callers report that.
+A library that is missing or refuses raises; callers report that.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Calls = tuple[list[Callable[[], object]], Callable[[], Any]]
 
 
 class Pages:
-    """The tokens of a batch in pages [pages, page_size, heads, dim] in random order, for each layer its own."""
+    """The tokens of a batch in pages [pages, page_size, heads, dim] in random order, separately for each layer."""
 
     def __init__(self, filled: Filled) -> None:
         size = filled.page_size
         counts = [-(-length // size) for length in filled.lengths]
         order = torch.randperm(sum(counts), device="cuda", dtype=torch.int32)
-        # Page p of a sequence holds tokens p * size on: rows repeat after ROWS.
+        # Page p of a sequence holds the tokens from p * size on: rows repeat after ROWS.
         of_rows = torch.cat([torch.arange(count) for count in counts]).cuda() % (ROWS // size)
         content = torch.empty(sum(counts), dtype=torch.int64, device="cuda")
         content[order.long()] = of_rows

@@ -1,6 +1,6 @@
-"""Attention of 2,048 new tokens at the end of 32,768, causal. TFLOPs: 4 flop a query head, element and pair that is seen.
+"""Attention of 2,048 new tokens at the end of 32,768, causal. TFLOPs: 4 flop for each query head, element and visible pair.
 
-of_matmul: over the rate of a product of two 8192 x 8192 matrices in the same type.
+of_matmul: that over the rate of a product of two 8192 x 8192 matrices in the same type.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whole decode steps of 64 sequences and 32 layers, and their parts: as they are, and replayed as one graph.
 
-Host microseconds of each part, the median; `step` is the wall time of a step that is waited for. Then append alone, by its
-kernels inside a graph, beside copies of as many bytes: 64 new tokens, and 8,192.
+Median host microseconds of each part; `step` is the wall time of a step including the wait for it. Then append alone, its
+kernels inside a graph, compared with copies of as many bytes: 64 new tokens, and 8,192.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Model:
         step.replay(self.graph.replay)
 
     def run(self, launch: Callable[[pagoda.Step], None], accepted: list[int] | None = None) -> list[float]:
-        """Seconds of reserve, launches, commit; of all of it until the device has ended."""
+        """Seconds of reserve, launches and commit, and of the whole step until the device has ended."""
         clock = time.perf_counter
         start = clock()
         step = self.cache.step(self.batch, self.counts, stream=STREAM).__enter__()
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def append(report: Report, sequences: int, new: int, rows: str) -> None:
-    """Appending alone, beside a copy of the bytes that are read and written."""
+    """Append alone, compared with a copy of the bytes that it reads and writes."""
     model = Model(sequences, new, 0, attends=False, rows=rows)
     times = []
     for _ in range(REPEATS):

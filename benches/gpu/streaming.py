@@ -1,8 +1,8 @@
-"""Decode steps over sequences whose pages but the last lie on the host tier: through the ring, in place, by the CPU, as
-chosen where nothing is kept, and divided by what `pagoda doctor --calibrate` has kept (benches/gpu/run.sh runs it first).
+"""Decode steps over sequences whose pages except the last are on the host tier: through the ring, in place, by the CPU, as
+chosen without a calibration, and divided by that of `pagoda doctor --calibrate` (benches/gpu/run.sh runs it first).
 
 Wall seconds of a step, and bytes of the host tier over them; of_link: that over the rate of one large copy to the device.
-Beside attention alone also with a product of matrices in front of each layer: copies go on meanwhile, reads in place do not.
+Attention alone, and also with a product of matrices before each layer: copies go on meanwhile, reads in place do not.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Model:
         self.q, self.out = (torch.randn(sequences, Q_HEADS, DIM, **kind) for _ in range(2))
         self.a, self.b = (torch.randn(PRODUCT, PRODUCT, **kind) for _ in range(2))
         torch.cuda.synchronize()
-        # A token in the last page, where those of later steps are then taken back.
+        # A token in the last page: later steps append there, and their tokens are not kept.
         self.step(products=False, accepted=1)
 
     def step(self, products: bool, accepted: int = 0) -> float:

@@ -1,9 +1,9 @@
-"""Attention by several versions of the device code, by turns in one process: what a change gives, on one GPU.
+"""Attention by several versions of the device code, in turn in one process: the gain of a change, on one GPU.
 
     python benches/gpu/variants.py FOLDER ... [--cases "1 x 128K" "64 x 4K" ...]
 
-FOLDER: a copy of python/pagoda/kernels/cuda, which is loaded in its place. It has to need as much shared memory as
-kernels/instances.py says, or less. of_ceiling: the time of a kernel that only reads over the least of all rounds.
+FOLDER: a copy of python/pagoda/kernels/cuda, which is loaded instead. It must not need more shared memory than
+kernels/instances.py says. of_ceiling: the time of a kernel that only reads, over the least time of all rounds.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""One module a library, each with a `prepare`. They share names with what they import, so they stand in a package."""
+"""One module for each library, with a `prepare`. They have the names of what they import, so they are in a package."""

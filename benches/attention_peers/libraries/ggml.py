@@ -1,5 +1,5 @@
-"""ggml's flash_attn_ext, of llama.cpp or of ik_llama.cpp: one piece, a head after the other, rounded up to 256 tokens, which
-a mask hides. A graph of one operator for each layer, through the C interface of a shared library.
+"""ggml's flash_attn_ext, of llama.cpp or of ik_llama.cpp: one piece, head after head, rounded up to 256 tokens, which a
+mask hides. A graph of one operator for each layer, through the C interface of a shared library.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class InitParams(ctypes.Structure):
 
 
 class Plan(ctypes.Structure):
-    """ggml_cplan, whose rest differs from one version to the next."""
+    """ggml_cplan; its other fields differ between versions."""
 
     _fields_ = [("work_size", c_size_t), ("work_data", c_void_p), ("rest", c_char * 112)]
 
 
-# Last arguments that only one of the two libraries has are null, and pass the other by: quantize_chunk's and graph_plan's.
+# Only one of the two libraries has the last argument of quantize_chunk and of graph_plan: it is null; the other ignores it.
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ggml_init": (c_void_p, [InitParams]),
     "ggml_tensor_overhead": (c_size_t, []),

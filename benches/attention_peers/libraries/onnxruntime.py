@@ -1,4 +1,4 @@
-"""ONNX Runtime's GroupQueryAttention: one piece, a head after the other; int8 and int4 with a scale for each channel."""
+"""ONNX Runtime's GroupQueryAttention: one piece, head after head; int8 and int4 with a scale for each channel."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def prepare(case: Case, data: Data) -> Attention:
 
 
 def quantised(rows: Array, bits: int) -> tuple[Array, Array]:
-    """(values, scales) of rows [1, heads, tokens, dim]: int8, or uint8 of two values with 8 added each, the first in the low
-    half; float32 [1, heads, 1, dim].
+    """(values, scales) of rows [1, heads, tokens, dim]: int8, or uint8 of two values with 8 added to each, the first in the
+    low half; float32 [1, heads, 1, dim].
     """
     top = (1 << bits - 1) - 1
     scale = np.abs(rows).max(2, keepdims=True).astype(np.float32) / top
@@ -56,7 +56,7 @@ def quantised(rows: Array, bits: int) -> tuple[Array, Array]:
 
 
 def model(case: Case, row: int) -> bytes:
-    """A graph of the operator alone. row: elements that a token and head take."""
+    """A graph of this operator alone. row: elements of one token and head."""
     import onnx
     from onnx import TensorProto, helper
 

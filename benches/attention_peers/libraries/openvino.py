@@ -27,7 +27,7 @@ def prepare(case: Case, data: Data) -> Attention:
     table = np.random.default_rng(1).permutation(blocks).astype(I32)
 
     def bind(caches: list[Array], rows: tuple[Array, Array, Array], past: int, table: Array) -> tuple[Any, list[Any]]:
-        """A request over new tokens (q, k, v) [tokens, heads, dim], and its inputs, which have to live as long."""
+        """A request over new tokens (q, k, v) [tokens, heads, dim], and its inputs, which must outlive it."""
         tensors = [ov.Tensor(np.ascontiguousarray(part.reshape(len(part), -1), F32)) for part in rows]
         tensors += [ov.Tensor(*parts) for parts in zip(caches, shapes, kinds, strict=True)]
         tensors += [ov.Tensor(np.array(part, I32)) for part in ([past], [0, len(rows[0])], table, [0, len(table)])]
@@ -36,7 +36,7 @@ def prepare(case: Case, data: Data) -> Attention:
             request.set_input_tensor(index, tensor)
         return request, [*tensors, *caches]
 
-    # What is written does not depend on what lies before: each part is a sequence of its own, or time would grow squared.
+    # What is written does not depend on earlier tokens: each part is its own sequence, or time would grow quadratically.
     sizes = [math.prod(shape) * kind.bitwidth // 8 for shape, kind in zip(shapes, kinds, strict=True)]
     filled = [np.zeros(size, np.uint8) for size in sizes]
     for start in range(0, case.context - 1, FILL):
@@ -56,7 +56,7 @@ def prepare(case: Case, data: Data) -> Attention:
 
 
 def compile_op(case: Case) -> Any:
-    """A model of the operator alone: 28 inputs, those that it needs as parameters."""
+    """A model of this operator alone: 28 inputs, of which those that it needs are parameters."""
     import openvino as ov
     from openvino import opset13 as ops
     from openvino.op import _PagedAttentionExtension

@@ -1,4 +1,4 @@
-//! What bookkeeping costs, beside kvbm-logical in the same run.
+//! What bookkeeping costs, compared with kvbm-logical in the same run.
 //!
 //! `make bench` runs it. Medians of repeated rounds on one thread; nothing else should run meanwhile.
 

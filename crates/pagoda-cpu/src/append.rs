@@ -98,12 +98,12 @@ pub(crate) unsafe fn append(
     }
 }
 
-/// Rows that are enough to say what K is centred by.
+/// The fewest rows from which the centre of K is taken.
 const CENTER_TOKENS_MIN: usize = 8;
 
-/// What rows are centred by: the mean of each element of each head where it is at least twice the standard deviation, else 0. Too
-/// few rows have what others were centred by `before`, empty for zeros, where that is nearer to their mean than 0 is, else 0.
-/// Nothing if a mean is NaN or larger than any f16: no model has such an offset, and other rows would be lost beside it.
+/// The centre of rows: for each element of each head its mean where that is at least twice the standard deviation, else 0.
+/// With fewer rows, the centre `before` (empty for zeros) where that is nearer to their mean than 0 is, else 0. None if a
+/// mean is NaN or larger than any f16: no model has such an offset, and other rows would be lost in rounding.
 ///
 /// # Safety
 /// There are `tokens` rows for each head; the kernels are for this CPU.
@@ -115,7 +115,7 @@ pub(crate) unsafe fn center_of(
     dim: usize,
     before: &[f32],
 ) -> Option<Vec<f32>> {
-    // Of the numbers, and of their squares, which f64 holds exactly.
+    // Sums of the numbers and of their squares, which f64 holds exactly.
     let mut sums = vec![[0.0f64; 2]; heads * dim];
     let mut numbers = [0.0f32; HEAD_DIM_MAX as usize];
     for token in 0..tokens {
@@ -196,15 +196,15 @@ unsafe fn store(
     }
 }
 
-/// Goes through the new tokens of a batch, forwards only, so that a sequence is looked at once and not once for each piece.
+/// Goes through the new tokens of a batch, forwards only, so that each sequence is looked up once, not once a piece.
 struct Cursor {
     sequence: usize,
-    /// Of this sequence, counted over the new tokens of the batch.
+    /// The first new token of this sequence, counted over the new tokens of the batch.
     first_token: usize,
 }
 
 impl Cursor {
-    /// Calls `each` with the number, block and row of the new tokens `tokens`, which lie after those of the call before.
+    /// Calls `each` with the number, block and row of the new tokens `tokens`, which come after those of the previous call.
     fn slots(
         &mut self,
         &PagedKv { arenas, layer, sequences }: &PagedKv<'_>,

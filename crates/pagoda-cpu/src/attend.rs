@@ -43,7 +43,7 @@ impl Floats {
     }
 }
 
-/// What one thread computes in.
+/// Scratch memory of one thread.
 #[derive(Default)]
 struct Worker {
     /// Query rows, scaled and rotated.
@@ -58,9 +58,9 @@ struct Worker {
     decay: Floats,
     /// The result so far.
     state: Floats,
-    /// That of the present run, if it is not the first.
+    /// The result of the current run, if it is not the first.
     run: Floats,
-    /// Rows of a tile as floats or codes, or keys that are not stored and queries turned for them.
+    /// Rows of a tile as floats or codes; or derived keys, and queries turned for them.
     unpacked: Floats,
     /// Cosines and sines.
     angles: Vec<(f32, f32)>,
@@ -71,23 +71,23 @@ struct Worker {
 pub(crate) struct Scratch {
     plan: Plan,
     parts: Floats,
-    /// What pages in common have come to.
+    /// The results over common pages.
     kept: Floats,
     workers: Vec<Mutex<Worker>>,
 }
 
-/// Results of a batch that is gone over part by part, on their way from one part to the next. Grows to what was needed.
+/// Results of a batch that is attended to part by part, carried from one part to the next. Grows as needed.
 #[derive(Default)]
 pub struct Carried(Floats);
 
-/// The runs of a batch to go over, of how many, and what earlier ones came to.
+/// The runs of a batch to attend to, of how many, and the results of earlier ones.
 pub(crate) struct Part<'a> {
     pub(crate) runs: Range<usize>,
     pub(crate) of: usize,
     pub(crate) carried: &'a mut Carried,
 }
 
-/// One call of attention: what it goes over, and where results are written.
+/// One call of attention: what it reads, and where results are written.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention<'a> {
     /// The pages.
@@ -100,13 +100,12 @@ pub struct Attention<'a> {
     pub out: RowsMut,
     /// Natural-log-sum-exps, `[sum(new_tokens), num_q_heads]`.
     pub lse: Option<*mut f32>,
-    /// Pages that sequences have in common, which are gone over once. Neither deterministic backends nor layers with a window look
-    /// at it.
+    /// Pages that sequences have in common, which are read once. Deterministic backends and layers with a window ignore it.
     pub shared: Option<&'a Shared>,
 }
 
 impl<'a> Attention<'a> {
-    /// That of some sequences of the batch.
+    /// The same call for some sequences of the batch.
     pub fn part(self, sequences: Range<usize>) -> Self {
         let tables = self.kv.sequences;
         let token: usize = tables[..sequences.start].iter().map(|table| table.new_tokens as usize).sum();
@@ -126,7 +125,7 @@ impl<'a> Attention<'a> {
     }
 }
 
-/// Where what a batch comes to is written.
+/// Where the results of a batch are written.
 #[derive(Clone, Copy)]
 pub(crate) enum Target<'a> {
     /// Results, and log-sum-exps. `sinks`: a logit for each query head; `shared`: pages in common.
@@ -135,7 +134,7 @@ pub(crate) enum Target<'a> {
     Parts { ends: &'a [usize], parts: *mut f32 },
 }
 
-/// The values of some query rows, what their weights are relative to, and the sums of these.
+/// The values of some query rows, what their weights are relative to, and the sums of the weights.
 struct State<'a> {
     values: &'a mut [f32],
     max: &'a mut [f32],
@@ -160,10 +159,10 @@ impl<'a> State<'a> {
 /// One call of `attend`.
 struct Call<'a> {
     kernels: &'static Kernels,
-    /// Those that read rows of K, and of V.
+    /// The kernels for rows of K, and of V.
     keys: &'static RowKernels,
     values: &'static RowKernels,
-    /// How tiles of K, and of V, are taken by many query rows of a head.
+    /// How tiles of K, and of V, are read if a head has many query rows.
     many: [Many; 2],
     /// See [`Chunk::in_order`]: of K, and of V.
     in_order: [bool; 2],
@@ -173,7 +172,7 @@ struct Call<'a> {
     target: Target<'a>,
     scope: Scope<'a>,
     plan: &'a Plan,
-    /// What queries have come to in passes over pages in common: values, maximum and sum of each query and head.
+    /// The results of queries over common pages in earlier passes: values, maximum and sum for each query and head.
     kept: *mut f32,
     /// The partial results, disjoint by item.
     parts: *mut f32,
@@ -198,7 +197,7 @@ pub(crate) unsafe fn attend(
     mut part: Option<Part<'_>>,
 ) {
     let &Backend { ref pool, kernels, deterministic, ref scratch, .. } = backend;
-    // A panic left nothing in the scratch memory that the next call does not overwrite.
+    // The next call overwrites whatever a panic has left in the scratch memory.
     let mut scratch = scratch.lock().unwrap_or_else(PoisonError::into_inner);
     let Scratch { plan, parts, kept, workers } = &mut *scratch;
     if workers.is_empty() {
@@ -230,7 +229,7 @@ pub(crate) unsafe fn attend(
     ];
     let in_order =
         [k_format, v_format].map(|format| layer.page_size as usize >= TILE && asks_in_order(format));
-    // Pages in common, level by level, then what is each sequence's own.
+    // Common pages, level by level, then each sequence's own.
     for level in 0..=levels {
         let scope = match (target, shared) {
             (Target::Parts { ends, .. }, _) => Scope::Before(ends),
@@ -276,7 +275,7 @@ pub(crate) unsafe fn attend(
     }
 }
 
-/// Floats that are kept of what a query and head have come to.
+/// Floats of the kept result of one query and head.
 fn kept_floats(layer: &Layer) -> usize {
     value_stride(layer) + 2
 }
@@ -359,10 +358,10 @@ impl Call<'_> {
         }
     }
 
-    /// What was kept of a group.
+    /// Reads back what was kept of a group.
     ///
     /// # Safety
-    /// All of it was.
+    /// All of it was kept.
     unsafe fn recall(&self, group: &Group, state: &mut State<'_>) {
         let stride = value_stride(self.kv.layer);
         for (r, kept) in self.kept(group).enumerate() {
@@ -374,12 +373,12 @@ impl Call<'_> {
         }
     }
 
-    /// How so many query rows of a head take K, and V.
+    /// How this many query rows of a head read K, and V.
     fn many(&self, rows: usize) -> [Many; 2] {
         self.many.map(|many| many.of(rows))
     }
 
-    /// Floats that a tile becomes for so many query rows of a head.
+    /// Floats of scratch memory for a tile with this many query rows of a head.
     fn unpacked(&self, rows: usize) -> usize {
         let LayerGeometry { head_dim, v_head_dim, .. } = self.kv.layer.geometry;
         let derived = self.kv.layer.derived.as_ref().map_or(0, |derived| derived.scratch(rows));
@@ -393,12 +392,12 @@ impl Call<'_> {
         (rows, state_floats(rows, self.kv.layer))
     }
 
-    /// The result of a group so far, where there are parts.
+    /// The carried result of a group, in a call for a part.
     fn carried_of(&self, group: &Group) -> State<'_> {
         let (rows, floats) = self.size(group);
         let first = self.carried.expect("a call for a part").wrapping_add(group.carried);
-        // SAFETY: groups have disjoint results, and one thread at a time comes to that of a group: the caller's, and in
-        // between whoever finishes the group's last item.
+        // SAFETY: groups have disjoint results, and one thread at a time uses that of a group: the caller's, and in between
+        // the one that finishes the group's last item.
         State::new(unsafe { std::slice::from_raw_parts_mut(first, floats) }, rows, self.kv.layer)
     }
 
@@ -413,7 +412,7 @@ impl Call<'_> {
         State::new(unsafe { std::slice::from_raw_parts_mut(first, floats) }, rows, self.kv.layer)
     }
 
-    /// The partial results of a group in page order, behind what is carried.
+    /// Merges the partial results of a group in page order, after what is carried.
     ///
     /// # Safety
     /// Nobody else has them.
@@ -452,8 +451,8 @@ impl Call<'_> {
         start.max(stored.start as isize) as usize..high.max(0) as usize
     }
 
-    /// The query rows of a group for one head, query by query, or together if they see the same rows of a tile; and those that they
-    /// see, if there are any.
+    /// The query rows of a group for one head, with the rows of a tile that they see: query by query, or together if all see
+    /// the same. Queries that see none are left out.
     fn sights(
         &self,
         group: &Group,
@@ -470,8 +469,8 @@ impl Call<'_> {
         sights.filter(|(_, seen)| !seen.is_empty())
     }
 
-    /// Which query of a group it is, the batch row and the query head of every row of it: K/V heads outside, then queries, then the
-    /// query heads that share the K/V head.
+    /// For each row of a group, its query, its row in the batch and its query head. K/V heads are outermost, then queries,
+    /// then the query heads that share the K/V head.
     fn rows(&self, group: &Group) -> impl Iterator<Item = (usize, usize, usize)> {
         let (first, queries, size) = (group.token, group.queries, self.kv.layer.group());
         let listed = if let Scope::Common(shared, _) = self.scope { Some(&shared.rows[..]) } else { None };
@@ -482,7 +481,7 @@ impl Call<'_> {
         })
     }
 
-    /// Writes the rows of a group.
+    /// Writes the results of a group.
     unsafe fn finish(&self, group: &Group, state: &mut State<'_>) {
         let stride = value_stride(self.kv.layer);
         let dim = self.kv.layer.geometry.v_head_dim as usize;
@@ -531,7 +530,7 @@ fn log_sum_exp(max: f32, sum: f32) -> f32 {
     if sum == 0.0 { f32::NEG_INFINITY } else { (f64::from(max) * LN_2 + f64::from(sum.ln())) as f32 }
 }
 
-/// The weight of a sink beside weights that are relative to `2^max`.
+/// The weight of a sink, relative to `2^max` like the others.
 fn sink_weight(logit: f32, max: f32) -> f32 {
     (f64::from(logit) * LOG2_E - f64::from(max)).exp2() as f32
 }

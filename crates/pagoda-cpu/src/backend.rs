@@ -13,8 +13,8 @@ use crate::pool::Pool;
 use crate::rows::Rows;
 use crate::simd::{Isa, Kernels};
 
-/// Floats of results of runs that `attend_runs` has at once, about: 64 MiB. In this crate's unit tests few enough to have several
-/// passes.
+/// About how many floats of run results `attend_runs` holds at once: 64 MiB. In this crate's unit tests so few that there are
+/// several passes.
 const PARTS_FLOATS: usize = if cfg!(test) { 1 << 12 } else { 16 << 20 };
 
 /// Attention on the CPU.
@@ -41,7 +41,7 @@ pub enum Error {
     /// A number does not fit its row format.
     #[error(transparent)]
     Overflow(#[from] Overflow),
-    /// The system does not start as many threads.
+    /// The system does not start that many threads.
     #[error("threads = {wanted}: the system starts at most {most} ({why})")]
     Threads {
         /// How many were asked for, the caller's included.
@@ -110,10 +110,9 @@ impl Backend {
         Ok(())
     }
 
-    /// What rows `[tokens, heads, dim]` are centred by, for [`Transform::center`](crate::Transform): the mean over the tokens of
-    /// elements where it is at least twice the standard deviation, 0 for others; of fewer than 8 rows, what others were centred
-    /// by `before` where that is nearer to the mean than 0 is, 0 for others; nothing if a mean is NaN or larger than
-    /// [`F16_MAX`](crate::F16_MAX).
+    /// The centre of rows `[tokens, heads, dim]`, for [`Transform::center`](crate::Transform): for each element the mean over
+    /// the tokens where it is at least twice the standard deviation, else 0. With fewer than 8 rows, the centre `before`
+    /// where that is nearer to the mean than 0 is, else 0. None if a mean is NaN or larger than [`F16_MAX`](crate::F16_MAX).
     ///
     /// # Safety
     /// There is a readable row for every token and head; `dim` is at most [`HEAD_DIM_MAX`](crate::HEAD_DIM_MAX).
@@ -137,16 +136,17 @@ impl Backend {
     ///   the call.
     /// - `queries` has a readable row for every new token and query head, `out` a writable one that overlaps nothing, and
     ///   `lse` a writable f32.
-    /// - `shared` was filled for this batch: who takes part in a node has its pages in its first span, before all new tokens.
+    /// - `shared` was filled for this batch: sequences that take part in a node have its pages in their first span, before
+    ///   all new tokens.
     pub unsafe fn attend(&self, attention: &Attention<'_>) -> Result<(), Error> {
         // SAFETY: as the caller promises.
         unsafe { self.attend_to(&attention.kv, attention.queries, attention.results(), None) }
     }
 
-    /// As [`attend`](Self::attend), but over the tokens before `ends[i]` of sequence i, and leaves parts of results for whoever goes
-    /// over the rest: floats `[sum(new_tokens), num_q_heads, v_head_dim + 2]`, the sum of the values weighted by 2^(score - base),
-    /// that base, which no score is far above, and the sum of these weights, where scores are in base 2. Where a query sees nothing
-    /// that is 0, `-inf` and 0. Blocks that no page before the ends lies in are not read.
+    /// As [`attend`](Self::attend), but over the tokens before `ends[i]` of sequence i, and leaves partial results from which
+    /// the rest can be continued: floats `[sum(new_tokens), num_q_heads, v_head_dim + 2]`. With scores in base 2, these are
+    /// the sum of the values weighted by 2^(score - base), that base, which no score is far above, and the sum of the
+    /// weights. A query that sees nothing has 0, `-inf` and 0. Blocks without pages before the ends are not read.
     ///
     /// # Safety
     /// As for `attend`, of the pages before the ends; `parts` has the floats, which overlap nothing.
@@ -162,14 +162,15 @@ impl Backend {
         unsafe { self.attend_to(kv, queries, Target::Parts { ends, parts }, None) }
     }
 
-    /// As [`attend`](Self::attend) of one sequence, but goes over some of its runs only, of those that
-    /// [`run_count`](pagoda_core::work::run_count) counts: blocks that no page of these runs lies in are not read. Results go from call to
-    /// call in `carried`; the call with the last run writes them. With `deterministic` they have the bits that `attend` gives.
-    /// Each run of each query row has a result of its own until they are merged, which for many rows is done every few runs.
+    /// As [`attend`](Self::attend) of one sequence, but over some of its runs only, as
+    /// [`run_count`](pagoda_core::work::run_count) counts them: blocks without pages of these runs are not read. Results pass
+    /// from call to call in `carried`; the call with the last run writes them. With `deterministic` they have the same bits
+    /// as those of `attend`. Runs of a query row have results of their own until they are merged, for many rows every few
+    /// runs.
     ///
     /// # Safety
     /// As for `attend`, of the blocks of these runs. Calls for the runs before have been made in order, with the same
-    /// arguments but for where pages lie.
+    /// arguments except for where pages lie.
     pub unsafe fn attend_runs(
         &self,
         attention: &Attention<'_>,

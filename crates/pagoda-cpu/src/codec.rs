@@ -40,7 +40,7 @@ pub fn encode_row(format: RowFormat, x: &[f32], rows: &mut [u8], scales: &mut [u
     encode(format, x, rows, scales)
 }
 
-/// See [`encode_row`]. It is compiled for every instruction set, and its loops are such that they become vectors.
+/// See [`encode_row`]. Compiled for every instruction set; its loops are written so that they are vectorised.
 #[inline(always)]
 pub(crate) fn encode(format: RowFormat, x: &[f32], rows: &mut [u8], scales: &mut [u8]) -> bool {
     let dim = x.len() as u32;
@@ -74,7 +74,7 @@ pub(crate) fn encode(format: RowFormat, x: &[f32], rows: &mut [u8], scales: &mut
     fits
 }
 
-/// Formats with scales, of numbers that have one.
+/// Formats with scales, for numbers that have one.
 #[inline(always)]
 fn encode_blocks(format: RowFormat, x: &[f32], rows: &mut [u8], scales: &mut [u8]) {
     let blocks = x.as_chunks::<BLOCK>().0;
@@ -196,17 +196,17 @@ fn encode_plain(format: RowFormat, x: &[f32], rows: &mut [u8]) -> bool {
     fits
 }
 
-/// The integer nearest to a number below 2^22, ties to even. Of what 0 times infinity is, the lowest byte is 0.
+/// The integer nearest to a number below 2^22, ties to even. For the product of 0 and infinity its lowest byte is 0.
 #[inline(always)]
 pub(crate) fn nearest(x: f32) -> i32 {
-    // Numbers of the size of the sum have no other digits.
+    // Floats of the size of this sum have no fraction.
     (x + 1.5 * 2f32.powi(23)).to_bits() as i32 - 0x4b40_0000
 }
 
 /// The largest magnitude, or NaN if there is one.
 #[inline(always)]
 pub(crate) fn largest(x: &[f32]) -> f32 {
-    // As bits, of which a NaN has the most.
+    // Compared as bits: those of NaN are the largest.
     let bits = x.iter().fold(0, |most: u32, x| most.max(x.abs().to_bits()));
     if bits > f32::INFINITY.to_bits() { f32::NAN } else { f32::from_bits(bits) }
 }
@@ -231,19 +231,19 @@ fn block_of_q8_0(x: &[f32; BLOCK], row: &mut [u8; BLOCK], scale: &mut [u8; 2]) {
     }
 }
 
-/// Codes `0..2 * HALF` around `HALF`, for the scale that takes the first of the largest numbers to code 0.
+/// Codes `0..2 * HALF` around `HALF`, with the scale that maps the first of the largest numbers to code 0.
 #[inline(always)]
 fn symmetric<const HALF: i32>(x: &[f32; BLOCK], scale: &mut [u8; 2]) -> [u8; BLOCK] {
     let most = largest(x);
     let first = x.iter().find(|x| x.abs() == most).unwrap_or(&most);
-    // Plus 0 makes 0 of -0, whose scale has the sign of that of 0 then.
+    // Adding 0 turns -0 into 0, so that both give a scale of the same sign.
     let d = (first + 0.0) / -(HALF as f32);
     *scale = f16_scale(d);
     if d.is_nan() {
         return [0; BLOCK];
     }
     let inverse = if d == 0.0 { 0.0 } else { 1.0 / d };
-    // The floor of half more rounds to nearest.
+    // Adding one half and taking the floor rounds to nearest.
     let mut codes = [0; BLOCK];
     for (code, x) in codes.iter_mut().zip(x) {
         let half_more = x * inverse + (HALF as f32 + 0.5);
@@ -307,7 +307,7 @@ pub(crate) const fn e4m3(code: u8) -> f32 {
     let value = if magnitude == E4M3_NAN {
         f32::NAN
     } else if magnitude < 8 {
-        // Not by way of a denormal of binary32, which is 0 to a thread that flushes them.
+        // Not by way of a binary32 denormal, which counts as 0 in threads that flush them.
         magnitude as f32 / 512.0
     } else {
         // The bias is 7 where that of binary32 is 127.
@@ -316,7 +316,7 @@ pub(crate) const fn e4m3(code: u8) -> f32 {
     if code & 0x80 == 0 { value } else { -value }
 }
 
-/// The E4M3 nearest to `x`, ties to even; 448 for what is above. NaN has no sign: each machine gives it another.
+/// The E4M3 nearest to `x`, ties to even; 448 for what is above. NaN gets no sign, since machines give it different ones.
 #[inline(always)]
 pub(crate) fn to_e4m3(x: f32) -> u8 {
     let sign = (x.to_bits() >> 24 & 0x80) as u8;

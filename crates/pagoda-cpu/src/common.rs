@@ -1,33 +1,33 @@
-//! Pages that several sequences of a batch hold: attention goes over them once for the queries of all of these, and then over what
-//! is each sequence's own.
+//! Pages that several sequences of a batch hold: attention reads them once for the queries of all these sequences, and then
+//! each sequence's own pages.
 
 use std::ops::Range;
 
 use pagoda_core::common::Commons;
 
-/// Pages in common in one step, and whose queries go over them. Grows to what was needed.
+/// Common pages in one step, and whose queries attend to them. Grows as needed.
 #[derive(Debug, Default)]
 pub struct Shared {
     pub(crate) nodes: Vec<Node>,
     /// The rows in the batch of the queries of each node.
     pub(crate) rows: Vec<u32>,
-    /// Of each sequence the token behind what it has in common with others.
+    /// For each sequence the token after its common pages.
     pub(crate) ends: Vec<usize>,
-    /// Of each sequence the nodes that it takes part in.
+    /// For each sequence the number of nodes that it takes part in.
     depths: Vec<usize>,
 }
 
-/// Pages in common, one after the other.
+/// Consecutive common pages.
 #[derive(Debug)]
 pub(crate) struct Node {
-    /// How many nodes come before it for those who take part.
+    /// How many nodes come before it, for the sequences that take part.
     pub(crate) level: usize,
-    /// One of these.
+    /// One of these sequences.
     pub(crate) sequence: usize,
     pub(crate) tokens: Range<usize>,
     /// Their queries: a part of [`Shared::rows`].
     pub(crate) queries: Range<usize>,
-    /// How many they are.
+    /// The number of these sequences.
     members: usize,
 }
 
@@ -59,12 +59,12 @@ impl Shared {
         }
     }
 
-    /// Whether there is nothing in common, or this is of a batch of so many sequences.
+    /// Whether nothing is common, or this is for a batch of `sequences` sequences.
     pub(crate) fn is_of(&self, sequences: usize) -> bool {
         self.nodes.is_empty() || self.ends.len() == sequences
     }
 
-    /// Passes over pages in common: nodes of one level in each.
+    /// The number of passes over common pages: each takes the nodes of one level.
     pub(crate) fn levels(&self) -> usize {
         self.nodes.iter().map(|node| node.level + 1).max().unwrap_or(0)
     }

@@ -1,9 +1,9 @@
 //! Many query rows: a tile is decoded once for all of them, and multiplied as a matrix.
 //!
-//! [`kernel`](crate::kernel) converts a row of K or V again for every few query rows, and adds up the lanes of every score: with few
-//! rows it waits for memory anyway. With many, arithmetic is what takes time. So K becomes columns of floats here, for scores
-//! to lie in vectors, V becomes rows of floats, in scratch memory that stays in the cache, and both are multiplied in the same
-//! loop. Sums are added in another order than there, so deterministic backends do without.
+//! [`kernel`](crate::kernel) converts a row of K or V again for every few query rows, and adds up the lanes of every score:
+//! with few rows it waits for memory anyway. With many, arithmetic takes most of the time. So K becomes columns of floats
+//! here, which puts scores into vectors, and V becomes rows of floats. Both are in scratch memory that stays in the cache,
+//! and the same loop multiplies both. Sums are added in another order than there, so deterministic backends do not use it.
 
 #![expect(clippy::needless_range_loop, reason = "an index runs over several arrays of vectors")]
 
@@ -14,7 +14,7 @@ use crate::kernel::{ALIGN, Accumulate, Chunk, RowSize, Score, StreamLines};
 use crate::simd::{Kernels, Simd};
 use crate::stored::{Row, Stored};
 
-/// Products that are added up one after the other: longer sums would be less exact. After them something is asked for.
+/// Products that are added up one after the other: longer sums would be less exact. Prefetches come in between.
 const STRETCH: usize = 32;
 
 /// Floats of scratch memory for rows of up to `dim` elements.
@@ -96,14 +96,14 @@ pub(crate) struct Decoders {
 /// Arguments of [`columns`] and [`rows`]: the rows `low..high` of a tile become floats.
 pub(crate) struct Decode<'a> {
     chunk: &'a Chunk<'a>,
-    /// Of a stored row, of which `dim` elements are wanted.
+    /// The size of a stored row, of which `dim` elements are needed.
     size: RowSize,
     dim: usize,
     low: usize,
     high: usize,
-    /// `[dim][TILE]`, or `[TILE][dim]`; `dim` up to a multiple of [`ALIGN`], of which those past it become 0.
+    /// `[dim][TILE]`, or `[TILE][dim]`, with `dim` padded by zeros to a multiple of [`ALIGN`].
     to: *mut f32,
-    /// Whether to ask for half of what lies ahead.
+    /// Whether to prefetch half of what lies ahead.
     prefetch: bool,
 }
 
@@ -131,7 +131,7 @@ pub(crate) unsafe fn columns<S: Simd, F: Stored>(args: &Decode<'_>) {
     let mut ahead = args.chunk.lines_ahead(0, args.size);
     let share = if args.prefetch { args.size.bytes * S::LANES / 2 / vectors } else { 0 };
     for first in (args.low / S::LANES * S::LANES..args.high).step_by(S::LANES) {
-        // Rows that nobody sees, which may have no page, are not read.
+        // Rows that nobody sees are not read: they may have no page.
         let row = |i: usize| args.chunk.row((first + i).clamp(args.low, args.high - 1), args.size);
         let rows: [Row; ALIGN] = std::array::from_fn(|i| row(i % S::LANES));
         for c in 0..vectors {
@@ -180,18 +180,18 @@ pub(crate) struct Multiply<'a> {
     /// `[depth][columns]`.
     right: *const f32,
     right_stride: usize,
-    /// What is there is multiplied with these, one a row, and the product added; if not, it is overwritten.
+    /// If given, old contents are multiplied by these, one a row, and products are added; else they are overwritten.
     decay: Option<*const f32>,
     /// `[rows][columns]`.
     out: *mut f32,
     out_stride: usize,
-    /// Ahead of which to ask for the other half, if so.
+    /// With `prefetch`, the other half of what lies ahead of this is prefetched.
     chunk: &'a Chunk<'a>,
     size: RowSize,
     prefetch: bool,
 }
 
-/// Multiplies; every sum goes over `depth` in order, stretch by stretch.
+/// Multiplies; every sum goes over `depth` in order, one stretch after the other.
 #[inline(always)]
 pub(crate) unsafe fn multiply<S: Simd>(args: &Multiply<'_>) {
     let vectors = args.columns / S::LANES;
@@ -202,7 +202,7 @@ pub(crate) unsafe fn multiply<S: Simd>(args: &Multiply<'_>) {
     let mut c = 0;
     // SAFETY: as the caller promises; every block gets as many vectors as there are.
     unsafe {
-        // The vectors of `right` that one block of rows reads are in the L1 cache for the next.
+        // The vectors of `right` that one block of rows reads stay in the L1 cache for the next block.
         while most == 4 && vectors - c >= 4 {
             multiply_vectors::<S, 4>(args, c, &mut ahead, share);
             c += 4;
@@ -240,12 +240,12 @@ unsafe fn multiply_vectors<S: Simd, const C: usize>(
     }
 }
 
-/// Rows of the next block, where so many are left: 6, 4 or 1.
+/// Rows of the next block if `left` are left: 6, 4 or 1.
 #[inline(always)]
 fn block_rows(left: usize, registers: usize) -> usize {
     match left {
         0..4 => 1,
-        // Eight sums are as many as have begun before the first is done; four rows more than whole sixes are a block as well.
+        // Eight sums are as many as begin before the first is done; four rows more than whole sixes make a block, too.
         6.. if registers == 16 && !matches!(left % 6, 2 | 4) => 6,
         _ => 4,
     }
@@ -341,7 +341,7 @@ mod tests {
         }
     }
 
-    /// Cases for every instruction set, format and size of head, with some query rows.
+    /// Cases for every instruction set, format and head size, with some query rows.
     fn cases(mut case: impl FnMut(&mut Random, &'static Kernels, RowFormat, Tile, usize)) {
         for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
             for format in RowFormat::ALL {

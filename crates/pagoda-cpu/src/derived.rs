@@ -1,10 +1,10 @@
 //! Keys that are not stored: Gemma 4's `attention_k_eq_v`.
 //!
-//! K and V of such a layer come from one projection: V is its norm without a weight, and K that norm times a weight and then
-//! rotated, `K = RoPE(weight * V)`. So V alone is stored. Where a tile is scored, its keys are made from V eight at a time, in
-//! the L1 cache, for all query rows together. A key at place `j` of tile `t` of a run that begins at position `p` is turned by
-//! `p + 64 t + j` positions; of these only `j` is left to the keys: queries are turned back by `p` once a run, and by `64 t`
-//! once a tile. So two short tables hold every angle.
+//! K and V of such a layer come from one projection: V is its norm without a weight, and K is that norm times a weight and
+//! then rotated, `K = RoPE(weight * V)`. So only V is stored. When a tile is scored its keys are made from V, eight at a
+//! time, in the L1 cache, for all query rows together. The key at place `j` of tile `t` of a run that begins at position `p`
+//! needs a turn by `p + 64 t + j` positions. Keys are turned by `j` only; queries are turned back by `p` once a run and by
+//! `64 t` once a tile. So two short tables hold every angle.
 
 use pagoda_core::layout::RowFormat;
 use pagoda_core::work::{RUN_TILES, TILE};
@@ -15,13 +15,13 @@ use crate::rope::Rope;
 use crate::simd::{Kernels, Simd};
 use crate::stored::Stored;
 
-/// Keys that are made at a time: those of a page's smallest piece.
+/// Keys that are made at a time: the rows of a tile's smallest piece.
 const ROWS: usize = TILE / PIECES;
 
-/// How the keys of a layer come from its values.
+/// How the keys of a layer are derived from its values.
 #[derive(Clone, Debug)]
 pub struct DerivedKeys {
-    /// What values are multiplied with, element by element; 0 past the last one up to a multiple of [`ALIGN`].
+    /// What values are multiplied by, element by element; padded with 0 to a multiple of [`ALIGN`].
     weight: Vec<f32>,
     /// Elements of a row.
     dim: usize,
@@ -32,13 +32,13 @@ pub struct DerivedKeys {
 #[derive(Clone, Debug)]
 struct Turns {
     shape: Pairs,
-    /// Of each place in a tile, as [`Turn::angles`].
+    /// For each place in a tile, see [`Turn::angles`].
     places: Vec<f32>,
-    /// Of each tile in a run, backwards.
+    /// For each tile in a run, backwards.
     tiles: Vec<f32>,
 }
 
-/// Which elements of a row turn together: of so many pairs the first element of each, and the distance to its second.
+/// Which elements of a row turn together: the first elements of `count` pairs, `step` apart, and the distance to the second.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pairs {
     count: usize,
@@ -47,7 +47,7 @@ pub(crate) struct Pairs {
 }
 
 impl DerivedKeys {
-    /// `weight` has an element for each of a row, of which `rope` has no more pairs.
+    /// `weight` has one number for each element of a row; `rope` has no more pairs than fit a row.
     pub fn new(weight: &[f32], rope: Option<&Rope>) -> Self {
         let dim = weight.len();
         assert!(rope.is_none_or(|rope| 2 * rope.inv_freq.len() <= dim), "pairs of a row");
@@ -66,8 +66,8 @@ impl DerivedKeys {
         (queries + ROWS) * self.weight.len()
     }
 
-    /// What [`kernel::score`](crate::kernel::score) would write for tile `tile` of the span, if keys were stored. Queries are
-    /// turned back for the run that the tile belongs to; `args.size` and `args.keys` are of the stored values.
+    /// Writes what [`kernel::score`](crate::kernel::score) would for tile `tile` of the span, if keys were stored. Queries
+    /// are turned back for its run; `args.size` and `args.keys` are those of the stored values.
     ///
     /// # Safety
     /// As there; and the kernels are for this CPU.
@@ -122,7 +122,7 @@ impl DerivedKeys {
 }
 
 impl Turns {
-    /// Nothing where nothing turns.
+    /// None if nothing turns.
     fn new(rope: &Rope) -> Option<Self> {
         let pairs = rope.inv_freq.len();
         let (step, distance) = if rope.interleaved { (2, 1) } else { (1, pairs) };
@@ -150,7 +150,7 @@ impl Turns {
         &self.tiles[tile * self.shape.floats()..]
     }
 
-    /// Turns rows, each by the angles that lie `apart` floats behind those of the row before.
+    /// Turns rows, each by the angles `apart` floats after those of the row before.
     fn turn(&self, kernels: &Kernels, rows: &mut [f32], stride: usize, angles: &[f32], apart: usize) {
         let count = rows.len() / stride;
         assert!((count - 1) * apart + self.shape.floats() <= angles.len(), "angles of every row");
@@ -176,19 +176,19 @@ impl Pairs {
 
 /// Arguments of [`derive`]: values times a weight.
 pub(crate) struct Derive<'a> {
-    /// The stored values of a tile,
+    /// The stored values of a tile.
     values: &'a Chunk<'a>,
     size: RowSize,
-    /// [`ROWS`] of them from here on, all of one page.
+    /// The first of [`ROWS`] rows, all of one page.
     first: usize,
-    /// As long as a row, 0 behind it up to a multiple of [`ALIGN`].
+    /// As long as a row, padded with 0 to a multiple of [`ALIGN`].
     weight: *const f32,
     /// `[ROWS]` rows, `stride` floats apart.
     keys: *mut f32,
     stride: usize,
 }
 
-/// Makes keys that are still to be turned.
+/// Makes keys that have yet to be turned.
 #[inline(always)]
 pub(crate) unsafe fn derive<S: Simd, F: Stored>(args: &Derive<'_>) {
     let size = args.size;
@@ -221,14 +221,14 @@ pub(crate) unsafe fn derive<S: Simd, F: Stored>(args: &Derive<'_>) {
     }
 }
 
-/// Arguments of [`turn`]: pairs of elements of some rows turn.
+/// Arguments of [`turn`]: pairs of elements of some rows are turned.
 pub(crate) struct Turn {
     rows: *mut f32,
     /// Floats from one row to the next.
     stride: usize,
     count: usize,
     pairs: Pairs,
-    /// Of the first row: cosines of all pairs, then sines.
+    /// For the first row: cosines of all pairs, then sines.
     angles: *const f32,
     /// Floats from the angles of one row to those of the next.
     apart: usize,

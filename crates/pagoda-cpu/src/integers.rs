@@ -1,13 +1,14 @@
 //! Dot products with the codes that rows are stored as: what is computed, for all instruction sets.
 //!
-//! A number of a query becomes an integer of 16 bits, of a scale that 32 elements share. So a product with a row is a sum of
-//! exact products of integers, and what is rounded is at most 2^-15.99 of the largest of the 32 elements. With rows of 4
-//! or 5 bits, which themselves are eight times as coarse and more, it is one byte. Weights become such integers as well, after
-//! multiplication with the scales of V and anew for every tile and step.
+//! A number of a query becomes an integer of 16 bits, with a scale that 32 elements share. A product with a row is then a sum
+//! of exact products of integers, and the rounding error is at most 2^-15.99 of the largest of the 32 elements. For rows of
+//! 4 or 5 bits, which are themselves at least eight times as coarse, one byte is enough. Weights become such integers as
+//! well, after multiplication by the scales of V, again for every tile and step.
 //!
-//! [`kernel`] has the two loops, over K and over V, [`codes`] what formats are made of; both are written once, for vectors of 16
-//! numbers that an instruction set takes apart as it likes ([`Dot`](crate::simd::dot::Dot)). Sums of products are exact, and floats
-//! are multiplied and added in the same order everywhere: instruction sets give the same bits, but where something is infinite or NaN.
+//! [`kernel`] has the two loops, over K and over V, and [`codes`] the formats. Both are written once, for vectors of 16
+//! numbers that an instruction set splits as it likes ([`Dot`](crate::simd::dot::Dot)). Sums of products are exact, and
+//! floats are multiplied and added in the same order everywhere: instruction sets give the same bits, except where something
+//! is infinite or NaN.
 
 mod codes;
 pub(crate) mod kernel;
@@ -20,22 +21,23 @@ pub(crate) use tile::scratch;
 
 /// Elements that share a scale.
 pub(crate) const STEP: usize = 32;
-/// Numbers that are multiplied at once, in a word or two: as many as a word has bytes.
+/// Numbers that are multiplied at once, in one or two words: as many as a word has bytes.
 pub(crate) const QUAD: usize = 4;
 
-/// Query rows of a head from which on codes are unpacked once for all of them.
+/// From this many query rows of a head on, codes are unpacked once for all of them.
 pub(crate) const MANY: usize = 5;
 
-/// The largest magnitude of which all bytes, one or two, fit: `127` or `256 * 127 + 127`.
+/// The largest magnitude whose bytes, one or two, all fit: `127` or `256 * 127 + 127`.
 pub(crate) const fn code_max(bytes: usize) -> f32 {
     if bytes == 1 { 127.0 } else { 32639.0 }
 }
 
-/// Numbers as instruction sets take them, four in two words. Of one byte: in the first. Of two: the high bytes, `(n + 128) >> 8`,
-/// and the low ones, what is left, all from -128 to 127; or, as shorts, numbers 0 and 2, and 1 and 3, of 16 bits each.
+/// Numbers as instruction sets take them, four in two words. With one byte each, all are in the first word. With two, the
+/// high bytes, `(n + 128) >> 8`, are in the first and the low ones, the rest, in the second, all from -128 to 127; or, as
+/// shorts, numbers 0 and 2, and 1 and 3, of 16 bits each.
 #[inline(always)]
 pub(crate) fn words(numbers: &[i32; STEP], bytes: usize, shorts: bool) -> [[i32; STEP / QUAD]; 2] {
-    // Loops over all of them, which become vectors.
+    // Loops over all of them, which are vectorised.
     let of_bytes = |shift: u32, half: i32| {
         let (mut bytes, mut words) = ([0; STEP], [0; STEP / QUAD]);
         for (byte, n) in bytes.iter_mut().zip(numbers) {
@@ -60,19 +62,19 @@ pub(crate) fn words(numbers: &[i32; STEP], bytes: usize, shorts: bool) -> [[i32;
     }
 }
 
-/// `STEP` elements of a query, four to a word or two as dot products take them; or two to a word, of bfloat16, and no more.
+/// `STEP` elements of a query: four to one or two words, as dot products take them; or bfloat16, two to a word, and no more.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C, align(16))]
 pub(crate) struct QueryStep {
     pub(crate) words: [[i32; STEP / QUAD]; 2],
-    /// What sums of products with codes begin with: minus the products with the code of 0; of the elements of each scale of K.
+    /// The start of sums of products with codes: minus the products with the code of 0, for the elements of each scale of K.
     pub(crate) start: [i32; 2],
     /// What an integer of 1 stands for.
     pub(crate) scale: f32,
 }
 
-/// Writes the elements of `row`, whole steps, as integers of one or two bytes, to be multiplied with codes of which `zero`
-/// stands for 0 and of which a step has so many scales. A step with a NaN or an infinity gets a scale that is one.
+/// Writes the elements of `row`, whole steps, as integers of one or two bytes. They are to be multiplied with codes of which
+/// `zero` stands for 0, with `scales` scales in a step. The scale of a step with a NaN or an infinity is NaN or infinite.
 #[inline(always)]
 pub(crate) fn quantise(
     row: &[f32],
@@ -89,7 +91,7 @@ pub(crate) fn quantise(
             *step = QueryStep { scale: most, ..QueryStep::default() };
             continue;
         }
-        // An integer of 1 stands for a normal number.
+        // An integer of 1 must stand for a normal number.
         let most = most.max(f32::MIN_POSITIVE * code_max);
         let inverse = code_max / most;
         let mut codes = [0; STEP];
@@ -98,7 +100,7 @@ pub(crate) fn quantise(
         }
         step.words = words(&codes, bytes, shorts);
         for (start, codes) in step.start.iter_mut().zip(codes.chunks_exact(STEP / scales)) {
-            // In lanes first, which become a vector.
+            // By lane first, which is vectorised.
             let mut sums = [0; 8];
             for eight in codes.as_chunks::<8>().0 {
                 for (sum, code) in sums.iter_mut().zip(eight) {

@@ -1,9 +1,9 @@
 //! The arithmetic of one tile: scores, softmax and values, for any number of query rows.
 //!
-//! A tile is [`TILE`] stored rows of one K/V head. How many query rows share a register block never changes the
-//! order in which a number is added to another: a score is summed lane by lane over the row and then over the
-//! lanes, a value lane takes the tokens one after the other. So decode and prefill agree to the last bit, where many query rows
-//! do not have a tile [decoded](crate::decoded) for them.
+//! A tile is [`TILE`] stored rows of one K/V head. How many query rows share a register block never changes the order in
+//! which numbers are added: a score is summed lane by lane over the row and then over the lanes, a value lane takes the
+//! tokens one after the other. So decode and prefill agree to the last bit, unless a tile is [decoded](crate::decoded) for
+//! many query rows.
 
 use std::f32::consts::LN_2;
 
@@ -15,21 +15,21 @@ use crate::integers::QueryStep;
 use crate::simd::Simd;
 use crate::stored::{Row, Stored};
 
-/// Pages that a tile touches at most: the smallest page holds 8 tokens.
+/// The most pages that a tile touches: the smallest page holds 8 tokens.
 pub(crate) const PIECES: usize = TILE / 8;
 /// Vectors that are reduced to a number each at once.
 const QUAD: usize = 4;
-/// How far a score may be above what weights are relative to, in powers of two. That does not follow every maximum: weights
-/// need not wait for that of their tile then.
+/// How far a score may be above what weights are relative to, in powers of two. That does not follow every maximum, so
+/// weights need not wait for the maximum of their tile.
 const RISE: f32 = 8.0;
-/// From which magnitude on, of a score or of what is to be added to it, that is added before anything else, so that all scores of a
-/// row are rounded alike. Below, what weights are relative to is off by 24 at most: they are finite, and the largest is not 0.
+/// From this magnitude of a score or its bias on, the bias is added before anything else, so that all scores of a row are
+/// rounded alike. Below, what weights are relative to is off by 24 at most: they are finite, and the largest is not 0.
 const FAR: f32 = (1 << 28) as f32;
-/// Query rows up to which reading the tile is what takes time.
+/// Up to this many query rows, reading the tile takes most of the time.
 const FEW_ROWS: usize = 8;
 
-/// Bytes of V rows that are worked on at once. Rows that do not fit the registers are read several times: a few at once,
-/// they stay in the L1 cache. Many query rows lose more by coming back to their accumulators.
+/// Bytes of V rows that are worked on at once. Rows that do not fit the registers are read several times, and stay in the L1
+/// cache if they are few. With many query rows, loading their accumulators again costs more.
 const fn step<F: Stored>(rows: usize) -> usize {
     if rows > FEW_ROWS {
         8 << 10
@@ -42,9 +42,9 @@ const fn step<F: Stored>(rows: usize) -> usize {
 
 /// Bytes of a cache line.
 pub(crate) const LINE: usize = 64;
-/// Places from which lines are asked for by turns.
+/// Places from which lines are prefetched in turn.
 pub(crate) const STREAMS: usize = 4;
-/// Rows that are asked for in each of them while a tile is read.
+/// Rows that are prefetched in each of them while a tile is read.
 const STREAM_ROWS: usize = TILE / STREAMS;
 
 /// Rows of scratch start at multiples of this many floats.
@@ -57,7 +57,7 @@ pub(crate) struct Lines<'a> {
     pub(crate) blocks: &'a [*const u8; PIECES],
     /// Where the rows begin in each.
     pub(crate) rows: usize,
-    /// Where their scales do, for formats with scales.
+    /// Where their scales begin, for formats with scales.
     pub(crate) scales: usize,
 }
 
@@ -68,9 +68,9 @@ impl Lines<'_> {
 /// The K or V rows of one head in one tile.
 pub(crate) struct Chunk<'a> {
     pub(crate) here: Lines<'a>,
-    /// What will be read after that, in order: to be prefetched.
+    /// What will be read after that, in order, to be prefetched.
     pub(crate) ahead: &'a [Lines<'a>; STREAMS],
-    /// Whether lines of floats, fp8_e4m3 and bytes are asked for in order, from one place: for pages of whole tiles.
+    /// Whether lines of floats, fp8_e4m3 and bytes are prefetched in order, from one place: for pages of whole tiles.
     pub(crate) in_order: bool,
     /// Rows of a piece, as a power of two.
     pub(crate) piece_shift: u32,
@@ -87,14 +87,14 @@ impl Chunk<'_> {
     pub(crate) fn row(&self, t: usize, size: RowSize) -> Row {
         self.find(&self.here, t, size)
     }
-    /// Row `t` of the tile, or of the next one, past the end of this.
+    /// Row `t` of the tile, or of the next one if `t` is past the end of this one.
     #[inline(always)]
     pub(crate) fn row_or_next(&self, t: usize, size: RowSize) -> Row {
         if t < TILE { self.row(t, size) } else { self.find(&self.ahead[0], t - TILE, size) }
     }
-    /// What to ask for while this is read from row `t` on, of each of the next tiles: the last part of the nearest, the first of
-    /// the farthest, so that all parts of a tile have been asked for when its turn comes. The parts have as many rows each,
-    /// which lie one after the other as far as pages go.
+    /// What to prefetch while this is read from row `t` on: a part of each of the next tiles, from the last part of the
+    /// nearest to the first of the farthest, so that all parts of a tile have been prefetched when its turn comes. All parts
+    /// have the same number of rows, which are consecutive as far as pages go.
     #[inline(always)]
     fn streams(&self, t: usize, size: RowSize) -> Streams {
         let before = ((t / STREAMS) >> self.piece_shift) << self.piece_shift;
@@ -115,7 +115,7 @@ impl Chunk<'_> {
         });
         Streams { rows, stride: STREAMS * LINE }
     }
-    /// What to ask for while all of this is read: in order from one place, or from four by turns.
+    /// What to prefetch while all of this is read: in order from one place, or from four in turn.
     #[inline(always)]
     pub(crate) fn to_ask_for(&self, in_order: bool, size: RowSize) -> Streams {
         if in_order { self.tile_ahead(0, size) } else { self.streams(0, size) }
@@ -142,7 +142,7 @@ impl Chunk<'_> {
     }
 }
 
-/// Rows in several places, to be asked for by turns. A CPU fetches ahead by itself what is asked for in order, but never across
+/// Rows in several places, to be prefetched in turn. A CPU by itself fetches ahead of accesses in order, but never across
 /// 4 KiB and some 20 lines at most: it fetches from several such places at once (docs/benchmarks/2026-11-25-cpu-intel.md).
 pub(crate) struct Streams {
     pub(crate) rows: [Row; STREAMS],
@@ -158,22 +158,22 @@ impl Streams {
     }
 }
 
-/// Lines that lie ahead, in the order in which they are asked for. Cheaper than to find each of [`Streams`] by its number, where that is
-/// not known when this is compiled.
+/// Lines ahead, in the order in which they are prefetched. Cheaper than finding each line of [`Streams`] by its number, if
+/// that is not known at compile time.
 pub(crate) struct StreamLines {
     /// The next one, and those after it.
     next: [*const u8; STREAMS],
-    /// From each to the one that comes four later.
+    /// Bytes from each to the one that comes four later.
     stride: usize,
     /// Bytes since the last one.
     owed: usize,
 }
 
 impl StreamLines {
-    /// Asks for the lines of so many more bytes.
+    /// Prefetches the lines of the next `bytes` bytes.
     #[inline(always)]
     pub(crate) unsafe fn ask<S: Simd>(&mut self, bytes: usize) {
-        // As many every time, where that is so: a loop that does not know takes longer.
+        // The same number every time if possible: a loop with an unknown count takes longer.
         let mut lines = bytes / LINE;
         if !bytes.is_multiple_of(LINE) {
             self.owed += bytes;
@@ -215,11 +215,11 @@ pub(crate) struct Score<'a> {
     pub(crate) queries: *const f32,
     /// Floats from one query row to the next.
     pub(crate) stride: usize,
-    /// The same queries as integers or bfloat16, `[count][dim / STEP]`, for kernels that want them.
+    /// The same queries as integers or bfloat16, `[count][dim / STEP]`, for kernels that need them.
     pub(crate) codes: *const QueryStep,
     /// Query rows.
     pub(crate) count: usize,
-    /// Of a K row.
+    /// The size of a K row.
     pub(crate) size: RowSize,
     pub(crate) keys: &'a Chunk<'a>,
     pub(crate) low: usize,
@@ -228,11 +228,11 @@ pub(crate) struct Score<'a> {
     pub(crate) scores: *mut f32,
 }
 
-/// How many of `left` query rows go next, where at most so many can: in equal shares, so that eight go as four and four, not
-/// as six and two.
+/// How many of `left` query rows go next, `most` at once: in equal shares, so that eight go as four and four, not as six and
+/// two.
 #[inline(always)]
 pub(crate) fn rows_at_once(left: usize, most: usize) -> usize {
-    // Few rows need no divisions, which would be a twentieth of their time.
+    // Few rows avoid the divisions, which would take a twentieth of their time.
     if left <= most { left } else { left.div_ceil(left.div_ceil(most)) }
 }
 
@@ -262,7 +262,7 @@ pub(crate) unsafe fn score<S: Simd, F: Stored>(args: &Score<'_>) {
     }
 }
 
-/// Multiplies numbers of the rows `seen` of a tile, `[count][TILE]`, with the scales of those rows, if they have any.
+/// Multiplies numbers of the rows `seen` of a tile, `[count][TILE]`, by the scales of those rows, if they have any.
 #[inline(always)]
 pub(crate) unsafe fn scale_rows<S: Simd, F: Stored>(
     chunk: &Chunk<'_>,
@@ -300,7 +300,7 @@ unsafe fn score_rows<S: Simd, F: Stored, const Q: usize, const R: usize, const K
     let vector = S::LANES * F::BITS / 8;
     let chunks = size.dim / S::LANES;
     let has_half = !size.dim.is_multiple_of(S::LANES);
-    // Vectors that are read for each time that something is asked for.
+    // Vectors that are read between prefetches.
     let asks = (LINE / vector).min(K);
     // SAFETY: blocks of 8 rows lie within a page; `queries` and `scores` are as large as `Score` says.
     unsafe {
@@ -309,7 +309,7 @@ unsafe fn score_rows<S: Simd, F: Stored, const Q: usize, const R: usize, const K
         let mut t = args.low & !7;
         let mut ahead = args.keys.lines_ahead(t, size);
         while t < args.high {
-            // Where pages have 8 tokens, the others begin.
+            // With pages of 8 tokens, the second pages of the streams begin here.
             if t == TILE / 2 {
                 ahead = args.keys.lines_ahead(t, size);
             }
@@ -324,7 +324,7 @@ unsafe fn score_rows<S: Simd, F: Stored, const Q: usize, const R: usize, const K
                         for r in 0..R {
                             sums[i / 4][r][i % 4] = S::fma(query[r], key, sums[i / 4][r][i % 4]);
                         }
-                        // Evenly: lines that are asked for in bursts come later.
+                        // Evenly spread: lines that are prefetched in bursts come later.
                         if row == 0 && (i + 1).is_multiple_of(asks) {
                             ahead.ask::<S>(asks * vector);
                         }
@@ -351,20 +351,20 @@ unsafe fn score_rows<S: Simd, F: Stored, const Q: usize, const R: usize, const K
 
 /// Arguments of [`softmax`]: scores of some query rows become weights.
 pub(crate) struct Softmax<'a> {
-    /// `[count][TILE]`: base-2 logarithms in (with `cap` parts of it), weights out.
+    /// `[count][TILE]`: on entry scores as base-2 logarithms (with `cap` as fractions of it), on return weights.
     pub(crate) scores: &'a mut [f32],
-    /// Scores are `cap * tanh(score)` in truth.
+    /// If given, scores stand for `cap * tanh(score)`.
     pub(crate) cap: Option<f32>,
-    /// Every row sees the tokens `low..high` of the tile, which are not empty.
+    /// Every row sees the tokens `low..high` of the tile, at least one.
     pub(crate) low: usize,
     pub(crate) high: usize,
-    /// What is to be added to all scores of a row.
+    /// What to add to all scores of a row.
     pub(crate) bias: &'a [f32],
     /// What the weights of every row are relative to: no score so far was more than [`RISE`] above.
     pub(crate) max: &'a mut [f32],
     /// The running sum of weights of every row.
     pub(crate) sum: &'a mut [f32],
-    /// What the row's values have to be multiplied with.
+    /// What the row's values must be multiplied by.
     pub(crate) decay: &'a mut [f32],
 }
 
@@ -387,7 +387,7 @@ pub(crate) unsafe fn softmax<S: Simd>(args: &mut Softmax<'_>) {
     }
 }
 
-/// `R` rows, of which none waits for another.
+/// `R` rows, none of which waits for another.
 #[inline(always)]
 unsafe fn softmax_rows<S: Simd, const R: usize>(args: &mut Softmax<'_>, row: usize) {
     let scores = &mut args.scores[row * TILE..][..R * TILE];
@@ -409,11 +409,11 @@ unsafe fn softmax_rows<S: Simd, const R: usize>(args: &mut Softmax<'_>, row: usi
     let scores = scores.as_mut_ptr();
     let (max, sum) = (&mut args.max[row..][..R], &mut args.sum[row..][..R]);
     let decay = &mut args.decay[row..][..R];
-    // Of as many rows as are reduced at once, whatever `R`.
+    // For as many rows as are reduced at once, whatever `R`.
     let (mut top, mut total) = ([0.0; QUAD], [0.0; QUAD]);
     // SAFETY: the caller has the instruction set, and a row of scores is TILE long.
     unsafe {
-        // Several chains a row, so that no maximum and no sum waits for the one before.
+        // Several chains a row, so that no maximum or sum waits for the one before.
         let mut tops = [S::splat(f32::NEG_INFINITY); QUAD];
         for (r, top) in tops[..R].iter_mut().enumerate() {
             let mut chains = [*top; 4];
@@ -428,7 +428,7 @@ unsafe fn softmax_rows<S: Simd, const R: usize>(args: &mut Softmax<'_>, row: usi
         for r in 0..R {
             top[r] += bias[r];
         }
-        // Of all at once: a branch each takes four times as many instructions.
+        // One test for all: a branch for each takes four times as many instructions.
         if (0..R).fold(false, |far, r| far | (top[r].abs() >= FAR) | (bias[r].abs() >= FAR)) {
             add_biases(&top, &mut bias, std::slice::from_raw_parts_mut(scores, R * TILE));
         }
@@ -455,7 +455,7 @@ unsafe fn softmax_rows<S: Simd, const R: usize>(args: &mut Softmax<'_>, row: usi
     }
 }
 
-/// Adds to scores what is to be added to them, where either is far from 0.
+/// Adds biases to scores, where either is far from 0.
 #[cold]
 #[inline(never)]
 fn add_biases(top: &[f32; QUAD], bias: &mut [f32], scores: &mut [f32]) {
@@ -484,7 +484,7 @@ fn rise(top: &[f32; QUAD], max: &mut [f32], decay: &mut [f32]) {
 pub(crate) struct Accumulate<'a> {
     /// `[count][TILE]`, none of them negative. Kernels may overwrite them.
     pub(crate) weights: *mut f32,
-    /// What every row is multiplied with first, if it is.
+    /// If given, what each row of values is multiplied by first.
     pub(crate) decay: Option<*const f32>,
     /// `[count]` rows of f32.
     pub(crate) values: *mut f32,
@@ -494,7 +494,7 @@ pub(crate) struct Accumulate<'a> {
     pub(crate) count: usize,
     /// Elements of V.
     pub(crate) dim: usize,
-    /// Of the row that V is, or is the first part of.
+    /// The size of the row that V is, or is the first part of.
     pub(crate) size: RowSize,
     pub(crate) chunk: &'a Chunk<'a>,
     pub(crate) low: usize,
@@ -512,7 +512,7 @@ pub(crate) unsafe fn accumulate<S: Simd, F: Stored>(args: &Accumulate<'_>) {
     let mut low = args.low;
     let mut ahead = args.chunk.lines_ahead(low, args.size);
     while low < args.high {
-        // As where it is scored.
+        // As in `score_rows`.
         if low == TILE / 2 {
             ahead = args.chunk.lines_ahead(low, args.size);
         }
@@ -676,9 +676,9 @@ pub(crate) unsafe fn fold<S: Simd>(args: &mut Fold<'_>) {
 /// Where [`exp2`] ends, as a power of two.
 const LEAST: f32 = -64.0;
 
-/// `2^v - 2^LEAST` for `v <= 127`, and 0 from `LEAST` down; NaN for NaN. Beside a weight of 1, which every sum has, `2^30`
-/// weights of that size are `2^-34`; and subnormal ones would take arithmetic tens of times as long. The polynomial is within 2^-25
-/// of `2^f` on [-1/2, 1/2] and exact at 0.
+/// `2^v - 2^LEAST` for `v <= 127`, and 0 from `LEAST` down; NaN for NaN. Compared with a weight of 1, which every sum has,
+/// `2^30` weights of that size are `2^-34`; and arithmetic with subnormal ones would take tens of times as long. The
+/// polynomial is within 2^-25 of `2^f` on [-1/2, 1/2] and exact at 0.
 #[inline(always)]
 unsafe fn exp2<S: Simd>(v: S::V) -> S::V {
     const COEFFICIENTS: [f32; 7] =
@@ -740,7 +740,7 @@ mod tests {
     use crate::simd::scalar::Scalar;
     use crate::tests::samples::Random;
 
-    /// What tiles of scores come to: the weights and the factors of each, what they are relative to in the end, and their sums.
+    /// The results for tiles of scores: weights and factors of each; at the end, what weights are relative to and their sums.
     struct Weighed {
         weights: Vec<Vec<f32>>,
         decays: Vec<Vec<f32>>,

@@ -34,8 +34,8 @@ impl Arenas {
         Self { base: [device, host, std::ptr::null_mut()], disk_stride: 0 }
     }
 
-    /// With a disk tier of which a part is in memory: of its blocks the same `stride` bytes each, one after the other. `base` is
-    /// where block 0 would begin if all of it were there.
+    /// With a disk tier that is partly in memory: the same `stride` bytes of each of its blocks, one block after the other.
+    /// `base` is where block 0 would begin if all of it were there.
     pub fn with_disk(mut self, base: *mut u8, stride: usize) -> Self {
         (self.base[Tier::Disk.index()], self.disk_stride) = (base, stride);
         self
@@ -69,7 +69,7 @@ pub struct Layer {
     pub page_size: u32,
     /// Query heads, a multiple of the K/V heads.
     pub num_q_heads: u32,
-    /// What dot products are multiplied with.
+    /// What dot products are multiplied by.
     pub scale: f32,
     /// Scores become `softcap * tanh(score / softcap)`; above 0.
     pub softcap: Option<f32>,
@@ -77,9 +77,9 @@ pub struct Layer {
     pub window: Option<u32>,
     /// How queries were rotated, for spans that have moved.
     pub rope: Option<Rope>,
-    /// What happens to rows before they are stored. Not with V in K.
+    /// What happens to rows before they are stored. Not if V is part of K.
     pub transform: Transform,
-    /// How keys come from values, where those alone are stored: in the place of K, with V in K.
+    /// How keys are derived from values, if only these are stored: in place of K, with V as part of K.
     pub derived: Option<DerivedKeys>,
 }
 
@@ -159,7 +159,7 @@ impl Layer {
     }
 }
 
-/// A layer that the kernels do not do.
+/// A layer that the kernels do not support.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LayerError {
     /// A head dimension.
@@ -174,7 +174,7 @@ pub enum LayerError {
         /// How rows are stored.
         format: RowFormat,
     },
-    /// More elements of V than the K row has that they are part of.
+    /// More elements of V than the K row has that V is part of.
     #[error("v_head_dim is {v_head_dim}; V is part of a K row of {head_dim}")]
     PartOfK {
         /// Elements of V.
@@ -203,13 +203,13 @@ pub enum LayerError {
         /// Elements of a K row.
         head_dim: u32,
     },
-    /// Keys that do not come from the values that are stored.
+    /// Derived keys that do not match the stored values.
     #[error(
         "keys come from values of {weights} elements; head_dim {head_dim} and v_head_dim {v_head_dim} have to be as many, \
          stored once"
     )]
     Derived {
-        /// Weights that values are multiplied with.
+        /// Weights that values are multiplied by.
         weights: usize,
         /// Elements of a K row.
         head_dim: u32,

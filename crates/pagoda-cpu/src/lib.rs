@@ -1,8 +1,8 @@
 //! Row formats and SIMD attention over the pages of a Pagoda cache.
 //!
-//! A [`Backend`] is a pool of threads with the kernels for one instruction set. [`Backend::append`] writes new K and V
-//! rows into their slots; [`Backend::attend`] computes exact attention over the pages where they lie. Nothing is
-//! allocated per call once the scratch memory has grown, and of no head are more than 64 rows decoded at a time.
+//! A [`Backend`] is a pool of threads with the kernels for one instruction set. [`Backend::append`] writes new K and V rows
+//! into their slots; [`Backend::attend`] computes exact attention over the pages where they lie. Nothing is allocated per
+//! call once the scratch memory has grown, and at most 64 rows of a head are decoded at a time.
 
 mod append;
 mod attend;

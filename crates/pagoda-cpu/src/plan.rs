@@ -1,8 +1,8 @@
 //! Cutting a batch into work items.
 //!
-//! A group is a block of queries of one sequence with a range of K/V heads; an item is a group with a run of tiles.
-//! A group of several items gets a partial result from each, merged in page order by whoever finishes last.
-//! In deterministic mode partial results belong to fixed runs of stored rows, whoever computes them.
+//! A group is a block of queries of one sequence with a range of K/V heads; an item is a group with a run of tiles. A group
+//! of several items gets a partial result from each; the thread that finishes last merges them in page order. In
+//! deterministic mode partial results belong to fixed runs of stored rows, no matter which thread computes them.
 
 use std::ops::Range;
 use std::sync::atomic::AtomicU32;
@@ -13,40 +13,40 @@ use crate::common::Shared;
 use crate::kernel::ALIGN;
 use crate::layer::{Layer, PagedKv, SequenceTable};
 
-/// Query rows of a group: those of one K/V head, which go through a tile together, or of several heads that have few.
+/// Query rows of a group: those of one K/V head, which are computed together for a tile, or of several heads if each has few.
 const ROWS: usize = 128;
 /// Fewer tiles than this are not worth a merge.
 const ITEM_TILES: usize = 8;
-/// Items per thread, so that a slow thread does not hold up the others.
+/// Items per thread, so that a slow thread does not delay the others.
 const ITEMS_PER_THREAD: usize = 4;
 /// Work for which it pays to wake a thread, in tiles of [`UNIT_ROWS`] rows of one head.
 const WAKE_COST: usize = 16;
-/// Query rows that cost as much as one: below this, reading the tile is what takes time.
+/// Query rows that cost as much as one: below this, reading the tile takes most of the time.
 const UNIT_ROWS: usize = 4;
 
-/// What a pass goes over.
+/// What a pass attends to.
 #[derive(Clone, Copy)]
 pub(crate) enum Scope<'a> {
     /// All that queries see.
     All,
-    /// Of that, what is before these tokens of each sequence.
+    /// Of that, the tokens of each sequence before these.
     Before(&'a [usize]),
-    /// Of that, what is from these tokens of each sequence on.
+    /// Of that, the tokens of each sequence from these on.
     From(&'a [usize]),
-    /// Pages in common, of the nodes of a level.
+    /// Common pages, of the nodes of a level.
     Common(&'a Shared, usize),
 }
 
-/// Queries of a sequence, or of those that have pages in common, with a range of K/V heads.
+/// Queries of a sequence, or of those that share common pages, with a range of K/V heads.
 pub(crate) struct Group {
     /// The sequence, or one of them.
     pub(crate) sequence: usize,
     /// The axis index of the first query.
     pub(crate) position: usize,
-    /// The row of the first query in the batch; of queries that go over pages in common, in the list of these.
+    /// The row of the first query in the batch; for common pages, in the list of their queries.
     pub(crate) token: usize,
     pub(crate) queries: usize,
-    /// Whether these queries have gone over pages in common before.
+    /// Whether these queries have a result over common pages from an earlier pass.
     pub(crate) continues: bool,
     pub(crate) heads: Range<usize>,
     /// The part of the token axis that some query sees.
@@ -90,7 +90,7 @@ struct Block {
     token: usize,
     queries: usize,
     continues: bool,
-    /// Whether there are no others of the same.
+    /// Whether it has all queries of its sequence or node.
     alone: bool,
     visible: Range<usize>,
     tiles: usize,
@@ -112,7 +112,7 @@ fn blocks<'a>(
     let common = nodes.iter().filter(move |node| node.level == level).flat_map(move |node| {
         node.queries.clone().step_by(size).map(move |token| Block {
             sequence: node.sequence,
-            // Behind all that they see.
+            // After everything that they see.
             position: node.tokens.end,
             token,
             queries: size.min(node.queries.end - token),
@@ -147,7 +147,7 @@ fn blocks<'a>(
 }
 
 impl Plan {
-    /// Plans a pass over a batch for `threads` threads; if `part` is given, only these runs of it, which every group has an item of.
+    /// Plans a pass over a batch for `threads` threads; with `part` only these runs, each an item of every group.
     pub(crate) fn make(
         &mut self,
         kv: &PagedKv<'_>,
@@ -184,7 +184,7 @@ impl Plan {
         let layer = kv.layer;
         let kv_heads = layer.geometry.num_kv_heads as usize;
         let rows = block.queries * layer.group();
-        // All heads of a page are read together where reading is what takes time: they are one stream.
+        // If reading takes most of the time, all heads of a page are read together: they are one stream.
         let most = if block.alone { (ROWS / rows).clamp(1, kv_heads) } else { 1 };
         let cuts = wanted.div_ceil(kv_heads.div_ceil(most));
         let parts = match (cuts, deterministic) {
@@ -193,7 +193,7 @@ impl Plan {
             (_, true) => runs(kv.sequences, block, None).count().max(1),
             (_, false) => cuts.min(block.tiles / ITEM_TILES).max(1),
         };
-        // The groups of all parts of a batch are the same.
+        // All parts of a batch have the same groups.
         let heads =
             if part.is_some() { most } else { (kv_heads / wanted.div_ceil(parts).max(1)).clamp(1, most) };
         for first in (0..kv_heads).step_by(heads) {
@@ -234,7 +234,7 @@ impl Plan {
     }
 }
 
-/// The fixed runs of a block, or those of them that are in `part`, as tiles counted over all its pieces.
+/// The fixed runs of a block, or those of them in `part`, as tiles counted over all its pieces.
 fn runs<'a>(
     sequences: &'a [SequenceTable<'_>],
     block: &Block,

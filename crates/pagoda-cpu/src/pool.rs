@@ -33,7 +33,7 @@ struct Call {
     running: *const Running,
 }
 
-/// The workers that are still at it.
+/// The workers that have not finished.
 struct Running {
     count: AtomicUsize,
     caller: Thread,
@@ -54,7 +54,8 @@ pub(crate) struct Pool {
 }
 
 impl Pool {
-    /// Starts `threads - 1` threads. Where the system refuses one, says how many it would have had, the caller included, and why.
+    /// Starts `threads - 1` threads. If the system refuses one, returns how many there would be, the caller included, and
+    /// why.
     pub(crate) fn new(threads: usize) -> Result<Self, (usize, io::Error)> {
         Self::start(threads, |index, mailbox| {
             let name = format!("pagoda-cpu-{index}");
@@ -69,14 +70,14 @@ impl Pool {
         let mut pool = Self { workers: Vec::new(), turn: Mutex::new(()) };
         for index in 1..threads {
             let mailbox = Arc::new(Mailbox { state: AtomicU32::new(IDLE), call: UnsafeCell::new(None) });
-            // Dropping the pool ends the threads that it has.
+            // Dropping the pool ends the threads that were started.
             let handle = spawn(index, mailbox.clone()).map_err(|error| (index, error))?;
             pool.workers.push((mailbox, handle));
         }
         Ok(pool)
     }
 
-    /// The most workers that a call may have, the caller included.
+    /// The most workers that a call may have, including the caller.
     pub(crate) fn threads(&self) -> usize {
         self.workers.len() + 1
     }
@@ -125,7 +126,7 @@ impl Drop for Pool {
     }
 }
 
-/// Returns once `done`: looks for a while, then parks. Whoever makes it true unparks this thread afterwards.
+/// Returns once `done`: looks for a while, then parks. Whoever makes it true must unpark this thread afterwards.
 fn wait(done: impl Fn() -> bool) {
     for _ in 0..SPINS {
         if done() {

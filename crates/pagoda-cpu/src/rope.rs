@@ -1,6 +1,6 @@
 //! Rotating queries back, so that spans that have moved can keep their keys as they are.
 
-/// Rotary position embedding, as far as attention has to know it.
+/// Rotary position embedding, as far as attention needs to know it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
     /// Radians per position of every pair; the first `2 * len` elements of a row are rotated.

@@ -34,7 +34,7 @@ pub struct Rows {
     pub head_stride: isize,
 }
 
-/// [`Rows`] to write to, at an address that a `*mut` had. No two rows may overlap.
+/// [`Rows`] to write to, at an address that came from a `*mut`. No two rows may overlap.
 #[derive(Clone, Copy, Debug)]
 pub struct RowsMut(pub Rows);
 

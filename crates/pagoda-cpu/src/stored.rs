@@ -18,10 +18,10 @@ pub(crate) struct Row {
 pub(crate) trait Stored {
     /// Bits of an element, about.
     const BITS: usize;
-    /// Query rows of a head from which on a tile is decoded for them: the sooner, the more it takes to make floats of a row.
+    /// From this many query rows of a head on a tile is decoded for them: the more work a row takes to convert, the fewer.
     const MANY: usize = 8;
-    /// Whether what is loaded is yet to be multiplied with [`row_scale`](Self::row_scale): once for a score or a weight, not for
-    /// every element.
+    /// Whether loaded numbers have yet to be multiplied by [`row_scale`](Self::row_scale): once for a score or a weight, not
+    /// for every element.
     const ROW_SCALE: bool = false;
     unsafe fn row_scale(_: Row) -> f32 {
         unreachable!("rows of this format have no scale of their own")

@@ -1,9 +1,9 @@
 //! What happens to rows before they are quantised, so that few large elements do not cost the others their precision.
 //!
-//! K is centred: a constant vector is taken off every K row of a head. Scores of a query then miss the product of the query
-//! with that vector, which is the same for all rows, and is added back. K and V are rotated: by random signs and a Hadamard
-//! matrix, over blocks of the largest power of two that divides the row. Queries are rotated likewise, which leaves their
-//! products with K as they were, and results are rotated back.
+//! K is centred: a constant vector is subtracted from every K row of a head. Scores of a query then lack the product of the
+//! query with that vector, which is the same for all rows and is added back. K and V are rotated: by random signs and a
+//! Hadamard matrix, over blocks of the largest power of two that divides the row. Queries are rotated likewise, which leaves
+//! their products with K unchanged, and results are rotated back.
 
 use crate::kernel::ALIGN;
 use crate::layer::HEAD_DIM_MAX;
@@ -12,7 +12,7 @@ use crate::simd::Simd;
 /// The transforms of one layer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Transform {
-    /// `[num_kv_heads][head_dim]`, taken off K; empty for nothing.
+    /// `[num_kv_heads][head_dim]`, subtracted from K; empty for none.
     pub center: Vec<f32>,
     /// Whether K rows and queries are rotated.
     pub rotate_k: bool,
@@ -21,7 +21,7 @@ pub struct Transform {
 }
 
 impl Transform {
-    /// What is taken off the K rows of a head, if anything is.
+    /// What is subtracted from the K rows of a head, if anything.
     pub(crate) fn center(&self, head: usize, dim: usize) -> Option<&[f32]> {
         (!self.center.is_empty()).then(|| &self.center[head * dim..][..dim])
     }
@@ -43,12 +43,13 @@ static SIGNS: [f32; HEAD_DIM_MAX as usize] = {
     signs
 };
 
-/// Elements of a row are brought within this before it is rotated, which adds up to 2^10 of them: infinities of both signs would make
-/// NaN. Models store nothing near it, and q8_0 has scales up to it. Sums over rows are finite then by far. It is no larger because of
-/// kernels on a GPU: a score from 2^31 on is rounded by so much that 2 to the power of that, by which its weight is off, is infinite.
+/// Elements of a row are limited to this before rotation, which adds up to 2^10 of them: infinities of both signs would make
+/// NaN. Models store nothing near it, q8_0 has scales up to it, and sums over rows are finite by far. It is no larger because
+/// of GPU kernels: a score from 2^31 on has such a rounding error that 2 to that power, by which its weight is off, is
+/// infinite.
 const STORED_MAX: f32 = (1 << 23) as f32;
 
-/// By the bit that is looked at: 1 for lanes whose number does not have it, -1 for those whose number does.
+/// For each bit of lane numbers: 1 for lanes without it, -1 for lanes with it.
 static SIDES: [[f32; ALIGN]; 4] = {
     let mut sides = [[1.0; ALIGN]; 4];
     let mut i = 0;
@@ -61,7 +62,7 @@ static SIDES: [[f32; ALIGN]; 4] = {
     sides
 };
 
-/// Multiplies the elements with their signs.
+/// Multiplies the elements by their signs.
 #[inline(always)]
 fn flip(row: &mut [f32]) {
     row.iter_mut().zip(&SIGNS).for_each(|(x, sign)| *x *= sign);
@@ -135,7 +136,7 @@ pub(crate) fn scale(row: &mut [f32], factor: f32) {
     row.iter_mut().for_each(|x| *x *= factor);
 }
 
-/// The scalar product of rows, as eight sums of which none waits for another.
+/// The dot product of rows, as eight sums none of which waits for another.
 #[inline(always)]
 pub(crate) fn product(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [0.0; 8];
@@ -158,8 +159,8 @@ pub(crate) unsafe fn rotate<S: Simd>(row: &mut [f32]) {
     unsafe { hadamard::<S>(row) };
 }
 
-/// Rotates a row that is to be stored, of which larger elements, infinities included, count as [`STORED_MAX`]. False if there are
-/// such, or NaN, which the row becomes.
+/// Rotates a row that is to be stored. Larger elements, infinities included, count as [`STORED_MAX`]. False if there are any,
+/// or a NaN, which turns the row into NaN.
 ///
 /// # Safety
 /// As of [`rotate`].

@@ -28,7 +28,7 @@ pub(crate) fn array<'a, 'py>(
     given.cast().or_else(|_| Err(invalid(given.py(), name, given.get_type().name()?, "an array of NumPy")))
 }
 
-/// A new array of the type of `like`, that holds anything.
+/// A new array of the type of `like`, its contents undefined.
 pub(crate) fn empty<'py>(
     shape: [usize; 3],
     like: &Bound<'py, PyUntypedArray>,
@@ -38,7 +38,7 @@ pub(crate) fn empty<'py>(
     Ok(empty.call1((shape, like.dtype()))?.cast_into()?)
 }
 
-/// A new array of zeros. If there is no memory for it that is NumPy's error, where `PyArray::zeros` panics.
+/// A new array of zeros. Where there is no memory for it NumPy raises its error; `PyArray::zeros` would panic.
 pub(crate) fn zeros<T: numpy::Element, const N: usize>(
     py: Python<'_>,
     shape: [usize; N],
@@ -51,7 +51,7 @@ where
     Ok(zeros.call1((shape, T::get_dtype(py)))?.cast_into()?)
 }
 
-/// A number for each new token of a step, as a new array: there may be so many that memory for a `Vec`, which aborts, is refused.
+/// A number for each new token of a step, as a new array. A `Vec` would abort if there is no memory for that many tokens.
 pub(crate) fn by_token(
     py: Python<'_>,
     tokens: usize,
@@ -177,7 +177,7 @@ pub(crate) fn floats(name: &str, array: &Bound<'_, PyUntypedArray>, length: usiz
         return Err(invalid(py, name, format_args!("shape {:?}", array.shape()), format_args!("[{length}]")));
     }
     let (data, stride) = (data_of(array), array.strides()[0]);
-    // Any address and any stride, which for a field of records is no multiple of a float.
+    // A field of records may have any address, and a stride that is no multiple of a float.
     let float = |at: usize| data.wrapping_offset(at as isize * stride).cast::<f32>();
     // SAFETY: the array is alive and has so many floats.
     Ok((0..length).map(|at| unsafe { float(at).read_unaligned() }).collect())
@@ -204,7 +204,7 @@ impl Address {
     }
 }
 
-/// The memory of a contiguous float32 array of this shape, which the caller keeps borrowed as long as anybody writes there.
+/// The memory of a contiguous float32 array of this shape, which the caller keeps borrowed as long as anything writes to it.
 pub(crate) fn address_of<D: Dimension, const N: usize>(
     name: &str,
     array: &mut PyReadwriteArray<'_, f32, D>,

@@ -1,5 +1,5 @@
-//! `pagoda._core.Cache`: the bookkeeping, the memory and the kernels of the CPU behind one lock, and the life of it and of its
-//! sequences. Its other calls lie with what they are about.
+//! `pagoda._core.Cache`: bookkeeping, memory and CPU kernels behind one lock, and the life of the cache and of its sequences.
+//! Its other calls are in the files of their topics.
 
 use crate::device::{Device, DeviceArguments};
 use crate::disk::{self, Disk, DiskArguments, Opened};
@@ -32,12 +32,12 @@ pub(crate) const MEMORY_TIERS: [Tier; 2] = [Tier::Device, Tier::Host];
 /// Bookkeeping, memory and CPU kernels of one cache. Its methods may be called from any thread; they take turns.
 #[pyclass(frozen, module = "pagoda._core")]
 pub(crate) struct Cache {
-    /// None once it is closed.
+    /// None once the cache is closed.
     pub(crate) inner: Mutex<Option<ManuallyDrop<Inner>>>,
-    /// The turns of calls that ask it several times.
+    /// The lock of calls that take several turns (`in_turn`).
     pub(crate) turns: Mutex<()>,
     pub(crate) abandoned: Abandoned,
-    /// The process that made it: threads and memory do not survive a fork.
+    /// The process that made the cache: threads and memory do not survive a fork.
     pub(crate) process: u64,
 }
 
@@ -63,12 +63,12 @@ pub(crate) struct Inner {
 pub(crate) enum Engine {
     /// This module.
     Cpu(Cpu),
-    /// Whoever drives a device: it is told what to copy and what changed, and tells when a copy or a step has ended.
+    /// The engine of a device: it is told what to copy and what changed, and reports when a copy or a step has ended.
     Device(Device),
 }
 
 impl Cache {
-    /// Releases sequences whose handles are gone, unless a step is open that may have them.
+    /// Releases sequences whose handles are gone, unless a step is open, which may use them.
     pub(crate) fn release_abandoned(&self, py: Python<'_>, inner: &mut Inner) -> PyResult<()> {
         if inner.core.step_is_open() {
             return Ok(());
@@ -105,15 +105,15 @@ impl Inner {
         self.disk.as_ref().map(|disk| &disk.store)
     }
 
-    /// Gives everything back when nothing is under way any more. Where something is of the disk a thread does, and goes on alone
-    /// when the drive does nothing for too long: what is read into must stay until then, and others must not open the directory.
+    /// Gives everything back once nothing is under way. With a busy disk tier a thread does so, and goes on alone when the
+    /// drive does nothing for too long: until then it keeps memory that is being read into, and the lock of the directory.
     fn end(self, heeds_signals: bool) -> Result<(), Stop> {
         let limit = self.disk_timeout();
         let is_idle = self.mover.waiter().is_idle()
             && self.sessions.answered()
             && self.disk.as_ref().is_none_or(|disk| disk.is_idle() && disk.store.is_settled());
         let Some(store) = self.store().filter(|_| !is_idle).cloned() else { return Ok(()) };
-        // Where no thread can be had `self` is dropped here.
+        // If no thread can be started `self` is dropped here.
         Apart::begin(move || drop(self)).map_or(Ok(()), |end| end.finish(&store, limit, heeds_signals))
     }
 }
@@ -219,12 +219,12 @@ impl Cache {
         self.freeing(py, |core| core.release(SequenceId::of_number(sequence)))
     }
 
-    /// Takes tokens back from the end.
+    /// Removes tokens from the end.
     fn truncate(&self, py: Python<'_>, sequence: u64, length: u64) -> PyResult<()> {
         self.freeing(py, |core| core.truncate(SequenceId::of_number(sequence), length))
     }
 
-    /// Takes tokens out of the middle.
+    /// Removes tokens from the middle.
     fn drop(&self, py: Python<'_>, sequence: u64, start: u64, stop: u64) -> PyResult<()> {
         self.freeing(py, |core| core.drop_tokens(SequenceId::of_number(sequence), start..stop))
     }
@@ -239,7 +239,7 @@ impl Cache {
         self.with(py, |inner| inner.core.rewind_limit(SequenceId::of_number(sequence)))
     }
 
-    /// Up to `most` sequences with pages to move, the one that rested longest first, but those of a batch.
+    /// Up to `most` sequences with pages to move, the one that rested longest first, except those of a batch.
     #[pyo3(signature = (source, target, group, most, batch, *, unshared=false))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     fn resting(
@@ -261,7 +261,7 @@ impl Cache {
         })
     }
 
-    /// Those of a batch with pages to move, with each layer group of such pages.
+    /// The sequences of a batch with pages to move, each paired with every layer group of such pages.
     fn movable(
         &self,
         py: Python<'_>,
@@ -285,7 +285,7 @@ impl Cache {
         Ok(inner.core.free_blocks(tier).collect())
     }
 
-    /// Frees blocks of a tier that can be spared, of pages that sequence `but_of` does not hold; returns how many.
+    /// Frees blocks of a tier that can be spared, except for pages that sequence `but_of` holds; returns how many.
     #[pyo3(signature = (tier, group, pages_max, *, but_of=None))]
     fn drop_copies(
         &self,
@@ -300,7 +300,7 @@ impl Cache {
         self.freeing(py, |core| core.drop_copies(tier, group, pages_max, but_of))
     }
 
-    /// Waits for reads ahead of need that blocks of any tier may drain for.
+    /// Waits for reads ahead if blocks of any tier may be draining because of them.
     fn finish_draining(&self, py: Python<'_>) -> PyResult<()> {
         let mut inner = self.lock(py)?;
         if inner.core.is_draining() { inner.finish_reads(py) } else { Ok(()) }
@@ -352,8 +352,8 @@ impl Cache {
         self.with(py, |inner| inner.core.audit())
     }
 
-    /// Ends the cache: waits for copies under way, then gives everything back. Closing twice is no error. When the drive does
-    /// nothing for `disk_timeout` the cache is closed all the same, and everything goes back when it has answered.
+    /// Closes the cache: waits for copies under way, then gives everything back. Closing twice is no error. If the drive does
+    /// nothing for `disk_timeout` the cache is closed all the same, and everything is given back once the drive has answered.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         if self.process != fork::process() {
             return Ok(());
@@ -366,7 +366,7 @@ impl Cache {
         ended.map_err(|stop| stop.and(then).raise(py))
     }
 
-    /// The instruction set of the CPU kernels; None where a device has the kernels.
+    /// The instruction set of the CPU kernels; None if the kernels are on a device.
     #[getter]
     fn isa(&self, py: Python<'_>) -> PyResult<Option<String>> {
         self.with(py, |inner| {
@@ -384,7 +384,7 @@ impl Drop for Cache {
         if self.process == fork::process()
             && let Some(inner) = self.inner.get_mut().unwrap_or_else(PoisonError::into_inner).take()
         {
-            // Others go on meanwhile; there is nobody to tell.
+            // Other threads run meanwhile. There is no caller to report an error to.
             let _ = Python::attach(|py| py.detach(|| ManuallyDrop::into_inner(inner).end(false)));
         }
     }

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 
 type Bytes<'py> = Bound<'py, PyArray2<u8>>;
 
-/// The format, if rows may have `dim` elements in it.
+/// The format, if its rows may have `dim` elements.
 fn format(py: Python<'_>, name: &str, dim: usize) -> PyResult<RowFormat> {
     let format = format_named(py, "name", name)?;
     let unit = format.unit();
@@ -20,7 +20,7 @@ fn format(py: Python<'_>, name: &str, dim: usize) -> PyResult<RowFormat> {
     Ok(format)
 }
 
-/// Rows and scales of numbers `[rows, dim]`.
+/// Encodes numbers `[rows, dim]` as rows and scales.
 #[pyfunction]
 pub(crate) fn encode_rows<'py>(
     py: Python<'py>,
@@ -44,7 +44,7 @@ pub(crate) fn encode_rows<'py>(
     Ok((rows, scales))
 }
 
-/// The numbers `[rows, dim]` that rows and scales stand for.
+/// Decodes rows and scales to numbers `[rows, dim]`.
 #[pyfunction]
 pub(crate) fn decode_rows<'py>(
     py: Python<'py>,

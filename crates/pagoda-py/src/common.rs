@@ -1,21 +1,21 @@
-//! Which sequences of a step hold pages in common, known as long as their tables only grow.
+//! Which sequences of a step hold pages in common. The answer stays valid as long as their tables only grow.
 
 use crate::step::StepState;
 use pagoda_core::Cache;
 use pagoda_core::common::{Candidate, Common, Commons};
 use pagoda_core::ids::{GroupId, SequenceId};
 
-/// What was found last in one layer group.
+/// The last result for one layer group.
 #[derive(Default)]
 pub(crate) struct Found {
-    /// For which sequences, with the versions of their tables; None where one takes no part.
+    /// The sequences that it was found for, with the versions of their tables; None for a sequence that takes no part.
     found_for: Vec<Option<(SequenceId, u32)>>,
     pub(crate) commons: Commons,
 }
 
 impl Found {
-    /// Looks among those sequences of the open step with as many new tokens as `takes` says: anew where a table has changed in
-    /// another way than by growing.
+    /// Looks among the sequences of the open step whose number of new tokens `takes` accepts. Keeps the last result if tables
+    /// have only grown since.
     pub(crate) fn update(
         &mut self,
         core: &Cache,
@@ -45,7 +45,7 @@ impl Found {
         found_for.extend(now);
         let mut candidates = Vec::with_capacity(found_for.len());
         for (index, (_, new_tokens)) in core.step_batch().enumerate() {
-            // Of several spans the first may have moved.
+            // If there are several spans, the first may have moved.
             if let (Some(_), [span]) = (found_for[index], step.spans(core, index, group))
                 && (span.first_page, span.skip) == (0, 0)
             {

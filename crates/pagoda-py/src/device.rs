@@ -1,5 +1,5 @@
-//! A cache whose memory and kernels are on a device: the calls of the engine that drives it (python/pagoda/device), step by step.
-//! The engine is told what to copy and what to zero, and reports when copies and kernels have ended.
+//! A cache whose memory and kernels are on a device: the calls of its engine (python/pagoda/device), step by step. The engine
+//! is told what to copy and what to zero, and reports when copies and kernels have ended.
 
 use crate::cache::{Cache, Engine, Inner, MEMORY_TIERS};
 use crate::errors::{invalid, unavailable};
@@ -25,37 +25,37 @@ use std::sync::Arc;
 pub(crate) struct DeviceArguments {
     /// Addresses of the device tier and of the host tier.
     pub(crate) bases: [u64; 2],
-    /// What pages pass through on their way between the device and disk: the address, all bytes, and bytes of the part that calls
-    /// which wait have for themselves, the first.
+    /// Memory that pages pass through between the device and disk: its address, its bytes, and the bytes of its first part,
+    /// which is reserved for calls that wait.
     pub(crate) stage: (u64, u64, u64),
-    /// What they pass through on their way to attention: the address, all bytes, and bytes of a slot.
+    /// The ring that pages on disk pass through on their way to attention: its address, its bytes, and the bytes of a slot.
     pub(crate) ring: (u64, u64, u64),
-    /// Who holds memory of the host that threads of this module write to.
+    /// Objects that own the host memory which threads of this module write to.
     pub(crate) owners: Vec<Py<PyAny>>,
 }
 
-/// Kernels that somebody else runs.
+/// What this module keeps for the engine that runs a device's kernels.
 pub(crate) struct Device {
-    /// What whoever runs them is told.
+    /// What the engine is told.
     pub(crate) upload: Upload,
-    /// The step that was closed last, until it asks.
+    /// The step that was closed last, until the engine asks for it.
     pub(crate) epoch: Option<Epoch>,
-    /// Plans whose copies it makes, until it has told how they ended.
+    /// Plans whose copies the engine makes, until it has reported how they ended.
     pub(crate) moving: Vec<Py<Ticket>>,
-    /// Slots of the ring that it copies from.
+    /// Slots of the ring that the engine copies from.
     pub(crate) lent: Vec<Filled>,
-    /// Whether blocks on disk have been zeroed since it last said that nothing is left of them where they passed through.
+    /// Whether blocks on disk have been zeroed since the engine last cleared the memory that their pages had passed through.
     zeroed_on_disk: bool,
     pub(crate) stage: u64,
-    /// Bytes of its first part.
+    /// Bytes of the stage's first part.
     pub(crate) stage_part: u64,
-    /// Keeps memory until nobody writes to it any more.
+    /// Keeps memory alive until nothing writes to it any more.
     _owners: Vec<Py<PyAny>>,
 }
 
 impl Device {
-    /// With the slabs that blocks are moved in: the device tier, which is out of reach, the host tier of so many bytes, and what
-    /// is in between, [`STAGE`].
+    /// Also returns the slabs between which blocks are moved: the device tier, which is out of reach here, the host tier of
+    /// `host_bytes`, and [`STAGE`].
     pub(crate) fn new(arguments: DeviceArguments, host_bytes: u64) -> (Self, Vec<Arc<Slab>>) {
         let DeviceArguments { bases, stage, owners, .. } = arguments;
         // SAFETY: the owners keep the memory, and `Inner` drops its mover before them.
@@ -75,7 +75,7 @@ impl Device {
     }
 }
 
-/// The slab behind those of the tiers.
+/// The slab after those of the tiers.
 pub(crate) const STAGE: usize = MEMORY_TIERS.len();
 
 pub(crate) fn no_device(py: Python<'_>) -> PyErr {
@@ -98,7 +98,7 @@ impl Cache {
 }
 
 impl Inner {
-    /// What is told to a device.
+    /// What the engine is told.
     fn upload(&mut self, py: Python<'_>) -> PyResult<&mut Upload> {
         match &mut self.engine {
             Engine::Device(device) => Ok(&mut device.upload),
@@ -109,7 +109,7 @@ impl Inner {
 
 #[pymethods]
 impl Cache {
-    /// Where the tables of steps lie on the device from now on; they hold nothing yet.
+    /// Sets where the tables of steps lie on the device from now on; nothing has been written there yet.
     fn place_tables(
         &self,
         py: Python<'_>,
@@ -121,7 +121,7 @@ impl Cache {
         Ok(())
     }
 
-    /// The room that the tables of the open step need: sequences, tokens, columns, spans, angles.
+    /// How much room the tables of the open step need: sequences, tokens, columns, spans, angles.
     fn table_room(&self, py: Python<'_>) -> PyResult<[usize; 5]> {
         let inner = self.lock(py)?;
         inner.require_open(py)?;
@@ -130,8 +130,8 @@ impl Cache {
         Ok([sequences, tokens, columns, spans, angles])
     }
 
-    /// Writes down what the open step changes on the device; returns how many words that is, and how many queries hold
-    /// pages in common with others.
+    /// Lists what the open step changes on the device; returns the number of words, and how many queries hold pages in common
+    /// with others.
     fn stage(&self, py: Python<'_>) -> PyResult<(usize, usize)> {
         let (staged, countable, new_tokens) = self.with_upload(py, |upload, core, step, layers| {
             let staged = upload.fill(core, step, layers);
@@ -144,7 +144,7 @@ impl Cache {
         Err(invalid(py, "new_tokens", new_tokens, limit))
     }
 
-    /// What of the host tier attention over a layer goes over in the step that was staged, by group, of those that have pages there.
+    /// The host pages that attention over a layer reads in the step that was staged, for each group that has some.
     fn host_pages(&self, py: Python<'_>) -> PyResult<BTreeMap<usize, HostPages>> {
         self.with_upload(py, |upload, core, _, _| upload.host_pages(core))
     }
@@ -157,7 +157,7 @@ impl Cache {
         })
     }
 
-    /// Plans how groups are streamed in the step that was staged; returns how many words there are now besides those of `stage`, a
+    /// Plans how groups are streamed in the step that was staged. Returns the number of words on top of those of `stage`, a
     /// number that stays the same as long as blocks hold the same, and the groups.
     fn stream<'py>(
         &self,
@@ -175,13 +175,13 @@ impl Cache {
         Ok(streamed)
     }
 
-    /// Copies what `stage` and `stream` wrote to `words`. streams: where the tables of what is streamed go.
+    /// Copies what `stage` and `stream` listed to `words`. streams: the address for the tables of streamed pages.
     fn staged(&self, py: Python<'_>, mut words: PyReadwriteArray1<'_, u32>, streams: u64) -> PyResult<()> {
         let words = words.as_slice_mut()?;
         self.with_upload(py, |upload, _, _, _| upload.take(streams, words))
     }
 
-    /// `[from, to, bytes]` of the copies that come before the open step's first append, but for those from disk, which are made.
+    /// `[from, to, bytes]` of the copies before the open step's first append, except those from disk, which are made already.
     fn step_transfers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u64>>> {
         let transfers = self.with(py, |inner| {
             let copies = inner.core.step_copies().iter().copied();
@@ -205,12 +205,12 @@ impl Cache {
         inner.require_unwritten(py, layer)
     }
 
-    /// Whether the open step's rows say what K is centred by, of layers where rows do.
+    /// Whether the open step's rows determine the centre of K, in layers where rows do.
     fn step_centers(&self, py: Python<'_>) -> PyResult<bool> {
         self.with(py, |inner| Ok(inner.step.centers))
     }
 
-    /// The layer's new rows are on their way.
+    /// Notes that the layer's new rows are on their way.
     fn appended(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
         self.lock(py)?.step.written[layer] = true;
         Ok(())
@@ -224,8 +224,8 @@ impl Cache {
         inner.require_written(py, layer)
     }
 
-    /// Takes the layer of pages on disk that comes at place `at` of what is to be read for the step: a slot, the address of the first
-    /// page and the bytes from one to the next. None if its read has not ended yet; with `wait` if all slots are taken.
+    /// Takes the layer of pages on disk at place `at` of what the step reads: a slot, the address of the first page, and the
+    /// bytes from one page to the next. None if its read has not ended yet; with `wait`, None if all slots are taken.
     fn take_read(&self, py: Python<'_>, at: usize, wait: bool) -> PyResult<Option<(usize, usize, u64)>> {
         let mut inner = self.lock(py)?;
         inner.require_open(py)?;
@@ -247,7 +247,7 @@ impl Cache {
         }))
     }
 
-    /// Gives a slot back, or all, whose pages have been copied.
+    /// Gives back a slot whose pages have been copied, or all slots.
     fn give_back(&self, py: Python<'_>, slot: Option<usize>) -> PyResult<()> {
         self.with(py, |inner| {
             if let (Engine::Device(device), Some(disk)) = (&mut inner.engine, &mut inner.disk) {
@@ -260,7 +260,7 @@ impl Cache {
         })
     }
 
-    /// The epoch of the step that ended last: `retire` it when its kernels have ended.
+    /// The epoch of the step that ended last; the engine calls `retire` with it once its kernels have ended.
     fn ended_epoch(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         self.with(py, |inner| {
             let Engine::Device(device) = &mut inner.engine else { return Ok(None) };
@@ -273,8 +273,8 @@ impl Cache {
         self.with(py, |inner| inner.retire(Epoch(epoch)))
     }
 
-    /// `[address, bytes]` of freed blocks that are to be zeroed, and whether there were some on disk, which are. They are asked for
-    /// again until `zeroed`.
+    /// `[address, bytes]` of freed blocks that the engine must zero, and whether blocks on disk have been zeroed, which this
+    /// call does itself. Blocks are listed again until `zeroed`.
     fn zero<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyArray1<u64>>, bool)> {
         let mut inner = self.lock(py)?;
         let Inner { core, arenas, block_bytes, disk, engine, .. } = &mut *inner;
@@ -287,14 +287,14 @@ impl Cache {
         Ok((PyArray1::from_vec(py, ranges), device.zeroed_on_disk))
     }
 
-    /// What `zero` has said is zeroed before anything else is done with it, and so is whatever pages on disk have come through.
+    /// What `zero` listed is zeroed before anything else uses it, and so is the memory that pages on disk passed through.
     fn zeroed(&self, py: Python<'_>, ranges: PyReadonlyArray1<'_, u64>) -> PyResult<()> {
         let told: HashSet<_> = ranges.as_slice()?.chunks_exact(2).collect();
         let mut inner = self.lock(py)?;
         let Inner { core, arenas, block_bytes, engine, .. } = &mut *inner;
         let Engine::Device(device) = engine else { return Err(no_device(py)) };
         device.zeroed_on_disk = false;
-        // Ranges that have grown by newly freed neighbours are zeroed once more.
+        // Ranges to which newly freed neighbours were added are zeroed once more.
         core.zero(|tier, group, blocks| {
             let Range { start, end } = bytes_of(block_bytes, group, &blocks);
             tier != Tier::Disk && told.contains(&[arenas.base[tier.index()] as u64 + start, end - start][..])

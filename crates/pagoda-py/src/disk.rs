@@ -18,25 +18,25 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-/// Where pages go, as a dict.
+/// Arguments of the disk tier, as a dict.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 pub(crate) struct DiskArguments {
     pub(crate) path: PathBuf,
     pub(crate) memory: u64,
     fingerprint: [u8; 16],
-    /// Whether files have names, and are opened again.
+    /// Whether files have names and may be opened again.
     resume: bool,
     writes_per_day: Option<u64>,
-    /// How long attention waits for one read, and others for a disk that does nothing.
+    /// How long attention waits for one read, and other calls for a disk that does nothing.
     pub(crate) timeout: Duration,
 }
 
-/// The disk tier, and what steps read of it.
+/// The disk tier, and what steps read from it.
 pub(crate) struct Disk {
     pub(crate) store: Arc<Store>,
     pub(crate) reads: Reads,
-    /// Zeroes blocks, and says which it has; nobody waits for it any more.
+    /// A thread that zeroes blocks and returns which ones; no call waits for it any more.
     late: Option<Apart<Zeroed>>,
 }
 
@@ -44,7 +44,7 @@ pub(crate) struct Disk {
 type Zeroed = HashSet<(GroupId, Range<u32>)>;
 
 impl Disk {
-    /// lent: memory to read into, and bytes of a slot of it; else there is as much as one run of pages needs.
+    /// lent: memory to read into, and bytes of a slot of it; without it there is a new ring with slots of one run of pages.
     pub(crate) fn new(
         py: Python<'_>,
         store: Arc<Store>,
@@ -61,15 +61,15 @@ impl Disk {
         Ok(Self { store, reads, late: None })
     }
 
-    /// Zeroes blocks that no page has any more; returns those that are. When the drive does nothing for too long a thread goes on,
-    /// and until it has ended nobody begins again.
+    /// Zeroes blocks that no page uses any more; returns those that are zeroed. If the drive does nothing for too long a
+    /// thread goes on alone, and nothing more is zeroed until it has ended.
     pub(crate) fn zero(&mut self, py: Python<'_>, blocks: Vec<(GroupId, Range<u32>)>) -> PyResult<Zeroed> {
         if !self.is_idle() {
             return Ok(Zeroed::new());
         }
         let store = self.store.clone();
         let zero = move |(group, blocks): &(GroupId, Range<u32>)| store.zero(*group, blocks.clone()).is_ok();
-        // Where no thread can be had, or the drive refuses, they wait for the next time.
+        // If no thread can be started, or the drive refuses, the blocks wait for the next call.
         let Ok(mut zeroing) = Apart::begin(|| blocks.into_iter().filter(zero).collect()) else {
             return Ok(Zeroed::new());
         };
@@ -84,12 +84,12 @@ impl Disk {
         }
     }
 
-    /// Whether nothing is zeroed that nobody waits for.
+    /// Whether no thread is zeroing whose call has given up.
     pub(crate) fn is_idle(&self) -> bool {
         self.late.as_ref().is_none_or(Apart::has_ended)
     }
 
-    /// How I/O is done and what it came to.
+    /// How I/O is done, and how much there was.
     pub(crate) fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let (report, traffic) = (access_report(py, self.store.access())?, self.store.traffic());
         report.set_item("bytes_written", traffic.bytes_written)?;
@@ -100,15 +100,15 @@ impl Disk {
     }
 }
 
-/// What is there once the files are open.
+/// The result of opening the files.
 pub(crate) struct Opened {
     pub(crate) core: pagoda_core::Cache,
     pub(crate) store: Arc<Store>,
     pub(crate) sessions: Sessions,
 }
 
-/// Opens the files, and tells what they keep to the core that `core` makes for the arena that they are. When the drive does not
-/// answer for too long, others must not open the directory until it has.
+/// Opens the files, and passes what they keep to the core that `core` makes for their arena. If the drive takes too long to
+/// answer, the directory stays locked until it has.
 pub(crate) fn open(
     py: Python<'_>,
     disk: DiskArguments,
@@ -137,7 +137,7 @@ pub(crate) fn open(
     opened.map_err(|error| errors::core(py, &error))
 }
 
-/// Has a thread ask the drive of a directory, which goes on alone when one of the answers takes longer than `limit`.
+/// Asks the drive of a directory in a thread, which goes on alone when an answer takes longer than `limit`.
 fn ask<T: Send + 'static>(
     py: Python<'_>,
     directory: &Path,
@@ -154,20 +154,20 @@ fn ask<T: Send + 'static>(
     outcome.map_err(|stop| stop.and(then).raise(py))?.map_err(|error| errors::disk(py, directory, &error))
 }
 
-/// Bytes of a ring for reads ahead of need with slots of so many.
+/// Bytes of a ring for reads ahead with slots of `slot_bytes`.
 #[pyfunction]
 pub(crate) fn ring_bytes(slot_bytes: u64) -> u64 {
     Ring::bytes_of(slot_bytes)
 }
 
-/// Bytes of pages for which a file of at most so many bytes has room. runs: bytes of each layer in a block, by layer group.
+/// Bytes of pages that fit a file of at most `disk_memory` bytes. runs: bytes of each layer in a block, by layer group.
 #[pyfunction]
 pub(crate) fn disk_room(py: Python<'_>, runs: Vec<Vec<u64>>, disk_memory: u64) -> PyResult<u64> {
     let geometry = Geometry::new(&runs, disk_memory);
     geometry.map(|geometry| geometry.arena().bytes).map_err(|error| errors::disk(py, Path::new(""), &error))
 }
 
-/// How page I/O can be done in a directory, as a write and a read there show, and how much space its file system has.
+/// How page I/O can be done in a directory, tested with a write and a read there, and how much space its file system has.
 #[pyfunction]
 pub(crate) fn disk_access(
     py: Python<'_>,
@@ -192,7 +192,7 @@ fn access_report<'py>(py: Python<'py>, access: &Access) -> PyResult<Bound<'py, P
     Ok(report)
 }
 
-/// The bytes that were read from a file of `size` bytes in a directory, over and over for `limit`, and the seconds that it took.
+/// Reads a file of `size` bytes in a directory repeatedly for `limit`; returns the bytes read and the seconds taken.
 #[pyfunction]
 pub(crate) fn time_disk_reads(
     py: Python<'_>,

@@ -8,7 +8,7 @@ use pyo3::types::{IntoPyDict, PyType};
 use std::fmt::Display;
 use std::path::Path;
 
-/// What an exception has beside its message.
+/// What an exception has in addition to its message.
 #[derive(IntoPyObjectRef)]
 enum Field {
     Number(u64),
@@ -38,12 +38,12 @@ pub(crate) fn invalid(
     exception(py, "InvalidArgument", format_args!("{argument} = {value}: {limit}"), &[])
 }
 
-/// An `InvalidArgument` with a message that names everything already.
+/// An `InvalidArgument` whose message names everything already.
 pub(crate) fn invalid_because(py: Python<'_>, reason: impl Display) -> PyErr {
     exception(py, "InvalidArgument", reason, &[])
 }
 
-/// A handle that is no longer good.
+/// A handle that is no longer valid.
 pub(crate) fn released(py: Python<'_>, what: impl Display) -> PyErr {
     exception(py, "UseAfterRelease", what, &[])
 }
@@ -75,7 +75,7 @@ pub(crate) fn core(py: Python<'_>, error: &pagoda_core::Error) -> PyErr {
     }
 }
 
-/// Why copies did not arrive that had to, of a page that some sequences hold.
+/// Why copies that had to arrive did not, for a page that some sequences hold.
 pub(crate) fn failure(py: Python<'_>, failure: &Failure, sequences: &[SequenceId]) -> PyErr {
     match failure {
         Failure::Corrupt(reason) => exception(py, "CorruptPage", reason, &holders(sequences)),

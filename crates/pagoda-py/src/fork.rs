@@ -11,7 +11,7 @@ pub(crate) fn process() -> u64 {
     FORKS.load(Ordering::Relaxed)
 }
 
-/// To be called in a child right after a fork.
+/// Must be called in a child right after a fork.
 #[pyfunction]
 pub(crate) fn after_fork_in_child() {
     FORKS.fetch_add(1, Ordering::Relaxed);

@@ -5,22 +5,22 @@ use pyo3::prelude::*;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Sequences that nobody holds any more; the cache's next step or load releases them. A finaliser may run in the middle of any call, so
-/// it leaves no more than a note.
+/// Sequences that nobody holds any more; the cache's next step or load releases them. A finaliser may run in the middle of
+/// any call, so it only leaves a note here.
 #[derive(Clone, Default)]
 pub(crate) struct Abandoned(Arc<Mutex<Vec<u64>>>);
 
 impl Abandoned {
-    /// All of them, once.
+    /// Takes all of them.
     pub(crate) fn take(&self) -> Vec<u64> {
         std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
-/// Holds a sequence: made in the call that makes that, so that no signal comes between the two.
+/// Holds a sequence. Made in the same call as the sequence, so that no signal comes between the two.
 #[pyclass(frozen, module = "pagoda._core")]
 pub(crate) struct Handle {
-    /// What calls of the cache take.
+    /// The number that calls of the cache take.
     #[pyo3(get)]
     id: u64,
     abandoned: Abandoned,
@@ -35,7 +35,7 @@ impl Handle {
 
 #[pymethods]
 impl Handle {
-    /// The sequence has been released.
+    /// Notes that the sequence has been released.
     fn released(&self) {
         self.released.store(true, Ordering::Relaxed);
     }

@@ -15,13 +15,13 @@ use pagoda_store::Slab;
 use pyo3::prelude::*;
 use std::sync::Arc;
 
-/// Results of attention, and their log-sum-exp if that is wanted.
+/// Results of attention, and their log-sum-exp if it is asked for.
 type Attended<'py> = (Bound<'py, PyUntypedArray>, Option<Bound<'py, PyArray2<f32>>>);
 
-/// New tokens of a sequence up to which it goes over pages together with others: the queries of more fill a block by themselves.
+/// The most new tokens with which a sequence shares passes over common pages: more queries fill a block by themselves.
 const FEW: u32 = 16;
 
-/// The memory of a cache on the CPU, and who computes in it.
+/// The memory of a cache on the CPU, and its backend.
 pub(crate) struct Cpu {
     pub(crate) slabs: Vec<Arc<Slab>>,
     pub(crate) backend: Backend,
@@ -50,7 +50,7 @@ impl Cpu {
         Ok(Self { slabs, backend, checked, stream: Stream::default(), commons: Vec::new() })
     }
 
-    /// Finds what sequences of the step that was opened have in common, where attention may go over it once.
+    /// Finds common pages of the step that was opened, for groups in which attention may read them once for all sequences.
     pub(crate) fn find_common(
         &mut self,
         core: &pagoda_core::Cache,
@@ -92,7 +92,7 @@ impl Cache {
         let geometry = placed.layer.geometry;
         let shape = |dim: u32| [inner.step.new_tokens(), geometry.num_kv_heads as usize, dim as usize];
         require_rows(py, &placed.layer, k.is_some(), v.is_some())?;
-        // Of a layer whose keys are derived, values take the place of K.
+        // In a layer whose keys are derived, values take the place of K.
         let (name, stored) = k.map(|k| ("k", k)).or(v.map(|v| ("v", v))).expect("one of them is given");
         let keys = rows(name, stored, shape(geometry.head_dim), are_bf16)?;
         let values = v.filter(|_| geometry.v_format.is_some());
@@ -125,7 +125,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Attention of the new tokens of one layer, into `out` or a new array; and the log-sum-exp, if it is wanted.
+    /// Attention of the new tokens of one layer, into `out` or a new array; and the log-sum-exp, if it is asked for.
     #[pyo3(signature = (number, layer, q, out=None, return_lse=false, dtype=None, sink_logits=None))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     fn attend<'py>(
@@ -164,7 +164,7 @@ impl Cache {
         let memory = std::mem::take(&mut step.sequences);
         let tables = sequence_tables(core, step, layers[layer].group, memory);
         let disk = disk.as_mut().filter(|_| stream.has(layer));
-        // Where pages are on disk each sequence goes over its own.
+        // If pages are on disk, each sequence is attended to by itself.
         let apart = disk.is_some() || layers[layer].layer.window.is_some();
         let shared = if apart { None } else { Some(&commons[layers[layer].group.index()].1) };
         let result = py.detach(|| {
@@ -222,7 +222,7 @@ fn sequence_tables<'a>(
     tables
 }
 
-/// What K of a layer is centred by from now on, for the layers that read it as well.
+/// Sets the centre of K from now on, for a layer and for those that read its rows.
 fn center_by(layers: &mut [PlacedLayer], layer: usize, center: &[f32]) {
     for (at, placed) in layers.iter_mut().enumerate() {
         if at == layer || placed.owner == Some(layer) {
@@ -246,7 +246,7 @@ pub(crate) fn integers_are_bf16(py: Python<'_>, dtype: Option<&Bound<'_, PyAny>>
     }
 }
 
-/// Whether K and V are given where a layer stores them, and only there.
+/// Refuses unless K and V are given exactly where a layer stores them.
 pub(crate) fn require_rows(py: Python<'_>, layer: &Layer, k: bool, v: bool) -> PyResult<()> {
     let geometry = &layer.geometry;
     let missing = |name, dim| {
@@ -264,7 +264,7 @@ pub(crate) fn require_rows(py: Python<'_>, layer: &Layer, k: bool, v: bool) -> P
     }
 }
 
-/// Whether sinks are given where a layer has them, and only there.
+/// Refuses unless sinks are given exactly where a layer has them.
 pub(crate) fn require_sinks(py: Python<'_>, placed: &PlacedLayer, given: bool) -> PyResult<()> {
     match (given, placed.sinks) {
         (false, true) => {

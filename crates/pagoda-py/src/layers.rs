@@ -24,10 +24,10 @@ pub(crate) struct LayerArguments {
     center: Option<Vec<f32>>,
     center_first: bool,
     rotate: (bool, bool),
-    /// The weight of K's norm, where V alone is stored and K derived.
+    /// The weight of K's norm, if only V is stored and K is derived from it.
     k_norm: Option<Vec<f32>>,
     window: Option<u32>,
-    /// Sinks, tokens of the window, headroom, and whether sinks trail; all tokens stay if None.
+    /// Sinks, tokens of the window, headroom, and whether sinks trail; if None, all tokens stay.
     keeps: Option<(u32, u32, u32, bool)>,
     scale: f32,
     softcap: Option<f32>,
@@ -40,17 +40,17 @@ pub(crate) struct LayerArguments {
 pub(crate) struct PlacedLayer {
     pub(crate) group: GroupId,
     pub(crate) layer: Layer,
-    /// Which of the group's layers it is, or the one whose K and V it reads.
+    /// Its number among the group's layers, or that of the layer whose K and V it reads.
     pub(crate) member: usize,
-    /// Whether the first rows of K say what all are centred by.
+    /// Whether the centre of K is taken from its first rows.
     pub(crate) center_first: bool,
     /// Whether a logit for each query head joins the softmax.
     pub(crate) sinks: bool,
-    /// The layer whose K and V this one reads, where it stores none.
+    /// The layer whose K and V this one reads, if it stores none itself.
     pub(crate) owner: Option<usize>,
 }
 
-/// Tokens in a page, which are as many in all layers.
+/// Tokens in a page, which are the same in all layers.
 pub(crate) fn page_size(layers: &[PlacedLayer]) -> u32 {
     layers[0].layer.page_size
 }
@@ -58,12 +58,12 @@ pub(crate) fn page_size(layers: &[PlacedLayer]) -> u32 {
 /// The blocks of every group, and every layer.
 pub(crate) struct Placed {
     pub(crate) groups: Vec<Group>,
-    /// Bytes of each layer that stores pages, by group: blocks are these one after the other.
+    /// Bytes of each layer that stores pages, by group: a block is these one after the other.
     pub(crate) runs: Vec<Vec<u64>>,
     pub(crate) layers: Vec<PlacedLayer>,
 }
 
-/// K/V heads of a layer, elements of its K and of its V rows, and their formats: none of V where that is part of K.
+/// K/V heads of a layer, elements of its K and V rows, and their formats; V has none where it is part of K.
 type Stored<S> = (u32, u32, u32, S, Option<S>);
 
 fn geometry(
@@ -78,7 +78,7 @@ fn geometry(
 /// Offset and head stride of rows, and of their scales.
 type PlanePlace = ((u64, u64), (u64, u64));
 
-/// Bytes of a block of a group of layers, and where in it the K and the V of each one lie.
+/// Bytes of a block of a group of layers, and where in it each layer's K and V lie.
 #[pyfunction]
 pub(crate) fn block_layout(
     py: Python<'_>,

@@ -1,4 +1,4 @@
-//! The Python module `pagoda._core`: a thin door to the Rust layers. What it checks are arrays; what it decides is nothing.
+//! The Python module `pagoda._core`: a thin layer over the Rust crates. It checks arrays and decides nothing.
 
 mod arrays;
 mod cache;
@@ -47,7 +47,7 @@ fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
 /// The compiled part of Pagoda.
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    // The first array of a process has Python look for NumPy's functions. Ctrl-C in that is a panic, which no cache outlives.
+    // The first array makes Python look up NumPy's functions. Ctrl-C during that is a panic, which no cache survives.
     drop(PyArray1::<f32>::zeros(module.py(), 0, false).readwrite());
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("ARENA_BYTES_MAX", limits::ARENA_BYTES_MAX)?;

@@ -1,4 +1,4 @@
-//! Calls of a cache take turns: one lock per cache, and who must not take it.
+//! Calls of a cache take turns: one lock per cache, and which calls must not wait for it.
 
 use crate::cache::{Cache, Inner};
 use crate::errors::{core, invalid_because, released};
@@ -14,7 +14,7 @@ use std::sync::{LockResult, Mutex, MutexGuard, PoisonError, TryLockError};
 /// An open cache, in the turn of one call.
 pub(crate) struct Locked<'a>(Turn<'a, Option<ManuallyDrop<Inner>>>);
 
-/// The turn of a call: the lock, which is among `TURNS` as long as it is held.
+/// The turn of a call: the lock, listed in `TURNS` as long as it is held.
 struct Turn<'a, T>(MutexGuard<'a, T>);
 
 impl<'a, T> Turn<'a, T> {
@@ -45,8 +45,8 @@ impl DerefMut for Locked<'_> {
 }
 
 impl Cache {
-    /// Waits for its turn. Refused in a forked child, in a signal handler or a finaliser that has interrupted such a turn, after a
-    /// panic, and once the cache is closed. What has ended since the last turn is taken note of.
+    /// Waits for its turn, then takes note of what has ended since the last one. Refuses in a forked child, in a signal
+    /// handler or finaliser that has interrupted a turn of this cache, after a panic, and once the cache is closed.
     pub(crate) fn lock(&self, py: Python<'_>) -> PyResult<Locked<'_>> {
         if self.process != fork::process() {
             return Err(released(py, "cache: made by another process; open one after the fork"));
@@ -64,8 +64,8 @@ impl Cache {
         Ok(Locked(turn))
     }
 
-    /// Refuses calls of what Python runs in the middle of this thread's turn, signal handlers while it waits for the disk and
-    /// finalisers while it makes objects: they would wait for themselves.
+    /// Refuses calls that Python runs in the middle of this thread's turn, which would wait for themselves: those of signal
+    /// handlers while the turn waits for the disk, and of finalisers while it makes objects.
     pub(crate) fn require_elsewhere(&self, py: Python<'_>) -> PyResult<()> {
         refuse_in_turn_of(&self.inner, py)
     }
@@ -82,8 +82,8 @@ impl Cache {
 
 #[pymethods]
 impl Cache {
-    /// Makes a call that asks the cache several times, in a turn around theirs: no other such call comes in between. In a forked
-    /// child it is the cache that refuses.
+    /// Makes a call that calls the cache several times, in a turn around theirs: no other such call comes in between. In a
+    /// forked child the calls of the cache refuse.
     #[pyo3(signature = (call, *given, **options))]
     fn in_turn<'py>(
         &self,
@@ -126,6 +126,6 @@ fn address<T>(lock: &Mutex<T>) -> usize {
 }
 
 thread_local! {
-    /// The addresses of the locks that this thread holds, in the order in which it took them; it lets go of them in reverse.
+    /// The addresses of the locks that this thread holds, in the order of taking; they are released in reverse order.
     static TURNS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }

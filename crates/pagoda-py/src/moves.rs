@@ -1,4 +1,4 @@
-//! Copies between tiers, zeroing of freed blocks, memory that is given back, and which steps have retired.
+//! Copies between tiers, zeroing of freed blocks, memory that is given back to the system, and which steps have retired.
 
 use crate::cache::{Engine, Inner, MEMORY_TIERS};
 use crate::device::STAGE;
@@ -16,8 +16,8 @@ use std::collections::HashSet;
 use std::ops::Range;
 use std::time::Duration;
 
-/// What copies between a device and memory of the host, and waits: called with `[from, to, bytes]` of each. On the CPU there
-/// is none. It must not call the cache.
+/// A function that copies between a device and host memory, and waits. It gets `[from, to, bytes]` of each copy, and must not
+/// call the cache. None on the CPU.
 pub(crate) type Link<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
 /// What copies need until they have ended.
@@ -27,22 +27,22 @@ pub(crate) struct Held {
     pub(crate) kept: Option<KeptId>,
 }
 
-/// Copies that nobody waits for any more.
+/// Copies whose call has given up waiting.
 pub(crate) struct Late {
     completion: Completion,
-    /// Of those of a step, the last step that had been closed when they began. None after that retires before they have ended, so that
-    /// the blocks which the step was to have drain until then.
+    /// For copies of a step: the last step that had been closed when they began. No later step retires before they have
+    /// ended, so that blocks meant for their step drain until then.
     since: Option<Epoch>,
     pub(crate) held: Held,
 }
 
-/// Why copies have not been made.
+/// Why copies have not arrived.
 pub(crate) enum Unmade {
-    /// The copy of a page of a layer group failed, which is read there.
+    /// The copy of a page failed: why, its layer group, and the block that was to be read.
     Failed(Failure, GroupId, (Tier, BlockId)),
-    /// Nobody waits any more for those that go on all the same.
+    /// The wait was given up; the copies go on.
     Late(Completion, PyErr),
-    /// Another error came before them.
+    /// Another error came first.
     Stopped(PyErr),
 }
 
@@ -74,7 +74,7 @@ impl Inner {
         Transfer { from, to, bytes: copy.bytes }
     }
 
-    /// Makes copies of which some are of the disk, and waits for them. If they do not arrive, what is `held` is let go of when they
+    /// Makes copies, some of them to or from disk, and waits for them. If they do not arrive, `held` is let go of once they
     /// have ended.
     pub(crate) fn copy_now(
         &mut self,
@@ -130,7 +130,7 @@ impl Inner {
         Ok(())
     }
 
-    /// A copy with what is `at` bytes into the stage in the place of the side on a device.
+    /// The transfer of a copy, with the stage at offset `at` in place of the side that is on a device.
     pub(crate) fn staged(&self, copy: &BlockCopy, at: u64) -> Transfer {
         let Transfer { from, to, bytes } = self.transfer(copy);
         let staged = |place, tier| match tier {
@@ -140,7 +140,7 @@ impl Inner {
         Transfer { from: staged(from, copy.from.0), to: staged(to, copy.to.0), bytes }
     }
 
-    /// Makes the transfers of some copies, in memory, to disk and from there, and waits.
+    /// Makes the transfers of some copies, in memory, to disk and from disk, and waits.
     fn move_now(&self, py: Python<'_>, copies: &[BlockCopy], transfers: Vec<Transfer>) -> Result<(), Unmade> {
         let completion = Completion::new();
         // SAFETY: the core has given the targets to whoever asked for these copies, and they are held until these have ended;
@@ -155,14 +155,14 @@ impl Inner {
         Err(Unmade::Failed(why.clone(), failed.group, failed.from))
     }
 
-    /// Sleeps until copies have ended, as long as the disk does anything, and `disk_timeout` more.
+    /// Sleeps until copies have ended; gives up when the disk has done nothing for `disk_timeout`.
     fn wait_for_disk(&self, py: Python<'_>, completion: &Completion) -> PyResult<()> {
         let store = self.store().expect("nothing is on disk without one");
         let (waiter, limit) = (self.mover.waiter(), self.disk_timeout());
         py.detach(|| patience::wait(&waiter, completion, store, limit)).map_err(|stop| stop.raise(py))
     }
 
-    /// How long anybody waits for the disk.
+    /// How long calls wait for the disk.
     pub(crate) fn disk_timeout(&self) -> Duration {
         self.disk.as_ref().map_or(Duration::ZERO, |disk| disk.reads.timeout())
     }
@@ -174,7 +174,7 @@ impl Inner {
         sequence.map_or(Ok(()), |sequence| self.core.release(sequence))
     }
 
-    /// Lets go of what late copies needed that have ended since.
+    /// Lets go of what late copies needed, once they have ended.
     fn end_late(&mut self) -> pagoda_core::Result<()> {
         let ended = self.late.extract_if(.., |late| late.completion.copied().is_some());
         for Late { held, .. } in ended.collect::<Vec<_>>() {
@@ -185,7 +185,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Makes the copies of shared open pages that come before the open step's first append; for a device those from disk alone.
+    /// Makes the copies of shared open pages that come before the open step's first append; on a device only those from disk.
     pub(crate) fn copy_shared(&mut self, py: Python<'_>, link: Link<'_, '_>) -> Result<(), Unmade> {
         // A truncated page may be on disk: it went there when it was full.
         let copies = self.core.step_copies().iter().copied();
@@ -203,7 +203,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Zeroes what copies that were waited for have gone through, where that is asked for.
+    /// With `zero_on_free`, zeroes the part of the stage that copies pass through when a call waits for them.
     fn zero_stage(&self) {
         if let (Engine::Device(device), Some(store)) = (&self.engine, self.store())
             && store.zeroes()
@@ -216,7 +216,7 @@ impl Inner {
         }
     }
 
-    /// Zeroes freed blocks, where that is asked for: until then they are not handed out.
+    /// With `zero_on_free`, zeroes freed blocks, which are not handed out before that.
     pub(crate) fn zero(&mut self, py: Python<'_>) -> PyResult<()> {
         let Self { core, disk, block_bytes, engine, .. } = self;
         let Engine::Cpu(Cpu { slabs, .. }) = engine else { return Ok(()) };
@@ -228,7 +228,7 @@ impl Inner {
         zero_by(py, core, disk, block_bytes, clear).map(drop)
     }
 
-    /// Zeroes what is to be, and gives memory without blocks back to the system.
+    /// Zeroes freed blocks, and gives memory without blocks back to the system.
     pub(crate) fn trim(&mut self, py: Python<'_>) -> PyResult<()> {
         self.zero(py)?;
         // If the system refuses, memory or space is not given back, which is no error.
@@ -246,7 +246,7 @@ impl Inner {
         Ok(())
     }
 
-    /// A step was closed. The CPU's kernels have ended when their calls return; those of a device go on.
+    /// Notes that a step was closed. The CPU's kernels have ended when their calls return; those of a device go on.
     pub(crate) fn end_step(&mut self, py: Python<'_>, closed: Epoch) -> PyResult<()> {
         self.closed = closed;
         match &mut self.engine {
@@ -256,7 +256,7 @@ impl Inner {
         self.trim(py)
     }
 
-    /// The kernels of a step, and of all before it, have ended. The step retires when the reads have too that began in it.
+    /// The kernels of a step and of all before it have ended. The step retires once the reads that began in it have too.
     pub(crate) fn retire(&mut self, ended: Epoch) -> pagoda_core::Result<()> {
         let read = self.disk.as_ref().and_then(|disk| disk.reads.since());
         let since = self.late.iter().filter_map(|late| late.since).chain(read).min();
@@ -266,13 +266,13 @@ impl Inner {
         Ok(())
     }
 
-    /// Retires steps whose reads have ended since, and ends what is late.
+    /// Retires steps whose reads have ended since, and finishes late copies.
     pub(crate) fn settle(&mut self) -> pagoda_core::Result<()> {
         self.end_late()?;
         if self.retired < self.ended { self.retire(self.ended) } else { Ok(()) }
     }
 
-    /// Waits for reads that blocks may drain for.
+    /// Waits for reads that blocks may be draining for.
     pub(crate) fn finish_reads(&mut self, py: Python<'_>) -> PyResult<()> {
         let Self { disk: Some(disk), mover, .. } = self else { return Ok(()) };
         py.detach(|| disk.reads.finish(mover)).map_err(|stop| stop.raise(py))?;
@@ -298,8 +298,8 @@ impl Inner {
     }
 }
 
-/// Zeroes freed blocks on disk, and what was read of them ahead of need, and says if there were any; those in memory by `clear`:
-/// ranges of the bytes of a tier, of which it says whether they are zeroed by now.
+/// Zeroes freed blocks. `clear` gets those in memory, as byte ranges of a tier, and returns whether they are zeroed by now.
+/// Those on disk are zeroed here, with what was read ahead of them; returns whether there were any.
 pub(crate) fn zero_by(
     py: Python<'_>,
     core: &mut pagoda_core::Cache,

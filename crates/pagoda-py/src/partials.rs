@@ -1,5 +1,5 @@
-//! The CPU's part in a step whose kernels are on a device: attention over pages of the host tier, as partial results that the
-//! device continues from.
+//! The CPU's part in a step whose kernels are on a device: attention over host pages, as partial results from which the
+//! device continues.
 
 use crate::arrays::{address_of, floats, rows};
 use crate::cache::Cache;
@@ -40,7 +40,7 @@ impl Partials {
         Ok(Self { backend: ManuallyDrop::new(backend), process: fork::process() })
     }
 
-    /// What the K rows of a layer are centred by, where the device has taken that from the first of them: float32
+    /// Sets the centre of a layer's K rows after the device has taken it from the first of them: float32
     /// `[num_kv_heads * head_dim]`.
     fn center(
         &self,
@@ -56,11 +56,11 @@ impl Partials {
         Ok(())
     }
 
-    /// Attention of a layer of the open step over the tokens before `begins` of each sequence, which are all on the host tier; of
-    /// those alone where there are any.
+    /// Attention of a layer of the open step over the tokens before `begins` of each sequence, which are all on the host
+    /// tier. Sequences without such tokens are left out.
     ///
-    /// q: of these sequences, `[tokens, num_q_heads, head_dim]`. parts: float32 `[tokens, num_q_heads, v_head_dim + 2]`, see
-    /// [`Backend::attend_before`]. Returns the bytes of the rows that were read.
+    /// q: queries of the remaining sequences, `[tokens, num_q_heads, head_dim]`. parts: float32
+    /// `[tokens, num_q_heads, v_head_dim + 2]`, see [`Backend::attend_before`]. Returns the bytes of the rows that were read.
     #[pyo3(signature = (cache, layer, begins, q, parts, dtype=None))]
     fn attend(
         &self,
@@ -105,7 +105,7 @@ impl Partials {
     }
 }
 
-/// Whether all pages that hold what is seen before a token are in memory of the host.
+/// Whether all pages with visible tokens before `end` are on the host tier.
 fn is_on_host(layer: &Layer, table: &SequenceTable<'_>, end: usize) -> bool {
     let seen = layer.seen(table).start..end;
     let mut runs = work::runs(table.spans, seen, layer.page_size as usize);

@@ -1,5 +1,5 @@
-//! What a device needs to know of pages that are streamed to it from other tiers: which come together in a pass, tables of where
-//! they then are, and the work of each pass.
+//! What a device needs to know about pages that are streamed to it from other tiers: which pages each pass brings, tables of
+//! where they then lie, and the work of each pass.
 
 use crate::layers::{PlacedLayer, page_size};
 use crate::step::StepState;
@@ -17,28 +17,28 @@ use std::collections::BTreeMap;
 #[pyo3(from_item_all)]
 pub(crate) struct StreamArguments {
     group: u8,
-    /// Pages that a pass brings at most.
+    /// The most pages that a pass brings.
     room: usize,
-    /// Of the first pages of sequences that may be divided, as far as these are on the host tier: what the CPU attends to.
+    /// The share that the CPU attends to, of the first pages of divisible sequences, up to one that is not on the host tier.
     on_cpu: f64,
-    /// Of all others there: what kernels read in place.
+    /// The share that kernels read in place, of all other pages on the host tier.
     in_place: f64,
 }
 
-/// Pages of the host tier that attention over a layer of a group goes over.
+/// Host pages that attention over a layer of a group reads.
 #[derive(IntoPyObject)]
 pub(crate) struct HostPages {
-    /// Of all sequences.
+    /// Pages of all sequences.
     pages: u64,
-    /// How often kernels read them in place: once for each block of queries.
+    /// Pages counted as often as kernels read them in place: once for each block of queries.
     reads: u64,
-    /// Of sequences that may be divided between kernels and the CPU: the first pages, as far as these are on the host tier.
+    /// Of sequences that may be divided between kernels and the CPU: the first pages, up to one that is not on the host tier.
     divisible: u64,
-    /// The most new tokens that one of these sequences has.
+    /// The most new tokens of any of these sequences.
     new_tokens: u32,
 }
 
-/// Where the words of one list are, in bytes from the start of all.
+/// Where the words of one list are, in bytes from the start of all words.
 #[derive(IntoPyObject)]
 pub(crate) struct ListPlaces {
     blocks: usize,
@@ -60,27 +60,27 @@ pub(crate) struct PassedWork {
 /// How the pages of a group are streamed.
 #[derive(IntoPyObject)]
 pub(crate) struct StreamedGroup<'py> {
-    /// Where the block table is, in bytes from the start of all: uint32 `[batch, columns]`. What is streamed is on the third tier,
-    /// at its place among the blocks of its pass.
+    /// Where the block table is, in bytes from the start of all words: uint32 `[batch, columns]`. Streamed pages have the
+    /// third tier there, and their place among the blocks of their pass.
     table: usize,
     columns: usize,
-    /// Of each pass its blocks of the host tier, uint32, in ascending order, and how many of disk come behind these.
+    /// For each pass its host blocks, uint32, in ascending order, and how many blocks from disk come after them.
     passes: Vec<(Bound<'py, PyArray1<u32>>, usize)>,
     works: Vec<PassedWork>,
-    /// Of each sequence, the token before which the CPU computes all, uint32, and the row of `parts` for the first query of the batch
-    /// that begins with what it comes to, in the last pass.
+    /// For each sequence the token up to which the CPU computes everything, uint32; and the row of `parts` for the first
+    /// query of the batch whose last pass begins with the CPU's result.
     begins: Bound<'py, PyArray1<u32>>,
     row: u32,
-    /// How often kernels read pages in place.
+    /// Pages counted as often as kernels read them in place.
     in_place: u64,
 }
 
-/// What of the open step is streamed.
+/// What is streamed in the open step.
 #[derive(Default)]
 pub(crate) struct Streams {
-    /// For one place on the device.
+    /// The words for one place on the device.
     pub(crate) words: Vec<u32>,
-    /// What the blocks of all passes hold is the same as long as this is.
+    /// The blocks of all passes hold the same as long as this is the same.
     held: Vec<Held>,
     stamp: u64,
 }
@@ -89,7 +89,7 @@ pub(crate) struct Streams {
 type Held = (u8, Vec<(SequenceId, u32)>, Vec<Vec<BlockRef>>);
 
 impl Upload {
-    /// What of the host tier each group goes over that has pages there.
+    /// Counts the host pages that attention over a layer of each group reads, for groups that have any.
     pub(crate) fn host_pages(&self, core: &Cache) -> BTreeMap<usize, HostPages> {
         let of_group = |group: usize| {
             let mut sum = HostPages { pages: 0, reads: 0, divisible: 0, new_tokens: 0 };
@@ -111,14 +111,14 @@ impl Upload {
         all.filter(|(_, sum)| sum.pages > 0).collect()
     }
 
-    /// Whether the CPU may compute a part: for few queries, which go over no pages in common with others.
+    /// Whether the CPU may compute a part: if the sequence has few queries and shares no pages with others.
     fn divisible(&self, id: GroupId, index: usize, new_tokens: u32) -> bool {
         self.works_of(id)
             .all(|(at, work)| !self.holds_common(at, index) && work.takes(new_tokens) == work.takes(1))
     }
 
-    /// Plans passes for each group and writes them down; returns how many words more there are now, a number that stays the same
-    /// as long as blocks hold the same, and the groups.
+    /// Plans passes for each group and lists them. Returns the number of words on top, a number that stays the same as long
+    /// as blocks hold the same, and the groups.
     pub(crate) fn stream<'py>(
         &mut self,
         py: Python<'py>,
@@ -149,7 +149,7 @@ impl Upload {
         (4 + self.streams.words.len(), self.streams.stamp, groups)
     }
 
-    /// What of the passes is on disk: layer by layer, of each pass that has some.
+    /// The parts of passes that are on disk: layer by layer, for each pass that has some.
     pub(crate) fn to_read(&self, layers: &[PlacedLayer]) -> Vec<LayerOfPages> {
         let of_layer = |placed: &PlacedLayer| {
             let (group, layer) = (placed.group, placed.member);
@@ -209,7 +209,7 @@ impl Upload {
             words.resize(words.len() + columns - row.len(), 0);
         }
         for &(sequence, entry, place) in &passes.entries {
-            // No kernel reads the disk tier: its number is that of what has been brought.
+            // No kernel reads the disk tier, so its number marks blocks that a pass brings.
             let brought = BlockRef::new(Tier::Disk, BlockId::new(place));
             words[start + sequence as usize * columns + entry as usize] = brought.bits();
         }
@@ -220,8 +220,8 @@ impl Upload {
         let mut lists = vec![WorkList::default(); passes.blocks.len()];
         let mut works = Vec::new();
         for (index, work) in self.works.iter().enumerate().filter(|(_, work)| GroupId(work.group) == id) {
-            // Rows of parts: of those who hold common pages, then what is carried and what the CPU has computed for each query, and
-            // what is carried for each of those.
+            // The rows of parts: those of members of common pages; for each query what is carried and what the CPU has
+            // computed; and what is carried for each member.
             let mut write = |list: &WorkList, carried: u32, queries: u32| {
                 lists.iter_mut().for_each(WorkList::clear);
                 list.split(passes, work.by_runs, spans, carried, queries, &mut lists);
@@ -253,12 +253,12 @@ impl Upload {
     }
 }
 
-/// Those of one tier.
+/// The blocks of one tier.
 fn of_tier(blocks: &[BlockRef], tier: Tier) -> Vec<BlockId> {
     blocks.iter().filter(|block| block.tier() == tier).map(|block| block.block()).collect()
 }
 
-/// Writes a list down, if there is work in it; returns where.
+/// Writes a list, if it has work; returns where.
 fn write_part(words: &mut Vec<u32>, list: &WorkList, first_spans: &[u32]) -> Option<ListPlaces> {
     if list.blocks.is_empty() {
         return None;

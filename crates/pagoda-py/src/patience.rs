@@ -28,7 +28,7 @@ impl Stop {
         Self::Late { directory: directory.to_owned(), limit, what: what.into() }
     }
 
-    /// Says what happens then, if the drive took too long.
+    /// Adds what follows from it to the message, if the drive took too long.
     pub(crate) fn and(mut self, then: &str) -> Self {
         if let Self::Late { what, .. } = &mut self {
             *what = format!("{what}; {then}");
@@ -48,12 +48,12 @@ impl Stop {
     }
 }
 
-/// Sleeps until `awake` says so, which sleeps for the time it is given at most, or for `limit`; says which. Python signals are seen.
+/// Sleeps until `awake` is true or `limit` has passed; returns which. `awake` gets how long to sleep. Handles Python signals.
 pub(crate) fn until(limit: Duration, awake: impl FnMut(Duration) -> bool) -> PyResult<bool> {
     sleep(limit, || false, signals, awake)
 }
 
-/// Sleeps until copies have ended, as long as the disk does anything, and for `limit` more. Python signals are seen.
+/// Sleeps until copies have ended; gives up when the disk has done nothing for `limit`. Python signals are handled.
 pub(crate) fn wait(
     waiter: &Waiter,
     completion: &Completion,
@@ -63,12 +63,12 @@ pub(crate) fn wait(
     while_busy(store, limit, signals, |slice| waiter.wait(completion, slice))
 }
 
-/// Lets Python handle signals, and says if that raises.
+/// Lets Python handle signals; fails if a handler raises.
 fn signals() -> PyResult<()> {
     Python::attach(|py| py.check_signals())
 }
 
-/// Sleeps until `awake` says so, as long as the disk does anything, and for `limit` more.
+/// Sleeps until `awake` returns true; gives up when the disk has done nothing for `limit`.
 fn while_busy(
     store: &Store,
     limit: Duration,
@@ -88,8 +88,8 @@ fn or_idle(directory: &Path, limit: Duration, ended: PyResult<bool>) -> Result<(
     if ended.map_err(Stop::Signal)? { Ok(()) } else { Err(idle()) }
 }
 
-/// Sleeps until `awake` says so, which sleeps for the time it is given at most, or until nothing `moves` for `limit`; says which.
-/// Now and then `stop` may end that.
+/// Sleeps until `awake` is true, or `moves` was false for `limit`; returns which. `awake` gets how long to sleep. An error of
+/// `stop`, which is called now and then, ends the wait.
 fn sleep(
     limit: Duration,
     mut moves: impl FnMut() -> bool,
@@ -111,7 +111,7 @@ fn sleep(
     }
 }
 
-/// Work in a thread of its own, for what the system does not come back from before it is done. Dropping it waits.
+/// Work in a thread of its own, for system calls that do not return before they are done. Dropping it waits.
 pub(crate) struct Apart<T> {
     thread: Option<JoinHandle<T>>,
     ended: Receiver<()>,
@@ -122,7 +122,7 @@ impl<T: Send + 'static> Apart<T> {
         let (end, ended) = channel();
         let work = move || {
             let result = work();
-            // Nobody may be waiting any more.
+            // The waiter may have given up.
             let _ = end.send(());
             result
         };
@@ -130,13 +130,13 @@ impl<T: Send + 'static> Apart<T> {
         Ok(Self { thread: Some(thread), ended })
     }
 
-    /// Sleeps until it has ended, as long as the disk does anything, and for `limit` more.
+    /// Sleeps until the work has ended; gives up when the disk has done nothing for `limit`.
     pub(crate) fn wait(&mut self, store: &Store, limit: Duration) -> Result<(), Stop> {
         while_busy(store, limit, signals, |slice| self.ended_in(slice))
     }
 
-    /// What it comes to, as long as the drive of a directory answers whatever it is asked within `limit`; whoever gives up leaves it
-    /// to itself.
+    /// The result. Gives up when the drive of a directory takes longer than `limit` for an answer; the thread then goes on
+    /// alone.
     pub(crate) fn outcome(mut self, directory: &Path, pulse: &Pulse, limit: Duration) -> Result<T, Stop> {
         let mut before = None;
         let moves = || {
@@ -152,7 +152,7 @@ impl<T: Send + 'static> Apart<T> {
         Ok(self.join())
     }
 
-    /// As `wait`, and then drops what it came to; whoever gives up leaves it to itself. Signals are seen only if that is asked for.
+    /// As `wait`, then drops the result. After giving up the thread goes on alone. `heeds_signals`: handle signals meanwhile.
     pub(crate) fn finish(mut self, store: &Store, limit: Duration, heeds_signals: bool) -> Result<(), Stop> {
         let stop = || if heeds_signals { signals() } else { Ok(()) };
         let ended = while_busy(store, limit, stop, |slice| self.ended_in(slice));
@@ -170,7 +170,7 @@ impl<T: Send + 'static> Apart<T> {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// What it came to, once it has ended.
+    /// The result; waits for the work to end.
     pub(crate) fn join(mut self) -> T {
         self.thread.take().expect("joined once").join().expect("a store does not panic")
     }
@@ -179,7 +179,7 @@ impl<T: Send + 'static> Apart<T> {
 impl<T> Drop for Apart<T> {
     fn drop(&mut self) {
         if let Some(thread) = self.thread.take() {
-            // Its outcome is nobody's any more.
+            // Nobody needs the result any more.
             let _ = thread.join();
         }
     }

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// What an open step has to read from disk, and the memory through which it goes.
+/// What an open step reads from disk, and the memory that it reads into.
 pub(crate) struct Reads {
     ring: Ring,
     /// Where it reads from, for messages.
@@ -20,7 +20,7 @@ pub(crate) struct Reads {
     pub(crate) traffic: Traffic,
 }
 
-/// Who reads for an open step.
+/// Reads for an open step.
 pub(crate) struct Reader<'a> {
     pub(crate) reads: &'a mut Reads,
     pub(crate) mover: &'a Mover,
@@ -28,7 +28,7 @@ pub(crate) struct Reader<'a> {
     pub(crate) ended: Epoch,
 }
 
-/// Why an open step does not get what it has to read.
+/// Why an open step does not get what it reads.
 pub(crate) enum Stop {
     Unread(Unread),
     Wait(patience::Stop),
@@ -51,12 +51,12 @@ impl From<patience::Stop> for Stop {
     }
 }
 
-/// What was read for attention in a step.
+/// What attention read from disk in a step.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Traffic {
-    /// Bytes of pages on disk that were gone over.
+    /// Bytes of pages on disk that attention has used.
     pub(crate) bytes: u64,
-    /// Time in which nothing was done but to wait for the disk.
+    /// Time spent only waiting for the disk.
     pub(crate) waited: Duration,
 }
 
@@ -71,17 +71,17 @@ impl Reads {
         self.ring.bytes()
     }
 
-    /// How long anybody waits for the disk.
+    /// How long calls wait for the disk.
     pub(crate) fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// Lets go of bytes of pages that are gone, where that is asked for.
+    /// With `zero_on_free`, drops bytes that were read of pages that are gone since.
     pub(crate) fn forget_gone(&mut self) {
         self.ring.forget_gone();
     }
 
-    /// The last step that had ended when the oldest read began that is under way.
+    /// The last step that had ended when the oldest read under way began.
     pub(crate) fn since(&self) -> Option<Epoch> {
         self.ring.since()
     }
@@ -99,7 +99,7 @@ impl Reads {
         self.ring.release(filled);
     }
 
-    /// Sleeps until a read has ended, as long as may be.
+    /// Sleeps until a read has ended, for `timeout` at most.
     fn wait(&mut self, mover: &Mover, completion: &Completion) -> Result<(), patience::Stop> {
         let (began, waiter) = (Instant::now(), mover.waiter());
         let waited = patience::until(self.timeout, |slice| waiter.wait(completion, slice));
@@ -110,7 +110,7 @@ impl Reads {
 }
 
 impl Reader<'_> {
-    /// Begins to read what is needed from place `next` on, and after the last one, for the step to come, from the first on.
+    /// Begins to read what is needed from place `next` on. After the last place it goes on at the first, for the next step.
     ///
     /// # Safety
     /// As for [`Ring::read_ahead`].
@@ -135,7 +135,7 @@ impl Reader<'_> {
         unsafe { self.take(at) }.ok().flatten()
     }
 
-    /// What is needed at place `at`, once it has arrived; then goes on reading ahead. None if the caller has all slots.
+    /// What is needed at place `at`, once it has arrived; then goes on reading ahead. None if the caller holds all slots.
     ///
     /// # Safety
     /// As for [`Ring::read_ahead`].

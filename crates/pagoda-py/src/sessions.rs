@@ -1,4 +1,4 @@
-//! Sequences that are kept on disk under a key.
+//! Sequences that are kept on disk under keys.
 
 use crate::cache::{Cache, Inner};
 use crate::errors;
@@ -14,35 +14,35 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Of a key, which has one at least. Calls take no others: these could be neither loaded nor forgotten.
+/// Of a key, which has at least one. Calls refuse all others: entries under them could be neither loaded nor forgotten.
 pub(crate) const KEY_BYTES_MAX: usize = 1024;
 
 /// What is kept under each key, and what the caller added.
 #[derive(Default)]
 pub(crate) struct Sessions {
     pub(crate) kept: BTreeMap<String, (KeptId, Vec<u8>)>,
-    /// Changes that were given up and that the drive may still carry out.
+    /// Changes whose call has given up, and which the drive may still carry out.
     unanswered: Vec<Change>,
-    /// Saves that failed and that the next process may find all the same: their pages stay until the index says otherwise.
+    /// Saves that failed but that the next process may find all the same: their pages stay until the index says otherwise.
     doubtful: Vec<KeptId>,
-    /// What was not as it had been left when the store was opened, and why.
+    /// Keys that were not found as they had been left when the store was opened, and why.
     pub(crate) lost: Vec<(String, String)>,
 }
 
-/// A line of the index under way.
+/// A line that is being written to the index.
 struct Change {
     key: String,
-    /// What the key stands for then; nothing once it is forgotten.
+    /// What the key stands for afterwards; None if it is forgotten.
     to: Option<(KeptId, Vec<u8>)>,
-    /// What was doubtful when it began.
+    /// `Sessions::doubtful` when the change began.
     doubtful: Vec<KeptId>,
     answer: Apart<Answer>,
 }
 
-/// What became of a change.
+/// The outcome of a change.
 struct Answer {
     result: Result<(), Error>,
-    /// Whether its line was begun: if not, nobody finds it.
+    /// Whether writing its line was begun: if not, nobody finds it.
     begun: bool,
     /// Whether the index is known to be what it should be.
     is_sure: bool,
@@ -54,7 +54,7 @@ impl Sessions {
         self.unanswered.iter().all(|change| change.answer.has_ended())
     }
 
-    /// Takes in what a store has kept. What is impossible is forgotten.
+    /// Takes over what a store has kept. Invalid entries are deleted.
     pub(crate) fn open(
         core: &mut pagoda_core::Cache,
         store: &Store,
@@ -95,8 +95,8 @@ impl Sessions {
 
 #[pymethods]
 impl Cache {
-    /// Refuses a `save` that there is nothing for to keep anything in, or no room for in the index, or whose key the drive has yet
-    /// to answer for: before any page is written.
+    /// Refuses a `save` before any page is written: if the cache keeps nothing, if the index has no room for it, or if the
+    /// drive has not yet answered an earlier change of the key.
     fn check_save(&self, py: Python<'_>, sequence: u64, key: &str, meta_bytes: usize) -> PyResult<()> {
         let inner = self.lock(py)?;
         let store = inner.answering_store(py, key)?;
@@ -107,7 +107,7 @@ impl Cache {
         room.map_err(|error| errors::disk(py, store.directory(), &error))
     }
 
-    /// Keeps a sequence whose sealed pages are on disk under `key`, in the place of what was there.
+    /// Keeps a sequence, whose sealed pages are on disk, under `key`. Replaces what was there.
     #[pyo3(signature = (sequence, key, meta, link=None))]
     fn save(
         &self,
@@ -120,7 +120,7 @@ impl Cache {
         let mut inner = self.lock(py)?;
         let store = inner.answering_store(py, key)?;
         inner.zero(py)?;
-        // A sequence of its own: open pages stay what they are as long as they are copied.
+        // A fork, so that open pages do not change while they are copied.
         let own =
             inner.core.fork(SequenceId::of_number(sequence)).map_err(|error| errors::core(py, &error))?;
         let mut held = Held { sequence: Some(own), kept: None };
@@ -140,13 +140,13 @@ impl Cache {
             store.put_if(key, &blocks, &entry, wanted).map(drop)
         });
         if saved.is_err() {
-            // What memory has too is written anew next time.
+            // Pages that are in memory too are written again next time.
             inner.drop_lost(py, &store)?;
         }
         saved
     }
 
-    /// A sequence with what is kept under `key`; none if nothing is.
+    /// A new sequence with what is kept under `key`; None if nothing is.
     #[pyo3(signature = (key, link=None))]
     fn load(&self, py: Python<'_>, key: &str, link: Link<'_, '_>) -> PyResult<Option<Handle>> {
         let mut inner = self.lock(py)?;
@@ -160,7 +160,7 @@ impl Cache {
         Ok(Some(Handle::new(id, &self.abandoned)))
     }
 
-    /// Lets go of what is kept under `key`; says whether there was something.
+    /// Forgets what is kept under `key`; returns whether there was anything.
     fn forget(&self, py: Python<'_>, key: &str) -> PyResult<bool> {
         let mut inner = self.lock(py)?;
         let store = inner.answering_store(py, key)?;
@@ -169,7 +169,7 @@ impl Cache {
         Ok(is_kept)
     }
 
-    /// What is kept: keys, and what the caller added.
+    /// The keys under which something is kept, and what the caller added.
     fn saved(&self, py: Python<'_>) -> PyResult<BTreeMap<String, Vec<u8>>> {
         self.with(py, |inner| {
             let kept = inner.sessions.kept.iter();
@@ -184,7 +184,7 @@ impl Cache {
 }
 
 impl Inner {
-    /// Has a thread change what a key stands for, and waits for the drive's answer.
+    /// Changes what a key stands for in a thread, and waits for the drive's answer.
     fn change(
         &mut self,
         py: Python<'_>,
@@ -193,7 +193,8 @@ impl Inner {
         to: Option<(KeptId, Vec<u8>)>,
         line: impl FnOnce(&Store, &[u8], &dyn Fn() -> bool) -> Result<(), Error> + Send + 'static,
     ) -> PyResult<()> {
-        // Whichever comes first decides whether the key changes: the thread, once all else is done, or the waiter that gives up.
+        // Whoever sets this first decides whether the key changes: the thread, after everything else, or the waiter that
+        // gives up.
         let decided = Arc::new(AtomicBool::new(false));
         let (writer, at, first) = (store.clone(), key.as_bytes().to_vec(), decided.clone());
         let answer = Apart::begin(move || {
@@ -220,7 +221,7 @@ impl Inner {
         ended.map_err(|error| errors::disk(py, store.directory(), &error))
     }
 
-    /// A change that the drive has answered.
+    /// Finishes a change that the drive has answered.
     fn end_change(&mut self, Change { key, to, mut doubtful, answer }: Change) -> Result<(), Error> {
         let Answer { result, begun, is_sure } = answer.join();
         let gone = match (&result, to) {
@@ -235,8 +236,8 @@ impl Inner {
         };
         gone.into_iter().for_each(|(kept, _)| self.core.forget(kept));
         if is_sure {
-            // The index was written since, so these cannot be found any more. Others may have failed after that, and been
-            // waited for before this change was.
+            // The index has been written since these failed, so they cannot be found any more. The list may also have saves
+            // that failed after that but were waited for earlier; they stay.
             let known =
                 self.sessions.doubtful.extract_if(.., |kept| doubtful.contains(kept)).collect::<Vec<_>>();
             known.into_iter().for_each(|kept| self.core.forget(kept));
@@ -244,7 +245,7 @@ impl Inner {
         result
     }
 
-    /// Ends changes that were given up, where the drive has answered since.
+    /// Finishes changes whose call has given up, once the drive has answered.
     pub(crate) fn end_changes(&mut self) {
         let answered = self.sessions.unanswered.extract_if(.., |change| change.answer.has_ended());
         for change in answered.collect::<Vec<_>>() {
@@ -253,7 +254,7 @@ impl Inner {
         }
     }
 
-    /// Gives up copies on disk that a sync that failed may have lost, of pages that memory has as well.
+    /// Drops copies on disk that a failed sync may have lost, of pages that are also in memory.
     fn drop_lost(&mut self, py: Python<'_>, store: &Store) -> PyResult<()> {
         for group in (0..store.geometry().groups() as u8).map(GroupId) {
             let lost = |_, block| store.may_have_lost(group, block);
@@ -262,7 +263,7 @@ impl Inner {
         self.trim(py)
     }
 
-    /// The store; refused while the drive has yet to answer for a key.
+    /// The store; refuses as long as the drive has not answered an earlier change of the key.
     fn answering_store(&self, py: Python<'_>, key: &str) -> PyResult<Arc<Store>> {
         let store = self.named_store(py, key)?;
         if self.sessions.unanswered.iter().any(|change| change.key == key) {

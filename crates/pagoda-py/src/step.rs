@@ -1,4 +1,4 @@
-//! The open step: its calls, what these have to hold, and what it adds to the core's own.
+//! The open step: its calls, their preconditions, and the state that it adds to the core's own.
 
 use crate::arrays::by_token;
 use crate::cache::{Cache, Engine, Inner};
@@ -20,18 +20,18 @@ use std::ops::Range;
 /// What the open step adds to the core's own.
 #[derive(Default)]
 pub(crate) struct StepState {
-    /// Whose it is: a number that its holder chose.
+    /// Identifies the step; its holder chose the number.
     number: u64,
     spans: Vec<SpanView>,
-    /// Per layer group, then per sequence: its part of `spans`.
+    /// Its part of `spans`, by layer group, then by sequence.
     ranges: Vec<Range<usize>>,
     /// Where each sequence's new tokens begin, and where the last one's end.
     bounds: Vec<u32>,
-    /// Whether its rows say what K is centred by, where rows do: they are the first in an empty cache.
+    /// Whether its rows determine the centre of K, in layers where rows do: they are the first in an empty cache.
     pub(crate) centers: bool,
     /// Bytes of the rows that were attended to.
     pub(crate) attended: u64,
-    /// Per layer: whether its rows of the new tokens are written, or the caller does so through the tables, or it has none.
+    /// By layer: whether its new rows are written, or the caller writes them through the tables, or the layer stores none.
     pub(crate) written: Vec<bool>,
     /// Memory for the tables of one call.
     pub(crate) sequences: Vec<SequenceTable<'static>>,
@@ -58,7 +58,7 @@ impl StepState {
         }
     }
 
-    /// Of the whole batch.
+    /// New tokens of the whole batch.
     pub(crate) fn new_tokens(&self) -> usize {
         self.bounds.last().map_or(0, |&end| end as usize)
     }
@@ -75,7 +75,7 @@ impl StepState {
         for group in 0..groups as u8 {
             for index in 0..core.step_batch().len() {
                 let start = self.spans.len();
-                // Not `extend`, which asks a chain of iterators one by one.
+                // Not `extend`, which would ask a chain of iterators for one span after the other.
                 core.step_spans(index, GroupId(group)).for_each(|span| self.spans.push(span));
                 self.ranges.push(start..self.spans.len());
             }
@@ -95,8 +95,8 @@ impl StepState {
 
 #[pymethods]
 impl Cache {
-    /// Opens a step, by a number that no other has; shared open pages are copied before it returns. link: what copies between a
-    /// device and memory of the host.
+    /// Opens a step under a number that no other has; shared open pages are copied before it returns. link: a function
+    /// that copies between a device and host memory.
     #[pyo3(signature = (number, sequences, new_tokens, link=None))]
     fn reserve(
         &self,
@@ -163,8 +163,8 @@ impl Cache {
         self.with(py, |inner| Ok(inner.core.step_pages_on_disk()))
     }
 
-    /// Of the step that was entered last: bytes of the rows that were attended to, bytes read from disk for that, and seconds
-    /// in which attention only waited for these.
+    /// For the step that was entered last: bytes of the rows that attention read, bytes read from disk for that, and seconds
+    /// in which attention only waited for the disk.
     fn attended(&self, py: Python<'_>) -> PyResult<(u64, u64, f64)> {
         self.with(py, |inner| {
             let traffic = inner.disk.as_ref().map(|disk| disk.reads.traffic).unwrap_or_default();
@@ -172,7 +172,7 @@ impl Cache {
         })
     }
 
-    /// Closes the step; of each sequence's new tokens the first `accepted` stay.
+    /// Closes the step; the first `accepted` new tokens of each sequence stay.
     #[pyo3(signature = (number, accepted=None))]
     fn commit(
         &self,
@@ -231,7 +231,7 @@ impl Cache {
         Ok(PyArray1::from_iter(py, inner.step.bounds().iter().map(|&bound| bound as i32)))
     }
 
-    /// The tables of one layer as arrays; from then on writing the layer's rows is the caller's.
+    /// The tables of one layer as arrays; from then on the caller is responsible for writing the layer's rows.
     fn table<'py>(&self, py: Python<'py>, number: u64, layer: usize) -> PyResult<Bound<'py, PyDict>> {
         let mut inner = self.lock(py)?;
         inner.require_step(py, number)?;
@@ -241,7 +241,7 @@ impl Cache {
         Ok(table)
     }
 
-    /// `(kv_indptr, kv_indices, kv_last_page_len)` of one layer, int32, where they can be expressed.
+    /// `(kv_indptr, kv_indices, kv_last_page_len)` of one layer, int32, if its tables can be expressed so.
     fn csr_table<'py>(&self, py: Python<'py>, number: u64, layer: usize) -> PyResult<tables::Csr<'py>> {
         let inner = self.lock(py)?;
         inner.require_step(py, number)?;
@@ -285,8 +285,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Refuses calls of a step unless it is the open one: it may have ended, and another been opened, while they waited for
-    /// their turn.
+    /// Refuses a call of a step that is not the open one: while the call waited for its turn, the step may have ended and
+    /// another one begun.
     pub(crate) fn require_step(&self, py: Python<'_>, number: u64) -> PyResult<()> {
         self.require_open(py)?;
         if self.step.number == number { Ok(()) } else { Err(closed(py)) }

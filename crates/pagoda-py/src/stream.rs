@@ -11,12 +11,12 @@ use pagoda_store::LayerOfPages;
 use pyo3::prelude::*;
 use std::ops::Range;
 
-/// Which runs of an open step's sequences have pages on disk.
+/// The runs of the open step's sequences that have pages on disk.
 #[derive(Default)]
 pub(crate) struct Stream {
-    /// For each of `Reads::what`, whose pages those are.
+    /// One for each entry of `Reads::what`: whose pages those are.
     passes: Vec<Pass>,
-    /// By layer, its passes.
+    /// The passes of each layer.
     ranges: Vec<Range<usize>>,
     carried: Carried,
     row: Vec<BlockRef>,
@@ -27,7 +27,7 @@ pub(crate) struct Stream {
 struct Pass {
     sequence: usize,
     run: usize,
-    /// Places of these pages in the sequence's row.
+    /// The places of these pages in the sequence's row.
     pages: Vec<usize>,
 }
 
@@ -58,7 +58,7 @@ impl Stream {
         !self.ranges[layer].is_empty()
     }
 
-    /// Lists what the step that was just opened has to read, in the order in which layers are usually attended to.
+    /// Lists what the step that was just opened has to read, in the order in which layers usually attend.
     pub(crate) fn enter(
         &mut self,
         core: &pagoda_core::Cache,
@@ -87,7 +87,7 @@ impl Stream {
         }
     }
 
-    /// Lists what a layer has to read of one sequence.
+    /// Lists what a layer has to read for one sequence.
     fn list(
         &mut self,
         core: &pagoda_core::Cache,
@@ -146,7 +146,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Attention of one sequence, with what its passes read.
+    /// Attention of one sequence, with the pages that its passes read.
     unsafe fn sequence(
         &mut self,
         backend: &Backend,
@@ -166,7 +166,7 @@ impl Stream {
             // SAFETY: as the caller promises.
             let filled = unsafe { reader.take(pass) }.map_err(Stop::Disk)?;
             let filled = filled.expect("slots are given back run by run");
-            // Entries of other runs are not looked at.
+            // Entries of other runs are not read.
             for (place, &page) in self.passes[pass].pages.iter().enumerate() {
                 self.row[page] = BlockRef::new(Tier::Disk, BlockId::new(place as u32));
             }

@@ -1,4 +1,4 @@
-//! The tables of the open step as NumPy arrays, for kernels that are not ours. Names and types are the field's.
+//! The tables of the open step as NumPy arrays, for kernels of other libraries. Names and types are the field's.
 
 use crate::arrays::{by_token, zeros};
 use crate::cache::Inner;
@@ -12,7 +12,7 @@ use pyo3::types::PyDict;
 /// `kv_indptr`, `kv_indices`, `kv_last_page_len`.
 pub(crate) type Csr<'py> = (Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<i32>>);
 
-/// The block tables handed out last, per layer group: only rows that changed are written again.
+/// The block tables handed out last, by layer group: only rows that changed are written again.
 #[derive(Default)]
 pub(crate) struct Tables(Vec<GroupTable>);
 
@@ -27,7 +27,7 @@ struct GroupTable {
     stamps: Vec<Option<Stamp>>,
 }
 
-/// What a row of a block table holds: of which sequence, the version of its table, and how many pages of it.
+/// What a row of a block table holds: the sequence, the version of its table, and how many of its pages.
 #[derive(Clone, Copy)]
 pub(crate) struct Stamp {
     pub(crate) sequence: SequenceId,
@@ -36,7 +36,7 @@ pub(crate) struct Stamp {
 }
 
 impl Stamp {
-    /// How many entries stay as they are in a row that is to hold this and held `before`: tables of one version only grow.
+    /// How many entries need not be written again in a row that held `before`: tables of one version only grow.
     pub(crate) fn kept(self, before: Option<Self>) -> usize {
         let is_of = |held: &Self| (held.sequence, held.version) == (self.sequence, self.version);
         before.filter(is_of).map(|held| held.pages).filter(|&pages| pages <= self.pages).unwrap_or(0)

@@ -1,4 +1,4 @@
-//! Plans and tickets: as Python holds them, how they are made, started and waited for.
+//! Plans and tickets: how Python holds them, how they are made, started and waited for.
 
 use crate::cache::{Cache, Engine, Inner, tier_named};
 use crate::errors::{core, invalid, unavailable};
@@ -35,7 +35,7 @@ impl Plan {
         self.0.bytes()
     }
 
-    /// How many pages there are, without a list of them.
+    /// The number of pages, without making a list of them.
     fn __len__(&self) -> usize {
         self.0.moves().len()
     }
@@ -46,12 +46,12 @@ impl Plan {
 pub(crate) struct Ticket {
     pub(crate) id: TicketId,
     pub(crate) completion: Completion,
-    /// What whoever drives a device has to copy, and the same as addresses and bytes: `[from, to, bytes]` of each block.
+    /// What the engine of a device has to copy, and the same as addresses and bytes: `[from, to, bytes]` of each block.
     pub(crate) copies: Vec<BlockCopy>,
     pub(crate) transfers: Vec<u64>,
-    /// Those that threads of the disk have been given, by the number of the first.
+    /// The copies that disk threads have been given, by the number of the first.
     pub(crate) on_disk: Mutex<HashMap<usize, Completion>>,
-    /// What the core has told of it.
+    /// What the core has reported about it.
     failure: OnceLock<pagoda_core::Error>,
 }
 
@@ -63,30 +63,30 @@ impl Ticket {
 
 #[pymethods]
 impl Ticket {
-    /// uint64: `[from, to, bytes]` of what is to be copied on behalf of a device; 0 in the place of an address on disk.
+    /// uint64: `[from, to, bytes]` of what the engine of a device has to copy; 0 stands for an address on disk.
     #[getter]
     fn transfers<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<u64>> {
         PyArray1::from_slice(py, &self.transfers)
     }
 }
 
-/// Copies between the disk and memory of the host that a ticket needs.
+/// Copies between the disk and host memory that a ticket needs.
 #[pyclass(frozen, module = "pagoda._core")]
 pub(crate) struct DiskCopies {
     pub(crate) completion: Completion,
     pub(crate) waiter: Waiter,
-    /// It goes when the cache is closed, whoever still asks for these.
+    /// Weak, so that closing the cache drops the store even while someone holds these copies.
     pub(crate) store: Weak<Store>,
-    /// How long anybody waits for it.
+    /// How long calls wait for the disk.
     pub(crate) limit: Duration,
 }
 
 /// Why copies that a device makes did not all arrive.
 #[derive(FromPyObject)]
 pub(crate) enum Why<'py> {
-    /// As those of the disk say.
+    /// For the reason that copies of the disk have.
     OnDisk(PyRef<'py, DiskCopies>),
-    /// As whoever drives the device says.
+    /// For a reason that the engine gives.
     Told(String),
 }
 
@@ -97,13 +97,13 @@ impl DiskCopies {
         self.completion.copied().is_some()
     }
 
-    /// Sleeps until they have. Python signals are seen.
+    /// Sleeps until they have ended. Python signals are handled.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| patience::until(Duration::MAX, |slice| self.waiter.wait(&self.completion, slice)))
             .map(drop)
     }
 
-    /// Sleeps until they have, as long as the disk does anything, and `disk_timeout` more. Python signals are seen.
+    /// Sleeps until they have ended; gives up when the disk has done nothing for `disk_timeout`. Python signals are handled.
     fn wait_patiently(&self, py: Python<'_>) -> PyResult<()> {
         let Self { completion, waiter, store, limit } = self;
         // Without a store all copies have ended.
@@ -111,7 +111,7 @@ impl DiskCopies {
         py.detach(|| patience::wait(waiter, completion, &store, *limit)).map_err(|stop| stop.raise(py))
     }
 
-    /// How many of the first have arrived, once they have ended.
+    /// How many have arrived, counted from the first; None until they have ended.
     #[getter]
     fn copied(&self) -> Option<u32> {
         self.completion.copied()
@@ -119,11 +119,11 @@ impl DiskCopies {
 }
 
 impl Inner {
-    /// Tickets of plans under way, to be waited for.
+    /// Tickets of plans under way, to wait for.
     fn tickets(&self, py: Python<'_>, moves: Vec<(TicketId, Completion)>) -> PyResult<Vec<Py<Ticket>>> {
         let ticket = |(id, completion)| match &self.engine {
             Engine::Device(device) => {
-                // What is not there any more has ended.
+                // A ticket that is no longer listed has ended.
                 let ticket = device.moving.iter().find(|moving| moving.get().id == id);
                 ticket.map(|ticket| Ok(ticket.clone_ref(py)))
             }
@@ -175,7 +175,7 @@ impl Cache {
         inner.core.plan(id, to, &selection).map(Plan).map_err(|error| core(py, &error))
     }
 
-    /// Starts a plan in the background. What a device has to copy is known from then on, whatever becomes of the ticket.
+    /// Starts a plan in the background. `moving` lists what a device has to copy, whatever becomes of the ticket.
     fn execute(&self, py: Python<'_>, plan: &Plan) -> PyResult<Py<Ticket>> {
         let mut inner = self.lock(py)?;
         inner.zero(py)?;
@@ -201,7 +201,7 @@ impl Cache {
         Ok(ticket)
     }
 
-    /// The tickets whose copies a device has to make, oldest first, until `end_copies`.
+    /// The tickets whose copies the engine of a device has to make, oldest first; each is listed until `end_copies`.
     fn moving(&self, py: Python<'_>) -> PyResult<Vec<Py<Ticket>>> {
         self.with(py, |inner| match &inner.engine {
             Engine::Device(device) => Ok(device.moving.iter().map(|ticket| ticket.clone_ref(py)).collect()),
@@ -209,8 +209,8 @@ impl Cache {
         })
     }
 
-    /// Starts some of a ticket's copies, by number: those between the disk and memory of the host, which is the host tier or, at
-    /// the given offset, the stage where the other side is on a device. Asking again starts nothing more.
+    /// Starts some of a ticket's copies, by number: those between the disk and host memory. That is the host tier or, if the
+    /// other side is on a device, the stage at the given offset. A repeated call starts nothing more.
     fn start_on_disk(
         &self,
         py: Python<'_>,
@@ -236,8 +236,8 @@ impl Cache {
         })
     }
 
-    /// The first `copied` of a ticket's copies have arrived, and no other will, for the reason that `why` has or is. Twice is no
-    /// error.
+    /// Notes that the first `copied` of a ticket's copies have arrived and that no other will, for the reason in `why`. A
+    /// second call is no error.
     fn end_copies(&self, py: Python<'_>, ticket: &Ticket, copied: u32, why: Option<Why<'_>>) -> PyResult<()> {
         self.with(py, |inner| {
             if let Engine::Device(device) = &mut inner.engine {
@@ -248,7 +248,7 @@ impl Cache {
             }
             if let Some(store) = inner.store() {
                 for copy in ticket.copies[copied as usize..].iter().filter(|copy| copy.to.0 == Tier::Disk) {
-                    // What counts as not written takes no space; a refusal leaves it where it is, which is no error.
+                    // Blocks that count as not written need no space. If the system refuses, they keep it, which is no error.
                     let _ = py.detach(|| store.give_back(copy.group, &[copy.to.1]));
                 }
             }
@@ -272,7 +272,7 @@ impl Cache {
         inner.tickets(py, moves)
     }
 
-    /// The plans under way that move pages from one tier to another. keep: those that leave a copy, too.
+    /// The plans under way that move pages from one tier to another. keep: also those that leave a copy.
     #[pyo3(signature = (source, target, *, keep))]
     fn moves_between(
         &self,
@@ -304,7 +304,7 @@ impl Cache {
         Ok(true)
     }
 
-    /// Sleeps until a ticket's copies have arrived, or `seconds` have passed; says which. Python signals are seen.
+    /// Sleeps until a ticket's copies have arrived or `seconds` have passed; returns which. Python signals are handled.
     fn wait(&self, py: Python<'_>, ticket: &Ticket, seconds: f64) -> PyResult<bool> {
         let waiter = self.with(py, |inner| Ok(inner.mover.waiter()))?;
         let limit = Duration::try_from_secs_f64(seconds)
@@ -312,8 +312,8 @@ impl Cache {
         py.detach(|| patience::until(limit, |slice| waiter.wait(&ticket.completion, slice)))
     }
 
-    /// Sleeps until a ticket's copies have arrived, as long as the disk does anything, and `disk_timeout` more. Python signals are
-    /// seen.
+    /// Sleeps until a ticket's copies have arrived; gives up when the disk has done nothing for `disk_timeout`. Python
+    /// signals are handled.
     fn wait_patiently(&self, py: Python<'_>, ticket: &Ticket) -> PyResult<()> {
         let inner = self.lock(py)?;
         let Some(store) = inner.store().cloned() else {

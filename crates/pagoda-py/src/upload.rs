@@ -26,7 +26,7 @@ pub(crate) struct GroupPlaces {
     spans: u64,
     /// int64 `[tokens]`.
     slots: u64,
-    /// Two int32: the number of new tokens, and of those that are the first in an empty cache, all or none.
+    /// Two int32: the number of new tokens, and how many of them are the first in an empty cache, all or none.
     tokens: u64,
 }
 
@@ -35,23 +35,23 @@ pub(crate) struct GroupPlaces {
 #[pyo3(from_item_all)]
 pub(crate) struct WorkPlaces {
     pub(crate) group: u8,
-    /// Sequences with so many new tokens, at least and at most.
+    /// The least and the most new tokens of a sequence in the list.
     pub(crate) new_tokens: (u32, u32),
-    /// Queries of a block.
+    /// Queries in a block.
     queries: u32,
     pub(crate) window: Option<u32>,
     pub(crate) by_runs: bool,
     own: ListAddresses,
-    /// That over pages which several sequences hold; None where every sequence goes over all of its pages alone.
+    /// The list over common pages; None if every sequence reads all of its pages by itself.
     common: Option<ListAddresses>,
-    /// Queries of a block of the latter.
+    /// Queries in a block of the list over common pages.
     common_queries: u32,
     /// int32: the row in the batch of each query that holds common pages.
     members: u64,
 }
 
 impl WorkPlaces {
-    /// Whether a sequence with so many new tokens is in the list.
+    /// Whether a sequence with this many new tokens is in the list.
     pub(crate) fn takes(&self, new_tokens: u32) -> bool {
         (self.new_tokens.0..=self.new_tokens.1).contains(&new_tokens)
     }
@@ -64,13 +64,13 @@ pub(crate) struct ListAddresses {
     blocks: u64,
     /// int32 `[blocks + 1]`.
     prefix: u64,
-    /// Two int32: how many blocks, and their work.
+    /// Two int32: the number of blocks, and their work.
     totals: u64,
-    /// int32: where the parts that blocks begin with are among the queries that hold common pages.
+    /// int32: for the parts that blocks begin with, their places among the queries that hold common pages.
     rows: u64,
 }
 
-/// The address of the angles by which queries of a layer are rotated back, as a dict.
+/// The address of the angles by which a layer's queries are rotated back, as a dict.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 pub(crate) struct AnglePlaces {
@@ -88,18 +88,18 @@ pub(crate) struct Room {
     pub(crate) columns: usize,
     /// Spans of all sequences, in any group.
     pub(crate) spans: usize,
-    /// Rows of angles of any layer: one a span, and for one that trails one a query besides.
+    /// Rows of angles of any layer: one for each span and, if the span trails, one more for each query.
     pub(crate) angles: usize,
 }
 
-/// Pages in common, as long as the tables of a batch only grow.
+/// Common pages; valid as long as the tables of a batch only grow.
 #[derive(Default)]
 struct Shared {
     found: Found,
     /// The row in the batch of each query that holds common pages.
     members: Vec<u32>,
-    /// For each time that a sequence holds common pages: its place in the batch, where its queries are among `members`, and
-    /// the token behind the pages.
+    /// For each time that a sequence holds common pages: its place in the batch, where its queries begin in `members`, and
+    /// the token after the pages.
     holds: Vec<(u32, i32, u32)>,
 }
 
@@ -110,7 +110,7 @@ struct Row {
     on_host: usize,
 }
 
-/// A work list, and that over pages which its sequences have in common.
+/// A work list, and the one over its sequences' common pages.
 #[derive(Clone, Default)]
 pub(crate) struct Lists {
     pub(crate) own: WorkList,
@@ -123,11 +123,11 @@ pub(crate) struct Upload {
     groups: Vec<GroupPlaces>,
     pub(crate) works: Vec<WorkPlaces>,
     angles: Vec<AnglePlaces>,
-    /// Per group and place in the batch.
+    /// By group and place in the batch.
     held: Vec<Vec<Option<Row>>>,
-    /// Likewise, of the open step: which span of all is the sequence's first.
+    /// Likewise, for the open step: the index of the sequence's first span among all spans.
     pub(crate) first_spans: Vec<Vec<u32>>,
-    /// Per work list.
+    /// By work list.
     shared: Vec<Shared>,
     pub(crate) lists: Vec<Lists>,
     /// Target (two words), source and length of every run, in words.
@@ -137,7 +137,7 @@ pub(crate) struct Upload {
 }
 
 impl Upload {
-    /// New places, which hold nothing.
+    /// Sets new places, to which nothing has been written.
     pub(crate) fn place(
         &mut self,
         groups: Vec<GroupPlaces>,
@@ -148,13 +148,13 @@ impl Upload {
         let first_spans = vec![Vec::new(); groups.len()];
         let shared = works.iter().map(|_| Shared::default()).collect();
         let lists = vec![Lists::default(); works.len()];
-        // Pages that were brought ahead are in the ring, which stays where it is.
+        // Pages that were streamed ahead are in the ring, which stays where it is.
         let streams = std::mem::take(&mut self.streams);
         *self = Self { groups, works, angles, held, first_spans, shared, lists, streams, ..Self::default() };
     }
 
-    /// Writes down what the open step changes; returns how many words [`Self::take`] gives, and how many queries hold pages
-    /// in common, in any work list.
+    /// Lists what the open step changes. Returns how many words [`Self::take`] gives, and the most queries of any work list
+    /// that hold common pages.
     pub(crate) fn fill(&mut self, core: &Cache, step: &StepState, layers: &[PlacedLayer]) -> (usize, usize) {
         self.runs.clear();
         self.words.clear();
@@ -175,18 +175,18 @@ impl Upload {
         (1 + self.runs.len() + self.words.len(), self.members())
     }
 
-    /// Whether the work of every list is little enough for kernels to count.
+    /// Whether the work of every list is small enough for kernels to count.
     pub(crate) fn is_countable(&self) -> bool {
         self.lists.iter().all(|Lists { own, common }| own.is_countable() && common.is_countable())
     }
 
-    /// Queries that hold pages in common, in any work list.
+    /// The most queries of any work list that hold common pages.
     pub(crate) fn members(&self) -> usize {
         self.shared.iter().map(|shared| shared.members.len()).max().unwrap_or(0)
     }
 
-    /// The number of runs, the runs, and the words that they take their sources from. `streams`: where the tables of what is
-    /// streamed go.
+    /// Writes the number of runs, the runs, and the words that they copy from. `streams`: the address for the tables of
+    /// streamed pages.
     pub(crate) fn take(&mut self, streams: u64, target: &mut [u32]) {
         let first = self.words.len();
         self.words.append(&mut self.streams.words);
@@ -202,28 +202,28 @@ impl Upload {
         self.groups.len()
     }
 
-    /// Pages of the sequence at place `index` of the batch that are on the host tier.
+    /// Host pages of the sequence at place `index` of the batch.
     pub(crate) fn on_host(&self, group: usize, index: usize) -> u64 {
         self.held[group][index].map_or(0, |row| row.on_host as u64)
     }
 
-    /// Blocks that so many queries of a sequence are in, the most of any work list; None where none has them.
+    /// The number of blocks that this many queries of a sequence fill, the most of any work list; None if no list takes them.
     pub(crate) fn query_blocks(&self, id: GroupId, new_tokens: u32) -> Option<u64> {
         let works = self.works_of(id).filter(|(_, work)| work.takes(new_tokens));
         works.map(|(_, work)| u64::from(new_tokens.div_ceil(work.queries))).max()
     }
 
-    /// The work lists of a group, and their places among all.
+    /// The work lists of a group, and their indices among all.
     pub(crate) fn works_of(&self, id: GroupId) -> impl Iterator<Item = (usize, &WorkPlaces)> {
         self.works.iter().enumerate().filter(move |(_, work)| GroupId(work.group) == id)
     }
 
-    /// Whether a sequence holds pages in common with others, in a work list.
+    /// Whether a sequence shares pages with others, in a work list.
     pub(crate) fn holds_common(&self, work: usize, index: usize) -> bool {
         self.shared[work].holds.binary_search_by_key(&index, |hold| hold.0 as usize).is_ok()
     }
 
-    /// Words for a place on the device.
+    /// Adds a run of words for a place on the device.
     fn run(&mut self, target: u64, words: Range<usize>) {
         if !words.is_empty() {
             self.runs.extend([target as u32, (target >> 32) as u32, words.start as u32, words.len() as u32]);
@@ -266,7 +266,7 @@ impl Upload {
                     Sight::Window => 0,
                     Sight::Always => 1,
                     Sight::Trailing { .. } => {
-                        // Where its angles for row 0 of the batch would be.
+                        // Where its angles would be for row 0 of the batch.
                         offset = (turned - i64::from(step.bounds()[index])) as u64;
                         turned += i64::from(new_tokens);
                         2
@@ -283,7 +283,7 @@ impl Upload {
         self.run(self.groups[group].spans, first..self.words.len());
     }
 
-    /// Of every new token, int64.
+    /// The slot of every new token, int64.
     fn slots(&mut self, core: &Cache, step: &StepState, layers: &[PlacedLayer], group: usize) {
         let first = self.words.len();
         for slot in slots(core, GroupId(group as u8), page_size(layers)) {
@@ -296,7 +296,7 @@ impl Upload {
         self.run(self.groups[group].tokens, first..self.words.len());
     }
 
-    /// Which sequences of a work list hold pages in common: found anew when a table has changed in another way than by growing.
+    /// Finds which sequences of a work list hold pages in common. Keeps the last result if tables have only grown since.
     fn find_common(&mut self, core: &Cache, step: &StepState, layers: &[PlacedLayer], at: usize) {
         let work = self.works[at];
         if work.common.is_some() {
@@ -306,7 +306,7 @@ impl Upload {
         }
     }
 
-    /// The work list over common pages, and the queries that it is for.
+    /// The work list over common pages, and its queries.
     fn common_work(&mut self, core: &Cache, step: &StepState, at: usize) {
         let WorkPlaces { group, common: Some(places), common_queries: queries, members, .. } = self.works[at]
         else {
@@ -329,7 +329,7 @@ impl Upload {
             let queries = first..shared.members.len() as u32;
             list.push_common(cut, place, spans, node.tokens.clone(), queries);
         }
-        // A sequence's nodes come in token order, and so do its places among the members.
+        // The nodes of a sequence come in token order, and so do its places in `members`.
         shared.holds.sort_unstable();
         let first = self.words.len();
         self.words.extend(&shared.members);
@@ -369,7 +369,7 @@ impl Upload {
         self.run_list(own, words);
     }
 
-    /// Cosines and sines of the offsets of all spans, then of each that trails for each of its sequence's queries; if any has one.
+    /// Cosines and sines of the offsets of all spans, then of each trailing span by query. None if no span moved or trails.
     fn angles(&mut self, core: &Cache, step: &StepState, layers: &[PlacedLayer], at: usize) {
         let AnglePlaces { layer, angles } = self.angles[at];
         let placed = &layers[layer];
@@ -399,13 +399,13 @@ impl Upload {
     }
 }
 
-/// Whether each query sees a span at a distance of its own.
+/// Whether each query sees a span at its own distance.
 fn trails(span: &SpanView) -> bool {
     matches!(span.sight, Sight::Trailing { .. })
 }
 
-/// Writes blocks, prefix, totals and parts of a work list down, as cuda/pagoda/unit.cuh has them; returns where. `first_spans`: of each
-/// sequence of the batch.
+/// Writes blocks, prefix, totals and parts of a work list as cuda/pagoda/unit.cuh expects them; returns where. `first_spans`:
+/// for each sequence of the batch.
 pub(crate) fn write_list(words: &mut Vec<u32>, list: &WorkList, first_spans: &[u32]) -> [Range<usize>; 4] {
     let first = words.len();
     for block in &list.blocks {
@@ -424,7 +424,7 @@ pub(crate) fn write_list(words: &mut Vec<u32>, list: &WorkList, first_spans: &[u
     [first..second, second..third, third..fourth, fourth..words.len()]
 }
 
-/// Pages of a group that the sequences of the open step have on disk.
+/// Pages of a group that sequences of the open step have on disk.
 pub(crate) fn pages_on_disk(core: &Cache, step: &StepState, group: GroupId, page_size: u32) -> usize {
     let batch = (0..core.step_batch().len()).filter(|&index| core.step_reaches_disk(index, group));
     let of_sequence = |index: usize| {
@@ -439,7 +439,7 @@ pub(crate) fn pages_on_disk(core: &Cache, step: &StepState, group: GroupId, page
     batch.map(of_sequence).sum()
 }
 
-/// The room that the open step needs: there are tables for a step of no sequences, too.
+/// The room that the open step needs. A step without sequences has tables, too.
 pub(crate) fn room(core: &Cache, step: &StepState, groups: usize) -> Room {
     let sequences = core.step_batch().len().max(1);
     let mut room = Room { sequences, tokens: step.new_tokens(), ..Room::default() };

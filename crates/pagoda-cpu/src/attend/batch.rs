@@ -9,11 +9,11 @@ use crate::kernel::{Lines, PIECES};
 use crate::layer::PagedKv;
 use crate::plan::Group;
 
-/// Tiles, of whatever heads, that are scored before the first of them is weighed: one long stream of K and one of V is
-/// read faster than short ones by turns.
+/// Tiles, of any heads, that are scored before the values of the first are added: one long stream of K and one of V are read
+/// faster than short ones in turn.
 pub(super) const CELLS: usize = 8;
 
-/// A batch and those after it that are asked for meanwhile: with two cells each, they are as many as streams.
+/// A batch and those after it that are prefetched meanwhile: with two cells each, these are as many as streams.
 pub(super) const BATCHES: usize = 3;
 
 /// Cells of a batch: fewer where there are more queries, so that scores stay in the cache.
@@ -31,7 +31,7 @@ struct TilePages {
 impl TilePages {
     const NONE: Self = Self { blocks: [std::ptr::null(); PIECES], first: 0 };
 
-    /// Those of a tile. Pages outside the piece are not looked up.
+    /// The pages of a tile. Pages outside the piece are not looked up.
     fn of(kv: &PagedKv<'_>, group: &Group, piece: &Piece<'_>, tile: usize) -> Self {
         let page_size = kv.layer.page_size as usize;
         let row = &kv.sequences[group.sequence].row[piece.span.first_page as usize..];
@@ -65,13 +65,13 @@ pub(super) struct Cell {
     pub(super) values: [usize; 2],
 }
 
-/// Tiles of one page and some heads whose K is read in one go, and then their V.
+/// Tiles of one page and some heads: all of their K is read in one go, then all of their V.
 pub(super) struct Batch {
     pub(super) tiles: Range<usize>,
     heads: Range<usize>,
-    /// Of each tile.
+    /// The pages of each tile.
     pages: [TilePages; CELLS],
-    /// Tiles inside heads: so they lie in memory.
+    /// In memory order: tiles within heads.
     cells: [Cell; CELLS],
 }
 
@@ -83,7 +83,7 @@ impl Batch {
         cells: [Cell { head: 0, tile: 0, keys: [0; 2], values: [0; 2] }; CELLS],
     };
 
-    /// What comes after a batch: nothing, if it was the last.
+    /// Sets the batch that comes after `before`: an empty one, if that was the last.
     pub(super) fn follow(
         &mut self,
         before: &Self,
@@ -102,7 +102,7 @@ impl Batch {
         }
     }
 
-    /// As many of the tiles, all of one page, and of the heads from `head` on as a batch takes.
+    /// Sets as many of the tiles, all of one page, and of the heads from `head` on as a batch takes.
     pub(super) fn fill(
         &mut self,
         kv: &PagedKv<'_>,
@@ -135,7 +135,7 @@ impl Batch {
         &self.cells[..self.heads.len() * self.tiles.len()]
     }
 
-    /// Where rows of a cell lie that begin there.
+    /// The rows of a cell, given where they begin.
     pub(super) fn lines(&self, cell: &Cell, [rows, scales]: [usize; 2]) -> Lines<'_> {
         Lines { blocks: &self.pages[cell.tile - self.tiles.start].blocks, rows, scales }
     }

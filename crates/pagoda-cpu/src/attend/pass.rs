@@ -35,7 +35,7 @@ impl Pass<'_> {
         let Call { kernels, queries: source, kv: PagedKv { layer, .. }, .. } = *self.call;
         let dim = layer.geometry.head_dim as usize;
         let load = kernels.convert(source.element, Element::F32);
-        // The base of exponentials is 2; a cap multiplies with the logarithm itself.
+        // Exponentials have base 2. With a softcap, the cap itself is multiplied by log2(e) later.
         let factor = layer.softcap.map_or(layer.scale * LOG2_E as f32, |cap| layer.scale / cap);
         let mut offset = 0;
         let rows = self.queries.chunks_exact_mut(dim.next_multiple_of(ALIGN));
@@ -72,8 +72,8 @@ impl Pass<'_> {
         }
     }
 
-    /// Goes over tiles, counted over all pieces of the group, run by run; `run` is for all runs but the first. Where bits need not
-    /// be the same, short pieces share one.
+    /// Goes over tiles, counted over all pieces of the group, run by run. The first run goes to `state`, the others to `run`
+    /// first. If not deterministic, short pieces share a run.
     pub(super) unsafe fn runs<'s>(
         &mut self,
         tiles: &Range<usize>,
@@ -83,7 +83,7 @@ impl Pass<'_> {
     ) {
         let (call, layer) = (self.call, self.call.kv.layer);
         let (mut prepared, mut counted) = (None, 0);
-        // Runs so far, the present one included, and the tiles that it has.
+        // Runs so far, with the current one, and the tiles in that.
         let (mut runs, mut has) = (0, 0);
         let spans = call.kv.sequences[self.group.sequence].spans;
         for piece in pieces(spans, self.group.visible.clone()) {
@@ -96,7 +96,7 @@ impl Pass<'_> {
             let mut tiles = piece.tiles.start + first - base..piece.tiles.start + last - base;
             let from = if let Sight::Trailing { from } = piece.span.sight { Some(from) } else { None };
             while !tiles.is_empty() {
-                // Keys that are derived are turned by their place in the run.
+                // Derived keys are turned by their place in the run.
                 let derived = layer.derived.is_some();
                 let run_position = if derived { piece.span.run_position(tiles.start / RUN_TILES) } else { 0 };
                 let turn = layer.rope.as_ref().map(|_| (piece.span.offset, from, run_position));
@@ -105,7 +105,7 @@ impl Pass<'_> {
                     // SAFETY: as the caller promises.
                     unsafe { self.prepare(piece.span, run_position, angles) };
                 }
-                // Also where bits need not be the same: many small terms would be lost beside one large sum.
+                // Also if not deterministic: adding many small terms to one large sum would lose precision.
                 let end = tiles.end.min((tiles.start / RUN_TILES + 1) * RUN_TILES);
                 if runs == 0 || call.deterministic || has + end - tiles.start > RUN_TILES {
                     if runs > 1 {
@@ -128,7 +128,7 @@ impl Pass<'_> {
         }
     }
 
-    /// Goes over a run of tiles in batches, pages outside: the K of a batch is one stream, then its V is.
+    /// Goes over a run of tiles in batches, page by page: the K of a batch is one stream, then its V.
     unsafe fn tiles(&mut self, piece: &Piece<'_>, tiles: Range<usize>, state: &mut State<'_>) {
         let mut batches = [const { Batch::NONE }; BATCHES];
         let [mut here, mut next, mut later] = batches.each_mut();
@@ -143,7 +143,7 @@ impl Pass<'_> {
         }
     }
 
-    /// The first of some batches that follow each other.
+    /// Attends to the first of some consecutive batches.
     unsafe fn batch(&mut self, piece: &Piece<'_>, batches: [&Batch; BATCHES], state: &mut State<'_>) {
         let Call { in_order: [keys_in_order, values_in_order], kv: PagedKv { layer, .. }, .. } = *self.call;
         let piece_shift = TILE.min(layer.page_size as usize).ilog2();
@@ -165,7 +165,7 @@ impl Pass<'_> {
                 batch.cells().iter().for_each(|cell| push(batch.lines(cell, cell.values)));
             }
         }
-        // Nothing comes after the last: it is asked for again.
+        // Nothing comes after the last: it is prefetched again.
         rest.for_each(|next| *next = last);
         let ahead =
             |index: usize| reads[index + 1..].first_chunk().expect("as many as streams come after it");
@@ -175,7 +175,7 @@ impl Pass<'_> {
             // SAFETY: as the caller promises.
             unsafe { self.score(piece, cell.tile, cell.head, index, &chunk) };
         }
-        // All of them before the first value: the CPU goes on with the next while a sum is added up.
+        // All weights before the first value: the CPU starts on the next ones while a sum is added up.
         for (index, cell) in cells.iter().enumerate() {
             // SAFETY: as the caller promises.
             unsafe { self.weigh(piece, cell.tile, cell.head, index, state) };

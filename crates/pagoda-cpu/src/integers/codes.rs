@@ -1,4 +1,4 @@
-//! The codes of formats, as instruction sets multiply them: whole numbers, of which one stands for 0.
+//! The codes of formats, as instruction sets multiply them: integers, one of which stands for 0.
 
 use pagoda_core::layout::RowFormat;
 
@@ -6,19 +6,19 @@ use super::STEP;
 use crate::kernel::RowSize;
 use crate::simd::dot::{COLUMNS, Dot};
 
-/// How a format lies in memory. Rows are given by the first of them and the bytes from one to the next.
+/// The memory layout of a format. Rows are given by the address of the first and the bytes from one to the next.
 pub(crate) trait Codes {
     const FORMAT: RowFormat;
     /// Bytes of the integers that codes are multiplied with. With one, codes are at most 31.
     const BYTES: usize;
     /// Bytes of a step of a row.
     const STEP_BYTES: usize = Self::FORMAT.row_bytes(STEP as u32) as usize;
-    /// Scales of a step: one, or one of either half.
+    /// Scales of a step: one, or one for each half.
     const SCALES: usize = 1;
     /// Whether all steps of a row have the same scale.
     const ROW_SCALE: bool =
         Self::FORMAT.scale_bytes(STEP as u32) == Self::FORMAT.scale_bytes(2 * STEP as u32);
-    /// The size of a row of so many steps.
+    /// The size of a row of `steps` steps.
     #[inline(always)]
     fn size(steps: usize) -> RowSize {
         let dim = steps * STEP;
@@ -30,12 +30,12 @@ pub(crate) trait Codes {
     }
     /// The code of 0.
     fn zero<S: Dot>() -> i32;
-    /// Of 16 rows the elements of a step: word `t` of vector `i` is the elements `4 * i..4 * i + 4` of row `t`.
+    /// The elements of a step of 16 rows: word `t` of vector `i` is the elements `4 * i..4 * i + 4` of row `t`.
     unsafe fn columns<S: Dot>(rows: *const u8, size: RowSize, step: usize) -> [S::Words; COLUMNS];
-    /// Of 4 rows half of the elements of a step: byte `r` of word `i` is element `16 * half + i` of row `r`, where words are in
+    /// Half of the elements of a step of 4 rows: byte `r` of word `i` is element `16 * half + i` of row `r`, with words in
     /// the order of [`Dot::in_order`].
     unsafe fn words<S: Dot>(rows: *const u8, size: RowSize, step: usize, half: usize) -> S::Words;
-    /// Scale `index` of 16 rows, of which the first has its scales at `scales`: ggml's, unless a format has others.
+    /// Scale `index` of 16 rows, the first of which has its scales at `scales`: as in ggml, unless a format has others.
     #[inline(always)]
     unsafe fn scales<S: Dot>(scales: *const u8, size: RowSize, index: usize) -> S::Floats {
         // SAFETY: as the caller promises.
@@ -118,7 +118,7 @@ impl Codes for Q5_0 {
     }
 }
 
-/// Where the fifth bits of a step begin, a bit an element.
+/// Where the fifth bits of a step begin, one for each element.
 #[inline(always)]
 fn fifth_bits(row: *const u8, size: RowSize, step: usize) -> *const u8 {
     row.wrapping_add(size.dim / 2 + step * (STEP / 8))

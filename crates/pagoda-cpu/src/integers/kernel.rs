@@ -1,9 +1,9 @@
 //! The two loops: dot products of queries with rows of K, and of weights with columns of V.
 //!
-//! Of K, 16 rows are transposed so that a word of a vector holds four elements of one row: scores come out 16 at a time. Of V, 4
-//! rows are interleaved so that a word holds one element of each; weights times the scales of V become integers for every tile
-//! and step. Sums of products are exact; they are converted and scaled once a step, in an order that does not depend on how many
-//! query rows there are.
+//! For K, 16 rows are transposed so that a word of a vector holds four elements of one row: scores come out 16 at a time. For
+//! V, 4 rows are interleaved so that a word holds one element of each; weights times the scales of V become integers for
+//! every tile and step. Sums of products are exact; they are converted and scaled once a step, in an order that does not
+//! depend on the number of query rows.
 
 #![expect(clippy::needless_range_loop, reason = "an index runs over several arrays of vectors")]
 
@@ -17,7 +17,7 @@ use super::{Codes, QUAD, QueryStep, STEP, code_max};
 use crate::kernel::{Accumulate, LINE, RowSize, Score, Streams, rows_at_once};
 use crate::simd::dot::{COLUMNS, Cache, Dot, LANES};
 
-/// Products with one byte that are added up before sums are settled.
+/// Products with one byte that are added before sums are settled.
 const UNSETTLED: usize = LANES / QUAD;
 /// Scales of V for which weights are made at once.
 const PART: usize = 4;
@@ -28,21 +28,21 @@ pub(crate) fn quantise<S: Dot, C: Codes>(row: &[f32], steps: &mut [QueryStep]) {
     super::quantise(row, C::zero::<S>(), C::BYTES, S::SHORTS, C::SCALES, steps);
 }
 
-/// The lines of part `part`, of parts of so many bytes: as many every time, if need be one that another part has. A loop that does
-/// not know how many takes up to a fifth longer.
+/// The lines of part `part`, with parts of `bytes` bytes. Their number is always the same, even if that repeats a line of
+/// another part: a loop with an unknown count takes up to a fifth longer.
 #[inline(always)]
 fn lines(part: usize, bytes: usize) -> Range<usize> {
     let first = part * bytes / LINE;
     first..first + bytes.div_ceil(LINE)
 }
 
-/// Where what lies ahead of a tile is to be.
+/// The cache that a tile's successors are prefetched into.
 #[inline(always)]
 fn cache(in_order: bool) -> Cache {
     if in_order { Cache::L2 } else { Cache::L1 }
 }
 
-/// Asks for some lines of what lies ahead.
+/// Prefetches some lines of what lies ahead.
 #[inline(always)]
 unsafe fn prefetch<S: Dot>(ahead: &Streams, lines: Range<usize>, to: Cache) {
     for line in lines {
@@ -51,7 +51,7 @@ unsafe fn prefetch<S: Dot>(ahead: &Streams, lines: Range<usize>, to: Cache) {
     }
 }
 
-/// Asks for the scales of 16 rows.
+/// Prefetches the scales of 16 rows.
 #[inline(always)]
 unsafe fn prefetch_scales<S: Dot>(scales: *const u8, size: RowSize, to: Cache) {
     for line in (0..LANES * size.scale_bytes).step_by(LINE) {
@@ -60,8 +60,7 @@ unsafe fn prefetch_scales<S: Dot>(scales: *const u8, size: RowSize, to: Cache) {
     }
 }
 
-/// The size of rows: that of `STEPS` steps, or with 0 what it is said to be. Strides that are known when this is compiled spare
-/// kernels their registers.
+/// The size of rows: that of `STEPS` steps, or `said` if that is 0. Strides known at compile time save registers.
 #[inline(always)]
 fn size<C: Codes, const STEPS: usize>(said: RowSize) -> RowSize {
     if STEPS == 0 {
@@ -71,7 +70,7 @@ fn size<C: Codes, const STEPS: usize>(said: RowSize) -> RowSize {
     C::size(STEPS)
 }
 
-/// `$kernel::<S, C, _, R>($args, row, $size, $tile)` for all rows, of which one may be left alone or not.
+/// `$kernel::<S, C, _, R>($args, row, $size, $tile)` for all rows; `$alone` if one of them may come alone.
 macro_rules! for_rows {
     ($kernel:ident::<$simd:ident, $codes:ident>($args:ident, $size:expr, $tile:ident), alone: $alone:expr) => {{
         let (mut row, mut block) = (0, 0);
@@ -105,14 +104,14 @@ pub(crate) unsafe fn score<S: Dot, C: Codes, const STEPS: usize>(args: &Score<'_
     for_rows!(score_rows::<S, C>(args, size, tile), alone: true);
 }
 
-/// The same, unpacked for many query rows to scratch memory.
+/// The same for many query rows, with codes unpacked to scratch memory.
 #[inline(always)]
 pub(crate) unsafe fn score_many<S: Dot, C: Codes>(args: &Score<'_>, scratch: &mut [f32]) {
     let mut tile = Unpacked::<S>::new(scratch, args.size.dim);
     let seen = args.low / LANES..args.high.div_ceil(LANES);
     // SAFETY: as the caller promises.
     unsafe { tile.fill_columns::<C>(&Stored::new(args.keys, args.size), seen) };
-    // Five and more go by twos to fours, where fours can.
+    // Five rows and more go in groups of two to four, if groups of four are possible.
     for_rows!(score_rows::<S, C>(args, args.size, tile), alone: S::ROWS == 2);
 }
 
@@ -131,7 +130,7 @@ unsafe fn score_rows<S: Dot, C: Codes, T: Tile<S>, const R: usize>(
         } else if const { C::BYTES == 1 } {
             score_blocks::<S, C, T, R, 2, false>(args, row, size, tile);
         } else {
-            // Twice as many sums leave no registers for the columns of two blocks, but for twice those of one.
+            // Twice as many sums leave registers for the columns of one block twice, but not for those of two blocks.
             score_blocks::<S, C, T, R, 1, true>(args, row, size, tile);
         }
     }
@@ -154,8 +153,8 @@ unsafe fn columns_of<S: Dot, T: Tile<S>, const B: usize>(
     }
 }
 
-/// `B` blocks of 16 rows at a time, which share the loads of queries. `AHEAD`: columns are taken apart while those before them
-/// are multiplied.
+/// `B` blocks of 16 rows at a time, which share the loads of queries. `AHEAD`: the next columns are unpacked while the
+/// current ones are multiplied.
 #[inline(always)]
 unsafe fn score_blocks<S: Dot, C: Codes, T: Tile<S>, const R: usize, const B: usize, const AHEAD: bool>(
     args: &Score<'_>,
@@ -169,7 +168,7 @@ unsafe fn score_blocks<S: Dot, C: Codes, T: Tile<S>, const R: usize, const B: us
         let queries = args.codes.add(row * steps);
         let in_order = tile.in_order();
         let ahead = args.keys.to_ask_for(in_order, size);
-        // Rows that nobody sees may have no page.
+        // Blocks without a visible row may have no page.
         let firsts = |first: usize| {
             std::array::from_fn::<_, B, _>(|b| {
                 if first + b * LANES < args.high { first + b * LANES } else { first }
@@ -192,14 +191,14 @@ unsafe fn score_blocks<S: Dot, C: Codes, T: Tile<S>, const R: usize, const B: us
                 let bytes = B * LANES * C::STEP_BYTES;
                 if in_order && tile.asks(row, 0) {
                     prefetch::<S>(&ahead, lines(part, bytes), Cache::L2);
-                    // L1 is asked for the next rows, for which it has room: it misses those of a step all at once otherwise.
+                    // L1 has room for the next rows, which are prefetched: otherwise it misses those of a step all at once.
                     let near = args.keys.row_or_next(first + B * LANES, size).data;
                     for line in lines(step, bytes) {
                         S::prefetch(near.wrapping_add(line * LINE), Cache::L1);
                     }
                 }
                 let columns = if AHEAD {
-                    // After the last any will do.
+                    // After the last step any block will do.
                     let follows = if first + B * LANES < args.high { first + B * LANES } else { first };
                     let (blocks, step) =
                         if step + 1 < steps { (blocks, step + 1) } else { (blocks_at(firsts(follows)), 0) };
@@ -213,7 +212,7 @@ unsafe fn score_blocks<S: Dot, C: Codes, T: Tile<S>, const R: usize, const B: us
                         sums[r] = [S::begin((*queries.add(r * steps + step)).start[scale], C::BYTES); B];
                     }
                     for i in scale * COLUMNS / C::SCALES..(scale + 1) * COLUMNS / C::SCALES {
-                        // Evenly: what is asked for from several places in bursts is not fetched.
+                        // Evenly spread: prefetches from several places in bursts are dropped.
                         if !in_order && tile.asks(row, i) {
                             prefetch::<S>(&ahead, lines(part * COLUMNS + i, bytes / COLUMNS), Cache::L1);
                         }
@@ -256,7 +255,7 @@ pub(crate) unsafe fn accumulate<S: Dot, C: Codes, const STEPS: usize>(args: &Acc
     for_rows!(accumulate_rows::<S, C>(args, size, tile), alone: true);
 }
 
-/// The same, unpacked for many query rows to scratch memory.
+/// The same for many query rows, with codes unpacked to scratch memory.
 #[inline(always)]
 pub(crate) unsafe fn accumulate_many<S: Dot, C: Codes>(args: &Accumulate<'_>, scratch: &mut [f32]) {
     let mut tile = Unpacked::<S>::new(scratch, args.dim);
@@ -270,14 +269,14 @@ pub(crate) unsafe fn accumulate_many<S: Dot, C: Codes>(args: &Accumulate<'_>, sc
 #[repr(C, align(64))]
 struct Weights<const R: usize> {
     words: [[[[i32; TILE / QUAD]; 2]; R]; PART],
-    /// What sums of products with codes begin with: minus the products with the code of 0.
+    /// The initial value of sums of products with codes: minus the products with the code of 0.
     start: [[i32; 4]; PART],
     /// What an integer of 1 stands for.
     scale: [[f32; 4]; PART],
 }
 
 impl<const R: usize> Weights<R> {
-    /// Writes those of `count` scales.
+    /// Writes the weights for `count` scales.
     #[inline(always)]
     unsafe fn fill<S: Dot, C: Codes>(
         this: *mut Self,
@@ -304,7 +303,7 @@ impl<const R: usize> Weights<R> {
             let code_max = code_max(C::BYTES);
             let (mut scale, mut inverse) = ([0.0; LANES], [0.0; LANES]);
             for i in 0..LANES {
-                // As bits, of which a NaN has the most. An integer of 1 stands for a normal number.
+                // Compared as bits: those of NaN are the largest. An integer of 1 must stand for a normal number.
                 let most = f32::from_bits((most[i] as u32).max((f32::MIN_POSITIVE * code_max).to_bits()));
                 scale[i] = most * (1.0 / code_max);
                 inverse[i] = code_max / most;
@@ -379,22 +378,22 @@ unsafe fn accumulate_rows<S: Dot, C: Codes, T: Tile<S>, const R: usize>(
     }
 }
 
-/// A step of V, of `R` query rows.
+/// A step of V, for `R` query rows.
 struct Columns<'a, S: Dot, T: Tile<S>, const R: usize> {
     args: &'a Accumulate<'a>,
     row: usize,
     step: usize,
-    /// Which of the scales that `weights` are of is the first of the step.
+    /// The place of the step's first scale among those of `weights`.
     part: usize,
     tile: &'a T,
     blocks: &'a [T::Block; BLOCKS],
-    /// What to ask for, if anything.
+    /// What to prefetch, if anything.
     ahead: Option<&'a Streams>,
     weights: *const Weights<R>,
 }
 
 impl<S: Dot, T: Tile<S>, const R: usize> Columns<'_, S, T, R> {
-    /// Adds to the values of `H` halves of the step.
+    /// Adds the products of `H` halves of the step to the values.
     #[inline(always)]
     unsafe fn add<C: Codes, const H: usize>(&self, half: usize) {
         let Self { args, row, step, part, tile, blocks, ahead, weights } = *self;
@@ -470,18 +469,18 @@ mod tests {
         RowFormat::Nvfp4,
     ];
 
-    /// A tile of stored rows: what scores and values are of.
+    /// A tile of stored rows, from which scores and values are computed.
     struct Tile {
         size: RowSize,
         /// Rows of a page.
         page: usize,
         /// Pages of rows, then their scales, after some bytes of others.
         pages: Vec<Vec<u8>>,
-        /// What stored numbers are multiples of their scales by, twice that with mxfp4 and nvfp4; `[TILE][dim]`.
+        /// Stored numbers divided by their scales, twice that with mxfp4 and nvfp4; `[TILE][dim]`.
         integers: Vec<i32>,
         /// Those scales, or half of them; `[TILE][dim / unit]`.
         scales: Vec<f32>,
-        /// Elements of which scales are told apart.
+        /// Elements that share a scale in `scales`.
         unit: usize,
         /// See [`Chunk::in_order`].
         in_order: bool,
@@ -553,7 +552,7 @@ mod tests {
             self.pages[t / self.page][at..][..self.size.scale_bytes].fill(0xff);
         }
 
-        /// Calls `with` what a kernel reads the rows `low..high` from; other pages are nowhere.
+        /// Calls `with` the tile as a kernel reads the rows `low..high`; the addresses of other pages are null.
         fn read(&self, low: usize, high: usize, with: impl FnOnce(&Chunk<'_>)) {
             read(&self.pages, BEFORE, self.page, self.size, low..high, self.in_order, with);
         }
@@ -584,7 +583,7 @@ mod tests {
         all
     }
 
-    /// Cases for every instruction set, format and size of head.
+    /// Cases for every instruction set, format and head size.
     fn cases(mut case: impl FnMut(&mut Random, Isa, RowFormat, Tile, usize, usize, usize)) {
         for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported() && isa.multiplies_integers()) {
             for format in FORMATS {

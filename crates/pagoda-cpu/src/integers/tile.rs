@@ -1,4 +1,4 @@
-//! What of a tile is multiplied: codes and scales, as they are stored or unpacked once for many query rows.
+//! The codes and scales of a tile, as they are stored, or unpacked once for many query rows.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -13,23 +13,23 @@ use crate::stored::Row;
 /// Blocks of rows whose scores lie in a vector.
 pub(super) const BLOCKS: usize = TILE / LANES;
 
-/// What of a tile is multiplied. Rows go by blocks of 16.
+/// The codes and scales of a tile, in blocks of 16 rows.
 pub(super) trait Tile<S: Dot> {
-    /// Whether what lies ahead is asked for in order (see [`Chunk::in_order`]).
+    /// Whether what lies ahead is prefetched in order (see [`Chunk::in_order`]).
     fn in_order(&self) -> bool;
-    /// Lets block `block` of so many blocks of query rows ask for its share.
+    /// Gives block `block` of `blocks` blocks of query rows its share of prefetches.
     fn share(&mut self, block: usize, blocks: usize);
-    /// Whether the block of query rows that begins with `row` asks at turn `turn` of eight.
+    /// Whether the block of query rows that begins with `row` prefetches at turn `turn` of eight.
     fn asks(&self, row: usize, turn: usize) -> bool;
     /// Where a block is.
     type Block: Copy;
-    /// Of a block that nobody sees, which may have no page, nothing is read.
+    /// Nothing is read of a block that nobody sees, which may have no page.
     fn block(&self, index: usize) -> Self::Block;
     /// Columns of K, in registers or in memory.
     type Columns: Copy;
     /// See [`Codes::columns`].
     unsafe fn columns(&self, block: Self::Block, step: usize) -> Self::Columns;
-    /// One of them. With few registers it is loaded when it is multiplied.
+    /// One of these columns. With few registers it is loaded when it is multiplied.
     unsafe fn column(columns: &Self::Columns, index: usize) -> S::Words;
     /// See [`Codes::words`], of rows `4 * quad..4 * quad + 4` of the block.
     unsafe fn words(&self, block: Self::Block, quad: usize, step: usize, half: usize) -> S::Words;
@@ -37,7 +37,7 @@ pub(super) trait Tile<S: Dot> {
     unsafe fn scales(&self, block: Self::Block, index: usize) -> S::Floats;
 }
 
-/// As it is stored.
+/// A tile as it is stored.
 pub(super) struct Stored<'a, C> {
     chunk: &'a Chunk<'a>,
     size: RowSize,
@@ -55,10 +55,10 @@ impl<'a, C> Stored<'a, C> {
 impl<S: Dot, C: Codes> Tile<S> for Stored<'_, C> {
     #[inline(always)]
     fn in_order(&self) -> bool {
-        // Codes of fewer bits gained little by it, and lost where a query row is alone.
+        // Codes of fewer bits gained little by this, and lost with a single query row.
         C::BYTES == 2 && self.chunk.in_order
     }
-    /// The first asks for everything.
+    /// The first block prefetches everything.
     #[inline(always)]
     fn share(&mut self, _: usize, _: usize) {}
     #[inline(always)]
@@ -94,14 +94,14 @@ impl<S: Dot, C: Codes> Tile<S> for Stored<'_, C> {
     }
 }
 
-/// Taken apart once, for many query rows: columns, or words, and scales as floats.
+/// A tile unpacked once for many query rows: columns of K or words of V, and scales as floats.
 pub(super) struct Unpacked<S: Dot> {
     /// `[block][step][COLUMNS]`, or `[step][quad][2]`.
     codes: *mut S::Words,
     /// `[index][TILE]`.
     scales: *mut S::Floats,
     steps: usize,
-    /// Of eight turns those at which something is asked for, as bits.
+    /// The turns, of eight, at which to prefetch, as bits.
     turns: u8,
 }
 
@@ -181,12 +181,12 @@ impl<S: Dot> Unpacked<S> {
 
 // SAFETY (of every block): callers ask for what has been written.
 impl<S: Dot> Tile<S> for Unpacked<S> {
-    /// Several blocks of query rows ask by turns.
+    /// Several blocks of query rows prefetch in turn.
     #[inline(always)]
     fn in_order(&self) -> bool {
         false
     }
-    /// What is asked for in bursts is not fetched.
+    /// Spread over turns: prefetches in bursts are dropped.
     #[inline(always)]
     fn share(&mut self, block: usize, blocks: usize) {
         let (turns, shares) = match blocks {

@@ -147,7 +147,7 @@ impl Simd for Avx512 {
                     _mm512_castpd_ps(_mm512_unpackhi_pd(ef, gh)),
                 ];
             }
-            // Those four of all rows.
+            // These four numbers of all rows.
             for i in 0..4 {
                 let [a, b, c, d] = [v[i], v[i + 4], v[i + 8], v[i + 12]];
                 let even_ab = _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b);

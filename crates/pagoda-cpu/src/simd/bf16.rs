@@ -1,7 +1,7 @@
 //! Dot products of bfloat16 with rows of fp8_e4m3 (AVX-512 BF16).
 //!
-//! Every E4M3 number is a bfloat16 number (`e4m3.rs` makes it). Queries and weights are rounded to bfloat16, to 2^-8 of each,
-//! which is a sixteenth of what rounding to E4M3 did to the rows. Products are exact and added up in f32, two at a time.
+//! Every E4M3 number is a bfloat16 number (`e4m3.rs` makes it). Queries and weights are rounded to bfloat16, by up to 2^-8 of
+//! each, a sixteenth of what rounding to E4M3 did to the rows. Products are exact and added up in f32, two at a time.
 
 #![expect(clippy::needless_range_loop, reason = "an index runs over several arrays of vectors")]
 
@@ -63,7 +63,7 @@ pub(super) unsafe fn score(args: &Score<'_>) {
     };
 }
 
-/// Scores of `R` query rows, before scaling; how many these are.
+/// Scores of `R` query rows, before scaling; returns `R`.
 #[inline(always)]
 unsafe fn score_rows<const R: usize>(args: &Score<'_>, row: usize) -> usize {
     let size = args.size;
@@ -109,7 +109,7 @@ pub(super) unsafe fn accumulate(args: &Accumulate<'_>) {
     for_rows!(accumulate_rows(args));
 }
 
-/// Adds to the values of `R` query rows; how many these are.
+/// Adds to the values of `R` query rows; returns `R`.
 #[inline(always)]
 unsafe fn accumulate_rows<const R: usize>(args: &Accumulate<'_>, row: usize) -> usize {
     let (size, low, high) = (args.size, args.low, args.high);
@@ -118,7 +118,7 @@ unsafe fn accumulate_rows<const R: usize>(args: &Accumulate<'_>, row: usize) -> 
     unsafe {
         let tables = Tables::load();
         let ahead = args.chunk.to_ask_for(args.chunk.in_order, size);
-        // Of two tokens in a word; 0 of those that are not seen.
+        // Of two tokens in a word; 0 for those that are not seen.
         let mut weights = [[0u32; TILE / 2]; R];
         for (r, weights) in weights.iter_mut().enumerate() {
             for i in 0..TILE / 16 {

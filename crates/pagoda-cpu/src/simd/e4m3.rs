@@ -1,5 +1,5 @@
 //! Rows of fp8_e4m3 as floats, 64 codes at a time (AVX-512 VBMI): a table in registers has the two bytes of every E4M3 number
-//! as bfloat16, of which an f32 is made by a shift. With arithmetic on the bits of codes attention takes a quarter longer.
+//! as bfloat16, which a shift turns into f32. With arithmetic on the bits of codes instead, attention takes a quarter longer.
 
 #![expect(clippy::needless_range_loop, reason = "an index runs over several arrays of vectors")]
 
@@ -13,14 +13,14 @@ use crate::codec::e4m3;
 use crate::kernel::{Accumulate, Score, scale_rows};
 use crate::stored::Fp8E4m3;
 
-/// Codes that become numbers at once: a cache line. Rows are as many such long.
+/// Codes that become numbers at once: a cache line. The length of rows is a multiple of this.
 pub(super) const CODES: usize = 64;
 /// Vectors of f32 that these are.
 const VECTORS: usize = 4;
 /// Rows that are scored at once, all of one page.
 pub(super) const ROWS: usize = 4;
 
-/// One byte of what the codes without a sign stand for as bfloat16, times 2^-8 as in [`Stored`](crate::stored::Stored).
+/// One byte of each bfloat16 that a code without its sign stands for, times 2^-8 as in [`Stored`](crate::stored::Stored).
 const fn table(byte: usize) -> [u8; 128] {
     let mut table = [0; 128];
     let mut code = 0;
@@ -79,7 +79,7 @@ impl Tables {
     }
 }
 
-/// The code for each place, so that [`Tables::decode`] has numbers of two vectors of f32 by turns.
+/// The code for each place, such that [`Tables::decode`] gives numbers of two vectors of f32 alternately.
 const IN_TURN: [u8; CODES] = {
     let mut order = [0; CODES];
     let mut place = 0;
@@ -121,7 +121,7 @@ pub(super) unsafe fn score(args: &Score<'_>) {
     };
 }
 
-/// Scores of `R` query rows, before scaling; how many these are.
+/// Scores of `R` query rows, before scaling; returns `R`.
 #[inline(always)]
 unsafe fn score_rows<const R: usize>(args: &Score<'_>, row: usize) -> usize {
     let size = args.size;
@@ -166,7 +166,7 @@ pub(super) unsafe fn accumulate(args: &Accumulate<'_>) {
     for_rows!(accumulate_rows(args));
 }
 
-/// Adds to the values of `R` query rows; how many these are.
+/// Adds to the values of `R` query rows; returns `R`.
 #[inline(always)]
 unsafe fn accumulate_rows<const R: usize>(args: &Accumulate<'_>, row: usize) -> usize {
     let size = args.size;

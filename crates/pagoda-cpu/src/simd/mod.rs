@@ -30,12 +30,12 @@ use crate::kernel::{self, ALIGN, Accumulate, Fold, Score, Softmax};
 use crate::rows::Element;
 use crate::transform;
 
-/// An instruction set that attention can run on. Those with dot products of integers multiply rows that are stored as such so
-/// (docs/adr/0013); what each adds to is the same without.
+/// An instruction set that attention can run on. Those with dot products of integers use them for rows that are stored as
+/// integers (docs/adr/0013); everything else is as in the one that they add to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Isa {
-    /// [`Avx512Vnni`](Self::Avx512Vnni) with the dot products of BF16, for rows of fp8_e4m3: on AMD's cores they multiply two numbers
-    /// in the time of one, on Intel's in more than that of two.
+    /// [`Avx512Vnni`](Self::Avx512Vnni) with the dot products of BF16, for rows of fp8_e4m3: AMD's cores multiply two numbers
+    /// in the time of one, Intel's in more than the time of two.
     Avx512Bf16,
     /// [`Avx512`](Self::Avx512) with the dot products of VNNI, which VBMI, BITALG and GFNI prepare.
     Avx512Vnni,
@@ -152,7 +152,7 @@ impl Isa {
     }
 }
 
-/// What a CPU does not say by its instructions.
+/// What a CPU's instruction sets do not tell.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Cpu {
     Intel,
@@ -163,12 +163,12 @@ enum Cpu {
 }
 
 impl Cpu {
-    /// This one.
+    /// The CPU that this runs on.
     fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
             use std::arch::x86_64::__cpuid;
-            // Kept: a virtual machine takes a microsecond to answer.
+            // Cached: a virtual machine takes a microsecond to answer.
             static CPU: LazyLock<Cpu> = LazyLock::new(|| {
                 let (vendor, version) = (__cpuid(0), __cpuid(1).eax);
                 let family = (version >> 8 & 0xf) + (version >> 20 & 0xff);
@@ -185,8 +185,8 @@ impl Cpu {
     }
 }
 
-/// Whether lines of rows in pages of whole tiles are asked for in order, from one place: see docs/adr/0025. Products of integers
-/// heed it for bytes alone.
+/// Whether lines of rows in pages of whole tiles are prefetched in order, from one place: see docs/adr/0025. Integer products
+/// heed it only for bytes.
 pub(crate) fn asks_in_order(format: RowFormat) -> bool {
     match Cpu::detect() {
         Cpu::Intel => false,
@@ -218,7 +218,7 @@ pub(crate) type Convert = unsafe fn(source: *const u8, target: *mut u8, n: usize
 /// Writes a row and its scales in a format; see [`encode_row`](crate::encode_row).
 pub(crate) type Encode = unsafe fn(format: RowFormat, x: &[f32], rows: &mut [u8], scales: &mut [u8]) -> bool;
 
-/// Makes what a query row is multiplied as.
+/// Converts a query row to the form that rows are multiplied with.
 pub(crate) type Quantise = unsafe fn(row: &[f32], steps: &mut [QueryStep]);
 
 /// Kernels that read stored rows of one format.
@@ -230,19 +230,19 @@ pub(crate) struct RowKernels {
     pub(crate) many: Many,
 }
 
-/// How many query rows of a head take a tile.
+/// How tiles are read if a head has many query rows.
 #[derive(Clone, Copy)]
 pub(crate) enum Many {
-    /// As few do.
+    /// As for few.
     AsFew,
-    /// From so many rows on, [decoded] once for all of them.
+    /// From this many rows on, [decoded] once for all of them.
     Decoded(usize),
-    /// From [`integers::MANY`] on, its codes unpacked for all, in scratch memory.
+    /// From [`integers::MANY`] on, codes are unpacked to scratch memory once for all of them.
     Unpacked { score: unsafe fn(&Score<'_>, &mut [f32]), accumulate: unsafe fn(&Accumulate<'_>, &mut [f32]) },
 }
 
 impl Many {
-    /// How they do where they have to have the bits that few have, if so.
+    /// If `deterministic`, the way that gives the same bits as for few.
     pub(crate) fn with_same_bits(self, deterministic: bool) -> Self {
         match self {
             Self::Decoded(_) if deterministic => Self::AsFew,
@@ -250,7 +250,7 @@ impl Many {
         }
     }
 
-    /// How so many do.
+    /// The way for this many query rows.
     pub(crate) fn of(self, rows: usize) -> Self {
         match self {
             Self::Decoded(least) if rows < least => Self::AsFew,
@@ -259,7 +259,7 @@ impl Many {
         }
     }
 
-    /// Floats of scratch memory for rows of so many elements.
+    /// Floats of scratch memory for rows of `dim` elements.
     pub(crate) fn scratch(self, dim: u32) -> usize {
         match self {
             Self::AsFew => 0,
@@ -269,8 +269,8 @@ impl Many {
     }
 }
 
-/// Kernels that multiply the codes of rows, if there are any for so many elements of a format, of rows of so many. They take
-/// [`PRODUCT_ROWS`] rows of a page at once.
+/// Kernels that multiply codes, for a format, the elements to read and the elements of a stored row; None if there are none.
+/// They take [`PRODUCT_ROWS`] rows of a page at once.
 type ProductKernels = fn(RowFormat, usize, usize) -> Option<&'static RowKernels>;
 /// See [`ProductKernels`].
 const PRODUCT_ROWS: usize = 16;
@@ -305,7 +305,7 @@ impl Kernels {
         self.convert[from as usize][to as usize]
     }
 
-    /// Reads `dim` elements of rows of `stored`.
+    /// Reads `dim` elements of rows of `stored` elements.
     pub(crate) fn rows(&self, format: RowFormat, dim: u32, stored: u32, page_size: u32) -> &RowKernels {
         let products = (page_size as usize >= PRODUCT_ROWS)
             .then(|| (self.products)(format, dim as usize, stored as usize))
@@ -335,7 +335,7 @@ pub(crate) trait Simd {
     const LANES: usize;
     /// Vectors that are in registers at once: 16 or 32.
     const REGISTERS: usize;
-    /// Query rows that share one conversion of a K or V vector in registers, at most: 4 or 6.
+    /// The most query rows that share one conversion of a K or V vector in registers: 4 or 6.
     const ROWS: usize;
     /// The vector.
     type V: Copy;
@@ -357,9 +357,9 @@ pub(crate) trait Simd {
     unsafe fn round(v: Self::V) -> Self::V;
     /// `v * 2^n` for integers `n` in -64..=8.
     unsafe fn scale(v: Self::V, n: Self::V) -> Self::V;
-    /// Lanes whose numbers differ by `H` alone, 1 to half of the lanes, change places.
+    /// Swaps lanes whose numbers differ in `H` alone, 1 to half of the lanes.
     unsafe fn swap<const H: usize>(v: Self::V) -> Self::V;
-    /// Of as many vectors as there are lanes, lane `i` of vector `j` to lane `j` of vector `i`; those behind them are left alone.
+    /// Transposes `LANES` vectors: lane `i` of vector `j` goes to lane `j` of vector `i`. Vectors after these are left alone.
     unsafe fn transpose(v: &mut [Self::V; ALIGN]);
     /// Writes the largest lanes of four vectors.
     unsafe fn max_quad(v: [Self::V; 4], out: *mut f32);
@@ -391,8 +391,8 @@ pub(crate) trait Simd {
     unsafe fn half_f16(p: *const u8) -> Self::V;
     unsafe fn half_bf16(p: *const u8) -> Self::V;
 
-    /// Asks for the cache line of `p`, which need not be mapped; on x86 to have it in L2: L1 has fewer misses under way than memory
-    /// takes to be busy.
+    /// Prefetches the cache line of `p`, which need not be mapped; on x86 into L2, because L1 cannot have enough misses under
+    /// way to keep memory busy.
     unsafe fn prefetch(p: *const u8);
 }
 
@@ -611,14 +611,14 @@ products!(#[cfg(target_arch = "x86_64")] mod avxvnni_products, dot::avx2::Dot256
 products!(#[cfg(target_arch = "x86_64")] mod avx2madd_products, dot::avx2::Dot256<false>, "avx2,fma,f16c");
 products!(#[cfg(target_arch = "aarch64")] mod neondot_products, dot::neon::NeonDot, "neon,dotprod");
 
-/// Products of integers, and of floats that come off a table.
+/// Integer products, and products of floats from a table.
 #[cfg(target_arch = "x86_64")]
 fn vnni_products(format: RowFormat, dim: usize, stored: usize) -> Option<&'static RowKernels> {
     const KERNELS: RowKernels = RowKernels {
         score: e4m3::score,
         accumulate: e4m3::accumulate,
         quantise: None,
-        // Later than by arithmetic on the bits of codes, which takes longer (docs/adr/0026).
+        // More rows than for arithmetic on the bits of codes, which takes longer than the table (docs/adr/0026).
         many: Many::Decoded(16),
     };
     if format == RowFormat::Fp8E4m3 && dim.is_multiple_of(e4m3::CODES) {
@@ -628,14 +628,14 @@ fn vnni_products(format: RowFormat, dim: usize, stored: usize) -> Option<&'stati
     }
 }
 
-/// Products of bfloat16 for what they are good for, of integers for the rest.
+/// Bfloat16 products for the rows that they suit, integer products for the rest.
 #[cfg(target_arch = "x86_64")]
 fn bf16_products(format: RowFormat, dim: usize, stored: usize) -> Option<&'static RowKernels> {
     const KERNELS: RowKernels = RowKernels {
         score: bf16::score,
         accumulate: bf16::accumulate,
         quantise: Some(bf16::quantise),
-        // Products of two numbers are faster than those of floats, however many rows there are.
+        // Products of pairs are faster than those of floats, however many rows there are.
         many: Many::AsFew,
     };
     if format == RowFormat::Fp8E4m3 && dim.is_multiple_of(e4m3::CODES) {

@@ -62,7 +62,7 @@ fn stored(
     stored_by(isa, dim, from, to, input, checked, false)
 }
 
-/// The same, perhaps rotated; behind each row its scales.
+/// The same, perhaps rotated; each row is followed by its scales.
 fn stored_by(
     isa: Isa,
     dim: usize,

@@ -99,7 +99,7 @@ fn compare(world: &mut World, backend: &Backend, batch: &[(usize, usize, usize)]
     hold(world, backend, batch, element, found, right);
 }
 
-/// Holds outputs and log-sum-exps against the reference, those of an element type.
+/// Compares outputs and log-sum-exps of an element type with the reference.
 fn hold(
     world: &World,
     backend: &Backend,
@@ -113,9 +113,9 @@ fn hold(
         crate::Element::F16 => 1e-3,
         crate::Element::Bf16 => 6e-3,
     };
-    // Products of integers: elements of queries are rounded to 2^-16 of the largest of 32, weights to that of a tile; with
-    // rows of 4 or 5 bits to 2^-8. Products of bfloat16: each is rounded to 2^-9 of itself. The largest errors of many are several times as
-    // large as most.
+    // Integer products: elements of queries are rounded to 2^-16 of the largest of 32, weights to that of a tile; with rows
+    // of 4 or 5 bits to 2^-8. Bfloat16 products: each factor is rounded to 2^-9 of itself. The largest of many errors are
+    // several times as large as most.
     let LayerGeometry { k_format, v_format, .. } = world.layer.geometry;
     let formats = || [Some(k_format), v_format].into_iter().flatten();
     let integers = backend.isa().multiplies_integers() && formats().any(|format| format != RowFormat::F32);
@@ -254,7 +254,7 @@ fn pages_in_common_are_gone_over_once() {
             let found = world.attend_common(&backend, &batch, 2, ELEMENTS[0]);
             let right = world.expect(&batch, ELEMENTS[0]);
             hold(&world, &backend, &batch, ELEMENTS[0], found, right);
-            // Nothing, and as many queries as take several blocks.
+            // Nothing, and so many queries that they take several blocks.
             for (batch, nodes) in [(vec![(0, 3000, 1), (1, 1200, 1)], 0), (vec![(0, 1100, 30); 3], 1)] {
                 let found = world.attend_common(&backend, &batch, nodes, ELEMENTS[0]);
                 let right = world.expect(&batch, ELEMENTS[0]);

@@ -9,7 +9,7 @@ use crate::integers::QueryStep;
 use crate::kernel::{Accumulate, Chunk, RowSize, Score};
 use crate::simd::Isa;
 
-/// An instruction set that takes numbers of codes off a table, and what it rounds queries and weights to.
+/// An instruction set that looks up the numbers of codes in a table, and how it rounds queries and weights.
 type Rounding = (Isa, fn(f32) -> f32);
 
 /// Those of this CPU.
@@ -43,7 +43,7 @@ impl Tile {
         f64::from(e4m3(self.codes[t * self.size.dim + i]))
     }
 
-    /// Calls `with` what a kernel reads; rows outside of `low..high` are NaN, pages without others are nowhere.
+    /// Calls `with` the tile. Rows outside of `low..high` are NaN; the addresses of pages without others are null.
     fn read(&self, low: usize, high: usize, with: impl Fn(&Chunk<'_>)) {
         let mut pages = Vec::new();
         for first in (0..TILE).step_by(self.page) {

@@ -25,8 +25,8 @@ impl Random {
     pub(crate) fn float(&mut self) -> f32 {
         self.below(1 << 24) as f32 / (1 << 23) as f32 - 1.0
     }
-    /// Roughly normal, and of so few bits that sums of a row are exact in f32: whatever is rotated there and in f64 is rounded to
-    /// the same codes.
+    /// Roughly normal, and of so few bits that sums of a row are exact in f32: rotation there and in f64 gives the same codes
+    /// after rounding.
     pub(crate) fn normal(&mut self) -> f32 {
         let sum: f64 = (0..4).map(|_| (self.next() >> 11) as f64 / (1u64 << 53) as f64 - 0.5).sum();
         (sum * 1.7 * 1024.0).round() as f32 / 1024.0
@@ -36,8 +36,8 @@ impl Random {
     }
 }
 
-/// Calls `with` the tile in some pages of `page` rows and then their scales, after `before` bytes of others. Pages without a row
-/// that is seen are nowhere. `in_order`: see [`Chunk`].
+/// Calls `with` the tile in some pages of `page` rows and then their scales, after `before` bytes of others. The addresses of
+/// pages without a visible row are null. `in_order`: see [`Chunk`].
 pub(crate) fn read(
     pages: &[Vec<u8>],
     before: usize,

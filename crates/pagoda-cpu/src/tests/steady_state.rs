@@ -33,7 +33,7 @@ const TOKENS: usize = 700;
 const NEW: usize = 40;
 
 const TEST: &str = "tests::steady_state::append_and_attend_allocate_nothing";
-/// Set in a process that runs this test alone: others allocate beside it.
+/// Set in a process that runs only this test: others allocate at the same time.
 const ALONE: &str = "PAGODA_TEST_ALONE";
 
 #[test]

@@ -283,8 +283,8 @@ impl World {
         self.attend_by(whole, batch, element)
     }
 
-    /// The same of one sequence, run by run or a few at a time: pages of other runs are nowhere then, and of some pages only
-    /// this layer is in memory, as when it was read from disk.
+    /// The same of one sequence, run by run or a few at a time. Meanwhile the pages of other runs are not in memory, and of
+    /// some pages only this layer is, as after a read from disk.
     pub(crate) fn attend_runs(
         &mut self,
         random: &mut Random,
@@ -297,7 +297,7 @@ impl World {
             let SequenceTable { row, spans, .. } = sequences[0];
             let runs: Vec<_> = work::runs(spans, 0..one.1, layer.page_size as usize).collect();
             assert!(runs.iter().map(|run| run.0).eq(0..work::run_count(spans)));
-            // The last of its block.
+            // This layer is the last of its block.
             let bytes = layer.layout.k.rows.offset as usize..layer.block_bytes as usize;
             let stride = bytes.len() + 32;
             let (mut carried, mut start) = (Carried::default(), 0);
@@ -333,7 +333,7 @@ impl World {
         self.attend_by(parts, &[one], element)
     }
 
-    /// What parts of results over the tokens before `ends` of each sequence say: other pages are nowhere.
+    /// The partial results over the tokens before `ends` of each sequence; other pages are not in memory.
     pub(crate) fn attend_before(
         &mut self,
         backend: &Backend,
@@ -382,7 +382,7 @@ impl World {
         (out, lse)
     }
 
-    /// As `attend`, with pages in common, of so many nodes, gone over once: for all but the first that have them they are nowhere.
+    /// As `attend`, but common pages, of `nodes` nodes, are read once: only their first sequence finds them in memory.
     pub(crate) fn attend_common(
         &mut self,
         backend: &Backend,

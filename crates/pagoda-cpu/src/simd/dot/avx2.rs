@@ -1,8 +1,8 @@
 //! Products in registers of 256 bits: those of AVX2, or of AVX-VNNI, which add at once.
 //!
-//! Numbers of two bytes are multiplied as they are, with codes widened to 16 bits (`vpmaddwd`, `vpdpwssd`): AVX2's product of bytes adds
-//! two in 16 bits, which do not hold those of any bytes. They do hold four times two of numbers of one byte with small codes
-//! (`vpmaddubsw`; and `vpdpbusd`).
+//! Numbers of two bytes are multiplied as they are, with codes widened to 16 bits (`vpmaddwd`, `vpdpwssd`): AVX2's product of
+//! bytes adds two of them in 16 bits, where products of arbitrary bytes overflow. Products of one-byte numbers with small
+//! codes do not, even four times two of them (`vpmaddubsw`; and `vpdpbusd`).
 
 use std::arch::x86_64::*;
 
@@ -68,7 +68,7 @@ unsafe fn words(rows: *const u8, stride: usize) -> [__m256i; 2] {
     unsafe {
         let row = |r: usize| rows.wrapping_add(r * stride);
         let (ac, bd) = (halves(row(0), row(2)), halves(row(1), row(3)));
-        // Bytes 0 to 7 of rows 0 and 1 beside those of rows 2 and 3; then bytes 8 to 15.
+        // Bytes 0 to 7 of rows 0 and 1 next to those of rows 2 and 3; then bytes 8 to 15.
         let (low, high) = (_mm256_unpacklo_epi8(ac, bd), _mm256_unpackhi_epi8(ac, bd));
         let ab = _mm256_permute2x128_si256::<0x20>(low, high);
         let cd = _mm256_permute2x128_si256::<0x31>(low, high);

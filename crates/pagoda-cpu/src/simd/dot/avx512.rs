@@ -1,4 +1,4 @@
-//! Byte products of AVX-512 VNNI. Codes are unsigned bytes, what they are multiplied with signed ones.
+//! Byte products of AVX-512 VNNI. Codes are unsigned bytes; their factors are signed.
 
 use std::arch::x86_64::*;
 
@@ -129,7 +129,7 @@ unsafe fn short_column(rows: *const u8, stride: usize, index: usize) -> __m256i 
                 _mm512_castsi512_si256(_mm512_permutex2var_epi16(load(0), places, load(1)))
             }
             16 => {
-                // Of places only what tells 128 bytes apart counts.
+                // Of an index only the bits that tell 128 bytes apart count.
                 let places = places(_mm256_slli_epi16::<3>(count));
                 let low = _mm512_permutex2var_epi16(load(0), places, load(1));
                 let high = _mm512_permutex2var_epi16(load(2), places, load(3));
@@ -157,7 +157,7 @@ unsafe fn byte_column(rows: *const u8, stride: usize, index: usize) -> __m128i {
                 _mm512_castsi512_si128(_mm512_permutex2var_epi8(load(0), places, load(1)))
             }
             16 => {
-                // Of places only what tells 128 bytes apart counts.
+                // Of an index only the bits that tell 128 bytes apart count.
                 let places = places(_mm_slli_epi16::<4>(_mm_and_si128(count, _mm_set1_epi8(7))));
                 let low = _mm512_permutex2var_epi8(load(0), places, load(1));
                 let high = _mm512_permutex2var_epi8(load(2), places, load(3));

@@ -16,8 +16,8 @@ pub(crate) const COLUMNS: usize = STEP / QUAD;
 
 /// Vectors of 16. Every method may only run on a CPU that has the instruction set.
 ///
-/// Codes are four to a word, of two kinds: any byte, which a stored byte plus `ZERO` is, and those from 0 to 31, which may be
-/// multiplied with numbers of one byte. Sums of products are two vectors, of what is the instruction set's business.
+/// Codes are four to a word, of two kinds: any bytes, each a stored byte plus `ZERO`, and those from 0 to 31, which may be
+/// multiplied with numbers of one byte. Sums of products are two vectors, whose contents are up to the instruction set.
 pub(crate) trait Dot {
     /// 16 words or integers.
     type Words: Copy;
@@ -25,7 +25,7 @@ pub(crate) trait Dot {
     type Floats: Copy;
     /// Query rows that share codes in registers: 2 or 4.
     const ROWS: usize;
-    /// Whether the sums of two vectors fit the registers, of so many query rows.
+    /// Whether the sums of two vectors fit the registers, for `ROWS` query rows.
     const MANY_REGISTERS: bool;
     /// The code of a stored byte of 0, where bytes are stored: 128 if codes are unsigned, else 0.
     const ZERO: i32;
@@ -39,19 +39,19 @@ pub(crate) trait Dot {
     unsafe fn mul(a: Self::Floats, b: Self::Floats) -> Self::Floats;
     /// `a * b + c`.
     unsafe fn fma(a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
-    /// The lanes whose bits are set, and 0 else.
+    /// The lanes whose bits are set, and 0 elsewhere.
     unsafe fn masked(bits: u16, v: Self::Floats) -> Self::Floats;
     unsafe fn magnitudes(v: Self::Floats) -> Self::Floats;
     unsafe fn to_floats(v: Self::Words) -> Self::Floats;
     /// Nearest integers, ties to even.
     unsafe fn to_integers(v: Self::Floats) -> Self::Words;
-    /// The larger, as bits of numbers that are not negative, of which a NaN has the most.
+    /// The larger, compared as bits of numbers that are not negative: those of NaN are the largest.
     unsafe fn larger(a: Self::Words, b: Self::Floats) -> Self::Words;
     /// The sums of vectors, that of `v[i][j]` at `4 * i + j`.
     unsafe fn sums(v: [[Self::Words; 4]; 4]) -> [i32; LANES];
     /// The largest lanes of vectors likewise.
     unsafe fn largest(v: [[Self::Words; 4]; 4]) -> [i32; LANES];
-    /// Writes [`words`](crate::integers::words) of 64 numbers, and gives numbers that have the same sum.
+    /// Writes [`words`](crate::integers::words) of 64 numbers, and returns numbers that have the same sum.
     unsafe fn pack(numbers: [Self::Words; 4], bytes: usize, words: &mut [[i32; LANES]; 2]) -> Self::Words;
 
     /// Sums that begin with a number.
@@ -63,7 +63,7 @@ pub(crate) trait Dot {
         words: [i32; 2],
         bytes: usize,
     ) -> [Self::Words; 2];
-    /// After every four times that products with one byte were added.
+    /// Called after every four additions of products with one byte.
     unsafe fn settle(sums: [Self::Words; 2], bytes: usize) -> [Self::Words; 2];
     /// Settled sums.
     unsafe fn total(sums: [Self::Words; 2], bytes: usize) -> Self::Words;
@@ -84,7 +84,7 @@ pub(crate) trait Dot {
     ) -> [Self::Words; COLUMNS];
     /// Adds 16 where bits are set, which 4 rows of 4 bytes hold.
     unsafe fn fifth_words(words: Self::Words, bits: *const u8, stride: usize, half: usize) -> Self::Words;
-    /// What sums of products with words are in the order of elements.
+    /// Puts sums of products with words into the order of elements.
     unsafe fn in_order(v: Self::Words) -> Self::Words;
     /// Bytes below 16 as entries of a table.
     unsafe fn lookup(table: &[u8; 16], v: Self::Words) -> Self::Words;
@@ -95,11 +95,11 @@ pub(crate) trait Dot {
     /// Of 16 rows of E4M3, half of number `index` of each.
     unsafe fn half_e4m3_scales(scales: *const u8, stride: usize, index: usize) -> Self::Floats;
 
-    /// Asks for the cache line of `p`, which need not be mapped.
+    /// Prefetches the cache line of `p`, which need not be mapped.
     unsafe fn prefetch(p: *const u8, to: Cache);
 }
 
-/// Where a line is to be.
+/// The cache that a line is prefetched into.
 #[derive(Clone, Copy)]
 pub(crate) enum Cache {
     L1,

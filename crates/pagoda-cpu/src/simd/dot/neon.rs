@@ -10,7 +10,7 @@ use crate::simd::neon::Neon;
 /// Advanced SIMD with dot products.
 pub(crate) struct NeonDot;
 
-/// Four vectors from what an expression is for each `i`, without closures: those that are not inlined pass vectors through memory.
+/// Four vectors, from an expression in `i`, without closures: those that are not inlined pass vectors through memory.
 macro_rules! four {
     (|$i:ident| $value:expr) => {
         [
