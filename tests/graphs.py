@@ -116,7 +116,7 @@ class Model:
         return launch
 
     def live(self, steps: int) -> None:
-        """Replays one graph for sequences that grow, join and leave, in batches that grow and shrink; prompts do not use it."""
+        """Replays one graph for sequences that grow, join and leave, in batches of any size; prompts do not use it."""
         rng, most = self.rng, self.new_tokens
         live = [self.create() for _ in range(3)]
         self.step(live, [most] * 3)

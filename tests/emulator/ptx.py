@@ -71,7 +71,7 @@ def compile(
 
 
 def translated(text: str, names: Mapping[str, str]) -> str:
-    """Translates kernels in PTX to a program for `emulator.program`. names: names of PTX entries by the names that they get."""
+    """Translates kernels in PTX to a program for `emulator.program`. names: PTX entries by the names that they get."""
     symbols = dict.fromkeys(re.findall(r"\.extern \.shared \.align \d+ \.b8 (\w+)\[\]", text), "SHARED")
     program = ["#include <ptx.h>", "using namespace ptx;"]
     for name, entry in names.items():
