@@ -178,7 +178,7 @@ def test_whichever_allocation_is_refused_nothing_is_lost_or_leaked(name: str, mo
 
 
 def test_a_move_that_is_refused_has_no_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of its two runs is for the copy engine, the other for a kernel whose list is refused. Others then get the blocks."""
+    """One of its two runs is for the copy engine, one for a kernel whose list is refused. Others then get the blocks."""
     driver = install_driver(monkeypatch, StingyDriver(0))
     spec = pagoda.ModelSpec(layers=[layer(), layer()])
     # There is room for five pages, so that returning ones get their old places, before and after another sequence's.
