@@ -414,7 +414,7 @@ def test_multiply_add(kind: str, turned: bool, either: emulator.Library) -> None
 def test_sums_of_products_are_cut_off(
     kind: str, start: float, products: list[float], sum_: float, library: emulator.Library
 ) -> None:
-    """Addends are cut off one bit below the last bit of a float as large as the largest of 8, sums below a float's last bit."""
+    """Addends are cut off one bit below the last of a float as large as the largest of 8, sums below a float's last bit."""
     left, right = (np.zeros((16, 16)).astype(HALVES[kind]) for _ in range(2))
     # Both types represent these exactly.
     left[3, : len(products)] = [product * 2**10 for product in products]
